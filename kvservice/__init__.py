@@ -1,0 +1,3 @@
+"""A cluster-wide KV cache for LLM inference on Ray."""
+
+__version__ = "0.1.0"

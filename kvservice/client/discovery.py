@@ -1,0 +1,107 @@
+"""Which shards are registered on this machine: small JSON files that shards write when they serve.
+
+    <runtime root>/<service>/<node id>/shard.json    {"service", "node_id", "socket", "peer_address", "pid", "epoch"}
+    <runtime root>/<service>/<node id>/shard.sock    the engines' Unix socket
+
+A record whose socket nobody listens on is stale and is not returned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kvservice.errors import ConfigError
+from kvservice.units import BootEpoch, NodeId
+
+RECORD_NAME = "shard.json"
+SOCKET_NAME = "shard.sock"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    service: str
+    node_id: NodeId
+    socket: str  # path of the Unix socket
+    peer_address: str  # host:port
+    pid: int
+    epoch: BootEpoch
+
+
+def default_runtime_root() -> Path:
+    """KVSERVICE_RUNTIME_DIR, else a directory of this user in /tmp (Unix socket paths must stay short)."""
+    return Path(os.environ.get("KVSERVICE_RUNTIME_DIR") or f"/tmp/kvservice-{os.getuid()}")
+
+
+def node_directory(service: str, node_id: NodeId, runtime_root: Path | None = None) -> Path:
+    return (runtime_root or default_runtime_root()) / service / node_id
+
+
+def ensure_private_directory(path: Path) -> None:
+    """Create path owner-only, and refuse one that belongs to somebody else: its files would be theirs to swap."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise ConfigError(f"{path} is not a directory of this user; set KVSERVICE_RUNTIME_DIR to one that is")
+    path.chmod(0o700)
+
+
+def write_record(record: ShardRecord, runtime_root: Path | None = None) -> Path:
+    """Register atomically. Returns the path, which the shard removes when it stops."""
+    directory = node_directory(record.service, record.node_id, runtime_root)
+    ensure_private_directory(directory)
+    target = directory / RECORD_NAME
+    draft = directory / f".{RECORD_NAME}.{os.getpid()}"
+    draft.write_text(json.dumps(asdict(record)))
+    draft.replace(target)
+    return target
+
+
+def find_shards(
+    service: str | None = None, runtime_root: Path | None = None, *, live_only: bool = True
+) -> list[ShardRecord]:
+    """Registered shards of this machine, by service and node. Blocks for a connect per record at most."""
+    found: list[ShardRecord] = []
+    for path in sorted((runtime_root or default_runtime_root()).glob(f"{service or '*'}/*/{RECORD_NAME}")):
+        try:
+            record = ShardRecord(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            continue  # half-removed or foreign file: as good as absent
+        if not live_only or is_listening(record.socket):
+            found.append(record)
+    return found
+
+
+def is_listening(socket_path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(socket_path)
+        except OSError:
+            return False
+        return True
+
+
+def choose_shard(
+    service: str | None = None, node_id: str | None = None, runtime_root: Path | None = None
+) -> ShardRecord | None:
+    """The shard an engine of this machine should use; None when none is registered.
+
+    With several, `node_id` (or KVSERVICE_NODE) picks one. Raises ConfigError when the choice is not clear, because an
+    engine on the wrong node's shard would silently lose its locality.
+    """
+    wanted = node_id or os.environ.get("KVSERVICE_NODE")
+    shards = find_shards(service or os.environ.get("KVSERVICE_SERVICE"), runtime_root)
+    if wanted is not None:
+        shards = [shard for shard in shards if shard.node_id == wanted]
+    if len(shards) > 1:
+        names = ", ".join(f"{shard.service}/{shard.node_id}" for shard in shards)
+        raise ConfigError(
+            f"several shards are registered on this machine ({names}): set KVSERVICE_NODE, or node and service in "
+            "kv_connector_extra_config, to the one this engine belongs to"
+        )
+    return shards[0] if shards else None

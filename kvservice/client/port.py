@@ -1,0 +1,61 @@
+"""The pool as an engine's connector sees it, whether it is a shard across a Unix socket or embedded in the engine.
+
+kvservice.client.shard.ShardClient and kvservice.pool.runtime.PoolRuntime both satisfy it. All calls are coroutines on
+the caller's event loop; none blocks the loop; each ends by its own deadline. Any KVServiceError may be raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvservice.core.messages import (
+    AcquireRequest,
+    AcquireResult,
+    Attachment,
+    BlockRef,
+    EngineSpec,
+    SealItem,
+    SealStatus,
+)
+from kvservice.units import AttachmentId, LeaseId
+
+
+class PoolPort(Protocol):
+    async def attach(self, spec: EngineSpec, on_lost: Callable[[str], None]) -> Attachment:
+        """Join the pool. `on_lost(reason)` is called at most once per attachment, on the loop, when the stream ends
+        without `detach`: the attachment, its leases and its reservations are then void, and the engine may attach
+        again (with the same engine id). Raises FingerprintMismatch, UnsupportedLayout, Exhausted, Unavailable."""
+        ...
+
+    async def detach(self, attachment: AttachmentId) -> None:
+        """Leave: leases end; unsealed reservations are quarantined until the engine's processes have let go."""
+        ...
+
+    async def acquire(self, attachment: AttachmentId, request: AcquireRequest) -> AcquireResult:
+        """See AcquireRequest. Answers within the request's timeout with what is promised by then."""
+        ...
+
+    async def reserve(self, attachment: AttachmentId, count: int) -> list[BlockRef]:
+        """Up to `count` slots to write, each with its odd generation; fewer (even none) when the pool is full."""
+        ...
+
+    async def seal(self, attachment: AttachmentId, items: Sequence[SealItem]) -> list[SealStatus]:
+        """Publish written slots, one status per item. The pool digests the bytes first: they must be complete."""
+        ...
+
+    async def abort(self, attachment: AttachmentId, refs: Sequence[BlockRef]) -> None:
+        """Give back reservations that nothing will write any more. Unknown ones are counted, not an error."""
+        ...
+
+    async def release(self, attachment: AttachmentId, lease_ids: Sequence[LeaseId]) -> None:
+        """End read leases. Releasing twice is a counted no-op."""
+        ...
+
+    async def renew(self, attachment: AttachmentId) -> None:
+        """Heartbeat: extends every lease of the attachment to lease_seconds from the moment this was sent."""
+        ...
+
+    async def close(self) -> None:
+        """Detach everything and stop. Idempotent."""
+        ...

@@ -1,0 +1,107 @@
+"""Where everything lies in a shard's segment: pure arithmetic, shared by the shard, the engines and the peers.
+
+A segment is one control page, one scratch area and then `slab_count` slabs of equal size. A slab is given to one slot
+size when it is first needed, so that models with different block sizes share a segment (the idea is memcached's slab
+classes, doc/new_lru.txt). Inside a slab: one 64-byte slab header, one 64-byte header per slot, then the payloads,
+each starting on a page boundary so that copy engines and NICs see aligned runs.
+
+    0            control page (4 KiB)   magic, version, boot epoch, geometry; memory.segment
+    4 KiB        scratch (SCRATCH_BYTES)   landing place for remote slot headers while a pull is verified
+    ...          slab 0 | slab 1 | ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvservice.errors import ConfigError
+from kvservice.units import KiB, MiB, SlotIndex, align_up, format_bytes
+
+PAGE_BYTES = 4 * KiB
+HEADER_BYTES = 64
+CONTROL_BYTES = PAGE_BYTES
+SCRATCH_BYTES = 1 * MiB  # room for 16,384 remote headers in flight
+SLAB_BYTES_DEFAULT = 64 * MiB
+SLAB_BYTES_MIN = 1 * MiB
+SLOT_BITS = 16
+SLOTS_PER_SLAB_MAX = 1 << SLOT_BITS
+
+assert PAGE_BYTES % HEADER_BYTES == 0
+assert SCRATCH_BYTES % HEADER_BYTES == 0
+
+
+def slot_index(slab_index: int, index_in_slab: int) -> SlotIndex:
+    return SlotIndex(slab_index << SLOT_BITS | index_in_slab)
+
+
+def slab_of(slot: SlotIndex) -> int:
+    return slot >> SLOT_BITS
+
+
+def index_in_slab(slot: SlotIndex) -> int:
+    return slot & (SLOTS_PER_SLAB_MAX - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Fixed at segment creation; equal on both sides of every mapping (checked from the control page)."""
+
+    slab_bytes: int  # multiple of PAGE_BYTES, at least SLAB_BYTES_MIN
+    slab_count: int  # at least 1
+
+    @property
+    def segment_bytes(self) -> int:
+        return CONTROL_BYTES + SCRATCH_BYTES + self.slab_bytes * self.slab_count
+
+    @property
+    def scratch_offset(self) -> int:
+        return CONTROL_BYTES
+
+    def slab_offset(self, slab_index: int) -> int:
+        return CONTROL_BYTES + SCRATCH_BYTES + slab_index * self.slab_bytes
+
+    def slots_per_slab(self, payload_bytes: int) -> int:
+        """How many slots of this payload size one slab holds; 0 when one does not fit."""
+        stride = align_up(payload_bytes, PAGE_BYTES)
+        count = (self.slab_bytes - HEADER_BYTES) // (stride + HEADER_BYTES)
+        while count > 0 and self._payload_start(count) + count * stride > self.slab_bytes:
+            count -= 1
+        return min(count, SLOTS_PER_SLAB_MAX)
+
+    def header_offset(self, slot: SlotIndex) -> int:
+        """Byte offset in the segment of the slot's 64-byte header."""
+        return self.slab_offset(slab_of(slot)) + HEADER_BYTES * (1 + index_in_slab(slot))
+
+    def payload_offset(self, slot: SlotIndex, payload_bytes: int) -> int:
+        """Byte offset in the segment of the slot's payload, for the payload size its slab is given to."""
+        start = self._payload_start(self.slots_per_slab(payload_bytes))
+        stride = align_up(payload_bytes, PAGE_BYTES)
+        return self.slab_offset(slab_of(slot)) + start + index_in_slab(slot) * stride
+
+    @staticmethod
+    def _payload_start(slot_count: int) -> int:
+        return align_up(HEADER_BYTES * (1 + slot_count), PAGE_BYTES)
+
+
+def plan_geometry(budget_bytes: int, slab_bytes: int | None = None) -> Geometry:
+    """Largest geometry whose segment does not exceed the budget.
+
+    Slabs default to 64 MiB and shrink for small budgets so that at least eight fit. Raises ConfigError when the budget
+    does not hold one slab, naming the smallest budget that does.
+    """
+    usable = budget_bytes - CONTROL_BYTES - SCRATCH_BYTES
+    if slab_bytes is None:
+        slab_bytes = SLAB_BYTES_DEFAULT
+        while slab_bytes > SLAB_BYTES_MIN and usable // slab_bytes < 8:
+            slab_bytes //= 2
+    if slab_bytes < SLAB_BYTES_MIN or slab_bytes % PAGE_BYTES:
+        raise ConfigError(f"slab size {slab_bytes} must be a multiple of {PAGE_BYTES} and at least {SLAB_BYTES_MIN}")
+    if usable < slab_bytes:
+        need = CONTROL_BYTES + SCRATCH_BYTES + slab_bytes
+        raise ConfigError(
+            f"a cache of {format_bytes(max(budget_bytes, 0))} is too small: the smallest is {format_bytes(need)}; "
+            "raise the memory budget, or switch the cache off by removing the connector from the engine",
+            budget_bytes=budget_bytes,
+            needed_bytes=need,
+        )
+    return Geometry(slab_bytes=slab_bytes, slab_count=usable // slab_bytes)

@@ -1,0 +1,91 @@
+"""The 64-byte slot header that lives in shared memory and is read one-sided by peers.
+
+    offset  size  field
+         0     4  magic       0x4B56534C ("KVSL" read as big endian)
+         4     2  version     1
+         6     2  flags       bit 0: the block is a copy fetched from another node
+         8     8  epoch       boot epoch of the shard that wrote this header
+        16     8  generation  odd while the payload is being written, even when it is stable
+        24    16  key         block key; while writing: the writer's engine id
+        40     4  length      payload bytes
+        44     4  route       span route, so that a restarted shard can announce the block again
+        48     8  digest      xxh3_64(payload, seed = low 64 bits of key); 0 while writing
+        56     4  position    index of the block in its chain
+        60     4  crc         crc32 over bytes 0..59
+
+All little endian. The CRC makes a torn header read as "no block". Pure: bytes in, values out.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from enum import IntFlag
+
+from kvservice.core.geometry import HEADER_BYTES
+from kvservice.units import BlockKey, BootEpoch, Generation, SpanRoute
+
+SLOT_MAGIC = 0x4B56534C
+SLOT_VERSION = 1
+
+_BODY = struct.Struct("<IHHQQ16sIIQI")
+_CRC = struct.Struct("<I")
+assert _BODY.size + _CRC.size == HEADER_BYTES
+
+
+class SlotFlags(IntFlag):
+    NONE = 0
+    COPY = 1  # fetched from another node: the original is elsewhere, so it is evicted first
+
+
+@dataclass(frozen=True, slots=True)
+class SlotHeader:
+    epoch: BootEpoch
+    generation: Generation
+    key: BlockKey
+    length: int
+    route: SpanRoute
+    digest: int
+    position: int
+    flags: SlotFlags = SlotFlags.NONE
+
+    @property
+    def is_stable(self) -> bool:
+        return self.generation % 2 == 0
+
+
+def pack_header(header: SlotHeader) -> bytes:
+    body = _BODY.pack(
+        SLOT_MAGIC,
+        SLOT_VERSION,
+        int(header.flags),
+        header.epoch,
+        header.generation,
+        header.key,
+        header.length,
+        header.route,
+        header.digest,
+        header.position,
+    )
+    return body + _CRC.pack(zlib.crc32(body))
+
+
+def unpack_header(data: bytes | memoryview) -> SlotHeader | None:
+    """The header, or None when these 64 bytes are not a whole header of this version (free, torn, foreign)."""
+    body = bytes(data[: _BODY.size])
+    if len(data) != HEADER_BYTES or _CRC.unpack_from(data, _BODY.size)[0] != zlib.crc32(body):
+        return None
+    magic, version, flags, epoch, generation, key, length, route, digest, position = _BODY.unpack(body)
+    if magic != SLOT_MAGIC or version != SLOT_VERSION:
+        return None
+    return SlotHeader(
+        epoch=BootEpoch(epoch),
+        generation=Generation(generation),
+        key=BlockKey(key),
+        length=length,
+        route=SpanRoute(route),
+        digest=digest,
+        position=position,
+        flags=SlotFlags(flags & int(SlotFlags.COPY)),
+    )

@@ -1,0 +1,85 @@
+"""Block keys: how a block gets its name, and how a chain of names is spread over the lookup shards.
+
+key = keyed BLAKE2b-128(tenant key, fingerprint digest ‖ engine's chained block hash). The engine's hash already covers
+tokens, parent, LoRA, multimodal inputs and cache_salt; the fingerprint covers everything else that changes the bytes;
+the tenant key keeps tenants apart. Seed-free: equal across processes and machines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+from kvservice.errors import InvalidRequest
+from kvservice.units import BlockHash, BlockKey, SpanRoute
+
+KEY_BYTES = 16
+# Consecutive blocks of a chain that share a lookup shard: long prompts touch few shards, and one popular system
+# prompt does not pin a single shard.
+SPAN_BLOCKS = 64
+KEYS_PER_REQUEST_MAX = 8192
+DEFAULT_TENANT_KEY = b"kvservice/default-tenant"
+
+
+def block_key(fingerprint_digest: bytes, block_hash: BlockHash, tenant_key: bytes = DEFAULT_TENANT_KEY) -> BlockKey:
+    """The 16-byte key of one block. tenant_key is 1 to 64 secret bytes."""
+    hasher = hashlib.blake2b(fingerprint_digest, key=tenant_key, digest_size=KEY_BYTES)
+    hasher.update(block_hash)
+    return BlockKey(hasher.digest())
+
+
+def block_keys(
+    fingerprint_digest: bytes, hashes: Iterable[BlockHash], tenant_key: bytes = DEFAULT_TENANT_KEY
+) -> list[BlockKey]:
+    """Keys of a whole chain; the fingerprint is hashed once and the state copied per block."""
+    base = hashlib.blake2b(fingerprint_digest, key=tenant_key, digest_size=KEY_BYTES)
+    keys: list[BlockKey] = []
+    for block_hash in hashes:
+        hasher = base.copy()
+        hasher.update(block_hash)
+        keys.append(BlockKey(hasher.digest()))
+    return keys
+
+
+def chain_hashes(token_ids: Sequence[int], block_tokens: int, root: bytes = b"") -> list[BlockHash]:
+    """Chained SHA-256 of full token blocks (tokens as little-endian u32), for engines without block hashes.
+
+    A trailing partial block has no hash. root separates namespaces (a salt, a LoRA id).
+    """
+    parent = hashlib.sha256(b"kvservice/chain/1" + root).digest()
+    hashes: list[BlockHash] = []
+    for start in range(0, len(token_ids) - block_tokens + 1, block_tokens):
+        hasher = hashlib.sha256(parent)
+        for token in token_ids[start : start + block_tokens]:
+            hasher.update(token.to_bytes(4, "little"))
+        parent = hasher.digest()
+        hashes.append(BlockHash(parent))
+    return hashes
+
+
+def span_route(keys: Sequence[BlockKey], position: int) -> SpanRoute:
+    """Route of the block at this position of a chain: the first four bytes of the key that opens its span."""
+    return route_of_head(keys[position - position % SPAN_BLOCKS])
+
+
+def route_of_head(span_head: BlockKey) -> SpanRoute:
+    return SpanRoute(int.from_bytes(span_head[:4], "big"))
+
+
+def partition_of(route: SpanRoute, partition_count: int) -> int:
+    """Index in [0, partition_count) of the lookup shard that owns this route."""
+    return route % partition_count
+
+
+def pack_keys(keys: Iterable[BlockKey]) -> bytes:
+    return b"".join(keys)
+
+
+def unpack_keys(packed: bytes, count_max: int = KEYS_PER_REQUEST_MAX) -> list[BlockKey]:
+    """Keys from one packed field. Raises InvalidRequest for a length that is no multiple of 16, or too many keys."""
+    if len(packed) % KEY_BYTES:
+        raise InvalidRequest(f"packed keys are {len(packed)} bytes, not a multiple of {KEY_BYTES}", length=len(packed))
+    count = len(packed) // KEY_BYTES
+    if count > count_max:
+        raise InvalidRequest(f"{count} keys in one request, at most {count_max}", count=count, count_max=count_max)
+    return [BlockKey(packed[i : i + KEY_BYTES]) for i in range(0, len(packed), KEY_BYTES)]

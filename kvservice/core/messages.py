@@ -1,0 +1,168 @@
+"""What engines, shards and peers say to each other, as frozen values. kvservice.wire.codec maps them to protobuf.
+
+The embedded mode passes the same values without a wire, so the connector cannot tell the two apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvservice.core.fingerprint import Fingerprint
+from kvservice.core.geometry import Geometry
+from kvservice.core.layout import SlotLayout
+from kvservice.units import (
+    AttachmentId,
+    BlockKey,
+    BootEpoch,
+    Generation,
+    LeaseId,
+    NodeId,
+    SlotIndex,
+    SpanRoute,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Who attaches. Equal `model` and `namespace` with another fingerprint are refused while the first is attached."""
+
+    engine_id: bytes  # 16 bytes, kept by the engine over re-attachments
+    model: str
+    fingerprint: Fingerprint
+    layout: SlotLayout
+    namespace: str = ""  # lets engines of one model with different fingerprints live side by side
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """What an engine needs to use the pool. Valid until the attach stream ends."""
+
+    attachment_id: AttachmentId
+    node_id: NodeId
+    epoch: BootEpoch
+    lease_seconds: float  # read leases end this long after the request that made or renewed them was *sent*
+    segment_path: str  # file to map, read and write
+    geometry: Geometry
+    liveness_path: str  # file every process of the engine holds a shared flock on; "" when in one process
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRef:
+    """A slot as it was promised: the generation must be the same before and after the bytes are copied."""
+
+    slot: SlotIndex
+    generation: Generation
+
+
+class MissReason(Enum):
+    """Why an acquired prefix ended where it did. Counted by name; NONE when everything asked was promised."""
+
+    NONE = "none"
+    NEVER_STORED = "never_stored"  # the directory knows no holder
+    DEADLINE = "deadline"  # did not arrive before the engine's deadline
+    SLOWER_THAN_RECOMPUTE = "slower_than_recompute"  # not fetched: measured bandwidth says recomputing wins
+    LOOKUP_FAILED = "lookup_failed"  # the lookup service did not answer
+    PEER_FAILED = "peer_failed"  # the holder is gone, refused, or the transfer failed
+    STALE = "stale"  # the holder's slot changed: epoch, generation, key or length differ
+    CORRUPT = "corrupt"  # the digest did not match
+    NO_ROOM = "no_room"  # no slot could be freed for the fetched block
+    DRAINING = "draining"
+    DETACHED = "detached"  # the engine was gone before the answer
+
+
+@dataclass(frozen=True, slots=True)
+class AcquireRequest:
+    """Make this prefix local and promise it.
+
+    `keys` is the whole chain from its first block; the engine holds the first `skip` blocks itself, so they are
+    neither leased nor fetched.
+    """
+
+    keys: tuple[BlockKey, ...]
+    skip: int
+    timeout_seconds: float  # the answer comes no later than this
+    recompute_seconds_per_block: float = 0.0  # measured by the engine; 0 = unknown, then fetch whatever there is
+
+
+@dataclass(frozen=True, slots=True)
+class AcquireResult:
+    """The longest local, verified run that starts at `skip`, leased. `lease_id` is 0 when `blocks` is empty."""
+
+    lease_id: LeaseId
+    blocks: tuple[BlockRef, ...]
+    fetched_count: int  # how many of `blocks` came from another node for this request
+    miss: MissReason
+
+
+@dataclass(frozen=True, slots=True)
+class SealItem:
+    """A written slot to publish. `parent` is the previous block of the chain, None for the first."""
+
+    ref: BlockRef
+    key: BlockKey
+    parent: BlockKey | None
+    position: int
+    route: SpanRoute
+
+
+class SealStatus(Enum):
+    SEALED = "sealed"
+    DUPLICATE = "duplicate"  # the pool already holds this key; the slot went back
+    STALE = "stale"  # not this engine's reservation any more: epoch, generation or owner differ
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHandle:
+    """Enough to read one block of a peer one-sided and to know afterwards that it was the right one."""
+
+    key: BlockKey
+    slot: SlotIndex
+    generation: Generation
+    length: int
+    digest: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class LocateResult:
+    """A peer's answer: the blocks of the asked run that it holds, leased for the reader. Positions match the request;
+    None where it does not hold the block."""
+
+    epoch: BootEpoch
+    lease_id: LeaseId
+    lease_seconds: float
+    handles: tuple[BlockHandle | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A node as the directory knows it."""
+
+    node_id: NodeId
+    peer_address: str  # host:port of the shard's peer service
+    epoch: BootEpoch
+
+
+@dataclass(frozen=True, slots=True)
+class HolderRun:
+    """`count` consecutive keys of a lookup, starting at index `start`, that all these holders have."""
+
+    start: int
+    count: int
+    holders: tuple[Holder, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """One shard's numbers at one moment."""
+
+    node_id: NodeId
+    epoch: BootEpoch
+    segment_bytes: int
+    slab_count: int
+    slab_free_count: int
+    slots: dict[str, int] = field(default_factory=dict)  # by state name; sums to the capacity of the assigned slabs
+    counters: dict[str, int] = field(default_factory=dict)
+    draining: bool = False

@@ -1,0 +1,121 @@
+"""The one error tree of the service.
+
+    KVServiceError                 reason            gRPC code             retryable
+    ├── InvalidRequest             INVALID_REQUEST   INVALID_ARGUMENT      no    malformed, out of range, wrong length
+    ├── Refused                    (of the subclass) FAILED_PRECONDITION   no
+    │   ├── FingerprintMismatch    FINGERPRINT                                   another model, dtype, layout or hash
+    │   ├── StaleEpoch             EPOCH                                         the shard restarted: attach again
+    │   ├── NotAttached            NOT_ATTACHED                                  no such attachment here
+    │   ├── UnsupportedLayout      LAYOUT                                        cache groups or layout not supported
+    │   └── RandomHashSeed         HASH_SEED                                     the engine's hash differs per process
+    ├── Exhausted                  EXHAUSTED         RESOURCE_EXHAUSTED    yes   no slot, quota, message too large
+    ├── Unavailable                UNAVAILABLE       UNAVAILABLE           yes   draining, dead, not started
+    ├── DeadlineExceeded           DEADLINE          DEADLINE_EXCEEDED     yes
+    ├── SegmentError               SEGMENT           FAILED_PRECONDITION   no    shared memory cannot be had or read
+    ├── ConfigError                CONFIG            INVALID_ARGUMENT      no    a setting is unknown or wrong
+    ├── ServiceConflict            CONFLICT          FAILED_PRECONDITION   no    two services or shards with one name
+    └── TransferError              TRANSFER          UNAVAILABLE           yes   bytes did not arrive
+
+Text is for people and says what to do; `reason` and `attributes` are for code. Codes are the gRPC names as strings so
+that this module imports nothing; kvservice.wire.status maps them in both directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class KVServiceError(Exception):
+    """Base of all errors raised on purpose by kvservice.
+
+    Attributes are named values for programs (`wanted_bytes=…, free_bytes=…`); they travel over gRPC as text.
+    """
+
+    reason = "INTERNAL"
+    grpc_code = "INTERNAL"
+    retryable = False
+
+    def __init__(self, message: str, **attributes: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.attributes: Mapping[str, object] = attributes
+
+
+class InvalidRequest(KVServiceError):
+    reason = "INVALID_REQUEST"
+    grpc_code = "INVALID_ARGUMENT"
+
+
+class Refused(KVServiceError):
+    reason = "REFUSED"
+    grpc_code = "FAILED_PRECONDITION"
+
+
+class FingerprintMismatch(Refused):
+    reason = "FINGERPRINT"
+
+
+class StaleEpoch(Refused):
+    reason = "EPOCH"
+
+
+class NotAttached(Refused):
+    reason = "NOT_ATTACHED"
+
+
+class UnsupportedLayout(Refused):
+    reason = "LAYOUT"
+
+
+class RandomHashSeed(Refused):
+    reason = "HASH_SEED"
+
+
+class Exhausted(KVServiceError):
+    reason = "EXHAUSTED"
+    grpc_code = "RESOURCE_EXHAUSTED"
+    retryable = True
+
+
+class Unavailable(KVServiceError):
+    reason = "UNAVAILABLE"
+    grpc_code = "UNAVAILABLE"
+    retryable = True
+
+
+class DeadlineExceeded(KVServiceError):
+    reason = "DEADLINE"
+    grpc_code = "DEADLINE_EXCEEDED"
+    retryable = True
+
+
+class SegmentError(KVServiceError):
+    reason = "SEGMENT"
+    grpc_code = "FAILED_PRECONDITION"
+
+
+class ConfigError(KVServiceError):
+    reason = "CONFIG"
+    grpc_code = "INVALID_ARGUMENT"
+
+
+class ServiceConflict(KVServiceError):
+    reason = "CONFLICT"
+    grpc_code = "FAILED_PRECONDITION"
+
+
+class TransferError(KVServiceError):
+    reason = "TRANSFER"
+    grpc_code = "UNAVAILABLE"
+    retryable = True
+
+
+def error_types() -> dict[str, type[KVServiceError]]:
+    """Every leaf and inner class by its reason, for rebuilding an error that came over the wire."""
+    found: dict[str, type[KVServiceError]] = {}
+    pending: list[type[KVServiceError]] = [KVServiceError]
+    while pending:
+        kind = pending.pop()
+        found[kind.reason] = kind
+        pending.extend(kind.__subclasses__())
+    return found

@@ -1,0 +1,57 @@
+"""Ids, sizes and the NewTypes that keep them apart. Owns no behaviour beyond formatting and parsing sizes."""
+
+from __future__ import annotations
+
+import re
+from typing import NewType
+
+BlockHash = NewType("BlockHash", bytes)  # the engine's own chained hash of one token block, usually 32 bytes
+BlockKey = NewType("BlockKey", bytes)  # 16 bytes: tenant- and fingerprint-bound name of one block, see core.keys
+SpanRoute = NewType("SpanRoute", int)  # uint32 that places a span of a chain on a lookup shard, see core.keys
+NodeId = NewType("NodeId", str)  # stable name of one node's shard, unique in a service
+BootEpoch = NewType("BootEpoch", int)  # uint64 > 0; grows with every start of one shard
+SlotIndex = NewType("SlotIndex", int)  # slab_index << 16 | index in the slab, see core.geometry
+Generation = NewType("Generation", int)  # uint64; odd while the slot is being written, even when it is not
+LeaseId = NewType("LeaseId", int)  # uint64, single use within one boot epoch
+AttachmentId = NewType("AttachmentId", int)  # uint64, one attached engine within one boot epoch
+TokenCount = NewType("TokenCount", int)
+Seconds = NewType("Seconds", float)
+
+KiB = 1 << 10
+MiB = 1 << 20
+GiB = 1 << 30
+
+_SUFFIXES = {"": 1, "b": 1, "k": KiB, "kib": KiB, "m": MiB, "mib": MiB, "g": GiB, "gib": GiB, "t": GiB << 10}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def div_ceil(dividend: int, divisor: int) -> int:
+    """Smallest integer not below dividend / divisor, for non-negative operands."""
+    return -(-dividend // divisor)
+
+
+def align_up(value: int, alignment: int) -> int:
+    """Smallest multiple of alignment not below value."""
+    return div_ceil(value, alignment) * alignment
+
+
+def format_bytes(count: int) -> str:
+    """Human form with a binary unit, for messages only: 737280 -> '720.0 KiB'."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{int(size)} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes from '512MiB', '4g', '1.5 GiB' or a plain count. Raises ValueError naming the text."""
+    if isinstance(text, int):
+        return text
+    match = _SIZE.fullmatch(text)
+    if match is None or match.group(2).lower().removesuffix("b") not in {s.removesuffix("b") for s in _SUFFIXES}:
+        raise ValueError(f"not a size: {text!r} (write it like 512MiB, 4GiB or 1073741824)")
+    unit = match.group(2).lower()
+    scale = _SUFFIXES.get(unit) or _SUFFIXES[unit.removesuffix("b")]
+    return int(float(match.group(1)) * scale)

@@ -1,0 +1,120 @@
+"""Turns an object with one coroutine per RPC into gRPC handlers that all behave alike.
+
+For every RPC: the request is parsed here, so malformed bytes answer INVALID_ARGUMENT instead of gRPC's INTERNAL; a
+missing deadline is refused; KVServiceError becomes its status; anything else is logged once, counted and becomes
+INTERNAL without its text. The serving object has a coroutine method `snake_case(request, context)` per unary RPC and
+an async generator for server streams.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import message_factory
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+
+from kvservice.errors import InvalidRequest, KVServiceError
+from kvservice.wire.status import status_code, trailing_metadata
+
+log = logging.getLogger("kvservice.wire")
+
+MESSAGE_BYTES_MAX = 4 << 20
+SERVER_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", 16 << 20),
+    ("grpc.so_reuseport", 0),  # two servers on one port must be an error, not a coin toss
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+]
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.keepalive_time_ms", 10_000),  # notices a peer that was stopped, not closed (half-open TCP)
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.enable_retries", 0),
+]
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+
+
+def service_handler(
+    service: ServiceDescriptor, implementation: object, needs_deadline: bool = True
+) -> grpc.GenericRpcHandler[bytes, bytes]:
+    """Handlers for every RPC of the service. Raises AttributeError when the implementation lacks one."""
+    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {}
+    for method in service.methods:
+        function = getattr(implementation, _snake_case(method.name))
+        if method.server_streaming:
+            handlers[method.name] = grpc.unary_stream_rpc_method_handler(_streaming(method, function))
+        else:
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(_unary(method, function, needs_deadline))
+    return grpc.method_handlers_generic_handler(service.full_name, handlers)
+
+
+def _unary(
+    method: MethodDescriptor, function: Callable[[Any, Context], Awaitable[Message]], needs_deadline: bool
+) -> Any:
+    request_type = message_factory.GetMessageClass(method.input_type)
+
+    async def handle(data: bytes, context: Context) -> bytes:
+        try:
+            request = _parse(request_type, data)
+            if needs_deadline and context.time_remaining() is None:
+                raise InvalidRequest(f"{method.full_name} needs a deadline: set a timeout on the call")
+            reply = await function(request, context)
+            return reply.SerializeToString()
+        except KVServiceError as error:
+            await _refuse(context, error)
+        except Exception:  # noqa: BLE001  RPC boundary: a bug must answer, not hang the caller
+            await _internal(context, method)
+
+    return handle
+
+
+def _streaming(method: MethodDescriptor, function: Callable[[Any, Context], AsyncIterator[Message]]) -> Any:
+    request_type = message_factory.GetMessageClass(method.input_type)
+
+    async def handle(data: bytes, context: Context) -> AsyncIterator[bytes]:
+        try:
+            request = _parse(request_type, data)
+            async for event in function(request, context):
+                yield event.SerializeToString()
+        except KVServiceError as error:
+            await _refuse(context, error)
+        except Exception:  # noqa: BLE001  RPC boundary
+            await _internal(context, method)
+
+    return handle
+
+
+def _parse(request_type: type[Message], data: bytes) -> Message:
+    request = request_type()
+    try:
+        request.ParseFromString(data)
+    except DecodeError as error:
+        raise InvalidRequest(f"these {len(data)} bytes are not a {request_type.DESCRIPTOR.name}") from error
+    return request
+
+
+async def _refuse(context: Context, error: KVServiceError) -> NoReturn:
+    await context.abort(status_code(error), error.message, trailing_metadata(error))
+
+
+async def _internal(context: Context, method: MethodDescriptor) -> NoReturn:
+    log.exception("rpc_failed", extra={"rpc": method.full_name})
+    await context.abort(grpc.StatusCode.INTERNAL, f"{method.name} failed; see the server's log")
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()

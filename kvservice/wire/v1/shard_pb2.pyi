@@ -1,0 +1,369 @@
+from kvservice.wire.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Geometry(_message.Message):
+    __slots__ = ("slab_bytes", "slab_count")
+    SLAB_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SLAB_COUNT_FIELD_NUMBER: _ClassVar[int]
+    slab_bytes: int
+    slab_count: int
+    def __init__(self, slab_bytes: _Optional[int] = ..., slab_count: _Optional[int] = ...) -> None: ...
+
+class Layout(_message.Message):
+    __slots__ = ("layer_count", "kv_head_count", "cell_bytes", "block_tokens")
+    LAYER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    KV_HEAD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CELL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    layer_count: int
+    kv_head_count: int
+    cell_bytes: int
+    block_tokens: int
+    def __init__(self, layer_count: _Optional[int] = ..., kv_head_count: _Optional[int] = ..., cell_bytes: _Optional[int] = ..., block_tokens: _Optional[int] = ...) -> None: ...
+
+class BlockRef(_message.Message):
+    __slots__ = ("slot", "generation")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    generation: int
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("engine_id", "model", "namespace", "fingerprint", "layout")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    engine_id: bytes
+    model: str
+    namespace: str
+    fingerprint: _common_pb2.Fingerprint
+    layout: Layout
+    def __init__(self, engine_id: _Optional[bytes] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ...) -> None: ...
+
+class Attached(_message.Message):
+    __slots__ = ("attachment_id", "node_id", "epoch", "lease_seconds", "segment_path", "geometry", "liveness_path")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_PATH_FIELD_NUMBER: _ClassVar[int]
+    GEOMETRY_FIELD_NUMBER: _ClassVar[int]
+    LIVENESS_PATH_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: int
+    node_id: str
+    epoch: int
+    lease_seconds: float
+    segment_path: str
+    geometry: Geometry
+    liveness_path: str
+    def __init__(self, attachment_id: _Optional[int] = ..., node_id: _Optional[str] = ..., epoch: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., segment_path: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., liveness_path: _Optional[str] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AttachEvent(_message.Message):
+    __slots__ = ("attached", "heartbeat")
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    attached: Attached
+    heartbeat: Heartbeat
+    def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class DetachRequest(_message.Message):
+    __slots__ = ("attachment_id", "epoch")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: int
+    epoch: int
+    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class DetachReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AcquireRequest(_message.Message):
+    __slots__ = ("attachment_id", "epoch", "keys", "skip", "timeout_seconds", "recompute_seconds_per_block")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    SKIP_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_SECONDS_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: int
+    epoch: int
+    keys: bytes
+    skip: int
+    timeout_seconds: float
+    recompute_seconds_per_block: float
+    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., recompute_seconds_per_block: _Optional[float] = ...) -> None: ...
+
+class AcquireReply(_message.Message):
+    __slots__ = ("lease_id", "blocks", "fetched_count", "miss")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MISS_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
+    fetched_count: int
+    miss: str
+    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., fetched_count: _Optional[int] = ..., miss: _Optional[str] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("attachment_id", "epoch", "count")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: int
+    epoch: int
+    count: int
+    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+
+class ReserveReply(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
+    def __init__(self, blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ...) -> None: ...
+
+class SealItem(_message.Message):
+    __slots__ = ("block", "key", "parent", "position", "route")
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    ROUTE_FIELD_NUMBER: _ClassVar[int]
+    block: BlockRef
+    key: bytes
+    parent: bytes
+    position: int
+    route: int
+    def __init__(self, block: _Optional[_Union[BlockRef, _Mapping]] = ..., key: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., position: _Optional[int] = ..., route: _Optional[int] = ...) -> None: ...
+
+class SealRequest(_message.Message):
+    __slots__ = ("attachment_id", "epoch", "items")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: int
+    epoch: int
+    items: _containers.RepeatedCompositeFieldContainer[SealItem]
+    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., items: _Optional[_Iterable[_Union[SealItem, _Mapping]]] = ...) -> None: ...
+
+class SealReply(_message.Message):
+    __slots__ = ("statuses",)
+    STATUSES_FIELD_NUMBER: _ClassVar[int]
+    statuses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, statuses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("attachment_id", "epoch", "blocks")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: int
+    epoch: int
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
+    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ...) -> None: ...
+
+class AbortReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("attachment_id", "epoch", "lease_ids")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: int
+    epoch: int
+    lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ("attachment_id", "epoch")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: int
+    epoch: int
+    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class RenewReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class HandshakeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class HandshakeReply(_message.Message):
+    __slots__ = ("node", "geometry", "transport", "description")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    GEOMETRY_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    node: _common_pb2.NodeInfo
+    geometry: Geometry
+    transport: str
+    description: bytes
+    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., transport: _Optional[str] = ..., description: _Optional[bytes] = ...) -> None: ...
+
+class LocateRequest(_message.Message):
+    __slots__ = ("epoch", "keys", "reader")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    READER_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    keys: bytes
+    reader: str
+    def __init__(self, epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., reader: _Optional[str] = ...) -> None: ...
+
+class Handle(_message.Message):
+    __slots__ = ("held", "slot", "generation", "length", "digest", "position")
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    held: bool
+    slot: int
+    generation: int
+    length: int
+    digest: int
+    position: int
+    def __init__(self, held: bool = ..., slot: _Optional[int] = ..., generation: _Optional[int] = ..., length: _Optional[int] = ..., digest: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
+
+class LocateReply(_message.Message):
+    __slots__ = ("epoch", "lease_id", "lease_seconds", "handles")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    lease_id: int
+    lease_seconds: float
+    handles: _containers.RepeatedCompositeFieldContainer[Handle]
+    def __init__(self, epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., handles: _Optional[_Iterable[_Union[Handle, _Mapping]]] = ...) -> None: ...
+
+class ValidateRequest(_message.Message):
+    __slots__ = ("epoch", "keys", "blocks")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    keys: bytes
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
+    def __init__(self, epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ...) -> None: ...
+
+class ValidateReply(_message.Message):
+    __slots__ = ("valid",)
+    VALID_FIELD_NUMBER: _ClassVar[int]
+    valid: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, valid: _Optional[_Iterable[bool]] = ...) -> None: ...
+
+class ReleaseLocatedRequest(_message.Message):
+    __slots__ = ("epoch", "lease_id")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    lease_id: int
+    def __init__(self, epoch: _Optional[int] = ..., lease_id: _Optional[int] = ...) -> None: ...
+
+class ReleaseLocatedReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatsReply(_message.Message):
+    __slots__ = ("node", "segment_bytes", "slab_count", "slab_free_count", "slots", "counters", "draining", "transport", "uptime_seconds", "models")
+    class SlotsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SLAB_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SLAB_FREE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    node: _common_pb2.NodeInfo
+    segment_bytes: int
+    slab_count: int
+    slab_free_count: int
+    slots: _containers.ScalarMap[str, int]
+    counters: _containers.ScalarMap[str, int]
+    draining: bool
+    transport: str
+    uptime_seconds: float
+    models: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., segment_bytes: _Optional[int] = ..., slab_count: _Optional[int] = ..., slab_free_count: _Optional[int] = ..., slots: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: bool = ..., transport: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., models: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class AccountingRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AccountingReply(_message.Message):
+    __slots__ = ("slots", "capacity", "balanced", "violation", "leases", "attachments")
+    class SlotsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    BALANCED_FIELD_NUMBER: _ClassVar[int]
+    VIOLATION_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENTS_FIELD_NUMBER: _ClassVar[int]
+    slots: _containers.ScalarMap[str, int]
+    capacity: int
+    balanced: bool
+    violation: str
+    leases: int
+    attachments: int
+    def __init__(self, slots: _Optional[_Mapping[str, int]] = ..., capacity: _Optional[int] = ..., balanced: bool = ..., violation: _Optional[str] = ..., leases: _Optional[int] = ..., attachments: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("undo",)
+    UNDO_FIELD_NUMBER: _ClassVar[int]
+    undo: bool
+    def __init__(self, undo: bool = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ("leases",)
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    leases: int
+    def __init__(self, leases: _Optional[int] = ...) -> None: ...
