@@ -1,0 +1,81 @@
+# Every target installs what it needs; run `make` for the list.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-builtin-rules
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := requirements/cpu-py311.lock
+INSTALLED := $(VENV)/.installed
+MODEL := models/SmolLM2-135M-Instruct/prepared.json
+
+PROTO_VENV := .venv-protos
+PROTO_INSTALLED := $(PROTO_VENV)/.installed
+PROTOS := $(wildcard protos/kvservice/wire/v1/*.proto)
+
+BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
+FAST := not ray and not vllm and not netns
+
+.PHONY: help install model lock protos check format test-fast test demo bench wheel clean distclean
+
+help: ## This list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+install: $(INSTALLED) ## Create .venv with the locked packages and this project, once per change of the lock
+
+$(INSTALLED): $(LOCK) pyproject.toml scripts/install.sh
+	scripts/install.sh "$(PYTHON)" "$(VENV)" "$(LOCK)"
+	touch $@
+
+model: $(MODEL) ## Prepare the small real model of the demo and the tests
+
+$(MODEL): examples/prepare_model.py | $(INSTALLED)
+	$(BIN)/python examples/prepare_model.py
+	touch $@
+
+lock: ## Resolve requirements/*.in again and write the lock (needs a package index)
+	scripts/lock.sh "$(PYTHON)" "$(LOCK)"
+
+protos: $(PROTO_INSTALLED) ## Generate kvservice/wire/v1 from protos/
+	$(PROTO_VENV)/bin/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+
+$(PROTO_INSTALLED): requirements/protos.txt
+	scripts/new-venv.sh "$(PYTHON)" "$(PROTO_VENV)"
+	$(PROTO_VENV)/bin/pip install --quiet -r $<
+	touch $@
+
+check: $(INSTALLED) ## Formatting, lint, types (strict) and the layering tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/tidy
+
+format: $(INSTALLED) ## Format the code and fix what the linter can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test-fast: $(INSTALLED) ## The tests that need neither Ray nor vLLM
+	$(BIN)/python -m pytest -m "$(FAST)" tests
+
+test: $(INSTALLED) $(MODEL) ## The whole suite
+	$(BIN)/python -m pytest tests
+
+demo: $(INSTALLED) $(MODEL) ## Two nodes, two replicas, one cache: watch a remote prefix hit
+	$(BIN)/python -m kvservice.cli.main demo
+
+bench: $(INSTALLED) $(MODEL) ## Every benchmark, one after the other; results as JSON
+	for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python "$$file"; done
+
+wheel: $(INSTALLED) ## Build the wheel into dist/
+	rm -rf build dist
+	$(BIN)/python -m build --wheel --no-isolation
+
+clean: ## Remove what building and testing made
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
+
+distclean: clean ## Also remove the environments and the model
+	rm -rf $(VENV) .venv-* models

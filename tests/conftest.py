@@ -1,0 +1,97 @@
+"""What every test gets: the real model's folder, and a check that the whole run left nothing behind.
+
+The markers are declared in pyproject.toml. A run marks its environment, so that every process it starts can be told
+from those of other runs on the same machine.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SESSION_VARIABLE = "KVSERVICE_TEST_SESSION"
+SHARED_MEMORY = Path("/dev/shm")
+SEGMENT_PATTERN = "kvservice-*"
+GRACE_SECONDS = 10.0  # detached processes may still be ending when the last test returns
+
+# These belong to the interpreter that runs pytest and end with it.
+OWN_HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """The prepared SmolLM2-135M-Instruct; made on first use."""
+    spec = importlib.util.spec_from_file_location("prepare_model", ROOT / "examples" / "prepare_model.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    path: Path = module.ensure_model()
+    return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Ends the session with an error when a shared-memory file or a process of the tests outlives it.
+
+    The first session fixture to be set up, so the last one to be torn down.
+    """
+    before = segments()
+    os.environ[SESSION_VARIABLE] = session = uuid.uuid4().hex
+    yield
+    deadline = time.monotonic() + GRACE_SECONDS
+    while left := leftovers(before, session):
+        if time.monotonic() > deadline:
+            pytest.fail("the tests left behind:\n  " + "\n  ".join(left), pytrace=False)
+        time.sleep(0.2)
+
+
+def segments() -> set[Path]:
+    return set(SHARED_MEMORY.glob(SEGMENT_PATTERN))
+
+
+def leftovers(before: set[Path], session: str) -> list[str]:
+    ours = processes_of(session)
+    left = [f"process {pid}: {command}" for pid, command in ours.items()]
+    for path in sorted(segments() - before):
+        holders = mapping_processes(path)
+        if not holders or holders & ours.keys():  # one held only by others belongs to another run
+            left.append(f"shared memory {path}")
+    return left
+
+
+def processes_of(session: str) -> dict[int, str]:
+    marker = f"{SESSION_VARIABLE}={session}".encode()
+    found: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if marker not in (entry / "environ").read_bytes().split(b"\0"):
+                continue
+            command = (entry / "cmdline").read_bytes()
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # ended meanwhile, or somebody else's
+        if command and not (parent == os.getpid() and any(helper in command for helper in OWN_HELPERS)):
+            found[int(entry.name)] = command.replace(b"\0", b" ").decode(errors="replace")[:200]
+    return found
+
+
+def mapping_processes(path: Path) -> set[int]:
+    found: set[int] = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if str(path) in (entry / "maps").read_text():
+                found.add(int(entry.name))
+        except OSError:
+            continue
+    return found
