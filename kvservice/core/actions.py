@@ -1,0 +1,132 @@
+"""What the shard's core asks to be done. kvservice.pool.runtime performs actions in order, without waiting in between;
+those with an answer come back as an event (kvservice.core.events) that names the same id."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvservice.core.header import SlotHeader
+from kvservice.core.messages import BlockHandle, Holder
+from kvservice.errors import KVServiceError
+from kvservice.units import BlockKey, BootEpoch, LeaseId, SlotIndex, SpanRoute
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer of one call; `value` has the type that the PoolPort method or peer RPC of that event returns."""
+
+    op: int
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    op: int
+    error: KVServiceError
+
+
+@dataclass(frozen=True, slots=True)
+class WriteHeader:
+    """Must be visible in the segment before any later action is performed."""
+
+    slot: SlotIndex
+    header: SlotHeader
+
+
+@dataclass(frozen=True, slots=True)
+class ClearHeader:
+    slot: SlotIndex
+
+
+@dataclass(frozen=True, slots=True)
+class AssignSlab:
+    """Record in the segment which payload size the slab has now; 0 = none. Its headers are cleared first."""
+
+    slab: int
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Compute the payload digest of a written slot; comes back as Digested."""
+
+    slot: SlotIndex
+    payload_bytes: int
+    key: BlockKey
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell the directory that this shard holds a block."""
+
+    key: BlockKey
+    route: SpanRoute
+
+
+@dataclass(frozen=True, slots=True)
+class Retract:
+    key: BlockKey
+    route: SpanRoute
+
+
+@dataclass(frozen=True, slots=True)
+class Resolve:
+    """Ask the directory who holds the chain from `start` on; comes back as Resolved."""
+
+    op: int
+    chain: tuple[BlockKey, ...]
+    start: int
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Locate:
+    """Lease blocks of a peer for reading; comes back as Located."""
+
+    fetch: int
+    holder: Holder
+    keys: tuple[BlockKey, ...]
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Read and verify blocks of a peer; comes back as Pulled, and as Quiesced when a verdict was STUCK."""
+
+    job: int
+    holder: Holder
+    epoch: BootEpoch
+    payload_bytes: int
+    items: tuple[tuple[BlockHandle, SlotIndex], ...]
+    deadline: float  # on the clock of `now`; past it nothing may be accepted
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseRemote:
+    holder: Holder
+    epoch: BootEpoch
+    lease_id: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEngine:
+    """Report EngineGone once no process of this engine holds its liveness lock any more."""
+
+    engine_id: bytes
+
+
+Action = (
+    Reply
+    | Refuse
+    | WriteHeader
+    | ClearHeader
+    | AssignSlab
+    | Digest
+    | Announce
+    | Retract
+    | Resolve
+    | Locate
+    | Pull
+    | ReleaseRemote
+    | WatchEngine
+)

@@ -1,0 +1,233 @@
+"""Blocks of one shard: which key lies in which slot, who wrote it, what may be evicted for what.
+
+Sits on the slot table and the eviction policy and keeps the two in step; everything that must become visible in memory
+or in the directory is appended to `actions`, which the shard hands out. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from kvservice.core.actions import Action, Announce, AssignSlab, ClearHeader, Retract, WriteHeader
+from kvservice.core.eviction import EvictionPolicy
+from kvservice.core.geometry import Geometry, slab_of
+from kvservice.core.header import SlotFlags, SlotHeader
+from kvservice.core.messages import BlockHandle, BlockRef
+from kvservice.core.slots import Slot, SlotEvent, SlotState, SlotTable
+from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex, SpanRoute
+
+NO_KEY = BlockKey(bytes(16))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A sealed, verified block of this shard."""
+
+    key: BlockKey
+    slot: SlotIndex
+    payload_bytes: int
+    digest: int
+    position: int
+    route: SpanRoute
+    is_copy: bool
+
+
+class BlockStore:
+    """Owner ids are 16-byte engine ids; the shard's own fetches write as NO_KEY."""
+
+    def __init__(self, geometry: Geometry, epoch: BootEpoch, policy: EvictionPolicy, actions: list[Action]) -> None:
+        self._geometry = geometry
+        self._epoch = epoch
+        self._policy = policy
+        self._actions = actions
+        self.table = SlotTable(geometry)
+        self._blocks: dict[BlockKey, Block] = {}
+        self._key_of: dict[SlotIndex, BlockKey] = {}  # exactly the sealed and leased slots
+        self.counters: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._blocks
+
+    def get(self, key: BlockKey) -> Block | None:
+        return self._blocks.get(key)
+
+    def blocks(self) -> list[Block]:
+        """A snapshot, for full announcements."""
+        return list(self._blocks.values())
+
+    def ref(self, block: Block) -> BlockRef:
+        return BlockRef(block.slot, self.table[block.slot].generation)
+
+    def handle(self, block: Block) -> BlockHandle:
+        generation = self.table[block.slot].generation
+        return BlockHandle(block.key, block.slot, generation, block.payload_bytes, block.digest, block.position)
+
+    def touch(self, chain: tuple[BlockKey, ...]) -> None:
+        self._policy.touch(chain)
+
+    def pin(self, block: Block) -> None:
+        slot = self.table[block.slot]
+        self.table.pin(slot)
+        if slot.pins == 1:
+            self._policy.pin(block.key)
+
+    def unpin(self, index: SlotIndex) -> None:
+        slot = self.table[index]
+        self.table.unpin(slot)
+        if slot.pins == 0:
+            self._policy.unpin(self._key_of[index])
+
+    def reserve(self, payload_bytes: int, count: int, owner: bytes) -> list[Slot]:
+        """Up to `count` slots in WRITING, evicting as needed. Headers with odd generations are written at once."""
+        reserved: list[Slot] = []
+        while len(reserved) < count:
+            slot = self.table.take_free(payload_bytes, owner)
+            if slot is None:
+                if not self._make_room(payload_bytes):
+                    break
+                continue
+            reserved.append(slot)
+            self._actions.append(WriteHeader(slot.index, self._writing_header(slot, owner)))
+        self.counters["slots_reserved"] += len(reserved)
+        return reserved
+
+    def written_by(self, ref: BlockRef, owner: bytes) -> Slot | None:
+        """The slot of a reservation that is still this owner's, else None."""
+        slot = self.table.get(ref.slot)
+        if slot is None or slot.state is not SlotState.WRITING:
+            return None
+        return slot if slot.generation == ref.generation and slot.owner == owner else None
+
+    def seal(self, slot: Slot, key: BlockKey, parent: BlockKey | None, block_position: int, route: SpanRoute,
+             digest: int, *, is_copy: bool) -> Block:  # fmt: skip
+        """WRITING -> SEALED. The key must not be held yet."""
+        assert key not in self._blocks
+        self.table.seal(slot)
+        block = Block(key, slot.index, slot.payload_bytes, digest, block_position, route, is_copy)
+        self._insert(block, parent)
+        self._actions.append(WriteHeader(slot.index, self._sealed_header(block, slot.generation)))
+        self._actions.append(Announce(key, route))
+        self.counters["blocks_sealed"] += 1
+        return block
+
+    def abort(self, slot: Slot) -> None:
+        """WRITING -> FREE: nothing will write it any more."""
+        self._actions.append(ClearHeader(slot.index))
+        self.table.free(slot, SlotEvent.ABORT)
+
+    def quarantine(self, slot: Slot) -> None:
+        """WRITING -> QUARANTINED: somebody may still write it, or its bytes were wrong."""
+        self.table.distrust(slot)
+        self.counters["slots_quarantined"] += 1
+
+    def quiesce(self, slot: Slot) -> None:
+        """QUARANTINED -> FREE."""
+        self._actions.append(ClearHeader(slot.index))
+        self.table.free(slot, SlotEvent.QUIESCE)
+
+    def slots_of(self, owner: bytes, state: SlotState) -> list[Slot]:
+        return [slot for slot in self.table.all_slots() if slot.state is state and slot.owner == owner]
+
+    def adopt(self, index: SlotIndex, payload_bytes: int, header: SlotHeader, *, verified: bool) -> Block | None:
+        """Take over what an earlier boot left in a slot. Wrong or duplicate blocks are dropped.
+
+        A slot left in writing by an engine is quarantined under that engine's id.
+        """
+        if self.table.get(index) is None and self.table.assign_slab(payload_bytes, slab_of(index)) is None:
+            return None
+        slot = self.table[index]
+        if not header.is_stable:
+            if header.key == NO_KEY:  # our own fetch: its transport died with the process
+                self._actions.append(ClearHeader(index))
+                return None
+            self.table.adopt(index, header.generation, owner=bytes(header.key))
+            return None
+        if not verified or header.key in self._blocks or header.length != payload_bytes:
+            self._actions.append(ClearHeader(index))
+            self.counters["adopt_dropped"] += 1
+            return None
+        self.table.adopt(index, header.generation, owner=None)
+        is_copy = bool(header.flags & SlotFlags.COPY)
+        block = Block(header.key, index, payload_bytes, header.digest, header.position, header.route, is_copy)
+        self._insert(block, parent=None)
+        self._actions.append(WriteHeader(index, self._sealed_header(block, slot.generation)))
+        self._actions.append(Announce(block.key, block.route))
+        self.counters["blocks_adopted"] += 1
+        return block
+
+    def _insert(self, block: Block, parent: BlockKey | None) -> None:
+        self._blocks[block.key] = block
+        self._key_of[block.slot] = block.key
+        self._policy.add(block.key, parent, block.position, is_copy=block.is_copy, size_class=block.payload_bytes)
+
+    def _evict(self, key: BlockKey) -> None:
+        block = self._blocks.pop(key)
+        del self._key_of[block.slot]
+        self._policy.remove(key)
+        self.table.free(self.table[block.slot], SlotEvent.EVICT)
+        self._actions.append(Retract(key, block.route))
+        self.counters["evicted_copies" if block.is_copy else "evicted_originals"] += 1
+
+    def _make_room(self, payload_bytes: int) -> bool:
+        """Free at least one slot of this size: an unused slab, the policy's victim, or a slab of another size."""
+        slab = self.table.assign_slab(payload_bytes)
+        if slab is not None:
+            self._actions.append(AssignSlab(slab, payload_bytes))
+            return True
+        victim = self._policy.victim(payload_bytes)
+        stolen = self._slab_to_steal(payload_bytes, None if victim is None else self._policy.last_touch(victim))
+        if stolen is not None:
+            self._move_slab(stolen, payload_bytes)
+            return True
+        if victim is not None:
+            self._evict(victim)
+            return True
+        return False
+
+    def _slab_to_steal(self, payload_bytes: int, own_tick: int | None) -> int | None:
+        """A slab of another size whose newest block is older than our own victim, or the oldest if we have none."""
+        best: tuple[int, int] | None = None
+        for size in self.table.payload_sizes:
+            if size == payload_bytes:
+                continue
+            for slab in self.table.slabs_of(size):
+                slots = self.table.slots_of_slab(slab)
+                if any(slot.state not in (SlotState.FREE, SlotState.SEALED) for slot in slots):
+                    continue
+                keys = [self._key_of[slot.index] for slot in slots if slot.state is SlotState.SEALED]
+                newest = max((self._policy.last_touch(key) for key in keys), default=0)
+                if (own_tick is None or newest < own_tick) and (best is None or newest < best[0]):
+                    best = (newest, slab)
+        return None if best is None else best[1]
+
+    def _move_slab(self, slab: int, payload_bytes: int) -> None:
+        for slot in self.table.slots_of_slab(slab):
+            if slot.state is SlotState.SEALED:
+                self._evict(self._key_of[slot.index])
+        self.table.unassign_slab(slab)
+        self.table.assign_slab(payload_bytes, slab)
+        self._actions.append(AssignSlab(slab, payload_bytes))
+        self.counters["slabs_moved"] += 1
+
+    def _writing_header(self, slot: Slot, owner: bytes) -> SlotHeader:
+        return SlotHeader(
+            self._epoch, slot.generation, BlockKey(owner), slot.payload_bytes, SpanRoute(0), digest=0, position=0
+        )
+
+    def _sealed_header(self, block: Block, generation: Generation) -> SlotHeader:
+        flags = SlotFlags.COPY if block.is_copy else SlotFlags.NONE
+        return SlotHeader(
+            self._epoch, generation, block.key, block.payload_bytes, block.route, block.digest, block.position, flags
+        )
+
+    def check_invariants(self) -> None:
+        self.table.check_invariants()
+        holding = {slot.index for slot in self.table.all_slots() if slot.state in (SlotState.SEALED, SlotState.LEASED)}
+        assert holding == set(self._key_of), "sealed slots and known blocks differ"
+        assert {block.slot for block in self._blocks.values()} == holding, "a block lies in no slot, or two in one"
+        for slot, key in self._key_of.items():
+            assert self._blocks[key].slot == slot

@@ -1,0 +1,41 @@
+"""Is fetching worth it? Measured bandwidth and overhead against the engine's own speed of recomputing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WEIGHT = 0.3  # of the newest sample: follows a changed link within a handful of pulls
+
+
+@dataclass(slots=True)
+class FetchEstimate:
+    """Moving averages of one peer. Unknown (None) until the first sample: then fetching is tried."""
+
+    bytes_per_second: float | None = None
+    overhead_seconds: float | None = None
+
+    def observe_pull(self, byte_count: int, seconds: float) -> None:
+        if byte_count > 0 and seconds > 0:
+            self.bytes_per_second = _blend(self.bytes_per_second, byte_count / seconds)
+
+    def observe_overhead(self, seconds: float) -> None:
+        self.overhead_seconds = _blend(self.overhead_seconds, max(seconds, 0.0))
+
+    def worthwhile(self, block_count: int, block_bytes: int, recompute_seconds: float, remaining_seconds: float) -> int:
+        """How many of the first `block_count` blocks to fetch: all, as many as fit the time left, or none.
+
+        `recompute_seconds` is the engine's time for one block; 0 when it has not measured any yet.
+        """
+        if self.bytes_per_second is None:
+            return block_count
+        overhead = self.overhead_seconds or 0.0
+        seconds_per_block = block_bytes / self.bytes_per_second
+        fits = int(max(remaining_seconds - overhead, 0.0) / seconds_per_block)
+        count = min(block_count, fits)
+        if recompute_seconds > 0 and overhead + count * seconds_per_block > count * recompute_seconds:
+            return 0
+        return count
+
+
+def _blend(average: float | None, sample: float) -> float:
+    return sample if average is None else (1 - WEIGHT) * average + WEIGHT * sample

@@ -1,0 +1,192 @@
+"""What happens to a shard. `op` ids are chosen by the caller, unique while the call is open; every event with an `op`
+is answered by exactly one Reply or Refuse with that id."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvservice.core.header import SlotHeader
+from kvservice.core.messages import AcquireRequest, BlockRef, EngineSpec, HolderRun, LocateResult, SealItem
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, SlotIndex
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    op: int
+    spec: EngineSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """The engine left and promises that none of its processes will write its reservations any more."""
+
+    attachment: AttachmentId
+
+
+@dataclass(frozen=True, slots=True)
+class AttachmentLost:
+    """The stream ended without a word: its processes may still be writing."""
+
+    attachment: AttachmentId
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGone:
+    engine_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Acquire:
+    op: int
+    attachment: AttachmentId
+    request: AcquireRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    op: int
+    attachment: AttachmentId
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    op: int
+    attachment: AttachmentId
+    items: tuple[SealItem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    op: int
+    attachment: AttachmentId
+    refs: tuple[BlockRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    op: int
+    attachment: AttachmentId
+    lease_ids: tuple[LeaseId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    op: int
+    attachment: AttachmentId
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLocate:
+    op: int
+    reader: NodeId
+    epoch: BootEpoch
+    keys: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRelease:
+    op: int
+    reader: NodeId
+    epoch: BootEpoch
+    lease_id: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class PeerValidate:
+    op: int
+    epoch: BootEpoch
+    keys: tuple[BlockKey, ...]
+    refs: tuple[BlockRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Digested:
+    """digest is None when the bytes could not be read."""
+
+    slot: SlotIndex
+    key: BlockKey
+    digest: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """`complete` is False when part of the directory did not answer: unknown is then not the same as absent."""
+
+    op: int
+    runs: tuple[HolderRun, ...]
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """result is None when the peer failed or refused. sent_at: local clock before the request, for the lease."""
+
+    fetch: int
+    result: LocateResult | None
+    sent_at: float
+
+
+class PullVerdict(Enum):
+    OK = "ok"
+    STALE = "stale"
+    CORRUPT = "corrupt"
+    FAILED = "failed"  # nothing arrived and nothing will
+    STUCK = "stuck"  # it may still arrive: the slot must not be reused until Quiesced
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    job: int
+    verdicts: tuple[PullVerdict, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Quiesced:
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """A header found at start. `verified`: its digest matched its payload."""
+
+    slot: SlotIndex
+    payload_bytes: int
+    header: SlotHeader
+    verified: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    undo: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; also sent when `ShardState.next_deadline` is reached."""
+
+
+Event = (
+    Attach
+    | Detach
+    | AttachmentLost
+    | EngineGone
+    | Acquire
+    | Reserve
+    | Seal
+    | Abort
+    | Release
+    | Renew
+    | PeerLocate
+    | PeerRelease
+    | PeerValidate
+    | Digested
+    | Resolved
+    | Located
+    | Pulled
+    | Quiesced
+    | Adopt
+    | Drain
+    | Tick
+)

@@ -1,0 +1,189 @@
+"""Which block goes first: leaves before the prefix they hang on, fetched copies before originals, then least recent.
+
+Only a block without resident children can be a victim, so a prefix is never torn out from under its suffix. Among
+those, copies go first because their original lives on another node; then the oldest touch; then the deepest position,
+which keeps the order right for blocks whose parent is not known (adopted after a restart).
+
+A lazy heap: entries are pushed when a block becomes or stays evictable under a new rank and checked when popped.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvservice.units import BlockKey
+
+
+class EvictionPolicy(Protocol):
+    """What core.blocks asks of a policy. All methods change only the policy's own state and never block."""
+
+    def add(self, key: BlockKey, parent: BlockKey | None, position: int, *, is_copy: bool, size_class: int) -> None: ...
+
+    def remove(self, key: BlockKey) -> None: ...
+
+    def touch(self, chain: Sequence[BlockKey]) -> None:
+        """These consecutive blocks of one chain were used. Unknown ones are skipped; links are learnt."""
+        ...
+
+    def pin(self, key: BlockKey) -> None: ...
+
+    def unpin(self, key: BlockKey) -> None: ...
+
+    def victim(self, size_class: int) -> BlockKey | None:
+        """The block to evict next; it stays until `remove`. None when every block is pinned or has children."""
+        ...
+
+    def last_touch(self, key: BlockKey) -> int: ...
+
+
+@dataclass(slots=True)
+class _Entry:
+    parent: BlockKey | None  # None: first of a chain, or not known
+    position: int
+    is_copy: bool
+    size_class: int
+    tick: int  # logical time of the last touch
+    children: int = 0  # resident blocks that name this one as parent
+    pinned: bool = False
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        return (not self.is_copy, self.tick, -self.position)
+
+
+class LeafFirstLru:
+    """The default policy."""
+
+    def __init__(self) -> None:
+        self._entries: dict[BlockKey, _Entry] = {}
+        self._heaps: dict[int, list[tuple[tuple[bool, int, int], BlockKey]]] = {}
+        self._orphans: dict[BlockKey, int] = {}  # children of a parent that is not resident, to be linked if it comes
+        self._tick = 0
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._entries
+
+    def add(self, key: BlockKey, parent: BlockKey | None, position: int, *, is_copy: bool, size_class: int) -> None:
+        assert key not in self._entries
+        self._tick += 1
+        entry = _Entry(parent=None, position=position, is_copy=is_copy, size_class=size_class, tick=self._tick)
+        entry.children = self._orphans.pop(key, 0)
+        self._entries[key] = entry
+        self._link(entry, parent)
+        self._touch_ancestors(entry)
+        self._offer(key, entry)
+
+    def remove(self, key: BlockKey) -> None:
+        entry = self._entries.pop(key)
+        assert not entry.pinned
+        self._unlink(entry)
+        if entry.children:
+            self._orphans[key] = entry.children
+
+    def touch(self, chain: Sequence[BlockKey]) -> None:
+        self._tick += 1
+        previous: BlockKey | None = None
+        for key in chain:
+            entry = self._entries.get(key)
+            if entry is not None:
+                entry.tick = self._tick
+                if entry.parent is None and previous is not None:
+                    self._link(entry, previous)
+                self._offer(key, entry)
+            previous = key
+
+    def pin(self, key: BlockKey) -> None:
+        self._entries[key].pinned = True
+
+    def unpin(self, key: BlockKey) -> None:
+        entry = self._entries[key]
+        entry.pinned = False
+        self._offer(key, entry)
+
+    def victim(self, size_class: int) -> BlockKey | None:
+        heap = self._heaps.get(size_class, [])
+        while heap:
+            rank, key = heap[0]
+            entry = self._entries.get(key)
+            if (
+                entry is not None
+                and entry.rank == rank
+                and self._is_evictable(entry)
+                and entry.size_class == size_class
+            ):
+                return key
+            heapq.heappop(heap)
+        return None
+
+    def last_touch(self, key: BlockKey) -> int:
+        return self._entries[key].tick
+
+    def _is_evictable(self, entry: _Entry) -> bool:
+        return not entry.pinned and entry.children == 0
+
+    def _offer(self, key: BlockKey, entry: _Entry) -> None:
+        if not self._is_evictable(entry):
+            return
+        heap = self._heaps.setdefault(entry.size_class, [])
+        heapq.heappush(heap, (entry.rank, key))
+        if len(heap) > 64 + 4 * len(self._entries):  # touches leave dead entries behind; keep memory in proportion
+            self._heaps[entry.size_class] = fresh = [
+                (e.rank, k)
+                for k, e in self._entries.items()
+                if e.size_class == entry.size_class and self._is_evictable(e)
+            ]
+            heapq.heapify(fresh)
+
+    def _link(self, entry: _Entry, parent: BlockKey | None) -> None:
+        above = self._entries.get(parent) if parent is not None else None
+        if parent is None or (above is not None and above.position != entry.position - 1):
+            return  # not a chain: linking it could close a circle that nothing ever evicts
+        entry.parent = parent
+        if above is not None:
+            above.children += 1
+        else:
+            self._orphans[parent] = self._orphans.get(parent, 0) + 1
+
+    def _unlink(self, entry: _Entry) -> None:
+        if entry.parent is None:
+            return
+        above = self._entries.get(entry.parent)
+        if above is not None:
+            above.children -= 1
+            self._offer(entry.parent, above)
+            return
+        left = self._orphans[entry.parent] - 1
+        if left:
+            self._orphans[entry.parent] = left
+        else:
+            del self._orphans[entry.parent]
+
+    def _touch_ancestors(self, entry: _Entry) -> None:
+        # A new leaf makes its whole prefix as recent as itself: an engine that had the prefix in its own cache never
+        # asks us for it, yet it is what makes the leaf reachable. Stops at the first ancestor touched already.
+        parent = entry.parent
+        while parent is not None:
+            above = self._entries.get(parent)
+            if above is None or above.tick == self._tick:
+                return
+            above.tick = self._tick
+            self._offer(parent, above)
+            parent = above.parent
+
+    def check_invariants(self) -> None:
+        children: dict[BlockKey, int] = {}
+        for entry in self._entries.values():
+            if entry.parent is not None:
+                children[entry.parent] = children.get(entry.parent, 0) + 1
+        for key, entry in self._entries.items():
+            assert entry.children == children.get(key, 0), f"child count of {key.hex()} is off"
+        missing = {key: count for key, count in children.items() if key not in self._entries}
+        assert missing == self._orphans, "children of absent parents are miscounted"
+        for size_class in {entry.size_class for entry in self._entries.values()}:
+            listed = {(rank, key) for rank, key in self._heaps.get(size_class, [])}
+            for key, entry in self._entries.items():
+                if entry.size_class == size_class and self._is_evictable(entry):
+                    assert (entry.rank, key) in listed, f"{key.hex()} is evictable but would never be found"

@@ -1,0 +1,488 @@
+"""Acquisitions: make a prefix local and promise it, fetching from peers what is missing.
+
+One acquisition per Acquire call, one fetch per (peer, run of blocks), one arrival per block however many acquisitions
+wait for it (single flight). An acquisition only ever promises blocks that are sealed here, which means verified; it
+answers when its prefix is complete, when the first gap is certain, or at its deadline, whichever is first. Fetches go
+on after a deadline: the blocks are there for the next request.
+
+    acquisition   resolving -> waiting -> answered
+    fetch         locating -> pulling -> over        (another holder of the same blocks is tried once each)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvservice.core.actions import Action, Locate, Pull, ReleaseRemote, Reply, Resolve
+from kvservice.core.blocks import NO_KEY, BlockStore
+from kvservice.core.estimate import FetchEstimate
+from kvservice.core.events import PullVerdict
+from kvservice.core.keys import span_route
+from kvservice.core.leases import LeaseTable
+from kvservice.core.messages import (
+    AcquireRequest,
+    AcquireResult,
+    BlockHandle,
+    BlockRef,
+    Holder,
+    HolderRun,
+    LocateResult,
+    MissReason,
+)
+from kvservice.core.slots import Slot, SlotState
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, SlotIndex
+
+LOOKUP_SECONDS_MAX = 0.25  # an absent directory may not use up the engine's deadline
+LOCATE_SECONDS_MAX = 1.0
+PULL_BLOCKS_MAX = 512  # of one fetch: bounds remote leases and the headers in flight
+LEASE_MARGIN_SECONDS = 1.0  # reading stops this long before the peer's lease ends
+SUSPECT_SECONDS = 60.0  # a slot whose bytes failed verification rests this long
+
+
+class FetchState(Enum):
+    LOCATING = "locating"
+    PULLING = "pulling"
+
+
+@dataclass(slots=True)
+class _Acquisition:
+    op: int
+    attachment: AttachmentId
+    request: AcquireRequest
+    payload_bytes: int
+    deadline: float
+    started: float
+    break_at: int  # index of the first block known not to come
+    reason: MissReason = MissReason.NONE
+    resolving: bool = False
+    held: dict[int, SlotIndex] = field(default_factory=dict)  # pinned by this acquisition, by index in the chain
+    pending: set[int] = field(default_factory=set)  # indices on their way
+    fetched: set[int] = field(default_factory=set)
+
+    def end(self, index: int, reason: MissReason) -> None:
+        if index < self.break_at:
+            self.break_at, self.reason = index, reason
+
+
+@dataclass(slots=True)
+class _Fetch:
+    fetch: int
+    holder: Holder
+    alternates: list[Holder]  # not tried yet
+    chain: tuple[BlockKey, ...]
+    indices: list[int]  # consecutive positions in the chain
+    payload_bytes: int
+    state: FetchState = FetchState.LOCATING
+    started: float = 0.0
+    epoch: BootEpoch = BootEpoch(0)  # noqa: RUF009  a NewType call is the identity
+    lease_id: LeaseId = LeaseId(0)  # noqa: RUF009
+    handles: list[BlockHandle] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+
+
+class Acquisitions:
+    def __init__(
+        self,
+        node_id: NodeId,
+        store: BlockStore,
+        leases: LeaseTable,
+        actions: list[Action],
+        counters: Counter[str],
+        *,
+        lease_seconds: float,
+        has_directory: bool,
+    ) -> None:
+        self._node_id = node_id
+        self._store = store
+        self._leases = leases
+        self._actions = actions
+        self._counters = counters
+        self._lease_seconds = lease_seconds
+        self._has_directory = has_directory
+        self._open: dict[int, _Acquisition] = {}
+        self._fetches: dict[int, _Fetch] = {}
+        self._arriving: dict[BlockKey, int] = {}  # key -> fetch id, or 0 while its digest is being computed here
+        self._waiters: dict[BlockKey, list[tuple[int, int]]] = {}  # key -> (op, index)
+        self._stuck: dict[int, list[SlotIndex]] = {}  # job -> quarantined slots a transfer may still write
+        self._suspects: list[tuple[float, SlotIndex]] = []  # (free again at, slot)
+        self._estimates: dict[NodeId, FetchEstimate] = {}
+        self._next_id = 1
+        self.draining = False
+
+    # -- calls ----
+
+    def start(self, op: int, attachment: AttachmentId, request: AcquireRequest, payload_bytes: int, now: float) -> None:
+        count = len(request.keys)
+        acquisition = _Acquisition(
+            op, attachment, request, payload_bytes, now + request.timeout_seconds, now, break_at=count
+        )
+        self._open[op] = acquisition
+        self._store.touch(request.keys)
+        first_missing = self._take_local(acquisition, range(request.skip, count))
+        if first_missing is not None:
+            if self.draining:
+                acquisition.end(first_missing, MissReason.DRAINING)
+            elif not self._has_directory:
+                acquisition.end(first_missing, MissReason.NEVER_STORED)
+            else:
+                acquisition.resolving = True
+                timeout = min(request.timeout_seconds, LOOKUP_SECONDS_MAX)
+                self._actions.append(Resolve(op, request.keys, first_missing, timeout))
+        self._settle(acquisition, now)
+
+    def drop_attachment(self, attachment: AttachmentId, now: float) -> None:
+        for acquisition in [a for a in self._open.values() if a.attachment == attachment]:
+            acquisition.end(acquisition.request.skip, MissReason.DETACHED)
+            self._answer(acquisition, now)
+
+    # -- what the performer reports ----
+
+    def resolved(self, op: int, runs: Sequence[HolderRun], complete: bool, now: float) -> None:
+        acquisition = self._open.get(op)
+        if acquisition is None or not acquisition.resolving:
+            return  # answered at its deadline already
+        acquisition.resolving = False
+        holders = self._holders_by_index(runs)
+        wanted: list[int] = []
+        for index in range(acquisition.request.skip, acquisition.break_at):
+            if index in acquisition.held or index in acquisition.pending:
+                continue
+            if self._take_local(acquisition, range(index, index + 1)) is None:
+                continue
+            if index not in holders:
+                acquisition.end(index, MissReason.NEVER_STORED if complete else MissReason.LOOKUP_FAILED)
+                break
+            wanted.append(index)
+        self._fetch_worthwhile(acquisition, wanted, holders, now)
+        self._settle(acquisition, now)
+
+    def located(self, fetch_id: int, result: LocateResult | None, sent_at: float, now: float) -> None:
+        fetch = self._fetches.get(fetch_id)
+        if fetch is None or fetch.state is not FetchState.LOCATING:
+            return
+        if result is None:
+            self._end_fetch(fetch, 0, MissReason.PEER_FAILED, now)
+            return
+        self._estimate(fetch.holder).observe_overhead(now - sent_at)
+        fetch.epoch, fetch.lease_id = result.epoch, result.lease_id
+        for index, handle in zip(fetch.indices, result.handles, strict=False):
+            if handle is None or handle.key != fetch.chain[index] or handle.length != fetch.payload_bytes:
+                break
+            fetch.handles.append(handle)
+        usable = len(fetch.handles)
+        fetch.slots = self._store.reserve(fetch.payload_bytes, usable, owner=NO_KEY)
+        reason = MissReason.NO_ROOM if len(fetch.slots) < usable else MissReason.STALE
+        del fetch.handles[len(fetch.slots) :]
+        kept = len(fetch.slots)
+        if kept == 0:
+            self._release_remote(fetch)
+            self._end_fetch(fetch, 0, reason, now)
+            return
+        self._fail_indices(fetch, fetch.indices[kept:], reason, now)
+        del fetch.indices[kept:]
+        fetch.state, fetch.started = FetchState.PULLING, now
+        items = tuple((handle, slot.index) for handle, slot in zip(fetch.handles, fetch.slots, strict=True))
+        deadline = sent_at + result.lease_seconds - LEASE_MARGIN_SECONDS
+        self._actions.append(Pull(fetch_id, fetch.holder, fetch.epoch, fetch.payload_bytes, items, deadline))
+
+    def pulled(self, job: int, verdicts: Sequence[PullVerdict], now: float) -> None:
+        fetch = self._fetches.get(job)
+        if fetch is None or fetch.state is not FetchState.PULLING:
+            return
+        good = 0
+        first_bad: tuple[int, MissReason] | None = None
+        for position, (handle, slot) in enumerate(zip(fetch.handles, fetch.slots, strict=True)):
+            verdict = verdicts[position] if position < len(verdicts) else PullVerdict.STUCK
+            self._counters[f"pull_{verdict.value}"] += 1
+            if verdict is PullVerdict.OK:
+                good += 1
+                self._keep(fetch, fetch.indices[position], handle, slot, now)
+            else:
+                reason = self._discard(job, slot, verdict, now)
+                first_bad = first_bad or (position, reason)
+        if good:
+            self._estimate(fetch.holder).observe_pull(good * fetch.payload_bytes, now - fetch.started)
+            self._counters["fetched_blocks"] += good
+            self._counters["fetched_bytes"] += good * fetch.payload_bytes
+        if job not in self._stuck:
+            self._release_remote(fetch)
+        fetch.slots = []
+        if first_bad is None:
+            del self._fetches[job]
+        else:
+            self._end_fetch(fetch, first_bad[0], first_bad[1], now)
+
+    def quiesced(self, job: int) -> None:
+        for index in self._stuck.pop(job, []):
+            self._store.quiesce(self._store.table[index])
+
+    # -- blocks written on this node ----
+
+    def sealing(self, key: BlockKey) -> None:
+        """A written block's digest is being computed: acquisitions may wait for it."""
+        self._arriving.setdefault(key, 0)
+
+    def is_sealing(self, key: BlockKey) -> bool:
+        return self._arriving.get(key) == 0
+
+    def sealed(self, key: BlockKey, now: float) -> None:
+        if self._arriving.get(key) == 0:
+            del self._arriving[key]
+        self._arrived(key, fetched=False, now=now)
+
+    def seal_failed(self, key: BlockKey, now: float) -> None:
+        if self._arriving.get(key) == 0:
+            del self._arriving[key]
+            self._fail_key(key, MissReason.CORRUPT, now)
+
+    # -- time ----
+
+    def tick(self, now: float) -> None:
+        for acquisition in [a for a in self._open.values() if a.deadline <= now]:
+            gap = next(
+                i for i in range(acquisition.request.skip, acquisition.break_at + 1) if i not in acquisition.held
+            )
+            acquisition.end(gap, MissReason.DEADLINE)
+            self._answer(acquisition, now)
+        resting = [(until, index) for until, index in self._suspects if until > now]
+        for until, index in self._suspects:
+            if until <= now:
+                self._store.quiesce(self._store.table[index])
+        self._suspects = resting
+
+    def next_deadline(self) -> float | None:
+        times = [a.deadline for a in self._open.values()] + [until for until, _ in self._suspects]
+        return min(times, default=None)
+
+    @property
+    def open_count(self) -> int:
+        return len(self._open)
+
+    @property
+    def fetch_count(self) -> int:
+        return len(self._fetches)
+
+    # -- inside ----
+
+    def _take_local(self, acquisition: _Acquisition, indices: range) -> int | None:
+        """Pin what is here, wait for what is coming. The first index that is neither, or None."""
+        first_missing: int | None = None
+        for index in indices:
+            key = acquisition.request.keys[index]
+            block = self._store.get(key)
+            if block is not None and block.payload_bytes == acquisition.payload_bytes:
+                self._store.pin(block)
+                acquisition.held[index] = block.slot
+            elif key in self._arriving:
+                self._await(acquisition, index)
+            elif first_missing is None:
+                first_missing = index
+        return first_missing
+
+    def _await(self, acquisition: _Acquisition, index: int) -> None:
+        acquisition.pending.add(index)
+        self._waiters.setdefault(acquisition.request.keys[index], []).append((acquisition.op, index))
+
+    def _holders_by_index(self, runs: Sequence[HolderRun]) -> dict[int, tuple[Holder, ...]]:
+        by_index: dict[int, tuple[Holder, ...]] = {}
+        for run in runs:
+            others = tuple(holder for holder in run.holders if holder.node_id != self._node_id)
+            if others:
+                by_index.update(dict.fromkeys(range(run.start, run.start + run.count), others))
+        return by_index
+
+    def _fetch_worthwhile(
+        self, acquisition: _Acquisition, wanted: list[int], holders: dict[int, tuple[Holder, ...]], now: float
+    ) -> None:
+        if not wanted:
+            return
+        estimate = self._estimate(holders[wanted[0]][0])
+        remaining = acquisition.deadline - now
+        recompute = acquisition.request.recompute_seconds_per_block
+        count = estimate.worthwhile(len(wanted), acquisition.payload_bytes, recompute, remaining)
+        if count < len(wanted):
+            acquisition.end(wanted[count], MissReason.SLOWER_THAN_RECOMPUTE)
+            self._counters["fetch_not_worthwhile"] += len(wanted) - count
+        start = 0
+        while start < count:
+            holder, end = self._longest_run(wanted, start, count, holders)
+            indices = wanted[start:end]
+            alternates = [h for h in holders[indices[0]] if h != holder and all(h in holders[i] for i in indices)]
+            self._start_fetch(acquisition, holder, alternates, indices, now)
+            start = end
+
+    @staticmethod
+    def _longest_run(
+        wanted: list[int], start: int, count: int, holders: dict[int, tuple[Holder, ...]]
+    ) -> tuple[Holder, int]:
+        """The holder that has the most consecutive wanted blocks from here, and where its run ends."""
+        best: tuple[Holder, int] | None = None
+        for holder in holders[wanted[start]]:
+            end = start + 1
+            while (
+                end < min(count, start + PULL_BLOCKS_MAX)
+                and wanted[end] == wanted[end - 1] + 1
+                and holder in holders[wanted[end]]
+            ):
+                end += 1
+            if best is None or end > best[1]:
+                best = (holder, end)
+        assert best is not None
+        return best
+
+    def _start_fetch(
+        self, acquisition: _Acquisition, holder: Holder, alternates: list[Holder], indices: list[int], now: float
+    ) -> None:
+        chain = acquisition.request.keys
+        fetch = _Fetch(self._next_id, holder, alternates, chain, indices, acquisition.payload_bytes)
+        self._next_id += 1
+        self._fetches[fetch.fetch] = fetch
+        for index in indices:
+            self._arriving[chain[index]] = fetch.fetch
+            self._await(acquisition, index)
+        self._counters["fetches_started"] += 1
+        self._locate(fetch)
+
+    def _locate(self, fetch: _Fetch) -> None:
+        fetch.state = FetchState.LOCATING
+        keys = tuple(fetch.chain[index] for index in fetch.indices)
+        self._actions.append(Locate(fetch.fetch, fetch.holder, keys, LOCATE_SECONDS_MAX))
+
+    def _keep(self, fetch: _Fetch, index: int, handle: BlockHandle, slot: Slot, now: float) -> None:
+        key = handle.key
+        if key in self._store:  # an engine of this node sealed the same block meanwhile
+            self._store.abort(slot)
+        else:
+            parent = fetch.chain[index - 1] if index else None
+            route = span_route(fetch.chain, index)
+            self._store.seal(slot, key, parent, index, route, handle.digest, is_copy=True)
+        if self._arriving.get(key) == fetch.fetch:
+            del self._arriving[key]
+        self._arrived(key, fetched=True, now=now)
+
+    def _discard(self, job: int, slot: Slot, verdict: PullVerdict, now: float) -> MissReason:
+        if verdict is PullVerdict.STUCK:
+            self._store.quarantine(slot)
+            self._stuck.setdefault(job, []).append(slot.index)
+            return MissReason.DEADLINE
+        if verdict is PullVerdict.CORRUPT:
+            self._store.quarantine(slot)
+            self._suspects.append((now + SUSPECT_SECONDS, slot.index))
+            return MissReason.CORRUPT
+        self._store.abort(slot)
+        return MissReason.STALE if verdict is PullVerdict.STALE else MissReason.PEER_FAILED
+
+    def _end_fetch(self, fetch: _Fetch, from_position: int, reason: MissReason, now: float) -> None:
+        """The blocks from this position on did not come: ask the next holder, or fail their waiters.
+
+        Blocks that did come are not arriving any more and are skipped by both ways.
+        """
+        left = [i for i in fetch.indices[from_position:] if self._arriving.get(fetch.chain[i]) == fetch.fetch]
+        self._counters["fetches_failed"] += 1
+        if left and fetch.alternates:
+            fetch.holder = fetch.alternates.pop(0)
+            fetch.indices, fetch.handles, fetch.slots = left, [], []
+            # The job id names one Pull: a late Quiesced of the old one must not touch the new one's slots.
+            del self._fetches[fetch.fetch]
+            for index in left:
+                self._arriving[fetch.chain[index]] = self._next_id
+            fetch.fetch = self._next_id
+            self._next_id += 1
+            self._fetches[fetch.fetch] = fetch
+            self._locate(fetch)
+            return
+        del self._fetches[fetch.fetch]
+        self._fail_indices(fetch, left, reason, now)
+
+    def _fail_indices(self, fetch: _Fetch, indices: Sequence[int], reason: MissReason, now: float) -> None:
+        for index in indices:
+            key = fetch.chain[index]
+            if self._arriving.get(key) == fetch.fetch:
+                del self._arriving[key]
+                self._fail_key(key, reason, now)
+
+    def _arrived(self, key: BlockKey, *, fetched: bool, now: float) -> None:
+        block = self._store.get(key)
+        for op, index in self._waiters.pop(key, []):
+            acquisition = self._open.get(op)
+            if acquisition is None or index not in acquisition.pending:
+                continue
+            acquisition.pending.discard(index)
+            if block is None or block.payload_bytes != acquisition.payload_bytes:
+                acquisition.end(index, MissReason.STALE)
+            else:
+                self._store.pin(block)
+                acquisition.held[index] = block.slot
+                if fetched:
+                    acquisition.fetched.add(index)
+            self._settle(acquisition, now)
+
+    def _fail_key(self, key: BlockKey, reason: MissReason, now: float) -> None:
+        for op, index in self._waiters.pop(key, []):
+            acquisition = self._open.get(op)
+            if acquisition is None or index not in acquisition.pending:
+                continue
+            acquisition.pending.discard(index)
+            acquisition.end(index, reason)
+            self._settle(acquisition, now)
+
+    def _settle(self, acquisition: _Acquisition, now: float) -> None:
+        if acquisition.op not in self._open:
+            return
+        if acquisition.resolving or any(index < acquisition.break_at for index in acquisition.pending):
+            return
+        self._answer(acquisition, now)
+
+    def _answer(self, acquisition: _Acquisition, now: float) -> None:
+        del self._open[acquisition.op]
+        skip = acquisition.request.skip
+        end = skip
+        while end < acquisition.break_at and end in acquisition.held:
+            end += 1
+        promised = [acquisition.held.pop(index) for index in range(skip, end)]
+        for index in acquisition.held.values():
+            self._store.unpin(index)
+        lease_id = LeaseId(0)
+        if promised:
+            holder = ("engine", int(acquisition.attachment))
+            lease_id = self._leases.grant(holder, tuple(promised), now, self._lease_seconds).lease_id
+        refs = tuple(BlockRef(index, self._store.table[index].generation) for index in promised)
+        fetched = sum(1 for index in acquisition.fetched if index < end)
+        self._count_answer(acquisition, len(refs), fetched)
+        self._actions.append(Reply(acquisition.op, AcquireResult(lease_id, refs, fetched, acquisition.reason)))
+
+    def _count_answer(self, acquisition: _Acquisition, promised: int, fetched: int) -> None:
+        self._counters["acquires"] += 1
+        self._counters["asked_blocks"] += len(acquisition.request.keys) - acquisition.request.skip
+        self._counters["hit_local_blocks"] += promised - fetched
+        self._counters["hit_remote_blocks"] += fetched
+        if acquisition.reason is not MissReason.NONE:
+            self._counters[f"miss_{acquisition.reason.value}"] += 1
+
+    def _release_remote(self, fetch: _Fetch) -> None:
+        if fetch.lease_id:
+            self._actions.append(ReleaseRemote(fetch.holder, fetch.epoch, fetch.lease_id))
+            fetch.lease_id = LeaseId(0)
+
+    def _estimate(self, holder: Holder) -> FetchEstimate:
+        return self._estimates.setdefault(holder.node_id, FetchEstimate())
+
+    def pinned(self) -> Counter[SlotIndex]:
+        """Slots pinned by open acquisitions, for the pin count check of the shard."""
+        return Counter(index for acquisition in self._open.values() for index in acquisition.held.values())
+
+    def check_invariants(self) -> None:
+        waited = {(op, index) for pairs in self._waiters.values() for op, index in pairs}
+        for op, acquisition in self._open.items():
+            for index in acquisition.pending:
+                key = acquisition.request.keys[index]
+                assert (op, index) in waited, "an acquisition waits for a block nobody would report"
+                assert key in self._arriving, "an acquisition waits for a block that is not on its way"
+        for key, fetch_id in self._arriving.items():
+            assert fetch_id == 0 or fetch_id in self._fetches, f"{key.hex()} arrives by a fetch that is over"
+        for fetch in self._fetches.values():
+            for slot in fetch.slots:
+                assert slot.state is SlotState.WRITING, "a pull writes a slot that is not reserved for it"

@@ -1,0 +1,111 @@
+"""Read leases: promises that a set of slots stays as it is, for a duration.
+
+A lease has a holder, and only its holder ends or renews it. Deadlines are on the clock of the process that owns the
+table; the holder runs its own clock from before its request, so it always stops first. Ids are single use; releasing
+an unknown one is a counted no-op, never an error (the idea of naming a pin is PegaFlow's lease.rs).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass
+
+from kvservice.units import LeaseId, SlotIndex
+
+# ("engine", attachment id) or ("peer", node id)
+Holder = tuple[str, int | str]
+
+
+@dataclass(slots=True)
+class Lease:
+    lease_id: LeaseId
+    holder: Holder
+    slots: tuple[SlotIndex, ...]
+    expires_at: float  # seconds on the owner's monotonic clock
+
+
+class LeaseTable:
+    def __init__(self) -> None:
+        self._leases: dict[LeaseId, Lease] = {}
+        self._by_holder: dict[Holder, set[LeaseId]] = {}
+        self._deadlines: list[tuple[float, LeaseId]] = []  # heap; entries of renewed or ended leases are skipped
+        self._next_id = 1
+        self.counters: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def grant(self, holder: Holder, slots: tuple[SlotIndex, ...], now: float, duration: float) -> Lease:
+        """New lease over slots that the caller has pinned. The caller unpins them when the lease comes back."""
+        assert slots
+        lease = Lease(LeaseId(self._next_id), holder, slots, now + duration)
+        self._next_id += 1
+        self._leases[lease.lease_id] = lease
+        self._by_holder.setdefault(holder, set()).add(lease.lease_id)
+        heapq.heappush(self._deadlines, (lease.expires_at, lease.lease_id))
+        self.counters["leases_granted"] += 1
+        return lease
+
+    def release(self, lease_id: LeaseId, holder: Holder) -> Lease | None:
+        """End one lease. None, without side effect, when it is unknown or somebody else's."""
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.holder != holder:
+            self.counters["lease_release_ignored"] += 1
+            return None
+        self._drop(lease)
+        self.counters["leases_released"] += 1
+        return lease
+
+    def renew(self, holder: Holder, now: float, duration: float) -> int:
+        """Extend every lease of the holder. Returns how many there were."""
+        lease_ids = self._by_holder.get(holder, set())
+        for lease_id in lease_ids:
+            lease = self._leases[lease_id]
+            lease.expires_at = max(lease.expires_at, now + duration)
+        return len(lease_ids)
+
+    def end_holder(self, holder: Holder) -> list[Lease]:
+        """End all leases of a holder that is gone."""
+        leases = [self._leases[lease_id] for lease_id in sorted(self._by_holder.get(holder, set()))]
+        for lease in leases:
+            self._drop(lease)
+        self.counters["leases_fenced"] += len(leases)
+        return leases
+
+    def expire(self, now: float) -> list[Lease]:
+        """End all leases whose time is over."""
+        expired: list[Lease] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, lease_id = heapq.heappop(self._deadlines)
+            lease = self._leases.get(lease_id)
+            if lease is None:
+                continue
+            if lease.expires_at > now:
+                heapq.heappush(self._deadlines, (lease.expires_at, lease_id))
+                continue
+            self._drop(lease)
+            expired.append(lease)
+        self.counters["leases_expired"] += len(expired)
+        return expired
+
+    def next_deadline(self) -> float | None:
+        """Not later than the first expiry; may be earlier after a renewal."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def slots(self) -> Counter[SlotIndex]:
+        """How many leases cover each slot."""
+        return Counter(slot for lease in self._leases.values() for slot in lease.slots)
+
+    def _drop(self, lease: Lease) -> None:
+        del self._leases[lease.lease_id]
+        mine = self._by_holder[lease.holder]
+        mine.discard(lease.lease_id)
+        if not mine:
+            del self._by_holder[lease.holder]
+
+    def check_invariants(self) -> None:
+        held = {lease_id for ids in self._by_holder.values() for lease_id in ids}
+        assert held == set(self._leases), "leases and holders differ"
+        timed = {lease_id for _, lease_id in self._deadlines}
+        assert held <= timed, "a lease would never expire"

@@ -1,0 +1,437 @@
+"""One shard's decisions: `handle(event, now) -> actions`. Pure; the only writer of everything below it.
+
+Owns who is attached, and routes events to the block store, the leases and the acquisitions. `now` is seconds on the
+caller's monotonic clock and never goes back. Nothing here raises for what the world does: callers get a Refuse with a
+typed error. An AssertionError is a bug; the performer fences the shard when it sees one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvservice.core import events as ev
+from kvservice.core.actions import Action, Digest, Refuse, Reply, WatchEngine
+from kvservice.core.blocks import Block, BlockStore
+from kvservice.core.eviction import EvictionPolicy, LeafFirstLru
+from kvservice.core.fetch import Acquisitions
+from kvservice.core.fingerprint import Fingerprint
+from kvservice.core.geometry import Geometry
+from kvservice.core.keys import KEYS_PER_REQUEST_MAX
+from kvservice.core.leases import Lease, LeaseTable
+from kvservice.core.messages import BlockRef, EngineSpec, LocateResult, SealItem, SealStatus
+from kvservice.core.slots import Slot, SlotState
+from kvservice.errors import (
+    Exhausted,
+    FingerprintMismatch,
+    InvalidRequest,
+    KVServiceError,
+    NotAttached,
+    StaleEpoch,
+    Unavailable,
+    UnsupportedLayout,
+)
+from kvservice.units import AttachmentId, BootEpoch, LeaseId, NodeId, format_bytes
+
+ENGINE_ID_BYTES = 16
+RESERVE_COUNT_MAX = 4096
+ATTACHMENTS_MAX = 256
+TIMEOUT_SECONDS_MAX = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class AttachReply:
+    """What `Attach` answers; the performer adds the addresses that core does not know."""
+
+    attachment: AttachmentId
+    epoch: BootEpoch
+    lease_seconds: float
+
+
+@dataclass(slots=True)
+class _Attached:
+    attachment: AttachmentId
+    spec: EngineSpec
+
+
+@dataclass(slots=True)
+class _SealBatch:
+    """One Seal call: answered when the last of its digests is known."""
+
+    op: int
+    statuses: list[SealStatus | None]
+
+
+@dataclass(slots=True)
+class _Sealing:
+    item: SealItem
+    slot: Slot
+    batch: _SealBatch
+    position: int  # in the batch
+    owner: bytes
+
+
+class ShardState:
+    """`has_directory` False is the embedded pool: no peers, no announcements wanted."""
+
+    def __init__(
+        self,
+        node_id: NodeId,
+        epoch: BootEpoch,
+        geometry: Geometry,
+        *,
+        lease_seconds: float = 10.0,
+        has_directory: bool = True,
+        policy: EvictionPolicy | None = None,
+    ) -> None:
+        self.node_id = node_id
+        self.epoch = epoch
+        self.geometry = geometry
+        self.lease_seconds = lease_seconds
+        self.draining = False
+        self.counters: Counter[str] = Counter()
+        self._actions: list[Action] = []
+        self._store = BlockStore(geometry, epoch, policy or LeafFirstLru(), self._actions)
+        self._leases = LeaseTable()
+        self._acquisitions = Acquisitions(
+            node_id, self._store, self._leases, self._actions, self.counters,
+            lease_seconds=lease_seconds, has_directory=has_directory,
+        )  # fmt: skip
+        self._attached: dict[AttachmentId, _Attached] = {}
+        self._sealing: dict[int, _Sealing] = {}  # by slot
+        self._next_attachment = 1
+        self._handlers: dict[type, Callable[..., None]] = {
+            ev.Attach: self._attach,
+            ev.Detach: self._detach,
+            ev.AttachmentLost: self._attachment_lost,
+            ev.EngineGone: self._engine_gone,
+            ev.Acquire: self._acquire,
+            ev.Reserve: self._reserve,
+            ev.Seal: self._seal,
+            ev.Abort: self._abort,
+            ev.Release: self._release,
+            ev.Renew: self._renew,
+            ev.PeerLocate: self._peer_locate,
+            ev.PeerRelease: self._peer_release,
+            ev.PeerValidate: self._peer_validate,
+            ev.Digested: self._digested,
+            ev.Resolved: lambda e, now: self._acquisitions.resolved(e.op, e.runs, e.complete, now),
+            ev.Located: lambda e, now: self._acquisitions.located(e.fetch, e.result, e.sent_at, now),
+            ev.Pulled: lambda e, now: self._acquisitions.pulled(e.job, e.verdicts, now),
+            ev.Quiesced: lambda e, now: self._acquisitions.quiesced(e.job),
+            ev.Adopt: self._adopt,
+            ev.Drain: self._drain,
+            ev.Tick: self._tick,
+        }
+
+    # -- the one entry ----
+
+    def handle(self, event: ev.Event, now: float) -> list[Action]:
+        """Changes the state and returns what to do, in order. Does not block."""
+        assert not self._actions
+        try:
+            self._handlers[type(event)](event, now)
+        except KVServiceError as error:
+            op = getattr(event, "op", None)
+            assert op is not None, f"{event} was refused but nobody waits for it"
+            self._actions.append(Refuse(op, error))
+        actions = list(self._actions)
+        self._actions.clear()
+        return actions
+
+    def next_deadline(self) -> float | None:
+        """When a Tick is due, on the clock of `now`."""
+        times = [t for t in (self._leases.next_deadline(), self._acquisitions.next_deadline()) if t is not None]
+        return min(times, default=None)
+
+    # -- what others may look at ----
+
+    def blocks(self) -> list[Block]:
+        return self._store.blocks()
+
+    def slot_counts(self) -> dict[str, int]:
+        return self._store.table.counts()
+
+    @property
+    def capacity(self) -> int:
+        return self._store.table.capacity
+
+    @property
+    def free_slab_count(self) -> int:
+        return self._store.table.free_slab_count
+
+    @property
+    def lease_count(self) -> int:
+        return len(self._leases)
+
+    @property
+    def attachment_count(self) -> int:
+        return len(self._attached)
+
+    def models(self) -> list[tuple[str, str, Fingerprint, int]]:
+        """(namespace, model, fingerprint, attached engines), sorted."""
+        rows: Counter[tuple[str, str, Fingerprint]] = Counter(
+            (a.spec.namespace, a.spec.model, a.spec.fingerprint) for a in self._attached.values()
+        )
+        return sorted((n, m, f, count) for (n, m, f), count in rows.items())
+
+    def all_counters(self) -> dict[str, int]:
+        return dict(self.counters + self._store.counters + self._leases.counters)
+
+    # -- engines ----
+
+    def _attach(self, event: ev.Attach, now: float) -> None:
+        spec = event.spec
+        if len(spec.engine_id) != ENGINE_ID_BYTES or spec.engine_id == bytes(ENGINE_ID_BYTES):
+            raise InvalidRequest(f"an engine id is {ENGINE_ID_BYTES} bytes and not zero", length=len(spec.engine_id))
+        if self.draining:
+            raise Unavailable(f"shard {self.node_id} is draining: attach to another node, or wait until it is back")
+        if len(self._attached) >= ATTACHMENTS_MAX:
+            raise Exhausted(f"{ATTACHMENTS_MAX} engines are attached to shard {self.node_id} already")
+        payload_bytes = spec.layout.payload_bytes
+        if self.geometry.slots_per_slab(payload_bytes) == 0:
+            raise UnsupportedLayout(
+                f"one block of {spec.model} is {format_bytes(payload_bytes)} and does not fit a slab of "
+                f"{format_bytes(self.geometry.slab_bytes)}: raise slab_bytes or the pool size, "
+                "or use a smaller block size",
+                payload_bytes=payload_bytes,
+                slab_bytes=self.geometry.slab_bytes,
+            )
+        self._refuse_other_fingerprint(spec)
+        for attached in [a for a in self._attached.values() if a.spec.engine_id == spec.engine_id]:
+            self._end_attachment(attached, now)
+        # The engine attaches again only once none of its processes can write an old reservation (PoolPort.attach).
+        self._free_writes(spec.engine_id)
+        attachment = AttachmentId(self._next_attachment)
+        self._next_attachment += 1
+        self._attached[attachment] = _Attached(attachment, spec)
+        self.counters["attaches"] += 1
+        self._actions.append(Reply(event.op, AttachReply(attachment, self.epoch, self.lease_seconds)))
+
+    def _refuse_other_fingerprint(self, spec: EngineSpec) -> None:
+        for attached in self._attached.values():
+            other = attached.spec
+            same_place = (other.model, other.namespace) == (spec.model, spec.namespace)
+            if same_place and other.engine_id != spec.engine_id and other.fingerprint != spec.fingerprint:
+                self.counters["attach_fingerprint_refused"] += 1
+                raise FingerprintMismatch(
+                    f"model {spec.model!r} is attached to shard {self.node_id} with another fingerprint, so the two "
+                    f"would never share a block: {spec.fingerprint.difference(other.fingerprint)}. Start both engines "
+                    "alike, or give one of them a namespace of its own in kv_connector_extra_config",
+                    ours=other.fingerprint.digest.hex(),
+                    theirs=spec.fingerprint.digest.hex(),
+                )
+
+    def _detach(self, event: ev.Detach, now: float) -> None:
+        attached = self._attached.get(event.attachment)
+        if attached is not None:
+            self._end_attachment(attached, now)
+            self._free_writes(attached.spec.engine_id)
+
+    def _attachment_lost(self, event: ev.AttachmentLost, now: float) -> None:
+        attached = self._attached.get(event.attachment)
+        if attached is None:
+            return
+        self._end_attachment(attached, now)
+        self.counters["attachments_lost"] += 1
+        for slot in self._store.slots_of(attached.spec.engine_id, SlotState.WRITING):
+            if slot.index not in self._sealing:
+                self._store.quarantine(slot)
+        self._actions.append(WatchEngine(attached.spec.engine_id))
+
+    def _engine_gone(self, event: ev.EngineGone, now: float) -> None:
+        if all(attached.spec.engine_id != event.engine_id for attached in self._attached.values()):
+            self._free_writes(event.engine_id)
+
+    def _end_attachment(self, attached: _Attached, now: float) -> None:
+        del self._attached[attached.attachment]
+        self._acquisitions.drop_attachment(attached.attachment, now)
+        for lease in self._leases.end_holder(("engine", int(attached.attachment))):
+            self._unpin(lease)
+
+    def _free_writes(self, engine_id: bytes) -> None:
+        """Nothing can write this engine's reservations any more. Slots being digested end with their digest."""
+        for slot in self._store.slots_of(engine_id, SlotState.WRITING):
+            if slot.index not in self._sealing:
+                self._store.abort(slot)
+        for slot in self._store.slots_of(engine_id, SlotState.QUARANTINED):
+            self._store.quiesce(slot)
+
+    def _require(self, attachment: AttachmentId) -> _Attached:
+        attached = self._attached.get(attachment)
+        if attached is None:
+            raise NotAttached(f"attachment {attachment} is not known to shard {self.node_id}: attach again")
+        return attached
+
+    def _acquire(self, event: ev.Acquire, now: float) -> None:
+        attached = self._require(event.attachment)
+        request = event.request
+        count = len(request.keys)
+        if not 0 < count <= KEYS_PER_REQUEST_MAX or not 0 <= request.skip <= count:
+            raise InvalidRequest(
+                f"{count} keys with skip {request.skip}: 1 to {KEYS_PER_REQUEST_MAX} keys, skip within"
+            )
+        if len(set(request.keys)) != count:
+            raise InvalidRequest("a key appears twice in one chain")
+        if not 0 <= request.timeout_seconds <= TIMEOUT_SECONDS_MAX:
+            raise InvalidRequest(f"timeout {request.timeout_seconds} s is not within 0 to {TIMEOUT_SECONDS_MAX} s")
+        self._acquisitions.start(event.op, event.attachment, request, attached.spec.layout.payload_bytes, now)
+
+    def _reserve(self, event: ev.Reserve, now: float) -> None:
+        attached = self._require(event.attachment)
+        if not 0 < event.count <= RESERVE_COUNT_MAX:
+            raise InvalidRequest(f"reserve 1 to {RESERVE_COUNT_MAX} slots, not {event.count}", count=event.count)
+        slots: list[Slot] = []
+        if not self.draining:
+            slots = self._store.reserve(attached.spec.layout.payload_bytes, event.count, attached.spec.engine_id)
+        self.counters["reserve_shortfall"] += event.count - len(slots)
+        self._actions.append(Reply(event.op, [BlockRef(slot.index, slot.generation) for slot in slots]))
+
+    def _seal(self, event: ev.Seal, now: float) -> None:
+        attached = self._require(event.attachment)
+        batch = _SealBatch(event.op, [None] * len(event.items))
+        for position, item in enumerate(event.items):
+            batch.statuses[position] = self._begin_seal(attached, item, batch, position)
+        self._answer_batch(batch)
+
+    def _begin_seal(self, attached: _Attached, item: SealItem, batch: _SealBatch, position: int) -> SealStatus | None:
+        slot = self._store.written_by(item.ref, attached.spec.engine_id)
+        if slot is None or slot.index in self._sealing:
+            self.counters["seal_stale"] += 1
+            return SealStatus.STALE
+        if item.key in self._store or self._acquisitions.is_sealing(item.key):
+            self._store.abort(slot)
+            self.counters["seal_duplicate"] += 1
+            return SealStatus.DUPLICATE
+        self._sealing[slot.index] = _Sealing(item, slot, batch, position, attached.spec.engine_id)
+        self._acquisitions.sealing(item.key)
+        self._actions.append(Digest(slot.index, slot.payload_bytes, item.key))
+        return None
+
+    def _digested(self, event: ev.Digested, now: float) -> None:
+        sealing = self._sealing.pop(event.slot, None)
+        if sealing is None:
+            return
+        item = sealing.item
+        status = SealStatus.SEALED
+        if event.digest is None:
+            self._store.abort(sealing.slot)
+            status = SealStatus.FAILED
+        elif item.key in self._store:  # a fetch of the same block was faster
+            self._store.abort(sealing.slot)
+            status = SealStatus.DUPLICATE
+        else:
+            self._store.seal(
+                sealing.slot, item.key, item.parent, item.position, item.route, event.digest, is_copy=False
+            )
+        if status is SealStatus.FAILED:
+            self._acquisitions.seal_failed(item.key, now)
+        else:
+            self._acquisitions.sealed(item.key, now)
+        sealing.batch.statuses[sealing.position] = status
+        self._answer_batch(sealing.batch)
+
+    def _answer_batch(self, batch: _SealBatch) -> None:
+        if all(status is not None for status in batch.statuses):
+            self._actions.append(Reply(batch.op, list(batch.statuses)))
+
+    def _abort(self, event: ev.Abort, now: float) -> None:
+        attached = self._require(event.attachment)
+        for ref in event.refs:
+            slot = self._store.written_by(ref, attached.spec.engine_id)
+            if slot is None or slot.index in self._sealing:
+                self.counters["abort_ignored"] += 1
+            else:
+                self._store.abort(slot)
+        self._actions.append(Reply(event.op, None))
+
+    def _release(self, event: ev.Release, now: float) -> None:
+        self._require(event.attachment)
+        for lease_id in event.lease_ids:
+            lease = self._leases.release(lease_id, ("engine", int(event.attachment)))
+            if lease is not None:
+                self._unpin(lease)
+        self._actions.append(Reply(event.op, None))
+
+    def _renew(self, event: ev.Renew, now: float) -> None:
+        self._require(event.attachment)
+        self._leases.renew(("engine", int(event.attachment)), now, self.lease_seconds)
+        self._actions.append(Reply(event.op, None))
+
+    # -- peers ----
+
+    def _check_epoch(self, epoch: BootEpoch) -> None:
+        if epoch != self.epoch:
+            raise StaleEpoch(
+                f"shard {self.node_id} is in epoch {self.epoch}, not {epoch}", epoch=self.epoch, asked_epoch=epoch
+            )
+
+    def _peer_locate(self, event: ev.PeerLocate, now: float) -> None:
+        self._check_epoch(event.epoch)
+        blocks = [self._store.get(key) for key in event.keys]
+        held = [block for block in blocks if block is not None]
+        self._store.touch(event.keys)
+        lease_id = LeaseId(0)
+        if held:
+            for block in held:
+                self._store.pin(block)
+            slots = tuple(block.slot for block in held)
+            lease_id = self._leases.grant(("peer", event.reader), slots, now, self.lease_seconds).lease_id
+        self.counters["peer_located_blocks"] += len(held)
+        self.counters["peer_absent_blocks"] += len(blocks) - len(held)
+        handles = tuple(None if block is None else self._store.handle(block) for block in blocks)
+        self._actions.append(Reply(event.op, LocateResult(self.epoch, lease_id, self.lease_seconds, handles)))
+
+    def _peer_release(self, event: ev.PeerRelease, now: float) -> None:
+        self._check_epoch(event.epoch)
+        lease = self._leases.release(event.lease_id, ("peer", event.reader))
+        if lease is not None:
+            self._unpin(lease)
+        self._actions.append(Reply(event.op, None))
+
+    def _peer_validate(self, event: ev.PeerValidate, now: float) -> None:
+        self._check_epoch(event.epoch)
+        answers: list[bool] = []
+        for key, ref in zip(event.keys, event.refs, strict=True):
+            block = self._store.get(key)
+            answers.append(block is not None and self._store.ref(block) == ref)
+        self._actions.append(Reply(event.op, answers))
+
+    # -- the shard itself ----
+
+    def _adopt(self, event: ev.Adopt, now: float) -> None:
+        self._store.adopt(event.slot, event.payload_bytes, event.header, verified=event.verified)
+
+    def watch_list(self) -> set[bytes]:
+        """Engines of an earlier boot that may still be writing quarantined slots."""
+        return {
+            slot.owner
+            for slot in self._store.table.all_slots()
+            if slot.state is SlotState.QUARANTINED and len(slot.owner) == ENGINE_ID_BYTES and any(slot.owner)
+        }
+
+    def _drain(self, event: ev.Drain, now: float) -> None:
+        self.draining = not event.undo
+        self._acquisitions.draining = self.draining
+
+    def _tick(self, event: ev.Tick, now: float) -> None:
+        for lease in self._leases.expire(now):
+            self._unpin(lease)
+        self._acquisitions.tick(now)
+
+    def _unpin(self, lease: Lease) -> None:
+        for slot in lease.slots:
+            self._store.unpin(slot)
+
+    def check_invariants(self) -> None:
+        """Everything that must always hold. O(slots); raises AssertionError naming what does not."""
+        self._store.check_invariants()
+        self._leases.check_invariants()
+        self._acquisitions.check_invariants()
+        pins = self._leases.slots() + self._acquisitions.pinned()
+        for slot in self._store.table.all_slots():
+            assert slot.pins == pins[slot.index], f"{slot} has {slot.pins} pins, leases say {pins[slot.index]}"
+        for index, sealing in self._sealing.items():
+            assert sealing.slot.index == index
+            assert sealing.slot.state is SlotState.WRITING, "a slot is digested that is not written"

@@ -1,0 +1,221 @@
+"""Slot table: the state, generation and owner of every slot, and which slab belongs to which payload size.
+
+Pure bookkeeping. It does not know why a slot is taken or given back (core.blocks decides) and never touches memory.
+Conservation, checked by `check_invariants` and by the shard in production: over the assigned slabs,
+free + writing + sealed + leased + quarantined == capacity, and the sets are disjoint.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from kvservice.core.geometry import Geometry, slab_of, slot_index
+from kvservice.units import Generation, SlotIndex
+
+
+class SlotState(Enum):
+    FREE = "free"
+    WRITING = "writing"  # reserved for one owner, who may write it at any moment
+    SEALED = "sealed"  # holds a verified block, nobody reads it
+    LEASED = "leased"  # holds a verified block that at least one lease covers
+    QUARANTINED = "quarantined"  # somebody may still write it, or its bytes failed verification
+
+
+class SlotEvent(Enum):
+    RESERVE = "reserve"
+    SEAL = "seal"
+    ABORT = "abort"
+    PIN = "pin"
+    UNPIN = "unpin"  # the last lease ended
+    EVICT = "evict"
+    DISTRUST = "distrust"
+    QUIESCE = "quiesce"  # nothing can write the slot any more
+    ADOPT = "adopt"  # a sealed block found in the segment after a restart
+    ADOPT_WRITING = "adopt_writing"  # a half-written one: its writer may be alive
+
+
+TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
+    (SlotState.FREE, SlotEvent.RESERVE): SlotState.WRITING,
+    (SlotState.FREE, SlotEvent.ADOPT): SlotState.SEALED,
+    (SlotState.FREE, SlotEvent.ADOPT_WRITING): SlotState.QUARANTINED,
+    (SlotState.WRITING, SlotEvent.SEAL): SlotState.SEALED,
+    (SlotState.WRITING, SlotEvent.ABORT): SlotState.FREE,
+    (SlotState.WRITING, SlotEvent.DISTRUST): SlotState.QUARANTINED,
+    (SlotState.SEALED, SlotEvent.PIN): SlotState.LEASED,
+    (SlotState.SEALED, SlotEvent.EVICT): SlotState.FREE,
+    (SlotState.SEALED, SlotEvent.DISTRUST): SlotState.QUARANTINED,
+    (SlotState.LEASED, SlotEvent.PIN): SlotState.LEASED,
+    (SlotState.LEASED, SlotEvent.UNPIN): SlotState.SEALED,
+    (SlotState.QUARANTINED, SlotEvent.QUIESCE): SlotState.FREE,
+}
+
+
+class InvalidTransition(AssertionError):
+    """A bug in the core: a slot was asked for a change its state does not allow."""
+
+
+@dataclass(slots=True)
+class Slot:
+    """One slot. Mutable: it is the record that the table keeps."""
+
+    index: SlotIndex
+    payload_bytes: int
+    generation: Generation  # odd exactly while WRITING or QUARANTINED out of WRITING
+    state: SlotState = SlotState.FREE
+    pins: int = 0  # leases and operations that cover it; > 0 exactly when LEASED
+    owner: bytes = b""  # engine id (or b"" for the shard itself) while WRITING or QUARANTINED
+
+
+class SlotTable:
+    """All slots of one segment. Slots exist once their slab has been given a payload size."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._geometry = geometry
+        self._slots: dict[SlotIndex, Slot] = {}
+        self._free: dict[int, deque[SlotIndex]] = {}  # by payload size; may hold slots of reclaimed slabs never
+        self._free_slabs: deque[int] = deque(range(geometry.slab_count))
+        self._slab_payload: dict[int, int] = {}
+        self._counts: Counter[SlotState] = Counter()
+        self._generation_floor = Generation(0)  # even; slots of a reassigned slab never repeat a generation
+
+    def __getitem__(self, index: SlotIndex) -> Slot:
+        return self._slots[index]
+
+    def get(self, index: SlotIndex) -> Slot | None:
+        return self._slots.get(index)
+
+    def all_slots(self) -> Iterable[Slot]:
+        return self._slots.values()
+
+    @property
+    def capacity(self) -> int:
+        return len(self._slots)
+
+    @property
+    def free_slab_count(self) -> int:
+        return len(self._free_slabs)
+
+    @property
+    def payload_sizes(self) -> tuple[int, ...]:
+        return tuple(sorted(set(self._slab_payload.values())))
+
+    def counts(self) -> dict[str, int]:
+        return {state.value: self._counts[state] for state in SlotState}
+
+    def slabs_of(self, payload_bytes: int) -> list[int]:
+        return [slab for slab, size in self._slab_payload.items() if size == payload_bytes]
+
+    def slots_of_slab(self, slab: int) -> list[Slot]:
+        count = self._geometry.slots_per_slab(self._slab_payload[slab])
+        return [self._slots[slot_index(slab, i)] for i in range(count)]
+
+    def free_count(self, payload_bytes: int) -> int:
+        return len(self._free.get(payload_bytes, ()))
+
+    def assign_slab(self, payload_bytes: int, slab: int | None = None) -> int | None:
+        """Give a free slab to this payload size. None when no slab is free (or the named one is not)."""
+        if slab is None:
+            if not self._free_slabs:
+                return None
+            slab = self._free_slabs.popleft()
+        elif slab in self._slab_payload:
+            return None
+        else:
+            self._free_slabs.remove(slab)
+        self._slab_payload[slab] = payload_bytes
+        free = self._free.setdefault(payload_bytes, deque())
+        for i in range(self._geometry.slots_per_slab(payload_bytes)):
+            index = slot_index(slab, i)
+            self._slots[index] = Slot(index=index, payload_bytes=payload_bytes, generation=self._generation_floor)
+            free.append(index)
+            self._counts[SlotState.FREE] += 1
+        return slab
+
+    def unassign_slab(self, slab: int) -> None:
+        """Take a slab back whose slots are all free."""
+        payload_bytes = self._slab_payload.pop(slab)
+        for i in range(self._geometry.slots_per_slab(payload_bytes)):
+            slot = self._slots.pop(slot_index(slab, i))
+            assert slot.state is SlotState.FREE
+            self._counts[SlotState.FREE] -= 1
+            even = Generation(slot.generation + slot.generation % 2)
+            self._generation_floor = max(self._generation_floor, even)
+        kept = deque(index for index in self._free[payload_bytes] if slab_of(index) != slab)
+        self._free[payload_bytes] = kept
+        self._free_slabs.append(slab)
+
+    def take_free(self, payload_bytes: int, owner: bytes) -> Slot | None:
+        """FREE -> WRITING with the next odd generation; None when no slot of this size is free."""
+        free = self._free.get(payload_bytes)
+        if not free:
+            return None
+        slot = self._slots[free.popleft()]
+        self._move(slot, SlotEvent.RESERVE)
+        slot.generation = Generation(slot.generation + 1 + slot.generation % 2)
+        slot.owner = owner
+        return slot
+
+    def adopt(self, index: SlotIndex, generation: Generation, owner: bytes | None) -> Slot:
+        """Take over a slot found in the segment at start: sealed when owner is None, else still being written."""
+        slot = self._slots[index]
+        self._free[slot.payload_bytes].remove(index)
+        self._move(slot, SlotEvent.ADOPT if owner is None else SlotEvent.ADOPT_WRITING)
+        slot.generation = generation
+        slot.owner = owner or b""
+        return slot
+
+    def seal(self, slot: Slot) -> None:
+        self._move(slot, SlotEvent.SEAL)
+        slot.generation = Generation(slot.generation + 1)
+        slot.owner = b""
+
+    def pin(self, slot: Slot) -> None:
+        self._move(slot, SlotEvent.PIN)
+        slot.pins += 1
+
+    def unpin(self, slot: Slot) -> None:
+        assert slot.pins > 0
+        slot.pins -= 1
+        if slot.pins == 0:
+            self._move(slot, SlotEvent.UNPIN)
+
+    def free(self, slot: Slot, event: SlotEvent) -> None:
+        """Give a slot back by ABORT, EVICT or QUIESCE."""
+        self._move(slot, event)
+        assert slot.state is SlotState.FREE
+        slot.owner = b""
+        self._free[slot.payload_bytes].append(slot.index)
+
+    def distrust(self, slot: Slot) -> None:
+        self._move(slot, SlotEvent.DISTRUST)
+
+    def _move(self, slot: Slot, event: SlotEvent) -> None:
+        target = TRANSITIONS.get((slot.state, event))
+        if target is None:
+            raise InvalidTransition(f"slot {slot.index} is {slot.state.value}, cannot {event.value}: {slot}")
+        self._counts[slot.state] -= 1
+        self._counts[target] += 1
+        slot.state = target
+
+    def check_invariants(self) -> None:
+        """Recounts everything. Raises AssertionError naming the first thing that does not add up."""
+        counted = Counter(slot.state for slot in self._slots.values())
+        for state in SlotState:
+            assert counted[state] == self._counts[state], f"{state}: {counted[state]} slots, counter {self._counts}"
+        assert sum(self._counts.values()) == self.capacity
+        free = [index for indices in self._free.values() for index in indices]
+        assert len(free) == len(set(free)) == self._counts[SlotState.FREE], "free list and free slots differ"
+        for index in free:
+            assert self._slots[index].state is SlotState.FREE, f"slot {index} is on the free list but not free"
+        for slot in self._slots.values():
+            assert (slot.pins > 0) == (slot.state is SlotState.LEASED), f"pins and state disagree: {slot}"
+            if slot.state is SlotState.WRITING:
+                assert slot.generation % 2 == 1, f"written under an even generation: {slot}"
+            if slot.state in (SlotState.SEALED, SlotState.LEASED):
+                assert slot.generation % 2 == 0, f"sealed under an odd generation: {slot}"
+        slabs = set(self._free_slabs) | set(self._slab_payload)
+        assert slabs == set(range(self._geometry.slab_count)), "a slab is lost"
+        assert not set(self._free_slabs) & set(self._slab_payload), "a slab is free and assigned"
