@@ -1,0 +1,302 @@
+"""The rules of the source tree, each a function from a root folder to its findings.
+
+Pure reading of files: nothing is imported or executed, so a planted fault in a copy shows that a rule bites.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+FILE_LINES_MAX = 600
+FUNCTION_LINES_MAX = 70
+GENERATED = "kvservice/wire/v1"
+SOURCE_FOLDERS = ("kvservice", "actors", "examples", "benchmarks", "scripts", "tests")
+
+# Everybody may import these.
+GROUND = frozenset({"errors", "units", "version"})
+
+# Package → the other packages of kvservice that it may import. A package's place in the tree says what it may know.
+LAYERS: dict[str, frozenset[str]] = {
+    "": frozenset({"config", "client"}),
+    "errors": frozenset(),
+    "units": frozenset(),
+    "version": frozenset(),
+    "config": frozenset(),
+    "core": frozenset(),
+    "observe": frozenset(),
+    "wire": frozenset({"core"}),
+    "memory": frozenset({"core", "observe"}),
+    "transfer": frozenset({"core", "memory", "observe"}),
+    "lookup": frozenset({"core", "wire", "config", "observe"}),
+    "client": frozenset({"core", "wire", "memory", "transfer", "config", "observe"}),
+    "pool": frozenset({"core", "memory", "transfer", "client", "config", "observe"}),
+    "shard": frozenset({"core", "wire", "memory", "transfer", "client", "pool", "config", "observe"}),
+    "connector": frozenset({"client", "core", "memory", "transfer", "pool", "config", "observe"}),
+    "serve": frozenset({"client", "core", "connector", "config", "observe"}),
+    "actors": frozenset(
+        {"core", "memory", "transfer", "lookup", "shard", "pool", "client", "config", "observe"},
+    ),
+    "testing": frozenset(
+        {"core", "wire", "memory", "transfer", "lookup", "client", "pool", "shard", "connector", "actors"}
+        | {"serve", "config", "observe"}
+    ),
+    "cli": frozenset(
+        {"core", "wire", "memory", "transfer", "lookup", "client", "pool", "shard", "connector", "actors"}
+        | {"serve", "config", "observe"}
+    ),
+}
+
+# What the command line may import before it knows which command runs: everything else costs start-up time.
+CLI_TOP_LEVEL = frozenset({"", "cli"}) | GROUND
+
+# Third-party module → the packages where it is at home.
+HOMES: dict[str, frozenset[str]] = {
+    "vllm": frozenset({"connector"}),
+    "ray": frozenset({"actors", "cli", "serve"}),
+    "nixl": frozenset({"transfer"}),
+    "nixl_cu12": frozenset({"transfer"}),
+    "nixl_cu13": frozenset({"transfer"}),
+    "grpc": frozenset({"wire", "lookup", "shard", "client", "cli", "testing"}),
+    "grpc_health": frozenset({"wire", "lookup", "shard", "client", "cli", "testing"}),
+    "grpc_reflection": frozenset({"wire", "lookup", "shard", "cli"}),
+    "google.protobuf": frozenset({"wire", "lookup", "shard", "client", "testing"}),
+    "torch": frozenset({"connector", "transfer", "memory", "testing"}),
+    "prometheus_client": frozenset({"observe", "connector"}),
+    "opentelemetry": frozenset({"observe"}),
+    "xxhash": frozenset({"core"}),
+    "typer": frozenset({"cli"}),
+    "rich": frozenset({"cli"}),
+    "matplotlib": frozenset({"cli"}),
+}
+ONE_FILE = ("nixl", "nixl_cu12", "nixl_cu13")
+
+# fmt: off
+IMPURE = frozenset({
+    "asyncio", "concurrent", "ctypes", "datetime", "http", "io", "logging", "mmap", "multiprocessing", "os",
+    "pathlib", "queue", "random", "sched", "secrets", "select", "selectors", "shutil", "signal", "socket", "ssl",
+    "subprocess", "tempfile", "threading", "time", "torch", "urllib", "uuid",
+})
+# fmt: on
+IMPURE_CALLS = frozenset({"open", "print", "input", "exec", "eval", "breakpoint"})
+PICKLERS = frozenset({"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"})
+DRAWER_NAMES = frozenset({"util", "utils", "common", "helper", "helpers", "misc"})
+CHECKING_CALLS = ("raises", "warns", "fail", "assert_", "check_", "expect_")
+CHECKING_BASES = ("Contract", "StateMachine")
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    module: str  # dotted, absolute
+    line: int
+    top_level: bool  # runs when the module is imported
+
+
+def sources(root: Path, *folders: str) -> Iterator[Path]:
+    """Written (not generated) Python files. The link kvservice/actors is never followed: name actors as well."""
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*.py")):
+            relative = path.relative_to(root).as_posix()
+            if not relative.startswith((GENERATED + "/", "kvservice/actors/")):
+                yield path
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def package_of(root: Path, path: Path) -> str:
+    """'core' for kvservice/core/keys.py, 'errors' for kvservice/errors.py, '' for kvservice/__init__.py."""
+    parts = path.relative_to(root).with_suffix("").parts
+    if parts[0] == "actors":
+        return "actors"
+    return "" if parts[1] == "__init__" else parts[1]
+
+
+def imports_of(root: Path, path: Path) -> list[Import]:
+    parts = path.relative_to(root).with_suffix("").parts
+    if parts[0] == "actors":
+        parts = ("kvservice", *parts)
+    found: list[Import] = []
+
+    def visit(node: ast.AST, top_level: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            line = getattr(child, "lineno", 0)
+            found.extend(Import(module, line, top_level) for module in imported_modules(child, parts))
+            visit(child, top_level and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+    visit(parse(path), True)
+    return found
+
+
+def imported_modules(node: ast.AST, parts: tuple[str, ...]) -> list[str]:
+    """What this one node imports; also through `import_module("name")` and `__import__("name")`."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = list(parts[: -node.level]) if node.level else []
+        base += node.module.split(".") if node.module else []
+        return [".".join([*base, alias.name]) for alias in node.names]
+    if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+        name, value = called_name(node), node.args[0].value
+        if name in ("import_module", "__import__") and isinstance(value, str):
+            return [value]
+    return []
+
+
+def called_name(node: ast.Call) -> str:
+    if isinstance(node.func, ast.Attribute):
+        return node.func.attr
+    return node.func.id if isinstance(node.func, ast.Name) else ""
+
+
+def is_within(module: str, home: str) -> bool:
+    return module == home or module.startswith(home + ".")
+
+
+def target_package(module: str) -> str | None:
+    """The package of kvservice that this import reaches, None for a foreign one."""
+    if not is_within(module, "kvservice"):
+        return None
+    head = module.split(".")[1] if "." in module else ""
+    return "" if head.startswith("_") else head
+
+
+def layering(root: Path) -> list[str]:
+    findings: list[str] = []
+    for path in sources(root, "kvservice", "actors"):
+        package = package_of(root, path)
+        name = path.relative_to(root)
+        if package not in LAYERS:
+            findings.append(f"{name}: package {package!r} has no place in the layering table")
+            continue
+        for item in imports_of(root, path):
+            target = target_package(item.module)
+            if target is None or target in ("", package) or target in GROUND | LAYERS[package]:
+                continue
+            findings.append(f"{name}:{item.line}: {package or 'kvservice'} must not import kvservice.{target}")
+    return findings
+
+
+def lazy_cli(root: Path) -> list[str]:
+    return [
+        f"{path.relative_to(root)}:{item.line}: import {item.module} inside the function that needs it"
+        for path in sources(root, "kvservice/cli")
+        for item in imports_of(root, path)
+        if item.top_level and (target_package(item.module) or "") not in CLI_TOP_LEVEL
+    ]
+
+
+def third_party_homes(root: Path) -> list[str]:
+    findings: list[str] = []
+    one_file: dict[Path, int] = {}
+    for path in sources(root, "kvservice", "actors"):
+        package, name = package_of(root, path), path.relative_to(root)
+        for item in imports_of(root, path):
+            for module, homes in HOMES.items():
+                if is_within(item.module, module) and package not in homes:
+                    findings.append(f"{name}:{item.line}: {module} is at home in {', '.join(sorted(homes))} only")
+            if any(is_within(item.module, module) for module in ONE_FILE):
+                one_file[name] = item.line
+    if len(one_file) > 1:
+        findings.append(f"nixl belongs in one file, found in {', '.join(map(str, one_file))}")
+    return findings
+
+
+def core_purity(root: Path) -> list[str]:
+    findings: list[str] = []
+    for path in sources(root, "kvservice/core"):
+        name = path.relative_to(root)
+        for item in imports_of(root, path):
+            if item.module.split(".")[0] in IMPURE:
+                findings.append(f"{name}:{item.line}: core decides and does nothing else: no {item.module}")
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith):
+                findings.append(f"{name}:{node.lineno}: core is synchronous")
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in IMPURE_CALLS:
+                findings.append(f"{name}:{node.lineno}: core does not call {node.func.id}()")
+    return findings
+
+
+def no_pickle(root: Path) -> list[str]:
+    findings: list[str] = []
+    for path in sources(root, *SOURCE_FOLDERS):
+        name = path.relative_to(root)
+        for item in imports_of(root, path):
+            if item.module.split(".")[0] in PICKLERS or item.module in ("torch.load", "torch.save"):
+                findings.append(f"{name}:{item.line}: {item.module} can run code from its input")
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "torch.save"):
+                findings.append(f"{name}:{node.lineno}: torch.{node.attr} pickles")
+            if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+                findings.append(f"{name}:{node.value.lineno}: allow_pickle")
+    return findings
+
+
+def sizes(root: Path) -> list[str]:
+    findings: list[str] = []
+    for path in sources(root, *SOURCE_FOLDERS):
+        name = path.relative_to(root)
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines > FILE_LINES_MAX:
+            findings.append(f"{name}: {lines} lines, at most {FILE_LINES_MAX}")
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > FUNCTION_LINES_MAX:
+                    findings.append(
+                        f"{name}:{node.lineno}: {node.name} has {lines} lines, at most {FUNCTION_LINES_MAX}"
+                    )
+    return findings
+
+
+def no_drawers(root: Path) -> list[str]:
+    return [
+        f"{path.relative_to(root)}: a module is named after what it owns"
+        for path in sources(root, *SOURCE_FOLDERS)
+        if path.stem in DRAWER_NAMES or path.parent.name in DRAWER_NAMES
+    ]
+
+
+def actors_link(root: Path) -> list[str]:
+    link = root / "kvservice" / "actors"
+    if not link.is_symlink():
+        return ["kvservice/actors is not a link: git with core.symlinks=false, or somebody copied the folder"]
+    target = link.readlink().as_posix()
+    return [] if target == "../actors" else [f"kvservice/actors points to {target}, not ../actors"]
+
+
+def tests_that_check(root: Path) -> list[str]:
+    return [
+        f"{path.relative_to(root)}: no test in it can fail"
+        for path in sources(root, "tests")
+        if path.name.startswith("test_") and not any(is_check(node) for node in ast.walk(parse(path)))
+    ]
+
+
+def is_check(node: ast.AST) -> bool:
+    if isinstance(node, ast.Assert):
+        return True
+    if isinstance(node, ast.Call):
+        return called_name(node).startswith(CHECKING_CALLS)
+    if isinstance(node, ast.ClassDef):
+        return any(ast.unparse(base).endswith(CHECKING_BASES) for base in node.bases)
+    return False
+
+
+RULES = {
+    rule.__name__: rule
+    for rule in (
+        layering,
+        lazy_cli,
+        third_party_homes,
+        core_purity,
+        no_pickle,
+        sizes,
+        no_drawers,
+        actors_link,
+        tests_that_check,
+    )
+}

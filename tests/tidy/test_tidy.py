@@ -1,0 +1,100 @@
+"""The source tree keeps its own rules, and each rule bites when it is broken."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.tidy.rules import FILE_LINES_MAX, FUNCTION_LINES_MAX, RULES, SOURCE_FOLDERS
+
+ROOT = Path(__file__).resolve().parents[2]
+LONG_FUNCTION = "def long() -> None:\n" + "    pass\n" * FUNCTION_LINES_MAX
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_tree_keeps_the_rule(name: str) -> None:
+    findings = RULES[name](ROOT)
+    assert not findings, "\n" + "\n".join(findings)
+
+
+@pytest.fixture(scope="module")
+def clean_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small tree that keeps every rule; faults are planted in copies of it."""
+    root = tmp_path_factory.mktemp("tree")
+    for folder in (*SOURCE_FOLDERS, "kvservice/core", "kvservice/cli", "kvservice/connector", "kvservice/transfer"):
+        (root / folder).mkdir(exist_ok=True)
+        (root / folder / "__init__.py").write_text("")
+    (root / "kvservice/actors").symlink_to("../actors")
+    (root / "kvservice/wire/v1").mkdir(parents=True)
+    (root / "kvservice/wire/v1/common_pb2.py").write_text(LONG_FUNCTION + "x = 1\n" * FILE_LINES_MAX)
+    (root / "kvservice/core/keys.py").write_text("from kvservice.errors import InvalidRequest\nimport xxhash\n")
+    (root / "kvservice/transfer/nixl.py").write_text("def load():\n    import nixl_cu12._api\n")
+    (root / "kvservice/cli/main.py").write_text("import typer\n\ndef up():\n    from kvservice.actors import deploy\n")
+    (root / "actors/shard.py").write_text("import ray\nfrom kvservice.shard import server\nfrom . import names\n")
+    (root / "tests/test_one.py").write_text("def test_one():\n    assert 1 == 1\n")
+    return root
+
+
+def test_a_tree_without_faults_has_no_findings(clean_copy: Path) -> None:
+    assert {name: rule(clean_copy) for name, rule in RULES.items()} == {name: [] for name in RULES}
+
+
+FAULTS = [
+    ("layering", "kvservice/core/x.py", "from kvservice.wire import codec\n"),
+    ("layering", "kvservice/core/x.py", "from kvservice import memory\n"),
+    ("layering", "kvservice/core/x.py", "from ..memory import segment\n"),
+    ("layering", "kvservice/connector/x.py", "def f():\n    import kvservice.actors.deploy\n"),
+    ("layering", "actors/x.py", "from kvservice.connector import vllm\n"),
+    ("layering", "kvservice/transfer/x.py", "from kvservice.testing import fakes\n"),
+    ("layering", "kvservice/newcomer/x.py", ""),
+    ("lazy_cli", "kvservice/cli/x.py", "from kvservice.client import shard\n"),
+    ("third_party_homes", "kvservice/core/x.py", "import vllm\n"),
+    ("third_party_homes", "kvservice/connector/x.py", "def f():\n    import ray\n"),
+    ("third_party_homes", "actors/x.py", "from vllm.config import VllmConfig\n"),
+    ("third_party_homes", "kvservice/connector/x.py", "import grpc.aio\n"),
+    ("third_party_homes", "kvservice/connector/x.py", "from google.protobuf import message\n"),
+    ("third_party_homes", "kvservice/connector/x.py", 'import importlib\nimportlib.import_module("nixl._api")\n'),
+    ("third_party_homes", "kvservice/transfer/second.py", "import nixl\n"),
+    ("core_purity", "kvservice/core/x.py", "import time\n"),
+    ("core_purity", "kvservice/core/x.py", "from random import Random\n"),
+    ("core_purity", "kvservice/core/x.py", "def f():\n    import asyncio\n"),
+    ("core_purity", "kvservice/core/x.py", "async def f(): ...\n"),
+    ("core_purity", "kvservice/core/x.py", "def f():\n    print(1)\n"),
+    ("no_pickle", "kvservice/core/x.py", "import pickle\n"),
+    ("no_pickle", "actors/x.py", "from cloudpickle import dumps\n"),
+    ("no_pickle", "examples/x.py", "import torch\ntorch.load('x')\n"),
+    ("no_pickle", "benchmarks/x.py", "import numpy\nnumpy.load('x', allow_pickle=True)\n"),
+    ("sizes", "kvservice/core/x.py", "x = 1\n" * (FILE_LINES_MAX + 1)),
+    ("sizes", "tests/test_x.py", LONG_FUNCTION),
+    ("no_drawers", "kvservice/core/utils.py", ""),
+    ("no_drawers", "actors/helpers.py", ""),
+    ("no_drawers", "kvservice/common/x.py", ""),
+    ("tests_that_check", "tests/test_x.py", "def test_x():\n    print('fine')\n"),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), FAULTS)
+def test_a_planted_fault_is_found(clean_copy: Path, tmp_path: Path, rule: str, path: str, text: str) -> None:
+    root = tmp_path / "tree"
+    shutil.copytree(clean_copy, root, symlinks=True)
+    target = root / path
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(text)
+    findings = RULES[rule](root)
+    assert findings
+    assert path in "\n".join(findings)
+
+
+def test_an_actors_folder_that_is_no_link_is_found(clean_copy: Path, tmp_path: Path) -> None:
+    root = tmp_path / "tree"
+    shutil.copytree(clean_copy, root)
+    assert RULES["actors_link"](root)
+    shutil.rmtree(root / "kvservice/actors")
+    (root / "kvservice/actors").symlink_to(root / "actors")
+    assert "not ../actors" in RULES["actors_link"](root)[0]
+
+
+def test_every_rule_has_a_planted_fault() -> None:
+    assert {rule for rule, _, _ in FAULTS} | {"actors_link"} == set(RULES)
