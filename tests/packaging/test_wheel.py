@@ -1,0 +1,85 @@
+"""What users install: the wheel has every part as real files, and the source folder `actors` cannot be misused."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import kvservice
+
+ROOT = Path(__file__).resolve().parents[2]
+LEFT_BEHIND = shutil.ignore_patterns("__pycache__", "*.egg-info")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that building leaves nothing in the working tree."""
+    source = tmp_path_factory.mktemp("source")
+    for folder in ("kvservice", "actors"):
+        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=LEFT_BEHIND)
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source / file)
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def test_the_wheel_holds_every_written_module(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    written = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kvservice").rglob("*.py")}
+    written |= {"kvservice/" + path.relative_to(ROOT).as_posix() for path in (ROOT / "actors").rglob("*.py")}
+    assert len(written) > 20
+    assert written - names == set()
+
+
+def test_actors_are_real_files_in_the_wheel(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    info = archive.getinfo("kvservice/actors/__init__.py")
+    assert (info.external_attr >> 16) & 0o170000 in (0, 0o100000)  # a regular file, not a link
+    assert archive.read(info) == (ROOT / "actors" / "__init__.py").read_bytes()
+
+
+def test_the_wheel_holds_types_generated_code_and_licence(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert "kvservice/py.typed" in names
+    assert {f"kvservice/wire/v1/{name}_pb2.pyi" for name in ("common", "lookup", "shard")} <= names
+    assert {f"kvservice/wire/v1/{name}_pb2_grpc.py" for name in ("common", "lookup", "shard")} <= names
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_the_wheel_holds_nothing_but_the_package(wheel: Path) -> None:
+    tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert tops == {"kvservice", f"kvservice-{kvservice.__version__}.dist-info"}
+
+
+def test_the_wheel_imports_without_engine_ray_or_transport(wheel: Path) -> None:
+    """In a clean process that finds the wheel first and refuses what belongs to the extras."""
+    code = (
+        "import sys\n"
+        "for name in ('vllm', 'ray', 'nixl', 'nixl_cu12', 'torch', 'grpc_tools'): sys.modules[name] = None\n"
+        f"sys.path.insert(0, {str(wheel)!r})\n"
+        "import kvservice, kvservice.core.keys, kvservice.client.discovery, kvservice.wire.v1.shard_pb2\n"
+        "import kvservice.transfer.base, kvservice.wire.serving\n"
+        "print(kvservice.__file__)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd=wheel.parent
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(str(wheel))
+
+
+def test_the_source_folder_actors_refuses_to_be_imported() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", "import actors"], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+    )
+    assert result.returncode != 0
+    assert "import kvservice.actors" in result.stderr
