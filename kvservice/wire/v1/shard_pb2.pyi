@@ -276,12 +276,14 @@ class ValidateReply(_message.Message):
     def __init__(self, valid: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class ReleaseLocatedRequest(_message.Message):
-    __slots__ = ("epoch", "lease_id")
+    __slots__ = ("epoch", "lease_id", "reader")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    READER_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     lease_id: int
-    def __init__(self, epoch: _Optional[int] = ..., lease_id: _Optional[int] = ...) -> None: ...
+    reader: str
+    def __init__(self, epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., reader: _Optional[str] = ...) -> None: ...
 
 class ReleaseLocatedReply(_message.Message):
     __slots__ = ()

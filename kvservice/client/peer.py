@@ -1,0 +1,121 @@
+"""Talks to the shards of other nodes: handshake once per epoch, locate and release per fetch.
+
+All coroutines run on the shard's loop. A peer that fails three times in a row is skipped for a second and longer, so
+that a dead node does not cost every request its connect time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import grpc
+
+from kvservice.client.breaker import Breaker
+from kvservice.core.geometry import Geometry
+from kvservice.core.keys import pack_keys
+from kvservice.core.messages import Holder, LocateResult
+from kvservice.errors import StaleEpoch, TransferError, Unavailable
+from kvservice.units import BlockKey, BootEpoch, LeaseId, NodeId
+from kvservice.wire.codec import decode_geometry, decode_located
+from kvservice.wire.serving import CHANNEL_OPTIONS
+from kvservice.wire.status import error_from_rpc
+from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
+
+T = TypeVar("T")
+PEERS_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PeerInfo:
+    """What a reader must know of a peer's segment in one of its epochs."""
+
+    epoch: BootEpoch
+    geometry: Geometry
+    description: bytes  # for Transport.connect
+
+
+class PeerPort(Protocol):
+    """Raises KVServiceError when the peer does not answer or refuses."""
+
+    async def handshake(self, holder: Holder, timeout: float) -> PeerInfo: ...
+
+    async def locate(
+        self, holder: Holder, keys: tuple[BlockKey, ...], reader: NodeId, timeout: float
+    ) -> LocateResult: ...
+
+    async def release(self, holder: Holder, epoch: BootEpoch, lease_id: LeaseId, timeout: float) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class PeerClient:
+    """PeerPort over gRPC. `transport` is the name of our own transport: both ends must use the same kind."""
+
+    def __init__(self, transport: str, reader: NodeId, clock: Callable[[], float] = time.monotonic) -> None:
+        self._transport = transport
+        self._reader = reader
+        self._clock = clock
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._infos: dict[NodeId, PeerInfo] = {}
+        self._breakers: dict[NodeId, Breaker] = {}
+
+    async def handshake(self, holder: Holder, timeout: float) -> PeerInfo:
+        known = self._infos.get(holder.node_id)
+        if known is not None and known.epoch == holder.epoch:
+            return known
+        reply = await self._call(
+            holder, lambda stub: stub.Handshake(shard_pb2.HandshakeRequest(), timeout=timeout), "handshake"
+        )
+        if reply.transport != self._transport:
+            raise TransferError(
+                f"node {holder.node_id} moves bytes by {reply.transport!r} and this one by {self._transport!r}: "
+                "start all shards with the same transport setting",
+                ours=self._transport,
+                theirs=reply.transport,
+            )
+        info = PeerInfo(BootEpoch(reply.node.epoch), decode_geometry(reply.geometry), reply.description)
+        if len(self._infos) >= PEERS_MAX:
+            self._infos.clear()
+        self._infos[holder.node_id] = info
+        if info.epoch != holder.epoch:
+            raise StaleEpoch(f"node {holder.node_id} restarted: epoch {info.epoch}, the directory said {holder.epoch}")
+        return info
+
+    async def locate(self, holder: Holder, keys: tuple[BlockKey, ...], reader: NodeId, timeout: float) -> LocateResult:
+        request = shard_pb2.LocateRequest(epoch=holder.epoch, keys=pack_keys(keys), reader=reader)
+        reply = await self._call(holder, lambda stub: stub.Locate(request, timeout=timeout), "locate")
+        return decode_located(reply, keys)
+
+    async def release(self, holder: Holder, epoch: BootEpoch, lease_id: LeaseId, timeout: float) -> None:
+        request = shard_pb2.ReleaseLocatedRequest(epoch=epoch, lease_id=lease_id, reader=self._reader)
+        await self._call(holder, lambda stub: stub.ReleaseLocated(request, timeout=timeout), "release")
+
+    async def close(self) -> None:
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            await channel.close(None)
+
+    async def _call(
+        self, holder: Holder, call: Callable[[shard_pb2_grpc.PeerServiceStub], Awaitable[Any]], what: str
+    ) -> Any:
+        breaker = self._breakers.setdefault(holder.node_id, Breaker())
+        if not breaker.allows(self._clock()):
+            raise Unavailable(f"node {holder.node_id} failed {breaker.failures} times in a row: not asked for now")
+        try:
+            reply = await call(self._stub(holder.peer_address))
+        except grpc.aio.AioRpcError as error:
+            # A refusal is an answer: only silence opens the breaker.
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                breaker.failed(self._clock())
+            raise error_from_rpc(error, f"{what} at node {holder.node_id}") from error
+        breaker.succeeded()
+        return reply
+
+    def _stub(self, address: str) -> shard_pb2_grpc.PeerServiceStub:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return shard_pb2_grpc.PeerServiceStub(channel)

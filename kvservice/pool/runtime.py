@@ -1,0 +1,552 @@
+"""Performs what the shard's core decides: headers, digests, lookups, pulls and announcements. No gRPC server here.
+
+PoolRuntime satisfies client.port.PoolPort. The shard service puts it behind RPCs; the embedded mode calls it in the
+engine's process. Everything runs on the event loop that opened it, except digests (two threads) and the puller (its
+own thread); both come back to the loop as events, so the state has a single writer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvservice.client.lookup import LookupAnswer
+from kvservice.client.peer import PeerInfo, PeerPort
+from kvservice.core import actions as act
+from kvservice.core import events as ev
+from kvservice.core.digest import digest_payload
+from kvservice.core.geometry import Geometry
+from kvservice.core.messages import (
+    AcquireRequest,
+    AcquireResult,
+    Attachment,
+    BlockRef,
+    EngineSpec,
+    LocateResult,
+    PoolStats,
+    SealItem,
+    SealStatus,
+)
+from kvservice.core.shard import AttachReply, ShardState
+from kvservice.errors import KVServiceError, Unavailable
+from kvservice.memory.liveness import is_free
+from kvservice.memory.segment import Segment
+from kvservice.transfer.base import Transport
+from kvservice.transfer.puller import Puller, PullItem, PullJob
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, SlotIndex, SpanRoute
+
+log = logging.getLogger("kvservice.pool")
+
+DIGEST_THREADS = 2
+LIVENESS_POLL_SECONDS = 0.5
+CHECK_SECONDS = 5.0
+CHECK_SLOTS_MAX = 20_000  # a full check of more slots would hold the loop for too long
+RELEASE_TIMEOUT_SECONDS = 2.0
+
+
+class DirectoryPort(Protocol):
+    """The lookup service as a shard needs it: ask, and announce."""
+
+    async def resolve(
+        self, chain: Sequence[BlockKey], start: int, timeout: float, exclude: NodeId | None = None
+    ) -> LookupAnswer: ...
+
+    def announce(self, key: BlockKey, route: SpanRoute) -> None: ...
+
+    def retract(self, key: BlockKey, route: SpanRoute) -> None: ...
+
+    def kick(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    node_id: NodeId
+    segment_path: Path
+    geometry: Geometry
+    lease_seconds: float = 10.0
+    liveness_directory: Path | None = None  # None: the engine is this very process
+    epoch_floor: int = 1  # the boot epoch is at least this; lets a lost segment still get a newer epoch
+
+
+class PoolRuntime:
+    """Use `open`; every method must be called on the loop that opened it."""
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        segment: Segment,
+        puller: Puller | None,
+        directory: DirectoryPort | None,
+        peers: PeerPort | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._segment = segment
+        self._puller = puller
+        self._directory = directory
+        self._peers = peers
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._state = ShardState(
+            config.node_id,
+            BootEpoch(segment.epoch),
+            segment.geometry,
+            lease_seconds=config.lease_seconds,
+            has_directory=directory is not None,
+        )
+        self._digests = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="kvservice-digest")
+        self._calls: dict[int, tuple[asyncio.Future[Any], AttachmentId | None]] = {}
+        self._lost: dict[AttachmentId, Callable[[str], None]] = {}
+        self._peer_infos: dict[tuple[NodeId, BootEpoch], PeerInfo] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._watched: set[bytes] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._next_op = 1
+        self._fenced: str | None = None
+        self._closed = False
+        self._opened_at = clock()
+        self.adopt_seconds = 0.0
+
+    @classmethod
+    async def open(
+        cls,
+        config: PoolConfig,
+        *,
+        transport: Callable[[Segment], Transport] | None = None,
+        directory: DirectoryPort | None = None,
+        peers: PeerPort | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> PoolRuntime:
+        """Open or create the segment, re-adopt what an earlier boot left in it, and start.
+
+        Raises SegmentError when the memory cannot be had, ServiceConflict when another process owns the segment,
+        TransferError when the transport cannot start.
+        """
+        segment = await asyncio.to_thread(
+            Segment.create, config.segment_path, config.geometry, config.node_id, epoch_floor=config.epoch_floor
+        )
+        puller: Puller | None = None
+        try:
+            if transport is not None:
+                puller = Puller(segment, lambda: transport(segment))
+                await asyncio.to_thread(puller.start)
+            runtime = cls(config, segment, puller, directory, peers, clock)
+            await runtime._adopt()
+        except BaseException:
+            if puller is not None:
+                puller.close()
+            segment.close()
+            raise
+        runtime._spawn(runtime._check_forever())
+        return runtime
+
+    # -- PoolPort ----
+
+    async def attach(self, spec: EngineSpec, on_lost: Callable[[str], None]) -> Attachment:
+        reply: AttachReply = await self._call(lambda op: ev.Attach(op, spec), None)
+        self._lost[reply.attachment] = on_lost
+        directory = self._config.liveness_directory
+        return Attachment(
+            reply.attachment,
+            self._config.node_id,
+            reply.epoch,
+            reply.lease_seconds,
+            str(self._segment.path),
+            self._segment.geometry,
+            "" if directory is None else str(liveness_path(directory, spec.engine_id)),
+        )
+
+    async def detach(self, attachment: AttachmentId) -> None:
+        self._lost.pop(attachment, None)
+        self._dispatch(ev.Detach(attachment))
+
+    async def acquire(self, attachment: AttachmentId, request: AcquireRequest) -> AcquireResult:
+        result: AcquireResult = await self._call(lambda op: ev.Acquire(op, attachment, request), attachment)
+        return result
+
+    async def reserve(self, attachment: AttachmentId, count: int) -> list[BlockRef]:
+        refs: list[BlockRef] = await self._call(lambda op: ev.Reserve(op, attachment, count), attachment)
+        return refs
+
+    async def seal(self, attachment: AttachmentId, items: Sequence[SealItem]) -> list[SealStatus]:
+        statuses: list[SealStatus] = await self._call(lambda op: ev.Seal(op, attachment, tuple(items)), attachment)
+        return statuses
+
+    async def abort(self, attachment: AttachmentId, refs: Sequence[BlockRef]) -> None:
+        await self._call(lambda op: ev.Abort(op, attachment, tuple(refs)), attachment)
+
+    async def release(self, attachment: AttachmentId, lease_ids: Sequence[LeaseId]) -> None:
+        await self._call(lambda op: ev.Release(op, attachment, tuple(lease_ids)), attachment)
+
+    async def renew(self, attachment: AttachmentId) -> None:
+        await self._call(lambda op: ev.Renew(op, attachment), attachment)
+
+    async def close(self) -> None:
+        """Stop. Leaves the segment file in place, so that the next boot adopts its blocks; see `unlink`."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for future, _ in self._calls.values():
+            if not future.done():
+                future.set_exception(Unavailable("the pool is shutting down"))
+        self._calls.clear()
+        if self._puller is not None:
+            await asyncio.to_thread(self._puller.close)
+        await asyncio.to_thread(self._digests.shutdown)
+        if self._peers is not None:
+            await self._peers.close()
+        self._segment.close()
+
+    # -- what only the shard service uses ----
+
+    def attachment_lost(self, attachment: AttachmentId) -> None:
+        """The engine's stream ended without Detach. Unknown attachments are ignored."""
+        self._lost.pop(attachment, None)
+        if not self._closed:
+            self._dispatch(ev.AttachmentLost(attachment))
+
+    async def locate(self, reader: NodeId, epoch: BootEpoch, keys: tuple[BlockKey, ...]) -> LocateResult:
+        result: LocateResult = await self._call(lambda op: ev.PeerLocate(op, reader, epoch, keys), None)
+        return result
+
+    async def release_located(self, reader: NodeId, epoch: BootEpoch, lease_id: LeaseId) -> None:
+        await self._call(lambda op: ev.PeerRelease(op, reader, epoch, lease_id), None)
+
+    async def validate(self, epoch: BootEpoch, keys: tuple[BlockKey, ...], refs: tuple[BlockRef, ...]) -> list[bool]:
+        answers: list[bool] = await self._call(lambda op: ev.PeerValidate(op, epoch, keys, refs), None)
+        return answers
+
+    def drain(self, undo: bool = False) -> int:
+        """Take no more writes or fetches (or take them again). Returns how many leases are still out."""
+        self._dispatch(ev.Drain(undo))
+        return self._state.lease_count
+
+    @property
+    def epoch(self) -> BootEpoch:
+        return self._state.epoch
+
+    @property
+    def geometry(self) -> Geometry:
+        return self._segment.geometry
+
+    @property
+    def transport_name(self) -> str:
+        return "none" if self._puller is None else self._puller.name
+
+    @property
+    def fenced(self) -> str | None:
+        return self._fenced
+
+    def describe_transport(self) -> bytes:
+        return b"" if self._puller is None else self._puller.describe()
+
+    def inventory(self) -> list[tuple[BlockKey, SpanRoute]]:
+        """Every sealed block, for a full announcement."""
+        return [(block.key, block.route) for block in self._state.blocks()]
+
+    def stats(self) -> PoolStats:
+        counters = self._state.all_counters()
+        if self._puller is not None:
+            counters.update({f"transfer_{name}": count for name, count in self._puller.counters.items()})
+        return PoolStats(
+            self._config.node_id,
+            self._state.epoch,
+            self._segment.geometry.segment_bytes,
+            self._segment.geometry.slab_count,
+            self._state.free_slab_count,
+            self._state.slot_counts(),
+            counters,
+            self._state.draining,
+        )
+
+    def models(self) -> list[str]:
+        return [
+            f"{namespace or '-'}/{model} {fingerprint.digest.hex()[:12]} {count}"
+            for namespace, model, fingerprint, count in self._state.models()
+        ]
+
+    def accounting(self) -> tuple[dict[str, int], int, str, int, int]:
+        """(slots by state, capacity, violation or '', leases, attachments), after a full check."""
+        violation = ""
+        try:
+            self._state.check_invariants()
+        except AssertionError as error:
+            violation = str(error) or "an invariant does not hold"
+        counts = self._state.slot_counts()
+        return counts, self._state.capacity, violation, self._state.lease_count, self._state.attachment_count
+
+    @property
+    def uptime_seconds(self) -> float:
+        return self._clock() - self._opened_at
+
+    def unlink(self) -> None:
+        """Remove the segment file: nothing is left to adopt."""
+        self._segment.unlink()
+
+    # -- events in, actions out ----
+
+    async def _call(self, make: Callable[[int], ev.Event], attachment: AttachmentId | None) -> Any:
+        if self._closed or self._fenced is not None:
+            raise Unavailable(f"the pool of node {self._config.node_id} is {self._fenced or 'shut down'}")
+        op = self._next_op
+        self._next_op += 1
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._calls[op] = (future, attachment)
+        self._dispatch(make(op))
+        return await future
+
+    def _dispatch(self, event: ev.Event) -> None:
+        """Hand one event to the core and perform what it asks, including what follows at once from that."""
+        if self._fenced is not None:
+            return
+        try:
+            performed = self._state.handle(event, self._clock())
+            self._perform(performed)
+        except AssertionError as error:
+            self._fence(f"fenced after an internal error: {error}")
+            return
+        if self._directory is not None and any(isinstance(a, act.Announce | act.Retract) for a in performed):
+            self._directory.kick()
+        self._arm_timer()
+
+    def _perform(self, performed: list[act.Action]) -> None:
+        digests: list[act.Digest] = []
+        for action in performed:
+            if isinstance(action, act.WriteHeader):
+                self._segment.write_header(action.slot, action.header)
+            elif isinstance(action, act.Digest):
+                digests.append(action)
+            elif isinstance(action, act.Reply | act.Refuse):
+                self._answer(action)
+            elif isinstance(action, act.Announce | act.Retract):
+                self._announce(action)
+            elif isinstance(action, act.ClearHeader):
+                self._segment.clear_header(action.slot)
+            elif isinstance(action, act.AssignSlab):
+                self._segment.assign_slab(action.slab, action.payload_bytes)
+            elif isinstance(action, act.Pull):
+                self._pull(action)
+            elif isinstance(action, act.Resolve):
+                self._spawn(self._resolve(action))
+            elif isinstance(action, act.Locate):
+                self._spawn(self._locate_at_peer(action))
+            elif isinstance(action, act.ReleaseRemote):
+                self._spawn(self._release_at_peer(action))
+            else:
+                self._watch_engine(action.engine_id)
+        half = len(digests) // DIGEST_THREADS + 1
+        for start in range(0, len(digests), half):
+            self._digest(digests[start : start + half])
+
+    def _answer(self, action: act.Reply | act.Refuse) -> None:
+        future, attachment = self._calls.pop(action.op)
+        if not future.done():
+            if isinstance(action, act.Reply):
+                future.set_result(action.value)
+            else:
+                future.set_exception(action.error)
+            return
+        # The caller gave up: what it was promised would stay leased as long as the engine lives.
+        value = action.value if isinstance(action, act.Reply) else None
+        if isinstance(value, AcquireResult) and value.lease_id and attachment is not None:
+            self._spawn(self.release(attachment, [value.lease_id]))
+        elif isinstance(value, LocateResult):
+            self._state.counters["locate_abandoned"] += 1  # ends with its lease
+        elif isinstance(value, list) and value and isinstance(value[0], BlockRef) and attachment is not None:
+            self._spawn(self.abort(attachment, value))
+
+    def _announce(self, action: act.Announce | act.Retract) -> None:
+        if self._directory is None:
+            return
+        if isinstance(action, act.Announce):
+            self._directory.announce(action.key, action.route)
+        else:
+            self._directory.retract(action.key, action.route)
+
+    def _arm_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due = self._state.next_deadline()
+        if due is not None and not self._closed:
+            self._timer = self._loop.call_later(max(due - self._clock(), 0.0) + 0.001, self._dispatch, ev.Tick())
+
+    def _fence(self, reason: str) -> None:
+        """Stop serving: a state that contradicts itself could hand out a wrong block."""
+        log.critical("pool_fenced", extra={"reason": reason, "node": self._config.node_id}, exc_info=True)
+        self._fenced = reason
+        for future, _ in self._calls.values():
+            if not future.done():
+                future.set_exception(Unavailable(reason))
+        self._calls.clear()
+        for on_lost in list(self._lost.values()):
+            on_lost(reason)
+        self._lost.clear()
+
+    # -- digests ----
+
+    def _digest(self, batch: list[act.Digest]) -> None:
+        def compute() -> list[int | None]:
+            return [self._digest_one(one.slot, one.payload_bytes, one.key) for one in batch]
+
+        def deliver(digests: list[int | None]) -> None:
+            for one, digest in zip(batch, digests, strict=True):
+                self._dispatch(ev.Digested(one.slot, one.key, digest))
+
+        async def run() -> None:
+            deliver(await self._loop.run_in_executor(self._digests, compute))
+
+        self._spawn(run())
+
+    def _digest_one(self, slot: SlotIndex, payload_bytes: int, key: BlockKey) -> int | None:
+        try:
+            return digest_payload(self._segment.payload(slot, payload_bytes), key)
+        except (ValueError, BufferError):  # the segment was closed under us: shutdown
+            return None
+
+    # -- peers ----
+
+    async def _resolve(self, action: act.Resolve) -> None:
+        answer = LookupAnswer((), complete=False)
+        if self._directory is not None:
+            try:
+                answer = await self._directory.resolve(
+                    action.chain, action.start, action.timeout_seconds, self._config.node_id
+                )
+            except KVServiceError as error:
+                log.info("lookup_failed", extra={"error": error.message})
+        self._dispatch(ev.Resolved(action.op, answer.runs, answer.complete))
+
+    async def _locate_at_peer(self, action: act.Locate) -> None:
+        sent_at = self._clock()
+        result: LocateResult | None = None
+        if self._peers is not None:
+            try:
+                info = await self._peers.handshake(action.holder, action.timeout_seconds)
+                self._peer_infos[action.holder.node_id, info.epoch] = info
+                sent_at = self._clock()
+                result = await self._peers.locate(
+                    action.holder, action.keys, self._config.node_id, action.timeout_seconds
+                )
+            except KVServiceError as error:
+                self._state.counters["locate_failed"] += 1
+                log.info("locate_failed", extra={"node": action.holder.node_id, "error": str(error)})
+        self._dispatch(ev.Located(action.fetch, result, sent_at))
+
+    def _pull(self, action: act.Pull) -> None:
+        info = self._peer_infos.get((action.holder.node_id, action.epoch))
+        if self._puller is None or info is None:
+            failed = (ev.PullVerdict.FAILED,) * len(action.items)
+            self._loop.call_soon(self._dispatch, ev.Pulled(action.job, failed))
+            return
+        items = tuple(PullItem(handle, destination) for handle, destination in action.items)
+        job = PullJob(
+            action.job, action.holder.node_id, action.epoch, info.description, info.geometry,
+            action.payload_bytes, items, action.deadline,
+        )  # fmt: skip
+        self._puller.submit(job, self._on_pulled, self._on_quiesced)
+
+    def _on_pulled(self, job: int, verdicts: tuple[ev.PullVerdict, ...]) -> None:
+        self._from_thread(ev.Pulled(job, verdicts))
+
+    def _on_quiesced(self, job: int) -> None:
+        self._from_thread(ev.Quiesced(job))
+
+    def _from_thread(self, event: ev.Event) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._dispatch, event)
+        except RuntimeError:
+            log.debug("event_after_close", extra={"event": type(event).__name__})
+
+    async def _release_at_peer(self, action: act.ReleaseRemote) -> None:
+        if self._peers is None:
+            return
+        try:
+            await self._peers.release(action.holder, action.epoch, action.lease_id, RELEASE_TIMEOUT_SECONDS)
+        except KVServiceError:
+            self._state.counters["remote_release_failed"] += 1  # the peer's lease ends by itself
+
+    # -- engines that vanished ----
+
+    def _watch_engine(self, engine_id: bytes) -> None:
+        if engine_id not in self._watched:
+            self._watched.add(engine_id)
+            self._spawn(self._await_engine_end(engine_id))
+
+    async def _await_engine_end(self, engine_id: bytes) -> None:
+        directory = self._config.liveness_directory
+        try:
+            while directory is not None and not await asyncio.to_thread(  # noqa: ASYNC110  a file lock has no event
+                is_free, liveness_path(directory, engine_id)
+            ):
+                await asyncio.sleep(LIVENESS_POLL_SECONDS)
+            if directory is not None:
+                liveness_path(directory, engine_id).unlink(missing_ok=True)
+            self._dispatch(ev.EngineGone(engine_id))
+        finally:
+            self._watched.discard(engine_id)
+
+    # -- start, checks, tasks ----
+
+    async def _adopt(self) -> None:
+        """Verify every block an earlier boot left in the segment and take it over."""
+        started = self._clock()
+        found = await asyncio.to_thread(lambda: list(self._segment.scan()))
+
+        def verify(part: list[Any]) -> list[ev.Adopt]:
+            events: list[ev.Adopt] = []
+            for slot, payload_bytes, header in part:
+                verified = False
+                if header.is_stable and header.length == payload_bytes:
+                    verified = self._digest_one(slot, payload_bytes, header.key) == header.digest
+                events.append(ev.Adopt(slot, payload_bytes, header, verified))
+            return events
+
+        half = len(found) // DIGEST_THREADS + 1
+        parts = [found[start : start + half] for start in range(0, len(found), half)]
+        verified = await asyncio.gather(*(self._loop.run_in_executor(self._digests, verify, part) for part in parts))
+        for event in (event for part in verified for event in part):
+            self._dispatch(event)
+        for engine_id in self._state.watch_list():
+            self._watch_engine(engine_id)
+        self.adopt_seconds = self._clock() - started
+        if found:
+            adopted = self._state.all_counters().get("blocks_adopted", 0)
+            log.info("blocks_adopted", extra={"count": adopted, "found": len(found), "seconds": self.adopt_seconds})
+
+    async def _check_forever(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            if self._state.capacity <= CHECK_SLOTS_MAX:
+                try:
+                    self._state.check_invariants()
+                except AssertionError as error:
+                    self._fence(f"fenced: {error}")
+                    return
+
+    def _spawn(self, work: Coroutine[Any, Any, Any] | Awaitable[Any]) -> None:
+        async def run() -> None:
+            try:
+                await work
+            except KVServiceError as error:
+                log.info("background_call_failed", extra={"error": error.message})
+
+        task = self._loop.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def liveness_path(directory: Path, engine_id: bytes) -> Path:
+    """File that every process of an engine holds a shared flock on while it may write."""
+    return directory / f"{engine_id.hex()}.lock"

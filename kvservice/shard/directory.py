@@ -1,0 +1,61 @@
+"""The lookup service as one shard uses it: announcements out, resolutions in. Satisfies pool.runtime.DirectoryPort."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from kvservice.client.announcer import AnnouncePump
+from kvservice.client.lookup import LookupAnswer, LookupClient
+from kvservice.core.announce import Announcer
+from kvservice.core.messages import Holder
+from kvservice.units import BlockKey, NodeId, SpanRoute
+
+
+class ShardDirectory:
+    """Made before the pool, because the pool needs it; `start` comes after, once the node's address is known."""
+
+    def __init__(self, addresses: Sequence[str], inventory: Callable[[], Iterable[tuple[BlockKey, SpanRoute]]]) -> None:
+        self._addresses = tuple(addresses)
+        self._announcer = Announcer(len(self._addresses), inventory)
+        self._lookup = LookupClient(self._addresses)
+        self._pump: AnnouncePump | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, node: Callable[[], Holder], heartbeat_seconds: float, on_fenced: Callable[[], None]) -> None:
+        self._pump = AnnouncePump(self._announcer, self._addresses, node, heartbeat_seconds, on_fenced)
+        self._task = asyncio.get_running_loop().create_task(self._pump.run())
+
+    async def stop(self, leaving: bool) -> None:
+        """With `leaving`, the directory forgets this node at once instead of after its heartbeat timeout."""
+        if self._pump is not None:
+            await self._pump.stop(leaving)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._lookup.close()
+
+    def set_addresses(self, addresses: Sequence[str]) -> None:
+        """Lookup shards moved; their number stays the same."""
+        self._lookup.set_addresses(addresses)
+        if self._pump is not None:
+            self._pump.set_addresses(addresses)
+
+    async def resolve(
+        self, chain: Sequence[BlockKey], start: int, timeout: float, exclude: NodeId | None = None
+    ) -> LookupAnswer:
+        return await self._lookup.resolve(chain, start, timeout, exclude)
+
+    def announce(self, key: BlockKey, route: SpanRoute) -> None:
+        self._announcer.add(key, route)
+
+    def retract(self, key: BlockKey, route: SpanRoute) -> None:
+        self._announcer.remove(key, route)
+
+    def kick(self) -> None:
+        if self._pump is not None:
+            self._pump.kick()
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return dict(self._lookup.counters)

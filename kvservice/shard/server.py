@@ -1,0 +1,231 @@
+"""Hosts one node's pool behind gRPC: a Unix socket for the node's engines, TCP for peers and operators.
+
+The Ray actor, `kvservice up --no-ray` and the tests all run this class. It owns the order of start (memory, blocks,
+transport, listeners, registration, announcements) and of stop, and leaves no file behind that it made, except the
+segment when it is told to keep it for the next boot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvservice.client import discovery
+from kvservice.client.peer import PeerClient
+from kvservice.core.geometry import plan_geometry
+from kvservice.core.messages import Holder, PoolStats
+from kvservice.errors import ConfigError, ServiceConflict, Unavailable
+from kvservice.memory.segment import Segment, segment_path
+from kvservice.pool.runtime import PoolConfig, PoolRuntime
+from kvservice.shard.directory import ShardDirectory
+from kvservice.shard.service import AdminServicer, EngineServicer, PeerServicer
+from kvservice.transfer.base import Transport
+from kvservice.transfer.nixl import NixlTransport, nixl_available
+from kvservice.transfer.shm import SharedMemoryTransport
+from kvservice.units import BlockKey, NodeId, SpanRoute
+from kvservice.wire.serving import SERVER_OPTIONS, service_handler
+from kvservice.wire.v1 import shard_pb2
+
+log = logging.getLogger("kvservice.shard")
+
+STOP_GRACE_SECONDS = 1.0
+DEV_SHM = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardServerConfig:
+    service: str  # name shared by all parts of one installation
+    node_id: NodeId
+    pool_bytes: int  # budget of the segment; must be free in segment_directory
+    lookup_addresses: tuple[str, ...] = ()  # host:port of every lookup shard, in partition order; () = node alone
+    runtime_root: Path | None = None
+    segment_directory: Path = DEV_SHM
+    peer_host: str = "127.0.0.1"  # bound and advertised
+    peer_port: int = 0  # 0 = any free one
+    lease_seconds: float = 10.0  # how long a promise outlives a vanished engine
+    heartbeat_seconds: float = 1.0  # between signs of life to the lookup service
+    transport: str = "auto"  # nixl, shm (peers of this machine only), or auto: NIXL where it is installed
+    slab_bytes: int | None = None
+
+
+class ShardServer:
+    """Use start/stop on one event loop."""
+
+    def __init__(self, config: ShardServerConfig) -> None:
+        self._config = config
+        self._pool: PoolRuntime | None = None
+        self._directory: ShardDirectory | None = None
+        self._servers: list[grpc.aio.Server] = []
+        self._record: Path | None = None
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
+        self._peer_address = ""
+
+    async def start(self) -> Holder:
+        """Returns who this shard is now. Raises ConfigError, SegmentError, ServiceConflict or TransferError, and
+        leaves nothing behind then."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop(leaving=False)
+            raise
+        log.info("shard_started", extra={"node": self._config.node_id, "address": self._peer_address})
+        return self.holder()
+
+    async def _start(self) -> None:
+        config = self._config
+        directory = discovery.node_directory(config.service, config.node_id, config.runtime_root)
+        discovery.ensure_private_directory(directory)
+        discovery.ensure_private_directory(directory / "engines")
+        socket_path = str(directory / discovery.SOCKET_NAME)
+        if len(socket_path) > 100:
+            raise ConfigError(f"{socket_path} is too long for a Unix socket: set KVSERVICE_RUNTIME_DIR to a short path")
+        if await asyncio.to_thread(discovery.is_listening, socket_path):
+            raise ServiceConflict(
+                f"a shard of service {config.service!r} already serves node {config.node_id} at {socket_path}: stop it "
+                "with `kvservice down`, or choose another --service name"
+            )
+        if config.lookup_addresses:
+            self._directory = ShardDirectory(config.lookup_addresses, self._inventory)
+        kind, make_transport = _choose_transport(config)
+        self._pool = await PoolRuntime.open(
+            PoolConfig(
+                config.node_id,
+                segment_path(config.service, config.node_id, config.segment_directory),
+                plan_geometry(config.pool_bytes, config.slab_bytes),
+                config.lease_seconds,
+                directory / "engines",
+                # A new segment (the machine rebooted) must still come after every epoch anybody has seen.
+                epoch_floor=int(time.time()),
+            ),
+            transport=make_transport,
+            directory=self._directory,
+            peers=PeerClient(kind, config.node_id),
+        )
+        await self._listen(socket_path)
+        self._record = discovery.write_record(
+            discovery.ShardRecord(
+                config.service, config.node_id, socket_path, self._peer_address, os.getpid(), self._pool.epoch
+            ),
+            config.runtime_root,
+        )
+        if self._directory is not None:
+            self._directory.start(self.holder, config.heartbeat_seconds, self._superseded)
+
+    async def stop(self, leaving: bool = True, keep_segment: bool = False) -> None:
+        """Graceful end: unregister, finish calls for a moment, close. Idempotent."""
+        if self._record is not None:
+            self._record.unlink(missing_ok=True)
+            self._record = None
+        if self._directory is not None:
+            await self._directory.stop(leaving)
+            self._directory = None
+        servers, self._servers = self._servers, []
+        for server in servers:
+            await server.stop(STOP_GRACE_SECONDS)
+        if self._pool is not None:
+            pool, self._pool = self._pool, None
+            await pool.close()
+            if leaving and not keep_segment:
+                pool.unlink()
+        self._remove_files(leaving)
+
+    def _remove_files(self, leaving: bool) -> None:
+        directory = discovery.node_directory(self._config.service, self._config.node_id, self._config.runtime_root)
+        if not leaving or not directory.is_dir():
+            return
+        for path in [*directory.glob("engines/*.lock"), directory / discovery.SOCKET_NAME]:
+            path.unlink(missing_ok=True)
+        for empty in (directory / "engines", directory, directory.parent):
+            with contextlib.suppress(OSError):  # somebody else's files: they stay
+                empty.rmdir()
+
+    def holder(self) -> Holder:
+        return Holder(self._config.node_id, self._peer_address, self.pool.epoch)
+
+    @property
+    def pool(self) -> PoolRuntime:
+        if self._pool is None:
+            raise Unavailable(f"shard {self._config.node_id} is not running")
+        return self._pool
+
+    def stats(self) -> PoolStats:
+        stats = self.pool.stats()
+        if self._directory is not None:
+            stats.counters.update(self._directory.counters)
+        return stats
+
+    def set_lookup_addresses(self, addresses: list[str]) -> None:
+        if self._directory is not None:
+            self._directory.set_addresses(addresses)
+
+    async def _listen(self, socket_path: str) -> None:
+        """Both listeners serve everything operators need; only the Unix socket serves engines."""
+        await asyncio.to_thread(Path(socket_path).unlink, missing_ok=True)  # a killed shard's: nobody listens on it
+        config = self._config
+        local = await self._server(with_engines=True)
+        previous = os.umask(0o177)  # owner-only socket from its first moment on
+        try:
+            local.add_insecure_port(f"unix:{socket_path}")
+            await local.start()
+        finally:
+            os.umask(previous)
+        self._servers.append(local)
+        remote = await self._server(with_engines=False)
+        try:
+            port = remote.add_insecure_port(f"{config.peer_host}:{config.peer_port}")
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {config.peer_host}:{config.peer_port}: {error}") from error
+        await remote.start()
+        self._servers.append(remote)
+        self._peer_address = f"{config.peer_host}:{port}"
+
+    async def _server(self, *, with_engines: bool) -> grpc.aio.Server:
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        services = shard_pb2.DESCRIPTOR.services_by_name
+        parts: list[tuple[str, object]] = [
+            ("PeerService", PeerServicer(self.pool, self.holder)),
+            ("AdminService", AdminServicer(self.pool, self.holder)),
+        ]
+        if with_engines:
+            parts.append(("EngineService", EngineServicer(self.pool)))
+        handlers = [service_handler(services[name], servicer) for name, servicer in parts]
+        server.add_generic_rpc_handlers(tuple(handlers))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = [services[name].full_name for name, _ in parts]
+        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        for name in ["", *names]:
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        return server
+
+    def _inventory(self) -> list[tuple[BlockKey, SpanRoute]]:
+        return [] if self._pool is None else self._pool.inventory()
+
+    def _superseded(self) -> None:
+        """The directory knows a newer epoch of this node: another process took our place."""
+        log.critical("superseded", extra={"node": self._config.node_id})
+        if self._pool is not None:
+            self._pool.drain()
+
+
+def _choose_transport(config: ShardServerConfig) -> tuple[str, Callable[[Segment], Transport]]:
+    """Name and factory. Raises ConfigError for an unknown name, and for NIXL where it is not installed."""
+    kind = config.transport
+    if kind == "auto":
+        kind = "nixl" if nixl_available() else "shm"
+    if kind == "nixl":
+        if not nixl_available():
+            raise ConfigError("transport 'nixl' needs NIXL: pip install 'kvservice[nixl]', or choose transport 'shm'")
+        return kind, lambda segment: NixlTransport(segment, config.node_id)
+    if kind == "shm":
+        return kind, SharedMemoryTransport
+    raise ConfigError(f"unknown transport {kind!r}: choose auto, nixl or shm")

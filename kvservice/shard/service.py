@@ -1,0 +1,152 @@
+"""The RPCs of a shard, mapped onto the pool. No decision is taken here; every value is validated by wire.codec."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from kvservice.core.keys import unpack_keys
+from kvservice.core.messages import Holder
+from kvservice.errors import StaleEpoch, Unavailable
+from kvservice.pool.runtime import PoolRuntime
+from kvservice.units import AttachmentId, BootEpoch, LeaseId, NodeId
+from kvservice.wire import codec
+from kvservice.wire.serving import Context
+from kvservice.wire.v1 import shard_pb2
+
+HEARTBEAT_SECONDS = 2.0
+READER_CHARS_MAX = 512
+
+
+class EngineServicer:
+    """EngineService: one stream per attached engine, everything else unary."""
+
+    def __init__(self, pool: PoolRuntime) -> None:
+        self._pool = pool
+
+    async def attach(self, request: shard_pb2.AttachRequest, context: Context) -> AsyncIterator[shard_pb2.AttachEvent]:
+        lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        attachment = await self._pool.attach(
+            codec.decode_spec(request), lambda reason: None if lost.done() else lost.set_result(reason)
+        )
+        try:
+            yield shard_pb2.AttachEvent(attached=codec.encode_attachment(attachment))
+            while not lost.done():
+                await asyncio.wait([lost], timeout=HEARTBEAT_SECONDS)
+                if not lost.done():
+                    yield shard_pb2.AttachEvent(heartbeat=shard_pb2.Heartbeat())
+            raise Unavailable(lost.result())
+        finally:
+            self._pool.attachment_lost(attachment.attachment_id)
+
+    async def detach(self, request: shard_pb2.DetachRequest, context: Context) -> shard_pb2.DetachReply:
+        if request.epoch == self._pool.epoch:
+            await self._pool.detach(AttachmentId(request.attachment_id))
+        return shard_pb2.DetachReply()
+
+    async def acquire(self, request: shard_pb2.AcquireRequest, context: Context) -> shard_pb2.AcquireReply:
+        attachment = self._attachment(request.attachment_id, request.epoch)
+        return codec.encode_acquired(await self._pool.acquire(attachment, codec.decode_acquire(request)))
+
+    async def reserve(self, request: shard_pb2.ReserveRequest, context: Context) -> shard_pb2.ReserveReply:
+        attachment = self._attachment(request.attachment_id, request.epoch)
+        return shard_pb2.ReserveReply(blocks=codec.encode_refs(await self._pool.reserve(attachment, request.count)))
+
+    async def seal(self, request: shard_pb2.SealRequest, context: Context) -> shard_pb2.SealReply:
+        attachment = self._attachment(request.attachment_id, request.epoch)
+        statuses = await self._pool.seal(attachment, codec.decode_seal_items(request.items))
+        return shard_pb2.SealReply(statuses=[status.value for status in statuses])
+
+    async def abort(self, request: shard_pb2.AbortRequest, context: Context) -> shard_pb2.AbortReply:
+        attachment = self._attachment(request.attachment_id, request.epoch)
+        await self._pool.abort(attachment, codec.decode_refs(request.blocks))
+        return shard_pb2.AbortReply()
+
+    async def release(self, request: shard_pb2.ReleaseRequest, context: Context) -> shard_pb2.ReleaseReply:
+        attachment = self._attachment(request.attachment_id, request.epoch)
+        await self._pool.release(attachment, [LeaseId(lease_id) for lease_id in request.lease_ids])
+        return shard_pb2.ReleaseReply()
+
+    async def renew(self, request: shard_pb2.RenewRequest, context: Context) -> shard_pb2.RenewReply:
+        await self._pool.renew(self._attachment(request.attachment_id, request.epoch))
+        return shard_pb2.RenewReply()
+
+    def _attachment(self, attachment_id: int, epoch: int) -> AttachmentId:
+        if epoch != self._pool.epoch:
+            raise StaleEpoch(
+                f"the shard restarted: it is in epoch {self._pool.epoch}, the attachment is of {epoch}; attach again",
+                epoch=self._pool.epoch,
+                asked_epoch=epoch,
+            )
+        return AttachmentId(attachment_id)
+
+
+class PeerServicer:
+    """PeerService: other shards lease blocks here and read them one-sided."""
+
+    def __init__(self, pool: PoolRuntime, holder: Callable[[], Holder]) -> None:
+        self._pool = pool
+        self._holder = holder
+
+    async def handshake(self, request: shard_pb2.HandshakeRequest, context: Context) -> shard_pb2.HandshakeReply:
+        return shard_pb2.HandshakeReply(
+            node=codec.encode_holder(self._holder()),
+            geometry=codec.encode_geometry(self._pool.geometry),
+            transport=self._pool.transport_name,
+            description=self._pool.describe_transport(),
+        )
+
+    async def locate(self, request: shard_pb2.LocateRequest, context: Context) -> shard_pb2.LocateReply:
+        reader = NodeId(request.reader[:READER_CHARS_MAX])
+        keys = tuple(unpack_keys(request.keys))
+        return codec.encode_located(await self._pool.locate(reader, BootEpoch(request.epoch), keys))
+
+    async def validate(self, request: shard_pb2.ValidateRequest, context: Context) -> shard_pb2.ValidateReply:
+        keys = tuple(unpack_keys(request.keys))
+        refs = codec.decode_refs(request.blocks)[: len(keys)]
+        answers = await self._pool.validate(BootEpoch(request.epoch), keys[: len(refs)], refs)
+        return shard_pb2.ValidateReply(valid=answers + [False] * (len(keys) - len(answers)))
+
+    async def release_located(
+        self, request: shard_pb2.ReleaseLocatedRequest, context: Context
+    ) -> shard_pb2.ReleaseLocatedReply:
+        reader = NodeId(request.reader[:READER_CHARS_MAX])
+        await self._pool.release_located(reader, BootEpoch(request.epoch), LeaseId(request.lease_id))
+        return shard_pb2.ReleaseLocatedReply()
+
+
+class AdminServicer:
+    """AdminService: numbers for people, and drain."""
+
+    def __init__(self, pool: PoolRuntime, holder: Callable[[], Holder]) -> None:
+        self._pool = pool
+        self._holder = holder
+
+    async def stats(self, request: shard_pb2.StatsRequest, context: Context) -> shard_pb2.StatsReply:
+        stats = self._pool.stats()
+        return shard_pb2.StatsReply(
+            node=codec.encode_holder(self._holder()),
+            segment_bytes=stats.segment_bytes,
+            slab_count=stats.slab_count,
+            slab_free_count=stats.slab_free_count,
+            slots=stats.slots,
+            counters=stats.counters,
+            draining=stats.draining,
+            transport=self._pool.transport_name,
+            uptime_seconds=self._pool.uptime_seconds,
+            models=self._pool.models(),
+        )
+
+    async def accounting(self, request: shard_pb2.AccountingRequest, context: Context) -> shard_pb2.AccountingReply:
+        slots, capacity, violation, leases, attachments = self._pool.accounting()
+        return shard_pb2.AccountingReply(
+            slots=slots,
+            capacity=capacity,
+            balanced=not violation and sum(slots.values()) == capacity,
+            violation=violation,
+            leases=leases,
+            attachments=attachments,
+        )
+
+    async def drain(self, request: shard_pb2.DrainRequest, context: Context) -> shard_pb2.DrainReply:
+        return shard_pb2.DrainReply(leases=self._pool.drain(request.undo))

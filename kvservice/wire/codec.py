@@ -1,0 +1,211 @@
+"""Domain values <-> protobuf messages. Decoding validates: lengths, ranges and counts, never just types.
+
+Every `decode_*` raises InvalidRequest for values that no honest peer sends; nothing else is raised for any message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvservice.core.fingerprint import Fingerprint
+from kvservice.core.geometry import Geometry
+from kvservice.core.keys import KEY_BYTES, unpack_keys
+from kvservice.core.layout import SlotLayout
+from kvservice.core.messages import (
+    AcquireRequest,
+    AcquireResult,
+    Attachment,
+    BlockHandle,
+    BlockRef,
+    EngineSpec,
+    Holder,
+    LocateResult,
+    MissReason,
+    SealItem,
+)
+from kvservice.errors import InvalidRequest, UnsupportedLayout
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, Generation, LeaseId, NodeId, SlotIndex, SpanRoute
+from kvservice.wire.v1 import common_pb2, shard_pb2
+
+NAME_CHARS_MAX = 512
+BLOCKS_PER_MESSAGE_MAX = 8192
+
+
+def encode_holder(holder: Holder) -> common_pb2.NodeInfo:
+    return common_pb2.NodeInfo(node_id=holder.node_id, peer_address=holder.peer_address, epoch=holder.epoch)
+
+
+def decode_holder(info: common_pb2.NodeInfo) -> Holder:
+    if not info.node_id or len(info.node_id) > NAME_CHARS_MAX or len(info.peer_address) > NAME_CHARS_MAX:
+        raise InvalidRequest("a node needs an id and an address of at most 512 characters")
+    if info.epoch == 0:
+        raise InvalidRequest(f"node {info.node_id} has boot epoch 0")
+    return Holder(NodeId(info.node_id), info.peer_address, BootEpoch(info.epoch))
+
+
+def encode_geometry(geometry: Geometry) -> shard_pb2.Geometry:
+    return shard_pb2.Geometry(slab_bytes=geometry.slab_bytes, slab_count=geometry.slab_count)
+
+
+def decode_geometry(message: shard_pb2.Geometry) -> Geometry:
+    if message.slab_bytes == 0 or message.slab_count == 0:
+        raise InvalidRequest("a segment geometry has at least one slab of some size")
+    return Geometry(slab_bytes=message.slab_bytes, slab_count=message.slab_count)
+
+
+def encode_spec(spec: EngineSpec) -> shard_pb2.AttachRequest:
+    fields = [common_pb2.FingerprintField(name=name, value=value) for name, value in spec.fingerprint.fields]
+    layout = spec.layout
+    return shard_pb2.AttachRequest(
+        engine_id=spec.engine_id,
+        model=spec.model,
+        namespace=spec.namespace,
+        fingerprint=common_pb2.Fingerprint(fields=fields),
+        layout=shard_pb2.Layout(
+            layer_count=layout.layer_count,
+            kv_head_count=layout.kv_head_count,
+            cell_bytes=layout.cell_bytes,
+            block_tokens=layout.block_tokens,
+        ),
+    )
+
+
+def decode_spec(message: shard_pb2.AttachRequest) -> EngineSpec:
+    if not message.model or len(message.model) > NAME_CHARS_MAX or len(message.namespace) > NAME_CHARS_MAX:
+        raise InvalidRequest("model and namespace are at most 512 characters, and the model is not empty")
+    names = [pair.name for pair in message.fingerprint.fields]
+    if len(set(names)) != len(names):
+        raise InvalidRequest("a fingerprint field appears twice")
+    layout = message.layout
+    try:
+        slot_layout = SlotLayout(layout.layer_count, layout.kv_head_count, layout.cell_bytes, layout.block_tokens)
+    except UnsupportedLayout as error:
+        raise InvalidRequest(f"layout: {error.message}") from error
+    fingerprint = Fingerprint.of({pair.name: pair.value for pair in message.fingerprint.fields})
+    return EngineSpec(message.engine_id, message.model, fingerprint, slot_layout, message.namespace)
+
+
+def encode_attachment(attachment: Attachment) -> shard_pb2.Attached:
+    return shard_pb2.Attached(
+        attachment_id=attachment.attachment_id,
+        node_id=attachment.node_id,
+        epoch=attachment.epoch,
+        lease_seconds=attachment.lease_seconds,
+        segment_path=attachment.segment_path,
+        geometry=encode_geometry(attachment.geometry),
+        liveness_path=attachment.liveness_path,
+    )
+
+
+def decode_attachment(message: shard_pb2.Attached) -> Attachment:
+    return Attachment(
+        AttachmentId(message.attachment_id),
+        NodeId(message.node_id),
+        BootEpoch(message.epoch),
+        message.lease_seconds,
+        message.segment_path,
+        decode_geometry(message.geometry),
+        message.liveness_path,
+    )
+
+
+def encode_refs(refs: Iterable[BlockRef]) -> list[shard_pb2.BlockRef]:
+    return [shard_pb2.BlockRef(slot=ref.slot, generation=ref.generation) for ref in refs]
+
+
+def decode_refs(messages: Iterable[shard_pb2.BlockRef]) -> tuple[BlockRef, ...]:
+    refs = tuple(decode_ref(message) for message in messages)
+    if len(refs) > BLOCKS_PER_MESSAGE_MAX:
+        raise InvalidRequest(f"{len(refs)} blocks in one message, at most {BLOCKS_PER_MESSAGE_MAX}")
+    return refs
+
+
+def decode_ref(message: shard_pb2.BlockRef) -> BlockRef:
+    return BlockRef(SlotIndex(message.slot), Generation(message.generation))
+
+
+def decode_acquire(message: shard_pb2.AcquireRequest) -> AcquireRequest:
+    if not message.timeout_seconds >= 0 or not message.recompute_seconds_per_block >= 0:  # also refuses NaN
+        raise InvalidRequest("timeout and recompute time are seconds, not negative")
+    return AcquireRequest(
+        tuple(unpack_keys(message.keys)),
+        message.skip,
+        message.timeout_seconds,
+        message.recompute_seconds_per_block,
+    )
+
+
+def encode_acquired(result: AcquireResult) -> shard_pb2.AcquireReply:
+    return shard_pb2.AcquireReply(
+        lease_id=result.lease_id,
+        blocks=encode_refs(result.blocks),
+        fetched_count=result.fetched_count,
+        miss=result.miss.value,
+    )
+
+
+def decode_acquired(message: shard_pb2.AcquireReply) -> AcquireResult:
+    try:
+        miss = MissReason(message.miss)
+    except ValueError:
+        miss = MissReason.NEVER_STORED  # a newer shard's reason: still a miss
+    return AcquireResult(LeaseId(message.lease_id), decode_refs(message.blocks), message.fetched_count, miss)
+
+
+def encode_seal_item(item: SealItem) -> shard_pb2.SealItem:
+    return shard_pb2.SealItem(
+        block=shard_pb2.BlockRef(slot=item.ref.slot, generation=item.ref.generation),
+        key=item.key,
+        parent=item.parent or b"",
+        position=item.position,
+        route=item.route,
+    )
+
+
+def decode_seal_items(messages: Iterable[shard_pb2.SealItem]) -> tuple[SealItem, ...]:
+    items: list[SealItem] = []
+    for message in messages:
+        if len(message.key) != KEY_BYTES or len(message.parent) not in (0, KEY_BYTES):
+            raise InvalidRequest(f"a block key is {KEY_BYTES} bytes, not {len(message.key)}", length=len(message.key))
+        parent = BlockKey(message.parent) if message.parent else None
+        items.append(
+            SealItem(
+                decode_ref(message.block), BlockKey(message.key), parent, message.position, SpanRoute(message.route)
+            )
+        )
+    if len(items) > BLOCKS_PER_MESSAGE_MAX:
+        raise InvalidRequest(f"{len(items)} items in one Seal, at most {BLOCKS_PER_MESSAGE_MAX}")
+    return tuple(items)
+
+
+def encode_located(result: LocateResult) -> shard_pb2.LocateReply:
+    handles = [
+        shard_pb2.Handle()
+        if handle is None
+        else shard_pb2.Handle(
+            held=True,
+            slot=handle.slot,
+            generation=handle.generation,
+            length=handle.length,
+            digest=handle.digest,
+            position=handle.position,
+        )
+        for handle in result.handles
+    ]
+    return shard_pb2.LocateReply(
+        epoch=result.epoch, lease_id=result.lease_id, lease_seconds=result.lease_seconds, handles=handles
+    )
+
+
+def decode_located(message: shard_pb2.LocateReply, keys: tuple[BlockKey, ...]) -> LocateResult:
+    if len(message.handles) != len(keys):
+        raise InvalidRequest(f"a peer answered {len(message.handles)} handles for {len(keys)} keys")
+    handles = tuple(
+        BlockHandle(
+            key, SlotIndex(handle.slot), Generation(handle.generation), handle.length, handle.digest, handle.position
+        )
+        if handle.held
+        else None
+        for key, handle in zip(keys, message.handles, strict=True)
+    )
+    return LocateResult(BootEpoch(message.epoch), LeaseId(message.lease_id), message.lease_seconds, handles)
