@@ -1,0 +1,76 @@
+"""`python -m kvservice.shard`: one node's shard as a plain process, without Ray. SIGTERM and Ctrl-C stop it cleanly."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from kvservice.errors import KVServiceError
+from kvservice.shard.server import DEV_SHM, ShardServer, ShardServerConfig
+from kvservice.units import NodeId, parse_bytes
+
+
+def parse_config(arguments: list[str] | None = None) -> tuple[ShardServerConfig, bool]:
+    parser = argparse.ArgumentParser(prog="python -m kvservice.shard", description=__doc__)
+    parser.add_argument("--service", default="default", help="name shared by all parts of one installation")
+    parser.add_argument("--node", required=True, help="name of this node, unique in the service")
+    parser.add_argument("--pool", type=parse_bytes, default="1GiB", help="shared memory budget, e.g. 64GiB")
+    parser.add_argument(
+        "--lookup", action="append", default=[], metavar="HOST:PORT", help="lookup shard; repeat in order"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address peers reach this node by; bound and advertised")
+    parser.add_argument("--port", type=int, default=0, help="port for peers; 0 = any")
+    parser.add_argument("--transport", choices=("auto", "nixl", "shm"), default="auto")
+    parser.add_argument("--lease-seconds", type=float, default=10.0)
+    parser.add_argument("--runtime-root", type=Path, default=None)
+    parser.add_argument("--segment-directory", type=Path, default=DEV_SHM)
+    parser.add_argument("--slab-bytes", type=parse_bytes, default=None)
+    parser.add_argument("--keep-segment", action="store_true", help="leave the blocks for the next start of this node")
+    given = parser.parse_args(arguments)
+    config = ShardServerConfig(
+        service=given.service,
+        node_id=NodeId(given.node),
+        pool_bytes=parse_bytes(given.pool),
+        lookup_addresses=tuple(given.lookup),
+        runtime_root=given.runtime_root,
+        segment_directory=given.segment_directory,
+        peer_host=given.host,
+        peer_port=given.port,
+        lease_seconds=given.lease_seconds,
+        transport=given.transport,
+        slab_bytes=given.slab_bytes,
+    )
+    return config, given.keep_segment
+
+
+async def serve(config: ShardServerConfig, keep_segment: bool) -> None:
+    server = ShardServer(config)
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    holder = await server.start()
+    print(f"shard {holder.node_id} serves peers at {holder.peer_address}, epoch {holder.epoch}", flush=True)
+    try:
+        await stopped.wait()
+    finally:
+        await server.stop(leaving=True, keep_segment=keep_segment)
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    config, keep_segment = parse_config()
+    try:
+        asyncio.run(serve(config, keep_segment))
+    except KVServiceError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

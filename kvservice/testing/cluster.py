@@ -1,0 +1,186 @@
+"""A real cluster on one machine, without Ray: lookup shards and cache shards as processes that can be killed.
+
+    with LocalCluster(nodes=2) as cluster:
+        client = ShardClient(cluster.socket("n0"))
+
+Every process is started by its own `python -m` entry point, on loopback, with its files under a temporary directory.
+Leaving the block ends all processes and removes what killed ones left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import grpc
+
+from kvservice.client.discovery import ShardRecord, find_shards
+from kvservice.core.keys import pack_keys
+from kvservice.memory.segment import segment_path
+from kvservice.units import BlockKey, MiB, NodeId
+from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
+
+START_SECONDS = 30.0
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago on loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class LocalCluster:
+    def __init__(
+        self,
+        nodes: int = 2,
+        lookups: int = 2,
+        *,
+        pool_bytes: int = 64 * MiB,
+        transport: str = "auto",
+        lease_seconds: float = 10.0,
+        slab_bytes: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.service = f"t{uuid.uuid4().hex[:8]}"
+        self.nodes = [f"n{i}" for i in range(nodes)]
+        self.root = Path(tempfile.mkdtemp(prefix="kvs-"))
+        self.lookup_addresses = [f"127.0.0.1:{free_port()}" for _ in range(lookups)]
+        self._pool_bytes = pool_bytes
+        self._transport = transport
+        self._lease_seconds = lease_seconds
+        self._slab_bytes = slab_bytes
+        self._environment = {**os.environ, **(environment or {})}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> LocalCluster:
+        try:
+            for index in range(len(self.lookup_addresses)):
+                self.start_lookup(index)
+            for node in self.nodes:
+                self.start_shard(node, wait=False)
+            for node in self.nodes:
+                self.wait_for_shard(node)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.terminate()
+        for process in self._processes.values():
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for node in self.nodes:
+            with contextlib.suppress(FileNotFoundError):
+                segment_path(self.service, NodeId(node)).unlink()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def start_lookup(self, index: int) -> None:
+        arguments = ["--bind", self.lookup_addresses[index], "--partition", str(index)]
+        arguments += ["--partition-count", str(len(self.lookup_addresses))]
+        self._start(f"lookup{index}", ["kvservice.lookup", *arguments])
+        _wait(lambda: self._answers(self.lookup_addresses[index]), f"lookup shard {index}", self.log(f"lookup{index}"))
+
+    def start_shard(self, node: str, *, wait: bool = True) -> None:
+        arguments = ["--service", self.service, "--node", node, "--pool", str(self._pool_bytes)]
+        arguments += ["--transport", self._transport, "--lease-seconds", str(self._lease_seconds)]
+        arguments += ["--runtime-root", str(self.root)]
+        arguments += [word for address in self.lookup_addresses for word in ("--lookup", address)]
+        if self._slab_bytes is not None:
+            arguments += ["--slab-bytes", str(self._slab_bytes)]
+        self._start(node, ["kvservice.shard", *arguments])
+        if wait:
+            self.wait_for_shard(node)
+
+    def wait_for_shard(self, node: str) -> ShardRecord:
+        """Blocks until this very process of the shard is registered and listening."""
+        pid = self._processes[node].pid
+        _wait(lambda: any(r.pid == pid for r in self._records(node)), f"shard {node}", self.log(node))
+        return self.record(node)
+
+    def record(self, node: str) -> ShardRecord:
+        return self._records(node)[0]
+
+    def socket(self, node: str) -> str:
+        return self.record(node).socket
+
+    def pid(self, name: str) -> int:
+        return self._processes[name].pid
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to 'n0', 'lookup1', …; SIGKILL and SIGTERM also wait for the end."""
+        process = self._processes[name]
+        process.send_signal(number)
+        if number in (signal.SIGKILL, signal.SIGTERM):
+            process.wait(15)
+
+    def log(self, name: str) -> Path:
+        return self.root / f"{name}.log"
+
+    def stats(self, node: str) -> shard_pb2.StatsReply:
+        with grpc.insecure_channel(self.record(node).peer_address) as channel:
+            return shard_pb2_grpc.AdminServiceStub(channel).Stats(shard_pb2.StatsRequest(), timeout=5)
+
+    def accounting(self, node: str) -> shard_pb2.AccountingReply:
+        with grpc.insecure_channel(self.record(node).peer_address) as channel:
+            return shard_pb2_grpc.AdminServiceStub(channel).Accounting(shard_pb2.AccountingRequest(), timeout=5)
+
+    def known(self, keys: Sequence[BlockKey]) -> int:
+        """How many of these keys the lookup shards, all together, know a live holder of."""
+        found = 0
+        for address in self.lookup_addresses:
+            with grpc.insecure_channel(address) as channel:
+                stub = lookup_pb2_grpc.LookupServiceStub(channel)
+                reply = stub.Resolve(lookup_pb2.ResolveRequest(keys=pack_keys(keys)), timeout=5)
+                found += sum(run.count for run in reply.runs)
+        return found
+
+    def wait_until_known(self, keys: Sequence[BlockKey], seconds: float = 10.0) -> None:
+        _wait(lambda: self.known(keys) >= len(keys), f"{len(keys)} keys in the directory", None, seconds)
+
+    def _records(self, node: str) -> list[ShardRecord]:
+        return [record for record in find_shards(self.service, self.root) if record.node_id == node]
+
+    def _start(self, name: str, module: list[str]) -> None:
+        with self.log(name).open("ab") as log:
+            self._processes[name] = subprocess.Popen(
+                [sys.executable, "-m", *module], stdout=log, stderr=subprocess.STDOUT, env=self._environment
+            )
+
+    @staticmethod
+    def _answers(address: str) -> bool:
+        host, port = address.rsplit(":", 1)
+        with socket.socket() as probe:
+            probe.settimeout(0.5)
+            return probe.connect_ex((host, int(port))) == 0
+
+
+def _wait(ready: object, what: str, log: Path | None, seconds: float = START_SECONDS) -> None:
+    assert callable(ready)
+    deadline = time.monotonic() + seconds
+    while not ready():
+        if time.monotonic() > deadline:
+            tail = log.read_text(errors="replace")[-2000:] if log is not None and log.exists() else ""
+            raise TimeoutError(f"{what} was not there after {seconds} s\n{tail}")
+        time.sleep(0.02)

@@ -1,0 +1,103 @@
+"""A minimal engine for tests: writes and reads blocks whose bytes are a function of their key, so that every read
+judges itself. Uses only what a real connector uses: PoolPort, the mapped segment and the liveness lock."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kvservice.client.port import PoolPort
+from kvservice.core.fingerprint import Fingerprint
+from kvservice.core.keys import block_keys, chain_hashes, span_route
+from kvservice.core.layout import SlotLayout
+from kvservice.core.messages import (
+    AcquireRequest,
+    AcquireResult,
+    Attachment,
+    BlockRef,
+    EngineSpec,
+    SealItem,
+    SealStatus,
+)
+from kvservice.memory.liveness import LivenessLock, hold
+from kvservice.memory.segment import Segment
+from kvservice.units import BlockKey
+
+LAYOUT = SlotLayout(layer_count=4, kv_head_count=2, cell_bytes=8192, block_tokens=16)  # 64 KiB a block
+
+
+def content(key: BlockKey, length: int = LAYOUT.payload_bytes) -> bytes:
+    seed = int.from_bytes(hashlib.sha256(key).digest()[:8], "big")
+    return np.random.default_rng(seed).bytes(length)
+
+
+def spec(model: str = "test-model", engine_id: bytes | None = None, **fields: object) -> EngineSpec:
+    fingerprint = Fingerprint.of({"model": model, "dtype": "bfloat16", **fields})
+    return EngineSpec(engine_id or os.urandom(16), model, fingerprint, LAYOUT)
+
+
+def chain(seed: int, count: int, model: str = "test-model") -> tuple[BlockKey, ...]:
+    tokens = np.random.default_rng(seed).integers(0, 50_000, count * LAYOUT.block_tokens).tolist()
+    return tuple(block_keys(spec(model).fingerprint.digest, chain_hashes(tokens, LAYOUT.block_tokens)))
+
+
+class Engine:
+    """Attached to one pool. `lost` collects the reasons the pool gave for ending the attachment."""
+
+    def __init__(self, pool: PoolPort, attachment: Attachment, lost: list[str]) -> None:
+        self.pool = pool
+        self.attachment = attachment
+        self.lost = lost
+        self.segment = Segment.attach(Path(attachment.segment_path), attachment.geometry)
+        self.lock: LivenessLock | None = hold(Path(attachment.liveness_path)) if attachment.liveness_path else None
+
+    @classmethod
+    async def attach(cls, pool: PoolPort, engine_spec: EngineSpec | None = None) -> Engine:
+        lost: list[str] = []
+        return cls(pool, await pool.attach(engine_spec or spec(), lost.append), lost)
+
+    @property
+    def id(self) -> int:
+        return self.attachment.attachment_id
+
+    async def store(self, keys: Sequence[BlockKey], start: int = 0) -> list[SealStatus]:
+        """Write the blocks of this chain from `start` on; fewer when the pool is full."""
+        refs = await self.pool.reserve(self.attachment.attachment_id, len(keys) - start)
+        items: list[SealItem] = []
+        for position, ref in enumerate(refs, start):
+            self.segment.payload(ref.slot, LAYOUT.payload_bytes)[:] = content(keys[position])
+            parent = keys[position - 1] if position else None
+            items.append(SealItem(ref, keys[position], parent, position, span_route(keys, position)))
+        return await self.pool.seal(self.attachment.attachment_id, items)
+
+    async def acquire(self, keys: Sequence[BlockKey], *, skip: int = 0, timeout: float = 5.0) -> AcquireResult:
+        return await self.pool.acquire(self.attachment.attachment_id, AcquireRequest(tuple(keys), skip, timeout))
+
+    def read(self, ref: BlockRef, key: BlockKey) -> bool:
+        """True when the slot holds exactly the bytes of this key, under the promised generation, before and after."""
+        before = self.segment.read_header(ref.slot)
+        data = bytes(self.segment.payload(ref.slot, LAYOUT.payload_bytes))
+        after = self.segment.read_header(ref.slot)
+        if before is None or after is None or {before.generation, after.generation} != {ref.generation}:
+            return False
+        assert data == content(key), "a wrong block was promised"
+        return True
+
+    async def read_all(self, keys: Sequence[BlockKey], *, skip: int = 0, timeout: float = 5.0) -> AcquireResult:
+        """Acquire, check every promised byte, release."""
+        result = await self.acquire(keys, skip=skip, timeout=timeout)
+        for ref, key in zip(result.blocks, keys[skip:], strict=False):
+            assert self.read(ref, key)
+        if result.lease_id:
+            await self.pool.release(self.attachment.attachment_id, [result.lease_id])
+        return result
+
+    def let_go(self) -> None:
+        """Unmap and drop the liveness lock, as the end of the process would."""
+        self.segment.close()
+        if self.lock is not None:
+            self.lock.release()

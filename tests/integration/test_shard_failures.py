@@ -1,0 +1,139 @@
+"""Kill -9 and SIGSTOP of shards and lookup shards under an engine: misses, never wrong bytes, never a hang."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvservice.client.shard import ShardClient
+from kvservice.core.messages import MissReason
+from kvservice.errors import KVServiceError
+from kvservice.testing.cluster import LocalCluster
+from tests.integration.engine import Engine, chain
+from tests.integration.test_two_nodes import eventually, leave, pair
+
+
+@pytest.fixture
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(nodes=2, lease_seconds=2.0) as running:
+        yield running
+
+
+async def test_killed_shard_readopts_every_sealed_block(cluster: LocalCluster) -> None:
+    a = await Engine.attach(ShardClient(cluster.socket("n0")))
+    keys = chain(seed=11, count=64)
+    await a.store(keys)
+    epoch = a.attachment.epoch
+    cluster.kill("n0")
+    await eventually(lambda: a.lost != [])
+    await leave(a)
+    cluster.start_shard("n0")
+    again, b = await pair(cluster)
+    assert again.attachment.epoch > epoch
+    assert cluster.stats("n0").counters["blocks_adopted"] == 64
+    assert len((await again.read_all(keys)).blocks) == 64, "adopted blocks hit locally"
+    cluster.wait_until_known(keys)
+    result = await b.read_all(keys)
+    assert (len(result.blocks), result.fetched_count) == (64, 64), "and remotely, under the new epoch"
+    await leave(again, b)
+
+
+async def test_half_written_blocks_of_a_live_engine_are_not_reused_after_a_restart(cluster: LocalCluster) -> None:
+    a = await Engine.attach(ShardClient(cluster.socket("n0")))
+    await a.pool.reserve(a.attachment.attachment_id, 3)
+    cluster.kill("n0")
+    cluster.start_shard("n0")
+    assert cluster.accounting("n0").slots["quarantined"] == 3
+    await leave(a)
+    await eventually(lambda: cluster.accounting("n0").slots["quarantined"] == 0)
+
+
+async def test_killed_holder_is_a_miss_with_a_reason(cluster: LocalCluster) -> None:
+    a, b = await pair(cluster)
+    keys = chain(seed=12, count=16)
+    await a.store(keys)
+    cluster.wait_until_known(keys)
+    cluster.kill("n0")
+    started = time.monotonic()
+    result = await b.acquire(keys, timeout=3.0)
+    assert time.monotonic() - started < 3.5
+    assert result.blocks == ()
+    assert result.miss in (MissReason.PEER_FAILED, MissReason.NEVER_STORED)
+    await eventually(lambda: cluster.known(keys) == 0, seconds=6.0)
+    await leave(b)
+    a.let_go()
+
+
+async def test_stopped_holder_costs_no_more_than_the_deadline(cluster: LocalCluster) -> None:
+    a, b = await pair(cluster)
+    keys = chain(seed=13, count=16)
+    await a.store(keys)
+    cluster.wait_until_known(keys)
+    cluster.kill("n0", signal.SIGSTOP)
+    started = time.monotonic()
+    result = await b.acquire(keys, timeout=0.5)
+    assert time.monotonic() - started < 1.0
+    assert result.blocks == ()
+    cluster.kill("n0", signal.SIGCONT)
+    await leave(a, b)
+
+
+async def test_killed_lookup_service_costs_remote_hits_only_and_is_rebuilt(cluster: LocalCluster) -> None:
+    a, b = await pair(cluster)
+    keys = chain(seed=14, count=150)
+    await a.store(keys)
+    cluster.wait_until_known(keys)
+    cluster.kill("lookup0")
+    cluster.kill("lookup1")
+    started = time.monotonic()
+    result = await b.acquire(keys, timeout=2.0)
+    assert time.monotonic() - started < 1.0
+    assert (result.blocks, result.miss) == ((), MissReason.LOOKUP_FAILED)
+    assert len((await a.read_all(keys)).blocks) == 150, "local hits need no lookup"
+    cluster.start_lookup(0)
+    cluster.start_lookup(1)
+    cluster.wait_until_known(keys)
+    await eventually_hits(b, keys)
+    await leave(a, b)
+
+
+async def eventually_hits(engine: Engine, keys: tuple[bytes, ...]) -> None:
+    """The client's breaker may take some seconds to try a restarted lookup shard again."""
+    deadline = time.monotonic() + 12.0
+    while len((await engine.read_all(keys)).blocks) < len(keys):  # type: ignore[arg-type]
+        assert time.monotonic() < deadline, "the rebuilt directory was never used"
+        await asyncio.sleep(0.2)
+
+
+async def test_engine_of_a_dead_shard_gets_typed_errors_at_once(cluster: LocalCluster) -> None:
+    a = await Engine.attach(ShardClient(cluster.socket("n0")))
+    cluster.kill("n0")
+    started = time.monotonic()
+    with pytest.raises(KVServiceError):
+        await a.acquire(chain(seed=15, count=4), timeout=1.0)
+    assert time.monotonic() - started < 2.0
+    await leave(a)
+
+
+async def test_shards_die_and_return_while_blocks_are_read_and_no_byte_is_wrong(cluster: LocalCluster) -> None:
+    keys = [chain(seed=20 + i, count=24) for i in range(4)]
+    hits = 0
+    for round_index in range(4):
+        a, b = await pair(cluster)
+        for one in keys:
+            await a.store(one)
+        reads = [asyncio.ensure_future(b.read_all(one, timeout=2.0)) for one in keys]
+        await asyncio.sleep(0.01 * round_index)
+        cluster.kill("n0")
+        for read in reads:
+            hits += len((await read).blocks)  # read_all asserts every byte
+        a.let_go()
+        await leave(b)
+        cluster.start_shard("n0")
+    assert hits > 0
+    assert cluster.accounting("n0").balanced
+    assert cluster.accounting("n1").balanced

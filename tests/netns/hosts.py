@@ -1,0 +1,111 @@
+"""Two hosts on one machine: network namespaces on a bridge, each with its own /dev/shm and its own runtime directory.
+
+Nothing is shared between them but the read-only program files, so a test that passes here relies neither on loopback
+nor on a common file system.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+RUNTIME_ROOT = Path("/run/kvs-host")
+
+
+def why_not() -> str | None:
+    """Reason this machine cannot make network namespaces, or None."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if shutil.which("ip") is None or shutil.which("nsenter") is None or shutil.which("unshare") is None:
+        return "iproute2 and util-linux are not installed"
+    probe = f"kvsprobe{os.getpid()}"
+    if subprocess.run(["ip", "netns", "add", probe], capture_output=True).returncode:
+        return "this kernel or container does not permit network namespaces"
+    subprocess.run(["ip", "netns", "del", probe], check=False)
+    return None
+
+
+class Host:
+    def __init__(self, namespace: str, address: str, device: str) -> None:
+        self.namespace = namespace
+        self.address = address
+        self.device = device
+        mounts = f"mount -t tmpfs -o size=1g tmpfs /dev/shm && mount -t tmpfs tmpfs {RUNTIME_ROOT}"
+        self._anchor = subprocess.Popen(
+            ["ip", "netns", "exec", namespace, "unshare", "--mount", "--propagation", "private", "sh", "-c",
+             f"{mounts} && echo ok && exec sleep infinity"],
+            stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert self._anchor.stdout is not None
+        assert self._anchor.stdout.readline() == b"ok\n", "the host's file systems could not be mounted"
+
+    @property
+    def prefix(self) -> list[str]:
+        """Put before a command to run it on this host."""
+        return ["nsenter", "--target", str(self._anchor.pid), "--net", "--mount", "--wd=" + str(Path.cwd())]
+
+    def run(self, command: Sequence[str], log: Path, **environment: str) -> subprocess.Popen[bytes]:
+        with log.open("ab") as out:
+            return subprocess.Popen(
+                [*self.prefix, *command], stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **environment}
+            )
+
+    def output(self, command: Sequence[str]) -> str:
+        return subprocess.run([*self.prefix, *command], capture_output=True, text=True, check=True).stdout
+
+    def stop(self) -> None:
+        self._anchor.kill()
+        self._anchor.wait()
+
+
+class Hosts:
+    """`with Hosts() as (a, b):` two hosts, 10.77.<n>.1 and .2, that reach each other over a bridge."""
+
+    def __init__(self) -> None:
+        self._tag = f"{os.getpid() % 10_000}"
+        self._net = f"10.77.{os.getpid() % 250}"
+        self._bridge = f"kvsb{self._tag}"
+        self._hosts: list[Host] = []
+
+    def __enter__(self) -> tuple[Host, Host]:
+        RUNTIME_ROOT.mkdir(exist_ok=True)
+        _ip("link", "add", self._bridge, "type", "bridge")
+        _ip("link", "set", self._bridge, "up")
+        for index in (1, 2):
+            namespace, outer, inner = f"kvsn{self._tag}{index}", f"kvsv{self._tag}{index}", f"kvse{index}"
+            _ip("netns", "add", namespace)
+            _ip("link", "add", outer, "type", "veth", "peer", "name", inner, "netns", namespace)
+            _ip("link", "set", outer, "master", self._bridge, "up")
+            _ip("-n", namespace, "addr", "add", f"{self._net}.{index}/24", "dev", inner)
+            _ip("-n", namespace, "link", "set", inner, "up")
+            _ip("-n", namespace, "link", "set", "lo", "up")
+            self._hosts.append(Host(namespace, f"{self._net}.{index}", inner))
+        return self._hosts[0], self._hosts[1]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for host in self._hosts:
+            host.stop()
+            for pid in _ip("netns", "pids", host.namespace, check=False).split():
+                os.kill(int(pid), signal.SIGKILL)
+            _ip("netns", "del", host.namespace, check=False)
+        _ip("link", "del", self._bridge, check=False)
+
+
+def _ip(*words: str, check: bool = True) -> str:
+    return subprocess.run(["ip", *words], check=check, capture_output=True, text=True).stdout
+
+
+def wait_for(condition: object, what: str, log: Path, seconds: float = 60.0) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: {log.read_text(errors='replace')[-2000:]}"
+        time.sleep(0.1)
