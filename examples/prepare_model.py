@@ -16,10 +16,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import gguf
@@ -55,8 +54,7 @@ class ModelSourceError(RuntimeError):
     """The GGUF is missing or is not the model that this script knows how to convert."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """What the GGUF's metadata says, typed."""
 
     layers: int
@@ -234,7 +232,7 @@ def write_tokenizer(source: Source, folder: Path) -> None:
     )
 
 
-def write_json(path: Path, content: dict[str, object] | dict[str, str]) -> None:
+def write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
