@@ -1,0 +1,279 @@
+"""A shard's segment: one named file in shared memory with a control page, slot headers and payloads (core.geometry).
+
+The shard creates it and holds an exclusive lock on it for its life; engines attach by path. The file outlives a killed
+shard, so that the next boot can adopt its blocks. Control page, 64 bytes, little endian:
+
+    0   8  magic "KVSSEG01"      8  8  slab bytes      16  8  slab count     24  8  boot epoch
+    32 24  SHA-256 prefix of the node id                56  4  zero           60  4  crc32 of bytes 0..59
+
+A slab header is 64 bytes: u64 magic, u64 payload bytes, zeros. Headers are written with one 64-byte copy; x86-64 and
+ARM64 do not tear aligned words, and the header's CRC turns any other mixture into "no block". Single writer per header
+by construction: the shard. No lock is needed to read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvservice.core.geometry import CONTROL_BYTES, HEADER_BYTES, Geometry, slot_index
+from kvservice.core.header import SlotHeader, pack_header, unpack_header
+from kvservice.errors import SegmentError, ServiceConflict
+from kvservice.units import BootEpoch, SlotIndex, format_bytes
+
+SEGMENT_MAGIC = b"KVSSEG01"
+SLAB_MAGIC = 0x4B565353_4C414230
+_CONTROL = struct.Struct("<8sQQQ24sI")
+_CRC = struct.Struct("<I")
+_SLAB = struct.Struct("<QQ")
+_EMPTY_HEADER = bytes(HEADER_BYTES)
+assert _CONTROL.size + _CRC.size == HEADER_BYTES <= CONTROL_BYTES
+
+
+class Segment:
+    """A mapping of one segment. Make it with `create` (the shard) or `attach` (engines)."""
+
+    def __init__(self, path: Path, geometry: Geometry, descriptor: int) -> None:
+        self.path = path
+        self.geometry = geometry
+        self.existed = False  # create() found blocks of an earlier boot
+        self._descriptor = descriptor
+        self._map = mmap.mmap(descriptor, geometry.segment_bytes)
+        self.buffer = memoryview(self._map)
+        self._anchor = ctypes.c_char.from_buffer(self._map)
+        self.address = ctypes.addressof(self._anchor)
+        self.epoch = BootEpoch(0)
+        self._closed = False
+
+    # -- life ----
+
+    @classmethod
+    def create(cls, path: Path, geometry: Geometry, node_id: str, *, epoch_floor: int = 1) -> Segment:
+        """Open the segment of this node for adoption, or make a new one; the boot epoch grows either way.
+
+        All memory is reserved now, so that no later access can fail with SIGBUS. Blocks for as long as the kernel
+        needs to reserve it. Raises SegmentError (too little space, naming how to get more; not a plain file of this
+        user) and ServiceConflict (another process owns it).
+        """
+        descriptor = _open(path, os.O_RDWR | os.O_CREAT)
+        try:
+            _lock(descriptor, path)
+            previous = _read_control(descriptor)
+            reusable = previous is not None and previous[0] == geometry and previous[2] == _node_mark(node_id)
+            reusable = reusable and os.fstat(descriptor).st_size == geometry.segment_bytes
+            if not reusable:
+                os.ftruncate(descriptor, 0)
+                _reserve(descriptor, path, geometry.segment_bytes)
+            segment = cls(path, geometry, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        segment.existed = reusable
+        before = previous[1] if previous is not None and reusable else 0
+        segment.epoch = BootEpoch(max(before + 1, epoch_floor))
+        segment.write_control(node_id)
+        return segment
+
+    @classmethod
+    def attach(cls, path: Path, geometry: Geometry) -> Segment:
+        """Map an existing segment read-write. Raises SegmentError with the numbers when it is not what was promised."""
+        descriptor = _open(path, os.O_RDWR)
+        try:
+            found = _read_control(descriptor)
+            if found is None:
+                raise SegmentError(f"{path} is not a kvservice segment, or of another version")
+            size = os.fstat(descriptor).st_size
+            if found[0] != geometry or size < geometry.segment_bytes:
+                raise SegmentError(
+                    f"{path} holds {found[0].slab_count} slabs of {found[0].slab_bytes} bytes in {size}, expected "
+                    f"{geometry.slab_count} of {geometry.slab_bytes} in {geometry.segment_bytes}",
+                    size=size,
+                    expected=geometry.segment_bytes,
+                )
+            segment = cls(path, geometry, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        segment.epoch = found[1]
+        return segment
+
+    def close(self) -> None:
+        """Unmap. Idempotent. Memory views that callers still hold keep the mapping alive until they are dropped."""
+        if self._closed:
+            return
+        self._closed = True
+        del self._anchor
+        self.buffer.release()
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # somebody still copies through a view: the kernel unmaps when the last one is gone
+        os.close(self._descriptor)
+
+    def unlink(self) -> None:
+        """Remove the file. Mappings stay valid. Idempotent."""
+        self.path.unlink(missing_ok=True)
+
+    # -- contents ----
+
+    def payload(self, slot: SlotIndex, payload_bytes: int) -> memoryview:
+        """The slot's bytes, writable. Valid until close; nothing stops the owner from reusing the slot."""
+        start = self.geometry.payload_offset(slot, payload_bytes)
+        return self.buffer[start : start + payload_bytes]
+
+    def read_header(self, slot: SlotIndex) -> SlotHeader | None:
+        start = self.geometry.header_offset(slot)
+        return unpack_header(bytes(self.buffer[start : start + HEADER_BYTES]))
+
+    def write_header(self, slot: SlotIndex, header: SlotHeader) -> None:
+        start = self.geometry.header_offset(slot)
+        self.buffer[start : start + HEADER_BYTES] = pack_header(header)
+
+    def clear_header(self, slot: SlotIndex) -> None:
+        start = self.geometry.header_offset(slot)
+        self.buffer[start : start + HEADER_BYTES] = _EMPTY_HEADER
+
+    def slab_payload_bytes(self, slab: int) -> int:
+        """Payload size the slab is given to; 0 when it is unassigned or its header is not valid for this geometry."""
+        magic, payload_bytes = _SLAB.unpack_from(self.buffer, self.geometry.slab_offset(slab))
+        if magic != SLAB_MAGIC or payload_bytes == 0 or self.geometry.slots_per_slab(payload_bytes) == 0:
+            return 0
+        return int(payload_bytes)
+
+    def assign_slab(self, slab: int, payload_bytes: int) -> None:
+        """Give the slab to a payload size (0: to none). Old headers go first, so that none survives in a new role."""
+        start = self.geometry.slab_offset(slab)
+        slots = self.geometry.slots_per_slab(payload_bytes) if payload_bytes else 0
+        _SLAB.pack_into(self.buffer, start, 0, 0)
+        self.buffer[start : start + HEADER_BYTES * (1 + slots)] = bytes(HEADER_BYTES * (1 + slots))
+        if payload_bytes:
+            _SLAB.pack_into(self.buffer, start, SLAB_MAGIC, payload_bytes)
+
+    def scan(self) -> Iterator[tuple[SlotIndex, int, SlotHeader]]:
+        """(slot, payload bytes, header) of every whole header, stable or being written, for adoption."""
+        for slab in range(self.geometry.slab_count):
+            payload_bytes = self.slab_payload_bytes(slab)
+            if not payload_bytes:
+                continue
+            for index in range(self.geometry.slots_per_slab(payload_bytes)):
+                slot = slot_index(slab, index)
+                header = self.read_header(slot)
+                if header is not None:
+                    yield slot, payload_bytes, header
+
+    def current_epoch(self) -> BootEpoch:
+        """The owner's boot epoch as it is now: an engine whose attachment has another one must not write."""
+        found = _parse_control(bytes(self.buffer[:HEADER_BYTES]))
+        return BootEpoch(0) if found is None else found[1]
+
+    def write_control(self, node_id: str) -> None:
+        body = _CONTROL.pack(
+            SEGMENT_MAGIC, self.geometry.slab_bytes, self.geometry.slab_count, self.epoch, _node_mark(node_id), 0
+        )
+        self.buffer[:HEADER_BYTES] = body + _CRC.pack(zlib.crc32(body))
+
+
+def segment_path(service: str, node_id: str, directory: Path = Path("/dev/shm")) -> Path:
+    return directory / f"kvservice-{service}-{node_id}"
+
+
+def remove_stale(directory: Path, prefix: str) -> list[Path]:
+    """Unlink segments with this name prefix that no process owns any more. Returns which."""
+    removed: list[Path] = []
+    for path in sorted(directory.glob(f"{prefix}*")):
+        try:
+            descriptor = _open(path, os.O_RDWR)
+        except SegmentError:
+            continue  # not ours to remove
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(descriptor)
+        path.unlink(missing_ok=True)
+        removed.append(path)
+    return removed
+
+
+def _open(path: Path, flags: int) -> int:
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise SegmentError(f"cannot open the segment {path}: {error.strerror}", path=path) from error
+    if os.fstat(descriptor).st_uid != os.getuid():
+        os.close(descriptor)
+        raise SegmentError(f"the segment {path} belongs to another user", path=path)
+    return descriptor
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ServiceConflict(
+            f"another process owns the segment {path}{_owner_hint(path)}: stop it, or choose another service name",
+            path=path,
+        ) from error
+
+
+def _owner_hint(path: Path) -> str:
+    """' (process 123)' when /proc/locks tells, for the error text only."""
+    try:
+        inode = str(path.stat().st_ino)
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()
+            if len(words) > 5 and words[1] == "FLOCK" and words[5].endswith(":" + inode):
+                return f" (process {words[4]})"
+    except OSError:
+        pass
+    return ""
+
+
+def _reserve(descriptor: int, path: Path, size: int) -> None:
+    """posix_fallocate: on tmpfs it takes the pages now, where a bare ftruncate would fail later with SIGBUS."""
+    status = os.fstatvfs(descriptor)
+    free = status.f_bavail * status.f_frsize
+    problem: OSError | None = None
+    if free >= size:
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+                raise SegmentError(f"cannot reserve {format_bytes(size)} at {path}: {error.strerror}") from error
+            problem = error
+    os.ftruncate(descriptor, 0)
+    path.unlink(missing_ok=True)
+    raise SegmentError(
+        f"{path.parent} is too small: {format_bytes(size)} needed, {format_bytes(free)} free. Make it larger "
+        f"(mount -o remount,size={size // (1 << 30) + 1}G {path.parent}; docker run --shm-size; in Kubernetes an "
+        "emptyDir with medium: Memory and a sizeLimit), or lower the pool size",
+        needed_bytes=size,
+        free_bytes=free,
+    ) from problem
+
+
+def _read_control(descriptor: int) -> tuple[Geometry, BootEpoch, bytes] | None:
+    return _parse_control(os.pread(descriptor, HEADER_BYTES, 0))
+
+
+def _parse_control(data: bytes) -> tuple[Geometry, BootEpoch, bytes] | None:
+    if len(data) < HEADER_BYTES or _CRC.unpack_from(data, _CONTROL.size)[0] != zlib.crc32(data[: _CONTROL.size]):
+        return None
+    magic, slab_bytes, slab_count, epoch, mark, _ = _CONTROL.unpack_from(data)
+    if magic != SEGMENT_MAGIC or slab_bytes == 0 or slab_count == 0:
+        return None
+    return Geometry(slab_bytes=slab_bytes, slab_count=slab_count), BootEpoch(epoch), mark
+
+
+def _node_mark(node_id: str) -> bytes:
+    return hashlib.sha256(node_id.encode()).digest()[:24]
