@@ -13,6 +13,7 @@ by construction: the shard. No lock is needed to read.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -63,9 +64,8 @@ class Segment:
         needs to reserve it. Raises SegmentError (too little space, naming how to get more; not a plain file of this
         user) and ServiceConflict (another process owns it).
         """
-        descriptor = _open(path, os.O_RDWR | os.O_CREAT)
+        descriptor = _open_locked(path)
         try:
-            _lock(descriptor, path)
             previous = _read_control(descriptor)
             reusable = previous is not None and previous[0] == geometry and previous[2] == _node_mark(node_id)
             reusable = reusable and os.fstat(descriptor).st_size == geometry.segment_bytes
@@ -111,11 +111,9 @@ class Segment:
             return
         self._closed = True
         del self._anchor
-        self.buffer.release()
-        try:
+        with contextlib.suppress(BufferError):  # somebody still copies through a view: unmapped when that is gone
+            self.buffer.release()
             self._map.close()
-        except BufferError:
-            pass  # somebody still copies through a view: the kernel unmaps when the last one is gone
         os.close(self._descriptor)
 
     def unlink(self) -> None:
@@ -213,6 +211,20 @@ def _open(path: Path, flags: int) -> int:
         os.close(descriptor)
         raise SegmentError(f"the segment {path} belongs to another user", path=path)
     return descriptor
+
+
+def _open_locked(path: Path) -> int:
+    """The file of this name, locked; once more when it was removed between opening and locking."""
+    while True:
+        descriptor = _open(path, os.O_RDWR | os.O_CREAT)
+        try:
+            _lock(descriptor, path)
+            if os.fstat(descriptor).st_nlink > 0:
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
 
 
 def _lock(descriptor: int, path: Path) -> None:

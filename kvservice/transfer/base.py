@@ -30,6 +30,14 @@ class Copy:
     local_offset: int
     length: int
 
+    def fits(self, remote_bytes: int, local_bytes: int) -> bool:
+        """Inside both segments, and not empty."""
+        return (
+            self.length > 0
+            and 0 <= self.remote_offset <= remote_bytes - self.length
+            and 0 <= self.local_offset <= local_bytes - self.length
+        )
+
 
 class TransferOutcome(Enum):
     DONE = "done"

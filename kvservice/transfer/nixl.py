@@ -1,0 +1,193 @@
+"""NIXL: one-sided READs between the segments of two shards over UCX (RDMA, shared memory or TCP, UCX chooses).
+
+The only file that imports NIXL. The whole segment is registered once; a peer is described by a small binary record of
+our own (agent metadata, base address, length), never by NIXL's pickled descriptors. Every run is checked against the
+peer's advertised length before it is posted. One thread owns an instance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import struct
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from kvservice.errors import TransferError
+from kvservice.memory.segment import Segment
+from kvservice.transfer.base import Completion, Copy, PeerHandle, TransferId, TransferOutcome
+
+# UCX's TCP defaults (8 KiB segments) reach a third of what the link gives; these were the best of those tried.
+UCX_DEFAULTS = {
+    "UCX_TCP_TX_SEG_SIZE": "512k",
+    "UCX_TCP_RX_SEG_SIZE": "512k",
+    "UCX_TCP_SNDBUF": "4m",
+    "UCX_TCP_RCVBUF": "4m",
+}
+DESCRIPTION_MAGIC = b"KVSNIXL1"
+DESCRIPTION_BYTES_MAX = 64 << 10
+_DESCRIPTION = struct.Struct("<8sQQ")  # magic, base address, segment bytes; then the agent metadata
+_PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
+DRAM_DEVICE = 0
+
+
+def nixl_available() -> bool:
+    return any(importlib.util.find_spec(name) is not None for name in _PACKAGES)
+
+
+def load_nixl() -> tuple[ModuleType, tuple[type[Exception], ...]]:
+    """The API module and its exception types, which have no common base. Raises TransferError when not installed."""
+    for name, value in UCX_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    reasons: list[str] = []
+    for package in _PACKAGES:
+        try:
+            api = importlib.import_module(f"{package}._api")
+            bindings = api.nixlBind
+        except (ImportError, AttributeError) as error:
+            reasons.append(f"{package}: {error}")
+            continue
+        kinds = [getattr(bindings, name) for name in dir(bindings) if name.endswith("Error")]
+        return api, tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))
+    raise TransferError(f"NIXL cannot be loaded ({'; '.join(reasons)}): pip install 'kvservice[nixl]'")
+
+
+@dataclass(slots=True)
+class _Peer:
+    name: str
+    base: int
+    length: int
+
+
+@dataclass(slots=True)
+class _Transfer:
+    handle: Any  # nixl_xfer_handle
+    peer: PeerHandle
+
+
+class NixlTransport:
+    """Satisfies transfer.base.Transport."""
+
+    def __init__(self, segment: Segment, node_name: str) -> None:
+        """Registers the segment. Blocks (pinning, backend start). Raises TransferError."""
+        self._segment = segment
+        api, self._errors = load_nixl()
+        self._peers: dict[PeerHandle, _Peer] = {}
+        self._open: dict[TransferId, _Transfer] = {}
+        self._finished: list[Completion] = []
+        self._next_id = 1
+        self._closed = False
+        try:
+            # A name of its own for each boot: an agent name seen twice is refused by the peers.
+            self._agent = api.nixl_agent(
+                f"{node_name}-{uuid.uuid4().hex[:12]}", api.nixl_agent_config(backends=["UCX"])
+            )
+            region = [(segment.address, segment.geometry.segment_bytes, DRAM_DEVICE, "")]
+            self._registration = self._agent.register_memory(region, "DRAM")
+            self._metadata = bytes(self._agent.get_agent_metadata())
+        except self._errors as error:
+            raise TransferError(f"NIXL cannot register the segment: {type(error).__name__}: {error}") from error
+
+    @property
+    def name(self) -> str:
+        return "nixl"
+
+    def describe(self) -> bytes:
+        head = _DESCRIPTION.pack(DESCRIPTION_MAGIC, self._segment.address, self._segment.geometry.segment_bytes)
+        return head + self._metadata
+
+    def connect(self, description: bytes) -> PeerHandle:
+        if not _DESCRIPTION.size < len(description) <= DESCRIPTION_BYTES_MAX:
+            raise TransferError(f"a NIXL peer description of {len(description)} bytes is not valid")
+        magic, base, length = _DESCRIPTION.unpack_from(description)
+        if magic != DESCRIPTION_MAGIC:
+            raise TransferError("this is not a NIXL peer description of this version")
+        try:
+            name = self._agent.add_remote_agent(description[_DESCRIPTION.size :])
+            text = name.decode() if isinstance(name, bytes) else str(name)
+            self._agent.make_connection(text)
+        except self._errors as error:
+            raise TransferError(f"NIXL cannot reach the peer: {type(error).__name__}: {error}") from error
+        handle = PeerHandle(self._next_id)
+        self._next_id += 1
+        self._peers[handle] = _Peer(text, base, length)
+        return handle
+
+    def post_read(self, peer: PeerHandle, copies: Sequence[Copy]) -> TransferId:
+        known = self._peers.get(peer)
+        if known is None:
+            raise TransferError("the peer is not connected")
+        own = self._segment.geometry.segment_bytes
+        if not copies or not all(copy.fits(known.length, own) for copy in copies):
+            raise TransferError(f"a run lies outside of the peer's {known.length} or our own {own} bytes")
+        remote = np.array([(c.remote_offset, c.length, DRAM_DEVICE) for c in copies], dtype=np.uint64)
+        local = np.array([(c.local_offset, c.length, DRAM_DEVICE) for c in copies], dtype=np.uint64)
+        remote[:, 0] += np.uint64(known.base)
+        local[:, 0] += np.uint64(self._segment.address)
+        try:
+            descriptors = [self._agent.get_xfer_descs(rows, "DRAM") for rows in (local, remote)]
+            handle = self._agent.initialize_xfer("READ", *descriptors, known.name)
+        except self._errors as error:
+            raise TransferError(f"NIXL refused the read: {type(error).__name__}: {error}") from error
+        transfer = TransferId(self._next_id)
+        self._next_id += 1
+        self._open[transfer] = _Transfer(handle, peer)
+        try:
+            state = self._agent.transfer(handle)
+        except self._errors as error:
+            self._finish(transfer, TransferOutcome.FAILED, f"{type(error).__name__}: {error}")
+        else:
+            self._note(transfer, state)
+        return transfer
+
+    def poll(self) -> list[Completion]:
+        for transfer in list(self._open):
+            try:
+                state = self._agent.check_xfer_state(self._open[transfer].handle)
+            except self._errors as error:
+                self._finish(transfer, TransferOutcome.FAILED, f"{type(error).__name__}: {error}")
+            else:
+                self._note(transfer, state)
+        finished, self._finished = self._finished, []
+        return finished
+
+    def disconnect(self, peer: PeerHandle) -> None:
+        known = self._peers.pop(peer, None)
+        if known is None:
+            return
+        for transfer in [t for t, opened in self._open.items() if opened.peer == peer]:
+            self._finish(transfer, TransferOutcome.FAILED, "the peer was disconnected")
+        with contextlib.suppress(*self._errors):  # the connection was dead already
+            self._agent.remove_remote_agent(known.name)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        with contextlib.suppress(*self._errors):  # the agent ends right after
+            self._agent.deregister_memory(self._registration)
+        del self._agent
+
+    def _note(self, transfer: TransferId, state: str) -> None:
+        if state == "DONE":
+            self._finish(transfer, TransferOutcome.DONE, "")
+        elif state != "PROC":
+            self._finish(transfer, TransferOutcome.FAILED, f"state {state}")
+
+    def _finish(self, transfer: TransferId, outcome: TransferOutcome, detail: str) -> None:
+        """Report a transfer once its handle is released; while NIXL refuses that, it is still in flight and polled."""
+        try:
+            self._open[transfer].handle.release()
+        except self._errors:
+            return
+        del self._open[transfer]
+        self._finished.append(Completion(transfer, outcome, detail))

@@ -1,0 +1,356 @@
+"""Verified reads of a peer's blocks: owns one Transport on one thread, and says of each block whether it can be trusted.
+
+A job's payloads are read in batches, a few in flight, while the digests of finished batches are computed on helper
+threads; then the source headers are read again, and a block is OK only if epoch, generation, key, length and digest
+are what the handle said, the local bytes have that digest, and the lease's deadline has not passed. The order matters:
+a header that is unchanged after the payload was read proves that the slot was not rewritten meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from kvservice.core.digest import digest_payload
+from kvservice.core.events import PullVerdict
+from kvservice.core.geometry import HEADER_BYTES, SCRATCH_BYTES, Geometry
+from kvservice.core.header import unpack_header
+from kvservice.core.messages import BlockHandle
+from kvservice.memory.segment import Segment
+from kvservice.transfer.base import Copy, PeerHandle, TransferId, TransferOutcome, Transport
+from kvservice.units import BootEpoch, MiB, NodeId, SlotIndex
+
+log = logging.getLogger("kvservice.transfer")
+
+BATCH_BYTES = 8 * MiB  # large enough for full speed, small enough that digests start early
+BATCHES_IN_FLIGHT = 3
+DIGEST_THREADS = 2
+IDLE_SECONDS = 0.2
+POLL_SECONDS = 0.0001
+SCRATCH_HEADERS = SCRATCH_BYTES // HEADER_BYTES
+PEERS_MAX = 1024
+
+DoneCallback = Callable[[int, tuple[PullVerdict, ...]], None]
+QuiescedCallback = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PullItem:
+    handle: BlockHandle
+    destination: SlotIndex
+
+
+@dataclass(frozen=True, slots=True)
+class PullJob:
+    job_id: int
+    peer: NodeId
+    peer_epoch: BootEpoch
+    description: bytes  # the peer's Transport.describe()
+    geometry: Geometry  # the peer's
+    payload_bytes: int  # of every item
+    items: tuple[PullItem, ...]
+    deadline: float  # on the puller's clock; nothing is accepted after it
+
+
+@dataclass(slots=True)
+class _Active:
+    job: PullJob
+    on_done: DoneCallback
+    on_quiesced: QuiescedCallback
+    peer: PeerHandle
+    next_item: int = 0  # first item whose payload is not posted yet
+    in_flight: dict[TransferId, range] = field(default_factory=dict)  # payload batches
+    digests: dict[int, Future[list[bool]]] = field(default_factory=dict)  # by first item of the batch
+    verdicts: dict[int, PullVerdict] = field(default_factory=dict)
+    headers: TransferId | None = None  # the read of the source headers, while in flight
+    scratch: int | None = None  # first scratch header of this job
+    headers_read: bool = False
+    answered: bool = False  # on_done was called; only quiescence is awaited
+
+    @property
+    def payloads_done(self) -> bool:
+        return self.next_item >= len(self.job.items) and not self.in_flight
+
+
+class Puller:
+    """`start`, then `submit` from any thread. Callbacks run on the puller's thread and must not block."""
+
+    def __init__(
+        self, segment: Segment, make_transport: Callable[[], Transport], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._segment = segment
+        self._make_transport = make_transport
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[tuple[PullJob, DoneCallback, QuiescedCallback] | None] = queue.SimpleQueue()
+        self._started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="kvservice-puller", daemon=True)
+        self._digesting = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="kvservice-verify")
+        self._active: list[_Active] = []
+        self._peers: dict[NodeId, tuple[BootEpoch, PeerHandle]] = {}
+        self._scratch_free = [True] * SCRATCH_HEADERS
+        self._name = ""
+        self._description = b""
+        self._stopping = False
+        self.counters: Counter[str] = Counter()
+
+    def start(self) -> None:
+        """Make the transport on its thread. Blocks until that is done; raises what it raised."""
+        self._thread.start()
+        self._started.result()
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def describe(self) -> bytes:
+        return self._description
+
+    def submit(self, job: PullJob, on_done: DoneCallback, on_quiesced: QuiescedCallback) -> None:
+        """Never blocks. `on_done` comes exactly once, by the deadline; `on_quiesced` exactly once if a verdict was
+        STUCK, when nothing can write the destinations any more."""
+        assert 0 < len(job.items) <= SCRATCH_HEADERS, f"{len(job.items)} blocks in one pull"
+        self._inbox.put((job, on_done, on_quiesced))
+
+    def close(self) -> None:
+        """Fail what is open, stop the thread, close the transport. Blocks shortly."""
+        self._stopping = True
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(10)
+        self._digesting.shutdown(wait=True, cancel_futures=True)
+
+    # -- the thread ----
+
+    def _run(self) -> None:
+        try:
+            transport = self._make_transport()
+            self._name = transport.name
+            self._description = transport.describe()
+        except BaseException as error:  # noqa: BLE001  thread boundary: handed to start()
+            self._started.set_exception(error)
+            return
+        self._started.set_result(None)
+        try:
+            while not self._stopping:
+                self._take_jobs(transport)
+                if self._active and not self._step(transport):
+                    time.sleep(POLL_SECONDS)
+        finally:
+            transport.close()
+            for active in self._active:
+                self._answer(active, dict.fromkeys(range(len(active.job.items)), PullVerdict.FAILED))
+                if active.in_flight or active.headers is not None:
+                    active.on_quiesced(active.job.job_id)
+
+    def _take_jobs(self, transport: Transport) -> None:
+        """Everything that has arrived; waits a little when there is nothing else to do."""
+        try:
+            entry = self._inbox.get(timeout=IDLE_SECONDS) if not self._active else self._inbox.get_nowait()
+            while True:
+                if entry is not None:
+                    self._begin(transport, *entry)
+                entry = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _begin(self, transport: Transport, job: PullJob, on_done: DoneCallback, on_quiesced: QuiescedCallback) -> None:
+        try:
+            peer = self._connect(transport, job)
+        except Exception as error:  # noqa: BLE001  a transport's bug must not end the thread that serves all peers
+            log.info("pull_connect_failed", extra={"peer": job.peer, "error": str(error)})
+            self.counters["connect_failed"] += 1
+            on_done(job.job_id, (PullVerdict.FAILED,) * len(job.items))
+            return
+        self._active.append(_Active(job, on_done, on_quiesced, peer))
+
+    def _connect(self, transport: Transport, job: PullJob) -> PeerHandle:
+        known = self._peers.get(job.peer)
+        if known is not None and known[0] == job.peer_epoch:
+            return known[1]
+        if known is not None or len(self._peers) >= PEERS_MAX:
+            self._drop_peer(transport, job.peer if known is not None else next(iter(self._peers)))
+        handle = transport.connect(job.description)
+        self._peers[job.peer] = (job.peer_epoch, handle)
+        self.counters["connects"] += 1
+        return handle
+
+    def _drop_peer(self, transport: Transport, peer: NodeId) -> None:
+        known = self._peers.pop(peer, None)
+        if known is not None:
+            transport.disconnect(known[1])
+
+    def _step(self, transport: Transport) -> bool:
+        """One round over all jobs. False when nothing moved."""
+        moved = False
+        for completion in transport.poll():
+            moved = True
+            self._complete(completion.transfer, completion.outcome is TransferOutcome.DONE, completion.detail)
+        for active in list(self._active):
+            try:
+                moved |= self._advance(transport, active)
+            except Exception as error:  # noqa: BLE001  thread boundary: this job fails, the others go on
+                log.warning("pull_failed", extra={"peer": active.job.peer, "error": str(error)})
+                self.counters["job_errors"] += 1
+                self._fail_rest(active)
+                self._drop_peer(transport, active.job.peer)
+        return moved
+
+    def _complete(self, transfer: TransferId, done: bool, detail: str) -> None:
+        for active in self._active:
+            if transfer == active.headers:
+                active.headers = None
+                active.headers_read = done
+                if not done:
+                    self._fail_rest(active)
+                return
+            batch = active.in_flight.pop(transfer, None)
+            if batch is not None:
+                if done and not active.answered:
+                    active.digests[batch.start] = self._digesting.submit(self._verify, active.job, batch)
+                elif not done:
+                    log.info("read_failed", extra={"peer": active.job.peer, "detail": detail})
+                    self.counters["reads_failed"] += 1
+                    self._fail_rest(active)
+                return
+
+    def _advance(self, transport: Transport, active: _Active) -> bool:
+        """Move one job on as far as it goes now. True when something changed."""
+        job = active.job
+        if active.answered:
+            return self._retire(active)
+        if self._clock() > job.deadline:
+            self.counters["deadlines"] += 1
+            self._fail_rest(active)
+        moved = False
+        while active.next_item < len(job.items) and len(active.in_flight) < BATCHES_IN_FLIGHT:
+            self._post_batch(transport, active)
+            moved = True
+        if active.payloads_done and active.headers is None and not active.headers_read and not active.verdicts:
+            moved |= self._post_headers(transport, active)
+        if self._is_decided(active):
+            self._answer(active, self._judge(active))
+            moved = True
+        return moved
+
+    def _post_batch(self, transport: Transport, active: _Active) -> None:
+        job = active.job
+        count = max(1, BATCH_BYTES // job.payload_bytes)
+        batch = range(active.next_item, min(active.next_item + count, len(job.items)))
+        copies = [
+            Copy(
+                job.geometry.payload_offset(job.items[i].handle.slot, job.payload_bytes),
+                self._segment.geometry.payload_offset(job.items[i].destination, job.payload_bytes),
+                job.payload_bytes,
+            )
+            for i in batch
+        ]
+        active.in_flight[transport.post_read(active.peer, copies)] = batch
+        active.next_item = batch.stop
+
+    def _post_headers(self, transport: Transport, active: _Active) -> bool:
+        items = active.job.items
+        active.scratch = self._take_scratch(len(items))
+        if active.scratch is None:
+            return False  # other jobs' headers are being checked: next round
+        start = self._segment.geometry.scratch_offset + active.scratch * HEADER_BYTES
+        copies = [
+            Copy(active.job.geometry.header_offset(item.handle.slot), start + index * HEADER_BYTES, HEADER_BYTES)
+            for index, item in enumerate(items)
+        ]
+        active.headers = transport.post_read(active.peer, copies)
+        return True
+
+    def _is_decided(self, active: _Active) -> bool:
+        if active.verdicts:
+            return True
+        return active.headers_read and all(future.done() for future in active.digests.values())
+
+    def _judge(self, active: _Active) -> dict[int, PullVerdict]:
+        """One verdict per item: the failure that was noted, or what headers and digests say."""
+        job = active.job
+        if active.verdicts:
+            return active.verdicts
+        if self._clock() > job.deadline:
+            return dict.fromkeys(range(len(job.items)), PullVerdict.FAILED)
+        verdicts: dict[int, PullVerdict] = {}
+        assert active.scratch is not None
+        start = self._segment.geometry.scratch_offset + active.scratch * HEADER_BYTES
+        for first, future in active.digests.items():
+            for index, good in enumerate(future.result(), first):
+                offset = start + index * HEADER_BYTES
+                header = bytes(self._segment.buffer[offset : offset + HEADER_BYTES])
+                if not _header_matches(header, job.items[index].handle, job.peer_epoch):
+                    verdicts[index] = PullVerdict.STALE
+                else:
+                    verdicts[index] = PullVerdict.OK if good else PullVerdict.CORRUPT
+        return verdicts
+
+    def _fail_rest(self, active: _Active) -> None:
+        """Give the job up: what a transfer may still write is STUCK, everything else FAILED."""
+        if active.answered or active.verdicts:
+            return
+        stuck = {index for batch in active.in_flight.values() for index in batch}
+        for index in range(len(active.job.items)):
+            active.verdicts[index] = PullVerdict.STUCK if index in stuck else PullVerdict.FAILED
+        active.next_item = len(active.job.items)
+
+    def _answer(self, active: _Active, verdicts: dict[int, PullVerdict]) -> None:
+        if not active.answered:
+            active.answered = True
+            ordered = tuple(verdicts[index] for index in range(len(active.job.items)))
+            good = ordered.count(PullVerdict.OK)
+            self.counters["blocks"] += good
+            self.counters[f"{self._name}_bytes"] += good * active.job.payload_bytes
+            active.verdicts = verdicts
+            active.on_done(active.job.job_id, ordered)
+
+    def _retire(self, active: _Active) -> bool:
+        """Forget an answered job once nothing of it is in flight."""
+        if active.in_flight or active.headers is not None:
+            return False
+        self._active.remove(active)
+        self._give_scratch(active)
+        if PullVerdict.STUCK in active.verdicts.values():
+            active.on_quiesced(active.job.job_id)
+        return True
+
+    def _verify(self, job: PullJob, batch: range) -> list[bool]:
+        """Runs on a helper thread: does each landed payload have the digest of its handle?"""
+        return [
+            digest_payload(self._segment.payload(job.items[i].destination, job.payload_bytes), job.items[i].handle.key)
+            == job.items[i].handle.digest
+            for i in batch
+        ]
+
+    def _take_scratch(self, count: int) -> int | None:
+        """First fit of `count` consecutive scratch headers."""
+        run = 0
+        for index, free in enumerate(self._scratch_free):
+            run = run + 1 if free else 0
+            if run == count:
+                first = index - count + 1
+                self._scratch_free[first : index + 1] = [False] * count
+                return first
+        return None
+
+    def _give_scratch(self, active: _Active) -> None:
+        if active.scratch is not None:
+            count = len(active.job.items)
+            self._scratch_free[active.scratch : active.scratch + count] = [True] * count
+
+
+def _header_matches(data: bytes, handle: BlockHandle, epoch: BootEpoch) -> bool:
+    header = unpack_header(data)
+    return header is not None and (
+        header.epoch,
+        header.generation,
+        header.key,
+        header.length,
+        header.digest,
+    ) == (epoch, handle.generation, handle.key, handle.length, handle.digest)
