@@ -1,0 +1,255 @@
+"""Which nodes the directory knows, what state each is in, and what an announcement of one may do.
+
+Owns epochs, sequences and heartbeat deadlines. Owns no keys: core.index keeps those and does what a verdict says. Pure,
+with one caller.
+
+    syncing  a full announcement is under way; what has come of it is visible
+    alive    announced in full, heartbeats arrive
+    stalled  syncing, but silent for `hide_seconds`: hidden, goes on where it stopped
+    suspect  alive, but silent for `hide_seconds`: hidden, comes back with its next update
+    dead     forgotten: left, silent for `forget_seconds`, or replaced by a newer epoch. Only the epoch and the last
+             sequence are remembered, so that nothing older is taken for news
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from kvservice.core.messages import Holder
+from kvservice.errors import Exhausted
+from kvservice.units import BootEpoch, NodeId
+
+HIDE_SECONDS = 3.0
+FORGET_SECONDS = 30.0
+MEMBERS_MAX = 4096
+
+
+class Outcome(Enum):
+    """Answer to one announcement."""
+
+    APPLIED = "applied"
+    RESYNC = "resync"  # send a full announcement
+    STALE_EPOCH = "stale_epoch"  # a newer boot of this node is known: stop announcing
+
+
+class MemberState(Enum):
+    SYNCING = "syncing"
+    ALIVE = "alive"
+    STALLED = "stalled"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+
+
+class MemberEvent(Enum):
+    BEGIN = "begin"  # first piece of a full announcement
+    UPDATE = "update"  # next in sequence, or the last one again; also a heartbeat
+    END = "end"  # last piece of a full announcement
+    LATE = "late"  # silent for hide_seconds
+    EXPIRE = "expire"  # silent for forget_seconds
+    LEAVE = "leave"
+    REPLACE = "replace"  # a newer epoch of the node was heard of
+
+
+_S, _E = MemberState, MemberEvent
+# A node never heard of starts as DEAD without a past. An absent pair is a bug.
+TRANSITIONS: dict[tuple[MemberState, MemberEvent], MemberState] = {
+    (_S.DEAD, _E.BEGIN): _S.SYNCING,
+    (_S.DEAD, _E.LEAVE): _S.DEAD,
+    (_S.DEAD, _E.REPLACE): _S.DEAD,
+    (_S.SYNCING, _E.BEGIN): _S.SYNCING,
+    (_S.SYNCING, _E.UPDATE): _S.SYNCING,
+    (_S.SYNCING, _E.END): _S.ALIVE,
+    (_S.SYNCING, _E.LATE): _S.STALLED,
+    (_S.SYNCING, _E.LEAVE): _S.DEAD,
+    (_S.SYNCING, _E.REPLACE): _S.DEAD,
+    (_S.ALIVE, _E.BEGIN): _S.SYNCING,
+    (_S.ALIVE, _E.UPDATE): _S.ALIVE,
+    (_S.ALIVE, _E.END): _S.ALIVE,
+    (_S.ALIVE, _E.LATE): _S.SUSPECT,
+    (_S.ALIVE, _E.LEAVE): _S.DEAD,
+    (_S.ALIVE, _E.REPLACE): _S.DEAD,
+    (_S.STALLED, _E.BEGIN): _S.SYNCING,
+    (_S.STALLED, _E.UPDATE): _S.SYNCING,
+    (_S.STALLED, _E.END): _S.ALIVE,
+    (_S.STALLED, _E.EXPIRE): _S.DEAD,
+    (_S.STALLED, _E.LEAVE): _S.DEAD,
+    (_S.STALLED, _E.REPLACE): _S.DEAD,
+    (_S.SUSPECT, _E.BEGIN): _S.SYNCING,
+    (_S.SUSPECT, _E.UPDATE): _S.ALIVE,
+    (_S.SUSPECT, _E.END): _S.ALIVE,
+    (_S.SUSPECT, _E.EXPIRE): _S.DEAD,
+    (_S.SUSPECT, _E.LEAVE): _S.DEAD,
+    (_S.SUSPECT, _E.REPLACE): _S.DEAD,
+}
+VISIBLE = frozenset({MemberState.SYNCING, MemberState.ALIVE})
+
+
+class InvalidTransition(AssertionError):
+    """A bug in the core: a member was asked for a change its state does not allow."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One node. Mutable: it is the record that the table keeps."""
+
+    holder: Holder
+    state: MemberState
+    last_sequence: int  # of the last announcement taken in this epoch; 0 = none
+    heard_at: float  # when the last announcement that counts came
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the index must do about the node's keys, in this order: `forget` the old ones, `apply` the new ones."""
+
+    outcome: Outcome
+    forget: bool = False
+    apply: bool = False
+
+
+APPLY = Verdict(Outcome.APPLIED, apply=True)
+DUPLICATE = Verdict(Outcome.APPLIED)
+RESYNC = Verdict(Outcome.RESYNC)
+STALE = Verdict(Outcome.STALE_EPOCH)
+
+
+class Membership:
+    """`version` grows whenever the set of visible nodes, or the address of one, may have changed."""
+
+    def __init__(self, hide_seconds: float = HIDE_SECONDS, forget_seconds: float = FORGET_SECONDS) -> None:
+        assert 0 < hide_seconds < forget_seconds
+        self._hide_seconds = hide_seconds
+        self._forget_seconds = forget_seconds
+        self._members: dict[NodeId, Member] = {}
+        self._next_deadline = math.inf  # nothing changes by time alone before
+        self.version = 0
+        self.counters: Counter[str] = Counter()
+
+    def get(self, node_id: NodeId) -> Member | None:
+        return self._members.get(node_id)
+
+    def members(self) -> Iterable[Member]:
+        """All but the forgotten ones."""
+        return [member for member in self._members.values() if member.state is not MemberState.DEAD]
+
+    def is_visible(self, node_id: NodeId) -> bool:
+        member = self._members.get(node_id)
+        return member is not None and member.state in VISIBLE
+
+    def hear(
+        self, node: Holder, sequence: int, *, full_begin: bool, full_end: bool, leaving: bool, now: float
+    ) -> Verdict:
+        """Judge one announcement and move the member. Raises Exhausted when too many nodes are known."""
+        member = self._members.get(node.node_id)
+        if member is not None and node.epoch < member.holder.epoch:
+            self.counters["announce_stale_epoch"] += 1
+            return STALE
+        if member is None:
+            if not (full_begin or leaving):
+                self.counters["announce_resync_unknown"] += 1
+                return RESYNC
+            member = self._admit(node, now)
+        replaced = node.epoch > member.holder.epoch
+        if replaced:
+            self._move(member, MemberEvent.REPLACE)
+            member.holder, member.last_sequence = node, 0
+        verdict = self._hear_current(member, node, sequence, full_begin, full_end, leaving, now)
+        return Verdict(verdict.outcome, forget=True, apply=verdict.apply) if replaced else verdict
+
+    def _hear_current(
+        self, member: Member, node: Holder, sequence: int, full_begin: bool, full_end: bool, leaving: bool, now: float
+    ) -> Verdict:
+        """The announcement is of the member's own epoch."""
+        known = member.state is not MemberState.DEAD
+        if sequence == member.last_sequence and (known or leaving):
+            if known:
+                self._move(member, MemberEvent.UPDATE)
+                self._heard(member, node, now)
+            self.counters["announce_duplicate"] += 1
+            return DUPLICATE
+        if sequence <= member.last_sequence:
+            # Sent before what is known, arrived after it: taking it would bring removed keys back.
+            self.counters["announce_resync_replay"] += 1
+            return RESYNC
+        if leaving:
+            self._move(member, MemberEvent.LEAVE)
+            member.last_sequence = sequence
+            self.counters["members_left"] += 1
+            return Verdict(Outcome.APPLIED, forget=True)
+        if not full_begin and not known:
+            self.counters["announce_resync_unknown"] += 1
+            return RESYNC
+        if not full_begin and sequence != member.last_sequence + 1:
+            self.counters["announce_resync_gap"] += 1
+            return RESYNC
+        self._move(member, MemberEvent.BEGIN if full_begin else MemberEvent.UPDATE)
+        if full_end:
+            self._move(member, MemberEvent.END)
+            self.counters["full_announcements"] += 1
+        member.last_sequence = sequence
+        self._heard(member, node, now)
+        return Verdict(Outcome.APPLIED, forget=True, apply=True) if full_begin else APPLY
+
+    def expire(self, now: float) -> list[Member]:
+        """Hide and forget by time. Returns those forgotten just now. Cheap when nothing is due."""
+        if now < self._next_deadline:
+            return []
+        forgotten: list[Member] = []
+        deadline = math.inf
+        for member in self.members():
+            silent = now - member.heard_at
+            if member.state in VISIBLE and silent >= self._hide_seconds:
+                self._move(member, MemberEvent.LATE)
+                self.counters["members_hidden"] += 1
+            if member.state not in VISIBLE and silent >= self._forget_seconds:
+                self._move(member, MemberEvent.EXPIRE)
+                self.counters["members_forgotten"] += 1
+                forgotten.append(member)
+            else:
+                limit = self._hide_seconds if member.state in VISIBLE else self._forget_seconds
+                deadline = min(deadline, member.heard_at + limit)
+        self._next_deadline = deadline
+        return forgotten
+
+    def _admit(self, node: Holder, now: float) -> Member:
+        if len(self._members) >= MEMBERS_MAX:
+            dead = [member for member in self._members.values() if member.state is MemberState.DEAD]
+            if not dead:
+                raise Exhausted(f"the directory knows {MEMBERS_MAX} nodes already", member_count_max=MEMBERS_MAX)
+            del self._members[min(dead, key=lambda member: member.heard_at).holder.node_id]
+        member = self._members[node.node_id] = Member(node, MemberState.DEAD, 0, now)
+        return member
+
+    def _heard(self, member: Member, node: Holder, now: float) -> None:
+        if member.holder != node:
+            member.holder = node
+            self.version += 1
+        member.heard_at = now
+        self._next_deadline = min(self._next_deadline, now + self._hide_seconds)
+
+    def _move(self, member: Member, event: MemberEvent) -> None:
+        target = TRANSITIONS.get((member.state, event))
+        if target is None:
+            raise InvalidTransition(f"{member.holder.node_id} is {member.state.value}, cannot {event.value}: {member}")
+        if target is not member.state:
+            self.version += 1
+        member.state = target
+
+    def epoch_of(self, node_id: NodeId) -> BootEpoch | None:
+        """The newest epoch heard of, also of a forgotten node."""
+        member = self._members.get(node_id)
+        return None if member is None else member.holder.epoch
+
+    def check_invariants(self) -> None:
+        assert len(self._members) <= MEMBERS_MAX
+        for node_id, member in self._members.items():
+            assert member.holder.node_id == node_id
+            if member.state is MemberState.DEAD:
+                continue
+            assert member.last_sequence > 0, f"{node_id} is {member.state} without an announcement"
+            limit = self._hide_seconds if member.state in VISIBLE else self._forget_seconds
+            assert self._next_deadline <= member.heard_at + limit, f"{node_id} would be noticed too late"
