@@ -13,6 +13,7 @@ import importlib.util
 import os
 import struct
 import uuid
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -33,7 +34,7 @@ UCX_DEFAULTS = {
 }
 DESCRIPTION_MAGIC = b"KVSNIXL1"
 DESCRIPTION_BYTES_MAX = 64 << 10
-_DESCRIPTION = struct.Struct("<8sQQ")  # magic, base address, segment bytes; then the agent metadata
+_DESCRIPTION = struct.Struct("<8sQQI")  # magic, base address, segment bytes, crc32 of the rest: the agent metadata
 _PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
 DRAM_DEVICE = 0
 
@@ -100,17 +101,19 @@ class NixlTransport:
         return "nixl"
 
     def describe(self) -> bytes:
-        head = _DESCRIPTION.pack(DESCRIPTION_MAGIC, self._segment.address, self._segment.geometry.segment_bytes)
+        size, crc = self._segment.geometry.segment_bytes, zlib.crc32(self._metadata)
+        head = _DESCRIPTION.pack(DESCRIPTION_MAGIC, self._segment.address, size, crc)
         return head + self._metadata
 
     def connect(self, description: bytes) -> PeerHandle:
         if not _DESCRIPTION.size < len(description) <= DESCRIPTION_BYTES_MAX:
             raise TransferError(f"a NIXL peer description of {len(description)} bytes is not valid")
-        magic, base, length = _DESCRIPTION.unpack_from(description)
-        if magic != DESCRIPTION_MAGIC:
+        magic, base, length, crc = _DESCRIPTION.unpack_from(description)
+        metadata = description[_DESCRIPTION.size :]
+        if magic != DESCRIPTION_MAGIC or crc != zlib.crc32(metadata):
             raise TransferError("this is not a NIXL peer description of this version")
         try:
-            name = self._agent.add_remote_agent(description[_DESCRIPTION.size :])
+            name = self._agent.add_remote_agent(metadata)
             text = name.decode() if isinstance(name, bytes) else str(name)
             self._agent.make_connection(text)
         except self._errors as error:

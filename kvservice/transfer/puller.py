@@ -1,4 +1,4 @@
-"""Verified reads of a peer's blocks: owns one Transport on one thread, and says of each block whether it can be trusted.
+"""Verified reads of a peer's blocks: owns a Transport on one thread, and says of each block whether it can be trusted.
 
 A job's payloads are read in batches, a few in flight, while the digests of finished batches are computed on helper
 threads; then the source headers are read again, and a block is OK only if epoch, generation, key, length and digest

@@ -1,0 +1,60 @@
+"""One contract, every transport."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvservice.core.geometry import plan_geometry
+from kvservice.memory.segment import Segment, segment_path
+from kvservice.testing.fake_transport import FakeNetwork
+from kvservice.testing.transport_contract import Pair, TransportContract
+from kvservice.transfer.nixl import NixlTransport, nixl_available
+from kvservice.transfer.shm import SharedMemoryTransport
+from kvservice.units import MiB
+
+
+@pytest.fixture
+def segments() -> Iterator[tuple[Segment, Segment]]:
+    made = [
+        Segment.create(
+            segment_path(f"contract{uuid.uuid4().hex[:6]}", node, Path("/dev/shm")), plan_geometry(24 * MiB), node
+        )
+        for node in ("reader", "source")
+    ]
+    yield made[0], made[1]
+    for segment in made:
+        segment.unlink()
+        segment.close()
+
+
+def ended(pair: Pair) -> Iterator[Pair]:
+    yield pair
+    pair.reader.close()
+    pair.source.close()
+
+
+class TestFake(TransportContract):
+    @pytest.fixture
+    def pair(self, segments: tuple[Segment, Segment]) -> Iterator[Pair]:
+        network = FakeNetwork()
+        yield from ended(Pair(network.transport(segments[0]), segments[0], network.transport(segments[1]), segments[1]))
+
+
+class TestSharedMemory(TransportContract):
+    @pytest.fixture
+    def pair(self, segments: tuple[Segment, Segment]) -> Iterator[Pair]:
+        reader, source = (SharedMemoryTransport(segment) for segment in segments)
+        yield from ended(Pair(reader, segments[0], source, segments[1]))
+
+
+@pytest.mark.nixl
+@pytest.mark.skipif(not nixl_available(), reason="NIXL is not installed")
+class TestNixl(TransportContract):
+    @pytest.fixture
+    def pair(self, segments: tuple[Segment, Segment]) -> Iterator[Pair]:
+        reader, source = (NixlTransport(segment, "contract") for segment in segments)
+        yield from ended(Pair(reader, segments[0], source, segments[1]))
