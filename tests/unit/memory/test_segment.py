@@ -1,0 +1,201 @@
+"""The segment: reserved up front, owned by one process, adopted by the next, refused with numbers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvservice.core.geometry import plan_geometry
+from kvservice.core.header import SlotHeader
+from kvservice.errors import SegmentError, ServiceConflict
+from kvservice.memory.liveness import hold, is_free
+from kvservice.memory.segment import Segment, remove_stale, segment_path
+from kvservice.units import BlockKey, BootEpoch, Generation, GiB, MiB, SlotIndex, SpanRoute
+
+GEOMETRY = plan_geometry(12 * MiB)
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    made = segment_path(f"test{uuid.uuid4().hex[:8]}", "node", Path("/dev/shm"))
+    yield made
+    made.unlink(missing_ok=True)
+
+
+def header(key: bytes = b"k" * 16) -> SlotHeader:
+    return SlotHeader(BootEpoch(1), Generation(2), BlockKey(key), 65536, SpanRoute(7), 99, 3)
+
+
+def test_all_memory_is_reserved_at_creation_and_only_the_owner_may_open_it(path: Path) -> None:
+    segment = Segment.create(path, GEOMETRY, "node")
+    status = path.stat()
+    assert status.st_blocks * 512 >= GEOMETRY.segment_bytes
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    segment.close()
+
+
+def test_too_small_shared_memory_is_a_clear_error_with_numbers_and_a_way_out(path: Path) -> None:
+    with pytest.raises(SegmentError, match=r"too small.*needed.*free.*remount.*--shm-size") as caught:
+        Segment.create(path, plan_geometry(100_000 * GiB), "node")
+    assert caught.value.attributes["needed_bytes"] > caught.value.attributes["free_bytes"]  # type: ignore[operator]
+    assert not path.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+def test_full_tmpfs_fails_at_start_and_not_with_sigbus_later(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)], check=True)
+    try:
+        with pytest.raises(SegmentError, match="too small"):
+            Segment.create(tmp_path / "segment", GEOMETRY, "node")
+        Segment.create(tmp_path / "small", plan_geometry(6 * MiB), "node").close()
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_second_owner_is_refused_by_pid(path: Path) -> None:
+    segment = Segment.create(path, GEOMETRY, "node")
+    with pytest.raises(ServiceConflict, match=f"process {os.getpid()}"):
+        Segment.create(path, GEOMETRY, "node")
+    segment.close()
+
+
+def test_killed_owner_leaves_its_blocks_to_the_next_boot(path: Path) -> None:
+    script = f"""
+import sys, time
+from pathlib import Path
+from kvservice.core.geometry import plan_geometry
+from kvservice.memory.segment import Segment
+from tests.unit.memory.test_segment import header, GEOMETRY
+s = Segment.create(Path({str(path)!r}), GEOMETRY, "node")
+s.assign_slab(1, 65536)
+s.write_header(1 << 16, header())
+s.payload(1 << 16, 65536)[:] = b"x" * 65536
+print(s.epoch, flush=True)
+time.sleep(60)
+"""
+    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
+    assert owner.stdout is not None
+    first = int(owner.stdout.readline())
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    segment = Segment.create(path, GEOMETRY, "node")
+    assert segment.existed
+    assert segment.epoch > first
+    assert list(segment.scan()) == [(SlotIndex(1 << 16), 65536, header())]
+    assert bytes(segment.payload(SlotIndex(1 << 16), 65536)) == b"x" * 65536
+    segment.close()
+
+
+@pytest.mark.parametrize("change", ["geometry", "node", "truncated", "foreign"])
+def test_foreign_content_is_replaced_not_adopted(path: Path, change: str) -> None:
+    first = Segment.create(path, GEOMETRY, "other" if change == "node" else "node")
+    first.assign_slab(0, 65536)
+    first.write_header(SlotIndex(0), header())
+    first.close()
+    if change == "truncated":
+        os.truncate(path, GEOMETRY.segment_bytes - 4096)
+    if change == "foreign":
+        path.write_bytes(os.urandom(1 << 20))
+    geometry = plan_geometry(14 * MiB) if change == "geometry" else GEOMETRY
+    segment = Segment.create(path, geometry, "node", epoch_floor=5)
+    assert not segment.existed
+    assert segment.epoch == 5
+    assert list(segment.scan()) == []
+    assert path.stat().st_blocks * 512 >= geometry.segment_bytes
+    segment.close()
+
+
+def test_attach_checks_what_it_maps(path: Path) -> None:
+    with pytest.raises(SegmentError, match="cannot open"):
+        Segment.attach(path, GEOMETRY)
+    owner = Segment.create(path, GEOMETRY, "node")
+    engine = Segment.attach(path, GEOMETRY)
+    engine.buffer[-1:] = b"z"
+    assert bytes(owner.buffer[-1:]) == b"z"
+    with pytest.raises(SegmentError, match="expected"):
+        Segment.attach(path, plan_geometry(20 * MiB))
+    engine.close()
+    owner.close()
+    path.write_bytes(b"junk" * 100)
+    with pytest.raises(SegmentError, match="not a kvservice segment"):
+        Segment.attach(path, GEOMETRY)
+
+
+def test_symlinks_are_not_followed(path: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"precious")
+    path.symlink_to(target)
+    with pytest.raises(SegmentError):
+        Segment.create(path, GEOMETRY, "node")
+    assert target.read_bytes() == b"precious"
+
+
+def test_torn_header_reads_as_no_block(path: Path) -> None:
+    segment = Segment.create(path, GEOMETRY, "node")
+    segment.assign_slab(0, 65536)
+    segment.write_header(SlotIndex(0), header())
+    offset = GEOMETRY.header_offset(SlotIndex(0))
+    for position in range(64):
+        byte = segment.buffer[offset + position]
+        segment.buffer[offset + position] = byte ^ 0x04
+        assert segment.read_header(SlotIndex(0)) is None, f"a flip at {position} went unnoticed"
+        segment.buffer[offset + position] = byte
+    assert segment.read_header(SlotIndex(0)) == header()
+    segment.close()
+
+
+def test_reassigned_slab_shows_none_of_its_old_headers(path: Path) -> None:
+    segment = Segment.create(path, GEOMETRY, "node")
+    segment.assign_slab(0, 65536)
+    for index in range(GEOMETRY.slots_per_slab(65536)):
+        segment.write_header(SlotIndex(index), header())
+    segment.assign_slab(0, 8192)
+    assert list(segment.scan()) == []
+    segment.close()
+
+
+def test_restarted_owner_shows_in_the_epoch_of_attached_engines(path: Path) -> None:
+    owner = Segment.create(path, GEOMETRY, "node")
+    engine = Segment.attach(path, GEOMETRY)
+    owner.close()
+    again = Segment.create(path, GEOMETRY, "node")
+    assert engine.current_epoch() == again.epoch == engine.epoch + 1
+    engine.close()
+    again.close()
+
+
+def test_only_segments_nobody_owns_are_removed_as_stale(path: Path) -> None:
+    owned = Segment.create(path, GEOMETRY, "node")
+    dead = path.with_name(path.name + "-dead")
+    Segment.create(dead, GEOMETRY, "node").close()
+    assert remove_stale(path.parent, path.name) == [dead]
+    assert path.exists()
+    owned.close()
+
+
+def test_liveness_lock_is_free_only_when_every_process_let_go(tmp_path: Path) -> None:
+    lock = tmp_path / "engine.lock"
+    assert is_free(lock)
+    first, second = hold(lock), hold(lock)
+    first.release()
+    assert not is_free(lock)
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"import sys,time;from pathlib import Path;from kvservice.memory.liveness import hold;"
+         f"l=hold(Path({str(lock)!r}));print(1,flush=True);time.sleep(60)"],
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert child.stdout is not None
+    child.stdout.readline()
+    second.release()
+    assert not is_free(lock)
+    child.kill()
+    child.wait()
+    assert is_free(lock)

@@ -1,0 +1,204 @@
+"""What the puller accepts, and what it says of everything else. The fake transport breaks what real ones break."""
+
+from __future__ import annotations
+
+import queue
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from kvservice.core.digest import digest_payload
+from kvservice.core.events import PullVerdict
+from kvservice.core.geometry import plan_geometry
+from kvservice.core.header import SlotHeader
+from kvservice.core.messages import BlockHandle
+from kvservice.memory.segment import Segment, segment_path
+from kvservice.testing.fake_transport import FakeNetwork, Faults
+from kvservice.transfer.puller import Puller, PullItem, PullJob
+from kvservice.units import BlockKey, BootEpoch, Generation, MiB, NodeId, SlotIndex, SpanRoute
+from tests.integration.engine import content
+
+PAYLOAD = 65536
+OK, STALE, CORRUPT, FAILED, STUCK = PullVerdict
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Rig:
+    puller: Puller
+    reader: Segment
+    source: Segment
+    faults: Faults
+    clock: Clock
+    description: bytes
+    done: queue.SimpleQueue[tuple[int, tuple[PullVerdict, ...]]]
+    quiesced: queue.SimpleQueue[int]
+
+    def publish(self, slot: int, key: BlockKey, generation: int = 2) -> BlockHandle:
+        """Write a sealed block into the source."""
+        data = content(key, PAYLOAD)
+        self.source.payload(SlotIndex(slot), PAYLOAD)[:] = data
+        digest = digest_payload(data, key)
+        header = SlotHeader(self.source.epoch, Generation(generation), key, PAYLOAD, SpanRoute(0), digest, slot)
+        self.source.write_header(SlotIndex(slot), header)
+        return BlockHandle(key, SlotIndex(slot), Generation(generation), PAYLOAD, digest, slot)
+
+    def pull(self, handles: list[BlockHandle], seconds: float = 50.0) -> tuple[PullVerdict, ...]:
+        self.submit(handles, seconds)
+        return self.done.get(timeout=10)[1]
+
+    def submit(self, handles: list[BlockHandle], seconds: float = 50.0, epoch: int | None = None) -> None:
+        items = tuple(PullItem(handle, SlotIndex(20 + i)) for i, handle in enumerate(handles))
+        job = PullJob(
+            7, NodeId("peer"), BootEpoch(epoch or self.source.epoch), self.description, self.source.geometry,
+            PAYLOAD, items, self.clock.now + seconds,
+        )  # fmt: skip
+        self.puller.submit(job, lambda job_id, v: self.done.put((job_id, v)), self.quiesced.put)
+
+
+def key(n: int) -> BlockKey:
+    return BlockKey(n.to_bytes(16, "big"))
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    geometry = plan_geometry(24 * MiB, 12 * MiB)
+    service = f"puller{uuid.uuid4().hex[:6]}"
+    made = [Segment.create(segment_path(service, n, Path("/dev/shm")), geometry, n) for n in ("reader", "source")]
+    for segment in made:
+        segment.assign_slab(0, PAYLOAD)
+    network = FakeNetwork()
+    description = network.transport(made[1]).describe()
+    clock = Clock()
+    puller = Puller(made[0], lambda: network.transport(made[0]), clock)
+    puller.start()
+    yield Rig(puller, *made, network.faults, clock, description, queue.SimpleQueue(), queue.SimpleQueue())
+    puller.close()
+    for segment in made:
+        segment.unlink()
+        segment.close()
+
+
+def test_unchanged_blocks_arrive_whole(rig: Rig) -> None:
+    handles = [rig.publish(i, key(i)) for i in range(12)]
+    assert rig.pull(handles) == (OK,) * 12
+    for i in range(12):
+        assert bytes(rig.reader.payload(SlotIndex(20 + i), PAYLOAD)) == content(key(i), PAYLOAD)
+    assert rig.puller.counters["fake_bytes"] == 12 * PAYLOAD
+
+
+def test_flipped_byte_is_corrupt(rig: Rig) -> None:
+    handles = [rig.publish(0, key(0)), rig.publish(1, key(1))]
+    rig.source.payload(SlotIndex(1), PAYLOAD)[1234] ^= 1
+    assert rig.pull(handles) == (OK, CORRUPT)
+
+
+def test_whole_bytes_of_another_block_are_corrupt(rig: Rig) -> None:
+    handles = [rig.publish(0, key(0))]
+    rig.source.payload(SlotIndex(0), PAYLOAD)[:] = content(key(99), PAYLOAD)
+    assert rig.pull(handles) == (CORRUPT,)
+
+
+def test_slot_rewritten_under_the_reader_is_stale(rig: Rig) -> None:
+    handles = [rig.publish(0, key(0))]
+    rig.faults.before_copy = lambda: rig.publish(0, key(5), generation=4) and None
+    assert rig.pull(handles) == (STALE,)
+
+
+@pytest.mark.parametrize("change", ["generation", "key", "length", "digest", "epoch", "writing", "cleared"])
+def test_header_that_differs_from_the_handle_is_stale(rig: Rig, change: str) -> None:
+    handle = rig.publish(0, key(0))
+    header = rig.source.read_header(SlotIndex(0))
+    assert header is not None
+    changed = {
+        "generation": replace(header, generation=Generation(4)),
+        "writing": replace(header, generation=Generation(3)),
+        "key": replace(header, key=key(8)),
+        "length": replace(header, length=PAYLOAD - 1),
+        "digest": replace(header, digest=header.digest ^ 1),
+        "epoch": replace(header, epoch=BootEpoch(header.epoch + 1)),
+        "cleared": None,
+    }[change]
+    if changed is None:
+        rig.source.clear_header(SlotIndex(0))
+    else:
+        rig.source.write_header(SlotIndex(0), changed)
+    assert rig.pull([handle]) == (STALE,)
+
+
+def test_failed_read_fails_the_job_and_the_next_one_works(rig: Rig) -> None:
+    handles = [rig.publish(i, key(i)) for i in range(3)]
+    rig.faults.fail = True
+    assert rig.pull(handles) == (FAILED,) * 3
+    rig.faults.fail = False
+    assert rig.pull(handles) == (OK,) * 3
+
+
+def test_refused_post_fails_the_job_and_reconnects(rig: Rig) -> None:
+    handles = [rig.publish(0, key(0))]
+    rig.faults.refuse = True
+    assert rig.pull(handles) == (FAILED,)
+    rig.faults.refuse = False
+    assert rig.pull(handles) == (OK,)
+    assert rig.puller.counters["connects"] == 2
+
+
+def test_wedged_transfer_is_stuck_at_the_deadline_and_quiesces_when_it_ends(rig: Rig) -> None:
+    handles = [rig.publish(0, key(0))]
+    rig.faults.hold = True
+    rig.submit(handles, seconds=5.0)
+    with pytest.raises(queue.Empty):
+        rig.done.get(timeout=0.3)
+    rig.clock.now += 6.0
+    assert rig.done.get(timeout=10) == (7, (STUCK,))
+    with pytest.raises(queue.Empty):
+        rig.quiesced.get(timeout=0.3)
+    rig.faults.hold = False
+    assert rig.quiesced.get(timeout=10) == 7
+
+
+def test_nothing_is_accepted_after_the_deadline(rig: Rig) -> None:
+    handles = [rig.publish(0, key(0))]
+
+    def late() -> None:
+        rig.clock.now += 60.0
+
+    rig.faults.before_copy = late
+    assert rig.pull(handles, seconds=50.0) == (FAILED,)
+
+
+def test_handle_outside_the_peer_is_a_failure_not_a_read(rig: Rig) -> None:
+    handle = replace(rig.publish(0, key(0)), slot=SlotIndex(500 << 16))
+    assert rig.pull([handle]) == (FAILED,)
+
+
+def test_unreachable_peer_fails_at_once(rig: Rig) -> None:
+    handle = rig.publish(0, key(0))
+    rig.description = b"nowhere"
+    assert rig.pull([handle]) == (FAILED,)
+
+
+def test_new_epoch_of_a_peer_is_a_new_connection(rig: Rig) -> None:
+    handle = rig.publish(0, key(0))
+    assert rig.pull([handle]) == (OK,)
+    rig.submit([handle], epoch=rig.source.epoch + 1)
+    assert rig.done.get(timeout=10)[1] == (STALE,), "the header still names the old epoch"
+    assert rig.puller.counters["connects"] == 2
+
+
+def test_close_answers_everything_that_is_open(rig: Rig) -> None:
+    rig.faults.hold = True
+    rig.submit([rig.publish(0, key(0))])
+    with pytest.raises(queue.Empty):
+        rig.done.get(timeout=0.2)
+    rig.puller.close()
+    assert rig.done.get(timeout=5)[1] == (FAILED,)
