@@ -1,0 +1,199 @@
+"""Carries what core.announce decides to the lookup shards: one task per partition, one update at a time.
+
+Everything runs on the loop that runs `run`. While an update is on its way, changes gather, so batches grow by
+themselves with the load. A lookup shard that does not answer is tried again with growing, jittered pauses; nobody waits
+for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from kvservice.core.announce import Announcer, Update
+from kvservice.core.keys import pack_keys
+from kvservice.core.membership import Outcome
+from kvservice.core.messages import Holder
+from kvservice.errors import ConfigError
+from kvservice.wire.codec import encode_holder
+from kvservice.wire.serving import CHANNEL_OPTIONS
+from kvservice.wire.status import error_from_rpc
+from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
+
+log = logging.getLogger("kvservice.client")
+
+CALL_SECONDS = 5.0
+FAREWELL_SECONDS = 1.0
+BACKOFF_SECONDS_FIRST = 0.05
+BACKOFF_SECONDS_MAX = 2.0
+
+_OUTCOMES = {
+    lookup_pb2.AnnounceReply.OUTCOME_APPLIED: Outcome.APPLIED,
+    lookup_pb2.AnnounceReply.OUTCOME_RESYNC: Outcome.RESYNC,
+    lookup_pb2.AnnounceReply.OUTCOME_STALE_EPOCH: Outcome.STALE_EPOCH,
+}
+
+
+class AnnouncePump:
+    """`node` says who this shard is now; `on_fenced` is called once, when a newer boot of this node was heard of."""
+
+    def __init__(
+        self,
+        announcer: Announcer,
+        addresses: Sequence[str],
+        node: Callable[[], Holder],
+        heartbeat_seconds: float,
+        on_fenced: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._announcer = announcer
+        self._addresses = _checked(addresses, announcer)
+        self._node = node
+        self._heartbeat_seconds = heartbeat_seconds
+        self._on_fenced = on_fenced
+        self._clock = clock
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._kicks = [asyncio.Event() for _ in self._addresses]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing: set[asyncio.Task[None]] = set()  # channels to addresses that are no longer used
+        self._told_fenced = False
+
+    async def run(self) -> None:
+        """Until `stop`, cancellation or being fenced."""
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._serve(partition)) for partition in range(len(self._addresses))]
+        try:
+            await asyncio.gather(*self._tasks)
+        finally:
+            await self._end_tasks()
+
+    def kick(self) -> None:
+        """There may be something to say."""
+        for kick in self._kicks:
+            kick.set()
+
+    def set_addresses(self, addresses: Sequence[str]) -> None:
+        """Lookup shards moved; their number stays the same. Takes effect with the next update of each."""
+        self._addresses = _checked(addresses, self._announcer)
+        for address in [address for address in self._channels if address not in self._addresses]:
+            # With time to finish: ending a call under way would look like a cancellation of our own task.
+            task = asyncio.get_running_loop().create_task(self._channels.pop(address).close(2 * CALL_SECONDS))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        self.kick()
+
+    async def stop(self, leaving: bool) -> None:
+        """With `leaving`, tell every lookup shard to forget this node, waiting a second at most. Idempotent."""
+        await self._end_tasks()
+        if leaving and not self._announcer.fenced:
+            farewells = [self._farewell(partition) for partition in range(len(self._addresses))]
+            await asyncio.gather(*farewells)
+        for task in self._closing:
+            task.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            await channel.close(None)
+
+    async def _end_tasks(self) -> None:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self, partition: int) -> None:
+        announcer, kick = self._announcer, self._kicks[partition]
+        failures = 0
+        heard_at = -self._heartbeat_seconds + self._clock()
+        while not announcer.fenced:
+            kick.clear()
+            update = announcer.next_update(partition)
+            if update is None:
+                wait = heard_at + self._heartbeat_seconds - self._clock()
+                if wait > 0:
+                    await _wait(kick, wait)
+                    continue
+                update = announcer.heartbeat(partition)
+            sent_at = self._clock()
+            if await self._deliver(partition, update, failures):
+                failures, heard_at = 0, sent_at
+            else:
+                failures += 1
+                pause = min(BACKOFF_SECONDS_FIRST * 2 ** min(failures - 1, 10), BACKOFF_SECONDS_MAX)
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+        self._fence()
+
+    async def _deliver(self, partition: int, update: Update, failures: int) -> bool:
+        """Whether the lookup shard answered."""
+        try:
+            reply = await self._announce(partition, update, CALL_SECONDS)
+            outcome = _OUTCOMES[reply.outcome]
+        except (grpc.aio.AioRpcError, KeyError, asyncio.CancelledError) as error:
+            # Cancelled as well: the update may have arrived, and a later run of this pump must send it again.
+            self._announcer.on_failure(partition)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            if failures == 0:
+                reason = error_from_rpc(error, "announce").message if isinstance(error, grpc.RpcError) else repr(error)
+                log.warning(
+                    "announce_failed",
+                    extra={"partition": partition, "address": self._addresses[partition], "reason": reason},
+                )
+            return False
+        self._announcer.on_reply(partition, outcome, reply.lookup_epoch)
+        return True
+
+    async def _farewell(self, partition: int) -> None:
+        update = self._announcer.farewell(partition)
+        try:
+            await self._announce(partition, update, FAREWELL_SECONDS)
+        except grpc.aio.AioRpcError:
+            log.info("farewell_failed", extra={"partition": partition})  # the heartbeat timeout does the same, later
+
+    async def _announce(self, partition: int, update: Update, timeout: float) -> lookup_pb2.AnnounceReply:
+        request = lookup_pb2.AnnounceRequest(
+            node=encode_holder(self._node()),
+            sequence=update.sequence,
+            added=pack_keys(update.added),
+            removed=pack_keys(update.removed),
+            full_begin=update.full_begin,
+            full_end=update.full_end,
+            partition=partition,
+            partition_count=len(self._addresses),
+            leaving=update.leaving,
+        )
+        address = self._addresses[partition]
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        stub = lookup_pb2_grpc.LookupServiceStub(channel)
+        reply: lookup_pb2.AnnounceReply = await stub.Announce(request, timeout=timeout)
+        return reply
+
+    def _fence(self) -> None:
+        if not self._told_fenced:
+            self._told_fenced = True
+            log.critical("announcer_fenced", extra={"node": self._node().node_id})
+            self.kick()  # the tasks of the other partitions end as well
+            self._on_fenced()
+
+
+def _checked(addresses: Sequence[str], announcer: Announcer) -> tuple[str, ...]:
+    if len(addresses) != announcer.partition_count:
+        raise ConfigError(
+            f"{len(addresses)} lookup addresses for {announcer.partition_count} partitions: the number of lookup "
+            "shards is fixed while a shard runs"
+        )
+    return tuple(addresses)
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except asyncio.TimeoutError:  # 3.10 has its own
+        return

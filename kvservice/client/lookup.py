@@ -1,0 +1,239 @@
+"""Asks the lookup shards who holds a chain of blocks. One RPC per partition that the chain touches, all at once.
+
+All coroutines run on the caller's loop. A partition that fails or is late makes only its own spans unknown; after three
+failures in a row it is not asked for a second and longer, so a dead lookup shard costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import grpc
+
+from kvservice.client.breaker import Breaker
+from kvservice.core.keys import KEYS_PER_REQUEST_MAX, SPAN_BLOCKS, partition_of, route_of_head
+from kvservice.core.messages import Holder, HolderRun
+from kvservice.errors import InvalidRequest
+from kvservice.units import BlockKey, NodeId
+from kvservice.wire.codec import decode_holder
+from kvservice.wire.serving import CHANNEL_OPTIONS
+from kvservice.wire.status import error_from_rpc
+from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
+
+STATS_SECONDS = 5.0
+RETIRED_SECONDS = 10.0  # time for calls to an old address to finish
+TIMEOUT_SECONDS_MIN = 0.001  # less than this is not worth a call
+
+Segments = list[tuple[int, int]]  # (first index in the chain, number of keys), ascending
+
+
+@dataclass(frozen=True, slots=True)
+class LookupAnswer:
+    """Runs with indices absolute in the chain, ascending, disjoint. Not `complete`: some partition did not answer, and
+    what is missing may be held after all."""
+
+    runs: tuple[HolderRun, ...]
+    complete: bool
+
+
+@dataclass(slots=True)
+class _Partition:
+    address: str
+    breaker: Breaker
+    channel: grpc.aio.Channel | None = None
+    stub: lookup_pb2_grpc.LookupServiceStub | None = None
+
+
+class LookupClient:
+    """`addresses` in partition order. Channels are made on first use, in the loop that runs then."""
+
+    def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._partitions = [_Partition(address, Breaker()) for address in addresses]
+        self._counters: Counter[str] = Counter()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return dict(self._counters)
+
+    def set_addresses(self, addresses: Sequence[str]) -> None:
+        """Lookup shards moved. Calls under way to old addresses may still finish."""
+        retired = [partition for partition in self._partitions if partition.address not in addresses]
+        kept = {partition.address: partition for partition in self._partitions}
+        self._partitions = [kept.get(address) or _Partition(address, Breaker()) for address in addresses]
+        for partition in retired:
+            if partition.channel is not None:
+                task = asyncio.get_running_loop().create_task(partition.channel.close(RETIRED_SECONDS))
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+
+    async def resolve(
+        self, chain: Sequence[BlockKey], start: int, timeout: float, exclude: NodeId | None = None
+    ) -> LookupAnswer:
+        """Who, apart from `exclude`, holds the blocks of the chain from `start` on. Never raises for a lookup shard
+        that fails; answers within `timeout` seconds."""
+        self._counters["lookup_calls"] += 1
+        if start >= len(chain):
+            return LookupAnswer((), True)
+        if not self._partitions:
+            return LookupAnswer((), False)
+        parts = split_chain(chain, start, len(self._partitions))
+        calls = [self._ask(self._partitions[index], chain, segments, timeout) for index, segments in parts]
+        answers = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
+        complete = all(answer is not None for answer in answers)
+        if not complete:
+            self._counters["lookup_incomplete"] += 1
+        found = [run for answer in answers if answer is not None for run in answer]
+        return LookupAnswer(merge_runs(found, exclude), complete)
+
+    async def stats(self) -> list[lookup_pb2.LookupStatsReply | None]:
+        """What each lookup shard says about itself; None for one that does not answer."""
+        return list(await asyncio.gather(*[self._stats(partition) for partition in self._partitions]))
+
+    async def close(self) -> None:
+        for task in self._closing:
+            task.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        for partition in self._partitions:
+            channel, partition.channel, partition.stub = partition.channel, None, None
+            if channel is not None:
+                await channel.close(None)
+
+    async def _ask(
+        self, partition: _Partition, chain: Sequence[BlockKey], segments: Segments, timeout: float
+    ) -> list[HolderRun] | None:
+        if not partition.breaker.allows(self._clock()):
+            self._counters["lookup_skipped"] += 1
+            return None
+        if timeout < TIMEOUT_SECONDS_MIN:
+            self._counters["lookup_no_time"] += 1
+            return None
+        packed = b"".join([key for first, count in segments for key in chain[first : first + count]])
+        self._counters["lookup_rpcs"] += 1
+        try:
+            reply = await _stub(partition).Resolve(lookup_pb2.ResolveRequest(keys=packed), timeout=timeout)
+            runs = decode_runs(reply, segments)
+        except grpc.aio.AioRpcError as error:
+            self._failed(partition, f"lookup_failed_{error.code().name.lower()}")
+            return None
+        except InvalidRequest:
+            self._failed(partition, "lookup_failed_malformed")
+            return None
+        partition.breaker.succeeded()
+        return runs
+
+    def _failed(self, partition: _Partition, counter: str) -> None:
+        self._counters[counter] += 1
+        now = self._clock()
+        if partition.breaker.allows(now):  # calls that were under way when it opened count once
+            partition.breaker.failed(now)
+            self._counters["lookup_breaker_opened"] += not partition.breaker.allows(now)
+
+    async def _stats(self, partition: _Partition) -> lookup_pb2.LookupStatsReply | None:
+        try:
+            reply: lookup_pb2.LookupStatsReply = await _stub(partition).LookupStats(
+                lookup_pb2.LookupStatsRequest(), timeout=STATS_SECONDS
+            )
+        except grpc.aio.AioRpcError as error:
+            self._counters[f"stats_failed_{error_from_rpc(error, 'stats').reason.lower()}"] += 1
+            return None
+        return reply
+
+
+def _stub(partition: _Partition) -> lookup_pb2_grpc.LookupServiceStub:
+    if partition.stub is None:
+        partition.channel = grpc.aio.insecure_channel(partition.address, options=CHANNEL_OPTIONS)
+        partition.stub = lookup_pb2_grpc.LookupServiceStub(partition.channel)
+    return partition.stub
+
+
+def split_chain(chain: Sequence[BlockKey], start: int, partition_count: int) -> list[tuple[int, Segments]]:
+    """Which parts of chain[start:] each partition is asked for: (partition, segments) per RPC."""
+    by_partition: dict[int, Segments] = {}
+    first = start
+    while first < len(chain):
+        head = first - first % SPAN_BLOCKS
+        end = min(head + SPAN_BLOCKS, len(chain))
+        segments = by_partition.setdefault(partition_of(route_of_head(chain[head]), partition_count), [])
+        if segments and sum(segments[-1]) == first:
+            segments[-1] = (segments[-1][0], end - segments[-1][0])
+        else:
+            segments.append((first, end - first))
+        first = end
+    return [(index, part) for index, segments in by_partition.items() for part in _bounded(segments)]
+
+
+def _bounded(segments: Segments) -> list[Segments]:
+    """The segments in portions of at most KEYS_PER_REQUEST_MAX keys."""
+    if sum(count for _, count in segments) <= KEYS_PER_REQUEST_MAX:
+        return [segments]
+    portions: list[Segments] = [[]]
+    room = KEYS_PER_REQUEST_MAX
+    for first, count in segments:
+        while count:
+            if not room:
+                portions.append([])
+                room = KEYS_PER_REQUEST_MAX
+            taken = min(count, room)
+            portions[-1].append((first, taken))
+            first, count, room = first + taken, count - taken, room - taken
+    return portions
+
+
+def decode_runs(reply: lookup_pb2.ResolveReply, segments: Segments) -> list[HolderRun]:
+    """Runs of one reply in terms of the chain. Raises InvalidRequest for what no honest lookup shard answers."""
+    nodes = [decode_holder(info) for info in reply.nodes]
+    asked_count = sum(count for _, count in segments)
+    found: list[HolderRun] = []
+    offsets = iter(segments)
+    base, (first, count) = 0, next(offsets)  # the segment at hand begins at index `base` of the request
+    end = 0
+    holders_of: dict[tuple[int, ...], tuple[Holder, ...]] = {}
+    for run in reply.runs:
+        position, end_before = run.start, end
+        end = position + run.count
+        if position < end_before or run.count == 0 or end > asked_count or not run.holders:
+            raise InvalidRequest(f"a lookup shard answered run {position}+{run.count} after {end_before}")
+        indices = tuple(run.holders)
+        holders = holders_of.get(indices)
+        if holders is None:
+            if max(indices) >= len(nodes):
+                raise InvalidRequest(f"a lookup shard named holder {max(indices)} of {len(nodes)}")
+            chosen = {nodes[index] for index in indices}
+            holders = holders_of[indices] = tuple(sorted(chosen, key=lambda holder: holder.node_id))
+        while position < end:
+            while position >= base + count:
+                base += count
+                first, count = next(offsets)
+            taken = min(end, base + count) - position
+            found.append(HolderRun(first + position - base, taken, holders))
+            position += taken
+    return found
+
+
+def merge_runs(runs: list[HolderRun], exclude: NodeId | None) -> tuple[HolderRun, ...]:
+    """Ascending, without `exclude`, neighbours with the same holders as one."""
+    if exclude is not None:
+        runs = [run for run in (_without(run, exclude) for run in runs) if run.holders]
+    runs = sorted(runs, key=lambda run: run.start)
+    merged: list[HolderRun] = []
+    for run in runs:
+        last = merged[-1] if merged else None
+        if last is not None and last.start + last.count == run.start and last.holders == run.holders:
+            merged[-1] = HolderRun(last.start, last.count + run.count, run.holders)
+        else:
+            merged.append(run)
+    assert all(before.start + before.count <= after.start for before, after in pairwise(merged))
+    return tuple(merged)
+
+
+def _without(run: HolderRun, node_id: NodeId) -> HolderRun:
+    if all(holder.node_id != node_id for holder in run.holders):
+        return run
+    return HolderRun(run.start, run.count, tuple(holder for holder in run.holders if holder.node_id != node_id))

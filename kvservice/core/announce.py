@@ -1,0 +1,199 @@
+"""What a shard still has to tell each lookup shard: changes, a full announcement, or only that it is alive.
+
+The counterpart of core.index. Pure, with one caller. Per partition there is one update at a time on its way; what is
+not known to have arrived is sent again under the same sequence, so the receiver can tell a repetition from news.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+
+from kvservice.core.keys import partition_of
+from kvservice.core.membership import Outcome
+from kvservice.units import BlockKey, SpanRoute
+
+# Keys in one update: small enough that applying it does not keep the lookup shard from answering for long.
+UPDATE_KEYS_MAX = 16_384
+# Changes that wait for a lookup shard that does not answer; with more, a full announcement is cheaper than the list.
+PENDING_MAX = 1_000_000
+
+Inventory = Callable[[], Iterable[tuple[BlockKey, SpanRoute]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One announcement. The same object is sent again until its fate is known."""
+
+    sequence: int
+    added: tuple[BlockKey, ...] = ()
+    removed: tuple[BlockKey, ...] = ()
+    full_begin: bool = False
+    full_end: bool = False
+    leaving: bool = False
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One partition. A full announcement goes from wants_full (nothing sent) to `snapshot` (being sent) to None."""
+
+    next_sequence: int = 1
+    wants_full: bool = True
+    snapshot: list[BlockKey] | None = None  # keys of the full announcement that are still to be sent, from the end
+    pending: dict[BlockKey, bool] = field(default_factory=dict)  # last word per key: True added, False removed
+    outstanding: Update | None = None  # built, fate not known
+    in_flight: bool = False  # handed out, neither answered nor failed
+    refused_begins: int = 0  # full announcements refused in a row
+    lookup_epoch: int = 0  # of the lookup shard that took our last full announcement; 0 = none did
+
+
+class Announcer:
+    """`inventory` gives everything the shard holds at the moment of the call."""
+
+    def __init__(self, partition_count: int, inventory: Inventory) -> None:
+        assert partition_count >= 0
+        self._inventory = inventory
+        self._streams = [_Stream() for _ in range(partition_count)]
+        self.fenced = False  # a newer boot of this node announces: stay silent for ever
+        self.counters: Counter[str] = Counter()
+
+    @property
+    def partition_count(self) -> int:
+        return len(self._streams)
+
+    def add(self, key: BlockKey, route: SpanRoute) -> None:
+        self._change(key, route, True)
+
+    def remove(self, key: BlockKey, route: SpanRoute) -> None:
+        self._change(key, route, False)
+
+    def is_synced(self, partition: int) -> bool:
+        """Nothing left to say: the lookup shard has confirmed everything."""
+        stream = self._streams[partition]
+        return not (stream.wants_full or stream.snapshot is not None or stream.pending or stream.outstanding)
+
+    def next_update(self, partition: int) -> Update | None:
+        """The update to send now; None when there is nothing to say or one is on its way. Each one handed out must
+        come back through on_reply or on_failure."""
+        stream = self._streams[partition]
+        if self.fenced or stream.in_flight:
+            return None
+        if stream.outstanding is None:
+            stream.outstanding = self._build(partition, stream)
+        stream.in_flight = stream.outstanding is not None
+        return stream.outstanding
+
+    def heartbeat(self, partition: int) -> Update:
+        """Like next_update, but an empty update when there is nothing else to say. None may be on its way."""
+        stream = self._streams[partition]
+        assert not stream.in_flight, "one update at a time"
+        assert not self.fenced, "fenced: stay silent"
+        update = self.next_update(partition)
+        if update is None:
+            update = stream.outstanding = Update(self._take_sequence(stream))
+            stream.in_flight = True
+        return update
+
+    def farewell(self, partition: int) -> Update:
+        """The last word: the node leaves. Whatever was on its way does not matter any more; afterwards only a full
+        announcement brings the node back."""
+        stream = self._streams[partition]
+        self._demand_full(stream)
+        return Update(self._take_sequence(stream), leaving=True)
+
+    def on_reply(self, partition: int, outcome: Outcome, lookup_epoch: int) -> None:
+        """The answer to the update that is on its way."""
+        stream = self._streams[partition]
+        update, stream.outstanding = stream.outstanding, None
+        stream.in_flight = False
+        self.counters[f"announce_{outcome.value}"] += 1
+        if update is None:  # left meanwhile
+            return
+        if outcome is Outcome.STALE_EPOCH:
+            self.fenced = True
+        elif outcome is Outcome.RESYNC:
+            if update.full_begin:
+                # Refused although it begins anew: the receiver has heard later sequences of this epoch, from an
+                # announcer before this one. Ever longer jumps pass them in a few tries.
+                stream.refused_begins += 1
+                stream.next_sequence += 1 << min(stream.refused_begins, 48)
+            self._demand_full(stream)
+        elif update.full_begin:
+            stream.lookup_epoch = lookup_epoch
+            stream.refused_begins = 0
+        elif stream.lookup_epoch != lookup_epoch:
+            self._demand_full(stream)
+
+    def on_failure(self, partition: int) -> None:
+        """No answer: the update may or may not have been applied. It is handed out again, unchanged."""
+        self._streams[partition].in_flight = False
+        self.counters["announce_failed"] += 1
+
+    def _change(self, key: BlockKey, route: SpanRoute, added: bool) -> None:
+        if not self._streams:
+            return
+        stream = self._streams[partition_of(route, len(self._streams))]
+        if stream.wants_full:
+            return  # the inventory will have it
+        # The last word is always sent, also when it seems to undo one that was not sent yet: a repetition is
+        # harmless, and a guess about what the directory knows could be wrong for ever.
+        stream.pending[key] = added
+        if len(stream.pending) > PENDING_MAX:
+            self._demand_full(stream)
+
+    def _demand_full(self, stream: _Stream) -> None:
+        """An update on its way stays there: its answer still has to come."""
+        stream.wants_full = True
+        stream.snapshot = None
+        stream.pending.clear()
+        if not stream.in_flight:
+            stream.outstanding = None
+
+    def _build(self, partition: int, stream: _Stream) -> Update | None:
+        begin = stream.wants_full
+        if begin:
+            count = len(self._streams)
+            stream.snapshot = [key for key, route in self._inventory() if partition_of(route, count) == partition]
+            stream.pending.clear()
+            stream.wants_full = False
+            self.counters["full_announcements"] += 1
+        if stream.snapshot is not None:
+            # Changes wait until the snapshot is out: a removal must not overtake the piece that adds its key.
+            added = tuple(stream.snapshot[-UPDATE_KEYS_MAX:])
+            del stream.snapshot[-UPDATE_KEYS_MAX:]
+            end = not stream.snapshot
+            if end:
+                stream.snapshot = None
+            return Update(self._take_sequence(stream), added, full_begin=begin, full_end=end)
+        if not stream.pending:
+            return None
+        keys = list(islice(stream.pending, UPDATE_KEYS_MAX))
+        words = [(key, stream.pending.pop(key)) for key in keys]
+        return Update(
+            self._take_sequence(stream),
+            tuple(key for key, added in words if added),
+            tuple(key for key, added in words if not added),
+        )
+
+    @staticmethod
+    def _take_sequence(stream: _Stream) -> int:
+        sequence = stream.next_sequence
+        stream.next_sequence += 1
+        return sequence
+
+    def check_invariants(self) -> None:
+        for stream in self._streams:
+            assert stream.next_sequence >= 1
+            assert len(stream.pending) <= PENDING_MAX
+            assert not stream.in_flight or stream.outstanding is not None, "nothing is on its way"
+            assert not (stream.wants_full and stream.snapshot is not None), "a full announcement is wanted and sent"
+            assert not (stream.wants_full and stream.pending), "changes wait although the inventory will have them"
+            assert stream.snapshot is None or stream.snapshot, "an empty rest is no snapshot"
+            update = stream.outstanding
+            if update is not None:
+                assert update.sequence < stream.next_sequence
+                assert len(update.added) + len(update.removed) <= UPDATE_KEYS_MAX
+                assert not set(update.added) & set(update.removed), "one update adds and removes a key"
+                assert update.added or update.removed or not update.full_begin or update.full_end, "an empty piece"

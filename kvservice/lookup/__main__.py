@@ -1,0 +1,65 @@
+"""`python -m kvservice.lookup`: one lookup shard as a plain process, without Ray. SIGTERM and Ctrl-C end it cleanly."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+
+from kvservice.core.membership import FORGET_SECONDS, HIDE_SECONDS
+from kvservice.errors import KVServiceError
+from kvservice.lookup.server import LookupServer
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m kvservice.lookup", description=__doc__)
+    parser.add_argument("--bind", default="127.0.0.1:7400", metavar="HOST:PORT", help="port 0 = any free one")
+    parser.add_argument("--partition", type=int, default=0, help="which lookup shard this is, from 0")
+    parser.add_argument("--partition-count", type=int, default=1, help="how many there are")
+    parser.add_argument(
+        "--hide-seconds", type=float, default=HIDE_SECONDS, help="a node silent for this long is not given as holder"
+    )
+    parser.add_argument(
+        "--forget-seconds",
+        type=float,
+        default=FORGET_SECONDS,
+        help="and must announce everything again after this long",
+    )
+    return parser.parse_args(arguments)
+
+
+async def serve(given: argparse.Namespace) -> None:
+    server = LookupServer(
+        given.bind,
+        given.partition,
+        given.partition_count,
+        hide_seconds=given.hide_seconds,
+        forget_seconds=given.forget_seconds,
+    )
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    port = await server.start()
+    host = given.bind.rpartition(":")[0]
+    print(f"lookup shard {given.partition} of {given.partition_count} serves {host}:{port}", flush=True)
+    try:
+        await stopped.wait()
+    finally:
+        await server.stop()
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        asyncio.run(serve(parse_arguments()))
+    except KVServiceError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Hosts one lookup shard behind gRPC, with the standard health and reflection services.
+
+The Ray actor, `python -m kvservice.lookup` and the tests all run this class. It owns the directory index and the
+periodic work on it: expiry of silent nodes and sweeping of what they left. Nothing is kept over a restart; the cache
+shards announce themselves again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvservice.core.index import DirectoryIndex
+from kvservice.core.membership import FORGET_SECONDS, HIDE_SECONDS
+from kvservice.errors import ConfigError
+from kvservice.lookup.service import LookupServicer
+from kvservice.lookup.watch import WatchHub
+from kvservice.wire.serving import SERVER_OPTIONS, service_handler
+from kvservice.wire.v1 import lookup_pb2
+
+log = logging.getLogger("kvservice.lookup")
+
+STOP_GRACE_SECONDS = 1.0
+EXPIRE_SECONDS = 0.25  # how late a change by time alone may reach the watchers
+SWEEP_KEYS = 4_096  # about 1 ms
+SWEEP_PAUSE_SECONDS = 0.005  # lookups come first
+CONCURRENT_CALLS_MAX = 4_096
+
+
+class LookupServer:
+    """Use start/stop on one event loop. `epoch` must differ between two starts; a wall clock in ns does."""
+
+    def __init__(
+        self,
+        bind_address: str,
+        partition: int = 0,
+        partition_count: int = 1,
+        epoch: int | None = None,
+        *,
+        hide_seconds: float = HIDE_SECONDS,
+        forget_seconds: float = FORGET_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not 0 <= partition < partition_count:
+            raise ConfigError(f"partition {partition} of {partition_count}: it must be 0 to {partition_count - 1}")
+        if not 0 < hide_seconds < forget_seconds:
+            raise ConfigError(f"nodes are hidden after {hide_seconds} s and forgotten after {forget_seconds} s: not so")
+        self._bind_address = bind_address
+        self.epoch = epoch if epoch is not None else time.time_ns()
+        self._clock = clock
+        self._index = DirectoryIndex(hide_seconds, forget_seconds)
+        self._hub = WatchHub(self._index, clock)
+        self._servicer = LookupServicer(self._index, self._hub, partition, partition_count, self.epoch, clock)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
+        self._server: grpc.aio.Server | None = None
+        self._maintenance: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        """Returns the port. Raises ConfigError when the address cannot be bound."""
+        server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=CONCURRENT_CALLS_MAX)
+        service = lookup_pb2.DESCRIPTOR.services_by_name["LookupService"]
+        server.add_generic_rpc_handlers((service_handler(service, self._servicer),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        try:
+            port = server.add_insecure_port(self._bind_address)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {self._bind_address}: {error}") from error
+        await server.start()
+        self._server = server
+        self._maintenance = asyncio.get_running_loop().create_task(self._maintain())
+        for name in ("", service.full_name):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        log.info("lookup_started", extra={"address": self._bind_address, "port": port})
+        return port
+
+    async def stop(self, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
+        """Idempotent."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        await self._health.enter_graceful_shutdown()
+        self._hub.close()
+        await server.stop(grace_seconds)
+        if self._maintenance is not None:
+            self._maintenance.cancel()
+            await asyncio.gather(self._maintenance, return_exceptions=True)
+            self._maintenance = None
+
+    async def wait_for_termination(self) -> None:
+        if self._server is not None:
+            await self._server.wait_for_termination()
+
+    async def _maintain(self) -> None:
+        while True:
+            try:
+                self._index.expire(self._clock())
+                self._hub.publish()
+                looked_at = self._index.sweep(SWEEP_KEYS)
+            except Exception:  # task boundary: expiry must go on, and the reason must be seen
+                log.exception("maintenance_failed")
+                looked_at = 0
+            await asyncio.sleep(SWEEP_PAUSE_SECONDS if looked_at else EXPIRE_SECONDS)

@@ -1,0 +1,123 @@
+"""The LookupService RPCs over a DirectoryIndex: checks what comes from the wire, asks the index, encodes the answer.
+
+Runs on the server's event loop and never awaits between reading and changing the index, so the index needs no lock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+
+from kvservice.core.index import DirectoryIndex, Outcome
+from kvservice.core.keys import unpack_keys
+from kvservice.core.messages import Holder, HolderRun
+from kvservice.errors import InvalidRequest, Refused
+from kvservice.lookup.watch import WatchHub
+from kvservice.wire.codec import decode_holder, encode_holder
+from kvservice.wire.serving import Context
+from kvservice.wire.v1 import lookup_pb2
+
+ANNOUNCED_KEYS_MAX = 65_536  # added and removed, each
+
+_OUTCOMES = {
+    Outcome.APPLIED: lookup_pb2.AnnounceReply.OUTCOME_APPLIED,
+    Outcome.RESYNC: lookup_pb2.AnnounceReply.OUTCOME_RESYNC,
+    Outcome.STALE_EPOCH: lookup_pb2.AnnounceReply.OUTCOME_STALE_EPOCH,
+}
+
+
+class LookupServicer:
+    def __init__(
+        self,
+        index: DirectoryIndex,
+        hub: WatchHub,
+        partition: int,
+        partition_count: int,
+        epoch: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._index = index
+        self._hub = hub
+        self._partition = partition
+        self._partition_count = partition_count
+        self._epoch = epoch
+        self._clock = clock
+        self._counters: Counter[str] = Counter()
+
+    async def resolve(self, request: lookup_pb2.ResolveRequest, context: Context) -> lookup_pb2.ResolveReply:
+        keys = unpack_keys(request.keys)
+        runs = self._index.resolve(keys, self._clock())
+        counters = self._counters
+        counters["resolve_calls"] += 1
+        counters["resolve_keys"] += len(keys)
+        counters["resolve_keys_held"] += sum(run.count for run in runs)
+        if self._index.changes:
+            self._hub.publish()
+        return _encode_runs(runs)
+
+    async def announce(self, request: lookup_pb2.AnnounceRequest, context: Context) -> lookup_pb2.AnnounceReply:
+        if (request.partition, request.partition_count) != (self._partition, self._partition_count):
+            raise Refused(
+                f"this is lookup shard {self._partition} of {self._partition_count}, the announcement is for "
+                f"{request.partition} of {request.partition_count}: give every part the same list of lookup shards, in "
+                "the same order",
+                partition=self._partition,
+                partition_count=self._partition_count,
+            )
+        if request.sequence == 0:
+            raise InvalidRequest("the sequence of announcements starts at 1")
+        outcome = self._index.apply(
+            decode_holder(request.node),
+            request.sequence,
+            unpack_keys(request.added, ANNOUNCED_KEYS_MAX),
+            unpack_keys(request.removed, ANNOUNCED_KEYS_MAX),
+            full_begin=request.full_begin,
+            full_end=request.full_end,
+            leaving=request.leaving,
+            now=self._clock(),
+        )
+        self._counters["announce_calls"] += 1
+        self._hub.publish()
+        return lookup_pb2.AnnounceReply(outcome=_OUTCOMES[outcome], lookup_epoch=self._epoch)
+
+    async def watch(self, request: lookup_pb2.WatchRequest, context: Context) -> AsyncIterator[lookup_pb2.WatchEvent]:
+        async with aclosing(self._hub.subscribe()) as events:
+            async for event in events:
+                yield event
+
+    async def lookup_stats(
+        self, request: lookup_pb2.LookupStatsRequest, context: Context
+    ) -> lookup_pb2.LookupStatsReply:
+        nodes = [
+            lookup_pb2.LookupNodeStats(
+                node=encode_holder(summary.node),
+                block_count=summary.block_count,
+                heartbeat_age_seconds=summary.heartbeat_age_seconds,
+                alive=summary.visible,
+            )
+            for summary in self._index.nodes(self._clock())
+        ]
+        counters = {**self._index.all_counters(), **self._counters}
+        counters["watchers"] = len(self._hub)
+        counters["watchers_cut_off"] = self._hub.cut_off_count
+        return lookup_pb2.LookupStatsReply(
+            partition=self._partition,
+            partition_count=self._partition_count,
+            lookup_epoch=self._epoch,
+            key_count=len(self._index),
+            nodes=nodes,
+            counters=counters,
+        )
+
+
+def _encode_runs(runs: Sequence[HolderRun]) -> lookup_pb2.ResolveReply:
+    nodes: dict[Holder, int] = {}
+    indices_of: dict[int, list[int]] = {}  # by identity: the index gives one tuple per distinct set
+    encoded: list[lookup_pb2.ResolveRun] = []
+    for run in runs:
+        indices = indices_of.get(id(run.holders))
+        if indices is None:
+            indices = indices_of[id(run.holders)] = [nodes.setdefault(node, len(nodes)) for node in run.holders]
+        encoded.append(lookup_pb2.ResolveRun(start=run.start, count=run.count, holders=indices))
+    return lookup_pb2.ResolveReply(runs=encoded, nodes=[encode_holder(node) for node in nodes])

@@ -1,0 +1,138 @@
+"""Subscribers of a lookup shard: one snapshot, then every change, each through a bounded queue of its own.
+
+Runs on the server's event loop. A subscriber that does not keep up is cut off, so it can neither hold memory nor slow
+down the others; it may subscribe again and gets a new snapshot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from kvservice.core.index import Change, DirectoryIndex
+from kvservice.core.keys import pack_keys
+from kvservice.errors import Exhausted, Unavailable
+from kvservice.wire.codec import encode_holder
+from kvservice.wire.v1 import lookup_pb2
+
+SUBSCRIBERS_MAX = 64
+QUEUE_BYTES_MAX = 16 << 20  # per subscriber
+EVENT_OVERHEAD_BYTES = 256  # so that many empty events count as well
+SNAPSHOT_KEYS = 4096  # looked at in one go, between two turns of the loop
+
+
+class Subscriber:
+    def __init__(self) -> None:
+        self._events: deque[lookup_pb2.WatchEvent] = deque()
+        self._queued_bytes = 0
+        self._wake = asyncio.Event()
+        self._end: Exhausted | Unavailable | None = None
+
+    def push(self, event: lookup_pb2.WatchEvent) -> None:
+        if self._end is not None:
+            return
+        self._queued_bytes += _cost(event)
+        if self._queued_bytes > QUEUE_BYTES_MAX:
+            self._events.clear()
+            self.end(Exhausted("the watcher does not keep up with the changes: subscribe again for a new snapshot"))
+            return
+        self._events.append(event)
+        self._wake.set()
+
+    def end(self, reason: Exhausted | Unavailable) -> None:
+        self._end = self._end or reason
+        self._wake.set()
+
+    @property
+    def was_cut_off(self) -> bool:
+        return isinstance(self._end, Exhausted)
+
+    def raise_if_ended(self) -> None:
+        if self._end is not None:
+            raise self._end
+
+    async def next_event(self) -> lookup_pb2.WatchEvent:
+        """Raises Exhausted once cut off, Unavailable when the server stops."""
+        while not self._events:
+            self.raise_if_ended()
+            self._wake.clear()
+            await self._wake.wait()
+        event = self._events.popleft()
+        self._queued_bytes -= _cost(event)
+        return event
+
+
+class WatchHub:
+    """Fans the index's changes out. `publish` must follow every call that may change the index."""
+
+    def __init__(self, index: DirectoryIndex, clock: Callable[[], float]) -> None:
+        self._index = index
+        self._clock = clock
+        self._subscribers: set[Subscriber] = set()
+        self.cut_off_count = 0
+
+    def __len__(self) -> int:
+        return len(self._subscribers)
+
+    def publish(self) -> None:
+        if not self._index.changes:
+            return
+        changes, self._index.changes = self._index.changes, []
+        for event in map(_encode_change, changes):
+            for subscriber in self._subscribers:
+                subscriber.push(event)
+
+    async def subscribe(self) -> AsyncGenerator[lookup_pb2.WatchEvent, None]:
+        """Raises Exhausted for too many subscribers or one that is too slow."""
+        if len(self._subscribers) >= SUBSCRIBERS_MAX:
+            raise Exhausted(f"{SUBSCRIBERS_MAX} watchers already", watcher_count_max=SUBSCRIBERS_MAX)
+        subscriber = Subscriber()
+        self._subscribers.add(subscriber)
+        self._index.record_changes = True
+        try:
+            async with aclosing(self._snapshot(subscriber)) as snapshot:
+                async for event in snapshot:
+                    yield event
+            while True:
+                yield await subscriber.next_event()
+        finally:
+            self._subscribers.discard(subscriber)
+            self.cut_off_count += subscriber.was_cut_off
+            if not self._subscribers:
+                self._index.record_changes = False
+                self._index.changes.clear()
+
+    def close(self) -> None:
+        for subscriber in self._subscribers:
+            subscriber.end(Unavailable("the lookup shard stops"))
+
+    async def _snapshot(self, subscriber: Subscriber) -> AsyncGenerator[lookup_pb2.WatchEvent, None]:
+        """Reads the index while it changes: whatever changes meanwhile waits in the queue and is repeated after the
+        snapshot, in order, so the end result is right."""
+        keys = self._index.keys()
+        holders = {}
+        for summary in self._index.nodes(self._clock()):
+            holders[summary.node.node_id] = summary.node
+            yield lookup_pb2.WatchEvent(node=encode_holder(summary.node), reset=True)
+        for start in range(0, len(keys), SNAPSHOT_KEYS):
+            subscriber.raise_if_ended()
+            for node_id, held in self._index.held_by(keys[start : start + SNAPSHOT_KEYS]).items():
+                if node_id in holders:  # else it came meanwhile, and its announcement is in the queue
+                    yield lookup_pb2.WatchEvent(node=encode_holder(holders[node_id]), added=pack_keys(held))
+            await asyncio.sleep(0)
+        yield lookup_pb2.WatchEvent(snapshot_end=True)
+
+
+def _cost(event: lookup_pb2.WatchEvent) -> int:
+    return len(event.added) + len(event.removed) + EVENT_OVERHEAD_BYTES
+
+
+def _encode_change(change: Change) -> lookup_pb2.WatchEvent:
+    return lookup_pb2.WatchEvent(
+        node=encode_holder(change.node),
+        added=pack_keys(change.added),
+        removed=pack_keys(change.removed),
+        reset=change.reset,
+    )
