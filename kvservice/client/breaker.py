@@ -25,5 +25,5 @@ class Breaker:
         """Opens after three failures in a row, for a time that doubles with each further one."""
         self.failures += 1
         if self.failures >= FAILURES_TO_OPEN:
-            seconds = OPEN_SECONDS_FIRST * 2 ** (self.failures - FAILURES_TO_OPEN)
+            seconds = OPEN_SECONDS_FIRST * 2 ** min(self.failures - FAILURES_TO_OPEN, 16)  # 2 ** 1024 is no float
             self.open_until = now + min(seconds, OPEN_SECONDS_MAX)
