@@ -1,0 +1,241 @@
+"""Rules of core.index: runs, forgetting by masking, sweeping."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvservice.core.index import Change, DirectoryIndex, longest_prefix
+from kvservice.core.membership import Outcome
+from kvservice.core.messages import Holder, HolderRun
+from kvservice.units import BlockKey, BootEpoch, NodeId
+
+
+def node(name: str, epoch: int = 1) -> Holder:
+    return Holder(NodeId(name), f"{name}:1", BootEpoch(epoch))
+
+
+def keys(*numbers: int) -> list[BlockKey]:
+    return [BlockKey(number.to_bytes(16, "big")) for number in numbers]
+
+
+A, B, C = node("a"), node("b"), node("c")
+
+
+def index_with(**held: range) -> DirectoryIndex:
+    index = DirectoryIndex()
+    for name, numbers in held.items():
+        outcome = index.apply(node(name), 1, keys(*numbers), full_begin=True, full_end=True, now=0.0)
+        assert outcome is Outcome.APPLIED
+    return index
+
+
+def asked(index: DirectoryIndex, numbers: range, now: float = 0.0) -> list[tuple[int, int, str]]:
+    index.check_invariants()
+    runs = index.resolve(keys(*numbers), now)
+    return [(run.start, run.count, "".join(holder.node_id for holder in run.holders)) for run in runs]
+
+
+def sweep_all(index: DirectoryIndex, limit: int = 1000) -> None:
+    while index.sweep(limit):
+        index.check_invariants()
+
+
+def test_keys_nobody_holds_are_in_no_run() -> None:
+    index = index_with(a=range(2, 4))
+    assert asked(index, range(6)) == [(2, 2, "a")]
+    assert asked(index, range(10, 20)) == []
+    assert asked(index, range(0)) == []
+
+
+def test_runs_have_the_same_holders_throughout() -> None:
+    index = index_with(a=range(6), b=range(4, 10))
+    assert asked(index, range(12)) == [(0, 4, "a"), (4, 2, "ab"), (6, 4, "b")]
+
+
+def test_runs_that_differ_only_in_dead_holders_are_one() -> None:
+    index = index_with(a=range(10), b=range(3, 5))
+    index.apply(B, 2, leaving=True, now=0.0)
+    assert asked(index, range(10)) == [(0, 10, "a")]
+
+
+def test_gap_in_prefix_ends_the_hit() -> None:
+    run = [HolderRun(0, 3, (A,)), HolderRun(3, 2, (B,)), HolderRun(7, 5, (A,))]
+    assert longest_prefix(run) == 5
+    assert longest_prefix(run[1:]) == 0
+    assert longest_prefix([]) == 0
+
+
+def test_removal_comes_after_addition_in_one_update() -> None:
+    index = index_with(a=range(3))
+    index.apply(A, 2, keys(7, 8), keys(8, 0), now=0.0)
+    assert asked(index, range(9)) == [(1, 2, "a"), (7, 1, "a")]
+
+
+def test_removing_what_one_does_not_hold_leaves_others_alone() -> None:
+    index = index_with(a=range(3), b=range(0))
+    index.apply(B, 2, (), keys(0, 1, 99), now=0.0)
+    assert asked(index, range(3)) == [(0, 3, "a")]
+
+
+def test_repeated_update_does_not_resurrect_a_removed_key() -> None:
+    index = index_with(a=range(1))
+    index.apply(A, 2, keys(5), now=0.0)
+    index.apply(A, 3, (), keys(5), now=0.0)
+    assert index.apply(A, 2, keys(5), now=0.0) is Outcome.RESYNC
+    assert index.apply(A, 1, keys(5), full_begin=True, now=0.0) is Outcome.RESYNC
+    assert asked(index, range(9)) == [(0, 1, "a")]
+
+
+def test_full_announcement_shows_new_keys_as_they_come_and_old_ones_no_more() -> None:
+    index = index_with(a=range(10), b=range(3))
+    index.apply(A, 2, keys(20), full_begin=True, now=0.0)
+    assert asked(index, range(30)) == [(0, 3, "b"), (20, 1, "a")]
+    index.apply(A, 3, keys(21), full_end=True, now=0.0)
+    assert asked(index, range(30)) == [(0, 3, "b"), (20, 2, "a")]
+
+
+def test_key_announced_again_after_a_full_announcement_survives_the_sweep() -> None:
+    index = index_with(a=range(10))
+    index.sweep(3)
+    index.apply(A, 2, keys(*range(5)), full_begin=True, full_end=True, now=0.0)
+    index.sweep(3)
+    index.apply(A, 3, keys(9), now=0.0)
+    sweep_all(index, 3)
+    assert asked(index, range(10)) == [(0, 5, "a"), (9, 1, "a")]
+    assert len(index) == 6
+
+
+def test_restarted_node_loses_its_keys_at_once() -> None:
+    index = index_with(a=range(10), b=range(2))
+    assert index.apply(node("a", 2), 1, now=0.0) is Outcome.RESYNC
+    assert asked(index, range(10)) == [(0, 2, "b")]
+    assert index.apply(A, 2, keys(1), now=0.0) is Outcome.STALE_EPOCH
+
+
+def test_silent_node_is_hidden_by_time_alone_and_comes_back_whole() -> None:
+    index = index_with(a=range(10))
+    assert asked(index, range(10), now=2.9) == [(0, 10, "a")]
+    assert asked(index, range(10), now=3.0) == []
+    index.apply(A, 2, now=4.0)
+    assert asked(index, range(10), now=4.0) == [(0, 10, "a")]
+
+
+def test_forgotten_node_is_swept_a_bounded_number_of_keys_at_a_time() -> None:
+    index = index_with(a=range(100), b=range(10))
+    index.expire(2.0)
+    index.apply(B, 2, now=29.0)
+    index.expire(30.5)
+    assert asked(index, range(100), now=30.5) == [(0, 10, "b")]
+    steps = 0
+    while looked_at := index.sweep(7):
+        assert looked_at <= 7
+        index.check_invariants()
+        steps += 1
+    assert steps >= 100 // 7
+    assert len(index) == 10 and index.is_swept
+
+
+def test_bit_of_a_forgotten_node_is_not_reused_before_it_is_swept() -> None:
+    index = index_with(a=range(50))
+    index.apply(A, 2, leaving=True, now=0.0)
+    index.apply(C, 1, keys(60), full_begin=True, full_end=True, now=0.0)
+    assert asked(index, range(50)) == [], "another node must not inherit keys"
+    sweep_all(index, 8)
+    index.apply(B, 1, keys(61), full_begin=True, full_end=True, now=0.0)
+    assert asked(index, range(62)) == [(60, 1, "c"), (61, 1, "b")]
+    assert index._bit_count == 2, "bits are reused after the sweep"
+
+
+def test_bits_do_not_grow_with_restarts() -> None:
+    index = DirectoryIndex()
+    for epoch in range(1, 200):
+        index.apply(node("a", epoch), 1, keys(*range(5)), full_begin=True, full_end=True, now=0.0)
+        sweep_all(index)
+    assert index._bit_count <= 2
+
+
+def test_node_retired_during_a_sweep_waits_for_the_next_one() -> None:
+    index = index_with(a=range(20), b=range(10, 30))
+    index.apply(A, 2, leaving=True, now=0.0)
+    index.sweep(5)
+    index.apply(B, 2, leaving=True, now=0.0)
+    sweep_all(index, 5)
+    assert len(index) == 0 and index.is_swept
+
+
+def test_more_than_sixty_four_nodes_fit() -> None:
+    index = DirectoryIndex()
+    for number in range(150):
+        index.apply(node(f"n{number:03}"), 1, keys(1, number + 10), full_begin=True, full_end=True, now=0.0)
+    runs = index.resolve(keys(1, 159), 0.0)
+    assert [len(run.holders) for run in runs] == [150, 1]
+    assert runs[1].holders[0].node_id == "n149"
+
+
+def test_full_directory_drops_and_counts_instead_of_growing() -> None:
+    index = DirectoryIndex(key_count_max=5)
+    index.apply(A, 1, keys(*range(8)), full_begin=True, full_end=True, now=0.0)
+    assert len(index) == 5 and index.all_counters()["keys_dropped_full"] == 3
+    index.apply(A, 2, keys(20), now=0.0)
+    assert len(index) == 5
+
+
+def test_new_address_shows_in_answers() -> None:
+    index = index_with(a=range(2))
+    index.resolve(keys(0), 0.0)
+    index.apply(Holder(NodeId("a"), "moved:2", BootEpoch(1)), 2, now=0.0)
+    assert index.resolve(keys(0), 0.0)[0].holders[0].peer_address == "moved:2"
+
+
+def test_stats_count_blocks_per_node() -> None:
+    index = index_with(a=range(5), b=range(3))
+    index.apply(A, 2, keys(1, 2, 9), keys(0), now=1.0)
+    found = {summary.node.node_id: summary for summary in index.nodes(3.5)}
+    assert (found["a"].block_count, found["b"].block_count) == (5, 3)
+    assert (found["a"].visible, found["b"].visible) == (True, False)
+    assert found["a"].heartbeat_age_seconds == 2.5
+
+
+def test_changes_are_recorded_for_watchers_only() -> None:
+    index = index_with(a=range(2))
+    assert index.changes == []
+    index.record_changes = True
+    index.apply(A, 2, now=0.0)
+    assert index.changes == [], "a heartbeat is no news"
+    index.apply(A, 3, keys(4), now=0.0)
+    index.apply(A, 3, keys(4), now=0.0)
+    index.apply(A, 4, keys(5), full_begin=True, full_end=True, now=0.0)
+    index.apply(B, 1, full_begin=True, full_end=True, now=0.0)
+    index.expire(30.0)
+    assert index.changes[:3] == [
+        Change(A, keys(4), ()),
+        Change(A, keys(5), (), reset=True),
+        Change(B, (), (), reset=True),
+    ]
+    assert {(change.node, change.reset) for change in index.changes[3:]} == {(A, True), (B, True)}
+
+
+def test_snapshot_is_by_node_and_without_forgotten_ones() -> None:
+    index = index_with(a=range(3), b=range(2, 4), c=range(4))
+    index.apply(C, 2, leaving=True, now=0.0)
+    assert index.held_by(index.keys()) == {"a": keys(0, 1, 2), "b": keys(2, 3)}
+
+
+@pytest.mark.parametrize("broken", ["count", "bit", "mask"])
+def test_invariants_notice_damage(broken: str) -> None:
+    index = index_with(a=range(3))
+    if broken == "count":
+        index._block_counts[NodeId("a")] = 2
+    elif broken == "bit":
+        index._free_bits.append(0)
+    else:
+        index._masks[keys(0)[0]] = 1 << 9
+    with pytest.raises(AssertionError):
+        index.check_invariants()
+
+
+def test_losing_a_node_touches_none_of_its_keys_at_that_moment() -> None:
+    index = index_with(a=range(1000))
+    index.apply(A, 2, leaving=True, now=0.0)
+    assert index.resolve(keys(*range(64)), 0.0) == []
+    assert len(index) == 1000 and not index.is_swept, "that is for the sweep"

@@ -1,0 +1,204 @@
+"""Rules of core.membership: what an announcement may do, and what silence does."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvservice.core import membership as m
+from kvservice.core.membership import InvalidTransition, Membership, MemberState, Outcome, Verdict
+from kvservice.core.messages import Holder
+from kvservice.errors import Exhausted
+from kvservice.units import BootEpoch, NodeId
+
+
+def node(name: str = "a", epoch: int = 1, address: str = "h:1") -> Holder:
+    return Holder(NodeId(name), address, BootEpoch(epoch))
+
+
+def hear(table: Membership, sequence: int, now: float = 0.0, who: Holder | None = None, flags: str = "") -> Verdict:
+    """flags: b begin, e end, l leaving."""
+    verdict = table.hear(
+        who or node(), sequence, full_begin="b" in flags, full_end="e" in flags, leaving="l" in flags, now=now
+    )
+    table.check_invariants()
+    return verdict
+
+
+def state(table: Membership, name: str = "a") -> MemberState:
+    member = table.get(NodeId(name))
+    assert member is not None
+    return member.state
+
+
+def synced(sequence: int = 1) -> Membership:
+    table = Membership()
+    assert hear(table, sequence, flags="be").outcome is Outcome.APPLIED
+    return table
+
+
+def test_unknown_node_must_announce_in_full() -> None:
+    table = Membership()
+    assert hear(table, 7).outcome is Outcome.RESYNC
+    assert table.get(NodeId("a")) is None, "a refused stranger takes no room"
+
+
+def test_full_announcement_forgets_what_was_before() -> None:
+    table = synced()
+    assert hear(table, 2, flags="b") == Verdict(Outcome.APPLIED, forget=True, apply=True)
+    assert state(table) is MemberState.SYNCING
+    assert hear(table, 3) == Verdict(Outcome.APPLIED, apply=True)
+    assert state(table) is MemberState.SYNCING
+    hear(table, 4, flags="e")
+    assert state(table) is MemberState.ALIVE
+
+
+def test_full_announcement_may_jump_ahead_in_sequence() -> None:
+    table = synced()
+    assert hear(table, 50, flags="be").apply
+    assert hear(table, 51).apply
+
+
+def test_gap_asks_for_resync_and_changes_nothing() -> None:
+    table = synced()
+    assert hear(table, 3) == Verdict(Outcome.RESYNC)
+    assert hear(table, 2).apply, "the one that was expected still is"
+
+
+@pytest.mark.parametrize("flags", ["", "b", "be"])
+def test_last_sequence_again_is_acknowledged_but_not_applied_again(flags: str) -> None:
+    table = Membership()
+    hear(table, 1, flags="b")
+    hear(table, 2, flags=flags)
+    assert hear(table, 2, flags=flags) == Verdict(Outcome.APPLIED)
+
+
+@pytest.mark.parametrize("flags", ["", "b", "be", "e", "l"])
+def test_replay_of_an_older_sequence_is_never_applied(flags: str) -> None:
+    table = synced(5)
+    hear(table, 6)
+    assert hear(table, 5, flags=flags) == Verdict(Outcome.RESYNC)
+    assert state(table) is MemberState.ALIVE
+
+
+@pytest.mark.parametrize("flags", ["", "b", "be", "l"])
+def test_older_epoch_is_told_to_stop(flags: str) -> None:
+    table = Membership()
+    hear(table, 1, who=node(epoch=2), flags="be")
+    assert hear(table, 99, who=node(epoch=1), flags=flags) == Verdict(Outcome.STALE_EPOCH)
+
+
+def test_older_epoch_is_told_to_stop_even_after_the_newer_one_left() -> None:
+    table = Membership()
+    hear(table, 1, who=node(epoch=2), flags="be")
+    hear(table, 2, who=node(epoch=2), flags="l")
+    assert hear(table, 1, who=node(epoch=1), flags="be").outcome is Outcome.STALE_EPOCH
+
+
+def test_newer_epoch_forgets_the_older_one_even_before_it_announces_in_full() -> None:
+    table = synced(9)
+    assert hear(table, 1, who=node(epoch=2)) == Verdict(Outcome.RESYNC, forget=True)
+    assert not table.is_visible(NodeId("a"))
+    assert table.epoch_of(NodeId("a")) == 2
+    assert hear(table, 2, who=node(epoch=2), flags="be").apply
+
+
+def test_leaving_is_honoured_whatever_was_missed() -> None:
+    table = synced()
+    assert hear(table, 9, flags="l") == Verdict(Outcome.APPLIED, forget=True)
+    assert state(table) is MemberState.DEAD
+    assert hear(table, 9, flags="l") == Verdict(Outcome.APPLIED), "said twice"
+    assert hear(table, 10).outcome is Outcome.RESYNC
+    assert hear(table, 11, flags="be").apply, "it may come back"
+
+
+def test_replay_of_a_full_announcement_does_not_bring_back_who_left() -> None:
+    table = synced(1)
+    hear(table, 2, flags="l")
+    assert hear(table, 1, flags="be") == Verdict(Outcome.RESYNC)
+    assert state(table) is MemberState.DEAD
+
+
+def test_silent_node_is_hidden_then_forgotten() -> None:
+    table = Membership(hide_seconds=3, forget_seconds=30)
+    hear(table, 1, now=10, flags="be")
+    assert table.expire(12.9) == [] and table.is_visible(NodeId("a"))
+    assert table.expire(13.0) == [] and not table.is_visible(NodeId("a"))
+    assert table.expire(39.9) == []
+    assert [member.holder.node_id for member in table.expire(40.0)] == ["a"]
+    assert state(table) is MemberState.DEAD
+
+
+def test_hidden_node_comes_back_with_its_next_heartbeat() -> None:
+    table = Membership(hide_seconds=3, forget_seconds=30)
+    hear(table, 1, flags="be")
+    table.expire(5)
+    assert state(table) is MemberState.SUSPECT
+    assert hear(table, 2, now=6) == Verdict(Outcome.APPLIED, apply=True)
+    assert table.is_visible(NodeId("a"))
+
+
+def test_full_announcement_that_stalls_goes_on_where_it_stopped() -> None:
+    table = Membership(hide_seconds=3, forget_seconds=30)
+    hear(table, 1, flags="b")
+    table.expire(5)
+    assert state(table) is MemberState.STALLED
+    hear(table, 2, now=6)
+    assert state(table) is MemberState.SYNCING
+
+
+def test_refused_announcement_is_no_sign_of_life() -> None:
+    table = Membership(hide_seconds=3, forget_seconds=30)
+    hear(table, 1, flags="be")
+    hear(table, 5, now=2.9)
+    table.expire(3)
+    assert not table.is_visible(NodeId("a")), "a node that was not understood must not look current"
+
+
+def test_forgotten_node_must_announce_in_full() -> None:
+    table = Membership(hide_seconds=3, forget_seconds=30)
+    hear(table, 1, flags="be")
+    table.expire(31)
+    assert hear(table, 2, now=31).outcome is Outcome.RESYNC
+    assert hear(table, 3, now=31, flags="be").apply
+
+
+def test_new_address_is_taken_over() -> None:
+    table = synced()
+    version = table.version
+    hear(table, 2, who=node(address="h:2"))
+    member = table.get(NodeId("a"))
+    assert member is not None and member.holder.peer_address == "h:2"
+    assert table.version > version
+
+
+def test_number_of_nodes_is_bounded_but_the_dead_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(m, "MEMBERS_MAX", 2)
+    table = Membership()
+    for name in ("a", "b"):
+        hear(table, 1, who=node(name), flags="be")
+    with pytest.raises(Exhausted):
+        hear(table, 1, who=node("c"), flags="be")
+    hear(table, 2, who=node("a"), flags="l")
+    assert hear(table, 1, who=node("c"), flags="be").apply
+    assert table.get(NodeId("a")) is None
+
+
+def test_each_state_has_a_way_in_and_a_way_out() -> None:
+    for target in MemberState:
+        assert target in m.TRANSITIONS.values()
+        assert any(source is target for source, _ in m.TRANSITIONS)
+
+
+def test_transition_not_in_the_table_is_a_bug() -> None:
+    table = synced()
+    member = table.get(NodeId("a"))
+    assert member is not None
+    with pytest.raises(InvalidTransition):
+        table._move(member, m.MemberEvent.EXPIRE)
+
+
+def test_invariants_notice_a_missed_deadline() -> None:
+    table = synced()
+    table._next_deadline = 1e9
+    with pytest.raises(AssertionError, match="too late"):
+        table.check_invariants()
