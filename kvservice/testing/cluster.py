@@ -140,11 +140,17 @@ class LocalCluster:
 
     def stats(self, node: str) -> shard_pb2.StatsReply:
         with grpc.insecure_channel(self.record(node).peer_address) as channel:
-            return shard_pb2_grpc.AdminServiceStub(channel).Stats(shard_pb2.StatsRequest(), timeout=5)
+            reply: shard_pb2.StatsReply = shard_pb2_grpc.AdminServiceStub(channel).Stats(
+                shard_pb2.StatsRequest(), timeout=5
+            )
+            return reply
 
     def accounting(self, node: str) -> shard_pb2.AccountingReply:
         with grpc.insecure_channel(self.record(node).peer_address) as channel:
-            return shard_pb2_grpc.AdminServiceStub(channel).Accounting(shard_pb2.AccountingRequest(), timeout=5)
+            reply: shard_pb2.AccountingReply = shard_pb2_grpc.AdminServiceStub(channel).Accounting(
+                shard_pb2.AccountingRequest(), timeout=5
+            )
+            return reply
 
     def known(self, keys: Sequence[BlockKey]) -> int:
         """How many of these keys the lookup shards, all together, know a live holder of."""

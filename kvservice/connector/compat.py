@@ -1,0 +1,146 @@
+"""Everything that depends on how vLLM is built inside: identity of the model, hash settings, cache groups.
+
+Written against vLLM 0.32, the only version tested. Other versions differ here first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+
+from kvservice.core.fingerprint import Fingerprint
+from kvservice.core.layout import SlotLayout
+from kvservice.core.messages import EngineSpec
+from kvservice.errors import RandomHashSeed, UnsupportedLayout
+
+EDGE_BYTES = 1 << 20  # of each weight file that goes into the identity, at both ends
+
+
+def engine_spec(vllm_config: Any, cache_config: KVCacheConfig, engine_id: bytes, namespace: str) -> EngineSpec:
+    """Who this engine is to the pool. Raises UnsupportedLayout or RandomHashSeed, saying what to change."""
+    layout = slot_layout(vllm_config, cache_config)
+    model = vllm_config.model_config
+    names = model.served_model_name
+    name = names[0] if isinstance(names, list) else names
+    fields: dict[str, object] = {
+        "engine": f"vllm {'.'.join(vllm.__version__.split('.')[:2])}",
+        "weights": weights_identity(str(model.model), model.revision),
+        "model_dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "kv_dtype": str(_spec(cache_config).dtype),
+        "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "layers": layout.layer_count,
+        "kv_heads": layout.kv_head_count,
+        "cell_bytes": layout.cell_bytes,
+        "cell_format": _cell_format(vllm_config),
+        "block_tokens": layout.block_tokens,
+        "rope": str(getattr(model.hf_text_config, "rope_parameters", None)),
+        "max_position": str(getattr(model.hf_text_config, "max_position_embeddings", None)),
+        **hash_fields(vllm_config),
+    }
+    return EngineSpec(engine_id, Path(str(name)).name or str(name), Fingerprint.of(fields), layout, namespace)
+
+
+def slot_layout(vllm_config: Any, cache_config: KVCacheConfig) -> SlotLayout:
+    """Raises UnsupportedLayout, naming the cache group, for anything but one full-attention group on one pipeline."""
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise UnsupportedLayout("pipeline parallelism is not supported: start the engine with one pipeline stage")
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        raise UnsupportedLayout("decode context parallelism is not supported")
+    spec = _spec(cache_config)
+    hash_block = cache_config.hash_block_size
+    if hash_block is not None and hash_block != spec.block_size:
+        raise UnsupportedLayout(f"hash block size {hash_block} differs from the block size {spec.block_size}")
+    heads = int(spec.num_heads)
+    ranks = parallel.tensor_parallel_size // cache_config.kv_tp_replicas
+    return SlotLayout(
+        layer_count=len(cache_config.kv_cache_groups[0].layer_names),
+        kv_head_count=heads * ranks,
+        cell_bytes=int(spec.page_size_bytes) // heads,
+        block_tokens=int(spec.block_size),
+    )
+
+
+def rank_heads(vllm_config: Any, cache_config: KVCacheConfig, rank: int) -> range:
+    """The kv heads of the model that this tensor-parallel rank holds."""
+    heads = int(_spec(cache_config).num_heads)
+    group = rank // cache_config.kv_tp_replicas
+    return range(group * heads, (group + 1) * heads)
+
+
+def ordered_layers(cache_config: KVCacheConfig, tensors: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
+    """KV tensors in the order of the cache group, which is the order of layers in a slot."""
+    return [tensors[name] for name in cache_config.kv_cache_groups[0].layer_names]
+
+
+def hash_fields(vllm_config: Any) -> dict[str, object]:
+    """How the engine names blocks. Raises RandomHashSeed when another process would name them differently."""
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    seed = os.environ.get("PYTHONHASHSEED")
+    if algorithm.startswith("xxhash") and seed is None:
+        raise RandomHashSeed(
+            f"prefix caching hash {algorithm!r} is seeded at random in every process, so no two replicas would ever "
+            "share a block: start vLLM with --prefix-caching-hash-algo sha256_cbor, or set PYTHONHASHSEED to the same "
+            "number for all replicas"
+        )
+    fields: dict[str, object] = {"hash": algorithm, "hash_seed": seed if seed is not None else get_none_hash_seed()}
+    if not algorithm.endswith("_cbor"):
+        # These hash a pickle, whose bytes belong to the Python version.
+        fields["hash_python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return fields
+
+
+def weights_identity(model: str, revision: str | None) -> str:
+    """For a local folder: SHA-256 over config and over size, name, first and last MiB of each weight file (reading
+    all bytes of a large model would take minutes). Otherwise the hub's name and revision."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return f"{model}@{revision or 'main'}"
+    hasher = hashlib.sha256()
+    files = sorted(p for p in folder.iterdir() if p.suffix in {".safetensors", ".bin", ".pt", ".gguf"})
+    for path in [folder / "config.json", *files]:
+        if not path.is_file():
+            continue
+        size = path.stat().st_size
+        hasher.update(f"{path.name}:{size}:".encode())
+        with path.open("rb") as file:
+            hasher.update(file.read(EDGE_BYTES))
+            file.seek(max(size - EDGE_BYTES, 0))
+            hasher.update(file.read(EDGE_BYTES))
+    return f"sha256:{hasher.hexdigest()}"
+
+
+def _spec(cache_config: KVCacheConfig) -> FullAttentionSpec:
+    groups = cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(f"{i}: {type(g.kv_cache_spec).__name__}" for i, g in enumerate(groups))
+        raise UnsupportedLayout(
+            f"models with several KV cache groups are not supported yet; this one has {len(groups)} ({kinds})"
+        )
+    spec = groups[0].kv_cache_spec
+    if not isinstance(spec, FullAttentionSpec):
+        raise UnsupportedLayout(f"KV cache group 0 is {type(spec).__name__}; only full attention is supported yet")
+    if spec.sliding_window is not None or spec.attention_chunk_size is not None:
+        raise UnsupportedLayout("KV cache group 0 mixes full attention with sliding windows or chunks: not supported")
+    if spec.page_size_bytes % spec.num_heads:
+        raise UnsupportedLayout(f"a page of {spec.page_size_bytes} bytes does not divide over {spec.num_heads} heads")
+    return spec
+
+
+def _cell_format(vllm_config: Any) -> str:
+    """How K and V lie within one head's cell: the attention backend's choice, on CPU also the instruction set's."""
+    backend = getattr(vllm_config.attention_config, "backend", None)
+    if vllm_config.device_config.device_type == "cpu":
+        return f"{backend or 'cpu'} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return str(backend or "default")

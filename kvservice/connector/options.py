@@ -1,0 +1,101 @@
+"""kv_connector_extra_config, typed and checked once. Unknown keys are errors: a typo would silently change nothing."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from pathlib import Path
+
+from kvservice.errors import ConfigError
+from kvservice.units import GiB, MiB, format_bytes, parse_bytes
+
+EMBEDDED_BYTES_DEFAULT = 4 * GiB
+EMBEDDED_SHARE_DEFAULT = 0.25  # of what is free in /dev/shm
+DEV_SHM = Path("/dev/shm")
+
+
+class Mode(Enum):
+    AUTO = "auto"  # the service when one is registered on this machine at start, else embedded
+    SERVICE = "service"
+    EMBEDDED = "embedded"
+
+
+class Offload(Enum):
+    EAGER = "eager"  # store every block as soon as it is full: other replicas see it at once
+    LAZY = "lazy"  # store when the request ends: fewer copies, later hits
+
+
+class Verify(Enum):
+    SAMPLED = "sampled"  # digest of one loaded block in sixteen
+    FULL = "full"
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorOptions:
+    mode: Mode = Mode.AUTO
+    socket: str | None = None  # the shard's Unix socket; None = find it by service and node
+    node: str | None = None  # which node's shard, where several are registered on this machine
+    service: str | None = None
+    memory_bytes: int | None = None  # embedded pool; None = 4 GiB, or a quarter of free /dev/shm if that is less
+    offload: Offload = Offload.EAGER
+    verify_load: Verify = Verify.SAMPLED
+    namespace: str = ""  # engines in different namespaces never share blocks, nor refuse each other
+    fetch_timeout_seconds: float = 5.0  # longest a request waits for blocks of another node
+
+    @classmethod
+    def parse(cls, given: Mapping[str, object]) -> ConnectorOptions:
+        """Raises ConfigError naming the key, the value and what is allowed."""
+        known = {"memory" if f.name == "memory_bytes" else f.name for f in fields(cls)}
+        values: dict[str, object] = {}
+        for key, value in given.items():
+            if key not in known:
+                close = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"
+                raise ConfigError(f"kv_connector_extra_config has an unknown key {key!r}{hint}", key=key)
+            values["memory_bytes" if key == "memory" else key] = _convert(key, value)
+        options = cls(**values)  # type: ignore[arg-type]
+        if options.mode is Mode.EMBEDDED and (options.socket or options.node or options.service):
+            raise ConfigError("mode 'embedded' uses no service: remove socket, node and service, or the mode")
+        return options
+
+    def embedded_bytes(self) -> int:
+        """Size of the embedded pool's segment."""
+        if self.memory_bytes is not None:
+            return self.memory_bytes
+        free = shutil.disk_usage(DEV_SHM).free
+        return min(EMBEDDED_BYTES_DEFAULT, int(free * EMBEDDED_SHARE_DEFAULT))
+
+
+_CHOICES: dict[str, type[Enum]] = {"mode": Mode, "offload": Offload, "verify_load": Verify}
+_MEMORY_MIN = 4 * MiB
+
+
+def _convert(key: str, value: object) -> object:
+    if key in _CHOICES:
+        allowed = [member.value for member in _CHOICES[key]]
+        if value not in allowed:
+            raise ConfigError(f"{key} is {value!r}; choose one of {', '.join(allowed)}", key=key)
+        return _CHOICES[key](value)
+    if key == "memory":
+        try:
+            size = parse_bytes(value if isinstance(value, int) else str(value))
+        except ValueError as error:
+            raise ConfigError(f"memory: {error}", key=key) from error
+        if size < _MEMORY_MIN:
+            raise ConfigError(
+                f"memory is {format_bytes(max(size, 0))}; the smallest pool is {format_bytes(_MEMORY_MIN)}. To switch "
+                "the cache off, start the engine without --kv-transfer-config",
+                key=key,
+            )
+        return size
+    if key == "fetch_timeout_seconds":
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 600:
+            raise ConfigError(f"fetch_timeout_seconds is {value!r}; give seconds from 0 to 600", key=key)
+        return float(value)
+    if not isinstance(value, str):
+        raise ConfigError(f"{key} is {value!r}; give a string", key=key)
+    return value

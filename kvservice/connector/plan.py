@@ -1,0 +1,74 @@
+"""What the scheduler half tells the workers to do in one step, and what they answer. Plain values, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvservice.core.geometry import Geometry
+from kvservice.core.layout import SlotLayout
+from kvservice.core.messages import BlockRef
+from kvservice.units import BlockKey, BootEpoch
+
+
+@dataclass(frozen=True, slots=True)
+class PoolInfo:
+    """Where the pool's memory is; workers map it when it changes."""
+
+    segment_path: str
+    geometry: Geometry
+    epoch: BootEpoch
+    layout: SlotLayout
+    liveness_path: str  # "" when the engine owns the pool
+
+
+@dataclass(frozen=True, slots=True)
+class CopyEntry:
+    """One block between the engine's cache and a slot."""
+
+    block_id: int  # row of the engine's KV tensors
+    ref: BlockRef
+    key: BlockKey
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    request_id: str
+    entries: tuple[CopyEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """`store_id` names the plan in the workers' reports. `holds_request` is the id of a finished request whose blocks
+    the engine keeps until the copy is reported."""
+
+    store_id: int
+    entries: tuple[CopyEntry, ...]
+    holds_request: str | None = None
+
+
+@dataclass(slots=True)
+class StepPlan:
+    pool: PoolInfo | None = None
+    loads: list[LoadPlan] = field(default_factory=list)
+    stores: list[StorePlan] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepReport:
+    """Of one worker, or merged over several. Counts say how many workers reported a plan."""
+
+    stored: dict[int, int] = field(default_factory=dict)  # store_id -> workers that copied all of it
+    failed: dict[int, int] = field(default_factory=dict)  # store_id -> workers that did not
+    counters: dict[str, int] = field(default_factory=dict)
+
+    def merge(self, other: StepReport) -> StepReport:
+        merged = StepReport(dict(self.stored), dict(self.failed), dict(self.counters))
+        for mine, theirs in (
+            (merged.stored, other.stored),
+            (merged.failed, other.failed),
+        ):
+            for store_id, count in theirs.items():
+                mine[store_id] = mine.get(store_id, 0) + count
+        for name, count in other.counters.items():
+            merged.counters[name] = merged.counters.get(name, 0) + count
+        return merged

@@ -1,0 +1,82 @@
+"""Which pool an engine uses: the shard of its node, or one of its own in this process."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvservice.client.discovery import choose_shard, is_listening
+from kvservice.client.port import PoolPort
+from kvservice.client.shard import ShardClient
+from kvservice.connector.options import DEV_SHM, ConnectorOptions, Mode
+from kvservice.core.geometry import plan_geometry
+from kvservice.core.messages import EngineSpec
+from kvservice.errors import ConfigError, Unavailable
+from kvservice.memory.segment import remove_stale, segment_path
+from kvservice.pool.runtime import PoolConfig, PoolRuntime
+from kvservice.units import NodeId, format_bytes
+
+log = logging.getLogger("kvservice.connector")
+
+EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolChoice:
+    """How to open the pool, the engine's spec with its id filled in, and what to do when the engine ends."""
+
+    mode: Mode  # SERVICE or EMBEDDED
+    spec: EngineSpec
+    open: Callable[[], Awaitable[PoolPort]]
+    cleanup: Callable[[], None]
+
+
+def choose_pool(options: ConnectorOptions, spec: EngineSpec) -> PoolChoice:
+    """Decided once, at engine start. Raises ConfigError when several shards fit."""
+    spec = replace(spec, engine_id=os.urandom(16))
+    mode = options.mode
+    if mode is Mode.AUTO:
+        found = options.socket is not None or choose_shard(options.service, options.node) is not None
+        mode = Mode.SERVICE if found else Mode.EMBEDDED
+    if mode is Mode.SERVICE:
+        log.warning("kvservice: mode service, using this node's shard")
+        return PoolChoice(mode, spec, lambda: _open_service(options), lambda: None)
+    return _embedded(options, spec)
+
+
+async def _open_service(options: ConnectorOptions) -> PoolPort:
+    """The shard may not be up yet, or may come back at another place: looked up at every attempt."""
+    socket = options.socket
+    if socket is None:
+        try:
+            record = choose_shard(options.service, options.node)
+        except ConfigError as error:
+            raise Unavailable(error.message) from error
+        if record is None:
+            raise Unavailable("no shard is registered on this machine: start the service with `kvservice up`")
+        socket = record.socket
+    if not is_listening(socket):
+        raise Unavailable(f"no shard listens at {socket}: start the service with `kvservice up`")
+    return ShardClient(socket)
+
+
+def _embedded(options: ConnectorOptions, spec: EngineSpec) -> PoolChoice:
+    geometry = plan_geometry(options.embedded_bytes())
+    name = NodeId(spec.engine_id.hex()[:12])
+    path = segment_path(EMBEDDED, name, DEV_SHM)
+    for stale in remove_stale(DEV_SHM, str(segment_path(EMBEDDED, "", DEV_SHM).name)):
+        log.info("removed the segment of an engine that was killed: %s", stale)
+    log.warning("kvservice: mode embedded, a pool of %s in this process", format_bytes(geometry.segment_bytes))
+
+    async def open_pool() -> PoolPort:
+        return await PoolRuntime.open(PoolConfig(name, Path(path), geometry))
+
+    def cleanup() -> None:
+        path.unlink(missing_ok=True)
+
+    atexit.register(cleanup)
+    return PoolChoice(Mode.EMBEDDED, spec, open_pool, cleanup)

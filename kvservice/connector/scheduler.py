@@ -1,0 +1,481 @@
+"""Scheduler half: what to promise the engine, what to load, what to store. Engine-neutral and without I/O.
+
+Runs on the engine's scheduler thread; time comes in as `now`. It talks to the pool only through a Session (commands
+out, answers in) and to the workers only through plans and reports. A request walks through
+
+    NEW -> ASKED -> ANSWERED -> LOADING -> RUNNING -> ENDED
+
+and every lease and every reserved slot it took ends exactly once, whichever way it leaves that path.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
+from kvservice.connector.session import Answer
+from kvservice.core.keys import KEYS_PER_REQUEST_MAX, span_route
+from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, BlockRef, MissReason, SealItem
+from kvservice.units import AttachmentId, BlockHash, BlockKey, LeaseId
+
+log = logging.getLogger("kvservice.connector")
+
+KNOWN_KEYS_MAX = 1 << 17  # keys known to be in the pool: saves copies that would turn out duplicate
+SPEED_WEIGHT = 0.2  # of the newest sample of the engine's prefill speed
+SPEED_TOKENS_MIN = 64  # smaller steps say nothing about prefill
+STORES_IN_FLIGHT_MAX = 4096  # blocks; beyond, stores are put off
+
+
+class RequestState(Enum):
+    NEW = "new"
+    ASKED = "asked"  # an acquire is under way
+    ANSWERED = "answered"  # blocks are promised and leased, or there are none
+    LOADING = "loading"  # workers copy the promised blocks into the engine
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class RequestEvent(Enum):
+    ASK = "ask"
+    SKIP = "skip"  # nothing to ask, or nobody
+    ANSWER = "answer"
+    GIVE_UP = "give_up"  # the deadline passed
+    LOAD = "load"
+    DECLINE = "decline"  # the engine scheduled the request without the promise
+    LOADED = "loaded"
+    END = "end"
+
+
+TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
+    (RequestState.NEW, RequestEvent.ASK): RequestState.ASKED,
+    (RequestState.NEW, RequestEvent.SKIP): RequestState.RUNNING,
+    (RequestState.NEW, RequestEvent.END): RequestState.ENDED,
+    (RequestState.ASKED, RequestEvent.ANSWER): RequestState.ANSWERED,
+    (RequestState.ASKED, RequestEvent.GIVE_UP): RequestState.RUNNING,
+    (RequestState.ASKED, RequestEvent.END): RequestState.ENDED,
+    (RequestState.ANSWERED, RequestEvent.LOAD): RequestState.LOADING,
+    (RequestState.ANSWERED, RequestEvent.DECLINE): RequestState.RUNNING,
+    (RequestState.ANSWERED, RequestEvent.END): RequestState.ENDED,
+    (RequestState.LOADING, RequestEvent.LOADED): RequestState.RUNNING,
+    (RequestState.LOADING, RequestEvent.END): RequestState.ENDED,
+    (RequestState.RUNNING, RequestEvent.ASK): RequestState.ASKED,  # preempted: its blocks may come back from the pool
+    (RequestState.RUNNING, RequestEvent.END): RequestState.ENDED,
+}
+
+
+class SessionPort(Protocol):
+    """What this half needs of a Session. Nothing blocks."""
+
+    @property
+    def attachment(self) -> Attachment | None: ...
+
+    def acquire(self, request_id: str, request: AcquireRequest) -> AttachmentId | None: ...
+
+    def answers(self) -> list[Answer]: ...
+
+    def expect(self, count: int) -> None: ...
+
+    def take_slots(self, attachment: AttachmentId, count: int) -> list[BlockRef]: ...
+
+    def seal(self, attachment: AttachmentId, items: Sequence[SealItem]) -> None: ...
+
+    def abort(self, attachment: AttachmentId, refs: Sequence[BlockRef]) -> None: ...
+
+    def release(self, attachment: AttachmentId, lease_id: LeaseId) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Ask again at the next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """So many tokens beyond the engine's own hit are local, verified and leased; 0 = nothing."""
+
+    tokens: int
+
+
+@dataclass(slots=True)
+class _Request:
+    request_id: str
+    keys: list[BlockKey]
+    state: RequestState = RequestState.NEW
+    attachment: AttachmentId | None = None  # that holds the lease
+    deadline: float = 0.0
+    result: AcquireResult | None = None
+    local_blocks: int = 0  # the engine's own hit when the promise was made
+    stored: int = 0  # blocks [0, stored) are in the pool, under way to it, or given up
+    expected: int = 0  # slots announced to the session and not taken yet
+    fetched_blocks: int = 0
+    scheduled: bool = False  # the engine has given it blocks; asked about again, it was preempted
+    load_failed: bool = False  # nothing is promised to it again, or it could fail for ever
+
+    def move(self, event: RequestEvent) -> None:
+        target = TRANSITIONS.get((self.state, event))
+        assert target is not None, f"request {self.request_id} is {self.state.value}, cannot {event.value}"
+        self.state = target
+
+
+@dataclass(slots=True)
+class _Store:
+    attachment: AttachmentId
+    items: list[SealItem]
+    holds_request: str | None
+    reports: Counter[str] = field(default_factory=Counter)
+
+
+class SchedulerHalf:
+    def __init__(
+        self,
+        session: SessionPort,
+        make_keys: Callable[[Sequence[BlockHash]], list[BlockKey]],
+        pool_info: Callable[[Attachment], PoolInfo],
+        *,
+        block_tokens: int,
+        worker_count: int,
+        lazy: bool,
+        fetch_timeout_seconds: float,
+    ) -> None:
+        self._session = session
+        self._make_keys = make_keys
+        self._pool_info = pool_info
+        self._block_tokens = block_tokens
+        self._worker_count = worker_count
+        self._lazy = lazy
+        self._fetch_timeout = fetch_timeout_seconds
+        self._requests: dict[str, _Request] = {}
+        self._known: OrderedDict[BlockKey, None] = OrderedDict()
+        self._known_of: AttachmentId | None = None  # `known` speaks of this attachment's pool
+        self._loads: list[LoadPlan] = []
+        self._loading: dict[str, tuple[AttachmentId, LeaseId]] = {}  # leases that end when the workers are done
+        self._queued_stores: list[StorePlan] = []
+        self._stores: dict[int, _Store] = {}
+        self._next_store = 1
+        self._seconds_per_token: float | None = None
+        self.counters: Counter[str] = Counter()
+
+    # -- requests come and ask ----
+
+    def on_new_request(
+        self, request_id: str, hashes: Sequence[BlockHash], now: float, *, may_read: bool = True
+    ) -> None:
+        """Start asking for the whole prefix at once; the engine's own hit is known only later."""
+        if request_id in self._requests:
+            return
+        request = self._requests[request_id] = _Request(request_id, self._make_keys(hashes))
+        self._expect(request, len(request.keys))
+        if not may_read or not self._ask(request, now):
+            request.move(RequestEvent.SKIP)
+
+    def _ask(self, request: _Request, now: float) -> bool:
+        """Post an acquire for the whole chain. False when there is nothing to ask, or nobody."""
+        keys = request.keys[:KEYS_PER_REQUEST_MAX]
+        if not keys:
+            return False
+        per_block = (self._seconds_per_token or 0.0) * self._block_tokens
+        timeout = self._fetch_timeout
+        if per_block:
+            timeout = min(timeout, per_block * len(keys))
+        asked = self._session.acquire(request.request_id, AcquireRequest(tuple(keys), 0, timeout, per_block))
+        if asked is None:
+            self.counters["asked_without_pool"] += 1
+            return False
+        request.attachment, request.result = asked, None
+        request.deadline = now + timeout
+        request.move(RequestEvent.ASK)
+        return True
+
+    def matched(self, request_id: str, computed_tokens: int, total_tokens: int, now: float) -> Wait | Promise:
+        """What can be promised beyond `computed_tokens` (a multiple of the block size). Changes no ownership: may be
+        called any number of times before `allocated`."""
+        self.take_answers()
+        request = self._requests.get(request_id)
+        if request is None:
+            return Promise(0)
+        if request.state is RequestState.RUNNING and request.scheduled and not request.load_failed:
+            request.scheduled = False
+            self.counters["asked_after_preemption"] += self._ask(request, now)
+        if request.state is RequestState.ASKED:
+            if now < request.deadline and self._is_current(request.attachment):
+                return Wait()
+            request.move(RequestEvent.GIVE_UP)
+            self.counters["gave_up_waiting"] += 1
+        if request.state is not RequestState.ANSWERED or request.result is None:
+            return Promise(0)
+        if not self._is_current(request.attachment):
+            return Promise(0)  # the pool that promised is gone
+        request.local_blocks = computed_tokens // self._block_tokens
+        blocks = len(request.result.blocks) - request.local_blocks
+        blocks = min(blocks, total_tokens // self._block_tokens - request.local_blocks)
+        return Promise(max(blocks, 0) * self._block_tokens)
+
+    def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
+        """The engine gave the request blocks: the promise is taken up (external_tokens > 0) or not needed."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        request.scheduled = True
+        if request.state is not RequestState.ANSWERED:
+            return
+        result, attachment = request.result, request.attachment
+        assert result is not None and attachment is not None
+        count = external_tokens // self._block_tokens
+        request.stored = max(request.stored, len(result.blocks))
+        self._expect(request, -len(result.blocks))
+        if count == 0:
+            request.move(RequestEvent.DECLINE)
+            self._end_lease(attachment, result.lease_id)
+            return
+        first = request.local_blocks
+        entries = tuple(CopyEntry(block_ids[i], result.blocks[i], request.keys[i]) for i in range(first, first + count))
+        request.move(RequestEvent.LOAD)
+        self._loads.append(LoadPlan(request_id, entries))
+        self._loading[request_id] = (attachment, result.lease_id)
+        request.fetched_blocks = min(result.fetched_count, count)
+        self.counters["loads_planned"] += 1
+        self.counters["load_blocks"] += count
+        self.counters["load_blocks_remote"] += request.fetched_blocks
+
+    def hit_sources(self, request_id: str, tokens: int) -> tuple[int, int]:
+        """(tokens from this node's pool, tokens fetched from another node) of a promise that was taken up."""
+        request = self._requests.get(request_id)
+        remote = 0 if request is None else min(request.fetched_blocks * self._block_tokens, tokens)
+        return tokens - remote, remote
+
+    def take_answers(self) -> None:
+        for answer in self._session.answers():
+            request = self._requests.get(answer.request_id)
+            lease_id = LeaseId(0) if answer.result is None else answer.result.lease_id
+            waiting = request is not None and request.state is RequestState.ASKED
+            if request is None or not waiting or request.attachment != answer.attachment:
+                self._end_lease(answer.attachment, lease_id)  # too late: nobody waits for it any more
+                continue
+            result = answer.result or AcquireResult(LeaseId(0), (), 0, MissReason.DETACHED)
+            request.result = result
+            request.move(RequestEvent.ANSWER)
+            self._remember(answer.attachment, request.keys[: len(result.blocks)])
+            for key in request.keys[len(result.blocks) :]:
+                self._known.pop(key, None)  # the pool has evicted them since
+            if result.miss is not MissReason.NONE:
+                self.counters[f"miss_{result.miss.value}"] += 1
+
+    # -- each step ----
+
+    def plan_step(
+        self,
+        scheduled: Iterable[tuple[str, Sequence[BlockHash], int, Sequence[int]]],
+    ) -> StepPlan:
+        """Loads and stores of this step. `scheduled`: (request id, its block hashes so far, tokens computed when the
+        step ends, ids of its blocks)."""
+        self.take_answers()
+        plan = StepPlan(loads=self._loads, stores=self._queued_stores)
+        self._loads, self._queued_stores = [], []
+        attachment = self._session.attachment
+        if attachment is not None:
+            plan.pool = self._pool_info(attachment)
+            if not self._lazy:
+                for request_id, hashes, computed_tokens, block_ids in scheduled:
+                    self._plan_store(plan, attachment, request_id, hashes, computed_tokens, block_ids)
+        elif plan.loads:
+            plan.pool = None  # the workers still have the old mapping, and its headers tell
+        return plan
+
+    def _plan_store(
+        self,
+        plan: StepPlan,
+        attachment: Attachment,
+        request_id: str,
+        hashes: Sequence[BlockHash],
+        computed_tokens: int,
+        block_ids: Sequence[int],
+    ) -> None:
+        request = self._requests.get(request_id)
+        if request is None or request.state in (RequestState.ENDED, RequestState.LOADING):
+            return
+        store = self._store_of(attachment, request, hashes, computed_tokens, block_ids, holds_request=None)
+        if store is not None:
+            plan.stores.append(store)
+
+    def _store_of(
+        self,
+        attachment: Attachment,
+        request: _Request,
+        hashes: Sequence[BlockHash],
+        computed_tokens: int,
+        block_ids: Sequence[int],
+        holds_request: str | None,
+    ) -> StorePlan | None:
+        """Plan the copies of what is full and not in the pool; what finds no slot is tried again at the next step."""
+        if len(hashes) > len(request.keys):
+            self._extend_keys(request, hashes)
+        full = min(computed_tokens // self._block_tokens, len(request.keys), len(block_ids))
+        self._forget_known_of_others(attachment)
+        while request.stored < full and request.keys[request.stored] in self._known:
+            request.stored += 1
+        wanted = [i for i in range(request.stored, full) if request.keys[i] not in self._known]
+        if not wanted or self._blocks_in_flight() >= STORES_IN_FLIGHT_MAX:
+            return None
+        slots = self._session.take_slots(attachment.attachment_id, len(wanted))
+        if len(slots) < len(wanted):
+            self.counters["store_blocks_put_off"] += len(wanted) - len(slots)
+        if not slots:
+            return None
+        items: list[SealItem] = []
+        entries: list[CopyEntry] = []
+        for index, ref in zip(wanted, slots, strict=False):
+            key = request.keys[index]
+            parent = request.keys[index - 1] if index else None
+            items.append(SealItem(ref, key, parent, index, span_route(request.keys, index)))
+            entries.append(CopyEntry(block_ids[index], ref, key))
+        done = wanted[len(slots) - 1] + 1
+        self._expect(request, -(done - request.stored))
+        request.stored = done
+        self._remember(attachment.attachment_id, [item.key for item in items])
+        store_id = self._next_store
+        self._next_store += 1
+        self._stores[store_id] = _Store(attachment.attachment_id, items, holds_request)
+        self.counters["store_blocks_planned"] += len(items)
+        return StorePlan(store_id, tuple(entries), holds_request)
+
+    def _extend_keys(self, request: _Request, hashes: Sequence[BlockHash]) -> None:
+        new = self._make_keys(hashes[len(request.keys) :])
+        request.keys.extend(new)
+        self._expect(request, len(new))
+
+    def reported(self, report: StepReport) -> None:
+        """Copies are done in some workers; a block is sealed when all of them have copied their part."""
+        for name, count in report.counters.items():
+            self.counters[name] += count
+        for outcome, counts in (("stored", report.stored), ("failed", report.failed)):
+            for store_id, count in counts.items():
+                store = self._stores.get(store_id)
+                if store is not None:
+                    store.reports[outcome] += count
+                    self._finish_store(store_id, store)
+
+    def _finish_store(self, store_id: int, store: _Store) -> None:
+        if store.reports.total() < self._worker_count:
+            return
+        del self._stores[store_id]
+        if store.reports["failed"]:
+            self.counters["store_blocks_failed"] += len(store.items)
+            for item in store.items:
+                self._known.pop(item.key, None)
+            self._session.abort(store.attachment, [item.ref for item in store.items])
+        else:
+            self._session.seal(store.attachment, store.items)
+
+    def loaded(self, request_id: str, *, failed: bool) -> None:
+        """All workers are done with the load of this request."""
+        lease = self._loading.pop(request_id, None)
+        if lease is not None:
+            self._end_lease(*lease)
+        request = self._requests.get(request_id)
+        if request is None or request.state is not RequestState.LOADING:
+            return
+        request.move(RequestEvent.LOADED)
+        if failed:
+            request.load_failed = True
+            self.counters["loads_failed"] += 1
+            request.stored = 0
+            for key in request.keys:
+                self._known.pop(key, None)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A step computed so many tokens in so long: the speed that fetching has to beat."""
+        if tokens >= SPEED_TOKENS_MIN and seconds > 0:
+            sample = seconds / tokens
+            before = self._seconds_per_token
+            self._seconds_per_token = sample if before is None else before + SPEED_WEIGHT * (sample - before)
+
+    # -- requests leave ----
+
+    def finished(
+        self,
+        request_id: str,
+        hashes: Sequence[BlockHash],
+        computed_tokens: int,
+        block_ids: Sequence[int],
+        *,
+        store_rest: bool,
+    ) -> bool:
+        """The request ended. True: keep its blocks until `held_done` names it, its last blocks are still to be copied.
+
+        A load under way keeps its lease until the workers are done with it.
+        """
+        self.take_answers()
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        holds = False
+        attachment = self._session.attachment
+        if store_rest and request.state is RequestState.RUNNING and attachment is not None:
+            store = self._store_of(attachment, request, hashes, computed_tokens, block_ids, holds_request=request_id)
+            if store is not None:
+                self._queued_stores.append(store)
+                holds = True
+        if request.state is RequestState.ANSWERED and request.result is not None and request.attachment is not None:
+            self._end_lease(request.attachment, request.result.lease_id)
+        self._session.expect(-request.expected)
+        request.move(RequestEvent.END)
+        return holds
+
+    def has_queued_stores(self) -> bool:
+        """A step is needed even without requests."""
+        return bool(self._queued_stores)
+
+    def may_reattach(self) -> bool:
+        """No worker can still write a slot of an earlier attachment."""
+        return not self._stores
+
+    def forget_known(self) -> None:
+        """Store again what was stored before: the pool or the engine's cache was reset."""
+        self._known.clear()
+
+    # -- inside ----
+
+    def _is_current(self, attachment: AttachmentId | None) -> bool:
+        current = self._session.attachment
+        return current is not None and current.attachment_id == attachment
+
+    def _end_lease(self, attachment: AttachmentId, lease_id: LeaseId) -> None:
+        if lease_id:
+            self._session.release(attachment, lease_id)
+
+    def _expect(self, request: _Request, count: int) -> None:
+        change = max(count, -request.expected)
+        request.expected += change
+        self._session.expect(change)
+
+    def _blocks_in_flight(self) -> int:
+        return sum(len(store.items) for store in self._stores.values())
+
+    def _remember(self, attachment: AttachmentId, keys: Sequence[BlockKey]) -> None:
+        if self._known_of != attachment:
+            self._known.clear()
+            self._known_of = attachment
+        for key in keys:
+            self._known[key] = None
+            self._known.move_to_end(key)
+        while len(self._known) > KNOWN_KEYS_MAX:
+            self._known.popitem(last=False)
+
+    def _forget_known_of_others(self, attachment: Attachment) -> None:
+        if self._known_of != attachment.attachment_id:
+            self._known.clear()
+            self._known_of = attachment.attachment_id
+
+    def check_invariants(self) -> None:
+        for request in self._requests.values():
+            assert request.expected >= 0
+            assert (request.state is RequestState.LOADING) <= (request.request_id in self._loading)
+            assert request.state is not RequestState.ENDED, "an ended request is still kept"
+            assert (request.result is None) or request.state not in (RequestState.NEW, RequestState.ASKED)
+        for store in self._stores.values():
+            assert store.reports.total() < self._worker_count, "a store every worker reported is still open"

@@ -1,0 +1,330 @@
+"""The engine's line to its pool: a thread of its own with an event loop, so that the scheduler never waits for an RPC.
+
+The scheduler half posts commands and takes results; neither blocks. The session attaches, heartbeats, keeps a stock of
+reserved slots so that no RPC is needed per block, and attaches again after a loss. While it is not attached everything
+answers at once: nothing is found, nothing is stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvservice.client.port import PoolPort
+from kvservice.core.messages import (
+    AcquireRequest,
+    AcquireResult,
+    Attachment,
+    BlockRef,
+    EngineSpec,
+    SealItem,
+    SealStatus,
+)
+from kvservice.errors import KVServiceError, Refused
+from kvservice.units import AttachmentId, LeaseId
+
+log = logging.getLogger("kvservice.connector")
+
+RETRY_SECONDS_FIRST = 0.2
+RETRY_SECONDS_MAX = 5.0
+REFUSED_RETRY_SECONDS = 15.0  # another engine with another fingerprint may leave
+STOCK_MIN = 8  # slots an idle engine holds ready
+STOCK_MAX = 1024
+STOCK_SHARE_MAX = 8  # at most 1/8 of the pool's slots
+TICK_SECONDS = 1.0
+CLOSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Result of one acquire. `result` is None when there was no pool to ask."""
+
+    request_id: str
+    attachment: AttachmentId
+    result: AcquireResult | None
+
+
+class Session:
+    """All public methods may be called from the scheduler's thread and return at once, but for start and close."""
+
+    def __init__(
+        self, open_pool: Callable[[], Awaitable[PoolPort]], spec: EngineSpec, may_reattach: Callable[[], bool]
+    ) -> None:
+        self._open_pool = open_pool
+        self._spec = spec
+        self._may_reattach = may_reattach
+        self._lock = threading.Lock()
+        self._stock: deque[BlockRef] = deque()
+        self._expected = 0  # blocks that requests in flight will want to store
+        self._answers: deque[Answer] = deque()
+        self._attachment: Attachment | None = None
+        self._pool: PoolPort | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake: asyncio.Event | None = None
+        self._stopping = False
+        self._background: set[asyncio.Task[None]] = set()
+        self._first_attempt = threading.Event()
+        self._refusal = ""
+        self.counters: Counter[str] = Counter()
+        self._thread = threading.Thread(target=self._run, name="kvservice-session", daemon=True)
+
+    # -- the scheduler's side ----
+
+    def start(self, wait_seconds: float) -> Attachment | None:
+        """Start the thread and wait for the first attempt to attach, so that early requests profit already."""
+        self._thread.start()
+        self._first_attempt.wait(wait_seconds)
+        return self.attachment
+
+    @property
+    def attachment(self) -> Attachment | None:
+        """The current attachment; None while there is no pool."""
+        with self._lock:
+            return self._attachment
+
+    def acquire(self, request_id: str, request: AcquireRequest) -> AttachmentId | None:
+        """Ask for a prefix; the answer shows up in `answers`. None, and no answer, when there is no pool."""
+        attachment = self.attachment
+        if attachment is None:
+            return None
+        return attachment.attachment_id if self._post(self._acquire(attachment, request_id, request)) else None
+
+    def answers(self) -> list[Answer]:
+        with self._lock:
+            found = list(self._answers)
+            self._answers.clear()
+        return found
+
+    def expect(self, count: int) -> None:
+        """So many more blocks will want slots soon (negative: they will not)."""
+        with self._lock:
+            self._expected = max(0, self._expected + count)
+        if count > 0:
+            self._poke()
+
+    def take_slots(self, attachment: AttachmentId, count: int) -> list[BlockRef]:
+        """Up to `count` reserved slots of this attachment; the caller seals or aborts each."""
+        with self._lock:
+            if self._attachment is None or self._attachment.attachment_id != attachment:
+                return []
+            taken = [self._stock.popleft() for _ in range(min(count, len(self._stock)))]
+        self._poke()
+        return taken
+
+    def seal(self, attachment: AttachmentId, items: Sequence[SealItem]) -> None:
+        self._post(self._seal(attachment, list(items)))
+
+    def abort(self, attachment: AttachmentId, refs: Sequence[BlockRef]) -> None:
+        self._post(self._with_pool(attachment, "abort", lambda pool: pool.abort(attachment, list(refs))))
+
+    def release(self, attachment: AttachmentId, lease_id: LeaseId) -> None:
+        self._post(self._with_pool(attachment, "release", lambda pool: pool.release(attachment, [lease_id])))
+
+    def close(self) -> None:
+        """Detach and end the thread. Blocks for a moment. Idempotent."""
+        self._stopping = True
+        self._poke()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_SECONDS)
+
+    # -- the loop ----
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except Exception:  # thread boundary: without a session the engine runs on without the cache
+            log.exception("session_failed")
+            self.counters["session_crashed"] += 1
+        finally:
+            with self._lock:
+                self._attachment = None
+            self._first_attempt.set()
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._wake = asyncio.Event()
+        delay = RETRY_SECONDS_FIRST
+        while not self._stopping:
+            try:
+                await self._serve()
+                delay = RETRY_SECONDS_FIRST
+            except KVServiceError as error:
+                self._report_failure(error)
+                delay = REFUSED_RETRY_SECONDS if isinstance(error, Refused) else min(delay * 2, RETRY_SECONDS_MAX)
+            self._first_attempt.set()
+            await self._pause(delay * random.uniform(0.8, 1.2))
+        if self._background:
+            await asyncio.wait(self._background, timeout=1.0)
+        if self._pool is not None:
+            await self._pool.close()
+
+    async def _serve(self) -> None:
+        """Attach and keep the attachment going until it is lost or the session closes."""
+        if self._pool is None:
+            self._pool = await self._open_pool()
+        lost: list[str] = []
+
+        def on_lost(reason: str) -> None:
+            lost.append(reason)
+            self._forget()
+            if self._wake is not None:
+                self._wake.set()
+
+        attachment = await self._pool.attach(self._spec, on_lost)
+        with self._lock:
+            self._attachment = attachment
+        self._refusal = ""
+        self._first_attempt.set()
+        self.counters["attached"] += 1
+        log.info("attached to node %s, epoch %s", attachment.node_id, attachment.epoch)
+        try:
+            await self._keep(attachment, lost)
+        finally:
+            self._forget()
+        if lost:
+            log.warning("the pool is gone (%s): serving without the cache until it is back", lost[0])
+            self.counters["lost"] += 1
+            # An old plan may still be in a worker's hands: attaching again would free the slots it writes.
+            while not self._stopping and not self._may_reattach():  # noqa: ASYNC110  the answer comes from another thread
+                await asyncio.sleep(0.05)
+        elif self._stopping:
+            await self._pool.detach(attachment.attachment_id)
+
+    async def _keep(self, attachment: Attachment, lost: list[str]) -> None:
+        assert self._loop is not None and self._wake is not None
+        renew_at = self._loop.time() + attachment.lease_seconds / 3
+        while not self._stopping and not lost:
+            self._wake.clear()
+            await self._restock(attachment)
+            if self._loop.time() >= renew_at:
+                renew_at = self._loop.time() + attachment.lease_seconds / 3
+                self._spawn(self._with_pool(attachment.attachment_id, "renew", self._renewer(attachment)))
+            try:
+                await asyncio.wait_for(self._wake.wait(), min(TICK_SECONDS, max(renew_at - self._loop.time(), 0.01)))
+            except asyncio.TimeoutError:
+                continue
+
+    @staticmethod
+    def _renewer(attachment: Attachment) -> Callable[[PoolPort], Awaitable[None]]:
+        return lambda pool: pool.renew(attachment.attachment_id)
+
+    async def _restock(self, attachment: Attachment) -> None:
+        """Top the stock up in one call, or give back what an idle engine need not hold."""
+        assert self._pool is not None
+        geometry = attachment.geometry
+        slots = geometry.slab_count * geometry.slots_per_slab(self._spec.layout.payload_bytes)
+        with self._lock:
+            wanted = max(1, min(STOCK_MIN + self._expected, STOCK_MAX, slots // STOCK_SHARE_MAX))
+            have = len(self._stock)
+            surplus = [self._stock.pop() for _ in range(have - 2 * wanted)] if have > 2 * wanted else []
+        try:
+            if surplus:
+                await self._pool.abort(attachment.attachment_id, surplus)
+            elif have * 2 <= wanted:
+                refs = await self._pool.reserve(attachment.attachment_id, wanted - have)
+                with self._lock:
+                    if self._attachment is attachment:
+                        self._stock.extend(refs)
+                        refs = []
+                if refs:
+                    await self._pool.abort(attachment.attachment_id, refs)
+        except KVServiceError as error:
+            self.counters["reserve_failed"] += 1
+            log.debug("reserve failed: %s", error.message)
+
+    async def _acquire(self, attachment: Attachment, request_id: str, request: AcquireRequest) -> None:
+        result: AcquireResult | None = None
+        pool = self._pool
+        try:
+            if pool is not None:
+                result = await pool.acquire(attachment.attachment_id, request)
+        except KVServiceError as error:
+            self.counters["acquire_failed"] += 1
+            log.debug("acquire failed: %s", error.message)
+        with self._lock:
+            self._answers.append(Answer(request_id, attachment.attachment_id, result))
+
+    async def _seal(self, attachment: AttachmentId, items: list[SealItem]) -> None:
+        pool = self._pool
+        current = self.attachment
+        if pool is None or current is None or current.attachment_id != attachment:
+            self.counters["seal_dropped"] += len(items)
+            return
+        try:
+            statuses = await pool.seal(attachment, items)
+        except KVServiceError as error:
+            self.counters["seal_failed"] += len(items)
+            log.debug("seal failed: %s", error.message)
+            return
+        for status in statuses:
+            self.counters[f"seal_{status.value}"] += 1
+        if SealStatus.SEALED in statuses:
+            self.counters["stored_blocks"] += statuses.count(SealStatus.SEALED)
+
+    async def _with_pool(
+        self, attachment: AttachmentId, what: str, call: Callable[[PoolPort], Awaitable[None]]
+    ) -> None:
+        pool = self._pool
+        current = self.attachment
+        if pool is None or current is None or current.attachment_id != attachment:
+            return  # the attachment is gone, and with it what it held
+        try:
+            await call(pool)
+        except KVServiceError as error:
+            self.counters[f"{what}_failed"] += 1
+            log.debug("%s failed: %s", what, error.message)
+
+    # -- between the threads ----
+
+    def _post(self, work: Coroutine[Any, Any, None]) -> bool:
+        loop = self._loop
+        if loop is None or self._stopping:
+            work.close()
+            return False
+        try:
+            loop.call_soon_threadsafe(self._spawn, work)
+        except RuntimeError:  # the loop has ended
+            work.close()
+            return False
+        return True
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _poke(self) -> None:
+        loop, wake = self._loop, self._wake
+        if loop is not None and wake is not None:
+            try:
+                loop.call_soon_threadsafe(wake.set)
+            except RuntimeError:
+                return  # the loop has ended
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, but end early when the session closes."""
+        assert self._loop is not None and self._wake is not None
+        until = self._loop.time() + seconds
+        while not self._stopping and self._loop.time() < until:
+            self._wake.clear()
+            try:
+                await asyncio.wait_for(self._wake.wait(), min(0.25, max(until - self._loop.time(), 0.001)))
+            except asyncio.TimeoutError:
+                continue
+
+    def _forget(self) -> None:
+        with self._lock:
+            self._attachment = None
+            self._stock.clear()
+
+    def _report_failure(self, error: KVServiceError) -> None:
+        self.counters[f"attach_{error.reason.lower()}"] += 1
+        if error.message != self._refusal:  # once, not at every retry
+            self._refusal = error.message
+            log.error("serving without the cache: %s", error.message)

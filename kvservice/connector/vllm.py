@@ -1,0 +1,372 @@
+"""KVServiceConnector: the class vLLM loads. A switchboard: builds a scheduler half or a worker half, holds no logic.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVServiceConnector",
+        "kv_connector_module_path": "kvservice.connector.vllm", "kv_role": "kv_both"}'
+
+Nothing in here raises into the engine but a wrong option at start: every entry is guarded, failures are counted and
+logged once per kind, and the engine goes on as if the cache had nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
+
+from kvservice.connector import compat
+from kvservice.connector.copier import BlockCopier
+from kvservice.connector.options import ConnectorOptions, Offload
+from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
+from kvservice.connector.pools import PoolChoice, choose_pool
+from kvservice.connector.scheduler import SchedulerHalf, Wait
+from kvservice.connector.session import Session
+from kvservice.connector.stats import ConnectorPromMetrics, ConnectorStats
+from kvservice.connector.worker import WorkerHalf
+from kvservice.core.keys import block_keys
+from kvservice.core.messages import Attachment
+from kvservice.errors import ConfigError, KVServiceError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger("kvservice.connector")
+
+T = TypeVar("T")
+ATTACH_WAIT_SECONDS = 15.0  # of engine start: a large embedded pool takes a while to reserve
+STORABLE = frozenset({RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED})
+
+
+@dataclass
+class Metadata(KVConnectorMetadata):
+    plan: StepPlan = field(default_factory=StepPlan)
+
+
+@dataclass
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    report: StepReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
+        assert isinstance(other, WorkerMetadata)
+        return WorkerMetadata(self.report.merge(other.report))
+
+
+def guarded(neutral: Callable[[], Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """An exception in this entry is counted and logged once per kind; the engine gets the neutral answer."""
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(function)
+        def call(self: KVServiceConnector, *args: Any, **kwargs: Any) -> T:
+            try:
+                return function(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001  the engine's loop must go on whatever happens here
+                self.note_failure(function.__name__, error)
+                return neutral()  # type: ignore[no-any-return]
+
+        return call
+
+    return decorate
+
+
+class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
+    """One instance per role. `_scheduler` or `_worker` is None for the other role, and both when the engine's model or
+    settings are not supported: the connector is then inert."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._options = ConnectorOptions.parse(self._kv_transfer_config.kv_connector_extra_config or {})
+        self._config = kv_cache_config
+        self._scheduler: SchedulerHalf | None = None
+        self._session: Session | None = None
+        self._pool: PoolChoice | None = None
+        self._worker: WorkerHalf | None = None
+        self._failures: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
+        self._step: tuple[float, int] | None = None  # (start, tokens) of the step in flight
+        self._sending: set[str] = set()  # finished requests whose last blocks were copied in this step
+        self._live: dict[str, Request] = {}  # scheduler role: requests between their first and last call
+        _prefer_recompute(vllm_config)
+        try:
+            self._spec = compat.engine_spec(vllm_config, kv_cache_config, bytes(16), self._options.namespace)
+            if role is KVConnectorRole.SCHEDULER:
+                self._start_scheduler(vllm_config)
+        except ConfigError:
+            raise  # the user's typo: say so at start instead of running without a cache for months
+        except KVServiceError as error:
+            log.error("serving without the cache: %s", error.message)
+
+    def _start_scheduler(self, vllm_config: VllmConfig) -> None:
+        self._pool = choose_pool(self._options, self._spec)
+        session = Session(self._pool.open, self._pool.spec, lambda: half.may_reattach())
+        half = SchedulerHalf(
+            session,
+            functools.partial(block_keys, self._spec.fingerprint.digest),
+            self._pool_info,
+            block_tokens=self._spec.layout.block_tokens,
+            worker_count=vllm_config.parallel_config.world_size,
+            lazy=self._options.offload is Offload.LAZY,
+            fetch_timeout_seconds=self._options.fetch_timeout_seconds,
+        )
+        self._session, self._scheduler = session, half
+        session.start(ATTACH_WAIT_SECONDS)
+
+    def _pool_info(self, attachment: Attachment) -> PoolInfo:
+        return PoolInfo(
+            attachment.segment_path,
+            attachment.geometry,
+            attachment.epoch,
+            self._spec.layout,
+            attachment.liveness_path,
+        )
+
+    def note_failure(self, entry: str, error: Exception) -> None:
+        kind = f"{entry}: {type(error).__name__}"
+        self._failures[f"failed_{entry}"] += 1
+        if self._failures[kind] == 0:
+            log.error("connector entry failed, going on without the cache for it: %s", kind, exc_info=error)
+        self._failures[kind] += 1
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a dropped store is only a later miss
+
+    # -- scheduler role ----
+
+    @guarded(lambda: None)
+    def on_new_request(self, request: Request) -> None:
+        if self._scheduler is not None:
+            self._live[request.request_id] = request
+            may_read = not request.skip_reading_prefix_cache
+            self._scheduler.on_new_request(
+                request.request_id, request.block_hashes, time.monotonic(), may_read=may_read
+            )
+
+    @guarded(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._scheduler is None or request.skip_reading_prefix_cache:
+            return 0, False
+        answer = self._scheduler.matched(request.request_id, num_computed_tokens, request.num_tokens, time.monotonic())
+        if isinstance(answer, Wait):
+            return None, False
+        return answer.tokens, answer.tokens > 0
+
+    @guarded(lambda: None)
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+
+    @guarded(dict)
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        if self._scheduler is None or num_external_tokens == 0:
+            return {}
+        local, remote = self._scheduler.hit_sources(request.request_id, num_external_tokens)
+        found = {CacheHitSource.HOST: local, CacheHitSource.P2P: remote}
+        return {source: tokens for source, tokens in found.items() if tokens}
+
+    @guarded(Metadata)
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if self._scheduler is None:
+            return Metadata()
+        self._step = (time.monotonic(), scheduler_output.total_num_scheduled_tokens)
+        return Metadata(self._scheduler.plan_step(self._scheduled(scheduler_output)))
+
+    def _scheduled(self, output: SchedulerOutput) -> Iterable[tuple[str, Any, int, list[int]]]:
+        """(request id, block hashes, tokens computed when this step ends, block ids) of every scheduled request."""
+        state = output.kv_connector_block_state
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            block_ids = None if state is None else state.get_block_ids(request_id)
+            request = self._live.get(request_id)
+            if block_ids is not None and request is not None:
+                yield request_id, request.block_hashes, computed[request_id] + tokens, block_ids[0]
+
+    @guarded(lambda: None)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self._scheduler is None:
+            return
+        if self._step is not None:
+            started, tokens = self._step
+            self._scheduler.computed(tokens, time.monotonic() - started)
+            self._step = None
+        failed = connector_output.failed_recving or set()
+        for request_id in connector_output.finished_recving or ():
+            self._scheduler.loaded(request_id, failed=request_id in failed)
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerMetadata):
+            self._scheduler.reported(report.report)
+
+    @guarded(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._live.pop(request.request_id, None)
+        if self._scheduler is None:
+            return False, None
+        holds = self._scheduler.finished(
+            request.request_id,
+            request.block_hashes,
+            request.num_computed_tokens,
+            block_ids[0],
+            store_rest=request.status in STORABLE,
+        )
+        return holds, None
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @guarded(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_queued_stores()
+
+    @guarded(lambda: False)
+    def reset_cache(self) -> bool | None:
+        """The pool is shared and keyed by content, so nothing in it is wrong; only the memory of it is forgotten."""
+        if self._scheduler is not None:
+            self._scheduler.forget_known()
+        return True
+
+    # -- worker role ----
+
+    @guarded(lambda: None)
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if not hasattr(self, "_spec"):
+            return
+        rank = self._vllm_config.parallel_config.rank
+        heads = compat.rank_heads(self._vllm_config, self._config, rank)
+        copier = BlockCopier(compat.ordered_layers(self._config, kv_caches), heads)
+        self._worker = WorkerHalf(copier, self._options.verify_load)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        plan = self._plan()
+        if plan is None:
+            return
+        if self._worker is None:
+            self._sending.update(store.holds_request for store in plan.stores if store.holds_request)
+            return
+        self._start_loads(plan)
+
+    @guarded(lambda: None)
+    def _start_loads(self, plan: StepPlan) -> None:
+        assert self._worker is not None
+        self._worker.start_loads(plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return  # loads are whole blocks, finished before the request is scheduled
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        return  # stores are whole blocks, copied after the step
+
+    def wait_for_save(self) -> None:
+        plan = self._plan()
+        if plan is None:
+            return
+        self._sending.update(store.holds_request for store in plan.stores if store.holds_request)
+        if self._worker is not None:
+            self._store(plan)
+
+    @guarded(lambda: None)
+    def _store(self, plan: StepPlan) -> None:
+        assert self._worker is not None
+        self._worker.store(plan)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        sending, self._sending = self._sending, set()
+        loaded: set[str] = set()
+        failed: set[str] = set()
+        if self._worker is not None:
+            loaded, failed = self._worker.take_loaded()
+        plan = self._plan()
+        planned = {load.request_id for load in plan.loads} if plan is not None else set()
+        missing = planned - loaded  # an entry failed before it could say so: the engine must not wait for ever
+        return KVConnectorTransferResults(sending, loaded | missing, failed | missing)
+
+    @guarded(lambda: None)
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        report = None if self._worker is None else self._worker.take_report()
+        plan = self._plan()
+        if plan is not None and plan.stores:
+            report = report or StepReport()
+            for store in plan.stores:  # a plan nobody reports would block a later attachment
+                if store.store_id not in report.stored and store.store_id not in report.failed:
+                    report.failed[store.store_id] = 1
+        return None if report is None else WorkerMetadata(report)
+
+    def _plan(self) -> StepPlan | None:
+        metadata = self._connector_metadata
+        return metadata.plan if isinstance(metadata, Metadata) else None
+
+    # -- both ----
+
+    @guarded(lambda: None)
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        """What was counted since the last call."""
+        counters = Counter(self._failures)
+        if self._scheduler is not None:
+            counters.update(self._scheduler.counters)
+        if self._session is not None:
+            counters.update(self._session.counters)
+        change = {name: count - self._reported[name] for name, count in counters.items()}
+        self._reported = counters
+        change = {name: count for name, count in change.items() if count}
+        return ConnectorStats(change) if change else None
+
+    def counters(self) -> dict[str, int]:
+        """Everything counted since the start, for tests and benchmarks."""
+        found = Counter(self._failures)
+        for part in (self._scheduler, self._session):
+            if part is not None:
+                found.update(part.counters)
+        return dict(found)
+
+    @guarded(lambda: None)
+    def shutdown(self) -> None:
+        if self._session is not None:
+            self._session.close()
+        if self._pool is not None:
+            self._pool.cleanup()
+        if self._worker is not None:
+            self._worker.close()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats | None:
+        return ConnectorStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ConnectorPromMetrics:
+        return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _prefer_recompute(vllm_config: VllmConfig) -> None:
+    """vLLM's default policy fails a request whose load fails; ours is that it is recomputed."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_load_failure_policy != "recompute":
+        transfer.kv_load_failure_policy = "recompute"
+        log.info("kv_load_failure_policy is set to 'recompute': a failed load costs time, not the request")
