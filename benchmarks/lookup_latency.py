@@ -1,0 +1,206 @@
+"""How long a lookup takes, against the empty gRPC round trip of the same run, and how long a rebuild takes.
+
+    python -m benchmarks.lookup_latency [--keys 10000000] [--out PATH]
+
+Lookup shards run as processes of their own, this one is the client. The directory holds `--keys` blocks in chains of
+2,048; every measured lookup asks for another, randomly chosen, chain, so nothing is warm by repetition. The floor is a
+Resolve call without keys on the same channel; the pure cost of the index comes from one in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+
+from benchmarks.report import default_out, percentile, print_table, write_report
+from kvservice.client.announcer import AnnouncePump
+from kvservice.client.lookup import LookupClient
+from kvservice.core.announce import Announcer
+from kvservice.core.index import DirectoryIndex
+from kvservice.core.keys import pack_keys, span_route, unpack_keys
+from kvservice.core.messages import Holder
+from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
+from kvservice.wire.serving import CHANNEL_OPTIONS
+from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
+
+CHAIN_KEYS = 2048
+SIZES = (1, 64, 512, 2048, 8192)
+NODE = Holder(NodeId("bench"), "127.0.0.1:1", BootEpoch(1))
+TIMEOUT_SECONDS = 5.0
+REBUILD_SECONDS_MAX = 300.0
+
+Inventory = list[tuple[BlockKey, SpanRoute]]
+
+
+@contextmanager
+def lookup_shards(count: int) -> Iterator[list[str]]:
+    """Addresses of `count` lookup shards, each in a process of its own."""
+    processes: list[subprocess.Popen[str]] = []
+    addresses: list[str] = []
+    try:
+        for partition in range(count):
+            arguments = ["--bind", "127.0.0.1:0", "--partition", str(partition), "--partition-count", str(count)]
+            command = [sys.executable, "-m", "kvservice.lookup", *arguments]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            processes.append(process)
+            assert process.stdout is not None
+            addresses.append(process.stdout.readline().split()[-1])
+        yield addresses
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.communicate(timeout=30)
+
+
+def make_chains(key_count: int) -> list[list[BlockKey]]:
+    noise = random.Random(1)
+    chains: list[list[BlockKey]] = []
+    for _ in range(max(1, key_count // CHAIN_KEYS)):
+        block = noise.randbytes(16 * CHAIN_KEYS)
+        chains.append([BlockKey(block[i : i + 16]) for i in range(0, len(block), 16)])
+    return chains
+
+
+async def time_calls(call: Callable[[], Awaitable[object]], count: int) -> dict[str, float]:
+    samples: list[float] = []
+    for _ in range(count):
+        begun = time.perf_counter()
+        await call()
+        samples.append((time.perf_counter() - begun) * 1e3)
+    return {"p50_ms": percentile(samples, 0.5), "p99_ms": percentile(samples, 0.99), "calls": len(samples)}
+
+
+async def time_lookups(client: LookupClient, chains: list[list[BlockKey]], size: int, count: int) -> dict[str, float]:
+    """A new random prompt for each call; longer ones than a chain are several chains put together."""
+    noise = random.Random(2)
+    prompts: list[list[BlockKey]] = []
+    for _ in range(count):
+        parts = [noise.choice(chains) for _ in range(-(-size // CHAIN_KEYS))]
+        prompts.append([key for part in parts for key in part][:size])
+    waiting = iter(prompts)
+
+    async def ask() -> None:
+        answer = await client.resolve(next(waiting), 0, TIMEOUT_SECONDS)
+        assert answer.complete
+        assert sum(run.count for run in answer.runs) == size, "every key is known"
+
+    return await time_calls(ask, count)
+
+
+async def wait_until_known(client: LookupClient, key_count: int) -> None:
+    deadline = time.monotonic() + REBUILD_SECONDS_MAX
+    while True:
+        stats = await client.stats()
+        if sum(reply.key_count for reply in stats if reply is not None) >= key_count:
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the lookup shards did not learn {key_count} keys in {REBUILD_SECONDS_MAX} s")
+        await asyncio.sleep(0.02)
+
+
+async def measure_service(
+    partitions: int, inventory: Inventory, chains: list[list[BlockKey]], calls: int
+) -> dict[str, object]:
+    with lookup_shards(partitions) as addresses:
+        client = LookupClient(addresses)
+        announcer = Announcer(partitions, lambda: inventory)
+        pump = AnnouncePump(announcer, addresses, lambda: NODE, 1.0, lambda: None)
+        await client.stats()  # connects
+        begun = time.perf_counter()
+        running = asyncio.create_task(pump.run())
+        await wait_until_known(client, len(inventory))
+        rebuild_seconds = time.perf_counter() - begun
+        async with grpc.aio.insecure_channel(addresses[0], options=CHANNEL_OPTIONS) as channel:
+            stub = lookup_pb2_grpc.LookupServiceStub(channel)
+            empty = lookup_pb2.ResolveRequest()
+            await time_calls(lambda: stub.Resolve(empty, timeout=TIMEOUT_SECONDS), 100)
+            floor = await time_calls(lambda: stub.Resolve(empty, timeout=TIMEOUT_SECONDS), calls)
+        await time_lookups(client, chains, 64, 50)
+        lookups = {str(size): await time_lookups(client, chains, size, calls) for size in SIZES}
+        await pump.stop(leaving=True)
+        await asyncio.gather(running, return_exceptions=True)
+        await client.close()
+    return {"floor": floor, "rebuild_seconds": rebuild_seconds, "resolve_by_keys": lookups}
+
+
+def measure_index(inventory: Inventory, chains: list[list[BlockKey]]) -> dict[str, object]:
+    """What one resolve costs inside the lookup shard, without gRPC: parse the keys and build the runs."""
+    index = DirectoryIndex()
+    keys = [key for key, _ in inventory]
+    resident = _resident_bytes()
+    begun = time.perf_counter()
+    for sequence, start in enumerate(range(0, len(keys), 16_384), 1):
+        # Copies, as they come off the wire: the index must not profit from keys that exist already.
+        part = unpack_keys(pack_keys(keys[start : start + 16_384]), 16_384)
+        index.apply(NODE, sequence, part, full_begin=sequence == 1, now=0.0)
+    load_seconds = time.perf_counter() - begun
+    bytes_per_key = (_resident_bytes() - resident) / len(keys)
+    noise = random.Random(3)
+    resolve_us: dict[str, dict[str, float]] = {}
+    for size in (64, 512, 2048):
+        samples: list[float] = []
+        for _ in range(300):
+            packed = pack_keys(noise.choice(chains)[:size])
+            begun = time.perf_counter()
+            index.resolve(unpack_keys(packed), 0.0)
+            samples.append((time.perf_counter() - begun) * 1e6)
+        resolve_us[str(size)] = {"p50_us": percentile(samples, 0.5), "p99_us": percentile(samples, 0.99)}
+    return {"load_seconds": load_seconds, "bytes_per_key": round(bytes_per_key, 1), "resolve_by_keys": resolve_us}
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def print_figures(figures: dict[str, dict[str, object]]) -> None:
+    rows: list[list[object]] = []
+    for name, measured in figures.items():
+        if not isinstance(floor := measured.get("floor"), dict):
+            continue
+        rows.append([f"{name}: empty call", floor["p50_ms"], floor["p99_ms"]])
+        lookups = measured["resolve_by_keys"]
+        assert isinstance(lookups, dict)
+        rows += [[f"{name}: {size} keys", figure["p50_ms"], figure["p99_ms"]] for size, figure in lookups.items()]
+        rows.append([f"{name}: rebuild, s", measured["rebuild_seconds"], ""])
+    print_table(["", "p50 ms", "p99 ms"], rows)
+    inside = figures["index"]["resolve_by_keys"]
+    assert isinstance(inside, dict)
+    print_table(
+        ["index alone", "p50 µs", "p99 µs"], [[f"{n} keys", f["p50_us"], f["p99_us"]] for n, f in inside.items()]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keys", type=int, default=1_000_000, help="blocks that the directory knows")
+    parser.add_argument("--calls", type=int, default=1_000, help="measured calls per size")
+    parser.add_argument("--partitions", type=int, nargs="+", default=[1, 2], help="numbers of lookup shards to measure")
+    parser.add_argument("--out", type=Path, default=default_out("lookup_latency"))
+    given = parser.parse_args()
+    chains = make_chains(given.keys)
+    inventory = [(key, span_route(chain, position)) for chain in chains for position, key in enumerate(chain)]
+    gc.freeze()
+    figures: dict[str, dict[str, object]] = {}
+    for partitions in given.partitions:
+        name = f"{partitions} partition{'s' if partitions > 1 else ''}"
+        figures[name] = asyncio.run(measure_service(partitions, inventory, chains, given.calls))
+    figures["index"] = measure_index(inventory, chains)
+    print_figures(figures)
+    print(write_report("lookup_latency", {"known_keys": len(inventory), **figures}, given.out))
+
+
+if __name__ == "__main__":
+    main()

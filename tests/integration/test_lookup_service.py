@@ -1,0 +1,409 @@
+"""The lookup service as processes: killed, stopped, rebuilt, fed with nonsense, watched."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvservice.client.announcer import AnnouncePump
+from kvservice.client.lookup import LookupAnswer, LookupClient
+from kvservice.core.announce import Announcer
+from kvservice.core.keys import KEYS_PER_REQUEST_MAX, span_route
+from kvservice.core.messages import Holder
+from kvservice.errors import ConfigError
+from kvservice.lookup.server import LookupServer
+from kvservice.testing.cluster import free_port
+from kvservice.units import BlockKey, BootEpoch, NodeId
+from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
+
+SERVICE = "/kvservice.wire.v1.LookupService/"
+
+
+class LookupProcess:
+    """One lookup shard in a process of its own, on a port that stays the same over restarts."""
+
+    def __init__(self, partition: int, partition_count: int, *arguments: str) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self._command = [sys.executable, "-m", "kvservice.lookup", "--bind", self.address, *arguments]
+        self._command += ["--partition", str(partition), "--partition-count", str(partition_count)]
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline().endswith(f"serves {self.address}\n")
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=10)
+
+    def end(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+        self.process.communicate(timeout=10)
+        return self.process.returncode
+
+
+@pytest.fixture
+def lookups() -> Iterator[list[LookupProcess]]:
+    processes = [LookupProcess(partition, 2) for partition in range(2)]
+    yield processes
+    for process in processes:
+        process.end()
+
+
+def addresses_of(lookups: Sequence[LookupProcess]) -> list[str]:
+    return [lookup.address for lookup in lookups]
+
+
+class Node:
+    """A cache shard's side: what it holds, and the pump that says so."""
+
+    def __init__(self, name: str, chain: Sequence[BlockKey], addresses: Sequence[str], epoch: int = 1) -> None:
+        self.held = {key: span_route(chain, position) for position, key in enumerate(chain)}
+        self.holder = Holder(NodeId(name), f"{name}:1", BootEpoch(epoch))
+        self.announcer = Announcer(len(addresses), lambda: list(self.held.items()))
+        self.fenced = asyncio.Event()
+        self.pump = AnnouncePump(self.announcer, addresses, lambda: self.holder, 0.5, self.fenced.set)
+        self.task = asyncio.create_task(self.pump.run())
+
+    def evict(self, key: BlockKey) -> None:
+        self.announcer.remove(key, self.held.pop(key))
+        self.pump.kick()
+
+    async def end(self, leaving: bool = True) -> None:
+        await self.pump.stop(leaving)
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def node(name: str, chain: Sequence[BlockKey], addresses: Sequence[str], epoch: int = 1) -> AsyncIterator[Node]:
+    made = Node(name, chain, addresses, epoch)
+    try:
+        yield made
+    finally:
+        await made.end()
+
+
+@asynccontextmanager
+async def client(addresses: Sequence[str]) -> AsyncIterator[LookupClient]:
+    made = LookupClient(addresses)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+@asynccontextmanager
+async def one_lookup(**settings: float) -> AsyncIterator[str]:
+    server = LookupServer("127.0.0.1:0", 0, 1, **settings)
+    port = await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+def new_chain(count: int) -> list[BlockKey]:
+    return [BlockKey(os.urandom(16)) for _ in range(count)]
+
+
+def known(answer: LookupAnswer) -> int:
+    return sum(run.count for run in answer.runs)
+
+
+async def until(
+    client: LookupClient, chain: Sequence[BlockKey], accept: Callable[[LookupAnswer], bool], seconds: float = 8.0
+) -> LookupAnswer:
+    deadline = time.monotonic() + seconds
+    while True:
+        answer = await client.resolve(chain, 0, 1.0)
+        if accept(answer):
+            return answer
+        assert time.monotonic() < deadline, f"still {known(answer)} of {len(chain)} known, complete={answer.complete}"
+        await asyncio.sleep(0.02)
+
+
+async def test_two_partitions_answer_one_chain_as_one_run(lookups: list[LookupProcess]) -> None:
+    chain = new_chain(1000)
+    addresses = addresses_of(lookups)
+    async with client(addresses) as asking, node("a", chain[:700], addresses) as holder:
+        answer = await until(asking, chain, lambda answer: known(answer) == 700)
+        assert [(run.start, run.count, run.holders) for run in answer.runs] == [(0, 700, (holder.holder,))]
+        assert answer.complete
+        tail = await asking.resolve(chain, 650, 1.0)
+        assert [(run.start, run.count) for run in tail.runs] == [(650, 50)]
+        assert known(await asking.resolve(chain, 0, 1.0, exclude=NodeId("a"))) == 0
+        stats = await asking.stats()
+        assert all(reply is not None and 0 < reply.key_count < 700 for reply in stats), "both hold a part"
+
+
+async def test_evicted_block_leaves_a_hole(lookups: list[LookupProcess]) -> None:
+    chain = new_chain(300)
+    async with client(addresses_of(lookups)) as asking, node("a", chain, addresses_of(lookups)) as holder:
+        await until(asking, chain, lambda answer: known(answer) == 300)
+        holder.evict(chain[100])
+        answer = await until(asking, chain, lambda answer: known(answer) == 299, seconds=2)
+        assert [(run.start, run.count) for run in answer.runs] == [(0, 100), (101, 199)]
+
+
+async def test_killed_lookup_shard_is_rebuilt_from_the_shards(lookups: list[LookupProcess]) -> None:
+    chain = new_chain(2000)
+    async with client(addresses_of(lookups)) as asking, node("a", chain, addresses_of(lookups)):
+        await until(asking, chain, lambda answer: known(answer) == 2000)
+        lookups[0].kill()
+        answer = await asking.resolve(chain, 0, 1.0)
+        assert not answer.complete
+        assert 0 < known(answer) < 2000, "only its own spans are unknown"
+        lookups[0].start()
+        await until(asking, chain, lambda answer: known(answer) == 2000 and answer.complete)
+
+
+async def test_stopped_lookup_shard_costs_its_timeout_and_then_nothing(lookups: list[LookupProcess]) -> None:
+    chain = new_chain(2000)
+    async with client(addresses_of(lookups)) as asking, node("a", chain, addresses_of(lookups)):
+        await until(asking, chain, lambda answer: known(answer) == 2000)
+        lookups[1].signal(signal.SIGSTOP)
+        for _ in range(3):
+            begun = time.monotonic()
+            answer = await asking.resolve(chain, 0, 0.2)
+            assert time.monotonic() - begun < 0.4
+            assert not answer.complete and 0 < known(answer) < 2000
+        rpcs = asking.counters["lookup_rpcs"]
+        answer = await asking.resolve(chain, 0, 0.2)
+        assert asking.counters["lookup_rpcs"] == rpcs + 1, "the open breaker lets nothing through"
+        assert asking.counters["lookup_skipped"] == 1 and not answer.complete
+        lookups[1].signal(signal.SIGCONT)
+        await until(asking, chain, lambda answer: known(answer) == 2000 and answer.complete)
+
+
+async def test_dead_node_is_hidden_in_three_seconds_without_a_word(lookups: list[LookupProcess]) -> None:
+    chain = new_chain(200)
+    async with client(addresses_of(lookups)) as asking:
+        holder = Node("a", chain, addresses_of(lookups))
+        await until(asking, chain, lambda answer: known(answer) == 200)
+        await holder.end(leaving=False)
+        died = time.monotonic()
+        await until(asking, chain, lambda answer: known(answer) == 0)
+        assert 2.0 < time.monotonic() - died < 3.6
+
+
+async def test_leaving_node_is_forgotten_at_once(lookups: list[LookupProcess]) -> None:
+    chain = new_chain(200)
+    async with client(addresses_of(lookups)) as asking:
+        holder = Node("a", chain, addresses_of(lookups))
+        await until(asking, chain, lambda answer: known(answer) == 200)
+        await holder.end(leaving=True)
+        answer = await asking.resolve(chain, 0, 1.0)
+        assert known(answer) == 0 and answer.complete
+
+
+async def test_newer_boot_of_a_node_fences_the_older_one(lookups: list[LookupProcess]) -> None:
+    chain = new_chain(200)
+    addresses = addresses_of(lookups)
+    async with client(addresses) as asking, node("a", chain, addresses, epoch=1) as old:
+        await until(asking, chain, lambda answer: known(answer) == 200)
+        async with node("a", chain[:50], addresses, epoch=2) as new:
+            await asyncio.wait_for(old.fenced.wait(), 5)
+            answer = await until(asking, chain, lambda answer: known(answer) == 50)
+            assert answer.runs[0].holders == (new.holder,)
+
+
+async def test_terminated_lookup_shard_ends_cleanly(lookups: list[LookupProcess]) -> None:
+    async with client(addresses_of(lookups)) as asking:
+        await asking.stats()
+        assert [lookup.end() for lookup in lookups] == [0, 0]
+
+
+async def test_moved_lookup_shard_is_found_at_its_new_address() -> None:
+    chain = new_chain(100)
+    async with one_lookup() as first, one_lookup() as second, client([first]) as asking, node("a", chain, [first]) as a:
+        await until(asking, chain, lambda answer: known(answer) == 100)
+        a.pump.set_addresses([second])
+        asking.set_addresses([second])
+        await until(asking, chain, lambda answer: known(answer) == 100 and answer.complete)
+        with pytest.raises(ConfigError, match="fixed"):
+            a.pump.set_addresses([first, second])
+
+
+async def test_lookup_without_shards_or_time_is_incomplete_at_once() -> None:
+    chain = new_chain(10)
+    async with client([]) as nobody:
+        assert await nobody.resolve(chain, 0, 1.0) == LookupAnswer((), False)
+        assert await nobody.resolve(chain, 10, 1.0) == LookupAnswer((), True)
+    async with client(["127.0.0.1:9"]) as refused:
+        assert await refused.resolve(chain, 0, 0.0) == LookupAnswer((), False)
+        assert not (await refused.resolve(chain, 0, 1.0)).complete
+        assert refused.counters["lookup_failed_unavailable"] == 1
+        assert await refused.stats() == [None]
+
+
+async def test_chain_longer_than_one_request_is_asked_in_several() -> None:
+    chain = new_chain(KEYS_PER_REQUEST_MAX + 100)
+    async with one_lookup() as address, client([address]) as asking, node("a", chain, [address]):
+        answer = await until(asking, chain, lambda answer: known(answer) == len(chain))
+        assert [(run.start, run.count) for run in answer.runs] == [(0, len(chain))]
+
+
+# -- what comes from the wire ----
+
+KEY = bytes(16)
+NODE = {"node": {"node_id": "a", "peer_address": "a:1", "epoch": 1}, "partition": 0, "partition_count": 1}
+
+
+async def raw_call(address: str, method: str, data: bytes, timeout: float | None = 5.0) -> bytes:
+    async with grpc.aio.insecure_channel(address) as channel:
+        reply: bytes = await channel.unary_unary(SERVICE + method)(data, timeout=timeout)
+        return reply
+
+
+@pytest.mark.parametrize(
+    ("method", "data", "code"),
+    [
+        ("Resolve", b"\xff\xff\xff", grpc.StatusCode.INVALID_ARGUMENT),
+        ("Announce", os.urandom(64), grpc.StatusCode.INVALID_ARGUMENT),
+        ("Resolve", lookup_pb2.ResolveRequest(keys=b"x" * 17), grpc.StatusCode.INVALID_ARGUMENT),
+        ("Resolve", lookup_pb2.ResolveRequest(keys=KEY * 8193), grpc.StatusCode.INVALID_ARGUMENT),
+        ("Resolve", lookup_pb2.ResolveRequest(keys=bytes(5 << 20)), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        ("Announce", lookup_pb2.AnnounceRequest(**NODE), grpc.StatusCode.INVALID_ARGUMENT),
+        ("Announce", lookup_pb2.AnnounceRequest(**NODE, sequence=1, added=b"abc"), grpc.StatusCode.INVALID_ARGUMENT),
+        ("Announce", lookup_pb2.AnnounceRequest(**NODE, sequence=1, removed=b"a"), grpc.StatusCode.INVALID_ARGUMENT),
+        (
+            "Announce",
+            lookup_pb2.AnnounceRequest(**NODE, sequence=1, added=KEY * 65_537),
+            grpc.StatusCode.INVALID_ARGUMENT,
+        ),
+        (
+            "Announce",
+            lookup_pb2.AnnounceRequest(partition_count=1, sequence=1),
+            grpc.StatusCode.INVALID_ARGUMENT,
+        ),
+        (
+            "Announce",
+            lookup_pb2.AnnounceRequest(**{**NODE, "partition": 1, "partition_count": 2}, sequence=1),
+            grpc.StatusCode.FAILED_PRECONDITION,
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+async def test_bad_input_is_refused_with_its_code_and_changes_nothing(
+    method: str, data: bytes | lookup_pb2.ResolveRequest | lookup_pb2.AnnounceRequest, code: grpc.StatusCode
+) -> None:
+    packed = data if isinstance(data, bytes) else data.SerializeToString()
+    async with one_lookup() as address, client([address]) as asking:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await raw_call(address, method, packed)
+        assert caught.value.code() is code, caught.value.details()
+        (stats,) = await asking.stats()
+        assert stats is not None and stats.key_count == 0 and not stats.nodes
+
+
+async def test_call_without_deadline_is_refused() -> None:
+    async with one_lookup() as address:
+        with pytest.raises(grpc.aio.AioRpcError, match="deadline"):
+            await raw_call(address, "Resolve", b"", timeout=None)
+
+
+async def test_health_service_says_serving() -> None:
+    async with one_lookup() as address, grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for name in ("", "kvservice.wire.v1.LookupService"):
+            reply = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize(("partition", "count"), [(2, 2), (-1, 1), (0, 0)])
+def test_partition_outside_the_count_is_a_config_error(partition: int, count: int) -> None:
+    with pytest.raises(ConfigError, match="partition"):
+        LookupServer("127.0.0.1:0", partition, count)
+
+
+async def test_port_that_is_taken_is_a_config_error() -> None:
+    async with one_lookup() as address:
+        with pytest.raises(ConfigError, match="cannot listen"):
+            await LookupServer(address).start()
+
+
+# -- watching ----
+
+
+class Mirror:
+    """What a watcher makes of the events."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, set[bytes]] = {}
+        self.snapshot_complete = False
+
+    def take(self, event: lookup_pb2.WatchEvent) -> None:
+        if event.snapshot_end:
+            self.snapshot_complete = True
+            return
+        keys = self.held.setdefault(event.node.node_id, set())
+        if event.reset:
+            keys.clear()
+        keys |= {event.added[i : i + 16] for i in range(0, len(event.added), 16)}
+        keys -= {event.removed[i : i + 16] for i in range(0, len(event.removed), 16)}
+
+
+async def test_watcher_sees_a_snapshot_and_then_every_change() -> None:
+    chain = new_chain(6000)
+    async with one_lookup(hide_seconds=0.9, forget_seconds=1.5) as address, client([address]) as asking:
+        async with grpc.aio.insecure_channel(address) as channel:
+            a = Node("a", chain[:5000], [address])
+            await until(asking, chain, lambda answer: known(answer) == 5000)
+            events = lookup_pb2_grpc.LookupServiceStub(channel).Watch(lookup_pb2.WatchRequest(), timeout=20)
+            mirror = Mirror()
+            while not mirror.snapshot_complete:
+                mirror.take(await events.read())
+            assert mirror.held == {"a": set(chain[:5000])}
+            b = Node("b", chain[5000:], [address])
+            a.evict(chain[3])
+            while mirror.held != {"a": set(chain[:5000]) - {chain[3]}, "b": set(chain[5000:])}:
+                mirror.take(await events.read())
+            await b.end(leaving=True)
+            await a.end(leaving=False)
+            while any(mirror.held.values()):
+                mirror.take(await events.read())
+            events.cancel()
+        (stats,) = await asking.stats()
+        deadline = time.monotonic() + 3
+        while stats is not None and stats.counters["watchers"] and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+            (stats,) = await asking.stats()
+        assert stats is not None and stats.counters["watchers"] == 0, "a watcher that went leaves nothing behind"
+
+
+async def test_watcher_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvservice.lookup.watch.QUEUE_BYTES_MAX", 1 << 20)
+    async with one_lookup() as address, client([address]) as asking, grpc.aio.insecure_channel(address) as channel:
+        stub = lookup_pb2_grpc.LookupServiceStub(channel)
+        events = stub.Watch(lookup_pb2.WatchRequest(), timeout=20)
+        await events.read()  # subscribed
+        block = os.urandom(16 * 65_536)
+        async with grpc.aio.insecure_channel(address) as other:
+            announcing = lookup_pb2_grpc.LookupServiceStub(other)
+            for sequence in range(1, 40):  # more than HTTP/2 and gRPC buffer on the way
+                request = lookup_pb2.AnnounceRequest(
+                    **NODE, sequence=sequence, added=block, full_begin=sequence == 1, full_end=sequence == 1
+                )
+                await announcing.Announce(request, timeout=5)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while True:
+                assert await events.read() is not grpc.aio.EOF, "ended without a reason"
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        (stats,) = await asking.stats()
+        assert stats is not None and stats.counters["watchers_cut_off"] == 1
