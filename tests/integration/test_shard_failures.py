@@ -126,8 +126,9 @@ async def test_shards_die_and_return_while_blocks_are_read_and_no_byte_is_wrong(
         a, b = await pair(cluster)
         for one in keys:
             await a.store(one)
+            cluster.wait_until_known(one)
         reads = [asyncio.ensure_future(b.read_all(one, timeout=2.0)) for one in keys]
-        await asyncio.sleep(0.01 * round_index)
+        await asyncio.sleep(0.04 * round_index)
         cluster.kill("n0")
         for read in reads:
             hits += len((await read).blocks)  # read_all asserts every byte

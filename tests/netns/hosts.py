@@ -36,7 +36,7 @@ class Host:
         self.namespace = namespace
         self.address = address
         self.device = device
-        mounts = f"mount -t tmpfs -o size=1g tmpfs /dev/shm && mount -t tmpfs tmpfs {RUNTIME_ROOT}"
+        mounts = f"mount -t tmpfs -o size=2g tmpfs /dev/shm && mount -t tmpfs tmpfs {RUNTIME_ROOT}"
         self._anchor = subprocess.Popen(
             ["ip", "netns", "exec", namespace, "unshare", "--mount", "--propagation", "private", "sh", "-c",
              f"{mounts} && echo ok && exec sleep infinity"],

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,21 @@ class Replica:
         self._process.stdin.flush()
 
     def ask(self, prompt: str, max_tokens: int = 8) -> dict[str, Any]:
-        self.send(prompt=prompt, max_tokens=max_tokens)
+        """One prompt; its output, with `seconds`."""
+        answer = self.ask_all([prompt], max_tokens)
+        return {**answer["outputs"][0], "seconds": answer["seconds"]}
+
+    def ask_all(self, prompts: list[str], max_tokens: int = 8) -> dict[str, Any]:
+        """All at once, so that the engine batches them."""
+        self.send(prompts=prompts, max_tokens=max_tokens)
         return self._read()
+
+    def tokens(self, prompts: list[str], max_tokens: int = 8) -> list[list[int]]:
+        return [output["token_ids"] for output in self.ask_all(prompts, max_tokens)["outputs"]]
+
+    def counters(self) -> Counter[str]:
+        self.send(counters=True)
+        return Counter(self._read())
 
     def answer(self) -> dict[str, Any]:
         """The answer to an earlier `send`."""
@@ -83,6 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--extra", type=json.loads, default=None)
+    parser.add_argument("--engine", type=json.loads, default={})
     given = parser.parse_args()
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
@@ -95,31 +110,52 @@ def main() -> None:
             kv_role="kv_both",
             kv_connector_extra_config=given.extra,
         )
+    settings = {"dtype": "float32", "max_model_len": 4096, "block_size": 32, **given.engine}
     llm = LLM(
-        model=given.model, dtype="bfloat16", max_model_len=4096, enforce_eager=True, block_size=32,
-        kv_transfer_config=transfer, disable_log_stats=True,
+        model=given.model, enforce_eager=True, kv_transfer_config=transfer, disable_log_stats=True, **settings
     )  # fmt: skip
-
-    def say(**values: object) -> None:
-        print("@" + json.dumps(values), flush=True)
-
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    preemptions = count_calls(scheduler, "_preempt_request")
     say(ready=True)
     for line in sys.stdin:
         command = json.loads(line)
         if command.get("reset"):
             llm.reset_prefix_cache()
             say(reset=True)
-            continue
-        started = time.perf_counter()
-        sampling = SamplingParams(temperature=0, max_tokens=command["max_tokens"])
-        output = llm.generate([command["prompt"]], sampling, use_tqdm=False)[0]
-        say(
-            token_ids=list(output.outputs[0].token_ids),
-            text=output.outputs[0].text,
-            seconds=time.perf_counter() - started,
-            cached_tokens=output.num_cached_tokens,
-        )
+        elif command.get("counters"):
+            found = {} if scheduler.connector is None else scheduler.connector.counters()
+            say(**found, preemptions=len(preemptions))
+        else:
+            started = time.perf_counter()
+            sampling = SamplingParams(temperature=0, max_tokens=command["max_tokens"], ignore_eos=True)
+            outputs = llm.generate(command["prompts"], sampling, use_tqdm=False)
+            say(outputs=[describe(output) for output in outputs], seconds=time.perf_counter() - started)
     llm.llm_engine.engine_core.shutdown()
+
+
+def count_calls(owner: Any, name: str) -> list[int]:
+    """Wrap a method so that each call leaves an entry in the returned list."""
+    calls: list[int] = []
+    original = getattr(owner, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, counted)
+    return calls
+
+
+def describe(output: Any) -> dict[str, Any]:
+    return {
+        "token_ids": list(output.outputs[0].token_ids),
+        "text": output.outputs[0].text,
+        "cached_tokens": output.num_cached_tokens,
+    }
+
+
+def say(**values: object) -> None:
+    print("@" + json.dumps(values), flush=True)
 
 
 if __name__ == "__main__":
