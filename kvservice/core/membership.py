@@ -165,13 +165,16 @@ class Membership:
     ) -> Verdict:
         """The announcement is of the member's own epoch."""
         known = member.state is not MemberState.DEAD
-        if sequence == member.last_sequence and (known or leaving):
+        repeated = sequence == member.last_sequence
+        # A repeated beginning is taken again: of the same update that changes nothing, and of a second announcer in
+        # this boot, whose sequences start anew, it is news.
+        if repeated and (leaving or (known and not full_begin)):
             if known:
                 self._move(member, MemberEvent.UPDATE)
                 self._heard(member, node, now)
             self.counters["announce_duplicate"] += 1
             return DUPLICATE
-        if sequence <= member.last_sequence:
+        if sequence <= member.last_sequence and not (repeated and known):
             # Sent before what is known, arrived after it: taking it would bring removed keys back.
             self.counters["announce_resync_replay"] += 1
             return RESYNC

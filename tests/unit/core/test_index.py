@@ -86,6 +86,16 @@ def test_repeated_update_does_not_resurrect_a_removed_key() -> None:
     assert asked(index, range(9)) == [(0, 1, "a")]
 
 
+def test_second_announcer_of_a_boot_is_not_taken_for_a_repetition_of_the_first() -> None:
+    index = index_with(a=range(3))
+    assert index.apply(A, 1, keys(7), full_begin=True, full_end=True, now=0.0) is Outcome.APPLIED
+    assert asked(index, range(9)) == [(7, 1, "a")]
+    assert index.apply(A, 1, keys(7), full_begin=True, full_end=True, now=0.0) is Outcome.APPLIED, "and repeated"
+    assert asked(index, range(9)) == [(7, 1, "a")]
+    sweep_all(index)
+    assert asked(index, range(9)) == [(7, 1, "a")] and len(index) == 1
+
+
 def test_full_announcement_shows_new_keys_as_they_come_and_old_ones_no_more() -> None:
     index = index_with(a=range(10), b=range(3))
     index.apply(A, 2, keys(20), full_begin=True, now=0.0)

@@ -64,12 +64,26 @@ def test_gap_asks_for_resync_and_changes_nothing() -> None:
     assert hear(table, 2).apply, "the one that was expected still is"
 
 
-@pytest.mark.parametrize("flags", ["", "b", "be"])
+@pytest.mark.parametrize("flags", ["", "e"])
 def test_last_sequence_again_is_acknowledged_but_not_applied_again(flags: str) -> None:
     table = Membership()
     hear(table, 1, flags="b")
     hear(table, 2, flags=flags)
     assert hear(table, 2, flags=flags) == Verdict(Outcome.APPLIED)
+
+
+@pytest.mark.parametrize("flags", ["b", "be"])
+def test_full_announcement_with_the_last_sequence_is_applied_anew(flags: str) -> None:
+    table = synced()
+    assert hear(table, 1, flags=flags) == Verdict(Outcome.APPLIED, forget=True, apply=True)
+    assert state(table) is (MemberState.ALIVE if "e" in flags else MemberState.SYNCING)
+
+
+def test_full_announcement_with_the_sequence_of_the_farewell_is_refused() -> None:
+    table = synced()
+    hear(table, 2, flags="l")
+    assert hear(table, 2, flags="be") == Verdict(Outcome.RESYNC)
+    assert state(table) is MemberState.DEAD
 
 
 @pytest.mark.parametrize("flags", ["", "b", "be", "e", "l"])
