@@ -13,6 +13,7 @@ OPEN_SECONDS_MAX = 10.0
 class Breaker:
     failures: int = 0
     open_until: float = 0.0
+    open_seconds_max: float = OPEN_SECONDS_MAX
 
     def allows(self, now: float) -> bool:
         return now >= self.open_until
@@ -26,4 +27,4 @@ class Breaker:
         self.failures += 1
         if self.failures >= FAILURES_TO_OPEN:
             seconds = OPEN_SECONDS_FIRST * 2 ** min(self.failures - FAILURES_TO_OPEN, 16)  # 2 ** 1024 is no float
-            self.open_until = now + min(seconds, OPEN_SECONDS_MAX)
+            self.open_until = now + min(seconds, self.open_seconds_max)

@@ -1,7 +1,7 @@
 """Asks the lookup shards who holds a chain of blocks. One RPC per partition that the chain touches, all at once.
 
 All coroutines run on the caller's loop. A partition that fails or is late makes only its own spans unknown; after three
-failures in a row it is not asked for a second and longer, so a dead lookup shard costs nothing.
+failures in a row it is asked only once a second, so a dead lookup shard costs next to nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import grpc
@@ -28,6 +28,7 @@ from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 STATS_SECONDS = 5.0
 RETIRED_SECONDS = 10.0  # time for calls to an old address to finish
 TIMEOUT_SECONDS_MIN = 0.001  # less than this is not worth a call
+OPEN_SECONDS_MAX = 1.0  # a lookup shard restarts fast, and until it is asked again every remote hit is lost
 
 Segments = list[tuple[int, int]]  # (first index in the chain, number of keys), ascending
 
@@ -44,7 +45,7 @@ class LookupAnswer:
 @dataclass(slots=True)
 class _Partition:
     address: str
-    breaker: Breaker
+    breaker: Breaker = field(default_factory=lambda: Breaker(open_seconds_max=OPEN_SECONDS_MAX))
     channel: grpc.aio.Channel | None = None
     stub: lookup_pb2_grpc.LookupServiceStub | None = None
 
@@ -54,7 +55,7 @@ class LookupClient:
 
     def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._partitions = [_Partition(address, Breaker()) for address in addresses]
+        self._partitions = [_Partition(address) for address in addresses]
         self._counters: Counter[str] = Counter()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -66,7 +67,7 @@ class LookupClient:
         """Lookup shards moved. Calls under way to old addresses may still finish."""
         retired = [partition for partition in self._partitions if partition.address not in addresses]
         kept = {partition.address: partition for partition in self._partitions}
-        self._partitions = [kept.get(address) or _Partition(address, Breaker()) for address in addresses]
+        self._partitions = [kept.get(address) or _Partition(address) for address in addresses]
         for partition in retired:
             if partition.channel is not None:
                 task = asyncio.get_running_loop().create_task(partition.channel.close(RETIRED_SECONDS))

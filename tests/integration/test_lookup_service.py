@@ -252,6 +252,19 @@ async def test_lookup_without_shards_or_time_is_incomplete_at_once() -> None:
         assert await refused.stats() == [None]
 
 
+async def test_partition_that_failed_for_long_is_still_asked_every_second() -> None:
+    now = 100.0
+    asking = LookupClient(["127.0.0.1:9"], lambda: now)
+    try:
+        for _ in range(12):
+            await asking.resolve(new_chain(1), 0, 1.0)
+            now += 1.01
+        assert asking.counters["lookup_rpcs"] == 12, "the breaker never stays open for longer"
+        assert asking.counters["lookup_breaker_opened"] == 10
+    finally:
+        await asking.close()
+
+
 async def test_chain_longer_than_one_request_is_asked_in_several() -> None:
     chain = new_chain(KEYS_PER_REQUEST_MAX + 100)
     async with one_lookup() as address, client([address]) as asking, node("a", chain, [address]):
