@@ -115,7 +115,7 @@ class LookupClient:
         if timeout < TIMEOUT_SECONDS_MIN:
             self._counters["lookup_no_time"] += 1
             return None
-        packed = b"".join([key for first, count in segments for key in chain[first : first + count]])
+        packed = b"".join([b"".join(chain[first : first + count]) for first, count in segments])
         self._counters["lookup_rpcs"] += 1
         try:
             reply = await _stub(partition).Resolve(lookup_pb2.ResolveRequest(keys=packed), timeout=timeout)
