@@ -1,0 +1,185 @@
+"""An in-process PoolPort over a real segment: dictionaries instead of the shard's state machine. For tests.
+
+Keeps the promises of the port that an engine can see (leases, odd and even generations, digests, what a loss voids) and
+counts what it would otherwise forgive, so that a test can demand that nothing was left over or given back twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvservice.core.digest import digest_payload
+from kvservice.core.geometry import Geometry, slot_index
+from kvservice.core.header import SlotHeader
+from kvservice.core.messages import (
+    AcquireRequest,
+    AcquireResult,
+    Attachment,
+    BlockRef,
+    EngineSpec,
+    MissReason,
+    SealItem,
+    SealStatus,
+)
+from kvservice.errors import NotAttached, Unavailable
+from kvservice.memory.segment import Segment
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, Generation, LeaseId, NodeId, SlotIndex, SpanRoute
+
+
+class FakePool:
+    """One engine at a time. `latency` is what every call takes; `refuse` makes calls fail until it is cleared."""
+
+    def __init__(self, path: Path, geometry: Geometry, lease_seconds: float = 10.0) -> None:
+        self.segment = Segment.create(path, geometry, "fake")
+        self.lease_seconds = lease_seconds
+        self.latency = 0.0
+        self.refuse = False
+        self.closed = False
+        self.counters: Counter[str] = Counter()
+        self.sealed: dict[BlockKey, BlockRef] = {}
+        self.leases: dict[LeaseId, tuple[BlockRef, ...]] = {}
+        self.reserved: dict[SlotIndex, Generation] = {}
+        self._payload_bytes = 0
+        self._free: list[SlotIndex] = []
+        self._generations: Counter[SlotIndex] = Counter()
+        self._attachment: AttachmentId | None = None
+        self._on_lost: Callable[[str], None] | None = None
+        self._next_id = 1
+
+    async def attach(self, spec: EngineSpec, on_lost: Callable[[str], None]) -> Attachment:
+        await self._enter("attach")
+        if not self._payload_bytes:
+            self._payload_bytes = spec.layout.payload_bytes
+            geometry = self.segment.geometry
+            for slab in range(geometry.slab_count):
+                self.segment.assign_slab(slab, self._payload_bytes)
+                self._free += [slot_index(slab, i) for i in range(geometry.slots_per_slab(self._payload_bytes))]
+        self._attachment, self._on_lost = AttachmentId(self._take_id()), on_lost
+        return Attachment(
+            self._attachment,
+            NodeId("fake"),
+            BootEpoch(self.segment.epoch),
+            self.lease_seconds,
+            str(self.segment.path),
+            self.segment.geometry,
+            "",
+        )
+
+    async def detach(self, attachment: AttachmentId) -> None:
+        await self._enter("detach", attachment)
+        self._void()
+
+    async def acquire(self, attachment: AttachmentId, request: AcquireRequest) -> AcquireResult:
+        await self._enter("acquire", attachment)
+        found: list[BlockRef] = []
+        for key in request.keys[request.skip :]:
+            if key not in self.sealed:
+                break
+            found.append(self.sealed[key])
+        miss = MissReason.NONE if request.skip + len(found) == len(request.keys) else MissReason.NEVER_STORED
+        if not found:
+            return AcquireResult(LeaseId(0), (), 0, miss)
+        lease_id = LeaseId(self._take_id())
+        self.leases[lease_id] = tuple(found)
+        return AcquireResult(lease_id, tuple(found), 0, miss)
+
+    async def reserve(self, attachment: AttachmentId, count: int) -> list[BlockRef]:
+        await self._enter("reserve", attachment)
+        refs: list[BlockRef] = []
+        while self._free and len(refs) < count:
+            slot = self._free.pop()
+            self._generations[slot] += 1 if self._generations[slot] % 2 == 0 else 2
+            generation = Generation(self._generations[slot])
+            self.reserved[slot] = generation
+            self._write_header(slot, BlockKey(bytes(16)), 0, SpanRoute(0), 0)
+            refs.append(BlockRef(slot, generation))
+        return refs
+
+    async def seal(self, attachment: AttachmentId, items: Sequence[SealItem]) -> list[SealStatus]:
+        await self._enter("seal", attachment)
+        return [self._seal(item) for item in items]
+
+    def _seal(self, item: SealItem) -> SealStatus:
+        slot = item.ref.slot
+        if self.reserved.get(slot) != item.ref.generation:
+            self.counters["seal_unknown"] += 1
+            return SealStatus.STALE
+        del self.reserved[slot]
+        if item.key in self.sealed:
+            self._give_back(slot)
+            return SealStatus.DUPLICATE
+        self._generations[slot] += 1
+        digest = digest_payload(self.segment.payload(slot, self._payload_bytes), item.key)
+        self._write_header(slot, item.key, digest, item.route, item.position)
+        self.sealed[item.key] = BlockRef(slot, Generation(self._generations[slot]))
+        return SealStatus.SEALED
+
+    async def abort(self, attachment: AttachmentId, refs: Sequence[BlockRef]) -> None:
+        await self._enter("abort", attachment)
+        for ref in refs:
+            if self.reserved.get(ref.slot) != ref.generation:
+                self.counters["abort_unknown"] += 1
+                continue
+            del self.reserved[ref.slot]
+            self._give_back(ref.slot)
+
+    async def release(self, attachment: AttachmentId, lease_ids: Sequence[LeaseId]) -> None:
+        await self._enter("release", attachment)
+        for lease_id in lease_ids:
+            if self.leases.pop(lease_id, None) is None:
+                self.counters["release_unknown"] += 1
+
+    async def renew(self, attachment: AttachmentId) -> None:
+        await self._enter("renew", attachment)
+
+    async def close(self) -> None:
+        self.closed = True
+        self.segment.close()
+
+    # -- what tests do to it ----
+
+    def lose(self, reason: str) -> None:
+        """End the attachment as a dying shard would. Call it on the pool's loop."""
+        on_lost, self._on_lost = self._on_lost, None
+        self._void()
+        if on_lost is not None:
+            on_lost(reason)
+
+    def evict(self, key: BlockKey) -> None:
+        """Forget a sealed block and free its slot."""
+        self._give_back(self.sealed.pop(key).slot)
+
+    # -- inside ----
+
+    async def _enter(self, what: str, attachment: AttachmentId | None = None) -> None:
+        self.counters[what] += 1
+        if self.latency:
+            await asyncio.sleep(self.latency)
+        if self.refuse:
+            raise Unavailable(f"the fake pool refuses {what}")
+        if attachment is not None and attachment != self._attachment:
+            raise NotAttached(f"{what}: no attachment {attachment}")
+
+    def _void(self) -> None:
+        self._attachment = None
+        self.leases.clear()
+        for slot in list(self.reserved):
+            del self.reserved[slot]
+            self._give_back(slot)
+
+    def _give_back(self, slot: SlotIndex) -> None:
+        self.segment.clear_header(slot)
+        self._free.append(slot)
+
+    def _write_header(self, slot: SlotIndex, key: BlockKey, digest: int, route: SpanRoute, position: int) -> None:
+        generation = Generation(self._generations[slot])
+        epoch = BootEpoch(self.segment.epoch)
+        header = SlotHeader(epoch, generation, key, self._payload_bytes, route, digest, position)
+        self.segment.write_header(slot, header)
+
+    def _take_id(self) -> int:
+        self._next_id += 1
+        return self._next_id

@@ -1,0 +1,256 @@
+"""What the scheduler half promises, loads and stores, one rule a test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvservice.connector.plan import StepPlan, StepReport
+from kvservice.connector.scheduler import Promise, SchedulerHalf, Wait
+from kvservice.units import BlockHash
+from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
+
+
+def half(line: Line, *, workers: int = 1, lazy: bool = False) -> SchedulerHalf:
+    return SchedulerHalf(
+        line, keys_of, pool_info, block_tokens=BLOCK, worker_count=workers, lazy=lazy, fetch_timeout_seconds=2.0
+    )
+
+
+def run_step(scheduler: SchedulerHalf, request: str, chain: Sequence[BlockHash], computed: int) -> StepPlan:
+    return scheduler.plan_step([(request, chain, computed, range(100, 100 + len(chain) + 1))])
+
+
+def report(plan: StepPlan, **outcome: int) -> StepReport:
+    name = "failed" if outcome.get("failed") else "stored"
+    return StepReport(**{name: {store.store_id: 1 for store in plan.stores}})  # type: ignore[arg-type]
+
+
+def test_asks_at_arrival_and_waits_without_blocking_until_the_answer_is_there() -> None:
+    line, chain = Line(), hashes(1, 4)
+    scheduler = half(line)
+    scheduler.on_new_request("r", chain, 0.0)
+    assert len(line.asked) == 1
+    assert scheduler.matched("r", 0, 4 * BLOCK + 3, 0.1) == Wait()
+    line.answer(3)
+    assert scheduler.matched("r", 0, 4 * BLOCK + 3, 0.2) == Promise(3 * BLOCK)
+    assert scheduler.matched("r", 0, 4 * BLOCK + 3, 0.2) == Promise(3 * BLOCK), "asking again changes nothing"
+
+
+def test_deadline_ends_the_wait_and_a_late_answer_is_given_back() -> None:
+    line = Line()
+    scheduler = half(line)
+    scheduler.on_new_request("r", hashes(1, 4), 0.0)
+    assert scheduler.matched("r", 0, 70, 2.0) == Promise(0)
+    line.answer(4)
+    assert scheduler.matched("r", 0, 70, 2.1) == Promise(0)
+    assert not line.leases
+
+
+def test_wait_is_bounded_by_the_measured_cost_of_recomputing() -> None:
+    line = Line()
+    scheduler = half(line)
+    scheduler.computed(1000, 1.0)  # a millisecond a token
+    scheduler.on_new_request("r", hashes(1, 4), 0.0)
+    assert line.asked[0][2].timeout_seconds < 2.0
+    assert scheduler.matched("r", 0, 70, 4 * BLOCK * 0.001 + 0.001) == Promise(0)
+
+
+def test_blocks_the_engine_has_itself_are_not_loaded_again() -> None:
+    line, chain = Line(), hashes(1, 4)
+    scheduler = half(line)
+    scheduler.on_new_request("r", chain, 0.0)
+    line.answer(4)
+    assert scheduler.matched("r", BLOCK, 4 * BLOCK, 0.1) == Promise(3 * BLOCK)
+    scheduler.allocated("r", [7, 8, 9, 10], 3 * BLOCK)
+    (load,) = scheduler.plan_step([]).loads
+    assert [entry.block_id for entry in load.entries] == [8, 9, 10]
+    assert [entry.key for entry in load.entries] == keys_of(chain)[1:]
+
+
+def test_lease_ends_when_the_workers_have_loaded() -> None:
+    line = Line()
+    scheduler = half(line)
+    scheduler.on_new_request("r", hashes(1, 2), 0.0)
+    line.answer(2)
+    scheduler.matched("r", 0, 33, 0.1)
+    scheduler.allocated("r", [1, 2, 3], 2 * BLOCK)
+    scheduler.plan_step([])
+    assert line.leases
+    scheduler.loaded("r", failed=False)
+    assert not line.leases
+
+
+def test_abort_during_a_load_keeps_the_lease_until_the_workers_are_done() -> None:
+    line, chain = Line(), hashes(1, 2)
+    scheduler = half(line)
+    scheduler.on_new_request("r", chain, 0.0)
+    line.answer(2)
+    scheduler.matched("r", 0, 33, 0.1)
+    scheduler.allocated("r", [1, 2, 3], 2 * BLOCK)
+    scheduler.plan_step([])
+    scheduler.finished("r", chain, 0, [1, 2, 3], store_rest=False)
+    assert line.leases, "the workers still read these slots"
+    scheduler.loaded("r", failed=False)
+    assert not line.leases
+
+
+def test_failed_load_is_never_promised_to_that_request_again() -> None:
+    line = Line()
+    scheduler = half(line)
+    scheduler.on_new_request("r", hashes(1, 2), 0.0)
+    line.answer(2)
+    scheduler.matched("r", 0, 33, 0.1)
+    scheduler.allocated("r", [1, 2, 3], 2 * BLOCK)
+    scheduler.plan_step([])
+    scheduler.loaded("r", failed=True)
+    assert scheduler.matched("r", 0, 33, 0.2) == Promise(0)
+    assert not line.asked
+    assert not line.leases
+
+
+def test_every_block_that_a_step_fills_is_stored_once() -> None:
+    line, chain = Line(), hashes(1, 3)
+    scheduler = half(line)
+    scheduler.on_new_request("r", chain, 0.0)
+    line.answer(0)
+    scheduler.matched("r", 0, 50, 0.1)
+    scheduler.allocated("r", [], 0)
+    first = run_step(scheduler, "r", chain, 2 * BLOCK + 5)
+    assert [entry.block_id for store in first.stores for entry in store.entries] == [100, 101]
+    assert not run_step(scheduler, "r", chain, 2 * BLOCK + 6).stores
+    last = run_step(scheduler, "r", chain, 3 * BLOCK)
+    assert [entry.block_id for store in last.stores for entry in store.entries] == [102]
+    scheduler.reported(report(first))
+    scheduler.reported(report(last))
+    assert [item.position for item in line.sealed] == [0, 1, 2]
+    assert [item.parent for item in line.sealed] == [None, *keys_of(chain)[:2]]
+    assert not line.slots
+
+
+def test_block_of_several_workers_is_sealed_when_the_last_has_copied() -> None:
+    line, chain = Line(), hashes(1, 1)
+    scheduler = half(line, workers=2)
+    scheduler.on_new_request("r", chain, 0.0, may_read=False)
+    plan = run_step(scheduler, "r", chain, BLOCK)
+    scheduler.reported(report(plan))
+    assert not line.sealed
+    scheduler.reported(report(plan))
+    assert len(line.sealed) == 1
+
+
+def test_block_that_one_worker_could_not_copy_is_given_back_unsealed() -> None:
+    line, chain = Line(), hashes(1, 2)
+    scheduler = half(line, workers=2)
+    scheduler.on_new_request("r", chain, 0.0, may_read=False)
+    plan = run_step(scheduler, "r", chain, 2 * BLOCK)
+    scheduler.reported(report(plan).merge(report(plan, failed=1)))
+    assert not line.sealed
+    assert not line.slots
+    assert line.counters["aborted"] == 2
+
+
+def test_second_request_with_the_same_prefix_stores_only_its_own_blocks() -> None:
+    line = Line()
+    scheduler = half(line)
+    one, two = hashes(1, 3, shared=2), hashes(2, 3, shared=2)
+    for name, chain in (("a", one), ("b", two)):
+        scheduler.on_new_request(name, chain, 0.0, may_read=False)
+    run_step(scheduler, "a", one, 3 * BLOCK)
+    plan = run_step(scheduler, "b", two, 3 * BLOCK)
+    assert [entry.block_id for store in plan.stores for entry in store.entries] == [102]
+
+
+def test_block_that_the_pool_has_evicted_is_stored_again() -> None:
+    line, chain = Line(), hashes(1, 2)
+    scheduler = half(line)
+    scheduler.on_new_request("a", chain, 0.0, may_read=False)
+    scheduler.reported(report(run_step(scheduler, "a", chain, 2 * BLOCK)))
+    scheduler.finished("a", chain, 2 * BLOCK, [100, 101], store_rest=True)
+    scheduler.on_new_request("b", chain, 1.0)
+    line.answer(0)
+    scheduler.matched("b", 0, 40, 1.1)
+    scheduler.allocated("b", [1, 2, 3], 0)
+    assert run_step(scheduler, "b", chain, 2 * BLOCK).stores
+
+
+def test_store_that_finds_no_slot_is_put_off_not_waited_for() -> None:
+    line, chain = Line(slots=1), hashes(1, 2)
+    scheduler = half(line)
+    scheduler.on_new_request("r", chain, 0.0, may_read=False)
+    first = run_step(scheduler, "r", chain, 2 * BLOCK)
+    assert sum(len(store.entries) for store in first.stores) == 1
+    scheduler.reported(report(first))
+    second = run_step(scheduler, "r", chain, 2 * BLOCK + 1)
+    assert [entry.block_id for store in second.stores for entry in store.entries] == [101]
+
+
+def test_lazy_offload_stores_at_the_end_and_holds_the_blocks_until_then() -> None:
+    line, chain = Line(), hashes(1, 2)
+    scheduler = half(line, lazy=True)
+    scheduler.on_new_request("r", chain, 0.0, may_read=False)
+    assert not run_step(scheduler, "r", chain, 2 * BLOCK).stores
+    assert scheduler.finished("r", chain, 2 * BLOCK, [100, 101], store_rest=True)
+    assert scheduler.has_queued_stores()
+    (store,) = scheduler.plan_step([]).stores
+    assert store.holds_request == "r"
+
+
+def test_aborted_request_stores_nothing_more() -> None:
+    line, chain = Line(), hashes(1, 2)
+    scheduler = half(line, lazy=True)
+    scheduler.on_new_request("r", chain, 0.0, may_read=False)
+    assert not scheduler.finished("r", chain, 2 * BLOCK, [100, 101], store_rest=False)
+    assert not scheduler.plan_step([]).stores
+
+
+def test_without_a_pool_everything_is_answered_at_once() -> None:
+    line, chain = Line(), hashes(1, 2)
+    line.lose()
+    scheduler = half(line)
+    scheduler.on_new_request("r", chain, 0.0)
+    assert scheduler.matched("r", 0, 40, 0.0) == Promise(0)
+    plan = run_step(scheduler, "r", chain, 2 * BLOCK)
+    assert plan.pool is None
+    assert not plan.stores
+
+
+def test_pool_lost_while_waiting_ends_the_wait() -> None:
+    line = Line()
+    scheduler = half(line)
+    scheduler.on_new_request("r", hashes(1, 2), 0.0)
+    assert scheduler.matched("r", 0, 40, 0.0) == Wait()
+    line.lose()
+    assert scheduler.matched("r", 0, 40, 0.0) == Promise(0)
+
+
+def test_promise_of_a_pool_that_is_gone_is_not_taken_up() -> None:
+    line = Line()
+    scheduler = half(line)
+    scheduler.on_new_request("r", hashes(1, 2), 0.0)
+    line.answer(2)
+    assert scheduler.matched("r", 0, 40, 0.0) == Promise(2 * BLOCK)
+    line.attach(2)
+    assert scheduler.matched("r", 0, 40, 0.0) == Promise(0)
+
+
+def test_preempted_request_gets_its_blocks_back_from_the_pool() -> None:
+    line, chain = Line(), hashes(1, 2)
+    scheduler = half(line)
+    scheduler.on_new_request("r", chain, 0.0)
+    line.answer(0)
+    scheduler.matched("r", 0, 40, 0.0)
+    scheduler.allocated("r", [1, 2, 3], 0)
+    scheduler.reported(report(run_step(scheduler, "r", chain, 2 * BLOCK)))
+    assert scheduler.matched("r", 0, 40, 1.0) == Wait(), "asked again, so it was preempted"
+    line.answer(2)
+    assert scheduler.matched("r", 0, 40, 1.1) == Promise(2 * BLOCK)
+
+
+def test_reattaching_waits_for_copies_into_the_old_slots() -> None:
+    line, chain = Line(), hashes(1, 1)
+    scheduler = half(line)
+    scheduler.on_new_request("r", chain, 0.0, may_read=False)
+    plan = run_step(scheduler, "r", chain, BLOCK)
+    assert not scheduler.may_reattach()
+    scheduler.reported(report(plan))
+    assert scheduler.may_reattach()

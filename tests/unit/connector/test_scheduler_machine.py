@@ -1,0 +1,183 @@
+"""A fake engine that preempts, aborts, re-admits, loses its pool and gets late answers at every state.
+
+Whatever it does: no exception, and in the end every lease has ended once and every reserved slot was sealed or given
+back once (the Line asserts "once" at every call).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvservice.connector.plan import LoadPlan, StepReport, StorePlan
+from kvservice.connector.scheduler import Promise, SchedulerHalf
+from kvservice.units import BlockHash
+from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
+
+WORKERS = 2
+
+
+@dataclass
+class EngineRequest:
+    chain: list[BlockHash]
+    tokens: int
+    state: str = "waiting"  # waiting | loading | running
+    computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+
+
+class Engine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = Line(slots=12)
+        self.lazy = False
+        self.half = self.make(False)
+        self.now = 0.0
+        self.requests: dict[str, EngineRequest] = {}
+        self.held: set[str] = set()  # finished, blocks kept for their last copies
+        self.loads: list[LoadPlan] = []  # in the workers' hands
+        self.reports: list[StorePlan] = []
+        self.names = 0
+        self.attachments = 1
+
+    def make(self, lazy: bool) -> SchedulerHalf:
+        return SchedulerHalf(
+            self.line, keys_of, pool_info,
+            block_tokens=BLOCK, worker_count=WORKERS, lazy=lazy, fetch_timeout_seconds=2.0,
+        )  # fmt: skip
+
+    @precondition(lambda self: self.names == 0 and not self.lazy)
+    @rule()
+    def offload_lazily(self) -> None:
+        self.lazy = True
+        self.half = self.make(True)
+
+    @rule(prompt=st.integers(1, 4), blocks=st.integers(0, 6), rest=st.integers(0, BLOCK - 1), may_read=st.booleans())
+    def arrive(self, prompt: int, blocks: int, rest: int, may_read: bool) -> None:
+        self.names += 1
+        chain = hashes(prompt, blocks, shared=min(blocks, 2))
+        name = f"r{self.names}"
+        self.requests[name] = EngineRequest(chain, blocks * BLOCK + max(rest, 1 if blocks == 0 else 0))
+        self.half.on_new_request(name, chain, self.now, may_read=may_read)
+
+    @precondition(lambda self: any(r.state == "waiting" for r in self.requests.values()))
+    @rule(data=st.data(), fits=st.booleans(), local=st.integers(0, 3))
+    def schedule_waiting(self, data: st.DataObject, fits: bool, local: int) -> None:
+        name = data.draw(st.sampled_from(sorted(n for n, r in self.requests.items() if r.state == "waiting")))
+        request = self.requests[name]
+        local = min(local, max(request.tokens - 1, 0) // BLOCK) * BLOCK
+        answer = self.half.matched(name, local, request.tokens, self.now)
+        if not isinstance(answer, Promise):
+            return
+        assert answer.tokens % BLOCK == 0
+        assert local + answer.tokens <= request.tokens
+        if not fits:
+            return  # no room now; the engine asks again
+        request.block_ids = list(range(100, 100 + request.tokens // BLOCK + 1))
+        self.half.allocated(name, request.block_ids, answer.tokens)
+        request.state = "loading" if answer.tokens else "running"
+        request.computed = local + answer.tokens
+
+    @rule(chunk=st.integers(1, 3 * BLOCK))
+    def step(self, chunk: int) -> None:
+        scheduled = []
+        for name, request in self.requests.items():
+            if request.state == "running":
+                request.computed = min(request.computed + chunk, request.tokens)
+                scheduled.append((name, request.chain, request.computed, request.block_ids))
+        plan = self.half.plan_step(scheduled)
+        for store in plan.stores:
+            assert store.entries
+        for load in plan.loads:
+            assert load.request_id in self.requests, "a load for a request that is gone"
+        self.loads += plan.loads
+        self.reports += [store for store in plan.stores for _ in range(WORKERS)]
+
+    @precondition(lambda self: self.loads)
+    @rule(failed=st.booleans())
+    def end_load(self, failed: bool) -> None:
+        load = self.loads.pop(0)
+        self.half.loaded(load.request_id, failed=failed)
+        request = self.requests.get(load.request_id)
+        if request is not None and request.state == "loading":
+            if failed:
+                request.state, request.computed, request.block_ids = "waiting", 0, []
+            else:
+                request.state = "running"
+                self.half.allocated(load.request_id, request.block_ids, 0)
+
+    @precondition(lambda self: self.reports)
+    @rule(failed=st.booleans(), data=st.data())
+    def report(self, failed: bool, data: st.DataObject) -> None:
+        store = self.reports.pop(data.draw(st.integers(0, len(self.reports) - 1)))
+        outcome = {store.store_id: 1}
+        self.half.reported(StepReport(failed=outcome) if failed else StepReport(stored=outcome))
+        if store.holds_request:
+            self.held.discard(store.holds_request)
+
+    @precondition(lambda self: self.line.asked)
+    @rule(blocks=st.integers(0, 8), data=st.data())
+    def answer(self, blocks: int, data: st.DataObject) -> None:
+        self.line.answer(blocks, data.draw(st.integers(0, len(self.line.asked) - 1)))
+
+    @precondition(lambda self: any(r.state == "running" for r in self.requests.values()))
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(n for n, r in self.requests.items() if r.state == "running")))
+        request = self.requests[name]
+        request.state, request.computed, request.block_ids = "waiting", 0, []
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), aborted=st.booleans())
+    def finish(self, data: st.DataObject, aborted: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        request = self.requests.pop(name)
+        stores = not aborted and request.state == "running"
+        if self.half.finished(name, request.chain, request.computed, request.block_ids, store_rest=stores):
+            assert stores
+            self.held.add(name)
+
+    @precondition(lambda self: self.line.attachment is not None)
+    @rule()
+    def lose_pool(self) -> None:
+        self.line.lose()
+
+    @precondition(lambda self: self.line.attachment is None)
+    @rule()
+    def attach_again(self) -> None:
+        if self.half.may_reattach():
+            self.attachments += 1
+            self.line.attach(self.attachments)
+
+    @rule(seconds=st.sampled_from([0.001, 0.5, 3.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.half.computed(200, seconds)
+
+    @invariant()
+    def consistent(self) -> None:
+        self.half.check_invariants()
+
+    def teardown(self) -> None:
+        for name in sorted(self.requests):
+            request = self.requests.pop(name)
+            self.half.finished(name, request.chain, request.computed, request.block_ids, store_rest=False)
+        while self.line.asked:
+            self.line.answer(2)
+        self.step(1)
+        while self.loads:
+            self.end_load(failed=False)
+        while self.reports:
+            store = self.reports.pop()
+            self.half.reported(StepReport(stored={store.store_id: 1}))
+        assert not self.line.leases, "a lease outlived its request"
+        assert not self.line.slots, "a reserved slot was neither sealed nor given back"
+        assert self.line.expected == 0
+        assert self.half.may_reattach()
+
+
+Engine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestEngine = Engine.TestCase
