@@ -19,7 +19,7 @@ from kvservice.core.announce import Announcer, Update
 from kvservice.core.keys import pack_keys
 from kvservice.core.membership import Outcome
 from kvservice.core.messages import Holder
-from kvservice.errors import ConfigError
+from kvservice.errors import ConfigError, KVServiceError
 from kvservice.wire.codec import encode_holder
 from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.status import error_from_rpc
@@ -66,11 +66,17 @@ class AnnouncePump:
     async def run(self) -> None:
         """Until `stop`, cancellation or being fenced."""
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._serve(partition)) for partition in range(len(self._addresses))]
+        self._tasks = tasks = [loop.create_task(self._serve(partition)) for partition in range(len(self._addresses))]
+        if not tasks:
+            return
         try:
-            await asyncio.gather(*self._tasks)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             await self._end_tasks()
+        for task in done:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.critical("announcements_stopped", exc_info=error)
+                raise error
 
     def kick(self) -> None:
         """There may be something to say."""
@@ -133,13 +139,16 @@ class AnnouncePump:
         try:
             reply = await self._announce(partition, update, CALL_SECONDS)
             outcome = _OUTCOMES[reply.outcome]
-        except (grpc.aio.AioRpcError, KeyError, asyncio.CancelledError) as error:
-            # Cancelled as well: the update may have arrived, and a later run of this pump must send it again.
+        except asyncio.CancelledError:
+            self._announcer.on_failure(partition)  # it may have arrived all the same
+            raise
+        except Exception as error:  # noqa: BLE001  RPC boundary: whatever it was, this update is sent again
             self._announcer.on_failure(partition)
-            if isinstance(error, asyncio.CancelledError):
-                raise
             if failures == 0:
-                reason = error_from_rpc(error, "announce").message if isinstance(error, grpc.RpcError) else repr(error)
+                if isinstance(error, grpc.aio.AioRpcError):
+                    reason = error_from_rpc(error, "announce").message
+                else:
+                    reason = repr(error)
                 log.warning(
                     "announce_failed",
                     extra={"partition": partition, "address": self._addresses[partition], "reason": reason},
@@ -152,7 +161,7 @@ class AnnouncePump:
         update = self._announcer.farewell(partition)
         try:
             await self._announce(partition, update, FAREWELL_SECONDS)
-        except grpc.aio.AioRpcError:
+        except (grpc.aio.AioRpcError, KVServiceError):
             log.info("farewell_failed", extra={"partition": partition})  # the heartbeat timeout does the same, later
 
     async def _announce(self, partition: int, update: Update, timeout: float) -> lookup_pb2.AnnounceReply:

@@ -20,7 +20,7 @@ from kvservice.client.lookup import LookupAnswer, LookupClient
 from kvservice.core.announce import Announcer
 from kvservice.core.keys import KEYS_PER_REQUEST_MAX, span_route
 from kvservice.core.messages import Holder
-from kvservice.errors import ConfigError
+from kvservice.errors import ConfigError, Unavailable
 from kvservice.lookup.server import LookupServer
 from kvservice.testing.cluster import free_port
 from kvservice.units import BlockKey, BootEpoch, NodeId
@@ -270,6 +270,37 @@ async def test_chain_longer_than_one_request_is_asked_in_several() -> None:
     async with one_lookup() as address, client([address]) as asking, node("a", chain, [address]):
         answer = await until(asking, chain, lambda answer: known(answer) == len(chain))
         assert [(run.start, run.count) for run in answer.runs] == [(0, len(chain))]
+
+
+async def test_node_that_cannot_say_who_it_is_yet_announces_when_it_can() -> None:
+    chain = new_chain(10)
+    async with one_lookup() as address, client([address]) as asking, node("a", chain, [address]) as holder:
+        answers = iter([Unavailable("not started"), Unavailable("not started")])
+        holder.pump._node = lambda: _raise_next(answers) or holder.holder
+        await until(asking, chain, lambda answer: known(answer) == 10)
+        assert holder.announcer.counters["announce_failed"] >= 2
+
+
+def _raise_next(errors: Iterator[Exception]) -> None:
+    for error in errors:
+        raise error
+
+
+async def test_bug_in_the_inventory_ends_the_pump_with_its_error() -> None:
+    async with one_lookup() as address:
+        announcer = Announcer(1, lambda: 1 / 0)  # type: ignore[arg-type,return-value]
+        pump = AnnouncePump(announcer, [address], lambda: Holder(NodeId("a"), "", BootEpoch(1)), 1.0, lambda: None)
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(pump.run(), 5)
+        await pump.stop(leaving=False)
+
+
+async def test_stopped_pump_returns() -> None:
+    async with one_lookup() as address:
+        holder = Node("a", [], [address])
+        await asyncio.sleep(0.05)
+        await holder.pump.stop(leaving=True)
+        await asyncio.wait_for(holder.task, 2)
 
 
 # -- what comes from the wire ----
