@@ -29,6 +29,7 @@ STATS_SECONDS = 5.0
 RETIRED_SECONDS = 10.0  # time for calls to an old address to finish
 TIMEOUT_SECONDS_MIN = 0.001  # less than this is not worth a call
 OPEN_SECONDS_MAX = 1.0  # a lookup shard restarts fast, and until it is asked again every remote hit is lost
+_CHANNEL_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.max_reconnect_backoff_ms", 1_000)]  # for the same reason
 
 Segments = list[tuple[int, int]]  # (first index in the chain, number of keys), ascending
 
@@ -149,7 +150,7 @@ class LookupClient:
 
 def _stub(partition: _Partition) -> lookup_pb2_grpc.LookupServiceStub:
     if partition.stub is None:
-        partition.channel = grpc.aio.insecure_channel(partition.address, options=CHANNEL_OPTIONS)
+        partition.channel = grpc.aio.insecure_channel(partition.address, options=_CHANNEL_OPTIONS)
         partition.stub = lookup_pb2_grpc.LookupServiceStub(partition.channel)
     return partition.stub
 
