@@ -31,6 +31,7 @@ class WorkerHalf:
         self._copier = copier
         self._verify = verify
         self._pool: PoolInfo | None = None
+        self._tried: PoolInfo | None = None  # mapped, or found impossible to map
         self._segment: Segment | None = None
         self._lock: LivenessLock | None = None
         self._loaded: set[str] = set()
@@ -74,10 +75,10 @@ class WorkerHalf:
 
     def _follow_pool(self, plan: StepPlan) -> None:
         """Map the pool's memory when it is new; the shard of this node may have been restarted."""
-        if plan.pool is None or plan.pool == self._pool:
+        if plan.pool is None or plan.pool == self._tried:
             return
         self.close()
-        self._pool = None
+        self._pool, self._tried = None, plan.pool
         try:
             if plan.pool.liveness_path:
                 self._lock = hold(Path(plan.pool.liveness_path))

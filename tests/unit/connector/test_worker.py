@@ -1,0 +1,235 @@
+"""Blocks between engine tensors of any layout and slots, and what the worker half refuses to load or store."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvservice.connector.copier import BlockCopier
+from kvservice.connector.options import Verify
+from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StorePlan
+from kvservice.connector.worker import WorkerHalf
+from kvservice.core.digest import digest_payload
+from kvservice.core.geometry import plan_geometry, slot_index
+from kvservice.core.header import SlotHeader
+from kvservice.core.layout import SlotLayout
+from kvservice.core.messages import BlockRef
+from kvservice.errors import UnsupportedLayout
+from kvservice.memory.segment import Segment
+from kvservice.units import BlockKey, BootEpoch, Generation, MiB, SlotIndex, SpanRoute
+
+LAYERS, HEADS, TOKENS, WIDTH, BLOCKS = 3, 4, 16, 32, 6
+LAYOUT = SlotLayout(LAYERS, HEADS, TOKENS * WIDTH * 2, TOKENS)
+KEY = BlockKey(b"0123456789abcdef")
+# Physical order of the dimensions (block, layer, head, token, width), outermost first.
+ORDERS = {
+    "LBHNC": ("l", "b", "h", "n", "c"),
+    "LBNHC": ("l", "b", "n", "h", "c"),
+    "BLHNC": ("b", "l", "h", "n", "c"),
+    "BLNHC": ("b", "l", "n", "h", "c"),
+    "LHBNC": ("l", "h", "b", "n", "c"),
+}
+SIZES = {"l": LAYERS, "b": BLOCKS, "h": HEADS, "n": TOKENS, "c": WIDTH}
+
+
+def engine_tensors(order: tuple[str, ...], heads: int = HEADS) -> list[torch.Tensor]:
+    """One logical [block, head, token, width] view a layer over one storage, in this physical order."""
+    sizes = {**SIZES, "h": heads}
+    backing = torch.randn([sizes[name] for name in order]).to(torch.bfloat16)
+    logical = backing.permute([order.index(name) for name in "lbhnc"])
+    return list(logical.unbind(0))
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
+    made = Segment.create(path, plan_geometry(8 * MiB), "n")
+    made.assign_slab(0, LAYOUT.payload_bytes)
+    yield made
+    made.close()
+    made.unlink()
+
+
+def info(segment: Segment) -> PoolInfo:
+    return PoolInfo(str(segment.path), segment.geometry, BootEpoch(segment.epoch), LAYOUT, "")
+
+
+def write_header(segment: Segment, slot: SlotIndex, generation: int, key: BlockKey = KEY) -> BlockRef:
+    digest = digest_payload(segment.payload(slot, LAYOUT.payload_bytes), key)
+    segment.write_header(
+        slot,
+        SlotHeader(
+            BootEpoch(segment.epoch), Generation(generation), key, LAYOUT.payload_bytes, SpanRoute(0), digest, 0
+        ),
+    )
+    return BlockRef(slot, Generation(generation))
+
+
+def store(segment: Segment, worker: WorkerHalf, block: int, ref: BlockRef) -> bool:
+    worker.start_loads(StepPlan(pool=info(segment)))
+    worker.store(StepPlan(stores=[StorePlan(1, (CopyEntry(block, ref, KEY),))]))
+    report = worker.take_report()
+    assert report is not None
+    return report.stored == {1: 1}
+
+
+def load(segment: Segment, worker: WorkerHalf, ref: BlockRef, block: int) -> bool:
+    plan = StepPlan(pool=info(segment), loads=[LoadPlan("r", (CopyEntry(block, ref, KEY),))])
+    worker.start_loads(plan)
+    loaded, failed = worker.take_loaded()
+    assert loaded == {"r"}, "a load ends in the step that it was planned for, whatever its outcome"
+    return not failed
+
+
+@pytest.mark.parametrize("target", ORDERS)
+@pytest.mark.parametrize("source", ["LBHNC", "BLNHC"])
+def test_block_survives_the_way_through_a_slot_between_any_two_layouts(
+    segment: Segment, source: str, target: str
+) -> None:
+    one, other = engine_tensors(ORDERS[source]), engine_tensors(ORDERS[target])
+    untouched = [layer.clone() for layer in other]
+    writer = WorkerHalf(BlockCopier(one, range(HEADS)), Verify.FULL)
+    reader = WorkerHalf(BlockCopier(other, range(HEADS)), Verify.FULL)
+    slot = slot_index(0, 3)
+    assert store(segment, writer, 2, write_header(segment, slot, 1))
+    assert load(segment, reader, write_header(segment, slot, 2), 4)
+    for layer in range(LAYERS):
+        assert torch.equal(other[layer][4], one[layer][2])
+        others = [block for block in range(BLOCKS) if block != 4]
+        assert torch.equal(other[layer][others], untouched[layer][others]), "a neighbour was written"
+
+
+def test_slot_holds_layer_then_head_then_cell_whatever_the_engine_layout(segment: Segment) -> None:
+    layers = engine_tensors(ORDERS["LBNHC"])
+    worker = WorkerHalf(BlockCopier(layers, range(HEADS)), Verify.OFF)
+    slot = slot_index(0, 0)
+    assert store(segment, worker, 5, write_header(segment, slot, 1))
+    expected = torch.stack([layer[5] for layer in layers]).contiguous().view(torch.uint8).numpy().tobytes()
+    assert bytes(segment.payload(slot, LAYOUT.payload_bytes)) == expected
+
+
+def test_layers_in_tensors_of_their_own_are_copied_one_by_one(segment: Segment) -> None:
+    one = [layer.clone() for layer in engine_tensors(ORDERS["LBHNC"])]
+    other = [layer.clone() for layer in engine_tensors(ORDERS["LBHNC"])]
+    slot = slot_index(0, 1)
+    assert store(segment, WorkerHalf(BlockCopier(one, range(HEADS)), Verify.OFF), 0, write_header(segment, slot, 1))
+    reader = WorkerHalf(BlockCopier(other, range(HEADS)), Verify.FULL)
+    assert load(segment, reader, write_header(segment, slot, 2), 1)
+    assert all(torch.equal(a[0], b[1]) for a, b in zip(one, other, strict=True))
+
+
+def test_block_written_by_two_ranks_is_read_by_one_and_the_other_way_round(segment: Segment) -> None:
+    whole = engine_tensors(ORDERS["LBHNC"])
+    halves = [[layer[:, part].clone() for layer in whole] for part in (slice(0, 2), slice(2, 4))]
+    slot = slot_index(0, 2)
+    ref = write_header(segment, slot, 1)
+    for rank, tensors in enumerate(halves):
+        assert store(segment, WorkerHalf(BlockCopier(tensors, range(rank * 2, rank * 2 + 2)), Verify.OFF), 1, ref)
+    target = engine_tensors(ORDERS["BLHNC"])
+    sealed = write_header(segment, slot, 2)
+    assert load(segment, WorkerHalf(BlockCopier(target, range(HEADS)), Verify.FULL), sealed, 0)
+    assert all(torch.equal(target[i][0], whole[i][1]) for i in range(LAYERS))
+    second = engine_tensors(ORDERS["LBHNC"], heads=2)
+    assert load(segment, WorkerHalf(BlockCopier(second, range(2, 4)), Verify.FULL), sealed, 3)
+    assert all(torch.equal(second[i][3], whole[i][1][2:4]) for i in range(LAYERS))
+
+
+@pytest.mark.parametrize("change", ["generation", "key", "epoch", "no header"])
+def test_slot_that_is_not_what_was_promised_fails_the_load(segment: Segment, change: str) -> None:
+    worker = WorkerHalf(BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.OFF)
+    slot = slot_index(0, 0)
+    ref = write_header(segment, slot, 2)
+    if change == "generation":
+        write_header(segment, slot, 4)
+    elif change == "key":
+        write_header(segment, slot, 2, BlockKey(b"another block..."))
+    elif change == "epoch":
+        segment.epoch = BootEpoch(segment.epoch + 1)
+        write_header(segment, slot, 2)
+        segment.epoch = BootEpoch(segment.epoch - 1)
+    else:
+        segment.clear_header(slot)
+    assert not load(segment, worker, ref, 0)
+    report = worker.take_report()
+    assert report is not None
+    assert report.counters["load_stale"] == 1
+
+
+def test_slot_that_changes_while_it_is_copied_fails_the_load(segment: Segment) -> None:
+    class Slow(BlockCopier):
+        def load(self, payload_offset: int, block_id: int) -> None:
+            super().load(payload_offset, block_id)
+            write_header(segment, slot, 4)
+
+    slot = slot_index(0, 0)
+    worker = WorkerHalf(Slow(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.OFF)
+    assert not load(segment, worker, write_header(segment, slot, 2), 0)
+
+
+def test_one_flipped_bit_fails_a_verified_load(segment: Segment) -> None:
+    worker = WorkerHalf(BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.FULL)
+    slot = slot_index(0, 0)
+    ref = write_header(segment, slot, 2)
+    assert load(segment, worker, ref, 0)
+    segment.payload(slot, LAYOUT.payload_bytes)[1234] ^= 1
+    assert not load(segment, worker, ref, 0)
+
+
+def test_sampled_verification_looks_at_one_block_in_sixteen(segment: Segment) -> None:
+    worker = WorkerHalf(BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.SAMPLED)
+    ref = write_header(segment, slot_index(0, 0), 2)
+    for _ in range(32):
+        assert load(segment, worker, ref, 0)
+    report = worker.take_report()
+    assert report is not None
+    assert report.counters["load_verified_blocks"] == 2
+
+
+def test_nothing_is_written_into_a_slot_that_is_not_reserved_for_it(segment: Segment) -> None:
+    worker = WorkerHalf(BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.OFF)
+    slot = slot_index(0, 0)
+    before = bytes(segment.payload(slot, LAYOUT.payload_bytes))
+    ref = write_header(segment, slot, 1)
+    write_header(segment, slot, 3)  # given to somebody else meanwhile
+    assert not store(segment, worker, 0, ref)
+    assert bytes(segment.payload(slot, LAYOUT.payload_bytes)) == before
+
+
+def test_restarted_shard_gets_no_late_writes(segment: Segment) -> None:
+    worker = WorkerHalf(BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.OFF)
+    ref = write_header(segment, slot_index(0, 0), 1)
+    worker.start_loads(StepPlan(pool=info(segment)))
+    segment.epoch = BootEpoch(segment.epoch + 1)
+    segment.write_control("n")
+    worker.store(StepPlan(stores=[StorePlan(1, (CopyEntry(0, ref, KEY),))]))
+    report = worker.take_report()
+    assert report is not None
+    assert report.failed == {1: 1}
+
+
+def test_memory_that_cannot_be_mapped_fails_loads_and_stores_and_is_said_once(
+    segment: Segment, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = WorkerHalf(BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.OFF)
+    gone = PoolInfo("/dev/shm/kvservice-test-gone", segment.geometry, BootEpoch(1), LAYOUT, "")
+    ref = BlockRef(slot_index(0, 0), Generation(2))
+    for _ in range(3):
+        worker.start_loads(StepPlan(pool=gone, loads=[LoadPlan("r", (CopyEntry(0, ref, KEY),))]))
+        assert worker.take_loaded() == ({"r"}, {"r"})
+    assert len([record for record in caplog.records if "map" in record.message]) == 1
+
+
+def test_slot_and_tensors_that_do_not_fit_are_refused_with_the_numbers() -> None:
+    copier = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
+    smaller = SlotLayout(LAYERS - 1, HEADS, LAYOUT.cell_bytes, TOKENS)
+    with pytest.raises(UnsupportedLayout, match=r"3, 4, 1024.*2, 4, 1024"):
+        copier.bind(memoryview(bytearray(16)), smaller)
+
+
+def test_tensors_that_are_not_alike_are_refused() -> None:
+    with pytest.raises(UnsupportedLayout, match="alike"):
+        BlockCopier([torch.zeros(2, 2, 2, 2), torch.zeros(2, 2, 2, 4)], range(2))
