@@ -1,0 +1,196 @@
+"""The session: attaches, keeps slots in stock, renews, and comes back after a loss, without ever blocking its caller."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvservice.client.port import PoolPort
+from kvservice.connector.session import Answer, Session
+from kvservice.core.fingerprint import Fingerprint
+from kvservice.core.geometry import plan_geometry
+from kvservice.core.messages import AcquireRequest, Attachment, EngineSpec, SealItem
+from kvservice.errors import FingerprintMismatch, Unavailable
+from kvservice.testing.fake_pool import FakePool
+from kvservice.units import AttachmentId, BlockKey, MiB, SpanRoute
+from tests.unit.connector.line import LAYOUT
+
+SPEC = EngineSpec(b"e" * 16, "m", Fingerprint.of({"model": "m"}), LAYOUT)
+KEYS = tuple(BlockKey(bytes([i]) * 16) for i in range(4))
+
+
+class Bench:
+    """A session over a fake pool on the session's own loop."""
+
+    def __init__(self) -> None:
+        self.path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
+        self.pool = FakePool(self.path, plan_geometry(4 * MiB), lease_seconds=0.6)
+        self.failures: list[Exception] = []  # of opening, one per attempt
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.may_reattach = True
+        self.session = Session(self.open, SPEC, lambda: self.may_reattach)
+
+    async def open(self) -> PoolPort:
+        self.loop = asyncio.get_running_loop()
+        if self.failures:
+            raise self.failures.pop(0)
+        return self.pool
+
+    def start(self) -> Attachment:
+        attachment = self.session.start(5.0)
+        assert attachment is not None
+        return attachment
+
+    def on_loop(self, call: Callable[[], None]) -> None:
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(call)
+
+    def close(self) -> None:
+        self.session.close()
+        self.path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.close()
+
+
+def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.005)
+
+
+def test_slots_are_in_stock_before_anybody_asks_for_one(bench: Bench) -> None:
+    attachment = bench.start()
+    until(lambda: bench.pool.reserved)
+    asked = bench.pool.counters["reserve"]
+    refs = bench.session.take_slots(attachment.attachment_id, 4)
+    assert len(refs) == 4
+    assert bench.pool.counters["reserve"] == asked, "no call to the pool between asking and getting"
+
+
+def test_expected_stores_enlarge_the_stock_and_the_rest_is_given_back(bench: Bench) -> None:
+    bench.start()
+    until(lambda: bench.pool.reserved)
+    idle = len(bench.pool.reserved)
+    bench.session.expect(64)
+    until(lambda: len(bench.pool.reserved) > 2 * idle)
+    bench.session.expect(-64)
+    until(lambda: len(bench.pool.reserved) <= 2 * idle)
+
+
+def test_acquire_is_answered_through_the_mailbox(bench: Bench) -> None:
+    attachment = bench.start()
+    (ref,) = _take(bench, attachment.attachment_id, 1)
+    bench.session.seal(attachment.attachment_id, [SealItem(ref, KEYS[0], None, 0, SpanRoute(0))])
+    until(lambda: KEYS[0] in bench.pool.sealed)
+    assert bench.session.acquire("r", AcquireRequest(KEYS, 0, 1.0)) == attachment.attachment_id
+    (answer,) = _answers(bench)
+    assert answer.request_id == "r"
+    assert answer.result is not None
+    assert len(answer.result.blocks) == 1
+    bench.session.release(attachment.attachment_id, answer.result.lease_id)
+    until(lambda: not bench.pool.leases)
+
+
+def test_caller_never_waits_for_a_slow_pool(bench: Bench) -> None:
+    attachment = bench.start()
+    bench.pool.latency = 0.5
+    started = time.monotonic()
+    bench.session.acquire("r", AcquireRequest(KEYS, 0, 1.0))
+    bench.session.take_slots(attachment.attachment_id, 100)
+    bench.session.expect(1)
+    assert bench.session.answers() == []
+    assert time.monotonic() - started < 0.1
+    bench.pool.latency = 0.0
+    assert _answers(bench)
+
+
+def test_leases_are_renewed_while_the_engine_is_idle(bench: Bench) -> None:
+    bench.start()
+    until(lambda: bench.pool.counters["renew"] >= 2)
+
+
+def test_loss_voids_the_stock_and_the_session_attaches_again(bench: Bench) -> None:
+    first = bench.start()
+    until(lambda: bench.pool.reserved)
+    bench.on_loop(lambda: bench.pool.lose("killed"))
+    until(lambda: bench.session.attachment not in (None, first))
+    assert bench.session.take_slots(first.attachment_id, 1) == []
+    assert bench.session.counters["lost"] == 1
+
+
+def test_reattaching_waits_until_no_worker_can_write_old_slots(bench: Bench) -> None:
+    bench.start()
+    bench.may_reattach = False
+    bench.on_loop(lambda: bench.pool.lose("killed"))
+    until(lambda: bench.session.attachment is None)
+    time.sleep(0.6)
+    assert bench.session.attachment is None
+    bench.may_reattach = True
+    until(lambda: bench.session.attachment is not None)
+
+
+def test_what_belongs_to_a_lost_attachment_is_dropped(bench: Bench) -> None:
+    first = bench.start()
+    (ref,) = _take(bench, first.attachment_id, 1)
+    bench.on_loop(lambda: bench.pool.lose("killed"))
+    until(lambda: bench.session.attachment not in (None, first))
+    before = bench.pool.counters["seal"], bench.pool.counters["abort"]
+    bench.session.seal(first.attachment_id, [SealItem(ref, KEYS[0], None, 0, SpanRoute(0))])
+    bench.session.abort(first.attachment_id, [ref])
+    until(lambda: bench.session.counters["seal_dropped"] == 1)
+    assert (bench.pool.counters["seal"], bench.pool.counters["abort"]) == before
+
+
+def test_pool_that_is_not_up_yet_is_found_later(bench: Bench) -> None:
+    bench.failures = [Unavailable("not started"), Unavailable("not started")]
+    assert bench.session.start(5.0) is None, "start returns after the first attempt, attached or not"
+    assert bench.session.acquire("r", AcquireRequest(KEYS, 0, 1.0)) is None
+    until(lambda: bench.session.attachment is not None)
+
+
+def test_refusal_is_said_once_and_names_the_reason(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.failures = [FingerprintMismatch("dtype: bfloat16 here, float16 there")]
+    assert bench.session.start(5.0) is None
+    assert [r.message for r in caplog.records if "float16 there" in r.message]
+
+
+def test_call_that_the_pool_refuses_is_counted_and_answered(bench: Bench) -> None:
+    bench.start()
+    bench.pool.refuse = True
+    bench.session.acquire("r", AcquireRequest(KEYS, 0, 1.0))
+    (answer,) = _answers(bench)
+    assert answer.result is None
+    assert bench.session.counters["acquire_failed"] == 1
+
+
+def test_close_detaches_and_ends_the_thread(bench: Bench) -> None:
+    bench.start()
+    bench.session.close()
+    assert bench.pool.counters["detach"] == 1
+    assert bench.pool.closed
+    assert bench.session.attachment is None
+    bench.session.close()
+
+
+def _take(bench: Bench, attachment: AttachmentId, count: int) -> list:  # type: ignore[type-arg]
+    until(lambda: len(bench.pool.reserved) >= count)
+    refs: list = []  # type: ignore[type-arg]
+    until(lambda: refs.extend(bench.session.take_slots(attachment, count - len(refs))) or len(refs) == count)
+    return refs
+
+
+def _answers(bench: Bench) -> list[Answer]:
+    found: list[Answer] = []
+    until(lambda: found.extend(bench.session.answers()) or found)
+    return found
