@@ -67,17 +67,18 @@ class Segment:
         descriptor = _open_locked(path)
         try:
             previous = _read_control(descriptor)
-            reusable = previous is not None and previous[0] == geometry and previous[2] == _node_mark(node_id)
-            reusable = reusable and os.fstat(descriptor).st_size == geometry.segment_bytes
+            known = previous is not None and previous[2] == _node_mark(node_id)
+            reusable = known and previous is not None and previous[0] == geometry and _is_whole(descriptor, geometry)
             if not reusable:
-                os.ftruncate(descriptor, 0)
+                if os.fstat(descriptor).st_size > 0:
+                    descriptor = _replace(descriptor, path)
                 _reserve(descriptor, path, geometry.segment_bytes)
             segment = cls(path, geometry, descriptor)
         except BaseException:
             os.close(descriptor)
             raise
         segment.existed = reusable
-        before = previous[1] if previous is not None and reusable else 0
+        before = previous[1] if previous is not None and known else 0
         segment.epoch = BootEpoch(max(before + 1, epoch_floor))
         segment.write_control(node_id)
         return segment
@@ -195,10 +196,11 @@ def remove_stale(directory: Path, prefix: str) -> list[Path]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             continue
+        else:
+            path.unlink(missing_ok=True)  # still under the lock: nobody can become its owner in between
+            removed.append(path)
         finally:
             os.close(descriptor)
-        path.unlink(missing_ok=True)
-        removed.append(path)
     return removed
 
 
@@ -225,6 +227,21 @@ def _open_locked(path: Path) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)
+
+
+def _replace(descriptor: int, path: Path) -> int:
+    """Put an empty, locked file in the place of the one we own. Engines of an earlier boot may have the old one mapped:
+    emptied in place it would kill them with SIGBUS, and refilled they would write into blocks that are not theirs."""
+    path.unlink(missing_ok=True)
+    fresh = _open_locked(path)
+    os.close(descriptor)
+    return fresh
+
+
+def _is_whole(descriptor: int, geometry: Geometry) -> bool:
+    """Of the right size, without holes that would need memory later."""
+    status = os.fstat(descriptor)
+    return status.st_size == geometry.segment_bytes <= status.st_blocks * 512
 
 
 def _lock(descriptor: int, path: Path) -> None:

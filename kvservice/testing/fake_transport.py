@@ -19,6 +19,9 @@ class Faults:
     fail: bool = False  # transfers end as FAILED, without having moved a byte
     refuse: bool = False  # post_read raises
     corrupt: bool = False  # one byte of every run arrives wrong
+    duplicate: bool = False  # completions are reported twice, against the contract
+    delay_polls: int = 0  # this many polls bring nothing before each completion
+    poll_error: Exception | None = None  # poll raises it, against the contract
     before_copy: Callable[[], None] | None = None  # runs right before bytes are read: rewrites the source, say
 
 
@@ -46,6 +49,7 @@ class FakeTransport:
         self._open: dict[TransferId, tuple[PeerHandle, tuple[Copy, ...]]] = {}
         self._finished: list[Completion] = []
         self._next_id = 1
+        self._waited = 0
 
     @property
     def name(self) -> str:
@@ -75,7 +79,12 @@ class FakeTransport:
 
     def poll(self) -> list[Completion]:
         faults = self._network.faults
-        if self._open and not faults.hold:
+        if faults.poll_error is not None:
+            raise faults.poll_error
+        if self._open and self._waited < faults.delay_polls:
+            self._waited += 1
+        elif self._open and not faults.hold:
+            self._waited = 0
             transfer = next(iter(self._open))
             peer, copies = self._open.pop(transfer)
             if faults.fail:
@@ -84,7 +93,7 @@ class FakeTransport:
                 self._move(self._peers[peer], copies)
                 self._finished.append(Completion(transfer, TransferOutcome.DONE))
         finished, self._finished = self._finished, []
-        return finished
+        return finished * 2 if faults.duplicate else finished
 
     def disconnect(self, peer: PeerHandle) -> None:
         self._peers.pop(peer, None)

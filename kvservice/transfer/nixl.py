@@ -3,6 +3,10 @@
 The only file that imports NIXL. The whole segment is registered once; a peer is described by a small binary record of
 our own (agent metadata, base address, length), never by NIXL's pickled descriptors. Every run is checked against the
 peer's advertised length before it is posted. One thread owns an instance.
+
+UCX does not cancel: after a handle was released, or the peer removed, a read that was in flight goes on writing its
+destination (seen over TCP, also minutes later when the peer had been stopped). So a transfer counts as ended only when
+NIXL says so; `disconnect` waits for that in `poll`, and only destroying the agent stops what remains.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import importlib
 import importlib.util
 import os
 import struct
+import time
 import uuid
 import zlib
 from collections.abc import Sequence
@@ -34,7 +39,9 @@ UCX_DEFAULTS = {
 }
 DESCRIPTION_MAGIC = b"KVSNIXL1"
 DESCRIPTION_BYTES_MAX = 64 << 10
-_DESCRIPTION = struct.Struct("<8sQQI")  # magic, base address, segment bytes, crc32 of the rest: the agent metadata
+_DESCRIPTION = struct.Struct("<8sQQI")  # magic, base address, segment bytes, crc32 of all else; then agent metadata
+_CRC_BYTES = 4
+CLOSE_DRAIN_SECONDS = 1.0  # a source whose reader goes away in the middle of a read may crash inside UCX
 _PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
 DRAM_DEVICE = 0
 
@@ -65,12 +72,14 @@ class _Peer:
     name: str
     base: int
     length: int
+    description: bytes
 
 
 @dataclass(slots=True)
 class _Transfer:
     handle: Any  # nixl_xfer_handle
     peer: PeerHandle
+    failure: str = ""  # why it will be reported as FAILED however it ends
 
 
 class NixlTransport:
@@ -81,6 +90,7 @@ class NixlTransport:
         self._segment = segment
         api, self._errors = load_nixl()
         self._peers: dict[PeerHandle, _Peer] = {}
+        self._leaving: dict[PeerHandle, _Peer] = {}  # disconnected, forgotten when their last transfer has ended
         self._open: dict[TransferId, _Transfer] = {}
         self._finished: list[Completion] = []
         self._next_id = 1
@@ -101,17 +111,24 @@ class NixlTransport:
         return "nixl"
 
     def describe(self) -> bytes:
-        size, crc = self._segment.geometry.segment_bytes, zlib.crc32(self._metadata)
-        head = _DESCRIPTION.pack(DESCRIPTION_MAGIC, self._segment.address, size, crc)
-        return head + self._metadata
+        head = _DESCRIPTION.pack(DESCRIPTION_MAGIC, self._segment.address, self._segment.geometry.segment_bytes, 0)
+        head = head[:-_CRC_BYTES]
+        return head + _crc(head, self._metadata) + self._metadata
 
     def connect(self, description: bytes) -> PeerHandle:
         if not _DESCRIPTION.size < len(description) <= DESCRIPTION_BYTES_MAX:
             raise TransferError(f"a NIXL peer description of {len(description)} bytes is not valid")
         magic, base, length, crc = _DESCRIPTION.unpack_from(description)
         metadata = description[_DESCRIPTION.size :]
-        if magic != DESCRIPTION_MAGIC or crc != zlib.crc32(metadata):
+        head = description[: _DESCRIPTION.size - _CRC_BYTES]
+        if magic != DESCRIPTION_MAGIC or crc != int.from_bytes(_crc(head, metadata), "little"):
             raise TransferError("this is not a NIXL peer description of this version")
+        for handle, peer in self._peers.items():
+            if peer.description == description:
+                return handle
+        if any(peer.description == description for peer in self._leaving.values()):
+            # NIXL forgets the open transfers of an agent that is added again, while they go on writing.
+            raise TransferError("reads from the peer's last connection are still in flight")
         try:
             name = self._agent.add_remote_agent(metadata)
             text = name.decode() if isinstance(name, bytes) else str(name)
@@ -120,7 +137,7 @@ class NixlTransport:
             raise TransferError(f"NIXL cannot reach the peer: {type(error).__name__}: {error}") from error
         handle = PeerHandle(self._next_id)
         self._next_id += 1
-        self._peers[handle] = _Peer(text, base, length)
+        self._peers[handle] = _Peer(text, base, length, description)
         return handle
 
     def post_read(self, peer: PeerHandle, copies: Sequence[Copy]) -> TransferId:
@@ -144,18 +161,18 @@ class NixlTransport:
         self._open[transfer] = _Transfer(handle, peer)
         try:
             state = self._agent.transfer(handle)
-        except self._errors as error:
-            self._finish(transfer, TransferOutcome.FAILED, f"{type(error).__name__}: {error}")
+        except self._errors as error:  # a part may be under way: `poll` finds out
+            self._open[transfer].failure = f"{type(error).__name__}: {error}"
         else:
             self._note(transfer, state)
         return transfer
 
     def poll(self) -> list[Completion]:
-        for transfer in list(self._open):
+        for transfer, opened in list(self._open.items()):
             try:
-                state = self._agent.check_xfer_state(self._open[transfer].handle)
+                state = self._agent.check_xfer_state(opened.handle)
             except self._errors as error:
-                self._finish(transfer, TransferOutcome.FAILED, f"{type(error).__name__}: {error}")
+                self._finish(transfer, opened.failure or f"{type(error).__name__}: {error}")
             else:
                 self._note(transfer, state)
         finished, self._finished = self._finished, []
@@ -165,10 +182,11 @@ class NixlTransport:
         known = self._peers.pop(peer, None)
         if known is None:
             return
-        for transfer in [t for t, opened in self._open.items() if opened.peer == peer]:
-            self._finish(transfer, TransferOutcome.FAILED, "the peer was disconnected")
-        with contextlib.suppress(*self._errors):  # the connection was dead already
-            self._agent.remove_remote_agent(known.name)
+        self._leaving[peer] = known
+        for opened in self._open.values():
+            if opened.peer == peer:
+                opened.failure = opened.failure or "the peer was disconnected"
+        self._forget_if_idle(peer)
 
     def close(self) -> None:
         if self._closed:
@@ -176,21 +194,40 @@ class NixlTransport:
         self._closed = True
         for peer in list(self._peers):
             self.disconnect(peer)
+        deadline = time.monotonic() + CLOSE_DRAIN_SECONDS
+        while self._open and time.monotonic() < deadline:
+            self._finished += self.poll()
+            time.sleep(0.001)
+        for transfer in list(self._open):
+            self._finish(transfer, "the transport was closed")
+        self._open.clear()
         with contextlib.suppress(*self._errors):  # the agent ends right after
             self._agent.deregister_memory(self._registration)
         del self._agent
 
     def _note(self, transfer: TransferId, state: str) -> None:
         if state == "DONE":
-            self._finish(transfer, TransferOutcome.DONE, "")
+            self._finish(transfer, self._open[transfer].failure)
         elif state != "PROC":
-            self._finish(transfer, TransferOutcome.FAILED, f"state {state}")
+            self._finish(transfer, self._open[transfer].failure or f"state {state}")
 
-    def _finish(self, transfer: TransferId, outcome: TransferOutcome, detail: str) -> None:
+    def _finish(self, transfer: TransferId, failure: str) -> None:
         """Report a transfer once its handle is released; while NIXL refuses that, it is still in flight and polled."""
+        opened = self._open[transfer]
         try:
-            self._open[transfer].handle.release()
+            opened.handle.release()
         except self._errors:
             return
         del self._open[transfer]
-        self._finished.append(Completion(transfer, outcome, detail))
+        outcome = TransferOutcome.FAILED if failure else TransferOutcome.DONE
+        self._finished.append(Completion(transfer, outcome, failure))
+        self._forget_if_idle(opened.peer)
+
+    def _forget_if_idle(self, peer: PeerHandle) -> None:
+        if peer in self._leaving and not any(opened.peer == peer for opened in self._open.values()):
+            with contextlib.suppress(*self._errors):  # the connection was dead already
+                self._agent.remove_remote_agent(self._leaving.pop(peer).name)
+
+
+def _crc(head: bytes, metadata: bytes) -> bytes:
+    return zlib.crc32(metadata, zlib.crc32(head)).to_bytes(_CRC_BYTES, "little")

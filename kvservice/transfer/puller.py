@@ -23,7 +23,7 @@ from kvservice.core.geometry import HEADER_BYTES, SCRATCH_BYTES, Geometry
 from kvservice.core.header import unpack_header
 from kvservice.core.messages import BlockHandle
 from kvservice.memory.segment import Segment
-from kvservice.transfer.base import Copy, PeerHandle, TransferId, TransferOutcome, Transport
+from kvservice.transfer.base import Completion, Copy, PeerHandle, TransferId, TransferOutcome, Transport
 from kvservice.units import BootEpoch, MiB, NodeId, SlotIndex
 
 log = logging.getLogger("kvservice.transfer")
@@ -33,6 +33,7 @@ BATCHES_IN_FLIGHT = 3
 DIGEST_THREADS = 2
 IDLE_SECONDS = 0.2
 POLL_SECONDS = 0.0001
+BROKEN_SECONDS = 0.05  # between polls of a transport that raises
 SCRATCH_HEADERS = SCRATCH_BYTES // HEADER_BYTES
 PEERS_MAX = 1024
 
@@ -56,6 +57,13 @@ class PullJob:
     payload_bytes: int  # of every item
     items: tuple[PullItem, ...]
     deadline: float  # on the puller's clock; nothing is accepted after it
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    epoch: BootEpoch
+    description: bytes
+    handle: PeerHandle
 
 
 @dataclass(slots=True)
@@ -92,11 +100,12 @@ class Puller:
         self._thread = threading.Thread(target=self._run, name="kvservice-puller", daemon=True)
         self._digesting = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="kvservice-verify")
         self._active: list[_Active] = []
-        self._peers: dict[NodeId, tuple[BootEpoch, PeerHandle]] = {}
+        self._peers: dict[NodeId, _Peer] = {}
         self._scratch_free = [True] * SCRATCH_HEADERS
         self._name = ""
         self._description = b""
         self._stopping = False
+        self._ended = False  # the thread takes nothing any more
         self.counters: Counter[str] = Counter()
 
     def start(self) -> None:
@@ -116,6 +125,8 @@ class Puller:
         STUCK, when nothing can write the destinations any more."""
         assert 0 < len(job.items) <= SCRATCH_HEADERS, f"{len(job.items)} blocks in one pull"
         self._inbox.put((job, on_done, on_quiesced))
+        if self._ended:
+            self._refuse_inbox()
 
     def close(self) -> None:
         """Fail what is open, stop the thread, close the transport. Blocks shortly."""
@@ -142,11 +153,42 @@ class Puller:
                 if self._active and not self._step(transport):
                     time.sleep(POLL_SECONDS)
         finally:
+            self._end(transport)
+
+    def _end(self, transport: Transport) -> None:
+        """Answer everything as FAILED: once the transport is closed, nothing writes any more."""
+        try:
             transport.close()
-            for active in self._active:
-                self._answer(active, dict.fromkeys(range(len(active.job.items)), PullVerdict.FAILED))
-                if active.in_flight or active.headers is not None:
-                    active.on_quiesced(active.job.job_id)
+        except Exception as error:  # noqa: BLE001  thread boundary: callers wait for their answers
+            self._count_error("transport_close_failed", error)
+        for active in self._active:
+            self._answer(active, dict.fromkeys(range(len(active.job.items)), PullVerdict.FAILED))
+            if PullVerdict.STUCK in active.verdicts.values():
+                self._call(active.on_quiesced, active.job.job_id)
+        self._active.clear()
+        self._ended = True
+        self._refuse_inbox()
+
+    def _refuse_inbox(self) -> None:
+        """Answer what was submitted too late. Runs on whichever thread finds the entry."""
+        while True:
+            try:
+                entry = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if entry is not None:
+                job, on_done, _ = entry
+                self._call(on_done, job.job_id, (PullVerdict.FAILED,) * len(job.items))
+
+    def _call(self, callback: Callable[..., None], *arguments: object) -> None:
+        try:
+            callback(*arguments)
+        except Exception as error:  # noqa: BLE001  thread boundary: one caller's bug must not stop the others' pulls
+            self._count_error("callback_errors", error)
+
+    def _count_error(self, name: str, error: Exception) -> None:
+        self.counters[name] += 1
+        log.warning(name, extra={"error": f"{type(error).__name__}: {error}"})
 
     def _take_jobs(self, transport: Transport) -> None:
         """Everything that has arrived; waits a little when there is nothing else to do."""
@@ -165,59 +207,72 @@ class Puller:
         except Exception as error:  # noqa: BLE001  a transport's bug must not end the thread that serves all peers
             log.info("pull_connect_failed", extra={"peer": job.peer, "error": str(error)})
             self.counters["connect_failed"] += 1
-            on_done(job.job_id, (PullVerdict.FAILED,) * len(job.items))
+            self._call(on_done, job.job_id, (PullVerdict.FAILED,) * len(job.items))
             return
         self._active.append(_Active(job, on_done, on_quiesced, peer))
 
     def _connect(self, transport: Transport, job: PullJob) -> PeerHandle:
         known = self._peers.get(job.peer)
-        if known is not None and known[0] == job.peer_epoch:
-            return known[1]
+        if known is not None and (known.epoch, known.description) == (job.peer_epoch, job.description):
+            return known.handle
         if known is not None or len(self._peers) >= PEERS_MAX:
             self._drop_peer(transport, job.peer if known is not None else next(iter(self._peers)))
         handle = transport.connect(job.description)
-        self._peers[job.peer] = (job.peer_epoch, handle)
+        self._peers[job.peer] = _Peer(job.peer_epoch, job.description, handle)
         self.counters["connects"] += 1
         return handle
 
-    def _drop_peer(self, transport: Transport, peer: NodeId) -> None:
-        known = self._peers.pop(peer, None)
-        if known is not None:
-            transport.disconnect(known[1])
+    def _drop_peer(self, transport: Transport, peer: NodeId, handle: PeerHandle | None = None) -> None:
+        """Disconnect; when a handle is given, only if that is the peer's connection now."""
+        known = self._peers.get(peer)
+        if known is not None and handle in (None, known.handle):
+            del self._peers[peer]
+            try:
+                transport.disconnect(known.handle)
+            except Exception as error:  # noqa: BLE001  thread boundary: the peer is forgotten all the same
+                self._count_error("disconnect_failed", error)
 
     def _step(self, transport: Transport) -> bool:
         """One round over all jobs. False when nothing moved."""
         moved = False
-        for completion in transport.poll():
+        try:
+            completions = transport.poll()
+        except Exception as error:  # noqa: BLE001  thread boundary: what is open has failed, later jobs may work
+            self._count_error("poll_errors", error)
+            for active in self._active:
+                self._fail_rest(active)
+            time.sleep(BROKEN_SECONDS)
+            completions = []
+        for completion in completions:
             moved = True
-            self._complete(completion.transfer, completion.outcome is TransferOutcome.DONE, completion.detail)
+            self._complete(transport, completion)
         for active in list(self._active):
             try:
                 moved |= self._advance(transport, active)
             except Exception as error:  # noqa: BLE001  thread boundary: this job fails, the others go on
-                log.warning("pull_failed", extra={"peer": active.job.peer, "error": str(error)})
-                self.counters["job_errors"] += 1
+                self._count_error("job_errors", error)
                 self._fail_rest(active)
-                self._drop_peer(transport, active.job.peer)
+                self._drop_peer(transport, active.job.peer, active.peer)
         return moved
 
-    def _complete(self, transfer: TransferId, done: bool, detail: str) -> None:
+    def _complete(self, transport: Transport, completion: Completion) -> None:
+        done = completion.outcome is TransferOutcome.DONE
         for active in self._active:
-            if transfer == active.headers:
+            if completion.transfer == active.headers:
                 active.headers = None
                 active.headers_read = done
-                if not done:
-                    self._fail_rest(active)
-                return
-            batch = active.in_flight.pop(transfer, None)
-            if batch is not None:
+            else:
+                batch = active.in_flight.pop(completion.transfer, None)
+                if batch is None:
+                    continue
                 if done and not active.answered:
                     active.digests[batch.start] = self._digesting.submit(self._verify, active.job, batch)
-                elif not done:
-                    log.info("read_failed", extra={"peer": active.job.peer, "detail": detail})
-                    self.counters["reads_failed"] += 1
-                    self._fail_rest(active)
-                return
+            if not done:
+                log.info("read_failed", extra={"peer": active.job.peer, "detail": completion.detail})
+                self.counters["reads_failed"] += 1
+                self._fail_rest(active)
+                self._drop_peer(transport, active.job.peer, active.peer)  # the next job starts with a new connection
+            return
 
     def _advance(self, transport: Transport, active: _Active) -> bool:
         """Move one job on as far as it goes now. True when something changed."""
@@ -228,8 +283,8 @@ class Puller:
             self.counters["deadlines"] += 1
             self._fail_rest(active)
         moved = False
-        while active.next_item < len(job.items) and len(active.in_flight) < BATCHES_IN_FLIGHT:
-            self._post_batch(transport, active)
+        if active.next_item < len(job.items) and len(active.in_flight) < BATCHES_IN_FLIGHT:
+            self._post_batch(transport, active)  # one a round: the batch before it may have arrived within its post
             moved = True
         if active.payloads_done and active.headers is None and not active.headers_read and not active.verdicts:
             moved |= self._post_headers(transport, active)
@@ -305,10 +360,13 @@ class Puller:
             active.answered = True
             ordered = tuple(verdicts[index] for index in range(len(active.job.items)))
             good = ordered.count(PullVerdict.OK)
+            self.counters["jobs"] += 1
             self.counters["blocks"] += good
+            for verdict in ordered:
+                self.counters[f"verdict_{verdict.value}"] += 1
             self.counters[f"{self._name}_bytes"] += good * active.job.payload_bytes
             active.verdicts = verdicts
-            active.on_done(active.job.job_id, ordered)
+            self._call(active.on_done, active.job.job_id, ordered)
 
     def _retire(self, active: _Active) -> bool:
         """Forget an answered job once nothing of it is in flight."""
@@ -317,7 +375,7 @@ class Puller:
         self._active.remove(active)
         self._give_scratch(active)
         if PullVerdict.STUCK in active.verdicts.values():
-            active.on_quiesced(active.job.job_id)
+            self._call(active.on_quiesced, active.job.job_id)
         return True
 
     def _verify(self, job: PullJob, batch: range) -> list[bool]:

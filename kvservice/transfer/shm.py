@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from kvservice.errors import TransferError
 from kvservice.memory.segment import Segment
 from kvservice.transfer.base import Completion, Copy, PeerHandle, TransferId, TransferOutcome
@@ -76,9 +78,8 @@ class SharedMemoryTransport:
         if view is None:
             raise TransferError("the peer is not connected")
         own = self._segment.geometry.segment_bytes
-        for copy in copies:
-            if not copy.fits(len(view), own):
-                raise TransferError(f"{copy} lies outside of a segment")
+        if not copies or not all(copy.fits(len(view), own) for copy in copies):
+            raise TransferError(f"a run lies outside of the peer's {len(view)} or our own {own} bytes")
         transfer = TransferId(self._next_id)
         self._next_id += 1
         self._queue.append((transfer, peer, deque(copies)))
@@ -91,9 +92,12 @@ class SharedMemoryTransport:
             view = self._views[peer]
             while copies and budget > 0:
                 copy = copies.popleft()
-                self._segment.buffer[copy.local_offset : copy.local_offset + copy.length] = view[
-                    copy.remote_offset : copy.remote_offset + copy.length
-                ]
+                with (
+                    self._segment.buffer[copy.local_offset : copy.local_offset + copy.length] as target,
+                    view[copy.remote_offset : copy.remote_offset + copy.length] as source,
+                ):
+                    # numpy lets other threads run meanwhile, a slice assignment does not.
+                    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
                 budget -= copy.length
             if not copies:
                 self._queue.popleft()

@@ -199,3 +199,27 @@ def test_liveness_lock_is_free_only_when_every_process_let_go(tmp_path: Path) ->
     child.kill()
     child.wait()
     assert is_free(lock)
+
+
+def test_replacing_a_segment_leaves_the_old_mapping_of_an_engine_alone(path: Path) -> None:
+    old = Segment.create(path, GEOMETRY, "node")
+    engine = Segment.attach(path, GEOMETRY)
+    old.close()
+    new = Segment.create(path, plan_geometry(14 * MiB), "node")
+    engine.buffer[-4096:] = b"late" * 1024  # SIGBUS if the file had been emptied in place
+    assert bytes(new.buffer[-4096:]).count(0) == 4096
+    engine.close()
+    new.close()
+
+
+def test_segment_with_holes_is_not_adopted(path: Path) -> None:
+    first = Segment.create(path, GEOMETRY, "node")
+    first.close()
+    with path.open("r+b") as file:
+        file.truncate(GEOMETRY.segment_bytes // 2)
+        file.truncate(GEOMETRY.segment_bytes)
+    segment = Segment.create(path, GEOMETRY, "node")
+    assert not segment.existed
+    assert segment.epoch > first.epoch
+    assert path.stat().st_blocks * 512 >= GEOMETRY.segment_bytes
+    segment.close()

@@ -17,7 +17,7 @@ from kvservice.core.header import SlotHeader
 from kvservice.core.messages import BlockHandle
 from kvservice.memory.segment import Segment, segment_path
 from kvservice.testing.fake_transport import FakeNetwork, Faults
-from kvservice.transfer.puller import Puller, PullItem, PullJob
+from kvservice.transfer.puller import DoneCallback, Puller, PullItem, PullJob
 from kvservice.units import BlockKey, BootEpoch, Generation, MiB, NodeId, SlotIndex, SpanRoute
 from tests.integration.engine import content
 
@@ -56,13 +56,19 @@ class Rig:
         self.submit(handles, seconds)
         return self.done.get(timeout=10)[1]
 
-    def submit(self, handles: list[BlockHandle], seconds: float = 50.0, epoch: int | None = None) -> None:
+    def submit(
+        self,
+        handles: list[BlockHandle],
+        seconds: float = 50.0,
+        epoch: int | None = None,
+        on_done: DoneCallback | None = None,
+    ) -> None:
         items = tuple(PullItem(handle, SlotIndex(20 + i)) for i, handle in enumerate(handles))
         job = PullJob(
             7, NodeId("peer"), BootEpoch(epoch or self.source.epoch), self.description, self.source.geometry,
             PAYLOAD, items, self.clock.now + seconds,
         )  # fmt: skip
-        self.puller.submit(job, lambda job_id, v: self.done.put((job_id, v)), self.quiesced.put)
+        self.puller.submit(job, on_done or (lambda job_id, v: self.done.put((job_id, v))), self.quiesced.put)
 
 
 def key(n: int) -> BlockKey:
@@ -202,3 +208,66 @@ def test_close_answers_everything_that_is_open(rig: Rig) -> None:
         rig.done.get(timeout=0.2)
     rig.puller.close()
     assert rig.done.get(timeout=5)[1] == (FAILED,)
+
+
+def test_close_quiesces_what_was_stuck(rig: Rig) -> None:
+    rig.faults.hold = True
+    rig.submit([rig.publish(0, key(0))], seconds=5.0)
+    with pytest.raises(queue.Empty):
+        rig.done.get(timeout=0.2)
+    rig.clock.now += 6.0
+    assert rig.done.get(timeout=10)[1] == (STUCK,)
+    rig.puller.close()
+    assert rig.quiesced.get(timeout=5) == 7
+
+
+def test_job_submitted_after_close_is_answered(rig: Rig) -> None:
+    handle = rig.publish(0, key(0))
+    rig.puller.close()
+    assert rig.pull([handle]) == (FAILED,)
+
+
+def test_transport_that_raises_fails_jobs_and_works_again_afterwards(rig: Rig) -> None:
+    handle = rig.publish(0, key(0))
+    rig.faults.poll_error = RuntimeError("a bug in the transport")
+    rig.submit([handle])
+    assert rig.done.get(timeout=10)[1][0] in (FAILED, STUCK)
+    rig.faults.poll_error = None
+    assert rig.pull([handle]) == (OK,)
+    assert rig.puller.counters["poll_errors"] >= 1
+
+
+def test_callback_that_raises_does_not_stop_the_next_job(rig: Rig) -> None:
+    handle = rig.publish(0, key(0))
+
+    def broken(job: int, verdicts: tuple[PullVerdict, ...]) -> None:
+        raise RuntimeError("the loop is closed")
+
+    rig.submit([handle], on_done=broken)
+    assert rig.pull([handle]) == (OK,)
+    assert rig.puller.counters["callback_errors"] == 1
+
+
+def test_completions_reported_twice_are_counted_once(rig: Rig) -> None:
+    rig.faults.duplicate = True
+    assert rig.pull([rig.publish(i, key(i)) for i in range(4)]) == (OK,) * 4
+    assert rig.puller.counters["verdict_ok"] == 4
+
+
+def test_failed_read_starts_a_new_connection(rig: Rig) -> None:
+    handle = rig.publish(0, key(0))
+    rig.faults.fail = True
+    assert rig.pull([handle]) == (FAILED,)
+    rig.faults.fail = False
+    assert rig.pull([handle]) == (OK,)
+    assert rig.puller.counters["connects"] == 2
+
+
+def test_verdicts_are_counted(rig: Rig) -> None:
+    handles = [rig.publish(i, key(i)) for i in range(3)]
+    rig.source.clear_header(SlotIndex(0))
+    rig.source.payload(SlotIndex(1), PAYLOAD)[:1] = b"!"
+    assert rig.pull(handles) == (STALE, CORRUPT, OK)
+    counters = rig.puller.counters
+    assert (counters["verdict_stale"], counters["verdict_corrupt"], counters["verdict_ok"]) == (1, 1, 1)
+    assert counters["fake_bytes"] == PAYLOAD
