@@ -1,6 +1,7 @@
 """Which shards are registered on this machine: small JSON files that shards write when they serve.
 
-    <runtime root>/<service>/<node id>/shard.json    {"service", "node_id", "socket", "peer_address", "pid", "epoch"}
+    <runtime root>/<service>/<node id>/shard.json    {"service", "node_id", "socket", "peer_address", "pid", "epoch",
+                                                     "lookup_addresses"}
     <runtime root>/<service>/<node id>/shard.sock    the engines' Unix socket
 
 A record whose socket nobody listens on is stale and is not returned.
@@ -30,6 +31,7 @@ class ShardRecord:
     peer_address: str  # host:port
     pid: int
     epoch: BootEpoch
+    lookup_addresses: tuple[str, ...] = ()  # host:port of every lookup shard, in partition order
 
 
 def default_runtime_root() -> Path:
@@ -68,7 +70,8 @@ def find_shards(
     found: list[ShardRecord] = []
     for path in sorted((runtime_root or default_runtime_root()).glob(f"{service or '*'}/*/{RECORD_NAME}")):
         try:
-            record = ShardRecord(**json.loads(path.read_text()))
+            fields = json.loads(path.read_text())
+            record = ShardRecord(**{**fields, "lookup_addresses": tuple(fields.get("lookup_addresses", ()))})
         except (OSError, ValueError, TypeError):
             continue  # half-removed or foreign file: as good as absent
         if not live_only or is_listening(record.socket):

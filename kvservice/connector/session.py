@@ -36,7 +36,6 @@ RETRY_SECONDS_MAX = 5.0
 REFUSED_RETRY_SECONDS = 15.0  # another engine with another fingerprint may leave
 STOCK_MIN = 8  # slots an idle engine holds ready
 STOCK_MAX = 1024
-STOCK_SHARE_MAX = 8  # at most 1/8 of the pool's slots
 TICK_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 
@@ -63,6 +62,9 @@ class Session:
         self._stock: deque[BlockRef] = deque()
         self._expected = 0  # blocks that requests in flight will want to store
         self._answers: deque[Answer] = deque()
+        self._answered = threading.Condition(self._lock)
+        self._pending: Counter[str] = Counter()  # acquires under way, by request
+        self._abandoned: set[str] = set()  # requests that ended meanwhile: what is promised to them is given back here
         self._attachment: Attachment | None = None
         self._pool: PoolPort | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -93,7 +95,27 @@ class Session:
         attachment = self.attachment
         if attachment is None:
             return None
-        return attachment.attachment_id if self._post(self._acquire(attachment, request_id, request)) else None
+        with self._lock:
+            self._pending[request_id] += 1
+        if self._post(self._acquire(attachment, request_id, request)):
+            return attachment.attachment_id
+        self._is_abandoned(request_id)
+        return None
+
+    def abandon(self, request_id: str) -> None:
+        """The request ended: answers that are still to come for it are given back without being shown."""
+        with self._lock:
+            if self._pending[request_id] > 0:
+                self._abandoned.add(request_id)
+            else:
+                del self._pending[request_id]
+
+    def wait_for_answer(self, seconds: float) -> None:
+        """Give this session's thread the interpreter until an answer is there, for an engine with nothing else to do:
+        one that asks again without a pause slows down the very answer it waits for."""
+        with self._answered:
+            if not self._answers:
+                self._answered.wait(seconds)
 
     def answers(self) -> list[Answer]:
         with self._lock:
@@ -220,7 +242,8 @@ class Session:
         geometry = attachment.geometry
         slots = geometry.slab_count * geometry.slots_per_slab(self._spec.layout.payload_bytes)
         with self._lock:
-            wanted = max(1, min(STOCK_MIN + self._expected, STOCK_MAX, slots // STOCK_SHARE_MAX))
+            idle = min(STOCK_MIN, slots // 8)
+            wanted = max(1, min(idle + self._expected, STOCK_MAX, slots // 2))
             have = len(self._stock)
             surplus = [self._stock.pop() for _ in range(have - 2 * wanted)] if have > 2 * wanted else []
         try:
@@ -247,8 +270,24 @@ class Session:
         except KVServiceError as error:
             self.counters["acquire_failed"] += 1
             log.debug("acquire failed: %s", error.message)
+        finally:
+            if not self._is_abandoned(request_id):
+                with self._answered:
+                    self._answers.append(Answer(request_id, attachment.attachment_id, result))
+                    self._answered.notify_all()
+            elif result is not None and result.lease_id:
+                self.counters["acquire_abandoned"] += 1
+                self.release(attachment.attachment_id, result.lease_id)
+
+    def _is_abandoned(self, request_id: str) -> bool:
+        """One acquire of this request is done; True when nobody wants its result any more."""
         with self._lock:
-            self._answers.append(Answer(request_id, attachment.attachment_id, result))
+            abandoned = request_id in self._abandoned
+            self._pending[request_id] -= 1
+            if self._pending[request_id] <= 0:
+                del self._pending[request_id]
+                self._abandoned.discard(request_id)
+            return abandoned
 
     async def _seal(self, attachment: AttachmentId, items: list[SealItem]) -> None:
         pool = self._pool

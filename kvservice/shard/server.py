@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +69,7 @@ class ShardServer:
         self._record: Path | None = None
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         self._peer_address = ""
+        self._socket_path = ""
 
     async def start(self) -> Holder:
         """Returns who this shard is now. Raises ConfigError, SegmentError, ServiceConflict or TransferError, and
@@ -112,12 +113,8 @@ class ShardServer:
             peers=PeerClient(kind, config.node_id),
         )
         await self._listen(socket_path)
-        self._record = discovery.write_record(
-            discovery.ShardRecord(
-                config.service, config.node_id, socket_path, self._peer_address, os.getpid(), self._pool.epoch
-            ),
-            config.runtime_root,
-        )
+        self._socket_path = socket_path
+        self._register(config.lookup_addresses)
         if self._directory is not None:
             self._directory.start(self.holder, config.heartbeat_seconds, self._superseded)
 
@@ -164,9 +161,24 @@ class ShardServer:
             stats.counters.update(self._directory.counters)
         return stats
 
-    def set_lookup_addresses(self, addresses: list[str]) -> None:
+    def set_lookup_addresses(self, addresses: Sequence[str]) -> None:
+        """Lookup shards moved. Their number must stay the same."""
         if self._directory is not None:
             self._directory.set_addresses(addresses)
+            self._register(addresses)
+
+    def _register(self, lookup_addresses: Sequence[str]) -> None:
+        config = self._config
+        record = discovery.ShardRecord(
+            config.service,
+            config.node_id,
+            self._socket_path,
+            self._peer_address,
+            os.getpid(),
+            self.pool.epoch,
+            tuple(lookup_addresses),
+        )
+        self._record = discovery.write_record(record, config.runtime_root)
 
     async def _listen(self, socket_path: str) -> None:
         """Both listeners serve everything operators need; only the Unix socket serves engines."""

@@ -1,0 +1,33 @@
+"""CacheShard: one a node. Ray restarts it when its process dies; the new one adopts the blocks of the old."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import Any
+
+from kvservice.actors.hosting import HostedServer
+from kvservice.shard.server import ShardServer, ShardServerConfig
+
+
+class CacheShard:
+    """Made into a Ray actor by actors.supervisor. Methods block their own thread only."""
+
+    def __init__(self, config: ShardServerConfig) -> None:
+        self._server = ShardServer(config)
+        self._hosted = HostedServer(self._server.start)
+
+    def ready(self) -> dict[str, Any]:
+        """Who this shard is. Raises the KVServiceError that keeps it from starting."""
+        self._hosted.ensure_started()
+        return {**asdict(self._server.holder()), "pid": os.getpid()}
+
+    def set_lookup_addresses(self, addresses: list[str]) -> None:
+        async def apply() -> None:
+            self._server.set_lookup_addresses(addresses)
+
+        self._hosted.call(apply())
+
+    def stop(self) -> None:
+        """Leave the directory, finish calls, remove every file."""
+        self._hosted.close(self._server.stop(leaving=True))

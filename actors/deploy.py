@@ -1,0 +1,121 @@
+"""Composition root on Ray: bring a service up on a cluster, find it again, take it down."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from kvservice.actors import names
+from kvservice.actors.supervisor import Supervisor
+from kvservice.config import ServiceConfig
+from kvservice.errors import ServiceConflict, Unavailable
+
+UP_SECONDS = 180.0
+DOWN_SECONDS = 120.0
+POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceHandle:
+    """A running service, from any driver of its Ray cluster."""
+
+    service: str
+    supervisor: Any  # Ray actor handle
+
+    def describe(self) -> dict[str, Any]:
+        """See Supervisor.describe. Blocks for one actor call."""
+        found: dict[str, Any] = ray.get(self.supervisor.describe.remote(), timeout=60)
+        return found
+
+    def wait_complete(
+        self, seconds: float = UP_SECONDS, on_progress: Callable[[dict[str, Any]], None] | None = None
+    ) -> dict[str, Any]:
+        """Block until every node has its shard. Raises Unavailable naming what is missing and why."""
+        deadline = time.monotonic() + seconds
+        while True:
+            state = self.describe()
+            if on_progress is not None:
+                on_progress(state)
+            if state["complete"]:
+                return state
+            if time.monotonic() > deadline:
+                reasons = "; ".join(f"{what}: {why}" for what, why in state["problems"].items())
+                raise Unavailable(
+                    f"service {self.service!r} is not complete after {seconds:.0f} s: {len(state['shards'])} of "
+                    f"{len(state['nodes'])} shards run. {reasons or 'No part reported a problem'}"
+                )
+            time.sleep(POLL_SECONDS)
+
+
+def up(config: ServiceConfig) -> ServiceHandle:
+    """Start the service on the connected Ray cluster, or find it when it runs with the same settings.
+
+    Raises ServiceConflict when a service of this name runs with others. Returns before every shard is up: see
+    `ServiceHandle.wait_complete`.
+    """
+    found = find(config.service)
+    if found is None:
+        supervisor = (
+            ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=8)(Supervisor)
+            .options(
+                name=names.SUPERVISOR,
+                namespace=names.namespace(config.service),
+                lifetime="detached",
+                get_if_exists=True,
+            )
+            .remote(config)
+        )
+        found = ServiceHandle(config.service, supervisor)
+    running = ray.get(found.supervisor.config.remote(), timeout=60)
+    wanted = asdict(config)
+    if running != wanted:
+        changed = ", ".join(
+            f"{k}: runs {running[k]!r}, wanted {wanted[k]!r}" for k in wanted if running[k] != wanted[k]
+        )
+        raise ServiceConflict(
+            f"a service named {config.service!r} runs on this cluster with other settings ({changed}): take it down "
+            "first with `kvservice down`, or choose another --service name"
+        )
+    return found
+
+
+def find(service: str) -> ServiceHandle | None:
+    """The running service of this name, or None."""
+    try:
+        return ServiceHandle(service, ray.get_actor(names.SUPERVISOR, namespace=names.namespace(service)))
+    except ValueError:
+        return None
+
+
+def down(service: str) -> bool:
+    """Stop every part and remove every file of it. False when there was no such service. Blocks."""
+    handle = find(service)
+    if handle is None:
+        return False
+    try:
+        ray.get(handle.supervisor.stop.remote(), timeout=DOWN_SECONDS)
+    except RayError as error:
+        raise Unavailable(f"service {service!r} did not stop cleanly: {error}") from error
+    finally:
+        ray.kill(handle.supervisor, no_restart=True)
+    return True
+
+
+def connect(address: str | None) -> None:
+    """Join a Ray cluster as a driver. `address` None: RAY_ADDRESS, else the cluster of this machine. Raises
+    Unavailable when there is none."""
+    # Ray 2.60 turns token auth on when it finds a token file of an earlier cluster: say what is meant, always.
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address=address or os.environ.get("RAY_ADDRESS") or "auto", log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RayError, RuntimeError, ValueError) as error:
+        raise Unavailable(f"no Ray cluster at {address or 'this machine'}: {error}") from error

@@ -1,0 +1,28 @@
+"""LookupNode: hosts one lookup shard. Its port is fixed, so that a restarted one is found where it was."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from kvservice.actors.hosting import HostedServer
+from kvservice.lookup.server import LookupServer
+
+
+class LookupNode:
+    """Made into a Ray actor by actors.supervisor. Methods block their own thread only."""
+
+    def __init__(self, address: str, partition: int, partition_count: int) -> None:
+        self._address = address
+        # Nanoseconds: two boots within one second must not share an epoch.
+        self._server = LookupServer(address, partition, partition_count, time.time_ns())
+        self._hosted = HostedServer(self._server.start)
+
+    def ready(self) -> dict[str, Any]:
+        """Address and process. Raises the KVServiceError that keeps it from starting."""
+        self._hosted.ensure_started()
+        return {"address": self._address, "pid": os.getpid()}
+
+    def stop(self) -> None:
+        self._hosted.close(self._server.stop())
