@@ -21,9 +21,14 @@ class Replica:
     """The test's end of the pipe. `prefix` runs the process elsewhere, e.g. in a network namespace."""
 
     def __init__(
-        self, model: Path, extra: dict[str, object] | None, log: Path, prefix: list[str] | None = None
+        self,
+        model: Path,
+        extra: dict[str, object] | None,
+        log: Path,
+        prefix: list[str] | None = None,
+        **engine: object,
     ) -> None:
-        arguments = [sys.executable, "-m", "tests.vllm.replica", "--model", str(model)]
+        arguments = [sys.executable, "-m", "tests.vllm.replica", "--model", str(model), "--engine", json.dumps(engine)]
         if extra is not None:
             arguments += ["--extra", json.dumps(extra)]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "VLLM_NO_USAGE_STATS": "1"}

@@ -1,0 +1,135 @@
+"""Greedy tokens with the cache equal those without it, on the real model, whatever state the cache is in.
+
+float32, because then a different batch shape cannot flip a token: a difference is a wrong block, not a rounding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.replica import Replica
+
+pytestmark = pytest.mark.vllm
+
+STORY = (
+    "In the year the lamp was changed, the keeper {} walked the cliff path every morning before the tide turned, "
+    "counting the boats and writing down the weather. "
+)
+ENGINE = {"max_num_batched_tokens": 256, "max_model_len": 1024}  # prompts are prefilled in chunks
+
+
+def prompt(name: str, sentences: int, tail: str = "That evening") -> str:
+    return STORY.format(name) * sentences + tail
+
+
+def settle(replica: Replica, blocks: int) -> None:
+    """Wait until so many blocks are sealed: digests are computed after the answer."""
+    deadline = time.monotonic() + 10
+    while replica.counters()["stored_blocks"] < blocks:
+        assert time.monotonic() < deadline, f"never stored: {replica.counters()}"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def replicas(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Replica]]:
+    logs = tmp_path_factory.mktemp("replicas")
+    embedded = {"mode": "embedded", "memory": "512MiB", "verify_load": "full"}
+    started = {
+        "off": Replica(model_path, None, logs / "off.log", **ENGINE),
+        "on": Replica(model_path, embedded, logs / "on.log", **ENGINE),
+        # Three running requests do not fit its KV space, and two prompts do not fit its pool.
+        "tight": Replica(
+            model_path, {**embedded, "memory": "56MiB", "offload": "lazy"}, logs / "tight.log",
+            **ENGINE, num_gpu_blocks_override=40,
+        ),
+    }  # fmt: skip
+    try:
+        yield {name: replica.ready() for name, replica in started.items()}
+    finally:
+        for replica in started.values():
+            replica.close()
+
+
+def test_cold_and_warm(replicas: dict[str, Replica]) -> None:
+    off, on = replicas["off"], replicas["on"]
+    text = prompt("Ada", 20)
+    wanted = off.tokens([text], 16)
+    before = on.counters()["stored_blocks"]
+    assert on.tokens([text], 16) == wanted, "cold"
+    settle(on, before + 15)
+    on.reset()
+    warm = on.ask(text, 16)
+    assert warm["token_ids"] == wanted[0], "warm"
+    assert warm["cached_tokens"] >= 15 * 32, "nothing came from the pool"
+
+
+def test_partial_prefix(replicas: dict[str, Replica]) -> None:
+    off, on = replicas["off"], replicas["on"]
+    first, second = prompt("Bea", 12), prompt("Bea", 8, "A storm came, and")
+    before = on.counters()["stored_blocks"]
+    on.tokens([first])
+    settle(on, before + 8)
+    on.reset()
+    answer = on.ask(second, 16)
+    assert answer["token_ids"] == off.tokens([second], 16)[0]
+    assert 0 < answer["cached_tokens"] < 8 * 40
+
+
+def test_blocks_of_generated_tokens_hit_in_the_next_turn(replicas: dict[str, Replica]) -> None:
+    off, on = replicas["off"], replicas["on"]
+    text = prompt("Cyd", 6)
+    first = on.ask(text, 64)
+    follow_up = text + first["text"] + " After that"
+    wanted = off.tokens([follow_up], 8)
+    on.reset()
+    time.sleep(0.5)
+    answer = on.ask(follow_up, 8)
+    assert answer["token_ids"] == wanted[0]
+    assert answer["cached_tokens"] > 6 * 30, "the generated blocks were not stored"
+
+
+def test_eight_at_once_sharing_blocks(replicas: dict[str, Replica]) -> None:
+    off, on = replicas["off"], replicas["on"]
+    prompts = [prompt("Dot", 10, tail) for tail in ("It was", "He saw", "The sea", "A boat")]
+    prompts += [prompt(name, 7) for name in ("Eve", "Fay")] + [prompt("Dot", 5, "At noon")] * 2
+    wanted = off.tokens(prompts, 12)
+    assert on.tokens(prompts, 12) == wanted, "cold"
+    time.sleep(0.5)
+    on.reset()
+    before = on.counters()["loaded_blocks"]
+    assert on.tokens(prompts, 12) == wanted, "warm"
+    assert on.counters()["loaded_blocks"] > before + 20
+
+
+def test_after_eviction(replicas: dict[str, Replica]) -> None:
+    off, tight = replicas["off"], replicas["tight"]
+    texts = [prompt(name, 14) for name in ("Gil", "Hal", "Ian", "Jon")]
+    wanted = [off.tokens([text]) for text in texts]
+    for text, tokens in zip([*texts, *texts], [*wanted, *wanted], strict=True):
+        assert tight.tokens([text]) == tokens
+        tight.reset()
+        time.sleep(0.2)
+    assert tight.counters()["stored_blocks"] > 25, "the pool was never full"
+
+
+def test_under_preemption(replicas: dict[str, Replica]) -> None:
+    off, tight = replicas["off"], replicas["tight"]
+    prompts = [prompt(name, 6) for name in ("Kim", "Lou", "Max", "Ned", "Ola", "Pia", "Quy", "Rob")]
+    wanted = off.tokens(prompts, 96)
+    before = tight.counters()["preemptions"]
+    assert tight.tokens(prompts, 96) == wanted
+    assert tight.counters()["preemptions"] > before, "the KV space was large enough: nothing was tested"
+    assert tight.tokens(prompts, 96) == wanted, "again, with blocks in the pool"
+
+
+def test_nothing_failed_on_the_way(replicas: dict[str, Replica]) -> None:
+    for name in ("on", "tight"):
+        counters = replicas[name].counters()
+        failures = {
+            key: count for key, count in counters.items() if "failed" in key or "corrupt" in key or "stale" in key
+        }
+        assert not any(failures.values()), failures
