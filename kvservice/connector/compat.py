@@ -6,6 +6,7 @@ Written against vLLM 0.32, the only version tested. Other versions differ here f
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import sys
@@ -15,7 +16,9 @@ from typing import Any
 
 import torch
 import vllm
-from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+from vllm.distributed.kv_events import BlockStored, KVCacheEvent
+from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_utils import BlockHash, get_none_hash_seed, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from kvservice.core.fingerprint import Fingerprint
@@ -23,6 +26,8 @@ from kvservice.core.layout import SlotLayout
 from kvservice.core.messages import EngineSpec
 from kvservice.errors import RandomHashSeed, UnsupportedLayout
 
+MEDIUM = "CPU"  # what vLLM's own offloading calls host memory in its events
+UNIMPORTANT_FIELDS = frozenset({"_name_or_path", "transformers_version", "_commit_hash", "architectures"})
 EDGE_BYTES = 1 << 20  # of each weight file that goes into the identity, at both ends
 
 
@@ -34,7 +39,8 @@ def engine_spec(vllm_config: Any, cache_config: KVCacheConfig, engine_id: bytes,
     name = names[0] if isinstance(names, list) else names
     fields: dict[str, object] = {
         "engine": f"vllm {'.'.join(vllm.__version__.split('.')[:2])}",
-        "weights": weights_identity(str(model.model), model.revision),
+        "weights": weights_identity(str(model.model), model.revision, getattr(model.hf_config, "_commit_hash", None)),
+        "config": config_digest(model.hf_text_config.to_dict()),
         "model_dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_dtype": str(_spec(cache_config).dtype),
@@ -44,8 +50,6 @@ def engine_spec(vllm_config: Any, cache_config: KVCacheConfig, engine_id: bytes,
         "cell_bytes": layout.cell_bytes,
         "cell_format": _cell_format(vllm_config),
         "block_tokens": layout.block_tokens,
-        "rope": str(getattr(model.hf_text_config, "rope_parameters", None)),
-        "max_position": str(getattr(model.hf_text_config, "max_position_embeddings", None)),
         **hash_fields(vllm_config),
     }
     return EngineSpec(engine_id, Path(str(name)).name or str(name), Fingerprint.of(fields), layout, namespace)
@@ -58,6 +62,14 @@ def slot_layout(vllm_config: Any, cache_config: KVCacheConfig) -> SlotLayout:
         raise UnsupportedLayout("pipeline parallelism is not supported: start the engine with one pipeline stage")
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
         raise UnsupportedLayout("decode context parallelism is not supported")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.use_eagle():
+        # Its draft layers lag a token behind, so the last block of every hit would be wrong for them.
+        raise UnsupportedLayout("speculative decoding with a draft head (EAGLE, MTP) is not supported yet")
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise UnsupportedLayout(
+            "KV scales calculated at run time differ between replicas: start the engine without --calculate-kv-scales"
+        )
     spec = _spec(cache_config)
     hash_block = cache_config.hash_block_size
     if hash_block is not None and hash_block != spec.block_size:
@@ -101,12 +113,19 @@ def hash_fields(vllm_config: Any) -> dict[str, object]:
     return fields
 
 
-def weights_identity(model: str, revision: str | None) -> str:
+def config_digest(config: Mapping[str, object]) -> str:
+    """Of the model's configuration as the engine uses it, overrides included; without names of files and versions."""
+    kept = {name: value for name, value in config.items() if name not in UNIMPORTANT_FIELDS}
+    text = json.dumps(kept, sort_keys=True, default=str)
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def weights_identity(model: str, revision: str | None, commit: str | None = None) -> str:
     """For a local folder: SHA-256 over config and over size, name, first and last MiB of each weight file (reading
-    all bytes of a large model would take minutes). Otherwise the hub's name and revision."""
+    all bytes of a large model would take minutes). Otherwise the hub's name and commit, or revision if that is all."""
     folder = Path(model)
     if not folder.is_dir():
-        return f"{model}@{revision or 'main'}"
+        return f"{model}@{commit or revision or 'main'}"
     hasher = hashlib.sha256()
     files = sorted(p for p in folder.iterdir() if p.suffix in {".safetensors", ".bin", ".pt", ".gguf"})
     for path in [folder / "config.json", *files]:
@@ -142,5 +161,20 @@ def _cell_format(vllm_config: Any) -> str:
     """How K and V lie within one head's cell: the attention backend's choice, on CPU also the instruction set's."""
     backend = getattr(vllm_config.attention_config, "backend", None)
     if vllm_config.device_config.device_type == "cpu":
-        return f"{backend or 'cpu'} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return str(backend or "default")
+        amx = " amx" if torch.cpu._is_amx_tile_supported() else ""  # noqa: SLF001  vLLM packs K and V by this
+        return f"{backend or 'cpu'} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}{amx}"
+    # Without a choice vLLM takes a backend by the kind of device.
+    return str(backend or f"default {current_platform.get_device_name()}")
+
+
+def block_stored(block_hash: bytes, parent: bytes | None, block_tokens: int) -> KVCacheEvent:
+    """One block has a copy in host memory. Its tokens were in the event of the engine's own cache."""
+    return BlockStored(
+        block_hashes=[maybe_convert_block_hash(BlockHash(block_hash))],
+        parent_block_hash=None if parent is None else maybe_convert_block_hash(BlockHash(parent)),
+        token_ids=[],
+        block_size=block_tokens,
+        lora_id=None,
+        medium=MEDIUM,
+        lora_name=None,
+    )

@@ -78,6 +78,8 @@ class SessionPort(Protocol):
 
     def answers(self) -> list[Answer]: ...
 
+    def abandon(self, request_id: str) -> None: ...
+
     def expect(self, count: int) -> None: ...
 
     def take_slots(self, attachment: AttachmentId, count: int) -> list[BlockRef]: ...
@@ -108,6 +110,7 @@ class _Request:
     state: RequestState = RequestState.NEW
     attachment: AttachmentId | None = None  # that holds the lease
     deadline: float = 0.0
+    ask_number: int = 0
     result: AcquireResult | None = None
     local_blocks: int = 0  # the engine's own hit when the promise was made
     stored: int = 0  # blocks [0, stored) are in the pool, under way to it, or given up
@@ -122,10 +125,19 @@ class _Request:
         self.state = target
 
 
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """For the engine's event stream, in its own names."""
+
+    block_hash: BlockHash
+    parent: BlockHash | None
+
+
 @dataclass(slots=True)
 class _Store:
     attachment: AttachmentId
     items: list[SealItem]
+    blocks: list[StoredBlock]
     holds_request: str | None
     reports: Counter[str] = field(default_factory=Counter)
 
@@ -141,6 +153,8 @@ class SchedulerHalf:
         worker_count: int,
         lazy: bool,
         fetch_timeout_seconds: float,
+        may_write: bool = True,
+        remember_stored: bool = False,
     ) -> None:
         self._session = session
         self._make_keys = make_keys
@@ -148,9 +162,13 @@ class SchedulerHalf:
         self._block_tokens = block_tokens
         self._worker_count = worker_count
         self._lazy = lazy
+        self._may_write = may_write
+        self._remember_stored = remember_stored
+        self._stored: list[StoredBlock] = []
         self._fetch_timeout = fetch_timeout_seconds
         self._requests: dict[str, _Request] = {}
-        self._known: OrderedDict[BlockKey, None] = OrderedDict()
+        self._known: OrderedDict[BlockKey, int] = OrderedDict()  # -> how many asks had been posted when it was learnt
+        self._asks = 0
         self._known_of: AttachmentId | None = None  # `known` speaks of this attachment's pool
         self._loads: list[LoadPlan] = []
         self._loading: dict[str, tuple[AttachmentId, LeaseId]] = {}  # leases that end when the workers are done
@@ -169,7 +187,8 @@ class SchedulerHalf:
         if request_id in self._requests:
             return
         request = self._requests[request_id] = _Request(request_id, self._make_keys(hashes))
-        self._expect(request, len(request.keys))
+        if self._may_write:
+            self._expect(request, len(request.keys))
         if not may_read or not self._ask(request, now):
             request.move(RequestEvent.SKIP)
 
@@ -188,6 +207,8 @@ class SchedulerHalf:
             return False
         request.attachment, request.result = asked, None
         request.deadline = now + timeout
+        self._asks += 1
+        request.ask_number = self._asks
         request.move(RequestEvent.ASK)
         return True
 
@@ -261,7 +282,9 @@ class SchedulerHalf:
             request.move(RequestEvent.ANSWER)
             self._remember(answer.attachment, request.keys[: len(result.blocks)])
             for key in request.keys[len(result.blocks) :]:
-                self._known.pop(key, None)  # the pool has evicted them since
+                # Known before this was asked, and not found: evicted since. Stored after it was asked: still there.
+                if self._known.get(key, request.ask_number) < request.ask_number:
+                    del self._known[key]
             if result.miss is not MissReason.NONE:
                 self.counters[f"miss_{result.miss.value}"] += 1
 
@@ -279,7 +302,7 @@ class SchedulerHalf:
         attachment = self._session.attachment
         if attachment is not None:
             plan.pool = self._pool_info(attachment)
-            if not self._lazy:
+            if self._may_write and not self._lazy:
                 for request_id, hashes, computed_tokens, block_ids in scheduled:
                     self._plan_store(plan, attachment, request_id, hashes, computed_tokens, block_ids)
         elif plan.loads:
@@ -339,14 +362,16 @@ class SchedulerHalf:
         self._remember(attachment.attachment_id, [item.key for item in items])
         store_id = self._next_store
         self._next_store += 1
-        self._stores[store_id] = _Store(attachment.attachment_id, items, holds_request)
+        blocks = [StoredBlock(hashes[i], hashes[i - 1] if i else None) for i in wanted[: len(slots)]]
+        self._stores[store_id] = _Store(attachment.attachment_id, items, blocks, holds_request)
         self.counters["store_blocks_planned"] += len(items)
         return StorePlan(store_id, tuple(entries), holds_request)
 
     def _extend_keys(self, request: _Request, hashes: Sequence[BlockHash]) -> None:
         new = self._make_keys(hashes[len(request.keys) :])
         request.keys.extend(new)
-        self._expect(request, len(new))
+        if self._may_write:
+            self._expect(request, len(new))
 
     def reported(self, report: StepReport) -> None:
         """Copies are done in some workers; a block is sealed when all of them have copied their part."""
@@ -370,6 +395,8 @@ class SchedulerHalf:
             self._session.abort(store.attachment, [item.ref for item in store.items])
         else:
             self._session.seal(store.attachment, store.items)
+            if self._remember_stored:
+                self._stored += store.blocks
 
     def loaded(self, request_id: str, *, failed: bool) -> None:
         """All workers are done with the load of this request."""
@@ -405,7 +432,7 @@ class SchedulerHalf:
         *,
         store_rest: bool,
     ) -> bool:
-        """The request ended. True: keep its blocks until `held_done` names it, its last blocks are still to be copied.
+        """The request ended. True: keep its blocks until the workers have copied a store that holds them.
 
         A load under way keeps its lease until the workers are done with it.
         """
@@ -415,7 +442,8 @@ class SchedulerHalf:
             return False
         holds = False
         attachment = self._session.attachment
-        if store_rest and request.state is RequestState.RUNNING and attachment is not None:
+        store_rest = store_rest and self._may_write and request.state is RequestState.RUNNING
+        if store_rest and attachment is not None:
             store = self._store_of(attachment, request, hashes, computed_tokens, block_ids, holds_request=request_id)
             if store is not None:
                 self._queued_stores.append(store)
@@ -423,12 +451,22 @@ class SchedulerHalf:
         if request.state is RequestState.ANSWERED and request.result is not None and request.attachment is not None:
             self._end_lease(request.attachment, request.result.lease_id)
         self._session.expect(-request.expected)
+        self._session.abandon(request_id)
         request.move(RequestEvent.END)
         return holds
 
-    def has_queued_stores(self) -> bool:
-        """A step is needed even without requests."""
-        return bool(self._queued_stores)
+    def has_pending_stores(self) -> bool:
+        """Steps are needed even without requests, to plan copies and to hear how they ended."""
+        return bool(self._queued_stores or self._stores)
+
+    def is_waiting(self) -> bool:
+        """Some request waits for an answer of the pool."""
+        return any(request.state is RequestState.ASKED for request in self._requests.values())
+
+    def take_stored(self) -> list[StoredBlock]:
+        """Blocks sent to be sealed since the last call; empty unless `remember_stored`."""
+        found, self._stored = self._stored, []
+        return found
 
     def may_reattach(self) -> bool:
         """No worker can still write a slot of an earlier attachment."""
@@ -461,7 +499,7 @@ class SchedulerHalf:
             self._known.clear()
             self._known_of = attachment
         for key in keys:
-            self._known[key] = None
+            self._known[key] = self._asks
             self._known.move_to_end(key)
         while len(self._known) > KNOWN_KEYS_MAX:
             self._known.popitem(last=False)

@@ -44,6 +44,7 @@ from kvservice.errors import ConfigError, KVServiceError
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -54,6 +55,7 @@ log = logging.getLogger("kvservice.connector")
 
 T = TypeVar("T")
 ATTACH_WAIT_SECONDS = 15.0  # of engine start: a large embedded pool takes a while to reserve
+IDLE_WAIT_SECONDS = 0.002  # a step with nothing to compute waits so long for the pool instead of asking in a circle
 STORABLE = frozenset({RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED})
 
 
@@ -104,6 +106,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._reported: Counter[str] = Counter()
         self._step: tuple[float, int] | None = None  # (start, tokens) of the step in flight
         self._sending: set[str] = set()  # finished requests whose last blocks were copied in this step
+        self._unstored: set[int] = set()  # stores that were planned and did not get as far as a report
         self._live: dict[str, Request] = {}  # scheduler role: requests between their first and last call
         _prefer_recompute(vllm_config)
         try:
@@ -126,6 +129,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             worker_count=vllm_config.parallel_config.world_size,
             lazy=self._options.offload is Offload.LAZY,
             fetch_timeout_seconds=self._options.fetch_timeout_seconds,
+            may_write=self._kv_transfer_config.is_kv_producer,
+            remember_stored=_publishes_events(vllm_config),
         )
         self._session, self._scheduler = session, half
         session.start(ATTACH_WAIT_SECONDS)
@@ -156,7 +161,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         if self._scheduler is not None:
             self._live[request.request_id] = request
-            may_read = not request.skip_reading_prefix_cache
+            may_read = self._kv_transfer_config.is_kv_consumer and not request.skip_reading_prefix_cache
             self._scheduler.on_new_request(
                 request.request_id, request.block_hashes, time.monotonic(), may_read=may_read
             )
@@ -187,7 +192,10 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._scheduler is None:
             return Metadata()
-        self._step = (time.monotonic(), scheduler_output.total_num_scheduled_tokens)
+        tokens = scheduler_output.total_num_scheduled_tokens
+        if tokens == 0 and self._session is not None and self._scheduler.is_waiting():
+            self._session.wait_for_answer(IDLE_WAIT_SECONDS)
+        self._step = (time.monotonic(), tokens)
         return Metadata(self._scheduler.plan_step(self._scheduled(scheduler_output)))
 
     def _scheduled(self, output: SchedulerOutput) -> Iterable[tuple[str, Any, int, list[int]]]:
@@ -236,9 +244,19 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
+    @guarded(tuple)
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Blocks that went into the pool. What the pool evicts later is its own affair and is not in this stream."""
+        if self._scheduler is None:
+            return ()
+        return [
+            compat.block_stored(block.block_hash, block.parent, self._spec.layout.block_tokens)
+            for block in self._scheduler.take_stored()
+        ]
+
     @guarded(lambda: False)
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.has_queued_stores()
+        return self._scheduler is not None and self._scheduler.has_pending_stores()
 
     @guarded(lambda: False)
     def reset_cache(self) -> bool | None:
@@ -283,13 +301,14 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         if plan is None:
             return
         self._sending.update(store.holds_request for store in plan.stores if store.holds_request)
+        self._unstored.update(store.store_id for store in plan.stores)
         if self._worker is not None:
             self._store(plan)
 
     @guarded(lambda: None)
     def _store(self, plan: StepPlan) -> None:
         assert self._worker is not None
-        self._worker.store(plan)
+        self._unstored -= self._worker.store(plan)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         sending, self._sending = self._sending, set()
@@ -305,12 +324,10 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = None if self._worker is None else self._worker.take_report()
-        plan = self._plan()
-        if plan is not None and plan.stores:
+        if self._unstored:  # a plan nobody reports would block a later attachment
             report = report or StepReport()
-            for store in plan.stores:  # a plan nobody reports would block a later attachment
-                if store.store_id not in report.stored and store.store_id not in report.failed:
-                    report.failed[store.store_id] = 1
+            report.failed.update(dict.fromkeys(self._unstored, 1))
+            self._unstored = set()
         return None if report is None else WorkerMetadata(report)
 
     def _plan(self) -> StepPlan | None:
@@ -362,6 +379,11 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> ConnectorPromMetrics:
         return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _publishes_events(vllm_config: VllmConfig) -> bool:
+    events = vllm_config.kv_events_config
+    return events is not None and events.enable_kv_cache_events
 
 
 def _prefer_recompute(vllm_config: VllmConfig) -> None:

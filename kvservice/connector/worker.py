@@ -46,11 +46,13 @@ class WorkerHalf:
             if not self._load(load):
                 self._failed.add(load.request_id)
 
-    def store(self, plan: StepPlan) -> None:
+    def store(self, plan: StepPlan) -> set[int]:
+        """Returns the ids of the plan's stores, whose outcome is in the next report."""
         for store in plan.stores:
             done = self._store(store)
             counts = self._report.stored if done else self._report.failed
             counts[store.store_id] = 1
+        return {store.store_id for store in plan.stores}
 
     def take_loaded(self) -> tuple[set[str], set[str]]:
         """(requests whose load ended, those of them whose load failed) since the last call."""

@@ -45,6 +45,7 @@ class Line:
         self.slots: set[tuple[AttachmentId, BlockRef]] = set()  # taken, neither sealed nor aborted
         self.sealed: list[SealItem] = []
         self.expected = 0
+        self.abandoned: set[str] = set()
         self.free = slots
         self.counters: Counter[str] = Counter()
         self._answers: list[Answer] = []
@@ -59,6 +60,9 @@ class Line:
     def answers(self) -> list[Answer]:
         found, self._answers = self._answers, []
         return found
+
+    def abandon(self, request_id: str) -> None:
+        self.abandoned.add(request_id)
 
     def expect(self, count: int) -> None:
         self.expected += count
@@ -96,7 +100,7 @@ class Line:
     def answer(self, blocks: int, index: int = 0, *, fetched: int = 0) -> str:
         """Answer an acquire with this many promised blocks (at most what was asked)."""
         request_id, asked_of, request = self.asked.pop(index)
-        blocks = min(blocks, len(request.keys))
+        blocks = 0 if request_id in self.abandoned else min(blocks, len(request.keys))
         refs = tuple(BlockRef(slot_index(1, i), Generation(2)) for i in range(blocks))
         lease_id = LeaseId(next(self._ids) if blocks else 0)
         if blocks:

@@ -173,6 +173,33 @@ def test_block_that_the_pool_has_evicted_is_stored_again() -> None:
     assert run_step(scheduler, "b", chain, 2 * BLOCK).stores
 
 
+def test_block_stored_while_another_request_asked_for_it_is_not_stored_twice() -> None:
+    line, chain = Line(), hashes(1, 2)
+    scheduler = half(line)
+    scheduler.on_new_request("a", chain, 0.0, may_read=False)
+    scheduler.on_new_request("b", chain, 0.0)
+    scheduler.reported(report(run_step(scheduler, "a", chain, 2 * BLOCK)))
+    line.answer(0)  # true when it was asked
+    scheduler.matched("b", 0, 40, 0.1)
+    scheduler.allocated("b", [1, 2, 3], 0)
+    assert not run_step(scheduler, "b", chain, 2 * BLOCK).stores
+
+
+def test_engine_that_only_consumes_stores_nothing_and_reserves_nothing() -> None:
+    line, chain = Line(), hashes(1, 2)
+    scheduler = SchedulerHalf(
+        line, keys_of, pool_info, block_tokens=BLOCK, worker_count=1, lazy=False, fetch_timeout_seconds=2.0,
+        may_write=False,
+    )  # fmt: skip
+    scheduler.on_new_request("r", chain, 0.0)
+    line.answer(0)
+    scheduler.matched("r", 0, 40, 0.1)
+    scheduler.allocated("r", [1, 2, 3], 0)
+    assert not run_step(scheduler, "r", chain, 2 * BLOCK).stores
+    assert not scheduler.finished("r", chain, 2 * BLOCK, [1, 2], store_rest=True)
+    assert line.expected == 0
+
+
 def test_store_that_finds_no_slot_is_put_off_not_waited_for() -> None:
     line, chain = Line(slots=1), hashes(1, 2)
     scheduler = half(line)
@@ -190,7 +217,7 @@ def test_lazy_offload_stores_at_the_end_and_holds_the_blocks_until_then() -> Non
     scheduler.on_new_request("r", chain, 0.0, may_read=False)
     assert not run_step(scheduler, "r", chain, 2 * BLOCK).stores
     assert scheduler.finished("r", chain, 2 * BLOCK, [100, 101], store_rest=True)
-    assert scheduler.has_queued_stores()
+    assert scheduler.has_pending_stores()
     (store,) = scheduler.plan_step([]).stores
     assert store.holds_request == "r"
 

@@ -80,6 +80,7 @@ class Engine(RuleBasedStateMachine):
         self.half.allocated(name, request.block_ids, answer.tokens)
         request.state = "loading" if answer.tokens else "running"
         request.computed = local + answer.tokens
+        self.step(1)  # vLLM plans the step in the same call that allocates
 
     @rule(chunk=st.integers(1, 3 * BLOCK))
     def step(self, chunk: int) -> None:
