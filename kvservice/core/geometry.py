@@ -13,6 +13,7 @@ each starting on a page boundary so that copy engines and NICs see aligned runs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvservice.errors import ConfigError
 from kvservice.units import KiB, MiB, SlotIndex, align_up, format_bytes
@@ -62,11 +63,7 @@ class Geometry:
 
     def slots_per_slab(self, payload_bytes: int) -> int:
         """How many slots of this payload size one slab holds; 0 when one does not fit."""
-        stride = align_up(payload_bytes, PAGE_BYTES)
-        count = (self.slab_bytes - HEADER_BYTES) // (stride + HEADER_BYTES)
-        while count > 0 and self._payload_start(count) + count * stride > self.slab_bytes:
-            count -= 1
-        return min(count, SLOTS_PER_SLAB_MAX)
+        return _slots_per_slab(self.slab_bytes, payload_bytes)
 
     def header_offset(self, slot: SlotIndex) -> int:
         """Byte offset in the segment of the slot's 64-byte header."""
@@ -74,13 +71,22 @@ class Geometry:
 
     def payload_offset(self, slot: SlotIndex, payload_bytes: int) -> int:
         """Byte offset in the segment of the slot's payload, for the payload size its slab is given to."""
-        start = self._payload_start(self.slots_per_slab(payload_bytes))
+        start = _payload_start(_slots_per_slab(self.slab_bytes, payload_bytes))
         stride = align_up(payload_bytes, PAGE_BYTES)
         return self.slab_offset(slab_of(slot)) + start + index_in_slab(slot) * stride
 
-    @staticmethod
-    def _payload_start(slot_count: int) -> int:
-        return align_up(HEADER_BYTES * (1 + slot_count), PAGE_BYTES)
+
+@lru_cache(maxsize=256)  # asked for every block that moves, with a handful of payload sizes
+def _slots_per_slab(slab_bytes: int, payload_bytes: int) -> int:
+    stride = align_up(payload_bytes, PAGE_BYTES)
+    count = (slab_bytes - HEADER_BYTES) // (stride + HEADER_BYTES)
+    while count > 0 and _payload_start(count) + count * stride > slab_bytes:
+        count -= 1
+    return min(count, SLOTS_PER_SLAB_MAX)
+
+
+def _payload_start(slot_count: int) -> int:
+    return align_up(HEADER_BYTES * (1 + slot_count), PAGE_BYTES)
 
 
 def plan_geometry(budget_bytes: int, slab_bytes: int | None = None) -> Geometry:

@@ -271,3 +271,11 @@ def test_verdicts_are_counted(rig: Rig) -> None:
     counters = rig.puller.counters
     assert (counters["verdict_stale"], counters["verdict_corrupt"], counters["verdict_ok"]) == (1, 1, 1)
     assert counters["fake_bytes"] == PAYLOAD
+
+
+def test_scattered_and_neighbouring_blocks_arrive_in_their_own_slots(rig: Rig) -> None:
+    order = [3, 4, 5, 9, 1, 0, 7, 8]
+    handles = [rig.publish(i, key(i)) for i in order]
+    assert rig.pull(handles) == (OK,) * len(order)
+    for position, i in enumerate(order):
+        assert bytes(rig.reader.payload(SlotIndex(20 + position), PAYLOAD)) == content(key(i), PAYLOAD)
