@@ -1,0 +1,44 @@
+"""Options: typed, checked once, and a typo is an error that names what was meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvservice.connector.options import ConnectorOptions, Mode, Offload, Verify
+from kvservice.errors import ConfigError
+from kvservice.units import GiB, MiB
+
+
+def test_nothing_given_means_the_documented_defaults() -> None:
+    options = ConnectorOptions.parse({})
+    assert (options.mode, options.offload, options.verify_load) == (Mode.AUTO, Offload.EAGER, Verify.SAMPLED)
+    assert 0 < options.embedded_bytes() <= 4 * GiB
+
+
+def test_every_option_is_converted_to_its_type() -> None:
+    given = {"mode": "embedded", "memory": "512MiB", "offload": "lazy", "verify_load": "full", "namespace": "a"}
+    options = ConnectorOptions.parse({**given, "fetch_timeout_seconds": 2})
+    assert (options.mode, options.offload, options.verify_load) == (Mode.EMBEDDED, Offload.LAZY, Verify.FULL)
+    assert options.embedded_bytes() == 512 * MiB
+    assert options.fetch_timeout_seconds == 2.0
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"ofload": "lazy"}, "did you mean 'offload'"),
+        ({"zzz": 1}, "known are"),
+        ({"mode": "remote"}, "auto, service, embedded"),
+        ({"verify_load": True}, "sampled, full, off"),
+        ({"memory": "4 apples"}, "not a size"),
+        ({"memory": 0}, "start the engine without"),
+        ({"memory": "1MiB"}, "smallest pool"),
+        ({"fetch_timeout_seconds": -1}, "0 to 600"),
+        ({"fetch_timeout_seconds": True}, "0 to 600"),
+        ({"socket": 7}, "give a string"),
+        ({"mode": "embedded", "node": "n1"}, "uses no service"),
+    ],
+)
+def test_wrong_option_is_refused_and_says_what_to_do(given: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ConnectorOptions.parse(given)

@@ -1,0 +1,395 @@
+"""The class vLLM loads: whatever breaks behind it, the engine gets a neutral answer and goes on.
+
+Uses vLLM's base classes and plain stand-ins for its configuration; no engine is started.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+from kvservice.connector import compat
+from kvservice.connector.vllm import KVServiceConnector
+from kvservice.errors import ConfigError, RandomHashSeed, UnsupportedLayout
+
+BLOCK, HEADS, HEAD_SIZE, BLOCKS = 16, 2, 8, 16
+LAYERS = ["model.0", "model.1"]
+
+
+def cache_config(spec: Any = None, groups: int = 1) -> KVCacheConfig:
+    spec = spec or FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16)
+    found = [KVCacheGroupSpec(LAYERS, spec) for _ in range(groups)]
+    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=found, hash_block_size=BLOCK)
+
+
+class HfConfig(SimpleNamespace):
+    def to_dict(self) -> dict[str, object]:
+        return dict(vars(self))
+
+
+def vllm_config(model: Path, extra: dict[str, object], **changes: Any) -> Any:
+    hf = HfConfig(hidden_size=16, rope_theta=1.0, _name_or_path=str(model))
+    parallel = SimpleNamespace(
+        pipeline_parallel_size=1, tensor_parallel_size=1, decode_context_parallel_size=1, world_size=1, rank=0
+    )
+    config = SimpleNamespace(
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="KVServiceConnector", kv_role=changes.pop("role", "kv_both"), kv_connector_extra_config=extra
+        ),
+        parallel_config=parallel,
+        model_config=SimpleNamespace(
+            model=str(model), served_model_name="m", revision=None, dtype=torch.bfloat16, quantization=None,
+            hf_config=hf, hf_text_config=hf,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256_cbor"),
+        attention_config=SimpleNamespace(backend=None),
+        device_config=SimpleNamespace(device_type="cpu"),
+        speculative_config=None,
+        kv_events_config=None,
+    )  # fmt: skip
+    for name, value in changes.items():
+        owner = config
+        *path, last = name.split("__")
+        for part in path:
+            owner = getattr(owner, part)
+        setattr(owner, last, value)
+    return config
+
+
+@dataclass
+class Request:
+    """What the connector reads of vLLM's request."""
+
+    request_id: str
+    block_hashes: list[bytes]
+    num_tokens: int
+    num_computed_tokens: int = 0
+    skip_reading_prefix_cache: bool = False
+    status: RequestStatus = RequestStatus.RUNNING
+
+
+@dataclass
+class StepOutput:
+    """What it reads of a SchedulerOutput."""
+
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    before: dict[str, int] = field(default_factory=dict)
+    block_ids: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+    @property
+    def scheduled_new_reqs(self) -> list[Any]:
+        return [SimpleNamespace(req_id=name, num_computed_tokens=count) for name, count in self.before.items()]
+
+    scheduled_cached_reqs = SimpleNamespace(req_ids=[], num_computed_tokens=[])
+
+    @property
+    def kv_connector_block_state(self) -> Any:
+        return SimpleNamespace(get_block_ids=lambda name: (self.block_ids[name],) if name in self.block_ids else None)
+
+
+class Pair:
+    """Both roles in one process, stepped as vLLM steps them."""
+
+    def __init__(self, model: Path, extra: dict[str, object], **changes: Any) -> None:
+        config = vllm_config(model, extra, **changes)
+        self.worker = KVServiceConnector(config, KVConnectorRole.WORKER, cache_config())
+        backing = torch.randn(len(LAYERS), BLOCKS, HEADS, BLOCK, 2 * HEAD_SIZE).to(torch.bfloat16)
+        self.tensors = dict(zip(LAYERS, backing.unbind(0), strict=True))
+        self.worker.register_kv_caches(self.tensors)
+        self.scheduler = KVServiceConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+
+    def step(self, output: StepOutput) -> Any:
+        metadata = self.scheduler.build_connector_meta(output)
+        self.worker.bind_connector_metadata(metadata)
+        self.worker.start_load_kv(None)
+        self.worker.wait_for_save()
+        results = self.worker.get_transfer_results(set())
+        found = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
+        )
+        self.worker.clear_connector_metadata()
+        self.scheduler.update_connector_output(found)
+        return results
+
+    def match(self, request: Request) -> tuple[int, bool]:
+        deadline = time.monotonic() + 5
+        while True:
+            tokens, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
+            if tokens is not None:
+                return tokens, is_async
+            assert time.monotonic() < deadline
+            self.step(StepOutput())
+
+    def prefill(self, request: Request, block_ids: list[int]) -> None:
+        self.scheduler.on_new_request(request)
+        assert self.match(request) == (0, False)
+        self.scheduler.update_state_after_alloc(request, blocks(block_ids), 0)
+        self.step(StepOutput({request.request_id: request.num_tokens}, {request.request_id: 0},
+                             {request.request_id: block_ids}))  # fmt: skip
+        request.num_computed_tokens = request.num_tokens
+
+    def finish(self, request: Request, block_ids: list[int]) -> bool:
+        request.status = RequestStatus.FINISHED_STOPPED
+        holds: bool = self.scheduler.request_finished_all_groups(request, (block_ids,))[0]
+        return holds
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+
+def blocks(ids: list[int]) -> Any:
+    return SimpleNamespace(get_block_ids=lambda: (ids,))
+
+
+def request(name: str, chain: int = 1, count: int = 3) -> Request:
+    return Request(name, [f"{chain}-{i}".encode().ljust(32) for i in range(count)], count * BLOCK + 5)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(uuid.uuid4().bytes)
+    return tmp_path
+
+
+@pytest.fixture
+def make(model: Path) -> Iterator[Callable[..., Pair]]:
+    made: list[Pair] = []
+
+    def build(extra: dict[str, object] | None = None, **changes: Any) -> Pair:
+        options = {"mode": "embedded", "memory": "8MiB", "verify_load": "full", **(extra or {})}
+        made.append(Pair(model, options, **changes))
+        return made[-1]
+
+    yield build
+    for pair in made:
+        pair.close()
+
+
+def wait_for(pair: Pair, counter: str, count: int) -> None:
+    deadline = time.monotonic() + 5
+    while pair.scheduler.counters().get(counter, 0) < count:
+        assert time.monotonic() < deadline, pair.scheduler.counters()
+        time.sleep(0.01)
+
+
+def test_blocks_of_one_request_come_back_for_the_next_byte_for_byte(make: Callable[..., Pair]) -> None:
+    pair = make()
+    first = request("a")
+    pair.prefill(first, [3, 1, 4, 9])
+    pair.finish(first, [3, 1, 4, 9])
+    wait_for(pair, "stored_blocks", 3)
+    wanted = {name: tensor[[3, 1, 4]].clone() for name, tensor in pair.tensors.items()}
+    second = request("b")
+    pair.scheduler.on_new_request(second)
+    assert pair.match(second) == (3 * BLOCK, True)
+    pair.scheduler.update_state_after_alloc(second, blocks([7, 8, 10, 11]), 3 * BLOCK)
+    results = pair.step(StepOutput())
+    assert results.finished_recving == {"b"}
+    assert not results.failed_recving
+    for name, tensor in pair.tensors.items():
+        assert torch.equal(tensor[[7, 8, 10]], wanted[name])
+    sources = pair.scheduler.get_external_cache_hit_sources(second, 3 * BLOCK)
+    assert {source.value: count for source, count in sources.items()} == {"host": 3 * BLOCK}
+
+
+def test_lazy_offload_holds_the_blocks_and_lets_go_when_they_are_copied(make: Callable[..., Pair]) -> None:
+    pair = make({"offload": "lazy"})
+    one = request("a")
+    pair.prefill(one, [3, 1, 4, 9])
+    assert pair.finish(one, [3, 1, 4, 9])
+    assert pair.scheduler.has_pending_push_work()
+    assert pair.step(StepOutput()).finished_sending == {"a"}
+    assert not pair.scheduler.has_pending_push_work()
+    wait_for(pair, "stored_blocks", 3)
+
+
+def test_consumer_stores_nothing_and_producer_loads_nothing(make: Callable[..., Pair]) -> None:
+    consumer = make(role="kv_consumer")
+    consumer.prefill(request("a"), [1, 2, 3, 4])
+    assert consumer.scheduler.counters().get("store_blocks_planned", 0) == 0
+    producer = make(role="kv_producer")
+    one = request("a")
+    producer.prefill(one, [1, 2, 3, 4])
+    producer.finish(one, [1, 2, 3, 4])
+    wait_for(producer, "stored_blocks", 3)
+    two = request("b")
+    producer.scheduler.on_new_request(two)
+    assert producer.match(two) == (0, False)
+
+
+def test_events_name_stored_blocks_in_the_engines_own_hashes(make: Callable[..., Pair]) -> None:
+    pair = make(kv_events_config=SimpleNamespace(enable_kv_cache_events=True))
+    one = request("a")
+    pair.prefill(one, [1, 2, 3, 4])
+    events = list(pair.scheduler.take_events())
+    assert [event.parent_block_hash is None for event in events] == [True, False, False]
+    assert [event.block_hashes for event in events[:-1]] == [[event.parent_block_hash] for event in events[1:]]
+    assert not list(pair.scheduler.take_events())
+
+
+@pytest.mark.parametrize("part", ["take_answers", "plan_step", "matched", "allocated", "finished", "reported"])
+def test_exception_behind_any_scheduler_entry_leaves_the_engine_running(
+    make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    pair = make()
+
+    def explode(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(pair.scheduler._scheduler, part, explode)
+    one = request("a")
+    pair.scheduler.on_new_request(one)
+    tokens, _ = pair.scheduler.get_num_new_matched_tokens(one, 0)
+    assert tokens in (0, None)
+    pair.scheduler.update_state_after_alloc(one, blocks([1, 2, 3, 4]), 0)
+    pair.step(StepOutput({"a": one.num_tokens}, {"a": 0}, {"a": [1, 2, 3, 4]}))
+    pair.finish(one, [1, 2, 3, 4])
+    assert sum(count for name, count in pair.scheduler.counters().items() if "RuntimeError" in name) >= 1
+
+
+def test_exception_in_a_worker_ends_the_load_as_failed_and_the_store_as_not_done(
+    make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make()
+    first = request("a")
+    pair.prefill(first, [3, 1, 4, 9])
+    pair.finish(first, [3, 1, 4, 9])
+    wait_for(pair, "stored_blocks", 3)
+
+    def explode(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(pair.worker._worker, "start_loads", explode)
+    monkeypatch.setattr(pair.worker._worker, "store", explode)
+    second = request("b")
+    pair.scheduler.on_new_request(second)
+    assert pair.match(second) == (3 * BLOCK, True)
+    pair.scheduler.update_state_after_alloc(second, blocks([7, 8, 10, 11]), 3 * BLOCK)
+    results = pair.step(StepOutput())
+    assert results.failed_recving == results.finished_recving == {"b"}
+    third = request("c", chain=2)
+    pair.prefill(third, [1, 2, 3, 4])
+    assert pair.scheduler.counters()["store_blocks_failed"] == 3
+    assert not pair.scheduler.has_pending_push_work()
+
+
+def test_failed_load_is_recomputed_and_not_promised_again(make: Callable[..., Pair]) -> None:
+    pair = make()
+    first = request("a")
+    pair.prefill(first, [3, 1, 4, 9])
+    wait_for(pair, "stored_blocks", 3)
+    segment = pair.worker._worker._segment
+    for slot, payload_bytes, header in list(segment.scan()):
+        if header.is_stable:
+            segment.payload(slot, payload_bytes)[7] ^= 1
+    second = request("b")
+    pair.scheduler.on_new_request(second)
+    assert pair.match(second)[0] == 3 * BLOCK
+    pair.scheduler.update_state_after_alloc(second, blocks([7, 8, 10, 11]), 3 * BLOCK)
+    assert pair.step(StepOutput()).failed_recving == {"b"}
+    assert pair.match(second) == (0, False)
+    assert pair.scheduler.counters()["load_corrupt"] == 1
+
+
+def test_policy_that_would_fail_requests_is_set_to_recompute(model: Path) -> None:
+    config = vllm_config(model, {"mode": "service", "socket": "/nowhere"})
+    assert config.kv_transfer_config.kv_load_failure_policy == "fail", "vLLM's default has changed"
+    KVServiceConnector(config, KVConnectorRole.WORKER, cache_config())
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+
+
+def test_unknown_option_stops_the_engine_at_start(model: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'memory'"):
+        KVServiceConnector(vllm_config(model, {"memroy": "1GiB"}), KVConnectorRole.SCHEDULER, cache_config())
+
+
+WINDOW = SlidingWindowSpec(
+    block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16, sliding_window=64
+)
+
+
+@pytest.mark.parametrize(
+    ("cache", "changes", "says"),
+    [
+        (cache_config(WINDOW), {}, "SlidingWindowSpec"),
+        (cache_config(groups=2), {}, "several KV cache groups"),
+        (cache_config(), {"parallel_config__pipeline_parallel_size": 2}, "pipeline"),
+        (cache_config(), {"parallel_config__decode_context_parallel_size": 2}, "context"),
+        (cache_config(), {"speculative_config": SimpleNamespace(use_eagle=lambda: True)}, "EAGLE"),
+        (cache_config(), {"cache_config__prefix_caching_hash_algo": "xxhash"}, "prefix-caching-hash-algo sha256_cbor"),
+    ],
+)
+def test_what_is_not_supported_is_named_and_the_engine_runs_without_the_cache(
+    model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, cache: Any, changes: Any, says: str
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    config = vllm_config(model, {"mode": "embedded"}, **changes)
+    with pytest.raises((UnsupportedLayout, RandomHashSeed), match=says):
+        compat.engine_spec(config, cache, bytes(16), "")
+    for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
+        inert = KVServiceConnector(config, role, cache)
+        one = request("a")
+        inert.on_new_request(one)
+        assert inert.get_num_new_matched_tokens(one, 0) == (0, False)
+        inert.register_kv_caches({name: torch.zeros(2, 2, 2, 2) for name in LAYERS})
+        inert.bind_connector_metadata(inert.build_connector_meta(StepOutput()))
+        inert.start_load_kv(None)
+        inert.wait_for_save()
+        assert not inert.get_transfer_results(set()).finished_recving
+        inert.shutdown()
+    assert [r for r in caplog.records if "without the cache" in r.message]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"model_config__dtype": torch.float16}, "model_dtype"),
+        ({"cache_config__cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"model_config__quantization": "awq"}, "quantization"),
+        ({"cache_config__prefix_caching_hash_algo": "sha256"}, "hash"),
+        ({"model_config__hf_text_config": HfConfig(hidden_size=16, rope_theta=2.0)}, "config"),
+        ({"attention_config__backend": "OTHER"}, "cell_format"),
+    ],
+)
+def test_everything_that_changes_the_bytes_changes_the_fingerprint(model: Path, change: Any, field: str) -> None:
+    base = compat.engine_spec(vllm_config(model, {}), cache_config(), bytes(16), "").fingerprint
+    other = compat.engine_spec(vllm_config(model, {}, **change), cache_config(), bytes(16), "").fingerprint
+    assert f"{field}:" in base.difference(other)
+
+
+def test_same_model_in_another_folder_has_the_same_fingerprint(model: Path, tmp_path_factory: Any) -> None:
+    elsewhere = tmp_path_factory.mktemp("copy")
+    for path in model.iterdir():
+        (elsewhere / path.name).write_bytes(path.read_bytes())
+    specs = [compat.engine_spec(vllm_config(at, {}), cache_config(), bytes(16), "") for at in (model, elsewhere)]
+    assert specs[0].fingerprint == specs[1].fingerprint
+    (elsewhere / "model.safetensors").write_bytes(b"other weights...")
+    changed = compat.engine_spec(vllm_config(elsewhere, {}), cache_config(), bytes(16), "")
+    assert "weights:" in specs[0].fingerprint.difference(changed.fingerprint)
