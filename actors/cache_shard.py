@@ -7,13 +7,17 @@ from dataclasses import asdict
 from typing import Any
 
 from kvservice.actors.hosting import HostedServer
+from kvservice.actors.leftovers import remove_leftovers
 from kvservice.shard.server import ShardServer, ShardServerConfig
+from kvservice.units import NodeId
 
 
 class CacheShard:
     """Made into a Ray actor by actors.supervisor. Methods block their own thread only."""
 
-    def __init__(self, config: ShardServerConfig) -> None:
+    def __init__(self, config: ShardServerConfig, alive: list[NodeId]) -> None:
+        """`alive`: all nodes of the cluster; what others left on this machine is removed."""
+        remove_leftovers(config.service, [*alive, config.node_id], config.runtime_root)
         self._server = ShardServer(config)
         self._hosted = HostedServer(self._server.start)
 
@@ -28,6 +32,7 @@ class CacheShard:
 
         self._hosted.call(apply())
 
-    def stop(self) -> None:
-        """Leave the directory, finish calls, remove every file."""
+    def stop(self) -> int:
+        """Leave the directory, finish calls, remove every file. Returns the process id, which is about to end."""
         self._hosted.close(self._server.stop(leaving=True))
+        return os.getpid()

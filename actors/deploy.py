@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -10,14 +12,17 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util import list_named_actors
 
 from kvservice.actors import names
 from kvservice.actors.supervisor import Supervisor
 from kvservice.config import ServiceConfig
 from kvservice.errors import ServiceConflict, Unavailable
 
+log = logging.getLogger("kvservice.actors")
+
 UP_SECONDS = 180.0
-DOWN_SECONDS = 120.0
+STOP_SECONDS = 20.0  # a part that takes longer is killed; its files are then removed by the next `up` or `down`
 POLL_SECONDS = 0.5
 
 
@@ -46,8 +51,9 @@ class ServiceHandle:
                 return state
             if time.monotonic() > deadline:
                 reasons = "; ".join(f"{what}: {why}" for what, why in state["problems"].items())
+                running = sum(row["running"] for row in state["shards"])
                 raise Unavailable(
-                    f"service {self.service!r} is not complete after {seconds:.0f} s: {len(state['shards'])} of "
+                    f"service {self.service!r} is not complete after {seconds:.0f} s: {running} of "
                     f"{len(state['nodes'])} shards run. {reasons or 'No part reported a problem'}"
                 )
             time.sleep(POLL_SECONDS)
@@ -94,17 +100,45 @@ def find(service: str) -> ServiceHandle | None:
 
 
 def down(service: str) -> bool:
-    """Stop every part and remove every file of it. False when there was no such service. Blocks."""
+    """Stop every part and remove every file of it. False when there was no such service. Blocks.
+
+    Works from the named actors, not from what the supervisor knows: it may just have been restarted.
+    """
     handle = find(service)
-    if handle is None:
+    parts = [name for name in _named(service) if name != names.SUPERVISOR]
+    if handle is None and not parts:
         return False
     try:
-        ray.get(handle.supervisor.stop.remote(), timeout=DOWN_SECONDS)
+        if handle is not None:
+            ray.get(handle.supervisor.stop.remote(), timeout=STOP_SECONDS)
+            parts = [name for name in _named(service) if name != names.SUPERVISOR]
     except RayError as error:
-        raise Unavailable(f"service {service!r} did not stop cleanly: {error}") from error
+        log.warning("the supervisor did not answer: %s", error)
     finally:
-        ray.kill(handle.supervisor, no_restart=True)
+        if handle is not None:
+            ray.kill(handle.supervisor, no_restart=True)
+    shards = [name for name in parts if name.startswith(names.shard(""))]
+    # Shards first: they tell the lookup shards that they leave.
+    for group in (shards, [name for name in parts if name not in shards]):
+        _stop(service, group)
     return True
+
+
+def _named(service: str) -> list[str]:
+    rows: list[Any] = list_named_actors(all_namespaces=True)
+    return [row["name"] for row in rows if row["namespace"] == names.namespace(service)]
+
+
+def _stop(service: str, parts: list[str]) -> None:
+    handles: list[Any] = []
+    for part in parts:
+        with contextlib.suppress(ValueError):  # gone meanwhile
+            handles.append(ray.get_actor(part, namespace=names.namespace(service)))
+    calls = [handle.stop.remote() for handle in handles]
+    if calls:
+        ray.wait(calls, num_returns=len(calls), timeout=STOP_SECONDS)
+    for handle in handles:
+        ray.kill(handle, no_restart=True)
 
 
 def connect(address: str | None) -> None:

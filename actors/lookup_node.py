@@ -6,6 +6,8 @@ import os
 import time
 from typing import Any
 
+import ray
+
 from kvservice.actors.hosting import HostedServer
 from kvservice.lookup.server import LookupServer
 
@@ -15,14 +17,17 @@ class LookupNode:
 
     def __init__(self, address: str, partition: int, partition_count: int) -> None:
         self._address = address
+        self._partition = partition
         # Nanoseconds: two boots within one second must not share an epoch.
         self._server = LookupServer(address, partition, partition_count, time.time_ns())
         self._hosted = HostedServer(self._server.start)
 
     def ready(self) -> dict[str, Any]:
-        """Address and process. Raises the KVServiceError that keeps it from starting."""
+        """Address, node and process. Raises the KVServiceError that keeps it from starting."""
         self._hosted.ensure_started()
-        return {"address": self._address, "pid": os.getpid()}
+        node = ray.get_runtime_context().get_node_id()
+        return {"partition": self._partition, "address": self._address, "ray_node": node, "pid": os.getpid()}
 
-    def stop(self) -> None:
+    def stop(self) -> int:
         self._hosted.close(self._server.stop())
+        return os.getpid()

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvservice.actors import names
@@ -26,8 +28,25 @@ from kvservice.shard.server import ShardServerConfig
 log = logging.getLogger("kvservice.actors")
 
 ROUND_SECONDS = 1.0
-READY_SECONDS = 150.0
+ANSWER_SECONDS = 5.0  # a part that takes longer is asked again in the next round
 CALL_SECONDS = 30.0
+
+
+@dataclass(slots=True)
+class _Part:
+    """One actor that should run."""
+
+    what: str  # for people
+    handle: Any
+    ray_node: str
+    asked: Any = None  # the unanswered ready() call
+    facts: dict[str, Any] = field(default_factory=dict)  # its last answer; kept while it restarts
+    running: bool = False
+    dead: bool = False  # Ray gave it up: place it anew
+    told: tuple[object, ...] = ()  # (epoch, lookup addresses) a shard was last told
+
+    def row(self) -> dict[str, Any]:
+        return {**self.facts, "ray_node": self.ray_node, "running": self.running}
 
 
 class Supervisor:
@@ -35,9 +54,8 @@ class Supervisor:
 
     def __init__(self, config: ServiceConfig) -> None:
         self._config = config
-        self._lookups: dict[int, dict[str, Any]] = {}  # partition -> {handle, address, pid, node}
-        self._shards: dict[str, dict[str, Any]] = {}  # Ray node id -> {handle, node_id, peer_address, epoch, pid}
-        self._told: dict[str, tuple[object, ...]] = {}  # Ray node id -> (epoch, addresses) last pushed
+        self._lookups: dict[int, _Part] = {}
+        self._shards: dict[str, _Part] = {}  # by Ray node id
         self._problems: dict[str, str] = {}
         self._lock = threading.Lock()  # one round at a time, and none after stop
         self._stopping = threading.Event()
@@ -50,31 +68,23 @@ class Supervisor:
     def describe(self) -> dict[str, Any]:
         """What runs where, and what keeps the rest from running."""
         nodes = _alive_nodes()
-        lookups = [{key: value for key, value in row.items() if key != "handle"} for row in self._lookups.values()]
-        shards = [{key: value for key, value in row.items() if key != "handle"} for row in self._shards.values()]
-        complete = len(lookups) == self._config.lookup_shards and {row["ray_node"] for row in shards} >= set(nodes)
+        lookups = [part.row() for _, part in sorted(dict(self._lookups).items()) if part.facts]
+        shards = [part.row() for part in list(self._shards.values()) if part.facts]
+        running = {row["ray_node"] for row in shards if row["running"]}
         return {
             "service": self._config.service,
-            "complete": complete,
+            "complete": sum(row["running"] for row in lookups) == self._config.lookup_shards and running >= set(nodes),
             "nodes": nodes,
-            "lookups": sorted(lookups, key=lambda row: row["partition"]),
+            "lookups": lookups,
             "shards": sorted(shards, key=lambda row: row["node_id"]),
             "problems": dict(self._problems),
         }
 
     def stop(self) -> None:
-        """Stop every part cleanly. Blocks until they have removed their files."""
+        """Place nothing any more. Blocks until a round under way has ended."""
         self._stopping.set()
         with self._lock:
-            handles = [row["handle"] for row in [*self._shards.values(), *self._lookups.values()]]
-            for handle in handles:
-                try:
-                    ray.get(handle.stop.remote(), timeout=CALL_SECONDS)
-                except RayError as error:
-                    log.warning("stop failed: %s", error)
-                ray.kill(handle, no_restart=True)
-            self._shards.clear()
-            self._lookups.clear()
+            pass
 
     # -- the thread ----
 
@@ -88,59 +98,93 @@ class Supervisor:
     def _round(self) -> None:
         try:
             nodes = _alive_nodes()
-        except (RayError, OSError) as error:
-            self._problems["ray"] = str(error)
-            return
-        self._problems.pop("ray", None)
+            self._drop(nodes)
+            if nodes:
+                self._keep_lookups(nodes)
+                self._keep_shards(nodes)
+            self._problems.pop("ray", None)
+        except (RayError, GetTimeoutError, KVServiceError, ValueError, OSError) as error:
+            # Ray's control plane is away or a node went meanwhile: everything that runs goes on, and the next round
+            # begins from what is then.
+            self._note("ray", error)
+
+    def _drop(self, nodes: dict[str, str]) -> None:
+        """Forget parts that cannot come back by themselves, freeing their names."""
+        self._lookups = {key: part for key, part in self._lookups.items() if self._stays(part, nodes)}
+        self._shards = {key: part for key, part in self._shards.items() if self._stays(part, nodes)}
+
+    def _stays(self, part: _Part, nodes: dict[str, str]) -> bool:
+        if not part.dead and part.ray_node in nodes:
+            return True
+        ray.kill(part.handle, no_restart=True)
+        self._problems.pop(part.what, None)
+        return False
+
+    def _keep_lookups(self, nodes: dict[str, str]) -> None:
         for partition in range(self._config.lookup_shards):
-            self._attempt(f"lookup {partition}", self._keep_lookup, partition, nodes)
-        for gone in self._shards.keys() - nodes.keys():
-            self._shards.pop(gone)
-        addresses = [row["address"] for _, row in sorted(self._lookups.items())]
-        if len(addresses) == self._config.lookup_shards:
-            for ray_node, host in nodes.items():
-                self._attempt(f"shard on {host}", self._keep_shard, ray_node, host, addresses)
-
-    def _attempt(self, what: str, step: Any, *arguments: Any) -> None:
-        """One part's trouble must not keep the others from being looked after."""
-        try:
-            step(*arguments)
-            self._problems.pop(what, None)
-        except (RayError, KVServiceError, GetTimeoutError, ValueError, OSError) as error:
-            text = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-            if self._problems.get(what) != text:
-                log.warning("%s: %s", what, text)
-            self._problems[what] = text
-
-    def _keep_lookup(self, partition: int, nodes: dict[str, str]) -> None:
-        row = self._lookups.get(partition)
-        if row is not None and row["ray_node"] not in nodes:
-            self._lookups.pop(partition)
-            row = None
-        if row is None:
+            if partition in self._lookups:
+                continue
             ray_node = sorted(nodes)[partition % len(nodes)]
-            address = f"{nodes[ray_node]}:{_free_port_on(ray_node)}"
-            handle = self._place(
-                LookupNode, ray_node, names.lookup(partition), address, partition, self._config.lookup_shards
-            )
-            row = {"handle": handle, "partition": partition, "ray_node": ray_node}
-        row.update(self._ready(row["handle"]))
-        self._lookups[partition] = row
+            # Given to the actor for good: a restarted one must come back where its clients look for it.
+            port = self._config.lookup_port + partition if self._config.lookup_port else _free_port_on(ray_node)
+            address = f"{nodes[ray_node]}:{port}"
+            arguments = (address, partition, self._config.lookup_shards)
+            handle = self._place(LookupNode, ray_node, names.lookup(partition), arguments)
+            self._lookups[partition] = _Part(f"lookup shard {partition}", handle, ray_node)
+        self._ask(self._lookups.values())
+        for part in self._lookups.values():
+            part.ray_node = part.facts.get("ray_node", part.ray_node)  # an earlier supervisor placed it elsewhere
 
-    def _keep_shard(self, ray_node: str, host: str, addresses: list[str]) -> None:
-        row = self._shards.get(ray_node)
-        if row is None:
-            node = names.node_id(ray_node)
-            config = self._shard_config(node, host, addresses)
-            row = {"handle": self._place(CacheShard, ray_node, names.shard(node), config), "ray_node": ray_node}
-        row.update(self._ready(row["handle"]))
-        self._shards[ray_node] = row
-        told = (row["epoch"], *addresses)
-        if self._told.get(ray_node) != told:
-            ray.get(row["handle"].set_lookup_addresses.remote(addresses), timeout=CALL_SECONDS)
-            self._told[ray_node] = told
+    def _keep_shards(self, nodes: dict[str, str]) -> None:
+        addresses = [part.facts["address"] for _, part in sorted(self._lookups.items()) if part.facts]
+        if len(addresses) < self._config.lookup_shards:
+            return
+        alive = [names.node_id(ray_node) for ray_node in nodes]
+        for ray_node, host in nodes.items():
+            if ray_node not in self._shards:
+                node = names.node_id(ray_node)
+                arguments = (self._shard_config(node, host, addresses), alive)
+                handle = self._place(CacheShard, ray_node, names.shard(node), arguments)
+                self._shards[ray_node] = _Part(f"shard {node} on {host}", handle, ray_node)
+        self._ask(self._shards.values())
+        for part in self._shards.values():
+            # A shard that Ray restarted starts with the addresses of its first start.
+            told = (part.facts.get("epoch"), *addresses)
+            if part.running and part.told != told:
+                ray.get(part.handle.set_lookup_addresses.remote(addresses), timeout=CALL_SECONDS)
+                part.told = told
 
-    def _place(self, kind: type, ray_node: str, name: str, *arguments: object) -> Any:
+    def _ask(self, parts: Iterable[_Part]) -> None:
+        """All at once, so that a cluster starts as fast as its slowest node."""
+        parts = list(parts)
+        for part in parts:
+            if part.asked is None:
+                part.asked = part.handle.ready.remote()
+        answered, _ = ray.wait([part.asked for part in parts], num_returns=len(parts), timeout=ANSWER_SECONDS)
+        for part in parts:
+            part.running = False
+            if part.asked not in answered:
+                self._problems[part.what] = "is starting, or does not answer"
+                continue
+            asked, part.asked = part.asked, None
+            try:
+                part.facts = ray.get(asked, timeout=CALL_SECONDS)
+                part.running = True
+                self._problems.pop(part.what, None)
+            except ActorDiedError as error:
+                part.dead = True
+                self._note(part.what, error)
+            except (RayError, KVServiceError, GetTimeoutError) as error:  # being restarted, or cannot start
+                self._note(part.what, error)
+
+    def _note(self, what: str, error: Exception) -> None:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        text = error.message if isinstance(error, KVServiceError) and hasattr(error, "message") else lines[-1]
+        if self._problems.get(what) != text:
+            log.warning("%s: %s", what, text)
+        self._problems[what] = text
+
+    def _place(self, kind: type, ray_node: str, name: str, arguments: tuple[object, ...]) -> Any:
         """Pinned to its node, restarted for ever, takes no CPU from engines, survives the driver that made it."""
         options = {
             "name": name,
@@ -154,11 +198,6 @@ class Supervisor:
         }
         return ray.remote(kind).options(**options).remote(*arguments)
 
-    @staticmethod
-    def _ready(handle: Any) -> dict[str, Any]:
-        found: dict[str, Any] = ray.get(handle.ready.remote(), timeout=READY_SECONDS)
-        return found
-
     def _shard_config(self, node: Any, host: str, addresses: list[str]) -> ShardServerConfig:
         config = self._config
         return ShardServerConfig(
@@ -166,6 +205,7 @@ class Supervisor:
             node_id=node,
             pool_bytes=config.pool_bytes,
             lookup_addresses=tuple(addresses),
+            runtime_root=Path(config.runtime_dir) if config.runtime_dir else None,
             peer_host=host,
             lease_seconds=config.lease_seconds,
             heartbeat_seconds=config.heartbeat_seconds,

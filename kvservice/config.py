@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ else:
 
 ENVIRONMENT_PREFIX = "KVSERVICE_"
 POOL_BYTES_MIN = 4 * MiB
-_NOT_CONFIG = {"NODE", "RUNTIME_DIR"}  # read by client.discovery: they pick a shard, they do not configure one
+_NOT_CONFIG = frozenset({"NODE", "CONFIG"})  # they pick a shard or a file, they do not configure a service
+_NOT_CONFIG_PREFIX = "TEST_"  # test runs mark their processes with such variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class ServiceConfig:
     pool_bytes: int = 4 * GiB
     # Lookup shards. Two survive the loss of one with half of the remote hits; more spread the load of large clusters.
     lookup_shards: int = 2
+    # First TCP port of the lookup shards, shard i takes lookup_port + i; 0 = any free one. Set it for firewalls.
+    lookup_port: int = 0
     # How bytes move between nodes: nixl (RDMA, shared memory or TCP through UCX), shm (nodes of one machine), auto.
     transport: str = "auto"
     # Seconds a promise outlives a vanished engine. Lower frees memory sooner; below 2 s, pauses look like deaths.
@@ -45,29 +48,57 @@ class ServiceConfig:
     heartbeat_seconds: float = 1.0
     # Bytes of a slab, the unit in which memory is given to block sizes; 0 = choose. One block must fit.
     slab_bytes: int = 0
+    # Directory for sockets and records on every node; empty = /tmp/kvservice-<uid>. Engines need the same one.
+    runtime_dir: str = ""
 
     def __post_init__(self) -> None:
         if not self.service or not self.service.replace("-", "").replace("_", "").isalnum() or len(self.service) > 32:
             raise ConfigError(f"service name {self.service!r}: use up to 32 letters, digits, '-' and '_'")
         if self.pool_bytes < POOL_BYTES_MIN:
             raise ConfigError(
-                f"a pool of {format_bytes(max(self.pool_bytes, 0))} holds nothing: give at least "
-                f"{format_bytes(POOL_BYTES_MIN)}, e.g. --pool 4GiB; to run without a cache, start no service"
+                f"pool_bytes is {self.pool_bytes}, which holds nothing: give at least {format_bytes(POOL_BYTES_MIN)}, "
+                "e.g. --pool 4GiB; to run without a cache, start no service"
             )
         if not 1 <= self.lookup_shards <= 64:
             raise ConfigError(f"lookup_shards is {self.lookup_shards}; choose 1 to 64")
+        if self.lookup_port and not 1024 <= self.lookup_port <= 65_535 - self.lookup_shards:
+            raise ConfigError(f"lookup_port is {self.lookup_port}; choose 1024 to {65_535 - self.lookup_shards}, or 0")
+        if self.slab_bytes < 0:
+            raise ConfigError(f"slab_bytes is {self.slab_bytes}; give a size such as 64MiB, or 0 to have one chosen")
+        if self.runtime_dir and not Path(self.runtime_dir).is_absolute():
+            raise ConfigError(f"runtime_dir is {self.runtime_dir!r}; give an absolute path")
         if self.transport not in ("auto", "nixl", "shm"):
             raise ConfigError(f"transport is {self.transport!r}; choose auto, nixl or shm")
         if not 0.5 <= self.lease_seconds <= 600 or not 0.1 <= self.heartbeat_seconds <= 60:
             raise ConfigError("lease_seconds must be 0.5 to 600, heartbeat_seconds 0.1 to 60")
 
 
+def local() -> ServiceConfig:
+    """For trying things on a laptop: little memory, one lookup shard."""
+    return ServiceConfig(pool_bytes=512 * MiB, lookup_shards=1)
+
+
+def single_node() -> ServiceConfig:
+    """One machine with several engines: nothing is looked up elsewhere, so one lookup shard is enough."""
+    return ServiceConfig(pool_bytes=16 * GiB, lookup_shards=1)
+
+
+def cluster() -> ServiceConfig:
+    """Several machines: two lookup shards, and a quarter-terabyte of prompts for every sixteen nodes."""
+    return ServiceConfig(pool_bytes=16 * GiB, lookup_shards=2)
+
+
+PRESETS: Mapping[str, Callable[[], ServiceConfig]] = {"local": local, "single_node": single_node, "cluster": cluster}
+
+
 def load_config(
     path: Path | None = None,
     environment: Mapping[str, str] | None = None,
+    preset: ServiceConfig | None = None,
     **overrides: object,
 ) -> ServiceConfig:
-    """Read file and environment, then apply overrides that are not None. Raises ConfigError naming key and value."""
+    """Start from the preset, read file and environment, then apply overrides that are not None. Raises ConfigError
+    naming key and value."""
     values: dict[str, object] = {}
     if path is not None:
         try:
@@ -78,24 +109,33 @@ def load_config(
             raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for name, text in (os.environ if environment is None else environment).items():
         key = name.removeprefix(ENVIRONMENT_PREFIX)
-        if name.startswith(ENVIRONMENT_PREFIX) and key not in _NOT_CONFIG:
+        if name.startswith(ENVIRONMENT_PREFIX) and key not in _NOT_CONFIG and not key.startswith(_NOT_CONFIG_PREFIX):
             values[key.lower()] = text
     values.update({key: value for key, value in overrides.items() if value is not None})
     checked: dict[str, Any] = {key: _convert(key, value) for key, value in values.items()}
-    return replace(ServiceConfig(), **checked)
+    return replace(preset or ServiceConfig(), **checked)
+
+
+def _integer(key: str, value: object) -> int:
+    if isinstance(value, int):
+        return value
+    text = str(value).strip()
+    if text.startswith("-"):  # said as what it is: too small, not unreadable
+        return -parse_bytes(text[1:])
+    return parse_bytes(text) if key.endswith("_bytes") else int(text)
 
 
 def _convert(key: str, value: object) -> object:
     kinds = {field.name: field.type for field in fields(ServiceConfig)}
-    if key == "pool":
-        raise ConfigError("the key is 'pool_bytes', not 'pool'", key=key)
     if key not in kinds:
         close = difflib.get_close_matches(key, kinds, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(kinds))}"
         raise ConfigError(f"unknown setting {key!r}{hint}", key=key)
     try:
+        if isinstance(value, bool):
+            raise ValueError(f"{value} is not a setting's value")
         if kinds[key] == "int":
-            return parse_bytes(value if isinstance(value, int) else str(value))
+            return _integer(key, value)
         return float(str(value)) if kinds[key] == "float" else str(value)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}", key=key) from error

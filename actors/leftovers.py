@@ -1,0 +1,44 @@
+"""Files of shards that ended without cleaning up, e.g. with a whole Ray cluster: segments, records and sockets.
+
+Ray gives a node a new id when it starts again, so nobody would ever take such a segment up. No Ray in here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from kvservice.client.discovery import RECORD_NAME, SOCKET_NAME, default_runtime_root, is_listening
+from kvservice.memory.segment import remove_stale, segment_path
+from kvservice.shard.server import DEV_SHM
+from kvservice.units import NodeId
+
+_RAY_NODE = re.compile(r"[0-9a-f]{12}")
+
+
+def remove_leftovers(service: str, alive: Collection[NodeId], runtime_root: Path | None = None) -> list[Path]:
+    """Remove what belongs to Ray nodes of this service that are not alive and to no running process. Returns which."""
+    removed: list[Path] = []
+    prefix = segment_path(service, "").name
+    for path in sorted(DEV_SHM.glob(f"{prefix}*")):
+        node = path.name.removeprefix(prefix)
+        if _RAY_NODE.fullmatch(node) and node not in alive:
+            removed += remove_stale(DEV_SHM, path.name)
+    for directory in sorted(((runtime_root or default_runtime_root()) / service).glob("*")):
+        dead = _RAY_NODE.fullmatch(directory.name) and directory.name not in alive
+        if dead and not is_listening(str(directory / SOCKET_NAME)):
+            removed += _remove_record(directory)
+    return removed
+
+
+def _remove_record(directory: Path) -> list[Path]:
+    found = [*directory.glob("engines/*.lock"), directory / SOCKET_NAME, directory / RECORD_NAME]
+    removed = [path for path in found if path.exists()]
+    for path in removed:
+        path.unlink(missing_ok=True)
+    for empty in (directory / "engines", directory, directory.parent):
+        with contextlib.suppress(OSError):  # somebody else's files: they stay
+            empty.rmdir()
+    return removed
