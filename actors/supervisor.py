@@ -143,7 +143,7 @@ class Supervisor:
         for ray_node, host in nodes.items():
             if ray_node not in self._shards:
                 node = names.node_id(ray_node)
-                arguments = (self._shard_config(node, host, addresses), alive)
+                arguments = (self._shard_config(node, host, addresses), alive, self._config.metrics_port)
                 handle = self._place(CacheShard, ray_node, names.shard(node), arguments)
                 self._shards[ray_node] = _Part(f"shard {node} on {host}", handle, ray_node)
         self._ask(self._shards.values())

@@ -50,6 +50,8 @@ class ServiceConfig:
     slab_bytes: int = 0
     # Directory for sockets and records on every node; empty = /tmp/kvservice-<uid>. Engines need the same one.
     runtime_dir: str = ""
+    # HTTP port on every node where Prometheus finds /metrics; 0 = none.
+    metrics_port: int = 0
 
     def __post_init__(self) -> None:
         if not self.service or not self.service.replace("-", "").replace("_", "").isalnum() or len(self.service) > 32:
@@ -63,6 +65,8 @@ class ServiceConfig:
             raise ConfigError(f"lookup_shards is {self.lookup_shards}; choose 1 to 64")
         if self.lookup_port and not 1024 <= self.lookup_port <= 65_535 - self.lookup_shards:
             raise ConfigError(f"lookup_port is {self.lookup_port}; choose 1024 to {65_535 - self.lookup_shards}, or 0")
+        if not 0 <= self.metrics_port <= 65_535:
+            raise ConfigError(f"metrics_port is {self.metrics_port}; choose a TCP port, or 0 for none")
         if self.slab_bytes < 0:
             raise ConfigError(f"slab_bytes is {self.slab_bytes}; give a size such as 64MiB, or 0 to have one chosen")
         if self.runtime_dir and not Path(self.runtime_dir).is_absolute():
@@ -84,7 +88,7 @@ def single_node() -> ServiceConfig:
 
 
 def cluster() -> ServiceConfig:
-    """Several machines: two lookup shards, and a quarter-terabyte of prompts for every sixteen nodes."""
+    """Several machines: two lookup shards, and sixteen GiB of prompts a node."""
     return ServiceConfig(pool_bytes=16 * GiB, lookup_shards=2)
 
 

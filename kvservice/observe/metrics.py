@@ -1,0 +1,159 @@
+"""Every metric a shard exports, in one table, and the Prometheus collector that reads them from its counters.
+
+A counter that is not in the table is not lost: it shows under kvservice_events_total with its name as a label. The
+endpoint runs on threads of prometheus_client; `read` is called from them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+log = logging.getLogger("kvservice.observe")
+
+# Counter of a shard -> what it counts. Exported as kvservice_<name>_total.
+COUNTERS: Mapping[str, str] = {
+    "acquires": "prefixes that engines asked for",
+    "asked_blocks": "blocks in them that the engines did not hold themselves",
+    "hit_local_blocks": "blocks promised from this node's own slots",
+    "hit_remote_blocks": "blocks promised after fetching them from another node",
+    "blocks_sealed": "blocks that became readable, stored here or fetched",
+    "blocks_adopted": "blocks of an earlier boot found intact in the segment",
+    "adopt_dropped": "slots of an earlier boot that did not verify",
+    "fetched_blocks": "blocks fetched from other nodes and verified",
+    "fetched_bytes": "bytes of them",
+    "fetches_started": "fetches from other nodes",
+    "fetches_failed": "fetches that brought nothing",
+    "fetch_not_worthwhile": "blocks not fetched because recomputing is faster",
+    "pull_ok": "pulled blocks whose digest, generation and epoch matched",
+    "pull_stale": "pulled blocks that had been replaced at their source",
+    "pull_corrupt": "pulled blocks whose digest did not match",
+    "pull_failed": "blocks that did not arrive",
+    "pull_stuck": "blocks that may still arrive: their slots are set aside",
+    "peer_located_blocks": "blocks leased to other nodes for reading",
+    "peer_absent_blocks": "blocks that other nodes asked for in vain",
+    "evicted_originals": "blocks evicted that were computed on this node",
+    "evicted_copies": "blocks evicted that had been fetched from elsewhere",
+    "slots_reserved": "slots given to engines for writing",
+    "reserve_shortfall": "slots that engines asked for and did not get",
+    "slots_quarantined": "slots set aside because somebody might still write them",
+    "slabs_moved": "slabs handed from one block size to another",
+    "seal_duplicate": "stored blocks that were here already",
+    "seal_stale": "seals of reservations that had ended",
+    "attaches": "engines that attached",
+    "attach_fingerprint_refused": "engines refused for another fingerprint",
+    "attachments_lost": "engines that vanished without detaching",
+    "leases_granted": "read leases granted",
+    "leases_released": "read leases given back",
+    "leases_expired": "read leases that ran out",
+    "lookup_calls": "questions to the lookup service",
+    "lookup_rpcs": "calls they took",
+    "lookup_incomplete": "questions that a lookup shard did not answer",
+    "lookup_skipped": "calls left out because the lookup shard had failed repeatedly",
+    "transfer_blocks": "blocks that the transport moved",
+    "transfer_connects": "connections to other nodes",
+    "transfer_connect_failed": "connections to other nodes that failed",
+    "transfer_reads_failed": "reads that the transport reported as failed",
+}
+_PREFIX = "kvservice"
+_TRANSPORT_BYTES = ("transfer_", "_bytes")  # transfer_<transport>_bytes
+
+
+class ShardNumbers(Protocol):
+    """What is read of a shard: core.messages.PoolStats has it."""
+
+    @property
+    def node_id(self) -> str: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def segment_bytes(self) -> int: ...
+    @property
+    def slab_count(self) -> int: ...
+    @property
+    def slab_free_count(self) -> int: ...
+    @property
+    def slots(self) -> Mapping[str, int]: ...
+    @property
+    def counters(self) -> Mapping[str, int]: ...
+    @property
+    def draining(self) -> bool: ...
+
+
+class ShardCollector(Collector):
+    """`read` returns the shard's numbers now, or None while there are none."""
+
+    def __init__(self, service: str, read: Callable[[], ShardNumbers | None]) -> None:
+        self._service = service
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        numbers = self._read()
+        if numbers is None:
+            return
+        labels = [self._service, numbers.node_id]
+        yield from self._gauges(numbers, labels)
+        names = ["service", "node"]
+        events = CounterMetricFamily(f"{_PREFIX}_events", "everything else that is counted", labels=[*names, "event"])
+        moved = CounterMetricFamily(
+            f"{_PREFIX}_transfer_bytes", "bytes fetched, by transport", labels=[*names, "transport"]
+        )
+        for name, count in sorted(numbers.counters.items()):
+            if name in COUNTERS:
+                family = CounterMetricFamily(f"{_PREFIX}_{name}", COUNTERS[name], labels=names)
+                family.add_metric(labels, count)
+                yield family
+            elif (transport := transport_of(name)) is not None:
+                moved.add_metric([*labels, transport], count)
+            else:
+                events.add_metric([*labels, name], count)
+        yield moved
+        yield events
+
+    @staticmethod
+    def _gauges(numbers: ShardNumbers, labels: list[str]) -> Iterator[Metric]:
+        names = ["service", "node"]
+        values = {
+            "segment_bytes": ("shared memory of the pool", numbers.segment_bytes),
+            "slabs": ("slabs of the segment", numbers.slab_count),
+            "slabs_free": ("slabs that no block size uses", numbers.slab_free_count),
+            "boot_epoch": ("grows with every start of the shard", numbers.epoch),
+            "draining": ("1 while the shard takes no new work", int(numbers.draining)),
+        }
+        for name, (text, value) in values.items():
+            gauge = GaugeMetricFamily(f"{_PREFIX}_{name}", text, labels=names)
+            gauge.add_metric(labels, value)
+            yield gauge
+        slots = GaugeMetricFamily(f"{_PREFIX}_slots", "slots by state", labels=[*names, "state"])
+        for state, count in sorted(numbers.slots.items()):
+            slots.add_metric([*labels, state], count)
+        yield slots
+
+
+def transport_of(counter: str) -> str | None:
+    """'nixl' for 'transfer_nixl_bytes', None for counters that count something else."""
+    head, tail = _TRANSPORT_BYTES
+    return counter[len(head) : -len(tail)] if counter.startswith(head) and counter.endswith(tail) else None
+
+
+def serve_metrics(service: str, read: Callable[[], ShardNumbers | None], port: int) -> Callable[[], None]:
+    """Answer Prometheus at :port/metrics. Returns what ends it. A taken port costs the metrics, not the shard."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(ShardCollector(service, read))
+    try:
+        server, thread = start_http_server(port, registry=registry)
+    except OSError as error:
+        log.warning("metrics_port_taken", extra={"port": port, "error": error.strerror})
+        return lambda: None
+
+    def end() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)
+
+    return end

@@ -1,0 +1,87 @@
+"""Settings: where they come from, which one wins, and what a wrong one says."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from kvservice.config import PRESETS, ServiceConfig, load_config
+from kvservice.errors import ConfigError
+from kvservice.units import GiB, MiB
+
+
+def test_the_command_line_wins_over_the_environment_over_the_file_over_the_preset(tmp_path: Path) -> None:
+    file = tmp_path / "service.toml"
+    file.write_text('pool_bytes = "1GiB"\nlookup_shards = 3\ntransport = "shm"\n')
+    environment = {"KVSERVICE_POOL_BYTES": "2GiB", "KVSERVICE_LOOKUP_SHARDS": "4"}
+    preset = ServiceConfig(service="preset", transport="nixl")
+    config = load_config(file, environment, preset, pool_bytes="3GiB")
+    assert (config.pool_bytes, config.lookup_shards, config.transport) == (3 * GiB, 4, "shm")
+    assert config.service == "preset"
+
+
+def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
+    file = tmp_path / "service.toml"
+    file.write_text("lookup_shard = 2\n")
+    with pytest.raises(ConfigError, match="unknown setting 'lookup_shard'; did you mean 'lookup_shards'"):
+        load_config(file, {})
+
+
+def test_an_unknown_variable_is_an_error_too() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'pool_bytes'"):
+        load_config(None, {"KVSERVICE_POOL_BYTE": "1GiB"})
+
+
+@pytest.mark.parametrize("name", ["KVSERVICE_NODE", "KVSERVICE_TEST_SESSION", "OTHER_POOL"])
+def test_variables_that_configure_no_service_are_left_alone(name: str) -> None:
+    assert load_config(None, {name: "x"}) == ServiceConfig()
+
+
+@pytest.mark.parametrize("budget", ["0", 0, "-1", "-2GiB", "1KiB"])
+def test_a_budget_that_holds_nothing_says_what_to_do(budget: object) -> None:
+    with pytest.raises(ConfigError, match="--pool 4GiB"):
+        load_config(None, {}, pool_bytes=budget)
+
+
+def test_a_size_that_is_none_is_quoted() -> None:
+    with pytest.raises(ConfigError, match="pool_bytes: not a size: 'much'"):
+        load_config(None, {}, pool_bytes="much")
+
+
+def test_a_count_is_not_a_size() -> None:
+    with pytest.raises(ConfigError, match="lookup_shards"):
+        load_config(None, {}, lookup_shards="2k")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"service": "a/b"}, {"service": ""}, {"service": "x" * 33}, {"lookup_shards": 0}, {"lookup_shards": 65},
+        {"transport": "tcp"}, {"lease_seconds": 0.0}, {"heartbeat_seconds": 0.0}, {"slab_bytes": -1},
+        {"lookup_port": 80}, {"lookup_port": 65_535}, {"runtime_dir": "relative"}, {"metrics_port": 70_000},
+    ],
+)  # fmt: skip
+def test_values_out_of_range_name_their_setting(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong)).split("_")[0]):
+        load_config(None, {}, **wrong)
+
+
+def test_a_file_that_is_not_toml_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "broken.toml"
+    file.write_text("pool_bytes 1\n")
+    with pytest.raises(ConfigError, match=r"broken\.toml is not valid TOML"):
+        load_config(file, {})
+    with pytest.raises(ConfigError, match=r"cannot read .*absent\.toml"):
+        load_config(tmp_path / "absent.toml", {})
+
+
+def test_presets_are_valid_and_differ() -> None:
+    made = [preset() for preset in PRESETS.values()]
+    assert len(set(made)) == len(made)
+    assert all(config.pool_bytes >= 512 * MiB for config in made)
+
+
+def test_the_settings_stay_few() -> None:
+    assert len(fields(ServiceConfig)) <= 12

@@ -1,0 +1,112 @@
+"""What a shard exports to Prometheus, and how log records become lines."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import socket
+import urllib.request
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+
+from kvservice.core.messages import PoolStats
+from kvservice.observe import logs
+from kvservice.observe.metrics import COUNTERS, ShardCollector, serve_metrics, transport_of
+from kvservice.units import BootEpoch, NodeId
+
+ROOT = Path(__file__).resolve().parents[2]
+COUNTED = re.compile(r"counters\[\"([a-z_]+)\"\] \+=")
+
+
+def stats(**counters: int) -> PoolStats:
+    slots = {"free": 3, "sealed": 5, "leased": 0}
+    return PoolStats(NodeId("n0"), BootEpoch(7), 1 << 20, 4, 1, slots, dict(counters))
+
+
+def exported(numbers: PoolStats | None) -> str:
+    registry = CollectorRegistry()
+    registry.register(ShardCollector("s", lambda: numbers))
+    return generate_latest(registry).decode()
+
+
+def test_a_known_counter_has_a_name_of_its_own() -> None:
+    assert 'kvservice_hit_remote_blocks_total{node="n0",service="s"} 12.0' in exported(stats(hit_remote_blocks=12))
+
+
+def test_an_unknown_counter_is_exported_as_an_event() -> None:
+    text = exported(stats(something_new=2))
+    assert 'kvservice_events_total{event="something_new",node="n0",service="s"} 2.0' in text
+
+
+def test_bytes_are_exported_by_transport() -> None:
+    text = exported(stats(transfer_nixl_bytes=4096))
+    assert 'kvservice_transfer_bytes_total{node="n0",service="s",transport="nixl"} 4096.0' in text
+
+
+def test_slots_are_exported_by_state() -> None:
+    assert 'kvservice_slots{node="n0",service="s",state="sealed"} 5.0' in exported(stats())
+
+
+def test_a_shard_that_is_not_running_exports_nothing() -> None:
+    assert exported(None) == ""
+
+
+def test_only_byte_counters_of_the_transfer_name_a_transport() -> None:
+    assert transport_of("transfer_shm_bytes") == "shm"
+    assert transport_of("fetched_bytes") is None
+    assert transport_of("transfer_blocks") is None
+
+
+def test_the_table_names_no_counter_that_nobody_counts() -> None:
+    """A renamed counter would silently fall out of dashboards."""
+    folders = ("core", "pool", "client", "transfer")
+    text = "\n".join(path.read_text() for folder in folders for path in (ROOT / "kvservice" / folder).rglob("*.py"))
+    counted = set(COUNTED.findall(text))
+    counted |= {f"transfer_{name}" for name in counted}  # the pool prefixes those of the puller
+    composed = ("pull_", "evicted_")  # of an enum's values, of a choice
+    assert {name for name in COUNTERS if not name.startswith(composed)} <= counted
+
+
+def test_the_endpoint_answers_and_ends() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    end = serve_metrics("s", lambda: stats(acquires=1), port)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
+            assert b"kvservice_acquires_total" in reply.read()
+    finally:
+        end()
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_a_taken_port_costs_the_metrics_and_nothing_else() -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        serve_metrics("s", lambda: None, taken.getsockname()[1])()
+        assert taken.fileno() >= 0
+
+
+def logged(formatter: logging.Formatter) -> str:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(formatter)
+    logger = logging.Logger("kvservice.test")
+    logger.addHandler(handler)
+    logger.warning("shard_started", extra={"node": "n0", "epoch": 3})
+    return stream.getvalue()
+
+
+def test_a_text_line_ends_with_its_fields() -> None:
+    assert logged(logs.TextFormatter()).endswith("WARNING kvservice.test shard_started node=n0 epoch=3\n")
+
+
+def test_a_json_line_keeps_fields_as_values() -> None:
+    line = json.loads(logged(logs.JsonFormatter()))
+    assert (line["event"], line["node"], line["epoch"], line["level"]) == ("shard_started", "n0", 3, "warning")
