@@ -1,7 +1,7 @@
 """Verified reads of a peer's blocks: owns a Transport on one thread, and says of each block whether it can be trusted.
 
-A job's payloads are read in batches, a few in flight, while the digests of finished batches are computed on helper
-threads; then the source headers are read again, and a block is OK only if epoch, generation, key, length and digest
+A job's payloads are read in batches, a few in flight, while the digests of finished batches are computed on a helper
+thread; then the source headers are read again, and a block is OK only if epoch, generation, key, length and digest
 are what the handle said, the local bytes have that digest, and the lease's deadline has not passed. The order matters:
 a header that is unchanged after the payload was read proves that the slot was not rewritten meanwhile.
 """
@@ -30,7 +30,7 @@ log = logging.getLogger("kvservice.transfer")
 
 BATCH_BYTES = 8 * MiB  # large enough for full speed, small enough that digests start early
 BATCHES_IN_FLIGHT = 3
-DIGEST_THREADS = 2
+DIGEST_THREADS = 1  # two threads and the poller get in each other's way for the interpreter lock
 IDLE_SECONDS = 0.2
 POLL_SECONDS = 0.0001
 BROKEN_SECONDS = 0.05  # between polls of a transport that raises

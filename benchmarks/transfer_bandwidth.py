@@ -1,0 +1,254 @@
+"""Bandwidth of a block's three ways: stored into a slot, loaded from a slot, pulled from another process and verified.
+
+Each is measured against its own limit in the same run: the plain memory copy of the same blocks on one core, and the
+raw NIXL READ of the same runs. The limits and ours alternate, so that a busy machine slows both down.
+
+    python -m benchmarks.transfer_bandwidth            all block sizes, UCX's choice and TCP
+    python -m benchmarks.transfer_bandwidth --quick    the same in a few seconds, for a look
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.report import print_table, write_report
+from kvservice.core.digest import digest_payload
+from kvservice.core.events import PullVerdict
+from kvservice.core.geometry import Geometry, plan_geometry, slot_index
+from kvservice.core.header import SlotHeader
+from kvservice.core.messages import BlockHandle
+from kvservice.memory.segment import Segment, segment_path
+from kvservice.transfer.base import Copy, PeerHandle, TransferOutcome
+from kvservice.transfer.nixl import NixlTransport
+from kvservice.transfer.puller import Puller, PullItem, PullJob
+from kvservice.units import BlockKey, BootEpoch, Generation, KiB, MiB, NodeId, SlotIndex, SpanRoute
+
+BLOCK_BYTES = (64 * KiB, 720 * KiB, 2 * MiB)
+SLABS = 4
+GEOMETRY = plan_geometry((64 * SLABS + 2) * MiB, 64 * MiB)
+UCX_MODES = {"shared memory (UCX's choice)": "all", "tcp": "tcp"}
+PULL_SECONDS = 60.0
+Bytes = npt.NDArray[np.uint8]
+
+
+def slots_of(geometry: Geometry, block_bytes: int, total_bytes: int) -> list[SlotIndex]:
+    count = geometry.slots_per_slab(block_bytes)
+    every = [slot_index(slab, index) for slab in range(geometry.slab_count) for index in range(count)]
+    return every[: max(1, total_bytes // block_bytes)]
+
+
+def assign(segment: Segment, block_bytes: int) -> None:
+    for slab in range(segment.geometry.slab_count):
+        segment.assign_slab(slab, block_bytes)
+
+
+def key_of(index: int) -> BlockKey:
+    return BlockKey(index.to_bytes(16, "big"))
+
+
+def store(segment: Segment, slot: SlotIndex, block: Bytes, index: int) -> None:
+    """What sealing a block costs: the copy, its digest and the header."""
+    payload = segment.payload(slot, len(block))
+    np.copyto(np.frombuffer(payload, np.uint8), block)
+    digest = digest_payload(payload, key_of(index))
+    header = SlotHeader(segment.epoch, Generation(2), key_of(index), len(block), SpanRoute(0), digest, index)
+    segment.write_header(slot, header)
+
+
+def load(segment: Segment, slot: SlotIndex, block: Bytes, index: int) -> None:
+    """What a local hit costs: the copy between two looks at the header."""
+    before = segment.read_header(slot)
+    np.copyto(block, np.frombuffer(segment.payload(slot, len(block)), np.uint8))
+    if before is None or before.key != key_of(index) or before != segment.read_header(slot):
+        raise RuntimeError("the slot changed while it was read")
+
+
+def seconds(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def compare(total: int, repeats: int, ours: Callable[[], None], limit: Callable[[], None]) -> dict[str, float]:
+    """Median GB/s of both, and the median of the ratios of neighbouring runs; one warm-up of each is thrown away."""
+    pairs = [(seconds(limit), seconds(ours)) for _ in range(repeats + 1)][1:]
+    return {
+        "gb_per_second": round(total / statistics.median(own for _, own in pairs) / 1e9, 3),
+        "limit_gb_per_second": round(total / statistics.median(bound for bound, _ in pairs) / 1e9, 3),
+        "ratio": round(statistics.median(bound / own for bound, own in pairs), 3),
+    }
+
+
+def local_figures(segment: Segment, block_bytes: int, slots: list[SlotIndex], repeats: int) -> dict[str, object]:
+    blocks = np.random.default_rng(1).integers(0, 256, (len(slots), block_bytes), dtype=np.uint8)
+    views = [np.frombuffer(segment.payload(slot, block_bytes), np.uint8) for slot in slots]
+
+    def each(action: Callable[[int], None]) -> Callable[[], None]:
+        return lambda: [action(index) for index in range(len(slots))] and None
+
+    return {
+        "store": compare(
+            blocks.nbytes,
+            repeats,
+            each(lambda i: store(segment, slots[i], blocks[i], i)),
+            each(lambda i: np.copyto(views[i], blocks[i])),
+        ),
+        "load": compare(
+            blocks.nbytes,
+            repeats,
+            each(lambda i: load(segment, slots[i], blocks[i], i)),
+            each(lambda i: np.copyto(blocks[i], views[i])),
+        ),
+    }
+
+
+def raw_read(transport: NixlTransport, peer: PeerHandle, copies: list[Copy]) -> None:
+    transport.post_read(peer, copies)
+    while not (done := transport.poll()):
+        time.sleep(0.0001)
+    if done[0].outcome is not TransferOutcome.DONE:
+        raise RuntimeError(done[0].detail)
+
+
+def pull(puller: Puller, job: PullJob) -> None:
+    ended = threading.Event()
+    verdicts: list[PullVerdict] = []
+
+    def done(_: int, found: tuple[PullVerdict, ...]) -> None:
+        verdicts.extend(found)
+        ended.set()
+
+    puller.submit(job, done, lambda _: None)
+    ended.wait(PULL_SECONDS)
+    if set(verdicts) != {PullVerdict.OK}:
+        raise RuntimeError(f"the pull did not end well: {set(verdicts)}")
+
+
+def pull_job(source: Segment, description: bytes, slots: list[SlotIndex], block_bytes: int) -> PullJob:
+    headers = [source.read_header(slot) for slot in slots]
+    handles = [
+        BlockHandle(h.key, slot, h.generation, h.length, h.digest, h.position)
+        for h, slot in zip(headers, slots, strict=True)
+        if h is not None
+    ]
+    items = tuple(PullItem(handle, handle.slot) for handle in handles)
+    deadline = time.monotonic() + 10 * PULL_SECONDS
+    epoch = BootEpoch(source.epoch)
+    return PullJob(1, NodeId("source"), epoch, description, GEOMETRY, block_bytes, items, deadline)
+
+
+def source_main(path: Path) -> None:
+    """The other process: fills its segment with blocks of the size it is told, one line per answer."""
+    segment = Segment.create(path, GEOMETRY, "source")
+    transport = NixlTransport(segment, "source")
+    print("@" + transport.describe().hex(), flush=True)
+    for line in sys.stdin:
+        block_bytes, total = map(int, line.split())
+        assign(segment, block_bytes)
+        block = np.random.default_rng(2).integers(0, 256, block_bytes, dtype=np.uint8)
+        for index, slot in enumerate(slots_of(GEOMETRY, block_bytes, total)):
+            block[:8] = index % 256
+            store(segment, slot, block, index)
+        print("@filled", flush=True)
+    transport.close()
+
+
+def answer(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return next(line[1:].strip() for line in process.stdout if line.startswith("@"))
+
+
+def reader_main(total: int, repeats: int) -> None:
+    """Prints one JSON line: figures by block size, under the UCX_TLS that it was started with."""
+    service = f"bandwidth{uuid.uuid4().hex[:6]}"
+    paths = [segment_path(service, node, Path("/dev/shm")) for node in ("reader", "source")]
+    command = [sys.executable, "-m", "benchmarks.transfer_bandwidth", "--source", str(paths[1])]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    try:
+        description = bytes.fromhex(answer(process))
+        segment = Segment.create(paths[0], GEOMETRY, "reader")
+        source = Segment.attach(paths[1], GEOMETRY)
+        raw = NixlTransport(segment, "raw")
+        peer = raw.connect(description)
+        puller = Puller(segment, lambda: NixlTransport(segment, "puller"))
+        puller.start()
+        figures: dict[str, object] = {}
+        for block_bytes in BLOCK_BYTES:
+            process.stdin.write(f"{block_bytes} {total}\n")
+            process.stdin.flush()
+            answer(process)
+            assign(segment, block_bytes)
+            slots = slots_of(GEOMETRY, block_bytes, total)
+            offsets = [GEOMETRY.payload_offset(slot, block_bytes) for slot in slots]
+            copies = [Copy(offset, offset, block_bytes) for offset in offsets]
+            job = pull_job(source, description, slots, block_bytes)
+            remote = compare(
+                len(slots) * block_bytes,
+                repeats,
+                lambda job=job: pull(puller, job),  # type: ignore[misc]
+                lambda copies=copies: raw_read(raw, peer, copies),  # type: ignore[misc]
+            )
+            figures[str(block_bytes)] = {"pull": remote, **local_figures(segment, block_bytes, slots, repeats)}
+        puller.close()
+        raw.close()
+        print("@" + json.dumps(figures), flush=True)
+    finally:
+        process.kill()
+        process.wait()
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="64 MiB and 3 repeats instead of 240 MiB and 9")
+    parser.add_argument("--out", type=Path, help="where the JSON goes; default benchmarks/results/")
+    parser.add_argument("--source", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--reader", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    total, repeats = (64 * MiB, 3) if options.quick else (240 * MiB, 9)
+    if options.source is not None:
+        source_main(options.source)
+        return
+    if options.reader:
+        reader_main(total, repeats)
+        return
+    figures: dict[str, object] = {
+        "bytes_per_run": total,
+        "repeats": repeats,
+        "host": f"{os.cpu_count()}-core {platform.machine()}",
+    }
+    figures["load_average_before"] = round(os.getloadavg()[0], 2)
+    by_transport: dict[str, object] = {}
+    rows: list[list[object]] = []
+    for mode, tls in UCX_MODES.items():
+        command = [sys.executable, "-m", "benchmarks.transfer_bandwidth", "--reader", *sys.argv[1:]]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "UCX_TLS": tls})
+        found = json.loads(answer(child))
+        child.wait()
+        by_transport[mode] = found
+        for block_bytes, by_way in found.items():
+            for way, values in by_way.items():
+                rows.append([f"{way} {int(block_bytes) // KiB} KiB, {mode}", *values.values()])
+    figures["by_ucx_transport"] = by_transport
+    print_table(["way", "GB/s", "limit GB/s", "ratio"], rows)
+    print(write_report("transfer_bandwidth", figures, options.out))
+
+
+if __name__ == "__main__":
+    main()
