@@ -1,0 +1,116 @@
+"""The demo's table and plot."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvservice.units import format_bytes
+
+KINDS = {"recompute": "#8c8c8c", "cold": "#c44e52", "engine": "#dd8452", "remote": "#4c72b0", "pool": "#55a868"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured answer."""
+
+    question: int  # from 1
+    replica: str  # what the table calls it
+    kind: str  # one of KINDS: where most of the prompt came from
+    first_token_seconds: float
+    prompt_tokens: int
+    computed_tokens: int
+    engine_tokens: int
+    pool_tokens: int
+    remote_tokens: int
+    token_ids: tuple[int, ...]
+    text: str
+
+    @classmethod
+    def of(cls, question: int, replica: str, answer: dict[str, Any], *, with_cache: bool = True) -> Row:
+        sources = {name: answer[f"{name}_tokens"] for name in ("engine", "pool", "remote")}
+        largest = max(sources, key=lambda name: sources[name])
+        kind = largest if sources[largest] > answer["computed_tokens"] else "cold" if with_cache else "recompute"
+        return cls(
+            question, replica, kind, answer["first_token_seconds"], answer["prompt_tokens"],
+            answer["computed_tokens"], answer["engine_tokens"], answer["pool_tokens"], answer["remote_tokens"],
+            tuple(answer["token_ids"]), answer["text"],
+        )  # fmt: skip
+
+
+def show_table(rows: list[Row], console: Console) -> None:
+    reference = {row.question: row.first_token_seconds for row in rows if row.kind == "recompute"}
+    table = Table(title="time to first token, and where the prompt's tokens came from", title_justify="left")
+    for column in ("question", "replica"):
+        table.add_column(column)
+    for column in ("first token", "computed", "hit in engine", "hit in local pool", "hit remotely", "of recompute"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        share = f"{row.first_token_seconds / reference[row.question]:.1%}" if row.question in reference else ""
+        table.add_row(
+            str(row.question), row.replica, f"{row.first_token_seconds:.2f} s", f"{row.computed_tokens:,}",
+            f"{row.engine_tokens:,}", f"{row.pool_tokens:,}", f"{row.remote_tokens:,}", share,
+            style="bold" if row.kind == "remote" else None,
+        )  # fmt: skip
+    console.print(table)
+
+
+def show_transfers(nodes: list[tuple[str, dict[str, Any]]], console: Console) -> None:
+    """What the shards counted themselves."""
+    for name, node in nodes:
+        counters = node["counters"]
+        console.print(
+            f"shard of {name}: stored {counters.get('blocks_sealed', 0) - counters.get('fetched_blocks', 0)} blocks, "
+            f"fetched {counters.get('fetched_blocks', 0)} blocks = {format_bytes(counters.get('fetched_bytes', 0))} by "
+            f"{node['transport'].upper()}, served {counters.get('peer_located_blocks', 0)} blocks to its peer",
+            highlight=False,
+        )
+
+
+def save(rows: list[Row], nodes: list[tuple[str, dict[str, Any]]], folder: Path, title: str) -> list[Path]:
+    """demo.json and demo.png in the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "demo.json"
+    shards = {name: {"transport": node["transport"], "counters": node["counters"]} for name, node in nodes}
+    data.write_text(json.dumps({"rows": [asdict(row) for row in rows], "shards": shards}, indent=2))
+    picture = folder / "demo.png"
+    _plot(rows, picture, title)
+    return [data, picture]
+
+
+def _plot(rows: list[Row], path: Path, title: str) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (times, tokens) = pyplot.subplots(1, 2, figsize=(13, 0.5 * len(rows) + 2), sharey=True)
+    labels = [f"Q{row.question}  {row.replica}" for row in rows]
+    positions = list(range(len(rows)))
+    times.barh(positions, [row.first_token_seconds for row in rows], color=[KINDS[row.kind] for row in rows])
+    for position, row in zip(positions, rows, strict=True):
+        times.text(row.first_token_seconds, position, f" {row.first_token_seconds:.2f} s", va="center", fontsize=9)
+    times.set_yticks(positions, labels)
+    times.invert_yaxis()
+    times.set_xlabel("time to first token, seconds")
+    times.margins(x=0.15)
+    left = [0] * len(rows)
+    parts = [("computed", "cold", "computed"), ("hit in the engine", "engine", "engine")]
+    parts += [("hit in the local pool", "pool", "pool"), ("hit on another node", "remote", "remote")]
+    for label, colour, name in parts:
+        widths = [getattr(row, f"{name}_tokens") for row in rows]
+        tokens.barh(positions, widths, left=left, color=KINDS[colour], label=label)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    tokens.set_xlabel("prompt tokens, by where they came from")
+    tokens.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=4, fontsize=8, frameon=False)
+    for axes in (times, tokens):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=11)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

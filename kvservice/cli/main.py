@@ -1,0 +1,115 @@
+"""`kvservice`: up, down, status, doctor, demo. Everything is imported inside the commands, so that --help is instant.
+
+Exit codes: 0 all is well, 1 something is wrong, 2 wrong usage, 3 there is no service.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvservice.errors import ConfigError, KVServiceError
+
+EXIT_PROBLEM = 1
+EXIT_USAGE = 2
+EXIT_NO_SERVICE = 3
+
+app = typer.Typer(
+    help="A cluster-wide KV cache for LLM inference on Ray.", no_args_is_help=True, add_completion=False,
+    rich_markup_mode=None, pretty_exceptions_enable=False,
+)  # fmt: skip
+
+Service = Annotated[str | None, typer.Option("--service", help="Name of the installation. Default: 'default'.")]
+Address = Annotated[str | None, typer.Option("--address", help="Ray cluster to join. Default: this machine's.")]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output with stable keys.")]
+
+
+def fail(error: KVServiceError) -> typer.Exit:
+    typer.secho(f"error: {error.message}", err=True, fg="red")
+    return typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_PROBLEM)
+
+
+@app.command()
+def up(
+    service: Service = None,
+    pool: Annotated[str | None, typer.Option(help="Shared memory each node gives, e.g. 64GiB. Default: 4GiB.")] = None,
+    lookups: Annotated[int | None, typer.Option(help="Number of lookup shards. Default: 2.")] = None,
+    transport: Annotated[str | None, typer.Option(help="auto, nixl or shm. Default: auto.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with any of the settings.")] = None,
+    address: Address = None,
+    no_ray: Annotated[bool, typer.Option("--no-ray", help="One node in the foreground, without Ray.")] = False,
+) -> None:
+    """Start the service: on every node of a Ray cluster, or with --no-ray in this process."""
+    from kvservice.cli import lifecycle
+    from kvservice.config import load_config
+
+    try:
+        loaded = load_config(config, service=service, pool_bytes=pool, lookup_shards=lookups, transport=transport)
+        lifecycle.run_foreground(loaded) if no_ray else lifecycle.up(loaded, address)
+    except KVServiceError as error:
+        raise fail(error) from error
+
+
+@app.command()
+def down(service: Service = None, address: Address = None) -> None:
+    """Stop the service and remove everything it made. Blocks in shared memory are lost."""
+    from kvservice.cli import lifecycle
+    from kvservice.config import load_config
+
+    try:
+        found = lifecycle.down(load_config(service=service).service, address)
+    except KVServiceError as error:
+        raise fail(error) from error
+    if not found:
+        raise typer.Exit(EXIT_NO_SERVICE)
+
+
+@app.command()
+def status(service: Service = None, as_json: Json = False) -> None:
+    """Nodes, capacity by slot state, hits, bytes moved, lookup shards. Run it on any node of the service."""
+    from kvservice.cli import status as command
+    from kvservice.config import load_config
+
+    try:
+        state = command.collect(load_config(service=service).service)
+    except KVServiceError as error:
+        raise fail(error) from error
+    if state is None:
+        message = "no service is registered on this machine: start one with `kvservice up`"
+        typer.echo('{"service": null}' if as_json else message)
+        raise typer.Exit(EXIT_NO_SERVICE)
+    command.show(state, as_json=as_json)
+    if state["problems"]:
+        raise typer.Exit(EXIT_PROBLEM)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Check this machine: versions, shared memory, NIXL, hashing, reachability, clocks."""
+    from kvservice.cli import doctor as command
+
+    checks = command.run_checks()
+    command.show(checks, as_json=as_json)
+    if any(check["status"] == "problem" for check in checks):
+        raise typer.Exit(EXIT_PROBLEM)
+
+
+@app.command()
+def demo(
+    model: Annotated[Path | None, typer.Option(help="Model folder or hub id. Default: a small one, prepared.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the table and the plot.")] = Path("demo-output"),
+    questions: Annotated[int, typer.Option(min=1, max=5, help="How many questions about the document.")] = 3,
+) -> None:
+    """A prefix that one vLLM replica computed is hit by another on another node, measured and plotted."""
+    from kvservice.cli.demo.run import run
+
+    try:
+        run(model, out, questions)
+    except KVServiceError as error:
+        raise fail(error) from error
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,182 @@
+"""`kvservice status`: asks the lookup shards who there is, and every shard for its numbers. Needs no Ray."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+
+from kvservice.units import format_bytes
+
+CALL_SECONDS = 3.0
+STATES = ("free", "writing", "sealed", "leased", "quarantined")
+COLOURS = {"free": "green", "writing": "yellow", "sealed": "blue", "leased": "magenta", "quarantined": "red"}
+BAR_CHARS = 24
+
+
+def collect(service: str) -> dict[str, Any] | None:
+    """Everything `show` prints, with stable keys; None when this machine knows no such service. Blocks for RPCs."""
+    from kvservice.client.discovery import find_shards
+
+    local = find_shards(service)
+    if not local:
+        return None
+    addresses = max((record.lookup_addresses for record in local), key=len)
+    lookups = [_lookup_stats(address) for address in addresses]
+    peers = {record.node_id: record.peer_address for record in local}
+    for lookup in lookups:
+        peers.update({node["node_id"]: node["peer_address"] for node in lookup["nodes"] if node["alive"]})
+    nodes = [_node_stats(str(node), address) for node, address in sorted(peers.items())]
+    problems = [f"lookup shard {row['address']}: {row['error']}" for row in lookups if row["error"]]
+    problems += [f"node {row['node_id']} at {row['peer_address']}: {row['error']}" for row in nodes if row["error"]]
+    totals = {
+        name: sum(row["counters"].get(name, 0) for row in nodes)
+        for name in ("asked_blocks", "hit_local_blocks", "hit_remote_blocks", "fetched_bytes")
+    }
+    asked = totals["asked_blocks"]
+    rates = {
+        "local": totals["hit_local_blocks"] / asked if asked else None,
+        "remote": totals["hit_remote_blocks"] / asked if asked else None,
+    }
+    return {
+        "service": service, "nodes": nodes, "lookups": lookups, "totals": totals, "hit_rates": rates,
+        "problems": problems,
+    }  # fmt: skip
+
+
+def show(state: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(state, indent=2))
+        return
+    console = Console()
+    nodes = Table(title=f"service '{state['service']}'", title_justify="left")
+    for column in (
+        "node",
+        "peers reach it at",
+        "pool",
+        "slots by state",
+        "hits local",
+        "remote",
+        "fetched",
+        "by",
+        "up",
+    ):
+        nodes.add_column(column, overflow="fold")
+    for row in state["nodes"]:
+        nodes.add_row(*_node_cells(row))
+    console.print(nodes)
+    console.print("  ".join(f"[{COLOURS[name]}]■[/] {name}" for name in STATES))
+    lookups = Table(title="lookup shards", title_justify="left")
+    for column in ("address", "partition", "keys", "nodes alive"):
+        lookups.add_column(column)
+    for row in state["lookups"]:
+        alive = sum(node["alive"] for node in row["nodes"])
+        part = f"{row['partition']} of {row['partition_count']}"
+        lookups.add_row(row["address"], part, f"{row['key_count']:,}", row["error"] or str(alive))
+    console.print(lookups)
+    rates = state["hit_rates"]
+    if rates["local"] is not None:
+        asked = state["totals"]["asked_blocks"]
+        console.print(f"hit rate of {asked:,} asked blocks: {rates['local']:.1%} local, {rates['remote']:.1%} remote")
+    for row in state["nodes"]:
+        for model in row["models"]:
+            console.print(f"attached at {row['node_id']}: {model}")
+    for problem in state["problems"]:
+        console.print(f"[red]problem:[/] {problem}")
+
+
+def _node_cells(row: dict[str, Any]) -> list[str]:
+    if row["error"]:
+        return [row["node_id"], row["peer_address"], "", f"[red]{row['error']}[/]", "", "", "", "", ""]
+    counters = row["counters"]
+    return [
+        row["node_id"] + (" (draining)" if row["draining"] else ""),
+        row["peer_address"],
+        format_bytes(row["segment_bytes"]),
+        _bar(row["slots"]),
+        f"{counters.get('hit_local_blocks', 0):,}",
+        f"{counters.get('hit_remote_blocks', 0):,}",
+        format_bytes(counters.get("fetched_bytes", 0)),
+        row["transport"],
+        f"{row['uptime_seconds']:.0f} s",
+    ]
+
+
+def _bar(slots: dict[str, int]) -> str:
+    """A bar of the slot states and the counts of those that are not zero."""
+    total = sum(slots.values())
+    if total == 0:
+        return "(no slab in use)"
+    bar = ""
+    for name in STATES:
+        width = round(BAR_CHARS * slots.get(name, 0) / total) or (1 if slots.get(name, 0) else 0)
+        bar += f"[{COLOURS[name]}]{'█' * width}[/]" if width else ""
+    counts = " ".join(f"{name} {slots[name]:,}" for name in STATES if slots.get(name, 0))
+    return f"{bar}\n{counts}"
+
+
+def _lookup_stats(address: str) -> dict[str, Any]:
+    from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
+
+    row: dict[str, Any] = {
+        "address": address, "partition": 0, "partition_count": 0, "key_count": 0, "nodes": [], "error": "",
+    }  # fmt: skip
+    try:
+        with grpc.insecure_channel(address) as channel:
+            stub = lookup_pb2_grpc.LookupServiceStub(channel)
+            reply = stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=CALL_SECONDS)
+    except grpc.RpcError as error:
+        row["error"] = _short(error)
+        return row
+    row.update(partition=reply.partition, partition_count=reply.partition_count, key_count=reply.key_count)
+    row["nodes"] = [
+        {
+            "node_id": node.node.node_id,
+            "peer_address": node.node.peer_address,
+            "epoch": node.node.epoch,
+            "block_count": node.block_count,
+            "heartbeat_age_seconds": round(node.heartbeat_age_seconds, 3),
+            "alive": node.alive,
+        }
+        for node in reply.nodes
+    ]
+    return row
+
+
+def _node_stats(node_id: str, address: str) -> dict[str, Any]:
+    from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
+
+    row: dict[str, Any] = {
+        "node_id": node_id, "peer_address": address, "epoch": 0, "segment_bytes": 0, "slabs": 0, "slabs_free": 0,
+        "slots": {}, "counters": {}, "draining": False, "transport": "", "uptime_seconds": 0.0, "models": [],
+        "error": "",
+    }  # fmt: skip
+    try:
+        with grpc.insecure_channel(address) as channel:
+            stub = shard_pb2_grpc.AdminServiceStub(channel)
+            reply = stub.Stats(shard_pb2.StatsRequest(), timeout=CALL_SECONDS)
+    except grpc.RpcError as error:
+        row["error"] = _short(error)
+        return row
+    row.update(
+        epoch=reply.node.epoch,
+        segment_bytes=reply.segment_bytes,
+        slabs=reply.slab_count,
+        slabs_free=reply.slab_free_count,
+        slots=dict(reply.slots),
+        counters=dict(sorted(reply.counters.items())),
+        draining=reply.draining,
+        transport=reply.transport,
+        uptime_seconds=round(reply.uptime_seconds, 1),
+        models=list(reply.models),
+    )
+    return row
+
+
+def _short(error: grpc.RpcError) -> str:
+    """'unavailable', 'deadline exceeded': the code says more to an operator than gRPC's paragraph."""
+    code = getattr(error, "code", None)
+    return "no answer" if code is None else str(code().name).lower().replace("_", " ")
