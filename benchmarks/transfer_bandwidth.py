@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -221,6 +222,7 @@ def main() -> None:
     parser.add_argument("--source", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--reader", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a stopped run removes its segments
     total, repeats = (64 * MiB, 3) if options.quick else (240 * MiB, 9)
     if options.source is not None:
         source_main(options.source)
@@ -239,8 +241,11 @@ def main() -> None:
     for mode, tls in UCX_MODES.items():
         command = [sys.executable, "-m", "benchmarks.transfer_bandwidth", "--reader", *sys.argv[1:]]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "UCX_TLS": tls})
-        found = json.loads(answer(child))
-        child.wait()
+        try:
+            found = json.loads(answer(child))
+        finally:
+            child.terminate()
+            child.wait()
         by_transport[mode] = found
         for block_bytes, by_way in found.items():
             for way, values in by_way.items():
