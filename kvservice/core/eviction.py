@@ -60,7 +60,9 @@ class LeafFirstLru:
     def __init__(self) -> None:
         self._entries: dict[BlockKey, _Entry] = {}
         self._heaps: dict[int, list[tuple[tuple[bool, int, int], BlockKey]]] = {}
-        self._orphans: dict[BlockKey, int] = {}  # children of a parent that is not resident, to be linked if it comes
+        # Children of a block that is not resident, by its key and position: linked if it comes, but only at that
+        # position, or two blocks could become each other's parent and never be evicted.
+        self._orphans: dict[tuple[BlockKey, int], int] = {}
         self._tick = 0
 
     def __contains__(self, key: BlockKey) -> bool:
@@ -70,7 +72,7 @@ class LeafFirstLru:
         assert key not in self._entries
         self._tick += 1
         entry = _Entry(parent=None, position=position, is_copy=is_copy, size_class=size_class, tick=self._tick)
-        entry.children = self._orphans.pop(key, 0)
+        entry.children = self._orphans.pop((key, position), 0)
         self._entries[key] = entry
         self._link(entry, parent)
         self._touch_ancestors(entry)
@@ -81,7 +83,7 @@ class LeafFirstLru:
         assert not entry.pinned
         self._unlink(entry)
         if entry.children:
-            self._orphans[key] = entry.children
+            self._orphans[key, entry.position] = entry.children
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
         self._tick += 1
@@ -145,21 +147,23 @@ class LeafFirstLru:
         if above is not None:
             above.children += 1
         else:
-            self._orphans[parent] = self._orphans.get(parent, 0) + 1
+            place = (parent, entry.position - 1)
+            self._orphans[place] = self._orphans.get(place, 0) + 1
 
     def _unlink(self, entry: _Entry) -> None:
         if entry.parent is None:
             return
         above = self._entries.get(entry.parent)
-        if above is not None:
+        if above is not None and above.position == entry.position - 1:
             above.children -= 1
             self._offer(entry.parent, above)
             return
-        left = self._orphans[entry.parent] - 1
+        place = (entry.parent, entry.position - 1)
+        left = self._orphans[place] - 1
         if left:
-            self._orphans[entry.parent] = left
+            self._orphans[place] = left
         else:
-            del self._orphans[entry.parent]
+            del self._orphans[place]
 
     def _touch_ancestors(self, entry: _Entry) -> None:
         # A new leaf makes its whole prefix as recent as itself: an engine that had the prefix in its own cache never
@@ -167,21 +171,21 @@ class LeafFirstLru:
         parent = entry.parent
         while parent is not None:
             above = self._entries.get(parent)
-            if above is None or above.tick == self._tick:
+            if above is None or above.tick == self._tick or above.position != entry.position - 1:
                 return
             above.tick = self._tick
             self._offer(parent, above)
-            parent = above.parent
+            entry, parent = above, above.parent
 
     def check_invariants(self) -> None:
-        children: dict[BlockKey, int] = {}
+        children: dict[tuple[BlockKey, int], int] = {}
         for entry in self._entries.values():
             if entry.parent is not None:
-                children[entry.parent] = children.get(entry.parent, 0) + 1
+                place = (entry.parent, entry.position - 1)
+                children[place] = children.get(place, 0) + 1
         for key, entry in self._entries.items():
-            assert entry.children == children.get(key, 0), f"child count of {key.hex()} is off"
-        missing = {key: count for key, count in children.items() if key not in self._entries}
-        assert missing == self._orphans, "children of absent parents are miscounted"
+            assert entry.children == children.pop((key, entry.position), 0), f"child count of {key.hex()} is off"
+        assert children == self._orphans, "children of absent parents are miscounted"
         for size_class in {entry.size_class for entry in self._entries.values()}:
             listed = {(rank, key) for rank, key in self._heaps.get(size_class, [])}
             for key, entry in self._entries.items():

@@ -1,0 +1,246 @@
+"""Rules of core.eviction: who goes first, and that everybody can go in the end."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvservice.core.eviction import LeafFirstLru
+from kvservice.units import BlockKey
+
+SIZE = 1
+
+
+def key(name: str) -> BlockKey:
+    return BlockKey(name.encode().ljust(16, b"."))
+
+
+def names(found: list[BlockKey]) -> str:
+    return "".join(chr(one[0]) for one in found)
+
+
+def add(
+    policy: LeafFirstLru, name: str, parent: str = "", position: int = 0, *, is_copy: bool = False, size: int = SIZE
+) -> None:
+    policy.add(key(name), key(parent) if parent else None, position, is_copy=is_copy, size_class=size)
+    policy.check_invariants()
+
+
+def add_chain(policy: LeafFirstLru, chain: str, start: int = 0, *, is_copy: bool = False) -> None:
+    for position in range(start, len(chain)):
+        add(policy, chain[position], chain[position - 1] if position else "", position, is_copy=is_copy)
+
+
+def touch(policy: LeafFirstLru, chain: str) -> None:
+    policy.touch([key(name) for name in chain])
+    policy.check_invariants()
+
+
+def drain(policy: LeafFirstLru, size: int = SIZE) -> str:
+    """Evict until nothing can be evicted."""
+    out: list[BlockKey] = []
+    while (victim := policy.victim(size)) is not None:
+        assert policy.victim(size) == victim, "asking twice must not change the answer"
+        policy.remove(victim)
+        policy.check_invariants()
+        out.append(victim)
+    return names(out)
+
+
+def test_leaves_go_before_their_prefix() -> None:
+    policy = LeafFirstLru()
+    add_chain(policy, "abcd")
+    assert drain(policy) == "dcba"
+
+
+def test_the_least_recent_leaf_goes_first() -> None:
+    policy = LeafFirstLru()
+    for name in "xyz":
+        add(policy, name)
+    touch(policy, "x")
+    assert drain(policy) == "yzx"
+
+
+def test_copies_go_before_originals_however_recent() -> None:
+    policy = LeafFirstLru()
+    add(policy, "o")
+    add(policy, "c", is_copy=True)
+    touch(policy, "c")
+    assert drain(policy) == "co"
+
+
+def test_a_copy_with_a_resident_child_stays_before_an_original_leaf_goes() -> None:
+    policy = LeafFirstLru()
+    add_chain(policy, "a", is_copy=True)
+    add_chain(policy, "ab", start=1)
+    add(policy, "z")
+    touch(policy, "ab")
+    assert drain(policy) == "zba"
+
+
+def test_a_pinned_block_is_never_a_victim_and_neither_is_its_prefix() -> None:
+    policy = LeafFirstLru()
+    add_chain(policy, "abc")
+    policy.pin(key("b"))
+    assert drain(policy) == "c"
+    policy.unpin(key("b"))
+    assert drain(policy) == "ba"
+
+
+def test_a_block_pinned_between_question_and_answer_is_skipped() -> None:
+    policy = LeafFirstLru()
+    add(policy, "a")
+    add(policy, "b")
+    assert policy.victim(SIZE) == key("a")
+    policy.pin(key("a"))
+    assert policy.victim(SIZE) == key("b")
+
+
+def test_touching_a_new_leaf_keeps_its_ancestors() -> None:
+    """The engine that made the leaf had its prefix in its own memory and never asked for it."""
+    policy = LeafFirstLru()
+    add_chain(policy, "abc")
+    for name in "xyz":
+        add(policy, name)
+    add(policy, "d", "c", 3)
+    policy.remove(key("d"))
+    assert drain(policy) == "xyzcba"
+
+
+def test_equally_recent_blocks_go_from_the_end_of_the_chain() -> None:
+    """Adopted blocks know no parents; their positions keep the order right."""
+    policy = LeafFirstLru()
+    for position, name in ((1, "b"), (0, "a"), (2, "c")):
+        add(policy, name, position=position)
+    policy._tick = 10
+    for entry in policy._entries.values():
+        entry.tick = 10
+        entry.parent = None
+    for name, entry in list(policy._entries.items()):
+        policy._offer(name, entry)
+    assert drain(policy) == "cba"
+
+
+def test_a_chain_is_linked_when_it_is_touched() -> None:
+    policy = LeafFirstLru()
+    for position, name in ((2, "c"), (1, "b"), (0, "a")):
+        add(policy, name, position=position)
+    touch(policy, "abc")
+    add(policy, "z")
+    assert drain(policy) == "cbaz"
+
+
+def test_orphans_are_linked_when_their_parent_comes_back() -> None:
+    policy = LeafFirstLru()
+    add(policy, "b", "a", 1)
+    add(policy, "c", "b", 2)
+    add(policy, "a")
+    assert drain(policy) == "cba"
+
+
+def test_an_orphan_that_left_is_not_counted_as_a_child() -> None:
+    policy = LeafFirstLru()
+    add(policy, "b", "a", 1)
+    policy.remove(key("b"))
+    policy.check_invariants()
+    add(policy, "a")
+    assert drain(policy) == "a"
+    assert not policy._orphans
+
+
+def test_a_prefix_torn_out_by_force_finds_its_children_again() -> None:
+    policy = LeafFirstLru()
+    add_chain(policy, "abc")
+    policy.remove(key("b"))  # its slab went to another model
+    policy.check_invariants()
+    add(policy, "b", "a", 1)
+    assert drain(policy) == "cba"
+
+
+def test_size_classes_do_not_give_up_blocks_for_each_other() -> None:
+    policy = LeafFirstLru()
+    add(policy, "a", size=1)
+    add(policy, "b", size=2)
+    assert policy.victim(3) is None
+    assert drain(policy, 2) == "b"
+    assert drain(policy, 1) == "a"
+
+
+@pytest.mark.parametrize("position", [0, 2, 3])
+def test_a_child_at_the_wrong_position_is_not_linked(position: int) -> None:
+    policy = LeafFirstLru()
+    add(policy, "a")
+    add(policy, "b", "a", position)
+    assert sorted(drain(policy)) == ["a", "b"]
+
+
+def test_blocks_that_name_each_other_as_parent_can_still_be_evicted() -> None:
+    """What an engine says about parents is not checked by anybody: it must not make a slot unusable for ever."""
+    policy = LeafFirstLru()
+    add(policy, "x", "p", 5)
+    add(policy, "p", "x", 6)
+    assert sorted(drain(policy)) == ["p", "x"]
+
+
+def test_a_block_that_is_its_own_parent_can_be_evicted() -> None:
+    policy = LeafFirstLru()
+    add(policy, "a", "a", 1)
+    assert drain(policy) == "a"
+
+
+def test_touching_a_reversed_chain_does_not_link_it() -> None:
+    policy = LeafFirstLru()
+    add_chain(policy, "abc")
+    touch(policy, "cba")
+    assert drain(policy) == "cba"
+
+
+def test_touches_do_not_pile_up_memory() -> None:
+    policy = LeafFirstLru()
+    for position in range(10):
+        add(policy, chr(97 + position))
+    for _ in range(1000):
+        touch(policy, "abcdefghij")
+    assert sum(len(heap) for heap in policy._heaps.values()) <= 64 + 4 * 10 + 1
+    assert len(drain(policy)) == 10
+
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "remove", "touch", "pin", "unpin"]),
+        st.integers(0, 7),
+        st.integers(-1, 7),
+        st.integers(0, 4),
+        st.booleans(),
+    ),
+    max_size=60,
+)
+
+
+@given(operations)
+def test_whatever_is_claimed_everything_can_be_evicted_in_the_end(
+    steps: list[tuple[str, int, int, int, bool]],
+) -> None:
+    policy = LeafFirstLru()
+    held: dict[int, bool] = {}  # pinned?
+    for what, one, other, position, flag in steps:
+        name = chr(97 + one)
+        if what == "add" and one not in held:
+            add(policy, name, chr(97 + other) if other >= 0 else "", position, is_copy=flag)
+            held[one] = False
+        elif what == "remove" and held.get(one) is False:
+            policy.remove(key(name))
+            del held[one]
+        elif what == "touch":
+            touch(policy, "".join(chr(97 + index % 8) for index in range(one, one + position)))
+        elif what in ("pin", "unpin") and held.get(one) is (what == "unpin"):
+            (policy.pin if what == "pin" else policy.unpin)(key(name))
+            held[one] = what == "pin"
+        policy.check_invariants()
+        victim = policy.victim(SIZE)
+        assert victim is None or held[victim[0] - 97] is False
+    for one, pinned in held.items():
+        if pinned:
+            policy.unpin(key(chr(97 + one)))
+    assert len(drain(policy)) == len(held)
