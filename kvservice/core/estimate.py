@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WEIGHT = 0.3  # of the newest sample: follows a changed link within a handful of pulls
+REFUSALS_MAX = 32  # then one fetch is tried whatever the estimate says: without samples it would never change again
 
 
 @dataclass(slots=True)
@@ -13,6 +14,7 @@ class FetchEstimate:
 
     bytes_per_second: float | None = None
     overhead_seconds: float | None = None
+    refusals: int = 0  # in a row
 
     def observe_pull(self, byte_count: int, seconds: float) -> None:
         if byte_count > 0 and seconds > 0:
@@ -26,6 +28,14 @@ class FetchEstimate:
 
         `recompute_seconds` is the engine's time for one block; 0 when it has not measured any yet.
         """
+        count = self._fitting(block_count, block_bytes, recompute_seconds, remaining_seconds)
+        if count > 0 or self.refusals >= REFUSALS_MAX:
+            self.refusals = 0
+            return count or block_count
+        self.refusals += 1
+        return 0
+
+    def _fitting(self, block_count: int, block_bytes: int, recompute_seconds: float, remaining_seconds: float) -> int:
         if self.bytes_per_second is None:
             return block_count
         overhead = self.overhead_seconds or 0.0
