@@ -84,10 +84,15 @@ class BlockStore:
     def reserve(self, payload_bytes: int, count: int, owner: bytes) -> list[Slot]:
         """Up to `count` slots in WRITING, evicting as needed. Headers with odd generations are written at once."""
         reserved: list[Slot] = []
+        may_steal = True  # looking for a slab to steal visits every slot, so it is not done again once there was none
         while len(reserved) < count:
             slot = self.table.take_free(payload_bytes, owner)
             if slot is None:
-                if not self._make_room(payload_bytes):
+                if self._grow(payload_bytes, may_steal):
+                    continue
+                may_steal = False
+                # With nothing of our own left to give, any slab will do.
+                if not self._evict_one(payload_bytes) and not self._grow(payload_bytes, may_steal=True):
                     break
                 continue
             reserved.append(slot)
@@ -172,21 +177,27 @@ class BlockStore:
         self._actions.append(Retract(key, block.route))
         self.counters["evicted_copies" if block.is_copy else "evicted_originals"] += 1
 
-    def _make_room(self, payload_bytes: int) -> bool:
-        """Free at least one slot of this size: an unused slab, the policy's victim, or a slab of another size."""
+    def _grow(self, payload_bytes: int, may_steal: bool) -> bool:
+        """Give this size one more slab: an unused one, or one of another size whose blocks are older than our own."""
         slab = self.table.assign_slab(payload_bytes)
         if slab is not None:
             self._actions.append(AssignSlab(slab, payload_bytes))
             return True
+        if not may_steal:
+            return False
         victim = self._policy.victim(payload_bytes)
         stolen = self._slab_to_steal(payload_bytes, None if victim is None else self._policy.last_touch(victim))
-        if stolen is not None:
-            self._move_slab(stolen, payload_bytes)
-            return True
-        if victim is not None:
-            self._evict(victim)
-            return True
-        return False
+        if stolen is None:
+            return False
+        self._move_slab(stolen, payload_bytes)
+        return True
+
+    def _evict_one(self, payload_bytes: int) -> bool:
+        victim = self._policy.victim(payload_bytes)
+        if victim is None:
+            return False
+        self._evict(victim)
+        return True
 
     def _slab_to_steal(self, payload_bytes: int, own_tick: int | None) -> int | None:
         """A slab of another size whose newest block is older than our own victim, or the oldest if we have none."""
