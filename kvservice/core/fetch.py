@@ -11,6 +11,7 @@ on after a deadline: the blocks are there for the next request.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,9 @@ from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, 
 LOOKUP_SECONDS_MAX = 0.25  # an absent directory may not use up the engine's deadline
 LOCATE_SECONDS_MAX = 1.0
 PULL_BLOCKS_MAX = 512  # of one fetch: bounds remote leases and the headers in flight
+LOCATE_GIVE_UP_SECONDS = 3.0  # connecting and asking each have LOCATE_SECONDS_MAX; then nobody is answering any more
+PULL_SECONDS_MAX = 60.0  # whatever lease a peer claims to give
+PULL_GRACE_SECONDS = 5.0  # a pull is reported by its deadline; this long after it, waiting for it is pointless
 LEASE_MARGIN_SECONDS = 1.0  # reading stops this long before the peer's lease ends
 SUSPECT_SECONDS = 60.0  # a slot whose bytes failed verification rests this long
 
@@ -77,6 +81,7 @@ class _Fetch:
     payload_bytes: int
     state: FetchState = FetchState.LOCATING
     started: float = 0.0
+    give_up_at: float = 0.0  # nobody waits for its blocks longer than this, even if no answer ever comes
     epoch: BootEpoch = BootEpoch(0)  # noqa: RUF009  a NewType call is the identity
     lease_id: LeaseId = LeaseId(0)  # noqa: RUF009
     handles: list[BlockHandle] = field(default_factory=list)
@@ -145,7 +150,7 @@ class Acquisitions:
         if acquisition is None or not acquisition.resolving:
             return  # answered at its deadline already
         acquisition.resolving = False
-        holders = self._holders_by_index(runs)
+        holders = self._holders_by_index(runs, acquisition.break_at)
         wanted: list[int] = []
         for index in range(acquisition.request.skip, acquisition.break_at):
             if index in acquisition.held or index in acquisition.pending:
@@ -156,7 +161,10 @@ class Acquisitions:
                 acquisition.end(index, MissReason.NEVER_STORED if complete else MissReason.LOOKUP_FAILED)
                 break
             wanted.append(index)
-        self._fetch_worthwhile(acquisition, wanted, holders, now)
+        if wanted and self.draining:
+            acquisition.end(wanted[0], MissReason.DRAINING)
+        else:
+            self._fetch_worthwhile(acquisition, wanted, holders, now)
         self._settle(acquisition, now)
 
     def located(self, fetch_id: int, result: LocateResult | None, sent_at: float, now: float) -> None:
@@ -185,7 +193,8 @@ class Acquisitions:
         del fetch.indices[kept:]
         fetch.state, fetch.started = FetchState.PULLING, now
         items = tuple((handle, slot.index) for handle, slot in zip(fetch.handles, fetch.slots, strict=True))
-        deadline = sent_at + result.lease_seconds - LEASE_MARGIN_SECONDS
+        deadline = sent_at + min(result.lease_seconds, PULL_SECONDS_MAX) - LEASE_MARGIN_SECONDS
+        fetch.give_up_at = max(deadline, now) + PULL_GRACE_SECONDS
         self._actions.append(Pull(fetch_id, fetch.holder, fetch.epoch, fetch.payload_bytes, items, deadline))
 
     def pulled(self, job: int, verdicts: Sequence[PullVerdict], now: float) -> None:
@@ -247,6 +256,8 @@ class Acquisitions:
             )
             acquisition.end(gap, MissReason.DEADLINE)
             self._answer(acquisition, now)
+        for fetch in [f for f in self._fetches.values() if f.give_up_at <= now]:
+            self._give_up(fetch, now)
         resting = [(until, index) for until, index in self._suspects if until > now]
         for until, index in self._suspects:
             if until <= now:
@@ -255,6 +266,7 @@ class Acquisitions:
 
     def next_deadline(self) -> float | None:
         times = [a.deadline for a in self._open.values()] + [until for until, _ in self._suspects]
+        times += [f.give_up_at for f in self._fetches.values() if f.give_up_at < math.inf]
         return min(times, default=None)
 
     @property
@@ -286,12 +298,12 @@ class Acquisitions:
         acquisition.pending.add(index)
         self._waiters.setdefault(acquisition.request.keys[index], []).append((acquisition.op, index))
 
-    def _holders_by_index(self, runs: Sequence[HolderRun]) -> dict[int, tuple[Holder, ...]]:
+    def _holders_by_index(self, runs: Sequence[HolderRun], end: int) -> dict[int, tuple[Holder, ...]]:
         by_index: dict[int, tuple[Holder, ...]] = {}
         for run in runs:
-            others = tuple(holder for holder in run.holders if holder.node_id != self._node_id)
+            others = tuple(dict.fromkeys(holder for holder in run.holders if holder.node_id != self._node_id))
             if others:
-                by_index.update(dict.fromkeys(range(run.start, run.start + run.count), others))
+                by_index.update(dict.fromkeys(range(run.start, min(run.start + run.count, end)), others))
         return by_index
 
     def _fetch_worthwhile(
@@ -344,10 +356,10 @@ class Acquisitions:
             self._arriving[chain[index]] = fetch.fetch
             self._await(acquisition, index)
         self._counters["fetches_started"] += 1
-        self._locate(fetch)
+        self._locate(fetch, now)
 
-    def _locate(self, fetch: _Fetch) -> None:
-        fetch.state = FetchState.LOCATING
+    def _locate(self, fetch: _Fetch, now: float) -> None:
+        fetch.state, fetch.give_up_at = FetchState.LOCATING, now + LOCATE_GIVE_UP_SECONDS
         keys = tuple(fetch.chain[index] for index in fetch.indices)
         self._actions.append(Locate(fetch.fetch, fetch.holder, keys, LOCATE_SECONDS_MAX))
 
@@ -392,10 +404,19 @@ class Acquisitions:
             fetch.fetch = self._next_id
             self._next_id += 1
             self._fetches[fetch.fetch] = fetch
-            self._locate(fetch)
+            self._locate(fetch, now)
             return
         del self._fetches[fetch.fetch]
         self._fail_indices(fetch, left, reason, now)
+
+    def _give_up(self, fetch: _Fetch, now: float) -> None:
+        """Its performer owes an answer that does not come: the blocks may be fetched anew, by whoever wants them."""
+        self._counters["fetches_overdue"] += 1
+        if fetch.state is FetchState.LOCATING:
+            self._end_fetch(fetch, 0, MissReason.PEER_FAILED, now)
+            return
+        fetch.give_up_at = math.inf  # its slots stay reserved until Pulled: the transport may still write them
+        self._fail_indices(fetch, fetch.indices, MissReason.DEADLINE, now)
 
     def _fail_indices(self, fetch: _Fetch, indices: Sequence[int], reason: MissReason, now: float) -> None:
         for index in indices:
@@ -404,12 +425,18 @@ class Acquisitions:
                 del self._arriving[key]
                 self._fail_key(key, reason, now)
 
-    def _arrived(self, key: BlockKey, *, fetched: bool, now: float) -> None:
-        block = self._store.get(key)
+    def _take_waiters(self, key: BlockKey) -> list[tuple[_Acquisition, int]]:
+        found: list[tuple[_Acquisition, int]] = []
         for op, index in self._waiters.pop(key, []):
             acquisition = self._open.get(op)
-            if acquisition is None or index not in acquisition.pending:
-                continue
+            # An op id may be used again after its answer: the key tells whether this is still the call that waited.
+            if acquisition is not None and index in acquisition.pending and acquisition.request.keys[index] == key:
+                found.append((acquisition, index))
+        return found
+
+    def _arrived(self, key: BlockKey, *, fetched: bool, now: float) -> None:
+        block = self._store.get(key)
+        for acquisition, index in self._take_waiters(key):
             acquisition.pending.discard(index)
             if block is None or block.payload_bytes != acquisition.payload_bytes:
                 acquisition.end(index, MissReason.STALE)
@@ -421,10 +448,7 @@ class Acquisitions:
             self._settle(acquisition, now)
 
     def _fail_key(self, key: BlockKey, reason: MissReason, now: float) -> None:
-        for op, index in self._waiters.pop(key, []):
-            acquisition = self._open.get(op)
-            if acquisition is None or index not in acquisition.pending:
-                continue
+        for acquisition, index in self._take_waiters(key):
             acquisition.pending.discard(index)
             acquisition.end(index, reason)
             self._settle(acquisition, now)
