@@ -18,7 +18,7 @@ from kvservice.core.eviction import EvictionPolicy, LeafFirstLru
 from kvservice.core.fetch import Acquisitions
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.geometry import Geometry
-from kvservice.core.keys import KEYS_PER_REQUEST_MAX
+from kvservice.core.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX
 from kvservice.core.leases import Lease, LeaseTable
 from kvservice.core.messages import BlockRef, EngineSpec, LocateResult, SealItem, SealStatus
 from kvservice.core.slots import Slot, SlotState
@@ -32,12 +32,13 @@ from kvservice.errors import (
     Unavailable,
     UnsupportedLayout,
 )
-from kvservice.units import AttachmentId, BootEpoch, LeaseId, NodeId, format_bytes
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, format_bytes
 
 ENGINE_ID_BYTES = 16
 RESERVE_COUNT_MAX = 4096
 ATTACHMENTS_MAX = 256
 TIMEOUT_SECONDS_MAX = 600.0
+U32_COUNT = 1 << 32  # positions and routes are 32 bits wide in a slot header
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class _SealBatch:
 
     op: int
     statuses: list[SealStatus | None]
+    open_count: int = 0  # digests not known yet
 
 
 @dataclass(slots=True)
@@ -187,7 +189,7 @@ class ShardState:
             raise InvalidRequest(f"an engine id is {ENGINE_ID_BYTES} bytes and not zero", length=len(spec.engine_id))
         if self.draining:
             raise Unavailable(f"shard {self.node_id} is draining: attach to another node, or wait until it is back")
-        if len(self._attached) >= ATTACHMENTS_MAX:
+        if sum(a.spec.engine_id != spec.engine_id for a in self._attached.values()) >= ATTACHMENTS_MAX:
             raise Exhausted(f"{ATTACHMENTS_MAX} engines are attached to shard {self.node_id} already")
         payload_bytes = spec.layout.payload_bytes
         if self.geometry.slots_per_slab(payload_bytes) == 0:
@@ -264,6 +266,12 @@ class ShardState:
             raise NotAttached(f"attachment {attachment} is not known to shard {self.node_id}: attach again")
         return attached
 
+    @staticmethod
+    def _check_keys(keys: tuple[BlockKey, ...]) -> None:
+        for key in keys:
+            if len(key) != KEY_BYTES:
+                raise InvalidRequest(f"a block key is {KEY_BYTES} bytes, not {len(key)}", length=len(key))
+
     def _acquire(self, event: ev.Acquire, now: float) -> None:
         attached = self._require(event.attachment)
         request = event.request
@@ -272,6 +280,7 @@ class ShardState:
             raise InvalidRequest(
                 f"{count} keys with skip {request.skip}: 1 to {KEYS_PER_REQUEST_MAX} keys, skip within"
             )
+        self._check_keys(request.keys)
         if len(set(request.keys)) != count:
             raise InvalidRequest("a key appears twice in one chain")
         if not 0 <= request.timeout_seconds <= TIMEOUT_SECONDS_MAX:
@@ -290,6 +299,10 @@ class ShardState:
 
     def _seal(self, event: ev.Seal, now: float) -> None:
         attached = self._require(event.attachment)
+        for item in event.items:
+            self._check_keys((item.key,) if item.parent is None else (item.key, item.parent))
+            if not (0 <= item.position < U32_COUNT and 0 <= item.route < U32_COUNT):
+                raise InvalidRequest(f"position {item.position} or route {item.route} is not a 32-bit number")
         batch = _SealBatch(event.op, [None] * len(event.items))
         for position, item in enumerate(event.items):
             batch.statuses[position] = self._begin_seal(attached, item, batch, position)
@@ -305,6 +318,7 @@ class ShardState:
             self.counters["seal_duplicate"] += 1
             return SealStatus.DUPLICATE
         self._sealing[slot.index] = _Sealing(item, slot, batch, position, attached.spec.engine_id)
+        batch.open_count += 1
         self._acquisitions.sealing(item.key)
         self._actions.append(Digest(slot.index, slot.payload_bytes, item.key))
         return None
@@ -330,10 +344,11 @@ class ShardState:
         else:
             self._acquisitions.sealed(item.key, now)
         sealing.batch.statuses[sealing.position] = status
+        sealing.batch.open_count -= 1
         self._answer_batch(sealing.batch)
 
     def _answer_batch(self, batch: _SealBatch) -> None:
-        if all(status is not None for status in batch.statuses):
+        if batch.open_count == 0:
             self._actions.append(Reply(batch.op, list(batch.statuses)))
 
     def _abort(self, event: ev.Abort, now: float) -> None:
@@ -392,6 +407,8 @@ class ShardState:
 
     def _peer_validate(self, event: ev.PeerValidate, now: float) -> None:
         self._check_epoch(event.epoch)
+        if len(event.keys) != len(event.refs):
+            raise InvalidRequest(f"{len(event.keys)} keys with {len(event.refs)} slots: one slot for each key")
         answers: list[bool] = []
         for key, ref in zip(event.keys, event.refs, strict=True):
             block = self._store.get(key)
