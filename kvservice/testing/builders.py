@@ -1,0 +1,318 @@
+"""Builders for specs, chains and peers, and `CoreHarness`: a shard's core over a dictionary instead of a segment.
+
+The harness performs what the core asks for in memory at once (headers, slabs, announcements) and keeps what has an
+answer (digests, lookups, leases of peers, pulls) until the test gives one. Time is a number that the test moves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from kvservice.core import actions as act
+from kvservice.core import events as ev
+from kvservice.core.digest import digest_payload
+from kvservice.core.fingerprint import Fingerprint
+from kvservice.core.geometry import Geometry, slab_of
+from kvservice.core.header import SlotHeader
+from kvservice.core.keys import block_keys, chain_hashes, span_route
+from kvservice.core.layout import SlotLayout
+from kvservice.core.messages import (
+    AcquireRequest,
+    AcquireResult,
+    BlockHandle,
+    BlockRef,
+    EngineSpec,
+    Holder,
+    HolderRun,
+    LocateResult,
+    SealItem,
+    SealStatus,
+)
+from kvservice.core.shard import AttachReply, ShardState
+from kvservice.units import (
+    AttachmentId,
+    BlockKey,
+    BootEpoch,
+    Generation,
+    KiB,
+    LeaseId,
+    MiB,
+    NodeId,
+    SlotIndex,
+)
+
+SMALL = 250 * KiB  # 4 of them fit a slab of 1 MiB
+LARGE = 500 * KiB  # 2
+
+
+def make_layout(payload_bytes: int = SMALL) -> SlotLayout:
+    return SlotLayout(layer_count=1, kv_head_count=1, cell_bytes=payload_bytes, block_tokens=16)
+
+
+def make_spec(
+    name: str = "engine", model: str = "model", *, payload_bytes: int = SMALL, namespace: str = "", dtype: str = "bf16"
+) -> EngineSpec:
+    return EngineSpec(
+        engine_id=hashlib.sha256(name.encode()).digest()[:16],
+        model=model,
+        fingerprint=Fingerprint.of({"model": model, "dtype": dtype}),
+        layout=make_layout(payload_bytes),
+        namespace=namespace,
+    )
+
+
+def make_chain(length: int, tag: str = "prompt", model: str = "model") -> tuple[BlockKey, ...]:
+    """Keys of a chain of blocks; chains of one tag share their prefix."""
+    digest = Fingerprint.of({"model": model}).digest
+    return tuple(block_keys(digest, chain_hashes(range(16 * length), 16, tag.encode())))
+
+
+def content_of(key: BlockKey) -> bytes:
+    """The only bytes that are right under this key. Short: the harness does not store whole payloads."""
+    return b"bytes of " + key
+
+
+def make_holder(name: str = "peer", epoch: int = 1) -> Holder:
+    return Holder(NodeId(name), f"{name}:7000", BootEpoch(epoch))
+
+
+def run_of(start: int, count: int, *holders: Holder) -> HolderRun:
+    return HolderRun(start, count, holders or (make_holder(),))
+
+
+def make_handle(key: BlockKey, slot: int = 0, *, length: int = SMALL, generation: int = 2) -> BlockHandle:
+    digest = digest_payload(content_of(key), key)
+    return BlockHandle(key, SlotIndex(slot), Generation(generation), length, digest, position=0)
+
+
+def make_located(
+    keys: Sequence[BlockKey | None], *, length: int = SMALL, epoch: int = 1, lease: int = 7, lease_seconds: float = 10.0
+) -> LocateResult:
+    """A peer's answer; None for a block it does not hold."""
+    handles = tuple(None if key is None else make_handle(key, slot, length=length) for slot, key in enumerate(keys))
+    return LocateResult(BootEpoch(epoch), LeaseId(lease), lease_seconds, handles)
+
+
+class CoreHarness:
+    """Every event goes through `send`, which checks all invariants and that no call is answered twice."""
+
+    def __init__(
+        self, slab_count: int = 2, *, slab_bytes: int = MiB, lease_seconds: float = 10.0, has_directory: bool = True
+    ) -> None:
+        self.geometry = Geometry(slab_bytes=slab_bytes, slab_count=slab_count)
+        self.lease_seconds = lease_seconds
+        self.has_directory = has_directory
+        self.now = 100.0
+        self.headers: dict[SlotIndex, SlotHeader] = {}
+        self.contents: dict[SlotIndex, bytes] = {}
+        self.slabs: dict[int, int] = {}  # slab -> payload bytes, as recorded in the segment
+        self._next_op = 1
+        self._epoch = 0
+        self._boot()
+
+    def _boot(self) -> None:
+        self._epoch += 1
+        self.state = ShardState(
+            NodeId("here"),
+            BootEpoch(self._epoch),
+            self.geometry,
+            lease_seconds=self.lease_seconds,
+            has_directory=self.has_directory,
+        )
+        self.answers: dict[int, act.Reply | act.Refuse] = {}
+        self.announced: Counter[BlockKey] = Counter()
+        self.digests: deque[act.Digest] = deque()
+        self.resolves: list[act.Resolve] = []
+        self.locates: list[act.Locate] = []
+        self.pulls: list[act.Pull] = []
+        self.remote_releases: list[act.ReleaseRemote] = []
+        self.watched: list[bytes] = []
+
+    def restart(self, *, boots: int = 1) -> list[act.Action]:
+        """The shard dies and comes back over the same memory. Returns what adopting made it do."""
+        for _ in range(boots):
+            self._boot()
+        found = sorted((slot, header) for slot, header in self.headers.items() if slab_of(slot) in self.slabs)
+        done: list[act.Action] = []
+        for slot, header in found:
+            verified = header.is_stable and self.digest_now(slot, header.key) == header.digest
+            done += self.send(ev.Adopt(slot, self.slabs[slab_of(slot)], header, verified))
+        return done
+
+    # -- events in, actions out ----
+
+    def send(self, event: ev.Event) -> list[act.Action]:
+        actions = self.state.handle(event, self.now)
+        for action in actions:
+            self._perform(action)
+        self.state.check_invariants()
+        return actions
+
+    def _perform(self, action: act.Action) -> None:
+        if isinstance(action, act.Reply | act.Refuse):
+            assert action.op not in self.answers, f"call {action.op} was answered twice"
+            self.answers[action.op] = action
+        elif isinstance(action, act.WriteHeader):
+            self.headers[action.slot] = action.header
+        elif isinstance(action, act.ClearHeader):
+            self.headers.pop(action.slot, None)
+        elif isinstance(action, act.AssignSlab):
+            self.slabs[action.slab] = action.payload_bytes
+            for slot in [slot for slot in self.headers if slab_of(slot) == action.slab]:
+                del self.headers[slot]
+        elif isinstance(action, act.Announce):
+            self.announced[action.key] += 1
+        elif isinstance(action, act.Retract):
+            self.announced[action.key] -= 1
+        else:
+            self._keep(action)
+
+    def _keep(self, action: act.Action) -> None:
+        if isinstance(action, act.Digest):
+            self.digests.append(action)
+        elif isinstance(action, act.Resolve):
+            self.resolves.append(action)
+        elif isinstance(action, act.Locate):
+            self.locates.append(action)
+        elif isinstance(action, act.Pull):
+            self.pulls.append(action)
+        elif isinstance(action, act.ReleaseRemote):
+            self.remote_releases.append(action)
+        else:
+            assert isinstance(action, act.WatchEngine)
+            self.watched.append(action.engine_id)
+
+    def next_op(self) -> int:
+        self._next_op += 1
+        return self._next_op
+
+    def reply(self, op: int) -> object:
+        """The value of an answered call; raises the error it was refused with."""
+        answer = self.answers[op]
+        if isinstance(answer, act.Refuse):
+            raise answer.error
+        return answer.value
+
+    def result(self, op: int) -> AcquireResult:
+        value = self.reply(op)
+        assert isinstance(value, AcquireResult)
+        return value
+
+    def open(self, op: int) -> bool:
+        return op not in self.answers
+
+    def advance(self, seconds: float) -> list[act.Action]:
+        """Time passes, then a Tick."""
+        self.now += seconds
+        return self.send(ev.Tick())
+
+    # -- an engine's calls ----
+
+    def attach(self, spec: EngineSpec | None = None) -> AttachmentId:
+        op = self.next_op()
+        self.send(ev.Attach(op, spec or make_spec()))
+        value = self.reply(op)
+        assert isinstance(value, AttachReply)
+        return value.attachment
+
+    def reserve(self, attachment: AttachmentId, count: int = 1) -> list[BlockRef]:
+        op = self.next_op()
+        self.send(ev.Reserve(op, attachment, count))
+        value = self.reply(op)
+        assert isinstance(value, list)
+        return value
+
+    def write(self, ref: BlockRef, key: BlockKey) -> None:
+        """An engine's worker copies the block of this key into the slot."""
+        self.contents[ref.slot] = content_of(key)
+
+    def items(self, refs: Sequence[BlockRef], chain: Sequence[BlockKey], start: int = 0) -> tuple[SealItem, ...]:
+        return tuple(
+            SealItem(ref, chain[i], chain[i - 1] if i else None, i, span_route(chain, i))
+            for i, ref in enumerate(refs, start)
+        )
+
+    def begin_seal(self, attachment: AttachmentId, items: tuple[SealItem, ...]) -> int:
+        """Ask to seal; the digests wait in `digests`."""
+        op = self.next_op()
+        self.send(ev.Seal(op, attachment, items))
+        return op
+
+    def statuses(self, op: int) -> list[SealStatus]:
+        value = self.reply(op)
+        assert isinstance(value, list)
+        return value
+
+    def store(self, attachment: AttachmentId, chain: Sequence[BlockKey], start: int = 0) -> list[SealStatus]:
+        """Reserve, write and seal the blocks of a chain from `start` on."""
+        refs = self.reserve(attachment, len(chain) - start)
+        for ref, key in zip(refs, chain[start:], strict=False):
+            self.write(ref, key)
+        op = self.begin_seal(attachment, self.items(refs, chain, start))
+        self.digest_all()
+        return self.statuses(op)
+
+    def digest_now(self, slot: SlotIndex, key: BlockKey) -> int:
+        return digest_payload(self.contents.get(slot, b""), key)
+
+    def digest_all(self, *, readable: bool = True) -> None:
+        while self.digests:
+            wanted = self.digests.popleft()
+            digest = self.digest_now(wanted.slot, wanted.key) if readable else None
+            self.send(ev.Digested(wanted.slot, wanted.key, digest))
+
+    def acquire(
+        self, attachment: AttachmentId, chain: Sequence[BlockKey], *, skip: int = 0, timeout: float = 5.0,
+        recompute: float = 0.0,
+    ) -> int:  # fmt: skip
+        op = self.next_op()
+        self.send(ev.Acquire(op, attachment, AcquireRequest(tuple(chain), skip, timeout, recompute)))
+        return op
+
+    def hit(self, attachment: AttachmentId, chain: Sequence[BlockKey], *, skip: int = 0) -> AcquireResult:
+        """Acquire when no other node holds anything."""
+        op = self.acquire(attachment, chain, skip=skip)
+        if self.open(op) and self.resolves and self.resolves[-1].op == op:
+            self.resolved(op)
+        return self.result(op)
+
+    def release(self, attachment: AttachmentId, *lease_ids: LeaseId) -> None:
+        op = self.next_op()
+        self.send(ev.Release(op, attachment, lease_ids))
+        self.reply(op)
+
+    # -- what peers and the directory answer ----
+
+    def resolved(self, op: int, *runs: HolderRun, complete: bool = True) -> list[act.Action]:
+        return self.send(ev.Resolved(op, runs, complete))
+
+    def located(self, locate: act.Locate, result: LocateResult | None) -> list[act.Action]:
+        return self.send(ev.Located(locate.fetch, result, self.now))
+
+    def pulled(self, pull: act.Pull, *verdicts: ev.PullVerdict) -> list[act.Action]:
+        """Blocks that are OK land with their right bytes. One verdict stands for all."""
+        each = verdicts * len(pull.items) if len(verdicts) == 1 else verdicts
+        for (handle, slot), verdict in zip(pull.items, each, strict=False):
+            if verdict is ev.PullVerdict.OK:
+                self.contents[slot] = content_of(handle.key)
+        return self.send(ev.Pulled(pull.job, each))
+
+    def fetch_all(self, op: int, chain: Sequence[BlockKey], start: int = 0, *, length: int = SMALL) -> None:
+        """One peer has the chain from `start` on, and everything works."""
+        self.resolved(op, run_of(start, len(chain) - start))
+        locate = self.locates[-1]
+        self.located(locate, make_located(locate.keys, length=length))
+        self.pulled(self.pulls[-1], ev.PullVerdict.OK)
+
+    # -- what is there ----
+
+    def slots(self, state: str) -> int:
+        return self.state.slot_counts()[state]
+
+    def keys_held(self) -> set[BlockKey]:
+        return {block.key for block in self.state.blocks()}
+
+    def count(self, name: str) -> int:
+        return self.state.all_counters().get(name, 0)

@@ -1,0 +1,113 @@
+"""Rules of core.leases: a promise ends by its holder, by its holder's end, or by time, and exactly once."""
+
+from __future__ import annotations
+
+from kvservice.core.leases import Lease, LeaseTable
+from kvservice.units import LeaseId, SlotIndex
+
+ENGINE, PEER = ("engine", 1), ("peer", "node")
+
+
+def grant(table: LeaseTable, holder: tuple[str, int | str] = ENGINE, now: float = 0.0, duration: float = 10.0) -> Lease:
+    lease = table.grant(holder, (SlotIndex(1), SlotIndex(2)), now, duration)
+    table.check_invariants()
+    return lease
+
+
+def test_release_gives_the_lease_back_once() -> None:
+    table = LeaseTable()
+    lease = grant(table)
+    assert table.release(lease.lease_id, ENGINE) is lease
+    assert table.release(lease.lease_id, ENGINE) is None
+    assert table.counters["leases_released"] == 1
+    assert table.counters["lease_release_ignored"] == 1
+    assert len(table) == 0
+
+
+def test_the_wrong_holder_is_refused_without_side_effect() -> None:
+    table = LeaseTable()
+    lease = grant(table)
+    for holder in (PEER, ("engine", 2), ("peer", 1)):
+        assert table.release(lease.lease_id, holder) is None
+    assert table.slots() == {1: 1, 2: 1}
+    assert table.release(lease.lease_id, ENGINE) is lease
+
+
+def test_ids_are_single_use() -> None:
+    table = LeaseTable()
+    ids = []
+    for _ in range(3):
+        lease = grant(table)
+        ids.append(lease.lease_id)
+        table.release(lease.lease_id, ENGINE)
+    assert len(set(ids)) == 3
+    assert 0 not in ids, "zero means: no lease"
+    assert table.release(LeaseId(99), ENGINE) is None
+
+
+def test_a_lease_ends_at_its_time_and_not_before() -> None:
+    table = LeaseTable()
+    lease = grant(table, now=5.0)
+    assert table.next_deadline() == 15.0
+    assert table.expire(14.999) == []
+    assert table.expire(15.0) == [lease]
+    assert table.expire(99.0) == []
+    assert table.counters["leases_expired"] == 1
+    assert table.next_deadline() is None
+
+
+def test_renewal_moves_all_leases_of_the_holder_and_of_nobody_else() -> None:
+    table = LeaseTable()
+    mine = [grant(table), grant(table, now=2.0)]
+    other = grant(table, PEER)
+    assert table.renew(ENGINE, 8.0, 10.0) == 2
+    assert table.expire(17.9) == [other]
+    assert sorted(lease.lease_id for lease in table.expire(18.0)) == sorted(lease.lease_id for lease in mine)
+
+
+def test_renewal_never_shortens() -> None:
+    table = LeaseTable()
+    lease = grant(table, duration=100.0)
+    table.renew(ENGINE, 1.0, 10.0)
+    assert table.expire(99.0) == []
+    assert table.expire(100.0) == [lease]
+
+
+def test_renewed_many_times_a_lease_still_ends() -> None:
+    table = LeaseTable()
+    lease = grant(table)
+    for second in range(1, 50):
+        table.renew(ENGINE, float(second), 10.0)
+        assert table.expire(float(second)) == []
+        table.check_invariants()
+    assert len(table._deadlines) == 1, "renewing must not pile up entries"
+    assert table.expire(59.0) == [lease]
+
+
+def test_nobody_renewing_is_told_so() -> None:
+    assert LeaseTable().renew(ENGINE, 0.0, 10.0) == 0
+
+
+def test_the_end_of_a_holder_ends_its_leases_only() -> None:
+    table = LeaseTable()
+    mine, other = [grant(table), grant(table)], grant(table, PEER)
+    assert table.end_holder(ENGINE) == mine
+    assert table.end_holder(ENGINE) == []
+    assert table.counters["leases_fenced"] == 2
+    assert table.slots() == {1: 1, 2: 1}
+    assert table.expire(10.0) == [other], "ended leases do not expire again"
+
+
+def test_slots_are_counted_once_per_lease() -> None:
+    table = LeaseTable()
+    grant(table)
+    table.grant(PEER, (SlotIndex(2), SlotIndex(2), SlotIndex(3)), 0.0, 1.0)
+    assert table.slots() == {1: 1, 2: 3, 3: 1}
+
+
+def test_ended_leases_leave_nothing_behind_after_their_time() -> None:
+    table = LeaseTable()
+    for _ in range(100):
+        table.release(grant(table).lease_id, ENGINE)
+    assert table.expire(10.0) == []
+    assert not table._deadlines and not table._by_holder and not table._leases
