@@ -22,6 +22,7 @@ class CacheShard:
     def __init__(self, config: ShardServerConfig, alive: list[NodeId], metrics_port: int) -> None:
         """`alive`: all nodes of the cluster; what others left on this machine is removed. `metrics_port` 0 = none."""
         remove_leftovers(config.service, [*alive, config.node_id], config.runtime_root)
+        self._config = config
         self._server = ShardServer(config)
         self._hosted = HostedServer(self._server.start)
         self._end_metrics: Callable[[], None] = lambda: None
@@ -40,9 +41,11 @@ class CacheShard:
         self._hosted.call(apply())
 
     def stop(self) -> int:
-        """Leave the directory, finish calls, remove every file. Returns the process id, which is about to end."""
+        """Leave the directory, finish calls, remove every file, also those of nodes of this machine that are gone.
+        Returns the process id, which is about to end."""
         self._end_metrics()
         self._hosted.close(self._server.stop(leaving=True))
+        remove_leftovers(self._config.service, [], self._config.runtime_root)
         return os.getpid()
 
     def _numbers(self) -> PoolStats | None:

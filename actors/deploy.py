@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from ray.util import list_named_actors
 
 from kvservice.actors import names
-from kvservice.actors.supervisor import Supervisor
+from kvservice.actors.supervisor import STARTING, Supervisor
 from kvservice.config import ServiceConfig
 from kvservice.errors import ServiceConflict, Unavailable
 
@@ -24,6 +24,7 @@ log = logging.getLogger("kvservice.actors")
 UP_SECONDS = 180.0
 STOP_SECONDS = 20.0  # a part that takes longer is killed; its files are then removed by the next `up` or `down`
 POLL_SECONDS = 0.5
+STUCK_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +42,24 @@ class ServiceHandle:
     def wait_complete(
         self, seconds: float = UP_SECONDS, on_progress: Callable[[dict[str, Any]], None] | None = None
     ) -> dict[str, Any]:
-        """Block until every node has its shard. Raises Unavailable naming what is missing and why."""
-        deadline = time.monotonic() + seconds
+        """Block until every node has its shard. Raises Unavailable naming what is missing and why; soon, when the
+        same problem stays and nothing is starting any more."""
+        started = changed = time.monotonic()
+        problems: dict[str, str] = {}
         while True:
             state = self.describe()
             if on_progress is not None:
                 on_progress(state)
             if state["complete"]:
                 return state
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if state["problems"] != problems or not problems or STARTING in problems.values():
+                problems, changed = state["problems"], now
+            if now - started > seconds or now - changed > STUCK_SECONDS:
                 reasons = "; ".join(f"{what}: {why}" for what, why in state["problems"].items())
                 running = sum(row["running"] for row in state["shards"])
                 raise Unavailable(
-                    f"service {self.service!r} is not complete after {seconds:.0f} s: {running} of "
+                    f"service {self.service!r} is not complete after {now - started:.0f} s: {running} of "
                     f"{len(state['nodes'])} shards run. {reasons or 'No part reported a problem'}"
                 )
             time.sleep(POLL_SECONDS)

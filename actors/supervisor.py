@@ -30,6 +30,7 @@ log = logging.getLogger("kvservice.actors")
 ROUND_SECONDS = 1.0
 ANSWER_SECONDS = 5.0  # a part that takes longer is asked again in the next round
 CALL_SECONDS = 30.0
+STARTING = "is starting, or does not answer"
 
 
 @dataclass(slots=True)
@@ -164,7 +165,7 @@ class Supervisor:
         for part in parts:
             part.running = False
             if part.asked not in answered:
-                self._problems[part.what] = "is starting, or does not answer"
+                self._problems[part.what] = STARTING
                 continue
             asked, part.asked = part.asked, None
             try:

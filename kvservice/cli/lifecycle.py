@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,28 +16,41 @@ from typing import Any
 
 from rich.console import Console
 
-from kvservice.errors import Unavailable
+from kvservice.errors import ConfigError, Unavailable
 
 RAY_START_SECONDS = 60.0
 RAY_STOP_SECONDS = 30.0
+_ADDRESS = re.compile(r"--address=['\"]?([^'\"\s]+:\d+)")
 
 
 def up(config: Any, address: str | None) -> None:
-    """Start or find the service on a Ray cluster and wait until it is complete."""
+    """Start or find the service on a Ray cluster and wait until it is complete. What this call started is stopped
+    again when it fails."""
     from kvservice.actors import deploy
 
     console = Console(stderr=True)
-    _connect_or_start(config.service, address, console)
-    with console.status("starting") as progress:
-        handle = deploy.up(config)
+    started_ray = _connect_or_start(config.service, address, console)
+    found = started_ray or deploy.find(config.service) is not None
+    try:
+        if not started_ray and found:
+            console.print(f"service '{config.service}' is there already")
+        with console.status("starting") as progress:
+            handle = deploy.up(config)
 
-        def tell(state: dict[str, Any]) -> None:
-            progress.update(
-                f"{len(state['lookups'])} of {config.lookup_shards} lookup shards, "
-                f"{len(state['shards'])} of {len(state['nodes'])} cache shards"
-            )
+            def tell(state: dict[str, Any]) -> None:
+                progress.update(
+                    f"{len(state['lookups'])} of {config.lookup_shards} lookup shards, "
+                    f"{len(state['shards'])} of {len(state['nodes'])} cache shards"
+                )
 
-        state = handle.wait_complete(on_progress=tell)
+            state = handle.wait_complete(on_progress=tell)
+    except BaseException:
+        if started_ray or not found:
+            console.print("not complete: what was started is stopped again")
+            deploy.down(config.service)
+        if started_ray:
+            _stop_head(_head_record(config.service))
+        raise
     console.print(
         f"service '{config.service}' runs: {len(state['shards'])} cache shards, {len(state['lookups'])} lookup shards. "
         "Engines on these nodes find it by themselves; see `kvservice status`."
@@ -44,26 +58,32 @@ def up(config: Any, address: str | None) -> None:
 
 
 def down(service: str, address: str | None) -> bool:
-    """Stop the service. False when there is none."""
+    """Stop the service and remove what earlier ones left on this machine. False when there was neither."""
     from kvservice.actors import deploy
+    from kvservice.actors.leftovers import remove_leftovers
 
     console = Console(stderr=True)
     head = _head_record(service)
+    found = head.exists()
     try:
         deploy.connect(address or _recorded_address(head))
-        found = deploy.down(service)
+        found = deploy.down(service) or found
     except Unavailable as error:
-        if not head.exists():
-            console.print(f"no service '{service}': {error.message}")
-            return False
-        found = True
+        console.print(error.message)
     _stop_head(head)
-    console.print(f"service '{service}' is down" if found else f"there is no service '{service}' on this Ray cluster")
+    removed = remove_leftovers(service, [])
+    for path in removed:
+        console.print(f"removed {path}, which an earlier service left behind")
+    found = found or bool(removed)
+    console.print(f"service '{service}' is down" if found else f"there is no service '{service}'")
     return found
 
 
 def run_foreground(config: Any) -> None:
-    """One node: lookup shard and cache shard in this process until Ctrl-C or SIGTERM."""
+    """One node: a lookup shard and a cache shard in this process until Ctrl-C or SIGTERM."""
+    from kvservice.observe import logs
+
+    logs.configure()
     asyncio.run(_foreground(config))
 
 
@@ -76,7 +96,7 @@ async def _foreground(config: Any) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    lookup = LookupServer("127.0.0.1:0")
+    lookup = LookupServer(f"127.0.0.1:{config.lookup_port}")
     port = await lookup.start()
     shard = ShardServer(
         ShardServerConfig(
@@ -84,6 +104,7 @@ async def _foreground(config: Any) -> None:
             node_id=NodeId("local"),
             pool_bytes=config.pool_bytes,
             lookup_addresses=(f"127.0.0.1:{port}",),
+            runtime_root=Path(config.runtime_dir) if config.runtime_dir else None,
             lease_seconds=config.lease_seconds,
             heartbeat_seconds=config.heartbeat_seconds,
             transport=config.transport,
@@ -99,17 +120,20 @@ async def _foreground(config: Any) -> None:
         await lookup.stop()
 
 
-def _connect_or_start(service: str, address: str | None, console: Console) -> None:
+def _connect_or_start(service: str, address: str | None, console: Console) -> bool:
+    """Join a cluster; True when there was none and one was started."""
     from kvservice.actors import deploy
 
     if address or os.environ.get("RAY_ADDRESS"):
         deploy.connect(address)
-        return
+        return False
     try:
         deploy.connect(_recorded_address(_head_record(service)))
     except Unavailable:
         console.print("no Ray cluster on this machine: starting a local one; `kvservice down` stops it again")
         deploy.connect(_start_head(service))
+        return True
+    return False
 
 
 def _start_head(service: str) -> str:
@@ -120,27 +144,26 @@ def _start_head(service: str) -> str:
     ensure_private_directory(record.parent)
     ray = shutil.which("ray", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if ray is None:
-        raise Unavailable("the `ray` command is not installed: pip install 'kvservice[ray]', or use --no-ray")
+        raise ConfigError("the `ray` command is not installed: pip install 'kvservice[ray]', or use --no-ray")
     environment = {**os.environ, "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled")}
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    with record.with_suffix(".log").open("wb") as log:
+    words = record.with_suffix(".log")
+    with words.open("wb") as log:
         process = subprocess.Popen(
             [ray, "start", "--head", "--block", "--port=0", "--include-dashboard=false", "--disable-usage-stats"],
             stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment,
         )  # fmt: skip
     deadline = time.monotonic() + RAY_START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
-        text = record.with_suffix(".log").read_text(errors="replace")
-        found = [
-            word.strip("'\"") for line in text.splitlines() if "--address=" in line for word in line.split("=")[1:]
-        ]
-        if found:
-            address = found[0].strip("'\" ")
-            record.write_text(json.dumps({"pid": process.pid, "address": address}))
-            return address
+        found = _ADDRESS.search(words.read_text(errors="replace"))
+        if found is not None:
+            record.write_text(json.dumps({"pid": process.pid, "address": found.group(1)}))
+            return found.group(1)
         time.sleep(0.2)
-    process.kill()
-    raise Unavailable(f"a local Ray did not start; its words are in {record.with_suffix('.log')}")
+    if process.poll() is None:
+        process.terminate()
+        process.wait(RAY_STOP_SECONDS)
+    raise Unavailable(f"a local Ray did not start; its words are in {words}")
 
 
 def _stop_head(record: Path) -> None:
@@ -151,16 +174,21 @@ def _stop_head(record: Path) -> None:
 
     ray.shutdown()
     pid = int(json.loads(record.read_text())["pid"])
-    try:
+    deadline = time.monotonic() + RAY_STOP_SECONDS
+    if _is_ray(pid):
         os.kill(pid, signal.SIGTERM)
-        deadline = time.monotonic() + RAY_STOP_SECONDS
-        while time.monotonic() < deadline:
-            os.kill(pid, 0)
-            time.sleep(0.2)
-    except ProcessLookupError:
-        pass  # it has ended
+    while _is_ray(pid) and time.monotonic() < deadline:
+        time.sleep(0.2)
     record.unlink(missing_ok=True)
     record.with_suffix(".log").unlink(missing_ok=True)
+
+
+def _is_ray(pid: int) -> bool:
+    """The recorded process, not a later one with its number, and not a zombie (whose command line is empty)."""
+    try:
+        return b"ray" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _head_record(service: str) -> Path:

@@ -37,6 +37,7 @@ def up(
     pool: Annotated[str | None, typer.Option(help="Shared memory each node gives, e.g. 64GiB. Default: 4GiB.")] = None,
     lookups: Annotated[int | None, typer.Option(help="Number of lookup shards. Default: 2.")] = None,
     transport: Annotated[str | None, typer.Option(help="auto, nixl or shm. Default: auto.")] = None,
+    slab: Annotated[str | None, typer.Option(help="Unit in which block sizes get memory. Default: chosen.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with any of the settings.")] = None,
     address: Address = None,
     no_ray: Annotated[bool, typer.Option("--no-ray", help="One node in the foreground, without Ray.")] = False,
@@ -46,7 +47,9 @@ def up(
     from kvservice.config import load_config
 
     try:
-        loaded = load_config(config, service=service, pool_bytes=pool, lookup_shards=lookups, transport=transport)
+        loaded = load_config(
+            config, service=service, pool_bytes=pool, lookup_shards=lookups, transport=transport, slab_bytes=slab
+        )
         lifecycle.run_foreground(loaded) if no_ray else lifecycle.up(loaded, address)
     except KVServiceError as error:
         raise fail(error) from error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -12,6 +14,7 @@ from rich.table import Table
 from kvservice.units import format_bytes
 
 CALL_SECONDS = 3.0
+ASKED_AT_ONCE = 16
 STATES = ("free", "writing", "sealed", "leased", "quarantined")
 COLOURS = {"free": "green", "writing": "yellow", "sealed": "blue", "leased": "magenta", "quarantined": "red"}
 BAR_CHARS = 24
@@ -19,17 +22,19 @@ BAR_CHARS = 24
 
 def collect(service: str) -> dict[str, Any] | None:
     """Everything `show` prints, with stable keys; None when this machine knows no such service. Blocks for RPCs."""
-    from kvservice.client.discovery import find_shards
+    from kvservice.client.discovery import find_shards, is_listening
 
-    local = find_shards(service)
+    local = find_shards(service, live_only=False)  # a shard that died is a problem to show, not a service to miss
     if not local:
         return None
-    addresses = max((record.lookup_addresses for record in local), key=len)
-    lookups = [_lookup_stats(address) for address in addresses]
-    peers = {record.node_id: record.peer_address for record in local}
-    for lookup in lookups:
-        peers.update({node["node_id"]: node["peer_address"] for node in lookup["nodes"] if node["alive"]})
-    nodes = [_node_stats(str(node), address) for node, address in sorted(peers.items())]
+    newest = max(local, key=lambda record: (is_listening(record.socket), record.epoch))
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+        lookups = list(pool.map(_lookup_stats, newest.lookup_addresses))
+        peers: dict[str, str] = {record.node_id: record.peer_address for record in local}
+        for lookup in lookups:
+            peers.update({node["node_id"]: node["peer_address"] for node in lookup["nodes"] if node["alive"]})
+        names = sorted(peers)
+        nodes = list(pool.map(_node_stats, names, [peers[name] for name in names]))
     problems = [f"lookup shard {row['address']}: {row['error']}" for row in lookups if row["error"]]
     problems += [f"node {row['node_id']} at {row['peer_address']}: {row['error']}" for row in nodes if row["error"]]
     totals = {
@@ -60,8 +65,8 @@ def show(state: dict[str, Any], *, as_json: bool) -> None:
         "slots by state",
         "hits local",
         "remote",
-        "fetched",
-        "by",
+        "pulled, by what",
+        "transport",
         "up",
     ):
         nodes.add_column(column, overflow="fold")
@@ -99,7 +104,7 @@ def _node_cells(row: dict[str, Any]) -> list[str]:
         _bar(row["slots"]),
         f"{counters.get('hit_local_blocks', 0):,}",
         f"{counters.get('hit_remote_blocks', 0):,}",
-        format_bytes(counters.get("fetched_bytes", 0)),
+        "\n".join(f"{format_bytes(count)} {name}" for name, count in row["pulled_bytes"].items()) or "0 B",
         row["transport"],
         f"{row['uptime_seconds']:.0f} s",
     ]
@@ -151,8 +156,8 @@ def _node_stats(node_id: str, address: str) -> dict[str, Any]:
 
     row: dict[str, Any] = {
         "node_id": node_id, "peer_address": address, "epoch": 0, "segment_bytes": 0, "slabs": 0, "slabs_free": 0,
-        "slots": {}, "counters": {}, "draining": False, "transport": "", "uptime_seconds": 0.0, "models": [],
-        "error": "",
+        "slots": {}, "counters": {}, "pulled_bytes": {}, "draining": False, "transport": "", "uptime_seconds": 0.0,
+        "models": [], "error": "",
     }  # fmt: skip
     try:
         with grpc.insecure_channel(address) as channel:
@@ -168,12 +173,21 @@ def _node_stats(node_id: str, address: str) -> dict[str, Any]:
         slabs_free=reply.slab_free_count,
         slots=dict(reply.slots),
         counters=dict(sorted(reply.counters.items())),
+        pulled_bytes=pulled_bytes(reply.counters),
         draining=reply.draining,
         transport=reply.transport,
         uptime_seconds=round(reply.uptime_seconds, 1),
         models=list(reply.models),
     )
     return row
+
+
+def pulled_bytes(counters: Mapping[str, int]) -> dict[str, int]:
+    """Bytes that arrived from other nodes, by the transport that carried them."""
+    from kvservice.observe.metrics import transport_of
+
+    named = {transport_of(name): count for name, count in counters.items()}
+    return {name: count for name, count in named.items() if name is not None}
 
 
 def _short(error: grpc.RpcError) -> str:

@@ -1,0 +1,255 @@
+"""The service on a real Ray cluster of two nodes on this machine: placement, restarts, several drivers, and its end.
+
+One cluster for the file. The tests build on each other's cluster, not on each other's services.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from kvservice.actors import deploy
+from kvservice.cli.status import collect
+from kvservice.client.discovery import find_shards
+from kvservice.client.shard import ShardClient
+from kvservice.config import ServiceConfig
+from kvservice.errors import ServiceConflict, Unavailable
+from kvservice.units import GiB, MiB
+from tests.integration.engine import Engine, chain
+
+pytestmark = pytest.mark.ray
+
+NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * MiB, "include_dashboard": False}
+WAIT_SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Path]:
+    """Where this file's services register; also for processes that inherit the environment."""
+    with tempfile.TemporaryDirectory(prefix="kvr-") as folder:
+        before = os.environ.get("KVSERVICE_RUNTIME_DIR")
+        os.environ.update(KVSERVICE_RUNTIME_DIR=folder, RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
+        yield Path(folder)
+        if before is None:
+            del os.environ["KVSERVICE_RUNTIME_DIR"]
+        else:
+            os.environ["KVSERVICE_RUNTIME_DIR"] = before
+
+
+@pytest.fixture(scope="module")
+def cluster(runtime: Path) -> Iterator[Cluster]:
+    made = Cluster(initialize_head=True, head_node_args=NODE)
+    try:
+        made.add_node(**{**NODE, "include_dashboard": None})
+        deploy.connect(made.address)
+        yield made
+    finally:
+        ray.shutdown()
+        made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def config(cluster: Cluster, runtime: Path) -> Iterator[ServiceConfig]:
+    """The settings of a service that runs."""
+    wanted = ServiceConfig(service="rt", pool_bytes=32 * MiB, slab_bytes=8 * MiB, runtime_dir=str(runtime))
+    deploy.up(wanted).wait_complete(WAIT_SECONDS)
+    yield wanted
+    deploy.down("rt")
+
+
+def eventually(read: Callable[[], Any], what: str, seconds: float = WAIT_SECONDS) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := read()):
+        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
+        time.sleep(0.2)
+    return found
+
+
+def described(service: str = "rt") -> dict[str, Any]:
+    handle = deploy.find(service)
+    assert handle is not None
+    return handle.describe()
+
+
+def kvservice(*arguments: str, cluster: Cluster) -> subprocess.CompletedProcess[str]:
+    """Another driver: a process of its own."""
+    environment = {**os.environ, "RAY_ADDRESS": cluster.address}
+    command = [sys.executable, "-m", "kvservice.cli.main", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+
+
+def with_engine(socket: str, work: Callable[[Engine], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        client = ShardClient(socket)
+        engine = await Engine.attach(client)
+        try:
+            return await work(engine)
+        finally:
+            engine.let_go()
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def socket_of(node_id: str) -> str:
+    return next(record.socket for record in find_shards("rt") if record.node_id == node_id)
+
+
+def lookup_keys() -> int:
+    state = collect("rt")
+    return 0 if state is None else sum(row["key_count"] for row in state["lookups"])
+
+
+def test_every_node_gets_one_shard_and_one_lookup_shard(config: ServiceConfig) -> None:
+    state = described()
+    assert len(state["nodes"]) == 2
+    assert {row["ray_node"] for row in state["shards"]} == set(state["nodes"])
+    assert {row["ray_node"] for row in state["lookups"]} == set(state["nodes"])
+    assert {record.node_id for record in find_shards("rt")} == {node[:12] for node in state["nodes"]}
+
+
+def test_another_driver_finds_the_service_and_is_refused_with_other_settings(
+    config: ServiceConfig, cluster: Cluster
+) -> None:
+    before = described()
+    settings = ["--service", "rt", "--pool", "32MiB", "--slab", "8MiB"]
+    found = kvservice("up", *settings, cluster=cluster)
+    assert found.returncode == 0, found.stderr
+    refused = kvservice("up", "--service", "rt", "--pool", "64MiB", "--slab", "8MiB", cluster=cluster)
+    assert refused.returncode == 1
+    assert "other settings" in refused.stderr
+    assert "pool_bytes: runs 33554432, wanted 67108864" in refused.stderr
+    assert described()["shards"] == before["shards"]  # the same processes, untouched
+
+
+def test_status_counts_a_block_that_crossed_between_the_nodes(config: ServiceConfig) -> None:
+    first, second = (row["node_id"] for row in described()["shards"])
+    keys = chain(1, 20)
+    with_engine(socket_of(first), lambda engine: engine.store(keys))
+    eventually(lambda: lookup_keys() >= 20, "20 keys in the directory")
+    result = with_engine(socket_of(second), lambda engine: engine.read_all(keys))
+    assert (len(result.blocks), result.fetched_count) == (20, 20)
+    state = collect("rt")
+    assert state is not None
+    rows = {row["node_id"]: row for row in state["nodes"]}
+    assert rows[second]["pulled_bytes"] == {rows[second]["transport"]: 20 * 64 * 1024}
+    assert rows[first]["counters"]["peer_located_blocks"] == 20
+    assert state["problems"] == []
+
+
+def test_a_killed_shard_is_restarted_and_its_blocks_hit_again(config: ServiceConfig) -> None:
+    row = described()["shards"][0]
+    keys = chain(2, 30)
+    with_engine(socket_of(row["node_id"]), lambda engine: engine.store(keys))
+    os.kill(row["pid"], signal.SIGKILL)
+
+    def restarted() -> bool:
+        now = next(r for r in described()["shards"] if r["node_id"] == row["node_id"])
+        return bool(now["running"] and now["pid"] != row["pid"] and now["epoch"] > row["epoch"])
+
+    eventually(restarted, "the shard's restart")
+    result = with_engine(socket_of(row["node_id"]), lambda engine: engine.read_all(keys))
+    assert (len(result.blocks), result.fetched_count) == (30, 0)
+    state = collect("rt")
+    assert state is not None
+    counters = next(r["counters"] for r in state["nodes"] if r["node_id"] == row["node_id"])
+    assert counters["blocks_adopted"] >= 30
+
+
+def test_a_killed_lookup_shard_comes_back_at_its_address_and_is_rebuilt(config: ServiceConfig) -> None:
+    row = described()["lookups"][0]
+    before = lookup_keys()
+    assert before > 0
+    os.kill(row["pid"], signal.SIGKILL)
+    eventually(lambda: described()["lookups"][0]["pid"] != row["pid"], "the lookup shard's restart")
+    assert described()["lookups"][0]["address"] == row["address"]
+    eventually(lambda: lookup_keys() >= before, "the rebuilt directory")
+
+
+def test_the_supervisor_takes_up_what_runs_when_it_is_restarted(config: ServiceConfig) -> None:
+    before = described()
+    handle = deploy.find("rt")
+    assert handle is not None
+    ray.kill(handle.supervisor, no_restart=False)
+
+    def settled() -> bool:
+        try:
+            return bool(described()["complete"])
+        except ray.exceptions.RayError:
+            return False
+
+    eventually(settled, "the supervisor's restart")
+    after = described()
+    assert [row["pid"] for row in after["shards"]] == [row["pid"] for row in before["shards"]]
+    assert [row["address"] for row in after["lookups"]] == [row["address"] for row in before["lookups"]]
+
+
+def test_two_services_live_side_by_side(config: ServiceConfig, runtime: Path) -> None:
+    other = replace(config, service="rt-two", lookup_shards=1)
+    with pytest.raises(ServiceConflict, match="lookup_shards"):
+        deploy.up(replace(other, service="rt"))
+    deploy.up(other).wait_complete(WAIT_SECONDS)
+    assert len(find_shards("rt-two")) == len(find_shards("rt")) == 2
+    assert deploy.down("rt-two")
+    assert find_shards("rt-two") == []
+    assert not (runtime / "rt-two").exists()
+    assert len(find_shards("rt")) == 2
+    assert not deploy.down("rt-two")
+
+
+def test_a_budget_larger_than_the_shared_memory_is_said_soon_and_leaves_nothing(config: ServiceConfig) -> None:
+    greedy = replace(config, service="rt-greedy", pool_bytes=1 << 50, slab_bytes=4 * GiB, lookup_shards=1)
+    try:
+        with pytest.raises(Unavailable, match="/dev/shm"):
+            deploy.up(greedy).wait_complete(WAIT_SECONDS)
+    finally:
+        deploy.down("rt-greedy")
+    assert find_shards("rt-greedy", live_only=False) == []
+
+
+def test_nodes_that_join_get_a_shard_and_lookup_shards_of_lost_nodes_move(
+    config: ServiceConfig, cluster: Cluster
+) -> None:
+    joined = cluster.add_node(**{**NODE, "include_dashboard": None})
+    eventually(lambda: len(find_shards("rt")) == 3 and described()["complete"], "a shard on the new node")
+    leaving = next(node for node in cluster.worker_nodes if node is not joined)
+    lost = leaving.node_id
+    moved = next(row for row in described()["lookups"] if row["ray_node"] == lost)
+    cluster.remove_node(leaving, allow_graceful=False)
+
+    def settled() -> bool:
+        state = described()
+        return bool(state["complete"] and lost not in state["nodes"] and len(state["shards"]) == 2)
+
+    eventually(settled, "the service without the lost node")
+    now = described()["lookups"][moved["partition"]]
+    assert now["ray_node"] != lost
+    addresses = tuple(row["address"] for row in described()["lookups"])
+    eventually(lambda: all(r.lookup_addresses == addresses for r in find_shards("rt")), "shards that know it")
+    eventually(lambda: lookup_keys() > 0, "the moved lookup shard's keys")
+
+
+def test_down_leaves_no_file_and_no_actor(config: ServiceConfig, cluster: Cluster, runtime: Path) -> None:
+    pids = [row["pid"] for row in [*described()["shards"], *described()["lookups"]]]
+    done = kvservice("down", "--service", "rt", cluster=cluster)
+    assert done.returncode == 0, done.stderr
+    assert not list(Path("/dev/shm").glob("kvservice-rt-*"))
+    assert not (runtime / "rt").exists()
+    assert deploy.find("rt") is None
+    assert not [row for row in ray.util.list_named_actors(all_namespaces=True) if row["namespace"] == "kvservice-rt"]
+    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the end of the processes", 15)
+    assert kvservice("status", "--service", "rt", cluster=cluster).returncode == 3
+    assert kvservice("down", "--service", "rt", cluster=cluster).returncode == 3
