@@ -19,7 +19,7 @@ import vllm
 from vllm.distributed.kv_events import BlockStored, KVCacheEvent
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import BlockHash, get_none_hash_seed, maybe_convert_block_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, group_kernel_blocks
 
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.layout import SlotLayout
@@ -93,7 +93,12 @@ def rank_heads(vllm_config: Any, cache_config: KVCacheConfig, rank: int) -> rang
 
 def ordered_layers(cache_config: KVCacheConfig, tensors: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
     """KV tensors in the order of the cache group, which is the order of layers in a slot."""
-    return [tensors[name] for name in cache_config.kv_cache_groups[0].layer_names]
+    found = [tensors[name] for name in cache_config.kv_cache_groups[0].layer_names]
+    rows = found[0].shape[0]
+    if rows != cache_config.num_blocks and found[0].device.type == "cpu":
+        # The CPU kernels keep K and V apart within a kernel block, so its size would be part of the format.
+        raise UnsupportedLayout(f"{cache_config.num_blocks} blocks in {rows} kernel blocks are not supported on CPU")
+    return [group_kernel_blocks(tensor, cache_config.num_blocks) for tensor in found]
 
 
 def hash_fields(vllm_config: Any) -> dict[str, object]:

@@ -1,7 +1,8 @@
 """Block copies between engine KV tensors and slots, for whatever strides the engine chose.
 
-The engine gives one 4-D view per layer, `[block, kv head, token, K‖V]`. When the layers of a block lie at regular
-distances in one storage (vLLM's standard layouts), all of them are one 5-D view and a block is one strided copy;
+The engine gives one view per layer, `[block, kv head, token, K‖V]`; where its kernels use smaller blocks than its
+manager, `[block, part, kv head, token of the part, K‖V]`. When the layers of a block lie at regular
+distances in one storage (vLLM's standard layouts), all of them are one view and a block is one strided copy;
 otherwise it is one copy a layer. Works on CPU and CUDA tensors; on CUDA each copy is ordered on the current stream and
 waits for it, which is right but slow (a GPU mover with its own stream is planned; this path has not run on a GPU yet).
 """
@@ -21,10 +22,11 @@ class BlockCopier:
 
     def __init__(self, layers: Sequence[torch.Tensor], heads: range) -> None:
         """Raises UnsupportedLayout when the tensors are not alike."""
+        layers = [layer.unsqueeze(1) if layer.dim() == 4 else layer for layer in layers]
         first = layers[0]
-        if first.dim() != 4 or any(t.shape != first.shape or t.dtype != first.dtype for t in layers):
+        if first.dim() != 5 or any(t.shape != first.shape or t.dtype != first.dtype for t in layers):
             shapes = sorted({f"{tuple(t.shape)} {t.dtype}" for t in layers})
-            raise UnsupportedLayout(f"KV tensors must be 4-D and alike over the layers, not {', '.join(shapes)}")
+            raise UnsupportedLayout(f"KV tensors must be 4-D or 5-D and alike over the layers, not {', '.join(shapes)}")
         self._layers = list(layers)
         self._heads = heads
         self._together = _one_view(layers)
@@ -33,8 +35,8 @@ class BlockCopier:
 
     def bind(self, segment: memoryview, layout: SlotLayout) -> None:
         """Use this segment from now on. Raises UnsupportedLayout when a slot and the tensors do not fit."""
-        _, head_count, tokens, width = self._layers[0].shape
-        cell_bytes = tokens * width * self._layers[0].element_size()
+        _, parts, head_count, tokens, width = self._layers[0].shape
+        cell_bytes = parts * tokens * width * self._layers[0].element_size()
         found = (len(self._layers), head_count, cell_bytes)
         wanted = (layout.layer_count, len(self._heads), layout.cell_bytes)
         if found != wanted:
@@ -61,16 +63,17 @@ class BlockCopier:
             layer[block_id].copy_(slot[index])
 
     def _slot_view(self, payload_offset: int) -> torch.Tensor:
-        """This rank's part of a slot as `[layer, head, token, K‖V]`."""
+        """This rank's share of a slot as `[layer, part, head, token, K‖V]`."""
         assert self._slots is not None and self._layout is not None
-        _, _, tokens, width = self._layers[0].shape
+        _, parts, _, tokens, width = self._layers[0].shape
         payload = self._slots[payload_offset : payload_offset + self._layout.payload_bytes]
-        shape = (self._layout.layer_count, self._layout.kv_head_count, tokens, width)
-        return payload.view(self._layers[0].dtype).view(shape)[:, self._heads.start : self._heads.stop]
+        shape = (self._layout.layer_count, self._layout.kv_head_count, parts, tokens, width)
+        mine = payload.view(self._layers[0].dtype).view(shape)[:, self._heads.start : self._heads.stop]
+        return mine.transpose(1, 2)
 
 
 def _one_view(layers: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """`[block, layer, head, token, K‖V]` over the storage all layers share, or None when there is no such view."""
+    """`[block, layer, part, head, token, K‖V]` over the storage of all layers, or None when there is no such view."""
     first = layers[0]
     if any(
         t.stride() != first.stride() or t.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()

@@ -31,6 +31,9 @@ SPEED_TOKENS_MIN = 64  # smaller steps say nothing about prefill
 STORES_IN_FLIGHT_MAX = 4096  # blocks; beyond, stores are put off
 
 
+BlockIds = Callable[[], Sequence[int]]
+
+
 class RequestState(Enum):
     NEW = "new"
     ASKED = "asked"  # an acquire is under way
@@ -292,10 +295,10 @@ class SchedulerHalf:
 
     def plan_step(
         self,
-        scheduled: Iterable[tuple[str, Sequence[BlockHash], int, Sequence[int]]],
+        scheduled: Iterable[tuple[str, Sequence[BlockHash], int, BlockIds]],
     ) -> StepPlan:
         """Loads and stores of this step. `scheduled`: (request id, its block hashes so far, tokens computed when the
-        step ends, ids of its blocks)."""
+        step ends, how to get the ids of its blocks). Steps that fill no block cost next to nothing."""
         self.take_answers()
         plan = StepPlan(loads=self._loads, stores=self._queued_stores)
         self._loads, self._queued_stores = [], []
@@ -316,12 +319,14 @@ class SchedulerHalf:
         request_id: str,
         hashes: Sequence[BlockHash],
         computed_tokens: int,
-        block_ids: Sequence[int],
+        block_ids: BlockIds,
     ) -> None:
         request = self._requests.get(request_id)
         if request is None or request.state in (RequestState.ENDED, RequestState.LOADING):
             return
-        store = self._store_of(attachment, request, hashes, computed_tokens, block_ids, holds_request=None)
+        if computed_tokens // self._block_tokens <= request.stored:
+            return
+        store = self._store_of(attachment, request, hashes, computed_tokens, block_ids(), holds_request=None)
         if store is not None:
             plan.stores.append(store)
 

@@ -33,7 +33,7 @@ from kvservice.connector.copier import BlockCopier
 from kvservice.connector.options import ConnectorOptions, Offload
 from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
 from kvservice.connector.pools import PoolChoice, choose_pool
-from kvservice.connector.scheduler import SchedulerHalf, Wait
+from kvservice.connector.scheduler import BlockIds, SchedulerHalf, Wait
 from kvservice.connector.session import Session
 from kvservice.connector.stats import ConnectorPromMetrics, ConnectorStats
 from kvservice.connector.worker import WorkerHalf
@@ -198,17 +198,24 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._step = (time.monotonic(), tokens)
         return Metadata(self._scheduler.plan_step(self._scheduled(scheduler_output)))
 
-    def _scheduled(self, output: SchedulerOutput) -> Iterable[tuple[str, Any, int, list[int]]]:
-        """(request id, block hashes, tokens computed when this step ends, block ids) of every scheduled request."""
+    def _scheduled(self, output: SchedulerOutput) -> Iterable[tuple[str, Any, int, BlockIds]]:
+        """(request id, block hashes, tokens computed when this step ends, its block ids) of every scheduled request."""
         state = output.kv_connector_block_state
+        if state is None:
+            return
+
+        def block_ids(request_id: str) -> list[int]:
+            found = state.get_block_ids(request_id)
+            return found[0] if found else []
+
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, tokens in output.num_scheduled_tokens.items():
-            block_ids = None if state is None else state.get_block_ids(request_id)
             request = self._live.get(request_id)
-            if block_ids is not None and request is not None:
-                yield request_id, request.block_hashes, computed[request_id] + tokens, block_ids[0]
+            if request is not None:
+                ids = functools.partial(block_ids, request_id)
+                yield request_id, request.block_hashes, computed[request_id] + tokens, ids
 
     @guarded(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

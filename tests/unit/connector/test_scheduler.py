@@ -17,7 +17,7 @@ def half(line: Line, *, workers: int = 1, lazy: bool = False) -> SchedulerHalf:
 
 
 def run_step(scheduler: SchedulerHalf, request: str, chain: Sequence[BlockHash], computed: int) -> StepPlan:
-    return scheduler.plan_step([(request, chain, computed, range(100, 100 + len(chain) + 1))])
+    return scheduler.plan_step([(request, chain, computed, lambda: range(100, 100 + len(chain) + 1))])
 
 
 def report(plan: StepPlan, **outcome: int) -> StepReport:
@@ -171,6 +171,17 @@ def test_block_that_the_pool_has_evicted_is_stored_again() -> None:
     scheduler.matched("b", 0, 40, 1.1)
     scheduler.allocated("b", [1, 2, 3], 0)
     assert run_step(scheduler, "b", chain, 2 * BLOCK).stores
+
+
+def test_step_that_fills_no_block_does_not_even_look_at_the_block_table() -> None:
+    def table() -> Sequence[int]:
+        raise AssertionError("resolved for nothing")
+
+    line, chain = Line(), hashes(1, 2)
+    scheduler = half(line)
+    scheduler.on_new_request("r", chain, 0.0, may_read=False)
+    run_step(scheduler, "r", chain, 2 * BLOCK)
+    assert not scheduler.plan_step([("r", chain, 2 * BLOCK + 7, table)]).stores
 
 
 def test_block_stored_while_another_request_asked_for_it_is_not_stored_twice() -> None:

@@ -88,7 +88,7 @@ class Engine(RuleBasedStateMachine):
         for name, request in self.requests.items():
             if request.state == "running":
                 request.computed = min(request.computed + chunk, request.tokens)
-                scheduled.append((name, request.chain, request.computed, request.block_ids))
+                scheduled.append((name, request.chain, request.computed, lambda ids=request.block_ids: ids))
         plan = self.half.plan_step(scheduled)
         for store in plan.stores:
             assert store.entries

@@ -112,6 +112,18 @@ def test_slot_holds_layer_then_head_then_cell_whatever_the_engine_layout(segment
     assert bytes(segment.payload(slot, LAYOUT.payload_bytes)) == expected
 
 
+def test_block_in_smaller_kernel_blocks_is_the_same_slot(segment: Segment) -> None:
+    whole = engine_tensors(ORDERS["LBNHC"])
+    split = [torch.randn(BLOCKS, 2, HEADS, TOKENS // 2, WIDTH).to(torch.bfloat16) for _ in range(LAYERS)]
+    slot = slot_index(0, 1)
+    writer = WorkerHalf(BlockCopier(whole, range(HEADS)), Verify.OFF)
+    assert store(segment, writer, 0, write_header(segment, slot, 1))
+    reader = WorkerHalf(BlockCopier(split, range(HEADS)), Verify.FULL)
+    assert load(segment, reader, write_header(segment, slot, 2), 5)
+    for layer in range(LAYERS):
+        assert torch.equal(torch.cat([split[layer][5][0], split[layer][5][1]], dim=1), whole[layer][0])
+
+
 def test_layers_in_tensors_of_their_own_are_copied_one_by_one(segment: Segment) -> None:
     one = [layer.clone() for layer in engine_tensors(ORDERS["LBHNC"])]
     other = [layer.clone() for layer in engine_tensors(ORDERS["LBHNC"])]
