@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,3 +59,10 @@ class TestNixl(TransportContract):
     def pair(self, segments: tuple[Segment, Segment]) -> Iterator[Pair]:
         reader, source = (NixlTransport(segment, "contract") for segment in segments)
         yield from ended(Pair(reader, segments[0], source, segments[1]))
+
+    def test_idle_transport_costs_next_to_no_cpu(self, pair: Pair) -> None:
+        """NIXL's progress threads would spin on a core each; a ratio of CPU to wall time, so load does not matter."""
+        pair.connect()
+        used, started = time.process_time(), time.monotonic()
+        time.sleep(1.0)
+        assert time.process_time() - used < 0.3 * (time.monotonic() - started)
