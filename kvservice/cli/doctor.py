@@ -232,13 +232,14 @@ def ray_cluster() -> Iterator[Check]:
         yield Check("ray", ABSENT, "not installed", "pip install 'kvservice[ray]', or use `kvservice up --no-ray`")
         return
     mode = os.environ.get("RAY_AUTH_MODE")
-    address = _ray_address()
-    reached = "no cluster is known on this machine" if address is None else f"cluster at {address}"
+    wanted = os.environ.get("RAY_ADDRESS")
+    address = wanted if wanted and wanted != "auto" else _local_cluster()
     if address is not None and not _listens(address):
-        advice = "unset RAY_ADDRESS or start that cluster" if os.environ.get("RAY_ADDRESS") else "ray stop; ray start"
-        status = PROBLEM if os.environ.get("RAY_ADDRESS") else WARNING
-        yield Check("ray", status, f"{version}, {reached} does not answer", advice)
+        yield Check(
+            "ray", PROBLEM, f"{version}, RAY_ADDRESS {address} does not answer", "start that cluster, or unset it"
+        )
         return
+    reached = "no cluster runs on this machine" if address is None else f"cluster at {address}"
     detail = f"{version}, {reached}, RAY_AUTH_MODE {mode or 'not set'}"
     if mode is None and RAY_TOKEN.expanduser().exists():
         advice = (
@@ -273,14 +274,13 @@ def service_parts() -> Iterator[Check]:
                 )
 
 
-def _ray_address() -> str | None:
-    address = os.environ.get("RAY_ADDRESS")
-    if address and address != "auto":
-        return address
+def _local_cluster() -> str | None:
+    """Address of the Ray cluster of this machine that answers."""
     try:
-        return RAY_CURRENT.read_text().strip() or None
+        address = RAY_CURRENT.read_text().strip()
     except OSError:
         return None
+    return address if address and _listens(address) else None
 
 
 def _listens(address: str) -> bool:

@@ -95,7 +95,7 @@ def doctor(as_json: Json = False) -> None:
 
     checks = command.run_checks()
     command.show(checks, as_json=as_json)
-    if any(check["status"] == "problem" for check in checks):
+    if not command.healthy(checks):
         raise typer.Exit(EXIT_PROBLEM)
 
 

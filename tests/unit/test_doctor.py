@@ -1,0 +1,199 @@
+"""What `kvservice doctor` finds on a machine with something wrong, and what its JSON promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvservice.cli import doctor
+from kvservice.cli.doctor import ABSENT, OK, PROBLEM, WARNING, Check
+from kvservice.client.discovery import ShardRecord, write_record
+from kvservice.testing.cluster import LocalCluster
+from kvservice.units import BootEpoch, GiB, MiB, NodeId
+
+
+@pytest.fixture(autouse=True)
+def machine_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No service, Ray cluster, token or setting of the real machine shows."""
+    for name in [name for name in os.environ if name.startswith(("KVSERVICE_", "RAY_"))]:
+        if name != "KVSERVICE_TEST_SESSION":
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr(doctor, "RAY_TOKEN", tmp_path / "auth_token")
+    monkeypatch.setattr(doctor, "RAY_CURRENT", tmp_path / "ray_current_cluster")
+    return tmp_path
+
+
+@pytest.fixture
+def listener() -> Iterator[str]:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def one(probe: doctor.Probe) -> Check:
+    (check,) = doctor.guarded(probe)
+    return check
+
+
+def test_a_broken_check_is_a_row_and_not_a_crash() -> None:
+    def broken() -> list[Check]:
+        raise OSError("no such thing")
+
+    check = one(broken)
+    assert (check.name, check.status) == ("broken", PROBLEM)
+    assert "OSError: no such thing" in check.detail
+
+
+@pytest.mark.parametrize(("status", "good"), [(OK, True), (WARNING, True), (ABSENT, True), (PROBLEM, False)])
+def test_only_a_problem_makes_the_machine_unfit(status: str, good: bool) -> None:
+    assert doctor.healthy([Check("a", OK, ""), Check("b", status, "")]) is good
+
+
+def test_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.show([Check("clock", OK, "fine"), Check("ray", PROBLEM, "gone", "start it")], as_json=True)
+    assert json.loads(capsys.readouterr().out) == {
+        "ok": False,
+        "checks": [
+            {"name": "clock", "status": "ok", "detail": "fine", "advice": ""},
+            {"name": "ray", "status": "problem", "detail": "gone", "advice": "start it"},
+        ],
+    }
+
+
+def test_text_shows_brackets_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.show([Check("ray", PROBLEM, "not installed", "pip install 'kvservice[ray]'")], as_json=False)
+    assert "pip install 'kvservice[ray]'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("free", "segments", "status"),
+    [
+        (64 * GiB, 0, OK),
+        (1 * GiB, 0, WARNING),
+        (1 * GiB, 1, OK),  # what is missing is in use by a running service
+        (1 * MiB, 0, PROBLEM),
+    ],
+)
+def test_shared_memory_that_is_too_small_says_how_to_get_more(
+    free: int, segments: int, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage:
+        total = 64 * GiB
+
+    Usage.free = free  # type: ignore[attr-defined]
+    monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage)
+    for index in range(segments):
+        (tmp_path / f"kvservice-default-{index}").touch()
+    check = one(doctor.shared_memory)
+    assert check.status == status
+    assert ("--shm-size" in check.advice) is (status in (WARNING, PROBLEM))
+
+
+def test_a_misspelt_setting_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSERVICE_POOL_BYTE", "1GiB")
+    check = one(doctor.settings)
+    assert check.status == PROBLEM
+    assert "did you mean 'pool_bytes'" in check.detail
+
+
+def test_block_keys_are_what_every_other_node_computes() -> None:
+    assert one(doctor.block_keys).status == OK
+
+
+def test_other_block_keys_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "GOLDEN_KEY", "00" * 16)
+    assert one(doctor.block_keys).status == PROBLEM
+
+
+@pytest.mark.parametrize(
+    ("source", "algorithm"),
+    [
+        ('class CacheConfig:\n    prefix_caching_hash_algo: Algo = "xxhash"\n', "xxhash"),
+        ("class CacheConfig:\n    prefix_caching_hash_algo: Algo\n", None),
+        ("x = 1\n", None),
+    ],
+)
+def test_default_hash_is_read_from_source(source: str, algorithm: str | None) -> None:
+    assert doctor.default_hash(source) == algorithm
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "seed", "status", "advised"),
+    [
+        ("xxhash", None, WARNING, True),
+        ("xxhash_cbor", "0", OK, False),
+        ("sha256", None, OK, True),
+        ("sha256_cbor", None, OK, False),
+        (None, None, WARNING, True),
+    ],
+)
+def test_a_hash_that_no_other_replica_repeats_is_warned_about(
+    algorithm: str | None, seed: str | None, status: str, advised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    monkeypatch.setattr(doctor, "default_hash", lambda source: algorithm)
+    check = one(doctor.engine_hash)
+    assert (check.status, bool(check.advice)) == (status, advised)
+
+
+def test_installed_engine_names_its_hash_without_being_imported() -> None:
+    check = one(doctor.engine_hash)
+    assert check.status == OK
+    assert "sha256" in check.detail
+
+
+def test_a_cluster_that_does_not_answer_is_a_problem_only_when_it_was_asked_for(
+    machine_of_its_own: Path, monkeypatch: pytest.MonkeyPatch, listener: str
+) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        silent = f"127.0.0.1:{server.getsockname()[1]}"
+    (machine_of_its_own / "ray_current_cluster").write_text(silent)
+    check = one(doctor.ray_cluster)
+    assert check.status == OK
+    assert "no cluster runs" in check.detail
+    monkeypatch.setenv("RAY_ADDRESS", silent)
+    assert one(doctor.ray_cluster).status == PROBLEM
+    monkeypatch.setenv("RAY_ADDRESS", listener)
+    assert listener in one(doctor.ray_cluster).detail
+
+
+def test_token_file_without_a_stated_mode_is_warned_about(
+    machine_of_its_own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (machine_of_its_own / "auth_token").write_text("x")
+    check = one(doctor.ray_cluster)
+    assert check.status == WARNING
+    assert "RAY_AUTH_MODE" in check.advice
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    assert one(doctor.ray_cluster).status == OK
+
+
+def test_no_service_is_absent_and_no_problem() -> None:
+    check = one(doctor.service_parts)
+    assert (check.name, check.status) == ("service", ABSENT)
+
+
+def test_a_registered_shard_that_died_is_a_problem() -> None:
+    write_record(ShardRecord("gone", NodeId("n0"), "/nowhere.sock", "127.0.0.1:1", 1, BootEpoch(1), ("127.0.0.1:1",)))
+    checks = doctor.guarded(doctor.service_parts)
+    assert {check.status for check in checks} == {PROBLEM}
+    assert all(check.advice for check in checks)
+
+
+def test_every_part_of_a_running_service_has_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LocalCluster(nodes=2, transport="shm") as cluster:
+        monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(cluster.root))
+        checks = doctor.guarded(doctor.service_parts)
+    kinds = sorted(check.name.split(" ")[0] for check in checks)
+    assert {check.status for check in checks} == {OK}, checks
+    assert kinds.count("shard") == 2
+    assert kinds.count("lookup") >= 1
