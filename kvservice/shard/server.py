@@ -120,6 +120,7 @@ class ShardServer:
 
     async def stop(self, leaving: bool = True, keep_segment: bool = False) -> None:
         """Graceful end: unregister, finish calls for a moment, close. Idempotent."""
+        served = self._record is not None  # otherwise the files in our place are another shard's
         if self._record is not None:
             self._record.unlink(missing_ok=True)
             self._record = None
@@ -134,7 +135,7 @@ class ShardServer:
             await pool.close()
             if leaving and not keep_segment:
                 pool.unlink()
-        self._remove_files(leaving)
+        self._remove_files(leaving and served)
 
     def _remove_files(self, leaving: bool) -> None:
         directory = discovery.node_directory(self._config.service, self._config.node_id, self._config.runtime_root)

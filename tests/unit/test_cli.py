@@ -1,0 +1,158 @@
+"""The command line as a user meets it: exit codes, messages, JSON keys, and a service in the foreground."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvservice.client.discovery import find_shards
+from kvservice.testing.cluster import LocalCluster
+
+HEAVY = ("ray", "vllm", "torch", "grpc", "nixl_cu12", "matplotlib", "numpy")
+
+
+@pytest.fixture
+def runtime() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvc-") as folder:  # short: a Unix socket goes into it
+        yield Path(folder)
+
+
+def command(runtime: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvservice.cli.main", *arguments],
+        env={**os.environ, "KVSERVICE_RUNTIME_DIR": str(runtime), **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+class Foreground:
+    """`kvservice up --no-ray` as a process."""
+
+    def __init__(self, runtime: Path, service: str) -> None:
+        self.runtime, self.service = runtime, service
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvservice.cli.main", "up", "--no-ray", "--service", service, "--pool", "16MiB"],
+            env={**os.environ, "KVSERVICE_RUNTIME_DIR": str(runtime)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + 30
+        while not find_shards(self.service, self.runtime):
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def end(self, number: signal.Signals) -> tuple[int, str]:
+        self.process.send_signal(number)
+        output, _ = self.process.communicate(timeout=30)
+        return self.process.returncode, output
+
+
+@pytest.fixture
+def foreground(runtime: Path) -> Iterator[Foreground]:
+    made = Foreground(runtime, f"cli-{os.getpid()}")
+    try:
+        made.wait()
+        yield made
+    finally:
+        if made.process.poll() is None:
+            made.end(signal.SIGTERM)
+
+
+def test_help_names_every_command_and_loads_nothing_heavy(runtime: Path) -> None:
+    shown = command(runtime, "--help")
+    assert shown.returncode == 0
+    for name in ("up", "down", "status", "doctor", "demo"):
+        assert f"  {name}" in shown.stdout
+    code = f"import sys, kvservice.cli.main; print([m for m in {HEAVY!r} if m in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
+
+
+def test_status_without_a_service_exits_3(runtime: Path) -> None:
+    shown = command(runtime, "status")
+    assert (shown.returncode, "kvservice up" in shown.stdout) == (3, True)
+    shown = command(runtime, "status", "--json")
+    assert (shown.returncode, json.loads(shown.stdout)) == (3, {"service": None})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["up", "--no-ray", "--pool", "0"], "give at least 4.0 MiB"),
+        (["up", "--no-ray", "--pool", "-4GiB"], "give at least 4.0 MiB"),
+        (["up", "--no-ray", "--transport", "pigeon"], "choose auto, nixl or shm"),
+        (["up", "--no-ray", "--config", "/does/not/exist.toml"], "cannot read /does/not/exist.toml"),
+        (["up", "--no-such-option"], "--no-such-option"),
+    ],
+)
+def test_wrong_usage_exits_2_and_says_what_to_do(runtime: Path, arguments: list[str], said: str) -> None:
+    shown = command(runtime, *arguments)
+    assert shown.returncode == 2
+    assert said in shown.stderr
+    assert "Traceback" not in shown.stderr
+
+
+def test_a_misspelt_variable_exits_2_and_names_the_nearest(runtime: Path) -> None:
+    shown = command(runtime, "status", KVSERVICE_POOL_BYTE="1GiB")
+    assert shown.returncode == 2
+    assert "did you mean 'pool_bytes'" in shown.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_service_in_the_foreground_ends_cleanly(foreground: Foreground, number: signal.Signals) -> None:
+    state = json.loads(command(foreground.runtime, "status", "--json", "--service", foreground.service).stdout)
+    assert [row["node_id"] for row in state["nodes"]] == ["local"]
+    code, output = foreground.end(number)
+    assert (code, "Traceback" in output) == (0, False), output
+    assert not (foreground.runtime / foreground.service).exists()
+    assert not list(Path("/dev/shm").glob(f"kvservice-{foreground.service}-*"))
+
+
+def test_two_services_of_one_name_on_one_machine_are_refused(foreground: Foreground) -> None:
+    second = command(foreground.runtime, "up", "--no-ray", "--service", foreground.service, "--pool", "16MiB")
+    assert second.returncode == 1
+    assert "already serves node local" in second.stderr
+    assert find_shards(foreground.service, foreground.runtime)  # the first one goes on
+
+
+def test_status_shows_every_node_and_a_dead_one_as_a_problem() -> None:
+    with LocalCluster(nodes=2, lookups=1, transport="shm", pool_bytes=16 << 20) as cluster:
+        variables = {"KVSERVICE_SERVICE": cluster.service}
+        shown = command(cluster.root, "status", "--json", **variables)
+        state = json.loads(shown.stdout)
+        assert shown.returncode == 0, shown.stdout
+        assert set(state) == {"service", "nodes", "lookups", "totals", "hit_rates", "problems"}
+        assert [row["node_id"] for row in state["nodes"]] == ["n0", "n1"]
+        for row in state["nodes"]:
+            assert set(row) == {
+                "node_id", "peer_address", "epoch", "segment_bytes", "slabs", "slabs_free", "slots", "counters",
+                "pulled_bytes", "draining", "transport", "uptime_seconds", "models", "error",
+            }  # fmt: skip
+        assert [row["partition_count"] for row in state["lookups"]] == [1]
+        table = command(cluster.root, "status", COLUMNS="200", **variables)
+        assert table.returncode == 0
+        assert "n0" in table.stdout
+        assert "n1" in table.stdout
+
+        cluster.kill("n1")
+        shown = command(cluster.root, "status", "--json", **variables)
+        assert shown.returncode == 1
+        assert any("node n1" in problem for problem in json.loads(shown.stdout)["problems"])
+
+        cluster.kill("n0")  # nobody is left, but the records say that there was a service
+        assert command(cluster.root, "status", "--json", **variables).returncode == 1
