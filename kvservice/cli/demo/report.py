@@ -48,13 +48,13 @@ def show_table(rows: list[Row], console: Console) -> None:
     table = Table(title="time to first token, and where the prompt's tokens came from", title_justify="left")
     for column in ("question", "replica"):
         table.add_column(column)
-    for column in ("first token", "computed", "hit in engine", "hit in local pool", "hit remotely", "of recompute"):
+    for column in ("first token", "computed", "hit in engine", "hit in local pool", "hit remotely", "speed-up"):
         table.add_column(column, justify="right")
     for row in rows:
-        share = f"{row.first_token_seconds / reference[row.question]:.1%}" if row.question in reference else ""
+        gain = f"{reference[row.question] / row.first_token_seconds:.1f} ×" if row.question in reference else ""
         table.add_row(
             str(row.question), row.replica, f"{row.first_token_seconds:.2f} s", f"{row.computed_tokens:,}",
-            f"{row.engine_tokens:,}", f"{row.pool_tokens:,}", f"{row.remote_tokens:,}", share,
+            f"{row.engine_tokens:,}", f"{row.pool_tokens:,}", f"{row.remote_tokens:,}", gain,
             style="bold" if row.kind == "remote" else None,
         )  # fmt: skip
     console.print(table)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,19 +31,24 @@ ANSWER_TOKENS = 24
 REPLICA_START_SECONDS = 300
 ANSWER_SECONDS = 300
 SETTLE_SECONDS = 20
+CLOSE_SECONDS = 5
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(model: Path | None, out: Path, question_count: int) -> None:
     """Raises KVServiceError when a step fails; everything is cleaned up by then."""
     console = Console()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    stops = _Stops()
+    stops.watch()
     started = time.perf_counter()
     try:
         with contextlib.ExitStack() as stack:
-            rows, nodes = _measure(stack, model, question_count, console)
-    except KeyboardInterrupt:
-        console.print("stopped; everything that was started is gone again")
-        raise SystemExit(130) from None
+            rows, nodes = _measure(stack, stops, model, question_count, console)
+    except BaseException as error:
+        if stops.signal is not None:
+            console.print("stopped; everything that was started is gone again")
+            raise SystemExit(128 + stops.signal) from None
+        raise _readable(error) from error
     show_table(rows, console)
     show_transfers(nodes, console)
     equal = _compare(rows, console)
@@ -57,8 +62,38 @@ def run(model: Path | None, out: Path, question_count: int) -> None:
         raise KVServiceError("the demo did not show what it should: see the table")
 
 
+class _Stops:
+    """Ctrl-C, SIGTERM and a closed terminal end the demo once; further ones must not cut its cleaning up short."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None  # the one that ended the demo
+
+    def watch(self) -> None:
+        """Again after `ray.init`, which takes SIGTERM for itself."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._stop)
+
+    def _stop(self, number: int, frame: object) -> None:
+        for each in STOP_SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        self.signal = number
+        raise KeyboardInterrupt  # also what Ray makes of any exception that interrupts its calls
+
+
+def _readable(error: BaseException) -> BaseException:
+    """What failed in a sentence, for the failures of Ray, of replicas and of the system; others keep their trace."""
+    import subprocess
+
+    from ray.exceptions import RayError
+
+    if isinstance(error, RayError | OSError | RuntimeError | subprocess.SubprocessError):
+        lines = str(error).strip().splitlines() or [""]
+        return Unavailable(f"the demo failed: {type(error).__name__}: {lines[-1]}")
+    return error
+
+
 def _measure(
-    stack: contextlib.ExitStack, model: Path | None, question_count: int, console: Console
+    stack: contextlib.ExitStack, stops: _Stops, model: Path | None, question_count: int, console: Console
 ) -> tuple[list[Row], list[tuple[str, dict[str, Any]]]]:
     document, questions = _document(question_count)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -87,7 +122,7 @@ def _measure(
     step("preparing the model")
     folder = _model(model)
     step("starting a Ray cluster of two nodes")
-    with _ray_cluster() as ray_nodes, _service(step) as sockets:
+    with _ray_cluster(stops) as ray_nodes, _service(step) as sockets:
         step("loading the model into two replicas, one on each node")
         with _replica(folder, ray_nodes[0], sockets[0]) as a:
             with _replica(folder, ray_nodes[1], sockets[1]) as b:
@@ -148,21 +183,25 @@ SERVICE = f"demo-{os.getpid()}"
 
 
 @contextlib.contextmanager
-def _ray_cluster() -> Iterator[list[str]]:
+def _ray_cluster(stops: _Stops) -> Iterator[list[str]]:
     """Two raylets on this machine; yields their node ids, head first."""
     os.environ["RAY_AUTH_MODE"] = "disabled"  # a cluster of this process only, on loopback
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # the replicas are the work here, not a background job
     import ray
     from ray.cluster_utils import Cluster
 
+    logging.getLogger("ray").setLevel(logging.ERROR)
+
     from kvservice.actors import deploy
+    from kvservice.actors.leftovers import remove_leftovers
 
     settings: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 100 * MiB, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={**settings, "resources": {"demo_a": 1}})
     try:
         cluster.add_node(**settings, resources={"demo_b": 1})
         deploy.connect(cluster.address)
+        stops.watch()
         by_mark = {mark: n["NodeID"] for n in ray.nodes() for mark in ("demo_a", "demo_b") if mark in n["Resources"]}
         if len(by_mark) != 2:
             raise Unavailable(f"Ray has {len(ray.nodes())} nodes, the demo needs two")
@@ -170,6 +209,7 @@ def _ray_cluster() -> Iterator[list[str]]:
     finally:
         ray.shutdown()
         cluster.shutdown()
+        remove_leftovers(SERVICE, [])  # of shards that the end of the cluster has cut short
 
 
 @contextlib.contextmanager
@@ -189,7 +229,8 @@ def _service(step: Any) -> Iterator[list[str]]:
         marked = {m: n["NodeID"] for n in ray.nodes() for m in ("demo_a", "demo_b") if m in n["Resources"]}
         yield [by_node[names.node_id(marked[mark])] for mark in ("demo_a", "demo_b")]
     finally:
-        deploy.down(SERVICE)
+        with contextlib.suppress(KVServiceError, ray.exceptions.RayError):  # the cluster may be what failed
+            deploy.down(SERVICE)
 
 
 @contextlib.contextmanager
@@ -201,7 +242,7 @@ def _replica(model: str, ray_node: str, socket: str | None) -> Iterator[Any]:
     variables = {**ENVIRONMENT, "OMP_NUM_THREADS": str(os.cpu_count() or 1)}
     if Path(model).exists():
         variables["HF_HUB_OFFLINE"] = "1"
-    actor = ray.remote(num_cpus=1)(DemoReplica).options(
+    actor = ray.remote(num_cpus=1, max_restarts=0)(DemoReplica).options(
         scheduling_strategy=NodeAffinitySchedulingStrategy(ray_node, soft=False),
         runtime_env={"env_vars": variables},
     )
@@ -210,8 +251,9 @@ def _replica(model: str, ray_node: str, socket: str | None) -> Iterator[Any]:
         yield handle
     finally:
         with contextlib.suppress(ray.exceptions.RayError):
-            ray.get(handle.close.remote(), timeout=10)
-        ray.kill(handle)
+            ray.get(handle.close.remote(), timeout=CLOSE_SECONDS)
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(handle)
 
 
 def _wait_ready(*replicas: Any) -> None:
