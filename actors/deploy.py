@@ -8,16 +8,17 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import AuthenticationError, RayError
 from ray.util import list_named_actors
 
 from kvservice.actors import names
 from kvservice.actors.supervisor import STARTING, Supervisor
 from kvservice.config import ServiceConfig
-from kvservice.errors import ServiceConflict, Unavailable
+from kvservice.errors import ConfigError, ServiceConflict, Unavailable
 
 log = logging.getLogger("kvservice.actors")
 
@@ -149,13 +150,25 @@ def _stop(service: str, parts: list[str]) -> None:
 
 def connect(address: str | None) -> None:
     """Join a Ray cluster as a driver. `address` None: RAY_ADDRESS, else the cluster of this machine. Raises
-    Unavailable when there is none."""
-    # Ray 2.60 turns token auth on when it finds a token file of an earlier cluster: say what is meant, always.
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    Unavailable when there is none, ConfigError when it wants a token."""
+    # Ray 2.60 turns token auth on by itself in some of its commands and not in others: say what is meant, always.
+    os.environ.setdefault("RAY_AUTH_MODE", "token" if _has_token() else "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if ray.is_initialized():
         return
     try:
         ray.init(address=address or os.environ.get("RAY_ADDRESS") or "auto", log_to_driver=False, logging_level="ERROR")
+    except AuthenticationError as error:
+        raise ConfigError(
+            f"the Ray cluster at {address or 'this machine'} does not accept RAY_AUTH_MODE="
+            f"{os.environ['RAY_AUTH_MODE']}: set it to what the cluster was started with, and the token with "
+            "RAY_AUTH_TOKEN_PATH"
+        ) from error
     except (ConnectionError, RayError, RuntimeError, ValueError) as error:
         raise Unavailable(f"no Ray cluster at {address or 'this machine'}: {error}") from error
+
+
+def _has_token() -> bool:
+    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return True
+    return (Path.home() / ".ray" / "auth_token").is_file()

@@ -7,6 +7,7 @@ actor's own threads wait for a Ray that is away.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import threading
 from collections.abc import Callable, Coroutine
@@ -49,7 +50,7 @@ class HostedServer:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(timeout)
-        except TimeoutError as error:
+        except concurrent.futures.TimeoutError as error:  # not the built-in one before Python 3.11
             future.cancel()
             raise Unavailable(f"the server did not answer within {timeout} s") from error
 

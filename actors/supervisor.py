@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvservice.actors import names
@@ -30,6 +30,7 @@ log = logging.getLogger("kvservice.actors")
 ROUND_SECONDS = 1.0
 ANSWER_SECONDS = 5.0  # a part that takes longer is asked again in the next round
 CALL_SECONDS = 30.0
+SILENT_ROUNDS_MAX = 10
 STARTING = "is starting, or does not answer"
 
 
@@ -43,6 +44,7 @@ class _Part:
     asked: Any = None  # the unanswered ready() call
     facts: dict[str, Any] = field(default_factory=dict)  # its last answer; kept while it restarts
     running: bool = False
+    silent_rounds: int = 0  # without an answer, in a row
     dead: bool = False  # Ray gave it up: place it anew
     told: tuple[object, ...] = ()  # (epoch, lookup addresses) a shard was last told
 
@@ -134,6 +136,8 @@ class Supervisor:
             self._lookups[partition] = _Part(f"lookup shard {partition}", handle, ray_node)
         self._ask(self._lookups.values())
         for part in self._lookups.values():
+            # Found by its name, it may wait for ever for a node that went while no supervisor ran.
+            part.dead = part.dead or (not part.facts and part.silent_rounds >= SILENT_ROUNDS_MAX)
             part.ray_node = part.facts.get("ray_node", part.ray_node)  # an earlier supervisor placed it elsewhere
 
     def _keep_shards(self, nodes: dict[str, str]) -> None:
@@ -166,13 +170,15 @@ class Supervisor:
             part.running = False
             if part.asked not in answered:
                 self._problems[part.what] = STARTING
+                part.silent_rounds += 1
                 continue
+            part.silent_rounds = 0
             asked, part.asked = part.asked, None
             try:
                 part.facts = ray.get(asked, timeout=CALL_SECONDS)
                 part.running = True
                 self._problems.pop(part.what, None)
-            except ActorDiedError as error:
+            except (ActorDiedError, ActorUnschedulableError) as error:
                 part.dead = True
                 self._note(part.what, error)
             except (RayError, KVServiceError, GetTimeoutError) as error:  # being restarted, or cannot start
