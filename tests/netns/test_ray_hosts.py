@@ -1,0 +1,158 @@
+"""The service as an operator has it: a Ray cluster of two hosts with addresses of their own, and the command line.
+
+Nothing here reaches into the service: `kvservice up`, `status` and `down` do all, each in a process on one of the
+hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvservice.transfer.nixl import nixl_available
+from tests.integration.engine import LAYOUT
+from tests.netns.hosts import RUNTIME_ROOT, Host, Hosts, wait_for, why_not
+
+REASON = why_not() or (None if nixl_available() else "NIXL is not installed")
+pytestmark = [
+    pytest.mark.netns,
+    pytest.mark.ray,
+    pytest.mark.nixl,
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+]
+
+RAY = str(Path(sys.executable).parent / "ray")
+RAY_PORT = 6399
+RUNTIME = RUNTIME_ROOT / "kvs"  # a file system of each host's own
+SERVICE = "hosts"
+COUNT = 40
+
+
+class Site:
+    """One host: its Ray node and the commands an operator runs there."""
+
+    def __init__(self, host: Host, head: str, logs: Path) -> None:
+        self.host = host
+        self._head = head
+        self._log = logs / f"ray-{host.address}.log"
+        # A node without a way out has no address of its own that Ray could find.
+        host.output(["ip", "route", "add", "default", "dev", host.device])
+        RUNTIME_ROOT.mkdir(exist_ok=True)
+        self._environment = {
+            "KVSERVICE_RUNTIME_DIR": str(RUNTIME),
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_TMPDIR": str(RUNTIME_ROOT),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "UCX_TLS": "tcp",
+            "UCX_NET_DEVICES": host.device,
+        }
+
+    def start_ray(self) -> None:
+        common = ["--node-ip-address", self.host.address, "--num-cpus=1", "--object-store-memory=80000000", "--block"]
+        is_head = self.host.address == self._head
+        role = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"] if is_head else ["--address", self.ray]
+        self.host.run([RAY, "start", *role, *common], self._log, **self._environment)
+        wait_for(lambda: "Ray runtime started" in self._log.read_text(), f"Ray on {self.host.address}", self._log, 120)
+
+    @property
+    def ray(self) -> str:
+        return f"{self._head}:{RAY_PORT}"
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*self.host.prefix, sys.executable, "-m", *command],
+            env={**os.environ, **self._environment}, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+
+    def kvservice(self, *command: str) -> subprocess.CompletedProcess[str]:
+        return self.run("kvservice.cli.main", *command)
+
+    def status(self) -> dict[str, Any]:
+        """As an operator without Ray sees it."""
+        done = self.kvservice("status", "--service", SERVICE, "--json")
+        assert done.returncode in (0, 1), done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    def blocks(self, verb: str, seed: int) -> dict[str, int]:
+        (socket,) = self.host.output(["find", str(RUNTIME / SERVICE), "-name", "shard.sock"]).split()
+        done = self.run("tests.netns.blocks", verb, socket, str(seed), str(COUNT))
+        assert done.returncode == 0, done.stderr
+        found: dict[str, int] = json.loads(done.stdout)
+        return found
+
+    def received_bytes(self) -> int:
+        return int(self.host.output(["cat", f"/sys/class/net/{self.host.device}/statistics/rx_bytes"]))
+
+    def cut_power(self) -> None:
+        pids = subprocess.run(["ip", "netns", "pids", self.host.namespace], capture_output=True, text=True, check=True)
+        for pid in pids.stdout.split():
+            os.kill(int(pid), signal.SIGKILL)
+
+
+@pytest.fixture
+def sites(tmp_path: Path) -> Iterator[tuple[Site, Site]]:
+    with Hosts() as hosts:
+        head, other = (Site(host, hosts[0].address, tmp_path) for host in hosts)
+        head.start_ray()
+        other.start_ray()
+        yield head, other
+
+
+def settled(read: Callable[[], dict[str, Any]], condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    deadline = time.monotonic() + 90
+    while not condition(state := read()):
+        assert time.monotonic() < deadline, f"not so within 90 s: {json.dumps(state, indent=1)}"
+        time.sleep(0.5)
+    return state
+
+
+def hosts_of(rows: list[dict[str, Any]], key: str) -> list[str]:
+    return sorted(row[key].rpartition(":")[0] for row in rows)
+
+
+@pytest.mark.timeout(280)
+def test_service_of_two_hosts_lives_through_the_loss_of_one_and_ends_clean(sites: tuple[Site, Site]) -> None:
+    head, other = sites
+    addresses = [head.host.address, other.host.address]
+    up = head.kvservice("up", "--address", head.ray, "--service", SERVICE, "--pool", "64MiB")
+    assert up.returncode == 0, up.stderr
+
+    state = other.status()
+    assert hosts_of(state["nodes"], "peer_address") == addresses
+    assert hosts_of(state["lookups"], "address") == addresses
+    assert {row["transport"] for row in state["nodes"]} == {"nixl"}
+    assert state["problems"] == []
+
+    assert head.blocks("store", seed=1) == {"sealed": COUNT}
+    settled(other.status, lambda now: sum(row["key_count"] for row in now["lookups"]) >= COUNT)
+    before = other.received_bytes()
+    assert other.blocks("read", seed=1) == {"promised": COUNT, "fetched": COUNT}
+    assert other.received_bytes() - before >= COUNT * LAYOUT.payload_bytes, "the blocks did not cross the wire"
+
+    other.cut_power()
+    alone = [head.host.address]
+    state = settled(
+        head.status,
+        lambda now: (
+            not now["problems"]
+            and hosts_of(now["lookups"], "address") == alone * 2
+            and sum(row["key_count"] for row in now["lookups"]) == COUNT
+        ),
+    )
+    assert hosts_of(state["nodes"], "peer_address") == alone
+    assert head.blocks("read", seed=1) == {"promised": COUNT, "fetched": 0}
+
+    down = head.kvservice("down", "--address", head.ray, "--service", SERVICE)
+    assert down.returncode == 0, down.stderr
+    left = head.host.output(["find", "/dev/shm", str(RUNTIME), "-name", "kvservice*", "-o", "-name", SERVICE])
+    assert left == ""
