@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 import kvservice
 from kvservice.cli.demo.replica import ENVIRONMENT, DemoReplica
-from kvservice.cli.demo.report import Row, save, show_table, show_transfers
+from kvservice.cli.demo.report import Row, save, show_gain, show_table, show_transfers
 from kvservice.errors import ConfigError, KVServiceError, Unavailable
 from kvservice.units import MiB
 
@@ -32,12 +33,13 @@ REPLICA_START_SECONDS = 300
 ANSWER_SECONDS = 300
 SETTLE_SECONDS = 20
 CLOSE_SECONDS = 5
+PLAIN_WIDTH = 120
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(model: Path | None, out: Path, question_count: int) -> None:
     """Raises KVServiceError when a step fails; everything is cleaned up by then."""
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     stops = _Stops()
     stops.watch()
     started = time.perf_counter()
@@ -50,6 +52,7 @@ def run(model: Path | None, out: Path, question_count: int) -> None:
             raise SystemExit(128 + stops.signal) from None
         raise _readable(error) from error
     show_table(rows, console)
+    show_gain(rows, console)
     show_transfers(nodes, console)
     equal = _compare(rows, console)
     transport = nodes[0][1]["transport"].upper()
@@ -102,6 +105,8 @@ def _measure(
 
     def step(text: str) -> None:
         progress.update(steps, description=text, advance=1)
+        if not console.is_terminal:
+            console.print(f"… {text}", highlight=False)
 
     rows: list[Row] = []
 
@@ -133,14 +138,14 @@ def _measure(
                 for number in range(1, len(questions) + 1):
                     ask("B", b, number)
                 _forget(b)
-                ask("B, its engine emptied", b, 1)
+                ask("B, engine emptied", b, 1)
             nodes = _shard_numbers(ray_nodes)
         step("loading a replica without the cache on B's node")
         with _replica(folder, ray_nodes[1], None) as plain:
             _wait_ready(plain)
             for number in range(1, len(questions) + 1):
                 _forget(plain)
-                ask("B without the cache", plain, number, with_cache=False)
+                ask("B, cache off", plain, number, with_cache=False)
         step("stopping")
     return rows, nodes
 
