@@ -43,6 +43,7 @@ class Replica:
             env=environment,
         )
         self.log = log
+        self.pid = self._process.pid
 
     def ready(self) -> Replica:
         """Blocks until the model is loaded."""
@@ -125,7 +126,9 @@ def main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         if command.get("reset"):
-            llm.reset_prefix_cache()
+            while scheduler.has_requests():  # generate() returns before the last copies of lazy offloading
+                llm.llm_engine.step()
+            assert llm.reset_prefix_cache(), "some blocks are still in use"
             say(reset=True)
         elif command.get("counters"):
             found = {} if scheduler.connector is None else scheduler.connector.counters()
