@@ -16,7 +16,7 @@ PROTO_VENV := .venv-protos
 PROTO_INSTALLED := $(PROTO_VENV)/.installed
 PROTOS := $(wildcard protos/kvservice/wire/v1/*.proto)
 
-BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
+BENCHMARKS := $(filter-out __init__ report,$(basename $(notdir $(wildcard benchmarks/*.py))))
 FAST := not ray and not vllm and not netns
 
 .PHONY: help install model lock protos check format test-fast test demo bench wheel clean distclean
@@ -67,7 +67,7 @@ demo: $(INSTALLED) $(MODEL) ## Two nodes, two replicas, one cache: watch a remot
 	$(BIN)/python -m kvservice.cli.main demo
 
 bench: $(INSTALLED) $(MODEL) ## Every benchmark, one after the other; results as JSON
-	for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python "$$file"; done
+	for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m "benchmarks.$$name"; done
 
 wheel: $(INSTALLED) ## Build the wheel into dist/
 	rm -rf build dist

@@ -54,7 +54,7 @@ CLI_TOP_LEVEL = frozenset({"", "cli"}) | GROUND
 
 # Third-party module → the packages where it is at home.
 HOMES: dict[str, frozenset[str]] = {
-    "vllm": frozenset({"connector"}),
+    "vllm": frozenset({"connector", "cli"}),
     "ray": frozenset({"actors", "cli", "serve"}),
     "nixl": frozenset({"transfer"}),
     "nixl_cu12": frozenset({"transfer"}),
