@@ -1,0 +1,171 @@
+"""`kvservice demo` shows what it promises, and however it ends it leaves no process, no segment and no other file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.ray
+
+SHARED_MEMORY = Path("/dev/shm")
+MARK = "KVSERVICE_TEST_DEMO"
+MOMENT_SECONDS = 150.0
+END_SECONDS = 90.0
+GONE_SECONDS = 10.0
+
+
+@dataclass
+class Demo:
+    """A demo in a session of its own, as a shell starts it. Its processes are told by a variable they inherit."""
+
+    process: subprocess.Popen[bytes]
+    mark: str
+    runtime: Path
+    log: Path
+
+    @property
+    def segments(self) -> list[Path]:
+        return sorted(SHARED_MEMORY.glob(f"kvservice-demo-{self.process.pid}-*"))
+
+    def processes(self, name: str = "") -> dict[int, str]:
+        found: dict[int, str] = {}
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes():
+                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    if command and name in command:
+                        found[int(entry.name)] = command[:160]
+            except OSError:
+                continue  # ended meanwhile
+        return found
+
+    def wait_for(self, moment: Callable[[], Any], what: str) -> Any:
+        deadline = time.monotonic() + MOMENT_SECONDS
+        while not (seen := moment()):
+            assert self.process.poll() is None, f"ended before {what}: {self.log.read_text()}"
+            assert time.monotonic() < deadline, f"no {what} within {MOMENT_SECONDS} s: {self.log.read_text()}"
+            time.sleep(0.05)
+        return seen
+
+    def ended(self, seconds: float = END_SECONDS) -> tuple[int, str]:
+        """Exit code and output."""
+        code = self.process.wait(seconds)
+        return code, self.log.read_text()
+
+    def left(self) -> list[str]:
+        deadline = time.monotonic() + GONE_SECONDS
+        while True:
+            files = [*self.segments, *(path for path in self.runtime.rglob("*") if not path.is_dir())]
+            found = [*map(str, files), *self.processes().values()]
+            if not found or time.monotonic() > deadline:
+                return found
+            time.sleep(0.2)
+
+
+Start = Callable[..., Demo]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    made: list[Demo] = []
+    with tempfile.TemporaryDirectory(prefix="kvd-") as runtime:
+
+        def run(*arguments: str) -> Demo:
+            mark, log = uuid.uuid4().hex, tmp_path / "demo.log"
+            with log.open("wb") as out:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "kvservice.cli.main", "demo", "--out", str(tmp_path / "out"), *arguments],
+                    env={**os.environ, MARK: mark, "KVSERVICE_RUNTIME_DIR": runtime, "COLUMNS": "200"},
+                    stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+                )  # fmt: skip
+            made.append(Demo(process, mark, Path(runtime), log))
+            return made[-1]
+
+        yield run
+        for demo in made:
+            for pid in [*demo.processes()]:  # only when the test has failed already
+                os.kill(pid, signal.SIGKILL)
+            demo.process.wait()
+            for segment in demo.segments:
+                segment.unlink()
+
+
+@pytest.mark.usefixtures("model_path")
+def test_ctrl_c_while_the_cluster_starts(start: Start) -> None:
+    demo = start()
+    demo.wait_for(lambda: demo.processes("raylet/raylet"), "raylet")
+    os.killpg(demo.process.pid, signal.SIGINT)  # a terminal signals the whole group
+    code, output = demo.ended()
+    assert (code, demo.left()) == (130, []), output
+
+
+@pytest.mark.usefixtures("model_path")
+def test_an_impatient_user_does_not_cut_the_cleaning_up_short(start: Start) -> None:
+    demo = start()
+    demo.wait_for(lambda: len(demo.segments) == 2, "segments of two shards")
+    os.killpg(demo.process.pid, signal.SIGINT)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) * 3:
+        time.sleep(0.1)
+        if demo.process.poll() is None:
+            os.kill(demo.process.pid, number)
+    code, output = demo.ended()
+    assert (code, demo.left()) == (130, []), output
+
+
+@pytest.mark.usefixtures("model_path")
+def test_sigterm_while_replicas_load(start: Start) -> None:
+    demo = start()
+    demo.wait_for(lambda: demo.processes("ray::DemoReplica"), "replica")
+    demo.process.send_signal(signal.SIGTERM)
+    code, output = demo.ended()
+    assert (code, demo.left()) == (143, []), output
+
+
+@pytest.mark.usefixtures("model_path")
+def test_a_killed_replica_is_a_readable_error(start: Start) -> None:
+    demo = start()
+    replicas = demo.wait_for(lambda: demo.processes("ray::DemoReplica"), "replica")
+    os.kill(next(iter(replicas)), signal.SIGKILL)
+    code, output = demo.ended()
+    assert (code, demo.left()) == (1, []), output
+    assert "error: " in output
+    assert "Traceback" not in output
+
+
+def test_a_model_folder_that_does_not_exist_is_said_before_anything_starts(start: Start, tmp_path: Path) -> None:
+    demo = start("--model", str(tmp_path / "nowhere"))
+    code, output = demo.ended(30)
+    assert (code, demo.left()) == (2, []), output
+    assert "nowhere" in output
+    assert "Ray" not in output
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("model_path")
+def test_whole_demo_shows_a_remote_hit_over_nixl_and_equal_answers(start: Start, tmp_path: Path) -> None:
+    demo = start("--questions", "1")
+    code, output = demo.ended(280)
+    assert (code, demo.left()) == (0, []), output
+    shown = json.loads((tmp_path / "out" / "demo.json").read_text())
+    rows = {row["kind"]: row for row in shown["rows"]}
+    assert set(rows) == {"cold", "remote", "pool", "recompute"}
+    assert {tuple(row["token_ids"]) for row in shown["rows"]} == {tuple(rows["cold"]["token_ids"])}
+    assert rows["remote"]["remote_tokens"] > 0.95 * rows["remote"]["prompt_tokens"]
+    assert rows["remote"]["first_token_seconds"] < 0.3 * rows["recompute"]["first_token_seconds"]
+    shard_a, shard_b = shown["shards"].values()
+    assert shard_b["transport"] == "nixl"
+    assert shard_b["counters"]["transfer_nixl_bytes"] == shard_b["counters"]["fetched_bytes"] > 0
+    assert shard_a["counters"]["peer_located_blocks"] >= rows["remote"]["remote_tokens"] // 32
+    assert (tmp_path / "out" / "demo.png").stat().st_size > 10_000
