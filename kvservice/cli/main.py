@@ -101,7 +101,7 @@ def doctor(as_json: Json = False) -> None:
 
 @app.command()
 def demo(
-    model: Annotated[Path | None, typer.Option(help="Model folder or hub id. Default: a small one, prepared.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model folder or hub id. Default: a small one, prepared.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the table and the plot.")] = Path("demo-output"),
     questions: Annotated[int, typer.Option(min=1, max=5, help="How many questions about the document.")] = 3,
 ) -> None:

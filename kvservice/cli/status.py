@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +16,7 @@ from kvservice.units import format_bytes
 
 CALL_SECONDS = 3.0
 ASKED_AT_ONCE = 16
+PLAIN_WIDTH = 120
 STATES = ("free", "writing", "sealed", "leased", "quarantined")
 COLOURS = {"free": "green", "writing": "yellow", "sealed": "blue", "leased": "magenta", "quarantined": "red"}
 BAR_CHARS = 24
@@ -56,19 +58,9 @@ def show(state: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(state, indent=2))
         return
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     nodes = Table(title=f"service '{state['service']}'", title_justify="left")
-    for column in (
-        "node",
-        "peers reach it at",
-        "pool",
-        "slots by state",
-        "hits local",
-        "remote",
-        "pulled, by what",
-        "transport",
-        "up",
-    ):
+    for column in ("node, where peers reach it", "pool", "slots by state", "hit blocks", "pulled from peers", "up"):
         nodes.add_column(column, overflow="fold")
     for row in state["nodes"]:
         nodes.add_row(*_node_cells(row))
@@ -94,18 +86,17 @@ def show(state: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _node_cells(row: dict[str, Any]) -> list[str]:
+    place = f"{row['node_id']}\n{row['peer_address']}"
     if row["error"]:
-        return [row["node_id"], row["peer_address"], "", f"[red]{row['error']}[/]", "", "", "", "", ""]
+        return [place, "", f"[red]{row['error']}[/]", "", "", ""]
     counters = row["counters"]
+    pulled = row["pulled_bytes"] or {row["transport"]: 0}
     return [
-        row["node_id"] + (" (draining)" if row["draining"] else ""),
-        row["peer_address"],
+        place + ("\n(draining)" if row["draining"] else ""),
         format_bytes(row["segment_bytes"]),
         _bar(row["slots"]),
-        f"{counters.get('hit_local_blocks', 0):,}",
-        f"{counters.get('hit_remote_blocks', 0):,}",
-        "\n".join(f"{format_bytes(count)} {name}" for name, count in row["pulled_bytes"].items()) or "0 B",
-        row["transport"],
+        f"local {counters.get('hit_local_blocks', 0):,}\nremote {counters.get('hit_remote_blocks', 0):,}",
+        "\n".join(f"{format_bytes(count)} by {name}" for name, count in pulled.items()),
         f"{row['uptime_seconds']:.0f} s",
     ]
 

@@ -37,7 +37,7 @@ PLAIN_WIDTH = 120
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def run(model: Path | None, out: Path, question_count: int) -> None:
+def run(model: str | None, out: Path, question_count: int) -> None:
     """Raises KVServiceError when a step fails; everything is cleaned up by then."""
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     stops = _Stops()
@@ -96,7 +96,7 @@ def _readable(error: BaseException) -> BaseException:
 
 
 def _measure(
-    stack: contextlib.ExitStack, stops: _Stops, model: Path | None, question_count: int, console: Console
+    stack: contextlib.ExitStack, stops: _Stops, model: str | None, question_count: int, console: Console
 ) -> tuple[list[Row], list[tuple[str, dict[str, Any]]]]:
     document, questions = _document(question_count)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -172,9 +172,13 @@ def _document(count: int) -> tuple[str, list[str]]:
     return (folder / described["document"]).read_text(), described["questions"][:count]
 
 
-def _model(given: Path | None) -> str:
+def _model(given: str | None) -> str:
     if given is not None:
-        return str(given)
+        looks_like_path = given.startswith(("/", ".", "~")) or given.count("/") > 1
+        folder = Path(given).expanduser()
+        if looks_like_path and not folder.is_dir():
+            raise ConfigError(f"--model {given} is no folder; give a model's folder, or its id on the hub")
+        return str(folder.resolve()) if folder.is_dir() else given  # a replica runs in a folder of its own
     source = EXAMPLES / "prepare_model.py"
     spec = importlib.util.spec_from_file_location("kvservice_prepare_model", source)
     if spec is None or spec.loader is None or not source.exists():
