@@ -162,6 +162,8 @@ class CoreHarness:
             self.slabs[action.slab] = action.payload_bytes
             for slot in [slot for slot in self.headers if slab_of(slot) == action.slab]:
                 del self.headers[slot]
+            for slot in [slot for slot in self.contents if slab_of(slot) == action.slab]:
+                del self.contents[slot]  # the slots lie elsewhere in the slab now
         elif isinstance(action, act.Announce):
             self.announced[action.key] += 1
         elif isinstance(action, act.Retract):
