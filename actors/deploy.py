@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import AuthenticationError, RayError
+from ray.exceptions import ActorUnavailableError, AuthenticationError, GetTimeoutError, RayError
 from ray.util import list_named_actors
 
 from kvservice.actors import names
@@ -25,7 +25,9 @@ log = logging.getLogger("kvservice.actors")
 UP_SECONDS = 180.0
 STOP_SECONDS = 20.0  # a part that takes longer is killed; its files are then removed by the next `up` or `down`
 POLL_SECONDS = 0.5
-STUCK_SECONDS = 10.0
+STUCK_SECONDS = 6.0
+ANSWER_SECONDS = 30.0
+MOVE_SECONDS = 30.0  # Ray needs seconds to see that a node is gone and to start an actor elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,8 @@ class ServiceHandle:
     supervisor: Any  # Ray actor handle
 
     def describe(self) -> dict[str, Any]:
-        """See Supervisor.describe. Blocks for one actor call."""
-        found: dict[str, Any] = ray.get(self.supervisor.describe.remote(), timeout=60)
+        """See Supervisor.describe. Blocks for one actor call, longer while Ray moves the supervisor."""
+        found: dict[str, Any] = _ask(self.supervisor.describe)
         return found
 
     def wait_complete(
@@ -85,7 +87,7 @@ def up(config: ServiceConfig) -> ServiceHandle:
             .remote(config)
         )
         found = ServiceHandle(config.service, supervisor)
-    running = ray.get(found.supervisor.config.remote(), timeout=60)
+    running = _ask(found.supervisor.config)
     wanted = asdict(config)
     if running != wanted:
         changed = ", ".join(
@@ -117,10 +119,10 @@ def down(service: str) -> bool:
         return False
     try:
         if handle is not None:
-            ray.get(handle.supervisor.stop.remote(), timeout=STOP_SECONDS)
+            _ask(handle.supervisor.stop)
             parts = [name for name in _named(service) if name != names.SUPERVISOR]
-    except RayError as error:
-        log.warning("the supervisor did not answer: %s", error)
+    except (RayError, Unavailable) as error:
+        log.warning("supervisor_silent", extra={"service": service, "error": str(error)})
     finally:
         if handle is not None:
             ray.kill(handle.supervisor, no_restart=True)
@@ -129,6 +131,18 @@ def down(service: str) -> bool:
     for group in (shards, [name for name in parts if name not in shards]):
         _stop(service, group)
     return True
+
+
+def _ask(method: Any) -> Any:
+    """Call the supervisor; again while it is being restarted, maybe on another node."""
+    deadline = time.monotonic() + MOVE_SECONDS
+    while True:
+        try:
+            return ray.get(method.remote(), timeout=ANSWER_SECONDS)
+        except (ActorUnavailableError, GetTimeoutError) as error:
+            if time.monotonic() > deadline:
+                raise Unavailable(f"the service's supervisor does not answer: {error}") from error
+            time.sleep(POLL_SECONDS)
 
 
 def _named(service: str) -> list[str]:
