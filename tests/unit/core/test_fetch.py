@@ -563,3 +563,18 @@ def test_fetched_copies_go_before_originals() -> None:
     harness.release(engine, harness.result(op).lease_id)
     harness.reserve(engine, 2)
     assert harness.keys_held() == set(make_chain(2, "mine"))
+
+
+def test_every_question_and_every_pull_has_a_number_of_its_own() -> None:
+    harness, engine = make()
+    ops = [harness.acquire(engine, CHAIN[:2]), harness.acquire(engine, make_chain(2, "other"))]
+    for op in ops:
+        harness.resolved(op, run_of(0, 2, A, B))
+        harness.located(harness.locates[-1], None)
+    assert len({locate.fetch for locate in harness.locates}) == len(harness.locates) == 4
+    harness.located(harness.locates[1], make_located(harness.locates[1].keys))
+    harness.located(harness.locates[3], make_located(harness.locates[3].keys))
+    for pull in harness.pulls:
+        harness.pulled(pull, OK)
+    assert [len(harness.result(op).blocks) for op in ops] == [2, 2]
+    nothing_left(harness)
