@@ -1,0 +1,179 @@
+"""What Ray's control may take with it when it goes: placement, never blocks on the nodes that stay.
+
+One cluster for the file, which the tests take apart step by step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from kvservice.actors import deploy, names
+from kvservice.actors.supervisor import Supervisor
+from kvservice.cli.status import collect
+from kvservice.client.discovery import find_shards
+from kvservice.client.shard import ShardClient
+from kvservice.config import ServiceConfig
+from kvservice.units import MiB
+from tests.integration.engine import Engine, chain
+
+pytestmark = pytest.mark.ray
+
+NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * MiB}
+SERVICE = "taken"
+WAIT_SECONDS = 90.0
+COUNT = 24
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Path]:
+    patch = pytest.MonkeyPatch()
+    with tempfile.TemporaryDirectory(prefix="kvc-") as folder:
+        patch.setenv("KVSERVICE_RUNTIME_DIR", folder)
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        yield Path(folder)
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def cluster(runtime: Path) -> Iterator[Cluster]:
+    made = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    try:
+        second = made.add_node(**NODE)
+        deploy.connect(made.address)
+        config = ServiceConfig(service=SERVICE, pool_bytes=32 * MiB, slab_bytes=8 * MiB, runtime_dir=str(runtime))
+        # As `up` does it, but on the node that the first test takes away.
+        ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=8)(Supervisor).options(
+            name=names.SUPERVISOR,
+            namespace=names.namespace(SERVICE),
+            lifetime="detached",
+            scheduling_strategy=NodeAffinitySchedulingStrategy(second.node_id, soft=True),
+        ).remote(config)
+        deploy.up(config).wait_complete(WAIT_SECONDS)
+        yield made
+    finally:
+        ray.shutdown()
+        made.shutdown()
+
+
+def agents(cluster: Cluster) -> dict[int, str]:
+    """Ray's helpers of every node, by process: when a raylet is killed they stay for minutes to report its end to a
+    control plane that may be dead as well."""
+    raylets = {str(node.all_processes["raylet"][0].process.pid) for node in cluster.list_all_nodes()}
+    found: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "stat").read_text().rpartition(")")[2].split() if entry.name.isdigit() else []
+            command = (entry / "cmdline").read_text() if words and words[1] in raylets else ""
+        except OSError:
+            continue  # ended meanwhile
+        if "Agent" in command:
+            found[int(entry.name)] = command
+    return found
+
+
+def end(helpers: dict[int, str]) -> None:
+    for pid, command in helpers.items():
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/cmdline").read_text() == command:
+                os.kill(pid, signal.SIGKILL)
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {WAIT_SECONDS} s"
+        time.sleep(0.3)
+
+
+def described() -> dict[str, Any]:
+    """{} while no supervisor answers."""
+    try:
+        handle = deploy.find(SERVICE)
+        return {} if handle is None else handle.describe()
+    except ray.exceptions.RayError:
+        return {}
+
+
+def with_engine(socket: str, work: Callable[[Engine], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        client = ShardClient(socket)
+        engine = await Engine.attach(client)
+        try:
+            return await work(engine)
+        finally:
+            engine.let_go()
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def known_keys() -> int:
+    state = collect(SERVICE)
+    return 0 if state is None else sum(row["key_count"] for row in state["lookups"])
+
+
+def kvservice(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvservice.cli.main", *arguments, "--service", SERVICE]
+    return subprocess.run(command, env={**os.environ}, capture_output=True, text=True, timeout=120)
+
+
+def test_a_node_lost_with_supervisor_and_lookup_shard_is_made_up_for(cluster: Cluster) -> None:
+    (second,) = cluster.worker_nodes
+    lost = second.node_id
+    assert {row["ray_node"] for row in described()["lookups"]} == {lost, cluster.head_node.node_id}
+    (stays,) = (record for record in find_shards(SERVICE) if not lost.startswith(record.node_id))
+    with_engine(stays.socket, lambda engine: engine.store(chain(1, COUNT)))
+    helpers = agents(cluster)
+    cluster.remove_node(second, allow_graceful=False)
+
+    def settled() -> bool:
+        state = described()
+        return bool(state) and state["complete"] and lost not in state["nodes"]
+
+    eventually(settled, "the service without the lost node")
+    end({pid: command for pid, command in helpers.items() if pid not in agents(cluster)})
+    assert {row["ray_node"] for row in described()["lookups"]} == {cluster.head_node.node_id}
+    eventually(lambda: known_keys() == COUNT, "the keys of the lost lookup shard")
+
+
+def test_blocks_cross_while_the_control_plane_is_dead(cluster: Cluster) -> None:
+    cluster.add_node(**NODE)
+    eventually(lambda: len(find_shards(SERVICE)) == 2 and described().get("complete", False), "a shard on the new node")
+    ray.shutdown()  # a driver without a control plane ends its process
+    cluster.head_node.kill_gcs_server()
+    first, second = find_shards(SERVICE)
+    keys = chain(2, COUNT)
+    before = known_keys()
+    with_engine(first.socket, lambda engine: engine.store(keys))
+    eventually(lambda: known_keys() >= before + COUNT, "the new keys in the directory")
+    result = with_engine(second.socket, lambda engine: engine.read_all(keys))
+    assert (len(result.blocks), result.fetched_count) == (COUNT, COUNT)
+
+
+def test_down_after_the_cluster_removes_what_it_left(cluster: Cluster, runtime: Path) -> None:
+    helpers = agents(cluster)
+    cluster.shutdown()
+    end(helpers)
+    eventually(lambda: find_shards(SERVICE) == [], "the end of the shards")
+    assert list(Path("/dev/shm").glob(f"kvservice-{SERVICE}-*")), "nothing was left: the test shows nothing"
+    done = kvservice("down")
+    assert done.returncode == 0, done.stderr
+    assert not list(Path("/dev/shm").glob(f"kvservice-{SERVICE}-*"))
+    assert not (runtime / SERVICE).exists()
+    assert kvservice("down").returncode == 3
