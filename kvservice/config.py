@@ -95,6 +95,13 @@ def cluster() -> ServiceConfig:
 PRESETS: Mapping[str, Callable[[], ServiceConfig]] = {"local": local, "single_node": single_node, "cluster": cluster}
 
 
+def preset_named(name: str) -> ServiceConfig:
+    """Raises ConfigError naming the presets there are."""
+    if name not in PRESETS:
+        raise ConfigError(f"unknown preset {name!r}; choose {', '.join(PRESETS)}", key="preset")
+    return PRESETS[name]()
+
+
 def load_config(
     path: Path | None = None,
     environment: Mapping[str, str] | None = None,

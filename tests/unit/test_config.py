@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.config import PRESETS, ServiceConfig, load_config
+from kvservice.config import PRESETS, ServiceConfig, load_config, preset_named
 from kvservice.errors import ConfigError
 from kvservice.units import GiB, MiB
 
@@ -81,6 +81,12 @@ def test_presets_are_valid_and_differ() -> None:
     made = [preset() for preset in PRESETS.values()]
     assert len(set(made)) == len(made)
     assert all(config.pool_bytes >= 512 * MiB for config in made)
+
+
+def test_an_unknown_preset_names_the_known_ones() -> None:
+    assert preset_named("local") == PRESETS["local"]()
+    with pytest.raises(ConfigError, match="choose local, single_node, cluster"):
+        preset_named("planet")
 
 
 def test_the_settings_stay_few() -> None:
