@@ -73,8 +73,10 @@ class ServiceConfig:
             raise ConfigError(f"runtime_dir is {self.runtime_dir!r}; give an absolute path")
         if self.transport not in ("auto", "nixl", "shm"):
             raise ConfigError(f"transport is {self.transport!r}; choose auto, nixl or shm")
-        if not 0.5 <= self.lease_seconds <= 600 or not 0.1 <= self.heartbeat_seconds <= 60:
-            raise ConfigError("lease_seconds must be 0.5 to 600, heartbeat_seconds 0.1 to 60")
+        if not 2.0 <= self.lease_seconds <= 600 or not 0.1 <= self.heartbeat_seconds <= 60:
+            raise ConfigError(
+                "lease_seconds must be 2 to 600 (a pull stops one second before its lease ends), heartbeat_seconds 0.1 to 60"
+            )
 
 
 def local() -> ServiceConfig:

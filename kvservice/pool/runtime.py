@@ -313,8 +313,8 @@ class PoolRuntime:
         try:
             performed = self._state.handle(event, self._clock())
             self._perform(performed)
-        except AssertionError as error:
-            self._fence(f"fenced after an internal error: {error}")
+        except Exception as error:  # noqa: BLE001  mailbox boundary: half-performed actions must not be built upon
+            self._fence(f"fenced after an internal error: {type(error).__name__}: {error}")
             return
         if self._directory is not None and any(isinstance(a, act.Announce | act.Retract) for a in performed):
             self._directory.kick()
