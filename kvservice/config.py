@@ -74,9 +74,8 @@ class ServiceConfig:
         if self.transport not in ("auto", "nixl", "shm"):
             raise ConfigError(f"transport is {self.transport!r}; choose auto, nixl or shm")
         if not 2.0 <= self.lease_seconds <= 600 or not 0.1 <= self.heartbeat_seconds <= 60:
-            raise ConfigError(
-                "lease_seconds must be 2 to 600 (a pull stops one second before its lease ends), heartbeat_seconds 0.1 to 60"
-            )
+            # A pull stops one second before its lease ends: shorter leases would leave it no time.
+            raise ConfigError("lease_seconds must be 2 to 600, heartbeat_seconds 0.1 to 60")
 
 
 def local() -> ServiceConfig:
