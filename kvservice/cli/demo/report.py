@@ -13,6 +13,7 @@ from rich.table import Table
 from kvservice.units import format_bytes
 
 KINDS = {"recompute": "#8c8c8c", "cold": "#c44e52", "engine": "#dd8452", "remote": "#4c72b0", "pool": "#55a868"}
+SAVING = frozenset({"engine", "remote", "pool"})  # kinds that a speed-up makes sense for
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def show_table(rows: list[Row], console: Console) -> None:
     for column in ("first token", "computed", "hit in engine", "hit in local pool", "hit remotely", "speed-up"):
         table.add_column(column, justify="right")
     for row in rows:
-        gain = f"{reference[row.question] / row.first_token_seconds:.1f} ×" if row.question in reference else ""
+        gain = f"{reference[row.question] / row.first_token_seconds:.1f} ×" if row.kind in SAVING else ""
         table.add_row(
             str(row.question), row.replica, f"{row.first_token_seconds:.2f} s", f"{row.computed_tokens:,}",
             f"{row.engine_tokens:,}", f"{row.pool_tokens:,}", f"{row.remote_tokens:,}", gain,
