@@ -3,13 +3,15 @@
 The engine gives one view per layer, `[block, kv head, token, K‖V]`; where its kernels use smaller blocks than its
 manager, `[block, part, kv head, token of the part, K‖V]`. When the layers of a block lie at regular
 distances in one storage (vLLM's standard layouts), all of them are one view and a block is one strided copy;
-otherwise it is one copy a layer. Works on CPU and CUDA tensors; on CUDA each copy is ordered on the current stream and
-waits for it, which is right but slow (a GPU mover with its own stream is planned; this path has not run on a GPU yet).
+otherwise it is one copy a layer.
+
+Tensors on another device go through a buffer there in the order of the slot, so that what crosses between the devices
+are contiguous runs: only those are copied without a detour, and without the calling thread waiting for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -18,9 +20,10 @@ from kvservice.errors import UnsupportedLayout
 
 
 class BlockCopier:
-    """Owned by one worker. `heads` is this rank's range of the model's kv heads."""
+    """Owned by one worker. `heads` is this rank's range of the model's kv heads. `staged`: use the buffer; by default
+    where the tensors are not in host memory."""
 
-    def __init__(self, layers: Sequence[torch.Tensor], heads: range) -> None:
+    def __init__(self, layers: Sequence[torch.Tensor], heads: range, *, staged: bool | None = None) -> None:
         """Raises UnsupportedLayout when the tensors are not alike."""
         layers = [layer.unsqueeze(1) if layer.dim() == 4 else layer for layer in layers]
         first = layers[0]
@@ -29,12 +32,18 @@ class BlockCopier:
             raise UnsupportedLayout(f"KV tensors must be 4-D or 5-D and alike over the layers, not {', '.join(shapes)}")
         self._layers = list(layers)
         self._heads = heads
+        self._staged = first.device.type != "cpu" if staged is None else staged
         self._together = _one_view(layers)
         self._slots: torch.Tensor | None = None  # the segment's bytes
         self._layout: SlotLayout | None = None
 
-    def bind(self, segment: memoryview, layout: SlotLayout) -> None:
-        """Use this segment from now on. Raises UnsupportedLayout when a slot and the tensors do not fit."""
+    @property
+    def device(self) -> torch.device:
+        return self._layers[0].device
+
+    def bind(self, segment: memoryview, layout: SlotLayout) -> torch.Tensor:
+        """Use this segment from now on. Returns its bytes. Raises UnsupportedLayout when a slot and the tensors do not
+        fit."""
         _, parts, head_count, tokens, width = self._layers[0].shape
         cell_bytes = parts * tokens * width * self._layers[0].element_size()
         found = (len(self._layers), head_count, cell_bytes)
@@ -43,33 +52,64 @@ class BlockCopier:
             raise UnsupportedLayout(f"(layers, heads of this rank, cell bytes) are {found}, the slot has {wanted}")
         self._slots = torch.frombuffer(segment, dtype=torch.uint8)
         self._layout = layout
+        return self._slots
+
+    def unbind(self) -> None:
+        """Let go of the segment, which can be unmapped then."""
+        self._slots = None
 
     def store(self, block_id: int, payload_offset: int) -> None:
-        """Engine block -> slot. Blocks until the bytes are in the slot."""
+        """Engine block -> slot: done when this returns, or ordered on the current stream of the engine's device."""
         slot = self._slot_view(payload_offset)
-        if self._together is not None:
-            slot.copy_(self._together[block_id])
+        if self._staged:
+            staging = self._staging_like(slot)
+            for part, block in zip(self._per_view(staging), self._blocks(block_id), strict=True):
+                part.copy_(block)
+            for there, here in _runs(slot, staging):
+                there.copy_(here, non_blocking=True)
             return
-        for index, layer in enumerate(self._layers):
-            slot[index].copy_(layer[block_id])
+        for part, block in zip(self._per_view(slot), self._blocks(block_id), strict=True):
+            part.copy_(block)
 
     def load(self, payload_offset: int, block_id: int) -> None:
-        """Slot -> engine block, ordered on the current stream."""
+        """Slot -> engine block, like `store`."""
         slot = self._slot_view(payload_offset)
-        if self._together is not None:
-            self._together[block_id].copy_(slot)
-            return
-        for index, layer in enumerate(self._layers):
-            layer[block_id].copy_(slot[index])
+        if self._staged:
+            staging = self._staging_like(slot)
+            for there, here in _runs(slot, staging):
+                here.copy_(there, non_blocking=True)
+            slot = staging
+        for block, part in zip(self._blocks(block_id), self._per_view(slot), strict=True):
+            block.copy_(part)
 
     def _slot_view(self, payload_offset: int) -> torch.Tensor:
-        """This rank's share of a slot as `[layer, part, head, token, K‖V]`."""
+        """This rank's share of a slot as `[layer, head, part, token, K‖V]`."""
         assert self._slots is not None and self._layout is not None
         _, parts, _, tokens, width = self._layers[0].shape
         payload = self._slots[payload_offset : payload_offset + self._layout.payload_bytes]
         shape = (self._layout.layer_count, self._layout.kv_head_count, parts, tokens, width)
-        mine = payload.view(self._layers[0].dtype).view(shape)[:, self._heads.start : self._heads.stop]
-        return mine.transpose(1, 2)
+        return payload.view(self._layers[0].dtype).view(shape)[:, self._heads.start : self._heads.stop]
+
+    def _staging_like(self, slot: torch.Tensor) -> torch.Tensor:
+        return torch.empty(slot.shape, dtype=slot.dtype, device=self.device)
+
+    def _blocks(self, block_id: int) -> list[torch.Tensor]:
+        """The engine's views of a block, dimensions as in the slot: one for all layers, or one a layer."""
+        if self._together is not None:
+            return [self._together[block_id].transpose(1, 2)]
+        return [layer[block_id].transpose(0, 1) for layer in self._layers]
+
+    def _per_view(self, slot: torch.Tensor) -> Sequence[torch.Tensor]:
+        """A slot's share cut as `_blocks` cuts a block."""
+        return [slot] if self._together is not None else slot.unbind(0)
+
+
+def _runs(slot: torch.Tensor, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Contiguous pieces of one rank's share: all of it, or one a layer when other ranks' heads lie between them."""
+    if slot.is_contiguous():
+        yield slot, staging
+    else:
+        yield from zip(slot.unbind(0), staging.unbind(0), strict=True)
 
 
 def _one_view(layers: Sequence[torch.Tensor]) -> torch.Tensor | None:

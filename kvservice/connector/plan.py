@@ -38,12 +38,10 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """`store_id` names the plan in the workers' reports. `holds_request` is the id of a finished request whose blocks
-    the engine keeps until the copy is reported."""
+    """`store_id` names the plan in the workers' reports. The engine keeps its blocks until all have reported."""
 
     store_id: int
     entries: tuple[CopyEntry, ...]
-    holds_request: str | None = None
 
 
 @dataclass(slots=True)
@@ -60,9 +58,10 @@ class StepReport:
     stored: dict[int, int] = field(default_factory=dict)  # store_id -> workers that copied all of it
     failed: dict[int, int] = field(default_factory=dict)  # store_id -> workers that did not
     counters: dict[str, int] = field(default_factory=dict)
+    suspects: set[BlockRef] = field(default_factory=set)  # did not hold what was promised
 
     def merge(self, other: StepReport) -> StepReport:
-        merged = StepReport(dict(self.stored), dict(self.failed), dict(self.counters))
+        merged = StepReport(dict(self.stored), dict(self.failed), dict(self.counters), self.suspects | other.suspects)
         for mine, theirs in (
             (merged.stored, other.stored),
             (merged.failed, other.failed),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
@@ -29,6 +29,8 @@ KNOWN_KEYS_MAX = 1 << 17  # keys known to be in the pool: saves copies that woul
 SPEED_WEIGHT = 0.2  # of the newest sample of the engine's prefill speed
 SPEED_TOKENS_MIN = 64  # smaller steps say nothing about prefill
 STORES_IN_FLIGHT_MAX = 4096  # blocks; beyond, stores are put off
+REPORT_SECONDS_MAX = 30.0  # a store that no worker has reported by then keeps no idle engine stepping
+SUSPECTS_MAX = 4096
 
 
 BlockIds = Callable[[], Sequence[int]]
@@ -94,6 +96,14 @@ class SessionPort(Protocol):
     def release(self, attachment: AttachmentId, lease_id: LeaseId) -> None: ...
 
 
+class BlockPins(Protocol):
+    """The engine's blocks that copies read: kept from being freed or overwritten, also when their request is gone."""
+
+    def pin(self, block_ids: Sequence[int]) -> None: ...
+
+    def unpin(self, block_ids: Sequence[int]) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
     """Ask again at the next step."""
@@ -141,7 +151,8 @@ class _Store:
     attachment: AttachmentId
     items: list[SealItem]
     blocks: list[StoredBlock]
-    holds_request: str | None
+    block_ids: list[int]
+    planned_at: float
     reports: Counter[str] = field(default_factory=Counter)
 
 
@@ -168,6 +179,9 @@ class SchedulerHalf:
         self._may_write = may_write
         self._remember_stored = remember_stored
         self._stored: list[StoredBlock] = []
+        self._pins: BlockPins | None = None
+        self._step_began = 0.0
+        self._suspects: set[BlockRef] = set()  # of this attachment: did not hold what was promised
         self._fetch_timeout = fetch_timeout_seconds
         self._requests: dict[str, _Request] = {}
         self._known: OrderedDict[BlockKey, int] = OrderedDict()  # -> how many asks had been posted when it was learnt
@@ -180,6 +194,10 @@ class SchedulerHalf:
         self._next_store = 1
         self._seconds_per_token: float | None = None
         self.counters: Counter[str] = Counter()
+
+    def pin_with(self, pins: BlockPins) -> None:
+        """Call it before the first request; without it blocks must stay as they are until they are reported."""
+        self._pins = pins
 
     # -- requests come and ask ----
 
@@ -250,8 +268,9 @@ class SchedulerHalf:
         result, attachment = request.result, request.attachment
         assert result is not None and attachment is not None
         count = external_tokens // self._block_tokens
-        request.stored = max(request.stored, len(result.blocks))
-        self._expect(request, -len(result.blocks))
+        if self._is_current(attachment):
+            request.stored = max(request.stored, len(result.blocks))
+            self._expect(request, -len(result.blocks))
         if count == 0:
             request.move(RequestEvent.DECLINE)
             self._end_lease(attachment, result.lease_id)
@@ -281,7 +300,7 @@ class SchedulerHalf:
                 self._end_lease(answer.attachment, lease_id)  # too late: nobody waits for it any more
                 continue
             result = answer.result or AcquireResult(LeaseId(0), (), 0, MissReason.DETACHED)
-            request.result = result
+            request.result = self._without_suspects(result)
             request.move(RequestEvent.ANSWER)
             self._remember(answer.attachment, request.keys[: len(result.blocks)])
             for key in request.keys[len(result.blocks) :]:
@@ -293,24 +312,24 @@ class SchedulerHalf:
 
     # -- each step ----
 
-    def plan_step(
-        self,
-        scheduled: Iterable[tuple[str, Sequence[BlockHash], int, BlockIds]],
-    ) -> StepPlan:
-        """Loads and stores of this step. `scheduled`: (request id, its block hashes so far, tokens computed when the
-        step ends, how to get the ids of its blocks). Steps that fill no block cost next to nothing."""
-        self.take_answers()
-        plan = StepPlan(loads=self._loads, stores=self._queued_stores)
-        self._loads, self._queued_stores = [], []
+    def begin_step(self, plan: StepPlan, now: float) -> None:
+        """Fill in the loads of this step, and what requests that ended have left to store."""
+        plan.loads, self._loads = self._loads, []
+        plan.stores, self._queued_stores = self._queued_stores, []
+        self._step_began = now
         attachment = self._session.attachment
-        if attachment is not None:
+        if attachment is not None:  # otherwise the workers still have the old mapping, and its headers tell
             plan.pool = self._pool_info(attachment)
-            if self._may_write and not self._lazy:
-                for request_id, hashes, computed_tokens, block_ids in scheduled:
-                    self._plan_store(plan, attachment, request_id, hashes, computed_tokens, block_ids)
-        elif plan.loads:
-            plan.pool = None  # the workers still have the old mapping, and its headers tell
-        return plan
+        self.take_answers()
+
+    def plan_stores(self, plan: StepPlan, scheduled: Iterable[tuple[str, Sequence[BlockHash], int, BlockIds]]) -> None:
+        """Add the stores of this step. `scheduled`: (request id, its block hashes so far, tokens computed when the
+        step ends, how to get the ids of its blocks). Steps that fill no block cost next to nothing."""
+        attachment = self._session.attachment
+        if attachment is None or plan.pool is None or not self._may_write or self._lazy:
+            return
+        for request_id, hashes, computed_tokens, block_ids in scheduled:
+            self._plan_store(plan, attachment, request_id, hashes, computed_tokens, block_ids)
 
     def _plan_store(
         self,
@@ -326,7 +345,7 @@ class SchedulerHalf:
             return
         if computed_tokens // self._block_tokens <= request.stored:
             return
-        store = self._store_of(attachment, request, hashes, computed_tokens, block_ids(), holds_request=None)
+        store = self._store_of(attachment, request, hashes, computed_tokens, block_ids())
         if store is not None:
             plan.stores.append(store)
 
@@ -337,13 +356,12 @@ class SchedulerHalf:
         hashes: Sequence[BlockHash],
         computed_tokens: int,
         block_ids: Sequence[int],
-        holds_request: str | None,
     ) -> StorePlan | None:
         """Plan the copies of what is full and not in the pool; what finds no slot is tried again at the next step."""
         if len(hashes) > len(request.keys):
             self._extend_keys(request, hashes)
         full = min(computed_tokens // self._block_tokens, len(request.keys), len(block_ids))
-        self._forget_known_of_others(attachment)
+        self._speak_of(attachment.attachment_id)
         while request.stored < full and request.keys[request.stored] in self._known:
             request.stored += 1
         wanted = [i for i in range(request.stored, full) if request.keys[i] not in self._known]
@@ -368,9 +386,12 @@ class SchedulerHalf:
         store_id = self._next_store
         self._next_store += 1
         blocks = [StoredBlock(hashes[i], hashes[i - 1] if i else None) for i in wanted[: len(slots)]]
-        self._stores[store_id] = _Store(attachment.attachment_id, items, blocks, holds_request)
+        read = [entry.block_id for entry in entries]
+        if self._pins is not None:
+            self._pins.pin(read)
+        self._stores[store_id] = _Store(attachment.attachment_id, items, blocks, read, self._step_began)
         self.counters["store_blocks_planned"] += len(items)
-        return StorePlan(store_id, tuple(entries), holds_request)
+        return StorePlan(store_id, tuple(entries))
 
     def _extend_keys(self, request: _Request, hashes: Sequence[BlockHash]) -> None:
         new = self._make_keys(hashes[len(request.keys) :])
@@ -380,6 +401,9 @@ class SchedulerHalf:
 
     def reported(self, report: StepReport) -> None:
         """Copies are done in some workers; a block is sealed when all of them have copied their part."""
+        self._suspects |= report.suspects
+        if len(self._suspects) > SUSPECTS_MAX:
+            self._suspects = set(report.suspects)
         for name, count in report.counters.items():
             self.counters[name] += count
         for outcome, counts in (("stored", report.stored), ("failed", report.failed)):
@@ -393,6 +417,8 @@ class SchedulerHalf:
         if store.reports.total() < self._worker_count:
             return
         del self._stores[store_id]
+        if self._pins is not None:
+            self._pins.unpin(store.block_ids)
         if store.reports["failed"]:
             self.counters["store_blocks_failed"] += len(store.items)
             for item in store.items:
@@ -436,33 +462,32 @@ class SchedulerHalf:
         block_ids: Sequence[int],
         *,
         store_rest: bool,
-    ) -> bool:
-        """The request ended. True: keep its blocks until the workers have copied a store that holds them.
+    ) -> None:
+        """The request ended. What is left to store is copied in the next step, from blocks that are pinned until then.
 
         A load under way keeps its lease until the workers are done with it.
         """
         self.take_answers()
         request = self._requests.pop(request_id, None)
         if request is None:
-            return False
-        holds = False
+            return
         attachment = self._session.attachment
         store_rest = store_rest and self._may_write and request.state is RequestState.RUNNING
-        if store_rest and attachment is not None:
-            store = self._store_of(attachment, request, hashes, computed_tokens, block_ids, holds_request=request_id)
+        if store_rest and attachment is not None and self._pins is not None:
+            store = self._store_of(attachment, request, hashes, computed_tokens, block_ids)
             if store is not None:
                 self._queued_stores.append(store)
-                holds = True
         if request.state is RequestState.ANSWERED and request.result is not None and request.attachment is not None:
             self._end_lease(request.attachment, request.result.lease_id)
         self._session.expect(-request.expected)
         self._session.abandon(request_id)
         request.move(RequestEvent.END)
-        return holds
 
-    def has_pending_stores(self) -> bool:
-        """Steps are needed even without requests, to plan copies and to hear how they ended."""
-        return bool(self._queued_stores or self._stores)
+    def has_pending_stores(self, now: float) -> bool:
+        """Steps are needed even without requests, to start copies and to hear how they ended."""
+        return bool(self._queued_stores) or any(
+            now - store.planned_at < REPORT_SECONDS_MAX for store in self._stores.values()
+        )
 
     def is_waiting(self) -> bool:
         """Some request waits for an answer of the pool."""
@@ -499,20 +524,28 @@ class SchedulerHalf:
     def _blocks_in_flight(self) -> int:
         return sum(len(store.items) for store in self._stores.values())
 
+    def _without_suspects(self, result: AcquireResult) -> AcquireResult:
+        """Cut before the first block whose bytes were found wrong: it would only fail again."""
+        for index, ref in enumerate(result.blocks if self._suspects else ()):
+            if ref in self._suspects:
+                self.counters["promises_cut_at_suspect"] += 1
+                return replace(result, blocks=result.blocks[:index])
+        return result
+
     def _remember(self, attachment: AttachmentId, keys: Sequence[BlockKey]) -> None:
-        if self._known_of != attachment:
-            self._known.clear()
-            self._known_of = attachment
+        self._speak_of(attachment)
         for key in keys:
             self._known[key] = self._asks
             self._known.move_to_end(key)
         while len(self._known) > KNOWN_KEYS_MAX:
             self._known.popitem(last=False)
 
-    def _forget_known_of_others(self, attachment: Attachment) -> None:
-        if self._known_of != attachment.attachment_id:
+    def _speak_of(self, attachment: AttachmentId) -> None:
+        """Forget what was learnt about the pool of an earlier attachment."""
+        if self._known_of != attachment:
             self._known.clear()
-            self._known_of = attachment.attachment_id
+            self._suspects.clear()
+            self._known_of = attachment
 
     def check_invariants(self) -> None:
         for request in self._requests.values():

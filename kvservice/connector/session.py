@@ -179,6 +179,10 @@ class Session:
             except KVServiceError as error:
                 self._report_failure(error)
                 delay = REFUSED_RETRY_SECONDS if isinstance(error, Refused) else min(delay * 2, RETRY_SECONDS_MAX)
+            except Exception as error:  # thread boundary: the next attempt may go well
+                self._report_failure(KVServiceError(f"unexpected {type(error).__name__}: {error}"))
+                log.debug("session_failed", exc_info=True)
+                delay = RETRY_SECONDS_MAX
             self._first_attempt.set()
             await self._pause(delay * random.uniform(0.8, 1.2))
         if self._background:
@@ -190,6 +194,9 @@ class Session:
         """Attach and keep the attachment going until it is lost or the session closes."""
         if self._pool is None:
             self._pool = await self._open_pool()
+        # An old plan may still be in a worker's hands: attaching again would free the slots it writes.
+        while not self._stopping and not self._may_reattach():  # noqa: ASYNC110  the answer comes from another thread
+            await asyncio.sleep(0.05)
         lost: list[str] = []
 
         def on_lost(reason: str) -> None:
@@ -212,9 +219,6 @@ class Session:
         if lost:
             log.warning("the pool is gone (%s): serving without the cache until it is back", lost[0])
             self.counters["lost"] += 1
-            # An old plan may still be in a worker's hands: attaching again would free the slots it writes.
-            while not self._stopping and not self._may_reattach():  # noqa: ASYNC110  the answer comes from another thread
-                await asyncio.sleep(0.05)
         elif self._stopping:
             await self._pool.detach(attachment.attachment_id)
 

@@ -13,7 +13,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,8 +30,9 @@ from vllm.v1.request import RequestStatus
 
 from kvservice.connector import compat
 from kvservice.connector.copier import BlockCopier
+from kvservice.connector.mover import mover_for
 from kvservice.connector.options import ConnectorOptions, Offload
-from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
+from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport
 from kvservice.connector.pools import PoolChoice, choose_pool
 from kvservice.connector.scheduler import BlockIds, SchedulerHalf, Wait
 from kvservice.connector.session import Session
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -105,8 +107,10 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._failures: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
         self._step: tuple[float, int] | None = None  # (start, tokens) of the step in flight
-        self._sending: set[str] = set()  # finished requests whose last blocks were copied in this step
-        self._unstored: set[int] = set()  # stores that were planned and did not get as far as a report
+        self._unplanned: set[str] = set()  # requests that the engine gave blocks for a load nobody could plan
+        self._given_up: set[str] = set()  # requests for which some entry failed: nothing more is promised to them
+        self._unstarted: set[str] = set()  # loads that were planned and did not get as far as a worker
+        self._unstored: set[int] = set()  # likewise stores
         self._live: dict[str, Request] = {}  # scheduler role: requests between their first and last call
         _prefer_recompute(vllm_config)
         try:
@@ -168,17 +172,28 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._scheduler is None or request.skip_reading_prefix_cache:
+        if self._scheduler is None or request.skip_reading_prefix_cache or request.request_id in self._given_up:
             return 0, False
         answer = self._scheduler.matched(request.request_id, num_computed_tokens, request.num_tokens, time.monotonic())
         if isinstance(answer, Wait):
             return None, False
         return answer.tokens, answer.tokens > 0
 
-    @guarded(lambda: None)
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if self._scheduler is not None:
-            self._scheduler.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+            self._scheduler.pin_with(_Pins(gpu_block_pool))
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if self._scheduler is not None and not self._allocated(request, blocks, num_external_tokens):
+            self._given_up.add(request.request_id)
+            if num_external_tokens:  # the engine waits for a load: the workers will say that it failed
+                self._unplanned.add(request.request_id)
+
+    @guarded(lambda: False)
+    def _allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> bool:
+        assert self._scheduler is not None
+        self._scheduler.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+        return True
 
     @guarded(dict)
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
@@ -188,15 +203,25 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         found = {CacheHitSource.HOST: local, CacheHitSource.P2P: remote}
         return {source: tokens for source, tokens in found.items() if tokens}
 
-    @guarded(Metadata)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        if self._scheduler is None:
-            return Metadata()
-        tokens = scheduler_output.total_num_scheduled_tokens
+        plan = StepPlan()
+        if self._scheduler is not None:
+            self._plan_step(plan, scheduler_output)
+            # Whatever failed above, loads that are in the plan by now are done, and these are answered.
+            plan.loads += [LoadPlan(request_id, ()) for request_id in self._unplanned]
+            self._unplanned = set()
+        return Metadata(plan)
+
+    @guarded(lambda: None)
+    def _plan_step(self, plan: StepPlan, output: SchedulerOutput) -> None:
+        assert self._scheduler is not None
+        tokens = output.total_num_scheduled_tokens
         if tokens == 0 and self._session is not None and self._scheduler.is_waiting():
             self._session.wait_for_answer(IDLE_WAIT_SECONDS)
-        self._step = (time.monotonic(), tokens)
-        return Metadata(self._scheduler.plan_step(self._scheduled(scheduler_output)))
+        now = time.monotonic()
+        self._step = (now, tokens)
+        self._scheduler.begin_step(plan, now)
+        self._scheduler.plan_stores(plan, self._scheduled(output))
 
     def _scheduled(self, output: SchedulerOutput) -> Iterable[tuple[str, Any, int, BlockIds]]:
         """(request id, block hashes, tokens computed when this step ends, its block ids) of every scheduled request."""
@@ -217,7 +242,6 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
                 ids = functools.partial(block_ids, request_id)
                 yield request_id, request.block_hashes, computed[request_id] + tokens, ids
 
-    @guarded(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler is None:
             return
@@ -225,28 +249,38 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             started, tokens = self._step
             self._scheduler.computed(tokens, time.monotonic() - started)
             self._step = None
-        failed = connector_output.failed_recving or set()
-        for request_id in connector_output.finished_recving or ():
-            self._scheduler.loaded(request_id, failed=request_id in failed)
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerMetadata):
-            self._scheduler.reported(report.report)
+            self._reported_by_workers(report.report)
+        failed = connector_output.failed_recving or set()
+        for request_id in connector_output.finished_recving or ():
+            self._loaded(request_id, request_id in failed)
+
+    @guarded(lambda: None)
+    def _reported_by_workers(self, report: StepReport) -> None:
+        assert self._scheduler is not None
+        self._scheduler.reported(report)
+
+    @guarded(lambda: None)
+    def _loaded(self, request_id: str, failed: bool) -> None:
+        assert self._scheduler is not None
+        self._scheduler.loaded(request_id, failed=failed)
 
     @guarded(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._live.pop(request.request_id, None)
-        if self._scheduler is None:
-            return False, None
-        holds = self._scheduler.finished(
-            request.request_id,
-            request.block_hashes,
-            request.num_computed_tokens,
-            block_ids[0],
-            store_rest=request.status in STORABLE,
-        )
-        return holds, None
+        self._given_up.discard(request.request_id)
+        if self._scheduler is not None:
+            self._scheduler.finished(
+                request.request_id,
+                request.block_hashes,
+                request.num_computed_tokens,
+                block_ids[0],
+                store_rest=request.status in STORABLE,
+            )
+        return False, None  # what is still to be copied is pinned
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -263,7 +297,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: False)
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.has_pending_stores()
+        return self._scheduler is not None and self._scheduler.has_pending_stores(time.monotonic())
 
     @guarded(lambda: False)
     def reset_cache(self) -> bool | None:
@@ -281,21 +315,20 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         rank = self._vllm_config.parallel_config.rank
         heads = compat.rank_heads(self._vllm_config, self._config, rank)
         copier = BlockCopier(compat.ordered_layers(self._config, kv_caches), heads)
-        self._worker = WorkerHalf(copier, self._options.verify_load)
+        self._worker = WorkerHalf(copier, self._options.verify_load, mover_for(copier.device))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         plan = self._plan()
         if plan is None:
             return
-        if self._worker is None:
-            self._sending.update(store.holds_request for store in plan.stores if store.holds_request)
-            return
-        self._start_loads(plan)
+        self._unstarted.update(load.request_id for load in plan.loads)
+        if self._worker is not None:
+            self._start_loads(plan)
 
     @guarded(lambda: None)
     def _start_loads(self, plan: StepPlan) -> None:
         assert self._worker is not None
-        self._worker.start_loads(plan)
+        self._unstarted -= self._worker.start_loads(plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return  # loads are whole blocks, finished before the request is scheduled
@@ -307,7 +340,6 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         plan = self._plan()
         if plan is None:
             return
-        self._sending.update(store.holds_request for store in plan.stores if store.holds_request)
         self._unstored.update(store.store_id for store in plan.stores)
         if self._worker is not None:
             self._store(plan)
@@ -318,15 +350,13 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._unstored -= self._worker.store(plan)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        sending, self._sending = self._sending, set()
-        loaded: set[str] = set()
-        failed: set[str] = set()
-        if self._worker is not None:
-            loaded, failed = self._worker.take_loaded()
-        plan = self._plan()
-        planned = {load.request_id for load in plan.loads} if plan is not None else set()
-        missing = planned - loaded  # an entry failed before it could say so: the engine must not wait for ever
-        return KVConnectorTransferResults(sending, loaded | missing, failed | missing)
+        loaded, failed = self._take_loaded()
+        missing, self._unstarted = self._unstarted, set()  # the engine must not wait for these for ever
+        return KVConnectorTransferResults(set(), loaded | missing, failed | missing)
+
+    @guarded(lambda: (set(), set()))
+    def _take_loaded(self) -> tuple[set[str], set[str]]:
+        return (set(), set()) if self._worker is None else self._worker.take_loaded()
 
     @guarded(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -386,6 +416,20 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> ConnectorPromMetrics:
         return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+class _Pins:
+    """BlockPins over vLLM's block pool: a reference of our own on each block."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        # The last block of a chain first: freed first, it is also evicted first.
+        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(block_ids)])
 
 
 def _publishes_events(vllm_config: VllmConfig) -> bool:

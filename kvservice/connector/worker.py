@@ -1,16 +1,20 @@
 """Worker half: copies blocks between the engine's KV tensors and the pool's slots, and says what it did.
 
 Runs on the worker's main thread, between two forwards. It only ever touches slots it was told to, and checks the
-header around every copy: a slot that is not what was promised is a failed load, never a wrong block.
+header around every copy: a slot that is not what was promised is a failed load, never a wrong block. A mover says
+when copies run; nothing is reported before they have ended.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvservice.connector.copier import BlockCopier
+from kvservice.connector.mover import InlineMover, Mover, Ticket
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
 from kvservice.core.digest import digest_payload
@@ -24,49 +28,80 @@ log = logging.getLogger("kvservice.connector")
 SAMPLE_ONE_IN = 16  # loaded blocks per digest check under Verify.SAMPLED
 
 
-class WorkerHalf:
-    """`start_loads` and `store` copy before they return; results wait until they are taken."""
+@dataclass(slots=True)
+class _Load:
+    plan: LoadPlan
+    headers: list[SlotHeader]  # as they were before the copies, one per entry
+    ticket: Ticket
 
-    def __init__(self, copier: BlockCopier, verify: Verify) -> None:
+
+@dataclass(slots=True)
+class _Store:
+    plan: StorePlan
+    ticket: Ticket
+
+
+class WorkerHalf:
+    """`start_loads` and `store` start copies; what has ended since is found by `take_loaded` and `take_report`."""
+
+    def __init__(self, copier: BlockCopier, verify: Verify, mover: Mover | None = None) -> None:
         self._copier = copier
         self._verify = verify
+        self._mover = mover or InlineMover()
         self._pool: PoolInfo | None = None
         self._tried: PoolInfo | None = None  # mapped, or found impossible to map
         self._segment: Segment | None = None
         self._lock: LivenessLock | None = None
+        self._loads: list[_Load] = []  # under way
+        self._stores: list[_Store] = []
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
         self._report = StepReport()
         self._load_count = 0
 
-    def start_loads(self, plan: StepPlan) -> None:
+    def start_loads(self, plan: StepPlan) -> set[str]:
+        """Returns the requests of the plan's loads, each of which `take_loaded` will name once."""
         self._follow_pool(plan)
         for load in plan.loads:
-            self._loaded.add(load.request_id)
-            if not self._load(load):
-                self._failed.add(load.request_id)
+            headers = self._promised_headers(load)
+            if headers is None:
+                self._end_load(load, done=False)
+                continue
+            self._loads.append(_Load(load, headers, self._mover.run(partial(self._copy_in, load))))
+        self._poll_loads()
+        return {load.request_id for load in plan.loads}
 
     def store(self, plan: StepPlan) -> set[int]:
-        """Returns the ids of the plan's stores, whose outcome is in the next report."""
+        """Returns the ids of the plan's stores, each of which some later report will name once."""
         for store in plan.stores:
-            done = self._store(store)
-            counts = self._report.stored if done else self._report.failed
-            counts[store.store_id] = 1
+            if self._may_write(store):
+                self._stores.append(_Store(store, self._mover.run(partial(self._copy_out, store))))
+            else:
+                self._report.failed[store.store_id] = 1
         return {store.store_id for store in plan.stores}
 
     def take_loaded(self) -> tuple[set[str], set[str]]:
         """(requests whose load ended, those of them whose load failed) since the last call."""
+        self._poll_loads()
         loaded, failed = self._loaded, self._failed
         self._loaded, self._failed = set(), set()
         return loaded, failed
 
     def take_report(self) -> StepReport | None:
         """What was stored since the last call; None when there is nothing to say."""
+        self._poll_stores()
         report, self._report = self._report, StepReport()
-        return report if report.stored or report.failed or report.counters else None
+        return report if report.stored or report.failed or report.counters or report.suspects else None
 
     def close(self) -> None:
+        """Waits for the copies under way; their outcome is still reported."""
+        for ticket in [load.ticket for load in self._loads] + [store.ticket for store in self._stores]:
+            ticket.synchronize()
+        self._poll_loads()
+        self._poll_stores()
         if self._segment is not None:
+            self._mover.release()
+            self._copier.unbind()
             self._segment.close()
             self._segment = None
         if self._lock is not None:
@@ -85,7 +120,7 @@ class WorkerHalf:
             if plan.pool.liveness_path:
                 self._lock = hold(Path(plan.pool.liveness_path))
             self._segment = Segment.attach(Path(plan.pool.segment_path), plan.pool.geometry)
-            self._copier.bind(self._segment.buffer, plan.pool.layout)
+            self._mover.adopt(self._copier.bind(self._segment.buffer, plan.pool.layout))
         except (KVServiceError, OSError) as error:
             log.error("cannot map the pool's memory: %s", error)
             self._count("map_failed")
@@ -93,36 +128,63 @@ class WorkerHalf:
             return
         self._pool = plan.pool
 
-    def _load(self, load: LoadPlan) -> bool:
-        if self._segment is None or self._pool is None:
+    def _promised_headers(self, load: LoadPlan) -> list[SlotHeader] | None:
+        """None unless every slot holds what was promised: the engine then computes the whole promise again."""
+        segment, pool = self._segment, self._pool
+        if segment is None or pool is None:
             self._count("load_unmapped")
-            return False
+            return None
+        if not load.entries:
+            self._count("load_unplanned")  # something went wrong before, and the engine waits for this load
+            return None
+        headers: list[SlotHeader] = []
         for entry in load.entries:
-            if not self._load_block(self._segment, self._pool, entry):
-                return False  # all or nothing: the engine computes the request's whole promise again
-        self._count("loaded_blocks", len(load.entries))
-        return True
+            header = segment.read_header(entry.ref.slot)
+            if header is None or not self._is_promised(header, pool, entry):
+                self._suspect(entry, "load_stale")
+                return None
+            headers.append(header)
+        return headers
 
-    def _load_block(self, segment: Segment, pool: PoolInfo, entry: CopyEntry) -> bool:
-        before = segment.read_header(entry.ref.slot)
-        if not self._is_promised(before, pool, entry):
-            self._count("load_stale")
-            return False
-        self._copier.load(self._payload_offset(pool, entry), entry.block_id)
-        if segment.read_header(entry.ref.slot) != before:
-            self._count("load_overwritten")
-            return False
-        self._load_count += 1
-        sampled = self._verify is Verify.SAMPLED and self._load_count % SAMPLE_ONE_IN == 0
-        if sampled or self._verify is Verify.FULL:
-            assert before is not None
-            self._count("load_verified_blocks")
-            if digest_payload(segment.payload(entry.ref.slot, before.length), entry.key) != before.digest:
-                self._count("load_corrupt")
+    def _copy_in(self, load: LoadPlan) -> None:
+        assert self._pool is not None
+        for entry in load.entries:
+            self._copier.load(self._payload_offset(self._pool, entry), entry.block_id)
+
+    def _poll_loads(self) -> None:
+        under_way, self._loads = self._loads, []
+        for load in under_way:
+            if load.ticket.query():
+                self._end_load(load.plan, done=self._is_sound(load))
+            else:
+                self._loads.append(load)
+
+    def _is_sound(self, load: _Load) -> bool:
+        """The slots did not change while they were copied, and hold what was once sealed."""
+        segment = self._segment
+        assert segment is not None
+        for entry, before in zip(load.plan.entries, load.headers, strict=True):
+            if segment.read_header(entry.ref.slot) != before:
+                self._suspect(entry, "load_overwritten")
                 return False
+            self._load_count += 1
+            sampled = self._verify is Verify.SAMPLED and self._load_count % SAMPLE_ONE_IN == 0
+            if sampled or self._verify is Verify.FULL:
+                self._count("load_verified_blocks")
+                if digest_payload(segment.payload(entry.ref.slot, before.length), entry.key) != before.digest:
+                    self._suspect(entry, "load_corrupt")
+                    return False
         return True
 
-    def _store(self, store: StorePlan) -> bool:
+    def _end_load(self, load: LoadPlan, *, done: bool) -> None:
+        self._loaded.add(load.request_id)
+        if done:
+            self._count("loaded_blocks", len(load.entries))
+        else:
+            self._failed.add(load.request_id)
+
+    def _may_write(self, store: StorePlan) -> bool:
+        """Every slot is still reserved for this engine, by this boot of the pool."""
         segment, pool = self._segment, self._pool
         if segment is None or pool is None:
             self._count("store_unmapped", len(store.entries))
@@ -135,21 +197,33 @@ class WorkerHalf:
             if header is None or header.generation != entry.ref.generation or header.epoch != pool.epoch:
                 self._count("store_stale")
                 return False
-            self._copier.store(entry.block_id, self._payload_offset(pool, entry))
-        self._count("copied_blocks", len(store.entries))
         return True
 
+    def _copy_out(self, store: StorePlan) -> None:
+        assert self._pool is not None
+        for entry in store.entries:
+            self._copier.store(entry.block_id, self._payload_offset(self._pool, entry))
+
+    def _poll_stores(self) -> None:
+        under_way, self._stores = self._stores, []
+        for store in under_way:
+            if store.ticket.query():
+                self._report.stored[store.plan.store_id] = 1
+                self._count("copied_blocks", len(store.plan.entries))
+            else:
+                self._stores.append(store)
+
     @staticmethod
-    def _is_promised(header: SlotHeader | None, pool: PoolInfo, entry: CopyEntry) -> bool:
-        return header is not None and (header.epoch, header.generation, header.key) == (
-            pool.epoch,
-            entry.ref.generation,
-            entry.key,
-        )
+    def _is_promised(header: SlotHeader, pool: PoolInfo, entry: CopyEntry) -> bool:
+        return (header.epoch, header.generation, header.key) == (pool.epoch, entry.ref.generation, entry.key)
 
     @staticmethod
     def _payload_offset(pool: PoolInfo, entry: CopyEntry) -> int:
         return pool.geometry.payload_offset(entry.ref.slot, pool.layout.payload_bytes)
+
+    def _suspect(self, entry: CopyEntry, reason: str) -> None:
+        self._count(reason)
+        self._report.suspects.add(entry.ref)
 
     def _count(self, name: str, count: int = 1) -> None:
         counters: Counter[str] | dict[str, int] = self._report.counters

@@ -35,6 +35,21 @@ def hashes(prompt: int, blocks: int, shared: int = 0) -> list[BlockHash]:
     return [BlockHash(f"{0 if i < shared else prompt:07d}-{i:08d}".encode().ljust(32)) for i in range(blocks)]
 
 
+class Pins:
+    """BlockPins that knows how often each of the engine's blocks is pinned."""
+
+    def __init__(self) -> None:
+        self.pinned: Counter[int] = Counter()
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        self.pinned.update(block_ids)
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        self.pinned.subtract(block_ids)
+        assert min(self.pinned.values()) >= 0, "unpinned more often than pinned"
+        self.pinned = +self.pinned
+
+
 class Line:
     """SessionPort. Leases and slots belong to the attachment of their time and are void after `lose`."""
 
@@ -48,6 +63,7 @@ class Line:
         self.abandoned: set[str] = set()
         self.free = slots
         self.counters: Counter[str] = Counter()
+        self.pins = Pins()
         self._answers: list[Answer] = []
         self._ids = count(1)
 

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from kvservice.connector.plan import StepPlan, StepReport
-from kvservice.connector.scheduler import Promise, SchedulerHalf, Wait
+from kvservice.connector.scheduler import REPORT_SECONDS_MAX, Promise, SchedulerHalf, Wait
 from kvservice.units import BlockHash
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
 
 
 def half(line: Line, *, workers: int = 1, lazy: bool = False) -> SchedulerHalf:
-    return SchedulerHalf(
+    made = SchedulerHalf(
         line, keys_of, pool_info, block_tokens=BLOCK, worker_count=workers, lazy=lazy, fetch_timeout_seconds=2.0
     )
+    made.pin_with(line.pins)
+    return made
 
 
 def run_step(scheduler: SchedulerHalf, request: str, chain: Sequence[BlockHash], computed: int) -> StepPlan:
-    return scheduler.plan_step([(request, chain, computed, lambda: range(100, 100 + len(chain) + 1))])
+    return plan_step(scheduler, [(request, chain, computed, lambda: range(100, 100 + len(chain) + 1))])
+
+
+def plan_step(scheduler: SchedulerHalf, scheduled: Sequence[Any] = ()) -> StepPlan:
+    plan = StepPlan()
+    scheduler.begin_step(plan, 0.0)
+    scheduler.plan_stores(plan, scheduled)
+    return plan
 
 
 def report(plan: StepPlan, **outcome: int) -> StepReport:
@@ -62,7 +72,7 @@ def test_blocks_the_engine_has_itself_are_not_loaded_again() -> None:
     line.answer(4)
     assert scheduler.matched("r", BLOCK, 4 * BLOCK, 0.1) == Promise(3 * BLOCK)
     scheduler.allocated("r", [7, 8, 9, 10], 3 * BLOCK)
-    (load,) = scheduler.plan_step([]).loads
+    (load,) = plan_step(scheduler).loads
     assert [entry.block_id for entry in load.entries] == [8, 9, 10]
     assert [entry.key for entry in load.entries] == keys_of(chain)[1:]
 
@@ -74,7 +84,7 @@ def test_lease_ends_when_the_workers_have_loaded() -> None:
     line.answer(2)
     scheduler.matched("r", 0, 33, 0.1)
     scheduler.allocated("r", [1, 2, 3], 2 * BLOCK)
-    scheduler.plan_step([])
+    plan_step(scheduler)
     assert line.leases
     scheduler.loaded("r", failed=False)
     assert not line.leases
@@ -87,7 +97,7 @@ def test_abort_during_a_load_keeps_the_lease_until_the_workers_are_done() -> Non
     line.answer(2)
     scheduler.matched("r", 0, 33, 0.1)
     scheduler.allocated("r", [1, 2, 3], 2 * BLOCK)
-    scheduler.plan_step([])
+    plan_step(scheduler)
     scheduler.finished("r", chain, 0, [1, 2, 3], store_rest=False)
     assert line.leases, "the workers still read these slots"
     scheduler.loaded("r", failed=False)
@@ -101,7 +111,7 @@ def test_failed_load_is_never_promised_to_that_request_again() -> None:
     line.answer(2)
     scheduler.matched("r", 0, 33, 0.1)
     scheduler.allocated("r", [1, 2, 3], 2 * BLOCK)
-    scheduler.plan_step([])
+    plan_step(scheduler)
     scheduler.loaded("r", failed=True)
     assert scheduler.matched("r", 0, 33, 0.2) == Promise(0)
     assert not line.asked
@@ -181,7 +191,7 @@ def test_step_that_fills_no_block_does_not_even_look_at_the_block_table() -> Non
     scheduler = half(line)
     scheduler.on_new_request("r", chain, 0.0, may_read=False)
     run_step(scheduler, "r", chain, 2 * BLOCK)
-    assert not scheduler.plan_step([("r", chain, 2 * BLOCK + 7, table)]).stores
+    assert not plan_step(scheduler, [("r", chain, 2 * BLOCK + 7, table)]).stores
 
 
 def test_block_stored_while_another_request_asked_for_it_is_not_stored_twice() -> None:
@@ -207,7 +217,8 @@ def test_engine_that_only_consumes_stores_nothing_and_reserves_nothing() -> None
     scheduler.matched("r", 0, 40, 0.1)
     scheduler.allocated("r", [1, 2, 3], 0)
     assert not run_step(scheduler, "r", chain, 2 * BLOCK).stores
-    assert not scheduler.finished("r", chain, 2 * BLOCK, [1, 2], store_rest=True)
+    scheduler.finished("r", chain, 2 * BLOCK, [1, 2], store_rest=True)
+    assert not plan_step(scheduler).stores
     assert line.expected == 0
 
 
@@ -222,23 +233,66 @@ def test_store_that_finds_no_slot_is_put_off_not_waited_for() -> None:
     assert [entry.block_id for store in second.stores for entry in store.entries] == [101]
 
 
-def test_lazy_offload_stores_at_the_end_and_holds_the_blocks_until_then() -> None:
+def test_lazy_offload_stores_at_the_end_and_pins_the_blocks_until_then() -> None:
     line, chain = Line(), hashes(1, 2)
     scheduler = half(line, lazy=True)
     scheduler.on_new_request("r", chain, 0.0, may_read=False)
     assert not run_step(scheduler, "r", chain, 2 * BLOCK).stores
-    assert scheduler.finished("r", chain, 2 * BLOCK, [100, 101], store_rest=True)
-    assert scheduler.has_pending_stores()
-    (store,) = scheduler.plan_step([]).stores
-    assert store.holds_request == "r"
+    scheduler.finished("r", chain, 2 * BLOCK, [100, 101], store_rest=True)
+    assert scheduler.has_pending_stores(0.0)
+    assert set(line.pins.pinned) == {100, 101}
+    (store,) = plan_step(scheduler).stores
+    assert [entry.block_id for entry in store.entries] == [100, 101]
+
+
+def test_block_under_copy_stays_pinned_when_its_request_is_gone() -> None:
+    line, chain = Line(), hashes(1, 2)
+    scheduler = half(line, workers=2)
+    scheduler.on_new_request("r", chain, 0.0)
+    line.answer(0)
+    scheduler.matched("r", 0, 33, 0.1)
+    scheduler.allocated("r", [100, 101, 102], 0)
+    plan = run_step(scheduler, "r", chain, 2 * BLOCK)
+    scheduler.finished("r", chain, 2 * BLOCK, [100, 101], store_rest=False)
+    scheduler.reported(report(plan))
+    assert set(line.pins.pinned) == {100, 101}, "the second worker still copies"
+    scheduler.reported(report(plan, failed=1))
+    assert not line.pins.pinned
+
+
+def test_store_that_is_never_reported_does_not_keep_an_idle_engine_stepping_for_ever() -> None:
+    line, chain = Line(), hashes(1, 2)
+    scheduler = half(line)
+    scheduler.on_new_request("r", chain, 0.0)
+    line.answer(0)
+    scheduler.matched("r", 0, 33, 0.1)
+    scheduler.allocated("r", [100, 101, 102], 0)
+    run_step(scheduler, "r", chain, 2 * BLOCK)
+    assert scheduler.has_pending_stores(1.0)
+    assert not scheduler.has_pending_stores(1.0 + REPORT_SECONDS_MAX)
+    assert not scheduler.may_reattach(), "its slots may still be written"
+
+
+def test_promise_that_a_lost_pool_made_does_not_count_as_stored() -> None:
+    line, chain = Line(), hashes(1, 2)
+    scheduler = half(line)
+    scheduler.on_new_request("r", chain, 0.0)
+    line.answer(2)
+    scheduler.matched("r", 0, 33, 0.1)
+    line.lose()
+    scheduler.matched("r", 0, 33, 0.2)
+    scheduler.allocated("r", [100, 101, 102], 0)
+    line.attach(2)
+    (store,) = run_step(scheduler, "r", chain, 2 * BLOCK).stores
+    assert len(store.entries) == 2
 
 
 def test_aborted_request_stores_nothing_more() -> None:
     line, chain = Line(), hashes(1, 2)
     scheduler = half(line, lazy=True)
     scheduler.on_new_request("r", chain, 0.0, may_read=False)
-    assert not scheduler.finished("r", chain, 2 * BLOCK, [100, 101], store_rest=False)
-    assert not scheduler.plan_step([]).stores
+    scheduler.finished("r", chain, 2 * BLOCK, [100, 101], store_rest=False)
+    assert not plan_step(scheduler).stores
 
 
 def test_without_a_pool_everything_is_answered_at_once() -> None:

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvservice.connector.plan import LoadPlan, StepReport, StorePlan
+from kvservice.connector.plan import LoadPlan, StepPlan, StepReport, StorePlan
 from kvservice.connector.scheduler import Promise, SchedulerHalf
 from kvservice.units import BlockHash
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
@@ -37,17 +37,18 @@ class Engine(RuleBasedStateMachine):
         self.half = self.make(False)
         self.now = 0.0
         self.requests: dict[str, EngineRequest] = {}
-        self.held: set[str] = set()  # finished, blocks kept for their last copies
         self.loads: list[LoadPlan] = []  # in the workers' hands
         self.reports: list[StorePlan] = []
         self.names = 0
         self.attachments = 1
 
     def make(self, lazy: bool) -> SchedulerHalf:
-        return SchedulerHalf(
+        half = SchedulerHalf(
             self.line, keys_of, pool_info,
             block_tokens=BLOCK, worker_count=WORKERS, lazy=lazy, fetch_timeout_seconds=2.0,
         )  # fmt: skip
+        half.pin_with(self.line.pins)
+        return half
 
     @precondition(lambda self: self.names == 0 and not self.lazy)
     @rule()
@@ -89,7 +90,9 @@ class Engine(RuleBasedStateMachine):
             if request.state == "running":
                 request.computed = min(request.computed + chunk, request.tokens)
                 scheduled.append((name, request.chain, request.computed, lambda ids=request.block_ids: ids))
-        plan = self.half.plan_step(scheduled)
+        plan = StepPlan()
+        self.half.begin_step(plan, self.now)
+        self.half.plan_stores(plan, scheduled)
         for store in plan.stores:
             assert store.entries
         for load in plan.loads:
@@ -116,8 +119,6 @@ class Engine(RuleBasedStateMachine):
         store = self.reports.pop(data.draw(st.integers(0, len(self.reports) - 1)))
         outcome = {store.store_id: 1}
         self.half.reported(StepReport(failed=outcome) if failed else StepReport(stored=outcome))
-        if store.holds_request:
-            self.held.discard(store.holds_request)
 
     @precondition(lambda self: self.line.asked)
     @rule(blocks=st.integers(0, 8), data=st.data())
@@ -137,9 +138,7 @@ class Engine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.requests)))
         request = self.requests.pop(name)
         stores = not aborted and request.state == "running"
-        if self.half.finished(name, request.chain, request.computed, request.block_ids, store_rest=stores):
-            assert stores
-            self.held.add(name)
+        self.half.finished(name, request.chain, request.computed, request.block_ids, store_rest=stores)
 
     @precondition(lambda self: self.line.attachment is not None)
     @rule()
@@ -161,6 +160,8 @@ class Engine(RuleBasedStateMachine):
     @invariant()
     def consistent(self) -> None:
         self.half.check_invariants()
+        read = {entry.block_id for store in self.reports for entry in store.entries}
+        assert read <= set(self.line.pins.pinned), "a copy under way reads a block that the engine may overwrite"
 
     def teardown(self) -> None:
         for name in sorted(self.requests):
@@ -177,6 +178,7 @@ class Engine(RuleBasedStateMachine):
         assert not self.line.leases, "a lease outlived its request"
         assert not self.line.slots, "a reserved slot was neither sealed nor given back"
         assert self.line.expected == 0
+        assert not self.line.pins.pinned, "a block stays pinned for ever"
         assert self.half.may_reattach()
 
 

@@ -160,6 +160,13 @@ def test_pool_that_is_not_up_yet_is_found_later(bench: Bench) -> None:
     until(lambda: bench.session.attachment is not None)
 
 
+def test_failure_nobody_thought_of_is_tried_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvservice.connector.session.RETRY_SECONDS_MAX", 0.1)
+    bench.failures = [RuntimeError("a bug")]
+    assert bench.session.start(5.0) is None
+    until(lambda: bench.session.attachment is not None)
+
+
 def test_refusal_is_said_once_and_names_the_reason(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     bench.failures = [FingerprintMismatch("dtype: bfloat16 here, float16 there")]
     assert bench.session.start(5.0) is None

@@ -17,6 +17,7 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -119,6 +120,8 @@ class Pair:
         self.tensors = dict(zip(LAYERS, backing.unbind(0), strict=True))
         self.worker.register_kv_caches(self.tensors)
         self.scheduler = KVServiceConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+        self.block_pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=BLOCK)
+        self.scheduler.bind_gpu_block_pool(self.block_pool)
 
     def step(self, output: StepOutput) -> Any:
         metadata = self.scheduler.build_connector_meta(output)
@@ -153,10 +156,10 @@ class Pair:
                              {request.request_id: block_ids}))  # fmt: skip
         request.num_computed_tokens = request.num_tokens
 
-    def finish(self, request: Request, block_ids: list[int]) -> bool:
+    def finish(self, request: Request, block_ids: list[int]) -> None:
         request.status = RequestStatus.FINISHED_STOPPED
-        holds: bool = self.scheduler.request_finished_all_groups(request, (block_ids,))[0]
-        return holds
+        held: bool = self.scheduler.request_finished_all_groups(request, (block_ids,))[0]
+        assert not held, "blocks are pinned, not held with their request"
 
     def close(self) -> None:
         self.scheduler.shutdown()
@@ -219,14 +222,17 @@ def test_blocks_of_one_request_come_back_for_the_next_byte_for_byte(make: Callab
     assert {source.value: count for source, count in sources.items()} == {"host": 3 * BLOCK}
 
 
-def test_lazy_offload_holds_the_blocks_and_lets_go_when_they_are_copied(make: Callable[..., Pair]) -> None:
+def test_lazy_offload_pins_the_blocks_and_lets_go_when_they_are_copied(make: Callable[..., Pair]) -> None:
     pair = make({"offload": "lazy"})
     one = request("a")
     pair.prefill(one, [3, 1, 4, 9])
-    assert pair.finish(one, [3, 1, 4, 9])
+    free = pair.block_pool.get_num_free_blocks()
+    pair.finish(one, [3, 1, 4, 9])
     assert pair.scheduler.has_pending_push_work()
-    assert pair.step(StepOutput()).finished_sending == {"a"}
+    assert pair.block_pool.get_num_free_blocks() == free - 3
+    pair.step(StepOutput())
     assert not pair.scheduler.has_pending_push_work()
+    assert pair.block_pool.get_num_free_blocks() == free
     wait_for(pair, "stored_blocks", 3)
 
 
@@ -254,7 +260,9 @@ def test_events_name_stored_blocks_in_the_engines_own_hashes(make: Callable[...,
     assert not list(pair.scheduler.take_events())
 
 
-@pytest.mark.parametrize("part", ["take_answers", "plan_step", "matched", "allocated", "finished", "reported"])
+@pytest.mark.parametrize(
+    "part", ["take_answers", "begin_step", "plan_stores", "matched", "allocated", "finished", "reported"]
+)
 def test_exception_behind_any_scheduler_entry_leaves_the_engine_running(
     make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
@@ -298,6 +306,56 @@ def test_exception_in_a_worker_ends_the_load_as_failed_and_the_store_as_not_done
     pair.prefill(third, [1, 2, 3, 4])
     assert pair.scheduler.counters()["store_blocks_failed"] == 3
     assert not pair.scheduler.has_pending_push_work()
+
+
+def explode(*args: object, **kwargs: object) -> None:
+    raise RuntimeError("boom")
+
+
+def with_a_stored_prompt(pair: Pair) -> Request:
+    """Another request for a prompt that is in the pool, matched."""
+    pair.prefill(request("a"), [3, 1, 4, 9])
+    wait_for(pair, "stored_blocks", 3)
+    second = request("b")
+    pair.scheduler.on_new_request(second)
+    assert pair.match(second) == (3 * BLOCK, True)
+    return second
+
+
+def test_load_that_cannot_be_planned_is_answered_as_failed_and_not_promised_again(
+    make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make()
+    second = with_a_stored_prompt(pair)
+    monkeypatch.setattr(pair.scheduler._scheduler, "allocated", explode)
+    pair.scheduler.update_state_after_alloc(second, blocks([7, 8, 10, 11]), 3 * BLOCK)
+    assert pair.step(StepOutput()).failed_recving == {"b"}, "the engine waits for this load"
+    assert pair.match(second) == (0, False)
+    assert not pair.step(StepOutput()).finished_recving, "answered once"
+
+
+def test_load_survives_an_exception_while_stores_of_the_same_step_are_planned(
+    make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make()
+    second = with_a_stored_prompt(pair)
+    pair.scheduler.update_state_after_alloc(second, blocks([7, 8, 10, 11]), 3 * BLOCK)
+    monkeypatch.setattr(pair.scheduler._scheduler, "plan_stores", explode)
+    results = pair.step(StepOutput())
+    assert (results.finished_recving, results.failed_recving) == ({"b"}, set())
+
+
+def test_block_found_corrupt_is_not_promised_to_the_next_request_either(make: Callable[..., Pair]) -> None:
+    pair = make()
+    second = with_a_stored_prompt(pair)
+    segment = pair.worker._worker._segment
+    bad = next(slot for slot, _, header in segment.scan() if header.is_stable and header.position == 1)
+    segment.payload(bad, 16)[7] ^= 1
+    pair.scheduler.update_state_after_alloc(second, blocks([7, 8, 10, 11]), 3 * BLOCK)
+    assert pair.step(StepOutput()).failed_recving == {"b"}
+    third = request("c")
+    pair.scheduler.on_new_request(third)
+    assert pair.match(third)[0] == BLOCK, "the block before it is sound"
 
 
 def test_failed_load_is_recomputed_and_not_promised_again(make: Callable[..., Pair]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -169,6 +169,114 @@ def test_slot_that_is_not_what_was_promised_fails_the_load(segment: Segment, cha
     report = worker.take_report()
     assert report is not None
     assert report.counters["load_stale"] == 1
+
+
+class HandTicket:
+    def __init__(self, copy: Callable[[], None]) -> None:
+        self.copy = copy
+        self.done = False
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        if not self.done:
+            self.copy()
+        self.done = True
+
+
+class HandMover:
+    """Copies run when the test says so, as on a device with a queue of its own."""
+
+    def __init__(self) -> None:
+        self.started: list[HandTicket] = []
+        self.memory: torch.Tensor | None = None
+
+    def adopt(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+
+    def release(self) -> None:
+        assert all(ticket.done for ticket in self.started), "unmapped under a copy"
+        self.memory = None
+
+    def run(self, copy: Callable[[], None]) -> HandTicket:
+        self.started.append(HandTicket(copy))
+        return self.started[-1]
+
+    def finish(self) -> None:
+        for ticket in self.started:
+            ticket.synchronize()
+
+
+def test_nothing_is_reported_before_its_copies_have_ended(segment: Segment) -> None:
+    layers, mover = engine_tensors(ORDERS["LBHNC"]), HandMover()
+    worker = WorkerHalf(BlockCopier(layers, range(HEADS)), Verify.FULL, mover)
+    source, target = slot_index(0, 0), slot_index(0, 1)
+    segment.payload(source, LAYOUT.payload_bytes)[:] = bytes(range(256)) * (LAYOUT.payload_bytes // 256)
+    loading, storing = write_header(segment, source, 2), write_header(segment, target, 1)
+    plan = StepPlan(
+        info(segment),
+        [LoadPlan("r", (CopyEntry(4, loading, KEY),))],
+        [StorePlan(7, (CopyEntry(4, storing, KEY),))],
+    )
+    assert worker.start_loads(plan) == {"r"}
+    assert worker.store(plan) == {7}
+    assert worker.take_loaded() == (set(), set())
+    assert worker.take_report() is None
+    mover.finish()
+    assert worker.take_loaded() == ({"r"}, set())
+    report = worker.take_report()
+    assert report is not None
+    assert report.stored == {7: 1}
+    assert bytes(segment.payload(target, LAYOUT.payload_bytes)) == bytes(segment.payload(source, LAYOUT.payload_bytes))
+    assert worker.take_loaded() == (set(), set()), "said once"
+
+
+def test_slot_that_changed_before_a_late_copy_ended_fails_the_load(segment: Segment) -> None:
+    mover = HandMover()
+    worker = WorkerHalf(BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.OFF, mover)
+    slot = slot_index(0, 0)
+    ref = write_header(segment, slot, 2)
+    worker.start_loads(StepPlan(info(segment), [LoadPlan("r", (CopyEntry(0, ref, KEY),))]))
+    write_header(segment, slot, 4)
+    mover.finish()
+    assert worker.take_loaded() == ({"r"}, {"r"})
+    report = worker.take_report()
+    assert report is not None
+    assert report.suspects == {ref}
+
+
+def test_memory_is_unmapped_only_after_the_copies_under_way(segment: Segment) -> None:
+    mover = HandMover()
+    worker = WorkerHalf(BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.OFF, mover)
+    ref = write_header(segment, slot_index(0, 0), 2)
+    worker.start_loads(StepPlan(info(segment), [LoadPlan("r", (CopyEntry(0, ref, KEY),))]))
+    worker.start_loads(StepPlan(PoolInfo("/dev/shm/kvservice-test-gone", segment.geometry, BootEpoch(9), LAYOUT, "")))
+    assert mover.memory is None
+    assert worker.take_loaded() == ({"r"}, set()), "what had ended before is still said"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("heads", [range(HEADS), range(1, 3)])
+def test_staged_copies_put_the_same_bytes_in_the_same_places(segment: Segment, order: str, heads: range) -> None:
+    source, target = (engine_tensors(ORDERS[order], len(heads)) for _ in range(2))
+    before = (bytes(range(251)) * (LAYOUT.payload_bytes // 251 + 1))[: LAYOUT.payload_bytes]
+    found: list[bytes] = []
+    for staged in (False, True):
+        slot = slot_index(0, int(staged))
+        segment.payload(slot, LAYOUT.payload_bytes)[:] = before
+        copier = BlockCopier(source, heads, staged=staged)
+        copier.bind(segment.buffer, LAYOUT)
+        copier.store(3, segment.geometry.payload_offset(slot, LAYOUT.payload_bytes))
+        copier.unbind()
+        found.append(bytes(segment.payload(slot, LAYOUT.payload_bytes)))
+    assert found[0] == found[1] != before
+    copier = BlockCopier(target, heads, staged=True)
+    copier.bind(segment.buffer, LAYOUT)
+    copier.load(segment.geometry.payload_offset(slot_index(0, 0), LAYOUT.payload_bytes), 2)
+    copier.unbind()
+    for one, other in zip(source, target, strict=True):
+        assert torch.equal(one[3], other[2])
 
 
 def test_slot_that_changes_while_it_is_copied_fails_the_load(segment: Segment) -> None:
