@@ -33,7 +33,7 @@ from tests.integration.engine import Engine, chain
 pytestmark = pytest.mark.ray
 
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * MiB, "include_dashboard": False}
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 150.0
 
 
 @pytest.fixture(scope="module")
