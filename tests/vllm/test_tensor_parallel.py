@@ -1,0 +1,54 @@
+"""Three ranks, a process each, write their heads of a block into one slot; one rank reads them, and back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvservice.testing.cluster import LocalCluster
+from kvservice.units import MiB
+from tests.vllm.replica import Replica
+
+pytestmark = pytest.mark.vllm
+
+TEXT = "The chart room smelled of oil and paper, and {} kept the log there, in a hand that nobody else could read. "
+ENGINE = {"max_model_len": 1024, "max_num_batched_tokens": 256}
+BLOCK_TOKENS = 32
+BLOCKS = 8  # of a prompt, at least
+
+
+@pytest.fixture(scope="module")
+def replicas(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Replica]]:
+    logs = tmp_path_factory.mktemp("replicas")
+    with LocalCluster(nodes=1, lookups=1, pool_bytes=256 * MiB) as cluster:
+        service = {"mode": "service", "socket": cluster.socket("n0"), "verify_load": "full"}
+        started = {
+            "one rank": Replica(model_path, service, logs / "one.log", **ENGINE),
+            "three ranks": Replica(model_path, service, logs / "three.log", **ENGINE, tensor_parallel_size=3),
+        }
+        try:
+            yield {name: replica.ready() for name, replica in started.items()}
+        finally:
+            for replica in started.values():
+                replica.close()
+
+
+@pytest.mark.parametrize(("writer", "reader"), [("three ranks", "one rank"), ("one rank", "three ranks")])
+def test_blocks_written_by_one_number_of_ranks_serve_another(
+    replicas: dict[str, Replica], writer: str, reader: str
+) -> None:
+    text = TEXT.format(writer) * 12 + "One day"
+    before = replicas[writer].counters()["stored_blocks"]
+    cold = replicas[writer].ask(text, 4)
+    assert cold["cached_tokens"] == 0
+    deadline = time.monotonic() + 10
+    while replicas[writer].counters()["stored_blocks"] < before + BLOCKS:
+        assert time.monotonic() < deadline, replicas[writer].counters()
+        time.sleep(0.05)
+    warm = replicas[reader].ask(text, 4)
+    assert warm["token_ids"] == cold["token_ids"]
+    assert warm["cached_tokens"] >= BLOCKS * BLOCK_TOKENS
+    assert replicas[reader].counters()["loads_failed"] == 0
