@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,6 +26,7 @@ log = logging.getLogger("kvservice.actors")
 UP_SECONDS = 180.0
 STOP_SECONDS = 20.0  # a part that takes longer is killed; its files are then removed by the next `up` or `down`
 POLL_SECONDS = 0.5
+CONNECT_SECONDS = 3.0
 STUCK_SECONDS = 6.0
 ANSWER_SECONDS = 30.0
 MOVE_SECONDS = 30.0  # Ray needs seconds to see that a node is gone and to start an actor elsewhere
@@ -164,22 +166,44 @@ def _stop(service: str, parts: list[str]) -> None:
 
 def connect(address: str | None) -> None:
     """Join a Ray cluster as a driver. `address` None: RAY_ADDRESS, else the cluster of this machine. Raises
-    Unavailable when there is none, ConfigError when it wants a token."""
+    Unavailable when there is none, ConfigError when there is one that does not let this process in."""
     # Ray 2.60 turns token auth on by itself in some of its commands and not in others: say what is meant, always.
     os.environ.setdefault("RAY_AUTH_MODE", "token" if _has_token() else "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if ray.is_initialized():
         return
+    wanted = address or os.environ.get("RAY_ADDRESS") or "auto"
+    endpoint = _endpoint(wanted)
+    listens = endpoint is not None and _listens(*endpoint)
+    if endpoint is not None and not listens:  # Ray itself would go on trying for minutes
+        raise Unavailable(f"no Ray cluster at {wanted}: nothing listens there")
     try:
-        ray.init(address=address or os.environ.get("RAY_ADDRESS") or "auto", log_to_driver=False, logging_level="ERROR")
-    except AuthenticationError as error:
-        raise ConfigError(
-            f"the Ray cluster at {address or 'this machine'} does not accept RAY_AUTH_MODE="
-            f"{os.environ['RAY_AUTH_MODE']}: set it to what the cluster was started with, and the token with "
-            "RAY_AUTH_TOKEN_PATH"
-        ) from error
+        ray.init(address=wanted, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RayError, RuntimeError, ValueError) as error:
-        raise Unavailable(f"no Ray cluster at {address or 'this machine'}: {error}") from error
+        if listens or isinstance(error, AuthenticationError):
+            raise ConfigError(
+                f"a Ray cluster answers at {wanted}, but does not let this process in with RAY_AUTH_MODE="
+                f"{os.environ['RAY_AUTH_MODE']}: set it to what the cluster was started with, and the token with "
+                f"RAY_AUTH_TOKEN_PATH. Ray says: {error}"
+            ) from error
+        raise Unavailable(f"no Ray cluster at {wanted}: {error}") from error
+
+
+def _endpoint(address: str) -> tuple[str, int] | None:
+    """Host and port of the control plane; None for what is no host:port, and for "auto" without a cluster."""
+    if address == "auto":
+        note = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"  # `ray start` writes it
+        address = note.read_text().strip() if note.is_file() else ""
+    host, colon, port = address.rpartition(":")
+    return (host, int(port)) if colon and port.isdigit() and "/" not in host else None
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), CONNECT_SECONDS):
+            return True
+    except OSError:
+        return False
 
 
 def _has_token() -> bool:
