@@ -23,6 +23,7 @@ BLOCKS = 8  # of a prompt, at least
 @pytest.fixture(scope="module")
 def replicas(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Replica]]:
     logs = tmp_path_factory.mktemp("replicas")
+    before = vllm_segments()
     with LocalCluster(nodes=1, lookups=1, pool_bytes=256 * MiB) as cluster:
         service = {"mode": "service", "socket": cluster.socket("n0"), "verify_load": "full"}
         started = {
@@ -34,6 +35,12 @@ def replicas(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         finally:
             for replica in started.values():
                 replica.close()
+            for left in vllm_segments() - before:  # vLLM's ranks do not remove what they reduce through
+                left.unlink(missing_ok=True)
+
+
+def vllm_segments() -> set[Path]:
+    return set(Path("/dev/shm").glob("vllm_dist_*"))
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("three ranks", "one rank"), ("one rank", "three ranks")])
