@@ -6,6 +6,7 @@ nor on a common file system.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 RUNTIME_ROOT = Path("/run/kvs-host")
+_numbers = itertools.count()
 
 
 def why_not() -> str | None:
@@ -32,9 +34,10 @@ def why_not() -> str | None:
 
 
 class Host:
-    def __init__(self, namespace: str, address: str, device: str) -> None:
+    def __init__(self, namespace: str, address: str, device: str, outer: str) -> None:
         self.namespace = namespace
         self.address = address
+        self.outer = outer
         self.device = device
         mounts = f"mount -t tmpfs -o size=2g tmpfs /dev/shm && mount -t tmpfs tmpfs {RUNTIME_ROOT}"
         self._anchor = subprocess.Popen(
@@ -68,8 +71,10 @@ class Hosts:
     """`with Hosts() as (a, b):` two hosts, 10.77.<n>.1 and .2, that reach each other over a bridge."""
 
     def __init__(self) -> None:
-        self._tag = f"{os.getpid() % 10_000}"
-        self._net = f"10.77.{os.getpid() % 250}"
+        # The kernel takes a namespace and its devices away some time after it is deleted: names are used once.
+        number = os.getpid() * 8 + next(_numbers) % 8
+        self._tag = f"{number % 100_000}"
+        self._net = f"10.77.{number % 250}"
         self._bridge = f"kvsb{self._tag}"
         self._hosts: list[Host] = []
 
@@ -85,7 +90,7 @@ class Hosts:
             _ip("-n", namespace, "addr", "add", f"{self._net}.{index}/24", "dev", inner)
             _ip("-n", namespace, "link", "set", inner, "up")
             _ip("-n", namespace, "link", "set", "lo", "up")
-            self._hosts.append(Host(namespace, f"{self._net}.{index}", inner))
+            self._hosts.append(Host(namespace, f"{self._net}.{index}", inner, outer))
         return self._hosts[0], self._hosts[1]
 
     def __exit__(
@@ -95,12 +100,15 @@ class Hosts:
             host.stop()
             for pid in _ip("netns", "pids", host.namespace, check=False).split():
                 os.kill(int(pid), signal.SIGKILL)
+            _ip("link", "del", host.outer, check=False)
             _ip("netns", "del", host.namespace, check=False)
         _ip("link", "del", self._bridge, check=False)
 
 
 def _ip(*words: str, check: bool = True) -> str:
-    return subprocess.run(["ip", *words], check=check, capture_output=True, text=True).stdout
+    done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    assert not check or done.returncode == 0, f"ip {' '.join(words)}: {done.stderr.strip()}"
+    return done.stdout
 
 
 def wait_for(condition: object, what: str, log: Path, seconds: float = 60.0) -> None:

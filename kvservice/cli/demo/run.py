@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import kvservice
+from kvservice.cli.demo.offspring import offspring_ended
 from kvservice.cli.demo.replica import ENVIRONMENT, DemoReplica
 from kvservice.cli.demo.report import Row, save, show_gain, show_table, show_transfers
 from kvservice.errors import ConfigError, KVServiceError, Unavailable
@@ -44,7 +45,7 @@ def run(model: str | None, out: Path, question_count: int) -> None:
     stops.watch()
     started = time.perf_counter()
     try:
-        with contextlib.ExitStack() as stack:
+        with offspring_ended(), contextlib.ExitStack() as stack:
             rows, nodes = _measure(stack, stops, model, question_count, console)
     except BaseException as error:
         if stops.signal is not None:
