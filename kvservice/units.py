@@ -14,6 +14,7 @@ SlotIndex = NewType("SlotIndex", int)  # slab_index << 16 | index in the slab, s
 Generation = NewType("Generation", int)  # uint64; odd while the slot is being written, even when it is not
 LeaseId = NewType("LeaseId", int)  # uint64, single use within one boot epoch
 AttachmentId = NewType("AttachmentId", int)  # uint64, one attached engine within one boot epoch
+HandoffId = NewType("HandoffId", bytes)  # 16 random bytes, one prompt handed from a prefill to a decode engine
 TokenCount = NewType("TokenCount", int)
 Seconds = NewType("Seconds", float)
 

@@ -94,6 +94,28 @@ class LookupClient:
         found = [run for answer in answers if answer is not None for run in answer]
         return LookupAnswer(merge_runs(found, exclude), complete)
 
+    async def find_node(self, node_id: NodeId, timeout: float) -> Holder | None:
+        """Where a live node's shard is reached; any lookup shard knows. Never raises; answers within `timeout`
+        seconds."""
+        deadline = self._clock() + timeout
+        for partition in self._partitions:
+            left = deadline - self._clock()
+            if left < TIMEOUT_SECONDS_MIN or not partition.breaker.allows(self._clock()):
+                continue
+            try:
+                request = lookup_pb2.FindNodeRequest(node_id=node_id)
+                reply = await _stub(partition).FindNode(request, timeout=left)
+                found = decode_holder(reply.node) if reply.HasField("node") else None
+            except grpc.aio.AioRpcError as error:
+                self._failed(partition, f"lookup_failed_{error.code().name.lower()}")
+                continue
+            except InvalidRequest:
+                self._failed(partition, "lookup_failed_malformed")
+                continue
+            if found is not None:
+                return found
+        return None
+
     async def stats(self) -> list[lookup_pb2.LookupStatsReply | None]:
         """What each lookup shard says about itself; None for one that does not answer."""
         return list(await asyncio.gather(*[self._stats(partition) for partition in self._partitions]))

@@ -16,10 +16,10 @@ import grpc
 from kvservice.client.breaker import Breaker
 from kvservice.core.geometry import Geometry
 from kvservice.core.keys import pack_keys
-from kvservice.core.messages import Holder, LocateResult
+from kvservice.core.messages import FollowResult, Holder, LocateResult
 from kvservice.errors import StaleEpoch, TransferError, Unavailable
-from kvservice.units import BlockKey, BootEpoch, LeaseId, NodeId
-from kvservice.wire.codec import decode_geometry, decode_located
+from kvservice.units import BlockKey, BootEpoch, HandoffId, LeaseId, NodeId
+from kvservice.wire.codec import decode_followed, decode_geometry, decode_located
 from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
@@ -45,6 +45,11 @@ class PeerPort(Protocol):
     async def locate(
         self, holder: Holder, keys: tuple[BlockKey, ...], reader: NodeId, timeout: float
     ) -> LocateResult: ...
+
+    async def follow(
+        self, holder: Holder, handoff: HandoffId, keys: tuple[BlockKey, ...], reader: NodeId, wait_seconds: float,
+        timeout: float,
+    ) -> FollowResult: ...  # fmt: skip
 
     async def release(self, holder: Holder, epoch: BootEpoch, lease_id: LeaseId, timeout: float) -> None: ...
 
@@ -88,6 +93,16 @@ class PeerClient:
         request = shard_pb2.LocateRequest(epoch=holder.epoch, keys=pack_keys(keys), reader=reader)
         reply = await self._call(holder, lambda stub: stub.Locate(request, timeout=timeout), "locate")
         return decode_located(reply, keys)
+
+    async def follow(
+        self, holder: Holder, handoff: HandoffId, keys: tuple[BlockKey, ...], reader: NodeId, wait_seconds: float,
+        timeout: float,
+    ) -> FollowResult:  # fmt: skip
+        request = shard_pb2.FollowRequest(
+            epoch=holder.epoch, handoff=handoff, keys=pack_keys(keys), reader=reader, wait_seconds=wait_seconds
+        )
+        reply = await self._call(holder, lambda stub: stub.Follow(request, timeout=timeout), "follow")
+        return decode_followed(reply, keys)
 
     async def release(self, holder: Holder, epoch: BootEpoch, lease_id: LeaseId, timeout: float) -> None:
         request = shard_pb2.ReleaseLocatedRequest(epoch=epoch, lease_id=lease_id, reader=self._reader)

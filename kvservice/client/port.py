@@ -18,7 +18,7 @@ from kvservice.core.messages import (
     SealItem,
     SealStatus,
 )
-from kvservice.units import AttachmentId, LeaseId
+from kvservice.units import AttachmentId, HandoffId, LeaseId
 
 
 class PoolPort(Protocol):
@@ -50,6 +50,16 @@ class PoolPort(Protocol):
 
     async def release(self, attachment: AttachmentId, lease_ids: Sequence[LeaseId]) -> None:
         """End read leases. Releasing twice is a counted no-op."""
+        ...
+
+    async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
+        """A prompt is being computed for another engine, which may follow its blocks as they are sealed. `handoff` is
+        16 random bytes. Raises InvalidRequest when the id is in use, Exhausted when too many are open."""
+        ...
+
+    async def close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
+        """Everything that will be stored for it is sealed. Unknown ones are counted, not an error. Hand-offs of an
+        attachment that is lost are closed with it."""
         ...
 
     async def renew(self, attachment: AttachmentId) -> None:

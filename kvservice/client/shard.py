@@ -24,7 +24,7 @@ from kvservice.core.messages import (
     SealStatus,
 )
 from kvservice.errors import KVServiceError, Unavailable
-from kvservice.units import AttachmentId, BootEpoch, LeaseId
+from kvservice.units import AttachmentId, BootEpoch, HandoffId, LeaseId
 from kvservice.wire.codec import (
     decode_acquired,
     decode_attachment,
@@ -90,6 +90,8 @@ class ShardClient:
             skip=request.skip,
             timeout_seconds=request.timeout_seconds,
             recompute_seconds_per_block=request.recompute_seconds_per_block,
+            handoff=b"" if request.handoff is None else request.handoff.handoff_id,
+            handoff_node="" if request.handoff is None else request.handoff.node_id,
         )
         reply = await self._unary("Acquire", message, request.timeout_seconds + ACQUIRE_SLACK_SECONDS)
         return decode_acquired(reply)
@@ -121,6 +123,16 @@ class ShardClient:
     async def renew(self, attachment: AttachmentId) -> None:
         message = shard_pb2.RenewRequest(attachment_id=attachment, epoch=self._epoch(attachment))
         await self._unary("Renew", message, CALL_SECONDS)
+
+    async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
+        epoch = self._epoch(attachment)
+        message = shard_pb2.OpenHandoffRequest(attachment_id=attachment, epoch=epoch, handoff=handoff)
+        await self._unary("OpenHandoff", message, CALL_SECONDS)
+
+    async def close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
+        epoch = self._epoch(attachment)
+        message = shard_pb2.CloseHandoffRequest(attachment_id=attachment, epoch=epoch, handoff=handoff)
+        await self._unary("CloseHandoff", message, CALL_SECONDS)
 
     async def close(self) -> None:
         for attachment in list(self._readers):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvservice.core.header import SlotHeader
-from kvservice.core.messages import BlockHandle, Holder
+from kvservice.core.messages import BlockHandle, Handoff, Holder
 from kvservice.errors import KVServiceError
 from kvservice.units import BlockKey, BootEpoch, LeaseId, SlotIndex, SpanRoute
 
@@ -90,6 +90,18 @@ class Locate:
 
 
 @dataclass(frozen=True, slots=True)
+class Follow:
+    """Ask the writer's node for blocks of a hand-off as they are sealed; comes back as Followed. The peer may take
+    `wait_seconds` to answer."""
+
+    follow: int
+    op: int
+    handoff: Handoff
+    keys: tuple[BlockKey, ...]
+    wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Pull:
     """Read and verify blocks of a peer; comes back as Pulled, and as Quiesced when a verdict was STUCK."""
 
@@ -126,6 +138,7 @@ Action = (
     | Retract
     | Resolve
     | Locate
+    | Follow
     | Pull
     | ReleaseRemote
     | WatchEngine

@@ -7,8 +7,17 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvservice.core.header import SlotHeader
-from kvservice.core.messages import AcquireRequest, BlockRef, EngineSpec, HolderRun, LocateResult, SealItem
-from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, SlotIndex
+from kvservice.core.messages import (
+    AcquireRequest,
+    BlockRef,
+    EngineSpec,
+    FollowResult,
+    Holder,
+    HolderRun,
+    LocateResult,
+    SealItem,
+)
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, SlotIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,39 @@ class Renew:
 
 
 @dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody waits for the answer of this call any more; it is not answered. No answer belongs to the event itself."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenHandoff:
+    op: int
+    attachment: AttachmentId
+    handoff: HandoffId
+
+
+@dataclass(frozen=True, slots=True)
+class CloseHandoff:
+    """Everything the writer will store for it is sealed."""
+
+    op: int
+    attachment: AttachmentId
+    handoff: HandoffId
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFollow:
+    op: int
+    reader: NodeId
+    epoch: BootEpoch
+    handoff: HandoffId
+    keys: tuple[BlockKey, ...]
+    wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class PeerLocate:
     op: int
     reader: NodeId
@@ -125,6 +167,17 @@ class Located:
 
     fetch: int
     result: LocateResult | None
+    sent_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """What the writer's node said; result is None when it failed, refused or is not known. sent_at as in Located."""
+
+    follow: int
+    op: int
+    holder: Holder | None
+    result: FollowResult | None
     sent_at: float
 
 
@@ -178,12 +231,17 @@ Event = (
     | Abort
     | Release
     | Renew
+    | Cancel
+    | OpenHandoff
+    | CloseHandoff
+    | PeerFollow
     | PeerLocate
     | PeerRelease
     | PeerValidate
     | Digested
     | Resolved
     | Located
+    | Followed
     | Pulled
     | Quiesced
     | Adopt

@@ -5,7 +5,10 @@ wait for it (single flight). An acquisition only ever promises blocks that are s
 answers when its prefix is complete, when the first gap is certain, or at its deadline, whichever is first. Fetches go
 on after a deadline: the blocks are there for the next request.
 
-    acquisition   resolving -> waiting -> answered
+With a hand-off, the acquisition first follows the writer: blocks are fetched as they are sealed over there. What is
+still missing when the hand-off is over is looked for in the directory, as always.
+
+    acquisition   (following ->) resolving -> waiting -> answered
     fetch         locating -> pulling -> over        (another holder of the same blocks is tried once each)
 """
 
@@ -14,13 +17,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import replace
 
-from kvservice.core.actions import Action, Locate, Pull, ReleaseRemote, Reply, Resolve
+from kvservice.core.acquisition import Acquisition, Fetch, FetchState, longest_run
+from kvservice.core.actions import Action, Follow, Locate, Pull, ReleaseRemote, Reply, Resolve
 from kvservice.core.blocks import NO_KEY, BlockStore
 from kvservice.core.estimate import FetchEstimate
-from kvservice.core.events import PullVerdict
+from kvservice.core.events import Followed, PullVerdict
+from kvservice.core.handoff import APPEAR_SECONDS
 from kvservice.core.keys import span_route
 from kvservice.core.leases import LeaseTable
 from kvservice.core.messages import (
@@ -28,64 +32,24 @@ from kvservice.core.messages import (
     AcquireResult,
     BlockHandle,
     BlockRef,
+    HandoffState,
     Holder,
     HolderRun,
     LocateResult,
     MissReason,
 )
 from kvservice.core.slots import Slot, SlotState
-from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, SlotIndex
+from kvservice.units import AttachmentId, BlockKey, LeaseId, NodeId, SlotIndex
 
 LOOKUP_SECONDS_MAX = 0.25  # an absent directory may not use up the engine's deadline
 LOCATE_SECONDS_MAX = 1.0
 PULL_BLOCKS_MAX = 512  # of one fetch: bounds remote leases and the headers in flight
 LOCATE_GIVE_UP_SECONDS = 3.0  # connecting and asking each have LOCATE_SECONDS_MAX; then nobody is answering any more
+FOLLOW_WAIT_SECONDS = 1.0  # a writer's node that dies is noticed after one unanswered question at the latest
 PULL_SECONDS_MAX = 60.0  # whatever lease a peer claims to give
 PULL_GRACE_SECONDS = 5.0  # a pull is reported by its deadline; this long after it, waiting for it is pointless
 LEASE_MARGIN_SECONDS = 1.0  # reading stops this long before the peer's lease ends
 SUSPECT_SECONDS = 60.0  # a slot whose bytes failed verification rests this long
-
-
-class FetchState(Enum):
-    LOCATING = "locating"
-    PULLING = "pulling"
-
-
-@dataclass(slots=True)
-class _Acquisition:
-    op: int
-    attachment: AttachmentId
-    request: AcquireRequest
-    payload_bytes: int
-    deadline: float
-    started: float
-    break_at: int  # index of the first block known not to come
-    reason: MissReason = MissReason.NONE
-    resolving: bool = False
-    held: dict[int, SlotIndex] = field(default_factory=dict)  # pinned by this acquisition, by index in the chain
-    pending: set[int] = field(default_factory=set)  # indices on their way
-    fetched: set[int] = field(default_factory=set)
-
-    def end(self, index: int, reason: MissReason) -> None:
-        if index < self.break_at:
-            self.break_at, self.reason = index, reason
-
-
-@dataclass(slots=True)
-class _Fetch:
-    fetch: int
-    holder: Holder
-    alternates: list[Holder]  # not tried yet
-    chain: tuple[BlockKey, ...]
-    indices: list[int]  # consecutive positions in the chain
-    payload_bytes: int
-    state: FetchState = FetchState.LOCATING
-    started: float = 0.0
-    give_up_at: float = 0.0  # nobody waits for its blocks longer than this, even if no answer ever comes
-    epoch: BootEpoch = BootEpoch(0)  # noqa: RUF009  a NewType call is the identity
-    lease_id: LeaseId = LeaseId(0)  # noqa: RUF009
-    handles: list[BlockHandle] = field(default_factory=list)
-    slots: list[Slot] = field(default_factory=list)
 
 
 class Acquisitions:
@@ -107,8 +71,8 @@ class Acquisitions:
         self._counters = counters
         self._lease_seconds = lease_seconds
         self._has_directory = has_directory
-        self._open: dict[int, _Acquisition] = {}
-        self._fetches: dict[int, _Fetch] = {}
+        self._open: dict[int, Acquisition] = {}
+        self._fetches: dict[int, Fetch] = {}
         self._arriving: dict[BlockKey, int] = {}  # key -> fetch id, or 0 while its digest is being computed here
         self._waiters: dict[BlockKey, list[tuple[int, int]]] = {}  # key -> (op, index)
         self._stuck: dict[int, list[SlotIndex]] = {}  # job -> quarantined slots a transfer may still write
@@ -121,7 +85,7 @@ class Acquisitions:
 
     def start(self, op: int, attachment: AttachmentId, request: AcquireRequest, payload_bytes: int, now: float) -> None:
         count = len(request.keys)
-        acquisition = _Acquisition(
+        acquisition = Acquisition(
             op, attachment, request, payload_bytes, now + request.timeout_seconds, now, break_at=count
         )
         self._open[op] = acquisition
@@ -130,6 +94,8 @@ class Acquisitions:
         if first_missing is not None:
             if self.draining:
                 acquisition.end(first_missing, MissReason.DRAINING)
+            elif request.handoff is not None:
+                self._begin_following(acquisition, now)
             elif not self._has_directory:
                 acquisition.end(first_missing, MissReason.NEVER_STORED)
             else:
@@ -143,7 +109,48 @@ class Acquisitions:
             acquisition.end(acquisition.request.skip, MissReason.DETACHED)
             self._answer(acquisition, now)
 
+    def cancel(self, op: int) -> bool:
+        """Nobody waits for this one any more. Its fetches go on."""
+        acquisition = self._open.pop(op, None)
+        if acquisition is None:
+            return False
+        for slot in acquisition.held.values():
+            self._store.unpin(slot)
+        self._forget_waits(acquisition)
+        self._counters["acquires_cancelled"] += 1
+        return True
+
     # -- what the performer reports ----
+
+    def followed(self, event: Followed, now: float) -> None:
+        acquisition = self._open.get(event.op)
+        located = None if event.result is None else event.result.located
+        if acquisition is None or acquisition.follow != event.follow or event.result is None or event.holder is None:
+            if located is not None and located.lease_id and event.holder is not None:
+                self._actions.append(ReleaseRemote(event.holder, located.epoch, located.lease_id))
+            if acquisition is not None and acquisition.follow == event.follow:
+                self._counters["follows_failed"] += 1
+                self._end_following(acquisition, now)
+            return
+        assert located is not None
+        before = self._next_followed(acquisition)
+        self._fetch_followed(acquisition, event.holder, located, event.sent_at, now)
+        if event.op not in self._open:
+            return
+        start = self._next_followed(acquisition)
+        state = event.result.state
+        late = state is HandoffState.UNKNOWN and now >= acquisition.started + APPEAR_SECONDS
+        over = start == before and (late or state is HandoffState.CLOSED)
+        if start is None or over:
+            self._end_following(acquisition, now)
+        else:
+            self._ask_writer(acquisition, start)
+
+    def handoff_over(self, op: int, now: float) -> None:
+        """The writer on this node seals nothing more for this acquisition."""
+        acquisition = self._open.get(op)
+        if acquisition is not None and acquisition.follow:
+            self._end_following(acquisition, now)
 
     def resolved(self, op: int, runs: Sequence[HolderRun], complete: bool, now: float) -> None:
         acquisition = self._open.get(op)
@@ -175,6 +182,10 @@ class Acquisitions:
             self._end_fetch(fetch, 0, MissReason.PEER_FAILED, now)
             return
         self._estimate(fetch.holder).observe_overhead(now - sent_at)
+        self._pull(fetch, result, sent_at, now)
+
+    def _pull(self, fetch: Fetch, result: LocateResult, sent_at: float, now: float) -> None:
+        """Read what the peer has leased; as far as it matches what was asked, and there is room for it."""
         fetch.epoch, fetch.lease_id = result.epoch, result.lease_id
         for index, handle in zip(fetch.indices, result.handles, strict=False):
             if handle is None or handle.key != fetch.chain[index] or handle.length != fetch.payload_bytes:
@@ -195,7 +206,7 @@ class Acquisitions:
         items = tuple((handle, slot.index) for handle, slot in zip(fetch.handles, fetch.slots, strict=True))
         deadline = sent_at + min(result.lease_seconds, PULL_SECONDS_MAX) - LEASE_MARGIN_SECONDS
         fetch.give_up_at = max(deadline, now) + PULL_GRACE_SECONDS
-        self._actions.append(Pull(fetch_id, fetch.holder, fetch.epoch, fetch.payload_bytes, items, deadline))
+        self._actions.append(Pull(fetch.fetch, fetch.holder, fetch.epoch, fetch.payload_bytes, items, deadline))
 
     def pulled(self, job: int, verdicts: Sequence[PullVerdict], now: float) -> None:
         fetch = self._fetches.get(job)
@@ -269,6 +280,10 @@ class Acquisitions:
         times += [f.give_up_at for f in self._fetches.values() if f.give_up_at < math.inf]
         return min(times, default=None)
 
+    def is_following(self, op: int) -> bool:
+        acquisition = self._open.get(op)
+        return acquisition is not None and acquisition.follow != 0
+
     @property
     def open_count(self) -> int:
         return len(self._open)
@@ -279,7 +294,7 @@ class Acquisitions:
 
     # -- inside ----
 
-    def _take_local(self, acquisition: _Acquisition, indices: range) -> int | None:
+    def _take_local(self, acquisition: Acquisition, indices: range) -> int | None:
         """Pin what is here, wait for what is coming. The first index that is neither, or None."""
         first_missing: int | None = None
         for index in indices:
@@ -294,7 +309,83 @@ class Acquisitions:
                 first_missing = index
         return first_missing
 
-    def _await(self, acquisition: _Acquisition, index: int) -> None:
+    # -- hand-offs ----
+
+    def _begin_following(self, acquisition: Acquisition, now: float) -> None:
+        """Wait for all that is missing, whoever brings it; ask the writer's node for it."""
+        for index in range(acquisition.request.skip, len(acquisition.request.keys)):
+            if index not in acquisition.held and index not in acquisition.pending:
+                self._await(acquisition, index)
+        handoff = acquisition.request.handoff
+        assert handoff is not None
+        acquisition.follow = -1
+        start = self._next_followed(acquisition)
+        if handoff.node_id != self._node_id and start is not None:
+            self._ask_writer(acquisition, start)
+
+    def _ask_writer(self, acquisition: Acquisition, start: int) -> None:
+        handoff = acquisition.request.handoff
+        assert handoff is not None
+        acquisition.follow = self._next_id
+        self._next_id += 1
+        keys = acquisition.request.keys[start : start + PULL_BLOCKS_MAX]
+        self._actions.append(Follow(acquisition.follow, acquisition.op, handoff, keys, FOLLOW_WAIT_SECONDS))
+
+    def _next_followed(self, acquisition: Acquisition) -> int | None:
+        """The first block that is awaited and not on its way."""
+        keys = acquisition.request.keys
+        return min((i for i in acquisition.pending if keys[i] not in self._arriving), default=None)
+
+    def _fetch_followed(
+        self, acquisition: Acquisition, holder: Holder, located: LocateResult, sent_at: float, now: float
+    ) -> None:
+        """Fetch the leased blocks that are still wanted, as far as they are consecutive."""
+        chain = acquisition.request.keys
+        indices: list[int] = []
+        handles: list[BlockHandle | None] = []
+        position = {key: index for index, key in enumerate(chain)}
+        for handle in located.handles:
+            index = None if handle is None else position.get(handle.key)
+            wanted = index in acquisition.pending and chain[index] not in self._arriving if index is not None else False
+            if wanted and index is not None and (not indices or index == indices[-1] + 1):
+                indices.append(index)
+                handles.append(handle)
+            elif indices:
+                break
+        if not indices:
+            if located.lease_id:
+                self._actions.append(ReleaseRemote(holder, located.epoch, located.lease_id))
+            return
+        fetch = self._new_fetch(acquisition, holder, [], indices)
+        self._pull(fetch, replace(located, handles=tuple(handles)), sent_at, now)
+
+    def _end_following(self, acquisition: Acquisition, now: float) -> None:
+        acquisition.follow = 0
+        start = self._next_followed(acquisition)
+        if start is not None:
+            self._counters["handoffs_ended_short"] += 1
+            self._forget_waits(acquisition)
+            left = acquisition.deadline - now
+            if self._has_directory and not self.draining and left > 0:
+                acquisition.resolving = True
+                timeout = min(left, LOOKUP_SECONDS_MAX)
+                self._actions.append(Resolve(acquisition.op, acquisition.request.keys, start, timeout))
+            else:
+                acquisition.end(start, MissReason.DRAINING if self.draining else MissReason.NEVER_STORED)
+        self._settle(acquisition, now)
+
+    def _forget_waits(self, acquisition: Acquisition) -> None:
+        """Stop waiting for blocks that are not on their way; nobody would ever report them."""
+        for index in [i for i in acquisition.pending if acquisition.request.keys[i] not in self._arriving]:
+            acquisition.pending.discard(index)
+            key = acquisition.request.keys[index]
+            waiters = [pair for pair in self._waiters.get(key, ()) if pair != (acquisition.op, index)]
+            if waiters:
+                self._waiters[key] = waiters
+            else:
+                self._waiters.pop(key, None)
+
+    def _await(self, acquisition: Acquisition, index: int) -> None:
         acquisition.pending.add(index)
         self._waiters.setdefault(acquisition.request.keys[index], []).append((acquisition.op, index))
 
@@ -307,7 +398,7 @@ class Acquisitions:
         return by_index
 
     def _fetch_worthwhile(
-        self, acquisition: _Acquisition, wanted: list[int], holders: dict[int, tuple[Holder, ...]], now: float
+        self, acquisition: Acquisition, wanted: list[int], holders: dict[int, tuple[Holder, ...]], now: float
     ) -> None:
         if not wanted:
             return
@@ -320,50 +411,38 @@ class Acquisitions:
             self._counters["fetch_not_worthwhile"] += len(wanted) - count
         start = 0
         while start < count:
-            holder, end = self._longest_run(wanted, start, count, holders)
+            holder, end = longest_run(wanted, start, min(count, start + PULL_BLOCKS_MAX), holders)
             indices = wanted[start:end]
             alternates = [h for h in holders[indices[0]] if h != holder and all(h in holders[i] for i in indices)]
             self._start_fetch(acquisition, holder, alternates, indices, now)
             start = end
 
-    @staticmethod
-    def _longest_run(
-        wanted: list[int], start: int, count: int, holders: dict[int, tuple[Holder, ...]]
-    ) -> tuple[Holder, int]:
-        """The holder that has the most consecutive wanted blocks from here, and where its run ends."""
-        best: tuple[Holder, int] | None = None
-        for holder in holders[wanted[start]]:
-            end = start + 1
-            while (
-                end < min(count, start + PULL_BLOCKS_MAX)
-                and wanted[end] == wanted[end - 1] + 1
-                and holder in holders[wanted[end]]
-            ):
-                end += 1
-            if best is None or end > best[1]:
-                best = (holder, end)
-        assert best is not None
-        return best
-
     def _start_fetch(
-        self, acquisition: _Acquisition, holder: Holder, alternates: list[Holder], indices: list[int], now: float
+        self, acquisition: Acquisition, holder: Holder, alternates: list[Holder], indices: list[int], now: float
     ) -> None:
+        fetch = self._new_fetch(acquisition, holder, alternates, indices)
+        for index in indices:
+            self._await(acquisition, index)
+        self._locate(fetch, now)
+
+    def _new_fetch(
+        self, acquisition: Acquisition, holder: Holder, alternates: list[Holder], indices: list[int]
+    ) -> Fetch:
         chain = acquisition.request.keys
-        fetch = _Fetch(self._next_id, holder, alternates, chain, indices, acquisition.payload_bytes)
+        fetch = Fetch(self._next_id, holder, alternates, chain, indices, acquisition.payload_bytes)
         self._next_id += 1
         self._fetches[fetch.fetch] = fetch
         for index in indices:
             self._arriving[chain[index]] = fetch.fetch
-            self._await(acquisition, index)
         self._counters["fetches_started"] += 1
-        self._locate(fetch, now)
+        return fetch
 
-    def _locate(self, fetch: _Fetch, now: float) -> None:
+    def _locate(self, fetch: Fetch, now: float) -> None:
         fetch.state, fetch.give_up_at = FetchState.LOCATING, now + LOCATE_GIVE_UP_SECONDS
         keys = tuple(fetch.chain[index] for index in fetch.indices)
         self._actions.append(Locate(fetch.fetch, fetch.holder, keys, LOCATE_SECONDS_MAX))
 
-    def _keep(self, fetch: _Fetch, index: int, handle: BlockHandle, slot: Slot, now: float) -> None:
+    def _keep(self, fetch: Fetch, index: int, handle: BlockHandle, slot: Slot, now: float) -> None:
         key = handle.key
         if key in self._store:  # an engine of this node sealed the same block meanwhile
             self._store.abort(slot)
@@ -387,7 +466,7 @@ class Acquisitions:
         self._store.abort(slot)
         return MissReason.STALE if verdict is PullVerdict.STALE else MissReason.PEER_FAILED
 
-    def _end_fetch(self, fetch: _Fetch, from_position: int, reason: MissReason, now: float) -> None:
+    def _end_fetch(self, fetch: Fetch, from_position: int, reason: MissReason, now: float) -> None:
         """The blocks from this position on did not come: ask the next holder, or fail their waiters.
 
         Blocks that did come are not arriving any more and are skipped by both ways.
@@ -409,7 +488,7 @@ class Acquisitions:
         del self._fetches[fetch.fetch]
         self._fail_indices(fetch, left, reason, now)
 
-    def _give_up(self, fetch: _Fetch, now: float) -> None:
+    def _give_up(self, fetch: Fetch, now: float) -> None:
         """Its performer owes an answer that does not come: the blocks may be fetched anew, by whoever wants them."""
         self._counters["fetches_overdue"] += 1
         if fetch.state is FetchState.LOCATING:
@@ -418,15 +497,15 @@ class Acquisitions:
         fetch.give_up_at = math.inf  # its slots stay reserved until Pulled: the transport may still write them
         self._fail_indices(fetch, fetch.indices, MissReason.DEADLINE, now)
 
-    def _fail_indices(self, fetch: _Fetch, indices: Sequence[int], reason: MissReason, now: float) -> None:
+    def _fail_indices(self, fetch: Fetch, indices: Sequence[int], reason: MissReason, now: float) -> None:
         for index in indices:
             key = fetch.chain[index]
             if self._arriving.get(key) == fetch.fetch:
                 del self._arriving[key]
                 self._fail_key(key, reason, now)
 
-    def _take_waiters(self, key: BlockKey) -> list[tuple[_Acquisition, int]]:
-        found: list[tuple[_Acquisition, int]] = []
+    def _take_waiters(self, key: BlockKey) -> list[tuple[Acquisition, int]]:
+        found: list[tuple[Acquisition, int]] = []
         for op, index in self._waiters.pop(key, []):
             acquisition = self._open.get(op)
             # An op id may be used again after its answer: the key tells whether this is still the call that waited.
@@ -453,15 +532,16 @@ class Acquisitions:
             acquisition.end(index, reason)
             self._settle(acquisition, now)
 
-    def _settle(self, acquisition: _Acquisition, now: float) -> None:
+    def _settle(self, acquisition: Acquisition, now: float) -> None:
         if acquisition.op not in self._open:
             return
         if acquisition.resolving or any(index < acquisition.break_at for index in acquisition.pending):
             return
         self._answer(acquisition, now)
 
-    def _answer(self, acquisition: _Acquisition, now: float) -> None:
+    def _answer(self, acquisition: Acquisition, now: float) -> None:
         del self._open[acquisition.op]
+        self._forget_waits(acquisition)
         skip = acquisition.request.skip
         end = skip
         while end < acquisition.break_at and end in acquisition.held:
@@ -478,7 +558,7 @@ class Acquisitions:
         self._count_answer(acquisition, len(refs), fetched)
         self._actions.append(Reply(acquisition.op, AcquireResult(lease_id, refs, fetched, acquisition.reason)))
 
-    def _count_answer(self, acquisition: _Acquisition, promised: int, fetched: int) -> None:
+    def _count_answer(self, acquisition: Acquisition, promised: int, fetched: int) -> None:
         self._counters["acquires"] += 1
         self._counters["asked_blocks"] += len(acquisition.request.keys) - acquisition.request.skip
         self._counters["hit_local_blocks"] += promised - fetched
@@ -486,7 +566,7 @@ class Acquisitions:
         if acquisition.reason is not MissReason.NONE:
             self._counters[f"miss_{acquisition.reason.value}"] += 1
 
-    def _release_remote(self, fetch: _Fetch) -> None:
+    def _release_remote(self, fetch: Fetch) -> None:
         if fetch.lease_id:
             self._actions.append(ReleaseRemote(fetch.holder, fetch.epoch, fetch.lease_id))
             fetch.lease_id = LeaseId(0)
@@ -504,7 +584,8 @@ class Acquisitions:
             for index in acquisition.pending:
                 key = acquisition.request.keys[index]
                 assert (op, index) in waited, "an acquisition waits for a block nobody would report"
-                assert key in self._arriving, "an acquisition waits for a block that is not on its way"
+                on_its_way = key in self._arriving or acquisition.follow
+                assert on_its_way, "an acquisition waits for a block that is not on its way"
         for key, fetch_id in self._arriving.items():
             assert fetch_id == 0 or fetch_id in self._fetches, f"{key.hex()} arrives by a fetch that is over"
         for fetch in self._fetches.values():

@@ -187,6 +187,12 @@ class DirectoryIndex:
         """A snapshot of all keys in memory."""
         return list(self._masks)
 
+    def find_node(self, node_id: NodeId, now: float) -> Holder | None:
+        """A live node by its id."""
+        self.expire(now)
+        member = self._membership.get(node_id)
+        return member.holder if member is not None and self._membership.is_visible(node_id) else None
+
     def nodes(self, now: float) -> list[NodeSummary]:
         """Every node that is not forgotten."""
         self.expire(now)

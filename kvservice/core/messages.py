@@ -16,6 +16,7 @@ from kvservice.units import (
     BlockKey,
     BootEpoch,
     Generation,
+    HandoffId,
     LeaseId,
     NodeId,
     SlotIndex,
@@ -71,6 +72,20 @@ class MissReason(Enum):
     DETACHED = "detached"  # the engine was gone before the answer
 
 
+class HandoffState(Enum):
+    UNKNOWN = "unknown"  # not opened yet, or forgotten
+    OPEN = "open"  # its writer may still seal blocks
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """A prompt that another engine computes just now, for this one to continue."""
+
+    handoff_id: HandoffId
+    node_id: NodeId  # whose shard the writer stores into
+
+
 @dataclass(frozen=True, slots=True)
 class AcquireRequest:
     """Make this prefix local and promise it.
@@ -83,6 +98,7 @@ class AcquireRequest:
     skip: int
     timeout_seconds: float  # the answer comes no later than this
     recompute_seconds_per_block: float = 0.0  # measured by the engine; 0 = unknown, then fetch whatever there is
+    handoff: Handoff | None = None  # wait for what this writer seals, and only then ask the directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +150,14 @@ class LocateResult:
     lease_id: LeaseId
     lease_seconds: float
     handles: tuple[BlockHandle | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FollowResult:
+    """A peer's answer about a hand-off: the leading blocks of the asked run that are sealed by now, leased."""
+
+    state: HandoffState
+    located: LocateResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvservice.core import events as ev
-from kvservice.core.actions import Action, Digest, Refuse, Reply, WatchEngine
+from kvservice.core.actions import Action, Announce, Digest, Refuse, Reply, WatchEngine
 from kvservice.core.blocks import Block, BlockStore
 from kvservice.core.eviction import EvictionPolicy, LeafFirstLru
 from kvservice.core.fetch import Acquisitions
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.geometry import Geometry
+from kvservice.core.handoff import HANDOFF_ID_BYTES, Handoffs
 from kvservice.core.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX
 from kvservice.core.leases import Lease, LeaseTable
 from kvservice.core.messages import BlockRef, EngineSpec, LocateResult, SealItem, SealStatus
@@ -32,7 +33,7 @@ from kvservice.errors import (
     Unavailable,
     UnsupportedLayout,
 )
-from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, format_bytes
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, format_bytes
 
 ENGINE_ID_BYTES = 16
 RESERVE_COUNT_MAX = 4096
@@ -100,6 +101,10 @@ class ShardState:
             node_id, self._store, self._leases, self._actions, self.counters,
             lease_seconds=lease_seconds, has_directory=has_directory,
         )  # fmt: skip
+        self._handoffs = Handoffs(
+            epoch, self._store, self._leases, self._actions, self.counters, lease_seconds,
+            self._acquisitions.handoff_over,
+        )  # fmt: skip
         self._attached: dict[AttachmentId, _Attached] = {}
         self._sealing: dict[int, _Sealing] = {}  # by slot
         self._next_attachment = 1
@@ -114,12 +119,17 @@ class ShardState:
             ev.Abort: self._abort,
             ev.Release: self._release,
             ev.Renew: self._renew,
+            ev.Cancel: self._cancel,
+            ev.OpenHandoff: self._open_handoff,
+            ev.CloseHandoff: self._close_handoff,
+            ev.PeerFollow: self._peer_follow,
             ev.PeerLocate: self._peer_locate,
             ev.PeerRelease: self._peer_release,
             ev.PeerValidate: self._peer_validate,
             ev.Digested: self._digested,
             ev.Resolved: lambda e, now: self._acquisitions.resolved(e.op, e.runs, e.complete, now),
             ev.Located: lambda e, now: self._acquisitions.located(e.fetch, e.result, e.sent_at, now),
+            ev.Followed: lambda e, now: self._acquisitions.followed(e, now),
             ev.Pulled: lambda e, now: self._acquisitions.pulled(e.job, e.verdicts, now),
             ev.Quiesced: lambda e, now: self._acquisitions.quiesced(e.job),
             ev.Adopt: self._adopt,
@@ -138,14 +148,17 @@ class ShardState:
             op = getattr(event, "op", None)
             assert op is not None, f"{event} was refused but nobody waits for it"
             self._actions.append(Refuse(op, error))
+        for action in self._actions[:]:
+            if isinstance(action, Announce):  # exactly the blocks that can be read from now on
+                self._handoffs.sealed(action.key, now)
         actions = list(self._actions)
         self._actions.clear()
         return actions
 
     def next_deadline(self) -> float | None:
         """When a Tick is due, on the clock of `now`."""
-        times = [t for t in (self._leases.next_deadline(), self._acquisitions.next_deadline()) if t is not None]
-        return min(times, default=None)
+        parts = (self._leases, self._acquisitions, self._handoffs)
+        return min((t for t in (part.next_deadline() for part in parts) if t is not None), default=None)
 
     # -- what others may look at ----
 
@@ -248,6 +261,7 @@ class ShardState:
 
     def _end_attachment(self, attached: _Attached, now: float) -> None:
         del self._attached[attached.attachment]
+        self._handoffs.end_attachment(attached.attachment, now)
         self._acquisitions.drop_attachment(attached.attachment, now)
         for lease in self._leases.end_holder(("engine", int(attached.attachment))):
             self._unpin(lease)
@@ -285,7 +299,16 @@ class ShardState:
             raise InvalidRequest("a key appears twice in one chain")
         if not 0 <= request.timeout_seconds <= TIMEOUT_SECONDS_MAX:
             raise InvalidRequest(f"timeout {request.timeout_seconds} s is not within 0 to {TIMEOUT_SECONDS_MAX} s")
+        handoff = request.handoff
+        if handoff is not None:
+            self._check_handoff(handoff.handoff_id)
         self._acquisitions.start(event.op, event.attachment, request, attached.spec.layout.payload_bytes, now)
+        if handoff is not None and handoff.node_id == self.node_id and self._acquisitions.is_following(event.op):
+            self._handoffs.watch(event.op, handoff.handoff_id, now)
+
+    def _cancel(self, event: ev.Cancel, now: float) -> None:
+        self._acquisitions.cancel(event.op)
+        self._handoffs.cancel(event.op)
 
     def _reserve(self, event: ev.Reserve, now: float) -> None:
         attached = self._require(event.attachment)
@@ -374,6 +397,35 @@ class ShardState:
         self._leases.renew(("engine", int(event.attachment)), now, self.lease_seconds)
         self._actions.append(Reply(event.op, None))
 
+    # -- hand-offs ----
+
+    @staticmethod
+    def _check_handoff(handoff: HandoffId) -> None:
+        if len(handoff) != HANDOFF_ID_BYTES:
+            raise InvalidRequest(f"a hand-off id is {HANDOFF_ID_BYTES} bytes, not {len(handoff)}", length=len(handoff))
+
+    def _open_handoff(self, event: ev.OpenHandoff, now: float) -> None:
+        self._require(event.attachment)
+        self._check_handoff(event.handoff)
+        self._handoffs.open(event.handoff, event.attachment, now)
+        self._actions.append(Reply(event.op, None))
+
+    def _close_handoff(self, event: ev.CloseHandoff, now: float) -> None:
+        self._require(event.attachment)
+        self._check_handoff(event.handoff)
+        self._handoffs.close(event.handoff, event.attachment, now)
+        self._actions.append(Reply(event.op, None))
+
+    def _peer_follow(self, event: ev.PeerFollow, now: float) -> None:
+        self._check_epoch(event.epoch)
+        self._check_handoff(event.handoff)
+        self._check_keys(event.keys)
+        if not 0 < len(event.keys) <= KEYS_PER_REQUEST_MAX or len(set(event.keys)) != len(event.keys):
+            raise InvalidRequest(f"{len(event.keys)} keys: 1 to {KEYS_PER_REQUEST_MAX}, each once")
+        if not 0 <= event.wait_seconds <= TIMEOUT_SECONDS_MAX:
+            raise InvalidRequest(f"wait {event.wait_seconds} s is not within 0 to {TIMEOUT_SECONDS_MAX} s")
+        self._handoffs.follow(event.op, event.reader, event.handoff, event.keys, event.wait_seconds, now)
+
     # -- peers ----
 
     def _check_epoch(self, epoch: BootEpoch) -> None:
@@ -436,6 +488,7 @@ class ShardState:
         for lease in self._leases.expire(now):
             self._unpin(lease)
         self._acquisitions.tick(now)
+        self._handoffs.tick(now)
 
     def _unpin(self, lease: Lease) -> None:
         for slot in lease.slots:
@@ -446,6 +499,7 @@ class ShardState:
         self._store.check_invariants()
         self._leases.check_invariants()
         self._acquisitions.check_invariants()
+        self._handoffs.check_invariants()
         pins = self._leases.slots() + self._acquisitions.pinned()
         for slot in self._store.table.all_slots():
             assert slot.pins == pins[slot.index], f"{slot} has {slot.pins} pins, leases say {pins[slot.index]}"

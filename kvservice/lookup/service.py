@@ -14,6 +14,7 @@ from kvservice.core.keys import unpack_keys
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.errors import InvalidRequest, Refused
 from kvservice.lookup.watch import WatchHub
+from kvservice.units import NodeId
 from kvservice.wire.codec import decode_holder, encode_holder
 from kvservice.wire.serving import Context
 from kvservice.wire.v1 import lookup_pb2
@@ -85,6 +86,10 @@ class LookupServicer:
         async with aclosing(self._hub.subscribe()) as events:
             async for event in events:
                 yield event
+
+    async def find_node(self, request: lookup_pb2.FindNodeRequest, context: Context) -> lookup_pb2.FindNodeReply:
+        found = self._index.find_node(NodeId(request.node_id), self._clock())
+        return lookup_pb2.FindNodeReply(node=None if found is None else encode_holder(found))
 
     async def lookup_stats(
         self, request: lookup_pb2.LookupStatsRequest, context: Context

@@ -14,10 +14,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from kvservice.client.lookup import LookupAnswer
-from kvservice.client.peer import PeerInfo, PeerPort
+from kvservice.client.peer import PeerPort
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.digest import digest_payload
@@ -28,6 +27,7 @@ from kvservice.core.messages import (
     Attachment,
     BlockRef,
     EngineSpec,
+    FollowResult,
     LocateResult,
     PoolStats,
     SealItem,
@@ -37,9 +37,10 @@ from kvservice.core.shard import AttachReply, ShardState
 from kvservice.errors import KVServiceError, Unavailable
 from kvservice.memory.liveness import is_free
 from kvservice.memory.segment import Segment
+from kvservice.pool.outside import DirectoryPort, Outside
 from kvservice.transfer.base import Transport
 from kvservice.transfer.puller import Puller, PullItem, PullJob
-from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, SlotIndex, SpanRoute
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, SlotIndex, SpanRoute
 
 log = logging.getLogger("kvservice.pool")
 
@@ -47,21 +48,6 @@ DIGEST_THREADS = 2
 LIVENESS_POLL_SECONDS = 0.5
 CHECK_SECONDS = 5.0
 CHECK_SLOTS_MAX = 20_000  # a full check of more slots would hold the loop for too long
-RELEASE_TIMEOUT_SECONDS = 2.0
-
-
-class DirectoryPort(Protocol):
-    """The lookup service as a shard needs it: ask, and announce."""
-
-    async def resolve(
-        self, chain: Sequence[BlockKey], start: int, timeout: float, exclude: NodeId | None = None
-    ) -> LookupAnswer: ...
-
-    def announce(self, key: BlockKey, route: SpanRoute) -> None: ...
-
-    def retract(self, key: BlockKey, route: SpanRoute) -> None: ...
-
-    def kick(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +76,6 @@ class PoolRuntime:
         self._segment = segment
         self._puller = puller
         self._directory = directory
-        self._peers = peers
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._state = ShardState(
@@ -100,10 +85,10 @@ class PoolRuntime:
             lease_seconds=config.lease_seconds,
             has_directory=directory is not None,
         )
+        self._outside = Outside(config.node_id, directory, peers, clock, self._state.counters)
         self._digests = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="kvservice-digest")
         self._calls: dict[int, tuple[asyncio.Future[Any], AttachmentId | None]] = {}
         self._lost: dict[AttachmentId, Callable[[str], None]] = {}
-        self._peer_infos: dict[tuple[NodeId, BootEpoch], PeerInfo] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._watched: set[bytes] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -187,6 +172,12 @@ class PoolRuntime:
     async def renew(self, attachment: AttachmentId) -> None:
         await self._call(lambda op: ev.Renew(op, attachment), attachment)
 
+    async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
+        await self._call(lambda op: ev.OpenHandoff(op, attachment, handoff), attachment)
+
+    async def close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
+        await self._call(lambda op: ev.CloseHandoff(op, attachment, handoff), attachment)
+
     async def close(self) -> None:
         """Stop. Leaves the segment file in place, so that the next boot adopts its blocks; see `unlink`."""
         if self._closed:
@@ -204,8 +195,7 @@ class PoolRuntime:
         if self._puller is not None:
             await asyncio.to_thread(self._puller.close)
         await asyncio.to_thread(self._digests.shutdown)
-        if self._peers is not None:
-            await self._peers.close()
+        await self._outside.close()
         self._segment.close()
 
     # -- what only the shard service uses ----
@@ -218,6 +208,14 @@ class PoolRuntime:
 
     async def locate(self, reader: NodeId, epoch: BootEpoch, keys: tuple[BlockKey, ...]) -> LocateResult:
         result: LocateResult = await self._call(lambda op: ev.PeerLocate(op, reader, epoch, keys), None)
+        return result
+
+    async def follow(
+        self, reader: NodeId, epoch: BootEpoch, handoff: HandoffId, keys: tuple[BlockKey, ...], wait_seconds: float
+    ) -> FollowResult:
+        result: FollowResult = await self._call(
+            lambda op: ev.PeerFollow(op, reader, epoch, handoff, keys, wait_seconds), None
+        )
         return result
 
     async def release_located(self, reader: NodeId, epoch: BootEpoch, lease_id: LeaseId) -> None:
@@ -304,7 +302,14 @@ class PoolRuntime:
         future: asyncio.Future[Any] = self._loop.create_future()
         self._calls[op] = (future, attachment)
         self._dispatch(make(op))
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self._calls.pop(op, None) is not None:
+                self._dispatch(ev.Cancel(op))
+            elif future.done() and not future.cancelled() and future.exception() is None:
+                self._take_back(future.result(), attachment)
+            raise
 
     def _dispatch(self, event: ev.Event) -> None:
         """Hand one event to the core and perform what it asks, including what follows at once from that."""
@@ -338,11 +343,13 @@ class PoolRuntime:
             elif isinstance(action, act.Pull):
                 self._pull(action)
             elif isinstance(action, act.Resolve):
-                self._spawn(self._resolve(action))
+                self._spawn(self._report(self._outside.resolve(action)))
             elif isinstance(action, act.Locate):
-                self._spawn(self._locate_at_peer(action))
+                self._spawn(self._report(self._outside.locate(action)))
+            elif isinstance(action, act.Follow):
+                self._spawn(self._report(self._outside.follow(action)))
             elif isinstance(action, act.ReleaseRemote):
-                self._spawn(self._release_at_peer(action))
+                self._spawn(self._outside.release(action))
             else:
                 self._watch_engine(action.engine_id)
         half = len(digests) // DIGEST_THREADS + 1
@@ -350,18 +357,20 @@ class PoolRuntime:
             self._digest(digests[start : start + half])
 
     def _answer(self, action: act.Reply | act.Refuse) -> None:
-        future, attachment = self._calls.pop(action.op)
-        if not future.done():
+        future, attachment = self._calls.pop(action.op, (None, None))  # None: cancelled
+        if future is not None and not future.done():
             if isinstance(action, act.Reply):
                 future.set_result(action.value)
             else:
                 future.set_exception(action.error)
             return
-        # The caller gave up: what it was promised would stay leased as long as the engine lives.
-        value = action.value if isinstance(action, act.Reply) else None
+        self._take_back(action.value if isinstance(action, act.Reply) else None, attachment)
+
+    def _take_back(self, value: object, attachment: AttachmentId | None) -> None:
+        """The caller gave up: what it was promised would stay leased as long as the engine lives."""
         if isinstance(value, AcquireResult) and value.lease_id and attachment is not None:
             self._spawn(self.release(attachment, [value.lease_id]))
-        elif isinstance(value, LocateResult):
+        elif isinstance(value, LocateResult | FollowResult):
             self._state.counters["locate_abandoned"] += 1  # ends with its lease
         elif isinstance(value, list) and value and isinstance(value[0], BlockRef) and attachment is not None:
             self._spawn(self.abort(attachment, value))
@@ -417,35 +426,11 @@ class PoolRuntime:
 
     # -- peers ----
 
-    async def _resolve(self, action: act.Resolve) -> None:
-        answer = LookupAnswer((), complete=False)
-        if self._directory is not None:
-            try:
-                answer = await self._directory.resolve(
-                    action.chain, action.start, action.timeout_seconds, self._config.node_id
-                )
-            except KVServiceError as error:
-                log.info("lookup_failed", extra={"error": error.message})
-        self._dispatch(ev.Resolved(action.op, answer.runs, answer.complete))
-
-    async def _locate_at_peer(self, action: act.Locate) -> None:
-        sent_at = self._clock()
-        result: LocateResult | None = None
-        if self._peers is not None:
-            try:
-                info = await self._peers.handshake(action.holder, action.timeout_seconds)
-                self._peer_infos[action.holder.node_id, info.epoch] = info
-                sent_at = self._clock()
-                result = await self._peers.locate(
-                    action.holder, action.keys, self._config.node_id, action.timeout_seconds
-                )
-            except KVServiceError as error:
-                self._state.counters["locate_failed"] += 1
-                log.info("locate_failed", extra={"node": action.holder.node_id, "error": str(error)})
-        self._dispatch(ev.Located(action.fetch, result, sent_at))
+    async def _report(self, work: Awaitable[ev.Event]) -> None:
+        self._dispatch(await work)
 
     def _pull(self, action: act.Pull) -> None:
-        info = self._peer_infos.get((action.holder.node_id, action.epoch))
+        info = self._outside.peer_info(action.holder.node_id, action.epoch)
         if self._puller is None or info is None:
             failed = (ev.PullVerdict.FAILED,) * len(action.items)
             self._loop.call_soon(self._dispatch, ev.Pulled(action.job, failed))
@@ -468,14 +453,6 @@ class PoolRuntime:
             self._loop.call_soon_threadsafe(self._dispatch, event)
         except RuntimeError:
             log.debug("event_after_close", extra={"event": type(event).__name__})
-
-    async def _release_at_peer(self, action: act.ReleaseRemote) -> None:
-        if self._peers is None:
-            return
-        try:
-            await self._peers.release(action.holder, action.epoch, action.lease_id, RELEASE_TIMEOUT_SECONDS)
-        except KVServiceError:
-            self._state.counters["remote_release_failed"] += 1  # the peer's lease ends by itself
 
     # -- engines that vanished ----
 

@@ -46,6 +46,9 @@ class ShardDirectory:
     ) -> LookupAnswer:
         return await self._lookup.resolve(chain, start, timeout, exclude)
 
+    async def find_node(self, node_id: NodeId, timeout: float) -> Holder | None:
+        return await self._lookup.find_node(node_id, timeout)
+
     def announce(self, key: BlockKey, route: SpanRoute) -> None:
         self._announcer.add(key, route)
 

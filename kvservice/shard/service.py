@@ -67,6 +67,18 @@ class EngineServicer:
         await self._pool.release(attachment, [LeaseId(lease_id) for lease_id in request.lease_ids])
         return shard_pb2.ReleaseReply()
 
+    async def open_handoff(self, request: shard_pb2.OpenHandoffRequest, context: Context) -> shard_pb2.OpenHandoffReply:
+        attachment = self._attachment(request.attachment_id, request.epoch)
+        await self._pool.open_handoff(attachment, codec.decode_handoff(request.handoff))
+        return shard_pb2.OpenHandoffReply()
+
+    async def close_handoff(
+        self, request: shard_pb2.CloseHandoffRequest, context: Context
+    ) -> shard_pb2.CloseHandoffReply:
+        attachment = self._attachment(request.attachment_id, request.epoch)
+        await self._pool.close_handoff(attachment, codec.decode_handoff(request.handoff))
+        return shard_pb2.CloseHandoffReply()
+
     async def renew(self, request: shard_pb2.RenewRequest, context: Context) -> shard_pb2.RenewReply:
         await self._pool.renew(self._attachment(request.attachment_id, request.epoch))
         return shard_pb2.RenewReply()
@@ -100,6 +112,13 @@ class PeerServicer:
         reader = NodeId(request.reader[:READER_CHARS_MAX])
         keys = tuple(unpack_keys(request.keys))
         return codec.encode_located(await self._pool.locate(reader, BootEpoch(request.epoch), keys))
+
+    async def follow(self, request: shard_pb2.FollowRequest, context: Context) -> shard_pb2.FollowReply:
+        reader = NodeId(request.reader[:READER_CHARS_MAX])
+        handoff = codec.decode_handoff(request.handoff)
+        keys = tuple(unpack_keys(request.keys))
+        epoch = BootEpoch(request.epoch)
+        return codec.encode_followed(await self._pool.follow(reader, epoch, handoff, keys, request.wait_seconds))
 
     async def validate(self, request: shard_pb2.ValidateRequest, context: Context) -> shard_pb2.ValidateReply:
         keys = tuple(unpack_keys(request.keys))

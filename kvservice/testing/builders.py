@@ -24,6 +24,9 @@ from kvservice.core.messages import (
     BlockHandle,
     BlockRef,
     EngineSpec,
+    FollowResult,
+    Handoff,
+    HandoffState,
     Holder,
     HolderRun,
     LocateResult,
@@ -126,6 +129,7 @@ class CoreHarness:
         self.digests: deque[act.Digest] = deque()
         self.resolves: list[act.Resolve] = []
         self.locates: list[act.Locate] = []
+        self.follows: list[act.Follow] = []
         self.pulls: list[act.Pull] = []
         self.remote_releases: list[act.ReleaseRemote] = []
         self.watched: list[bytes] = []
@@ -178,6 +182,8 @@ class CoreHarness:
             self.resolves.append(action)
         elif isinstance(action, act.Locate):
             self.locates.append(action)
+        elif isinstance(action, act.Follow):
+            self.follows.append(action)
         elif isinstance(action, act.Pull):
             self.pulls.append(action)
         elif isinstance(action, act.ReleaseRemote):
@@ -267,10 +273,10 @@ class CoreHarness:
 
     def acquire(
         self, attachment: AttachmentId, chain: Sequence[BlockKey], *, skip: int = 0, timeout: float = 5.0,
-        recompute: float = 0.0,
+        recompute: float = 0.0, handoff: Handoff | None = None,
     ) -> int:  # fmt: skip
         op = self.next_op()
-        self.send(ev.Acquire(op, attachment, AcquireRequest(tuple(chain), skip, timeout, recompute)))
+        self.send(ev.Acquire(op, attachment, AcquireRequest(tuple(chain), skip, timeout, recompute, handoff)))
         return op
 
     def hit(self, attachment: AttachmentId, chain: Sequence[BlockKey], *, skip: int = 0) -> AcquireResult:
@@ -292,6 +298,13 @@ class CoreHarness:
 
     def located(self, locate: act.Locate, result: LocateResult | None) -> list[act.Action]:
         return self.send(ev.Located(locate.fetch, result, self.now))
+
+    def followed(
+        self, follow: act.Follow, count: int, *, state: HandoffState = HandoffState.OPEN, holder: Holder | None = None
+    ) -> list[act.Action]:
+        """The writer's node has the first `count` blocks that were asked for."""
+        result = FollowResult(state, make_located(follow.keys[:count], lease=7 if count else 0))
+        return self.send(ev.Followed(follow.follow, follow.op, holder or make_holder(), result, self.now))
 
     def pulled(self, pull: act.Pull, *verdicts: ev.PullVerdict) -> list[act.Action]:
         """Blocks that are OK land with their right bytes. One verdict stands for all."""

@@ -26,7 +26,17 @@ from kvservice.core.messages import (
 )
 from kvservice.errors import NotAttached, Unavailable
 from kvservice.memory.segment import Segment
-from kvservice.units import AttachmentId, BlockKey, BootEpoch, Generation, LeaseId, NodeId, SlotIndex, SpanRoute
+from kvservice.units import (
+    AttachmentId,
+    BlockKey,
+    BootEpoch,
+    Generation,
+    HandoffId,
+    LeaseId,
+    NodeId,
+    SlotIndex,
+    SpanRoute,
+)
 
 
 class FakePool:
@@ -42,6 +52,7 @@ class FakePool:
         self.sealed: dict[BlockKey, BlockRef] = {}
         self.leases: dict[LeaseId, tuple[BlockRef, ...]] = {}
         self.reserved: dict[SlotIndex, Generation] = {}
+        self.handoffs: dict[HandoffId, bool] = {}  # -> is open
         self._payload_bytes = 0
         self._free: list[SlotIndex] = []
         self._generations: Counter[SlotIndex] = Counter()
@@ -131,6 +142,14 @@ class FakePool:
         for lease_id in lease_ids:
             if self.leases.pop(lease_id, None) is None:
                 self.counters["release_unknown"] += 1
+
+    async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
+        await self._enter("open_handoff", attachment)
+        self.handoffs[handoff] = True
+
+    async def close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
+        await self._enter("close_handoff", attachment)
+        self.handoffs[handoff] = False
 
     async def renew(self, attachment: AttachmentId) -> None:
         await self._enter("renew", attachment)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.geometry import Geometry
+from kvservice.core.handoff import HANDOFF_ID_BYTES
 from kvservice.core.keys import KEY_BYTES, unpack_keys
 from kvservice.core.layout import SlotLayout
 from kvservice.core.messages import (
@@ -18,13 +19,26 @@ from kvservice.core.messages import (
     BlockHandle,
     BlockRef,
     EngineSpec,
+    FollowResult,
+    Handoff,
+    HandoffState,
     Holder,
     LocateResult,
     MissReason,
     SealItem,
 )
 from kvservice.errors import InvalidRequest, UnsupportedLayout
-from kvservice.units import AttachmentId, BlockKey, BootEpoch, Generation, LeaseId, NodeId, SlotIndex, SpanRoute
+from kvservice.units import (
+    AttachmentId,
+    BlockKey,
+    BootEpoch,
+    Generation,
+    HandoffId,
+    LeaseId,
+    NodeId,
+    SlotIndex,
+    SpanRoute,
+)
 from kvservice.wire.v1 import common_pb2, shard_pb2
 
 NAME_CHARS_MAX = 512
@@ -132,7 +146,20 @@ def decode_acquire(message: shard_pb2.AcquireRequest) -> AcquireRequest:
         message.skip,
         message.timeout_seconds,
         message.recompute_seconds_per_block,
+        None if not message.handoff else Handoff(decode_handoff(message.handoff), _name(message.handoff_node)),
     )
+
+
+def decode_handoff(handoff: bytes) -> HandoffId:
+    if len(handoff) != HANDOFF_ID_BYTES:
+        raise InvalidRequest(f"a hand-off id is {HANDOFF_ID_BYTES} bytes, not {len(handoff)}", length=len(handoff))
+    return HandoffId(handoff)
+
+
+def _name(node_id: str) -> NodeId:
+    if not node_id or len(node_id) > NAME_CHARS_MAX:
+        raise InvalidRequest(f"a node id is 1 to {NAME_CHARS_MAX} characters, not {len(node_id)}")
+    return NodeId(node_id)
 
 
 def encode_acquired(result: AcquireResult) -> shard_pb2.AcquireReply:
@@ -197,15 +224,42 @@ def encode_located(result: LocateResult) -> shard_pb2.LocateReply:
     )
 
 
+def encode_followed(result: FollowResult) -> shard_pb2.FollowReply:
+    located = encode_located(result.located)
+    return shard_pb2.FollowReply(
+        state=result.state.value,
+        epoch=located.epoch,
+        lease_id=located.lease_id,
+        lease_seconds=located.lease_seconds,
+        handles=located.handles,
+    )
+
+
+def decode_followed(message: shard_pb2.FollowReply, keys: tuple[BlockKey, ...]) -> FollowResult:
+    if len(message.handles) > len(keys):
+        raise InvalidRequest(f"a peer answered {len(message.handles)} handles for {len(keys)} keys")
+    try:
+        state = HandoffState(message.state)
+    except ValueError as error:
+        raise InvalidRequest(f"a peer answered hand-off state {message.state[:NAME_CHARS_MAX]!r}") from error
+    handles = _decode_handles(message.handles, keys[: len(message.handles)])
+    located = LocateResult(BootEpoch(message.epoch), LeaseId(message.lease_id), message.lease_seconds, handles)
+    return FollowResult(state, located)
+
+
 def decode_located(message: shard_pb2.LocateReply, keys: tuple[BlockKey, ...]) -> LocateResult:
     if len(message.handles) != len(keys):
         raise InvalidRequest(f"a peer answered {len(message.handles)} handles for {len(keys)} keys")
-    handles = tuple(
+    handles = _decode_handles(message.handles, keys)
+    return LocateResult(BootEpoch(message.epoch), LeaseId(message.lease_id), message.lease_seconds, handles)
+
+
+def _decode_handles(messages: Iterable[shard_pb2.Handle], keys: tuple[BlockKey, ...]) -> tuple[BlockHandle | None, ...]:
+    return tuple(
         BlockHandle(
             key, SlotIndex(handle.slot), Generation(handle.generation), handle.length, handle.digest, handle.position
         )
         if handle.held
         else None
-        for key, handle in zip(keys, message.handles, strict=True)
+        for key, handle in zip(keys, messages, strict=True)
     )
-    return LocateResult(BootEpoch(message.epoch), LeaseId(message.lease_id), message.lease_seconds, handles)

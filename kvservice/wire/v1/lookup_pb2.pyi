@@ -90,6 +90,18 @@ class WatchEvent(_message.Message):
     snapshot_end: bool
     def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., reset: bool = ..., snapshot_end: bool = ...) -> None: ...
 
+class FindNodeRequest(_message.Message):
+    __slots__ = ("node_id",)
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    def __init__(self, node_id: _Optional[str] = ...) -> None: ...
+
+class FindNodeReply(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: _common_pb2.NodeInfo
+    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ...) -> None: ...
+
 class LookupStatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -49,6 +49,11 @@ class LookupServiceStub(object):
                 request_serializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.WatchRequest.SerializeToString,
                 response_deserializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.WatchEvent.FromString,
                 _registered_method=True)
+        self.FindNode = channel.unary_unary(
+                '/kvservice.wire.v1.LookupService/FindNode',
+                request_serializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.FindNodeRequest.SerializeToString,
+                response_deserializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.FindNodeReply.FromString,
+                _registered_method=True)
         self.LookupStats = channel.unary_unary(
                 '/kvservice.wire.v1.LookupService/LookupStats',
                 request_serializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.LookupStatsRequest.SerializeToString,
@@ -80,6 +85,13 @@ class LookupServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindNode(self, request, context):
+        """Where a node's shard is reached.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def LookupStats(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -103,6 +115,11 @@ def add_LookupServiceServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.WatchRequest.FromString,
                     response_serializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.WatchEvent.SerializeToString,
+            ),
+            'FindNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindNode,
+                    request_deserializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.FindNodeRequest.FromString,
+                    response_serializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.FindNodeReply.SerializeToString,
             ),
             'LookupStats': grpc.unary_unary_rpc_method_handler(
                     servicer.LookupStats,
@@ -191,6 +208,33 @@ class LookupService(object):
             '/kvservice.wire.v1.LookupService/Watch',
             kvservice_dot_wire_dot_v1_dot_lookup__pb2.WatchRequest.SerializeToString,
             kvservice_dot_wire_dot_v1_dot_lookup__pb2.WatchEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.wire.v1.LookupService/FindNode',
+            kvservice_dot_wire_dot_v1_dot_lookup__pb2.FindNodeRequest.SerializeToString,
+            kvservice_dot_wire_dot_v1_dot_lookup__pb2.FindNodeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -92,20 +92,24 @@ class DetachReply(_message.Message):
     def __init__(self) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("attachment_id", "epoch", "keys", "skip", "timeout_seconds", "recompute_seconds_per_block")
+    __slots__ = ("attachment_id", "epoch", "keys", "skip", "timeout_seconds", "recompute_seconds_per_block", "handoff", "handoff_node")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     SKIP_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTE_SECONDS_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_NODE_FIELD_NUMBER: _ClassVar[int]
     attachment_id: int
     epoch: int
     keys: bytes
     skip: int
     timeout_seconds: float
     recompute_seconds_per_block: float
-    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., recompute_seconds_per_block: _Optional[float] = ...) -> None: ...
+    handoff: bytes
+    handoff_node: str
+    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., recompute_seconds_per_block: _Optional[float] = ..., handoff: _Optional[bytes] = ..., handoff_node: _Optional[str] = ...) -> None: ...
 
 class AcquireReply(_message.Message):
     __slots__ = ("lease_id", "blocks", "fetched_count", "miss")
@@ -205,6 +209,34 @@ class RenewReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class OpenHandoffRequest(_message.Message):
+    __slots__ = ("attachment_id", "epoch", "handoff")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: int
+    epoch: int
+    handoff: bytes
+    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., handoff: _Optional[bytes] = ...) -> None: ...
+
+class OpenHandoffReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CloseHandoffRequest(_message.Message):
+    __slots__ = ("attachment_id", "epoch", "handoff")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: int
+    epoch: int
+    handoff: bytes
+    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., handoff: _Optional[bytes] = ...) -> None: ...
+
+class CloseHandoffReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class HandshakeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -258,6 +290,34 @@ class LocateReply(_message.Message):
     lease_seconds: float
     handles: _containers.RepeatedCompositeFieldContainer[Handle]
     def __init__(self, epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., handles: _Optional[_Iterable[_Union[Handle, _Mapping]]] = ...) -> None: ...
+
+class FollowRequest(_message.Message):
+    __slots__ = ("epoch", "handoff", "keys", "reader", "wait_seconds")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    READER_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    handoff: bytes
+    keys: bytes
+    reader: str
+    wait_seconds: float
+    def __init__(self, epoch: _Optional[int] = ..., handoff: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., reader: _Optional[str] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
+
+class FollowReply(_message.Message):
+    __slots__ = ("state", "epoch", "lease_id", "lease_seconds", "handles")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    epoch: int
+    lease_id: int
+    lease_seconds: float
+    handles: _containers.RepeatedCompositeFieldContainer[Handle]
+    def __init__(self, state: _Optional[str] = ..., epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., handles: _Optional[_Iterable[_Union[Handle, _Mapping]]] = ...) -> None: ...
 
 class ValidateRequest(_message.Message):
     __slots__ = ("epoch", "keys", "blocks")

@@ -74,6 +74,16 @@ class EngineServiceStub(object):
                 request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.RenewRequest.SerializeToString,
                 response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.RenewReply.FromString,
                 _registered_method=True)
+        self.OpenHandoff = channel.unary_unary(
+                '/kvservice.wire.v1.EngineService/OpenHandoff',
+                request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.OpenHandoffRequest.SerializeToString,
+                response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.OpenHandoffReply.FromString,
+                _registered_method=True)
+        self.CloseHandoff = channel.unary_unary(
+                '/kvservice.wire.v1.EngineService/CloseHandoff',
+                request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.CloseHandoffRequest.SerializeToString,
+                response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.CloseHandoffReply.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer(object):
@@ -128,6 +138,19 @@ class EngineServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenHandoff(self, request, context):
+        """A prompt computed here for an engine elsewhere: others may follow its blocks until it is closed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseHandoff(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -170,6 +193,16 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.Renew,
                     request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.RenewRequest.FromString,
                     response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.RenewReply.SerializeToString,
+            ),
+            'OpenHandoff': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenHandoff,
+                    request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.OpenHandoffRequest.FromString,
+                    response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.OpenHandoffReply.SerializeToString,
+            ),
+            'CloseHandoff': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseHandoff,
+                    request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.CloseHandoffRequest.FromString,
+                    response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.CloseHandoffReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -398,6 +431,60 @@ class EngineService(object):
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def OpenHandoff(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.wire.v1.EngineService/OpenHandoff',
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.OpenHandoffRequest.SerializeToString,
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.OpenHandoffReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseHandoff(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.wire.v1.EngineService/CloseHandoff',
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.CloseHandoffRequest.SerializeToString,
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.CloseHandoffReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class PeerServiceStub(object):
     """Missing associated documentation comment in .proto file."""
@@ -417,6 +504,11 @@ class PeerServiceStub(object):
                 '/kvservice.wire.v1.PeerService/Locate',
                 request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.LocateRequest.SerializeToString,
                 response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.LocateReply.FromString,
+                _registered_method=True)
+        self.Follow = channel.unary_unary(
+                '/kvservice.wire.v1.PeerService/Follow',
+                request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.FollowRequest.SerializeToString,
+                response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.FollowReply.FromString,
                 _registered_method=True)
         self.Validate = channel.unary_unary(
                 '/kvservice.wire.v1.PeerService/Validate',
@@ -447,6 +539,13 @@ class PeerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Follow(self, request, context):
+        """Like Locate, for blocks that are being computed: answers once some are sealed, or after wait_seconds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Validate(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -471,6 +570,11 @@ def add_PeerServiceServicer_to_server(servicer, server):
                     servicer.Locate,
                     request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.LocateRequest.FromString,
                     response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.LocateReply.SerializeToString,
+            ),
+            'Follow': grpc.unary_unary_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.FollowRequest.FromString,
+                    response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.FollowReply.SerializeToString,
             ),
             'Validate': grpc.unary_unary_rpc_method_handler(
                     servicer.Validate,
@@ -537,6 +641,33 @@ class PeerService(object):
             '/kvservice.wire.v1.PeerService/Locate',
             kvservice_dot_wire_dot_v1_dot_shard__pb2.LocateRequest.SerializeToString,
             kvservice_dot_wire_dot_v1_dot_shard__pb2.LocateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Follow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.wire.v1.PeerService/Follow',
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.FollowRequest.SerializeToString,
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.FollowReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,68 @@
+"""One Acquire call, and one fetch from a peer, while they are under way. core.fetch decides what becomes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvservice.core.messages import AcquireRequest, BlockHandle, Holder, MissReason
+from kvservice.core.slots import Slot
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, SlotIndex
+
+
+class FetchState(Enum):
+    LOCATING = "locating"
+    PULLING = "pulling"
+
+
+@dataclass(slots=True)
+class Acquisition:
+    op: int
+    attachment: AttachmentId
+    request: AcquireRequest
+    payload_bytes: int
+    deadline: float
+    started: float
+    break_at: int  # index of the first block known not to come
+    reason: MissReason = MissReason.NONE
+    resolving: bool = False
+    follow: int = 0  # the question that is out to the writer's node; 0 = none, -1 = the writer is on this node
+    held: dict[int, SlotIndex] = field(default_factory=dict)  # pinned by this acquisition, by index in the chain
+    pending: set[int] = field(default_factory=set)  # indices on their way
+    fetched: set[int] = field(default_factory=set)
+
+    def end(self, index: int, reason: MissReason) -> None:
+        if index < self.break_at:
+            self.break_at, self.reason = index, reason
+
+
+@dataclass(slots=True)
+class Fetch:
+    fetch: int
+    holder: Holder
+    alternates: list[Holder]  # not tried yet
+    chain: tuple[BlockKey, ...]
+    indices: list[int]  # consecutive positions in the chain
+    payload_bytes: int
+    state: FetchState = FetchState.LOCATING
+    started: float = 0.0
+    give_up_at: float = 0.0  # nobody waits for its blocks longer than this, even if no answer ever comes
+    epoch: BootEpoch = BootEpoch(0)  # noqa: RUF009  a NewType call is the identity
+    lease_id: LeaseId = LeaseId(0)  # noqa: RUF009
+    handles: list[BlockHandle] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+
+
+def longest_run(
+    wanted: list[int], start: int, end_max: int, holders: dict[int, tuple[Holder, ...]]
+) -> tuple[Holder, int]:
+    """The holder that has the most consecutive wanted blocks from `wanted[start]` on, and where its run ends."""
+    best: tuple[Holder, int] | None = None
+    for holder in holders[wanted[start]]:
+        end = start + 1
+        while end < end_max and wanted[end] == wanted[end - 1] + 1 and holder in holders[wanted[end]]:
+            end += 1
+        if best is None or end > best[1]:
+            best = (holder, end)
+    assert best is not None
+    return best

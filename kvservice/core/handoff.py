@@ -1,0 +1,242 @@
+"""Hand-offs: a prompt that one engine computes for another one. This side is the node where it is computed.
+
+The writer's engine opens a hand-off when the request arrives and closes it when everything it will store is sealed, or
+when it stops. Readers follow it: they name the blocks they want and hear of them as they are sealed, without asking
+again for each. A hand-off promises nothing: a reader only ever gets blocks that are sealed, under a lease, and when the
+writer dies, aborts or evicts, it hears at once that no more will come.
+
+    unknown -> open -> closed -> (forgotten)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from kvservice.core.actions import Action, Reply
+from kvservice.core.blocks import Block, BlockStore
+from kvservice.core.leases import LeaseTable
+from kvservice.core.messages import FollowResult, HandoffState, LocateResult
+from kvservice.errors import Exhausted, InvalidRequest
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId
+
+HANDOFF_ID_BYTES = 16
+OPEN_MAX = 4096  # of one shard, open and closed
+FOLLOWS_MAX = 4096
+CLOSED_SECONDS = 30.0  # a reader that comes later than this hears "unknown"
+APPEAR_SECONDS = 3.0  # a reader may ask before the writer has opened; then it is not coming any more
+GATHER_SECONDS = 0.01  # blocks of one step are sealed one after the other: they go out together
+WAIT_SECONDS_MAX = 10.0
+
+
+class HandoffEvent(Enum):
+    OPEN = "open"
+    CLOSE = "close"
+
+
+TRANSITIONS: dict[tuple[HandoffState, HandoffEvent], HandoffState] = {
+    (HandoffState.UNKNOWN, HandoffEvent.OPEN): HandoffState.OPEN,
+    (HandoffState.OPEN, HandoffEvent.CLOSE): HandoffState.CLOSED,
+    (HandoffState.CLOSED, HandoffEvent.CLOSE): HandoffState.CLOSED,
+}
+
+
+@dataclass(slots=True)
+class _Handoff:
+    attachment: AttachmentId
+    state: HandoffState
+    forget_at: float = 0.0  # of a closed one
+
+
+@dataclass(slots=True)
+class _Follow:
+    """A reader's question that is not answered yet."""
+
+    op: int
+    reader: NodeId
+    handoff: HandoffId
+    keys: tuple[BlockKey, ...]
+    due: float  # answered then, whatever there is
+    have: int = 0  # leading keys that are sealed
+
+
+@dataclass(slots=True)
+class _Watch:
+    """A reader on this very node: it sees the blocks by itself and only needs to hear of the end."""
+
+    handoff: HandoffId
+    until: float  # a hand-off that is still unknown then is not coming
+
+
+class Handoffs:
+    def __init__(
+        self,
+        epoch: BootEpoch,
+        store: BlockStore,
+        leases: LeaseTable,
+        actions: list[Action],
+        counters: Counter[str],
+        lease_seconds: float,
+        ended: Callable[[int, float], None],
+    ) -> None:
+        """`ended(op, now)`: the hand-off that this watcher waited for is over."""
+        self._epoch = epoch
+        self._store = store
+        self._leases = leases
+        self._actions = actions
+        self._counters = counters
+        self._lease_seconds = lease_seconds
+        self._ended = ended
+        self._handoffs: dict[HandoffId, _Handoff] = {}
+        self._follows: dict[int, _Follow] = {}
+        self._next_key: dict[BlockKey, list[int]] = {}  # first key that a follow lacks -> ops
+        self._watches: dict[int, _Watch] = {}
+
+    # -- the writer ----
+
+    def open(self, handoff: HandoffId, attachment: AttachmentId, now: float) -> None:
+        known = self._handoffs.get(handoff)
+        if known is not None:
+            raise InvalidRequest(f"hand-off {handoff.hex()} exists already: use a fresh random id for each request")
+        if len(self._handoffs) >= OPEN_MAX:
+            raise Exhausted(f"{OPEN_MAX} hand-offs are open already")
+        state = TRANSITIONS[HandoffState.UNKNOWN, HandoffEvent.OPEN]
+        self._handoffs[handoff] = _Handoff(attachment, state)
+        self._counters["handoffs_opened"] += 1
+
+    def close(self, handoff: HandoffId, attachment: AttachmentId, now: float) -> None:
+        """Nothing more will be sealed for it. Unknown ones, and those of others, are counted and ignored."""
+        known = self._handoffs.get(handoff)
+        if known is None or known.attachment != attachment:
+            self._counters["handoff_close_ignored"] += 1
+            return
+        known.state = TRANSITIONS[known.state, HandoffEvent.CLOSE]
+        known.forget_at = now + CLOSED_SECONDS
+        for follow in [f for f in self._follows.values() if f.handoff == handoff]:
+            self._answer(follow, now)
+        for op in [op for op, watch in self._watches.items() if watch.handoff == handoff]:
+            self._end_watch(op, now)
+
+    def end_attachment(self, attachment: AttachmentId, now: float) -> None:
+        """The writer is gone."""
+        for handoff, known in list(self._handoffs.items()):
+            if known.attachment == attachment and known.state is HandoffState.OPEN:
+                self._counters["handoffs_broken"] += 1
+                self.close(handoff, attachment, now)
+
+    def sealed(self, key: BlockKey, now: float) -> None:
+        """A block can be read from now on."""
+        for op in self._next_key.pop(key, ()):
+            follow = self._follows[op]
+            before = follow.have
+            self._advance(follow)
+            if follow.have == len(follow.keys):
+                self._answer(follow, now)
+            elif before == 0:
+                follow.due = min(follow.due, now + GATHER_SECONDS)
+
+    # -- readers ----
+
+    def follow(
+        self, op: int, reader: NodeId, handoff: HandoffId, keys: tuple[BlockKey, ...], wait_seconds: float, now: float
+    ) -> None:
+        """Answered by a FollowResult with the leading keys that are sealed: as soon as there are any, when the
+        hand-off is closed, or after `wait_seconds`."""
+        if len(self._follows) >= FOLLOWS_MAX:
+            raise Exhausted(f"{FOLLOWS_MAX} readers follow hand-offs here already")
+        follow = _Follow(op, reader, handoff, keys, now + min(wait_seconds, WAIT_SECONDS_MAX))
+        self._follows[op] = follow
+        self._advance(follow)
+        self._counters["follows"] += 1
+        if follow.have or self._state(handoff) is HandoffState.CLOSED or follow.due <= now:
+            self._answer(follow, now)
+
+    def watch(self, op: int, handoff: HandoffId, now: float) -> None:
+        """Say `ended(op)` once when this hand-off is over, or did not appear in time."""
+        self._watches[op] = _Watch(handoff, now + APPEAR_SECONDS)
+        if self._state(handoff) is HandoffState.CLOSED:
+            self._end_watch(op, now)
+
+    def cancel(self, op: int) -> bool:
+        """The caller of `follow`, or the reader that watches, went away."""
+        watched = self._watches.pop(op, None) is not None
+        follow = self._follows.pop(op, None)
+        if follow is not None:
+            self._unlist(follow)
+        return watched or follow is not None
+
+    # -- time ----
+
+    def tick(self, now: float) -> None:
+        for follow in [f for f in self._follows.values() if f.due <= now]:
+            self._answer(follow, now)
+        for op, watch in list(self._watches.items()):
+            if watch.until <= now and self._state(watch.handoff) is HandoffState.UNKNOWN:
+                self._end_watch(op, now)
+        for handoff, known in list(self._handoffs.items()):
+            if known.state is HandoffState.CLOSED and known.forget_at <= now:
+                del self._handoffs[handoff]
+
+    def next_deadline(self) -> float | None:
+        times = [follow.due for follow in self._follows.values()]
+        times += [w.until for w in self._watches.values() if self._state(w.handoff) is HandoffState.UNKNOWN]
+        times += [h.forget_at for h in self._handoffs.values() if h.state is HandoffState.CLOSED]
+        return min(times, default=None)
+
+    # -- inside ----
+
+    def _state(self, handoff: HandoffId) -> HandoffState:
+        known = self._handoffs.get(handoff)
+        return HandoffState.UNKNOWN if known is None else known.state
+
+    def _advance(self, follow: _Follow) -> None:
+        while follow.have < len(follow.keys) and follow.keys[follow.have] in self._store:
+            follow.have += 1
+        if follow.have < len(follow.keys):
+            self._next_key.setdefault(follow.keys[follow.have], []).append(follow.op)
+
+    def _unlist(self, follow: _Follow) -> None:
+        if follow.have < len(follow.keys):
+            key = follow.keys[follow.have]
+            ops = [op for op in self._next_key.get(key, ()) if op != follow.op]
+            if ops:
+                self._next_key[key] = ops
+            else:
+                self._next_key.pop(key, None)
+
+    def _answer(self, follow: _Follow, now: float) -> None:
+        del self._follows[follow.op]
+        self._unlist(follow)
+        blocks: list[Block] = []
+        for key in follow.keys:
+            block = self._store.get(key)
+            if block is None:  # never sealed, or evicted since
+                break
+            blocks.append(block)
+        self._store.touch(follow.keys[: len(blocks)])
+        lease_id = LeaseId(0)
+        if blocks:
+            for block in blocks:
+                self._store.pin(block)
+            slots = tuple(block.slot for block in blocks)
+            lease_id = self._leases.grant(("peer", follow.reader), slots, now, self._lease_seconds).lease_id
+        self._counters["followed_blocks"] += len(blocks)
+        handles = tuple(self._store.handle(block) for block in blocks)
+        located = LocateResult(self._epoch, lease_id, self._lease_seconds, handles)
+        self._actions.append(Reply(follow.op, FollowResult(self._state(follow.handoff), located)))
+
+    def _end_watch(self, op: int, now: float) -> None:
+        del self._watches[op]
+        self._ended(op, now)
+
+    def check_invariants(self) -> None:
+        listed = Counter(op for ops in self._next_key.values() for op in ops)
+        for op, follow in self._follows.items():
+            assert follow.have < len(follow.keys), "a reader waits for nothing"
+            assert op in self._next_key.get(follow.keys[follow.have], ()), "a reader waits and nobody would tell it"
+        assert listed.keys() == self._follows.keys(), "a key is awaited by a reader that is gone"
+        assert all(count == 1 for count in listed.values())
+        for known in self._handoffs.values():
+            assert known.state is not HandoffState.UNKNOWN

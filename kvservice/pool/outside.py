@@ -1,0 +1,135 @@
+"""Asks other nodes what the shard's core wants to know: the directory, and the shards of peers.
+
+Runs on the pool's loop. Each question is one action of the core and ends in one event, also when nobody answers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvservice.client.lookup import LookupAnswer
+from kvservice.client.peer import PeerInfo, PeerPort
+from kvservice.core import actions as act
+from kvservice.core import events as ev
+from kvservice.core.messages import FollowResult, Holder, LocateResult
+from kvservice.errors import KVServiceError
+from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
+
+log = logging.getLogger("kvservice.pool")
+
+RELEASE_SECONDS = 2.0
+FIND_NODE_SECONDS = 0.5
+FOLLOW_SLACK_SECONDS = 1.0  # for the way there and back
+WRITERS_MAX = 4096
+
+
+class DirectoryPort(Protocol):
+    """The lookup service as a shard needs it: ask, and announce."""
+
+    async def resolve(
+        self, chain: Sequence[BlockKey], start: int, timeout: float, exclude: NodeId | None = None
+    ) -> LookupAnswer: ...
+
+    def announce(self, key: BlockKey, route: SpanRoute) -> None: ...
+
+    def retract(self, key: BlockKey, route: SpanRoute) -> None: ...
+
+    def kick(self) -> None: ...
+
+    async def find_node(self, node_id: NodeId, timeout: float) -> Holder | None: ...
+
+
+class Outside:
+    """`directory` and `peers` are None in the embedded mode."""
+
+    def __init__(
+        self,
+        node_id: NodeId,
+        directory: DirectoryPort | None,
+        peers: PeerPort | None,
+        clock: Callable[[], float],
+        counters: Counter[str],
+    ) -> None:
+        self._node_id = node_id
+        self._directory = directory
+        self._peers = peers
+        self._clock = clock
+        self._counters = counters
+        self._peer_infos: dict[tuple[NodeId, BootEpoch], PeerInfo] = {}
+        self._writers: dict[NodeId, Holder] = {}  # nodes whose hand-offs were followed
+
+    def peer_info(self, node_id: NodeId, epoch: BootEpoch) -> PeerInfo | None:
+        """Of a peer that was asked before."""
+        return self._peer_infos.get((node_id, epoch))
+
+    async def resolve(self, action: act.Resolve) -> ev.Event:
+        answer = LookupAnswer((), complete=False)
+        if self._directory is not None:
+            try:
+                answer = await self._directory.resolve(
+                    action.chain, action.start, action.timeout_seconds, self._node_id
+                )
+            except KVServiceError as error:
+                log.info("lookup_failed", extra={"error": error.message})
+        return ev.Resolved(action.op, answer.runs, answer.complete)
+
+    async def locate(self, action: act.Locate) -> ev.Event:
+        sent_at = self._clock()
+        result: LocateResult | None = None
+        if self._peers is not None:
+            try:
+                await self._meet(self._peers, action.holder, action.timeout_seconds)
+                sent_at = self._clock()
+                result = await self._peers.locate(action.holder, action.keys, self._node_id, action.timeout_seconds)
+            except KVServiceError as error:
+                self._counters["locate_failed"] += 1
+                log.info("locate_failed", extra={"node": action.holder.node_id, "error": str(error)})
+        return ev.Located(action.fetch, result, sent_at)
+
+    async def follow(self, action: act.Follow) -> ev.Event:
+        sent_at = self._clock()
+        result: FollowResult | None = None
+        writer = action.handoff.node_id
+        holder = self._writers.get(writer)
+        try:
+            holder = holder or await self._find_writer(writer)
+            if holder is not None and self._peers is not None:
+                await self._meet(self._peers, holder, FOLLOW_SLACK_SECONDS)
+                sent_at = self._clock()
+                result = await self._peers.follow(
+                    holder, action.handoff.handoff_id, action.keys, self._node_id, action.wait_seconds,
+                    action.wait_seconds + FOLLOW_SLACK_SECONDS,
+                )  # fmt: skip
+        except KVServiceError as error:
+            self._writers.pop(writer, None)  # it may have restarted: the directory knows better
+            log.info("follow_failed", extra={"node": writer, "error": str(error)})
+        return ev.Followed(action.follow, action.op, holder, result, sent_at)
+
+    async def release(self, action: act.ReleaseRemote) -> None:
+        if self._peers is None:
+            return
+        try:
+            await self._peers.release(action.holder, action.epoch, action.lease_id, RELEASE_SECONDS)
+        except KVServiceError:
+            self._counters["remote_release_failed"] += 1  # the peer's lease ends by itself
+
+    async def close(self) -> None:
+        if self._peers is not None:
+            await self._peers.close()
+
+    async def _meet(self, peers: PeerPort, holder: Holder, timeout: float) -> None:
+        info = await peers.handshake(holder, timeout)
+        self._peer_infos[holder.node_id, info.epoch] = info
+
+    async def _find_writer(self, node_id: NodeId) -> Holder | None:
+        found = None if self._directory is None else await self._directory.find_node(node_id, FIND_NODE_SECONDS)
+        if found is None:
+            self._counters["writer_unknown"] += 1
+            return None
+        if len(self._writers) >= WRITERS_MAX:
+            self._writers.clear()
+        self._writers[node_id] = found
+        return found
