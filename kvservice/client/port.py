@@ -62,8 +62,9 @@ class PoolPort(Protocol):
         attachment that is lost are closed with it."""
         ...
 
-    async def renew(self, attachment: AttachmentId) -> None:
-        """Heartbeat: extends every lease of the attachment to lease_seconds from the moment this was sent."""
+    async def renew(self, attachment: AttachmentId, lease_ids: Sequence[LeaseId]) -> None:
+        """Heartbeat: extends these leases to lease_seconds from the moment this was sent. One whose answer was lost on
+        the way is never named here and ends by itself."""
         ...
 
     async def close(self) -> None:

@@ -120,8 +120,10 @@ class ShardClient:
         )
         await self._unary("Release", message, CALL_SECONDS)
 
-    async def renew(self, attachment: AttachmentId) -> None:
-        message = shard_pb2.RenewRequest(attachment_id=attachment, epoch=self._epoch(attachment))
+    async def renew(self, attachment: AttachmentId, lease_ids: Sequence[LeaseId]) -> None:
+        message = shard_pb2.RenewRequest(
+            attachment_id=attachment, epoch=self._epoch(attachment), lease_ids=list(lease_ids)
+        )
         await self._unary("Renew", message, CALL_SECONDS)
 
     async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:

@@ -45,6 +45,7 @@ class ConnectorOptions:
     verify_load: Verify = Verify.SAMPLED
     namespace: str = ""  # engines in different namespaces never share blocks, nor refuse each other
     fetch_timeout_seconds: float = 5.0  # longest a request waits for blocks of another node
+    handoff_timeout_seconds: float = 60.0  # longest a decode request waits for its prefill elsewhere
 
     @classmethod
     def parse(cls, given: Mapping[str, object]) -> ConnectorOptions:
@@ -92,9 +93,9 @@ def _convert(key: str, value: object) -> object:
                 key=key,
             )
         return size
-    if key == "fetch_timeout_seconds":
+    if key in ("fetch_timeout_seconds", "handoff_timeout_seconds"):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 600:
-            raise ConfigError(f"fetch_timeout_seconds is {value!r}; give seconds from 0 to 600", key=key)
+            raise ConfigError(f"{key} is {value!r}; give seconds from 0 to 600", key=key)
         return float(value)
     if not isinstance(value, str):
         raise ConfigError(f"{key} is {value!r}; give a string", key=key)

@@ -14,14 +14,23 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Protocol
 
+from kvservice.connector.handoff import Prefill, WriterHandoffs
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
+from kvservice.connector.request import EngineRequest, RequestEvent, RequestState
 from kvservice.connector.session import Answer
 from kvservice.core.keys import KEYS_PER_REQUEST_MAX, span_route
-from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, BlockRef, MissReason, SealItem
-from kvservice.units import AttachmentId, BlockHash, BlockKey, LeaseId
+from kvservice.core.messages import (
+    AcquireRequest,
+    AcquireResult,
+    Attachment,
+    BlockRef,
+    Handoff,
+    MissReason,
+    SealItem,
+)
+from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId, LeaseId
 
 log = logging.getLogger("kvservice.connector")
 
@@ -31,46 +40,10 @@ SPEED_TOKENS_MIN = 64  # smaller steps say nothing about prefill
 STORES_IN_FLIGHT_MAX = 4096  # blocks; beyond, stores are put off
 REPORT_SECONDS_MAX = 30.0  # a store that no worker has reported by then keeps no idle engine stepping
 SUSPECTS_MAX = 4096
-
+IDLE_SECONDS = 0.002  # a step with nothing to compute waits so long for the pool instead of asking in a circle
+IDLE_SECONDS_HANDOFF = 0.01  # a prompt that is computed elsewhere takes longer than a lookup
 
 BlockIds = Callable[[], Sequence[int]]
-
-
-class RequestState(Enum):
-    NEW = "new"
-    ASKED = "asked"  # an acquire is under way
-    ANSWERED = "answered"  # blocks are promised and leased, or there are none
-    LOADING = "loading"  # workers copy the promised blocks into the engine
-    RUNNING = "running"
-    ENDED = "ended"
-
-
-class RequestEvent(Enum):
-    ASK = "ask"
-    SKIP = "skip"  # nothing to ask, or nobody
-    ANSWER = "answer"
-    GIVE_UP = "give_up"  # the deadline passed
-    LOAD = "load"
-    DECLINE = "decline"  # the engine scheduled the request without the promise
-    LOADED = "loaded"
-    END = "end"
-
-
-TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
-    (RequestState.NEW, RequestEvent.ASK): RequestState.ASKED,
-    (RequestState.NEW, RequestEvent.SKIP): RequestState.RUNNING,
-    (RequestState.NEW, RequestEvent.END): RequestState.ENDED,
-    (RequestState.ASKED, RequestEvent.ANSWER): RequestState.ANSWERED,
-    (RequestState.ASKED, RequestEvent.GIVE_UP): RequestState.RUNNING,
-    (RequestState.ASKED, RequestEvent.END): RequestState.ENDED,
-    (RequestState.ANSWERED, RequestEvent.LOAD): RequestState.LOADING,
-    (RequestState.ANSWERED, RequestEvent.DECLINE): RequestState.RUNNING,
-    (RequestState.ANSWERED, RequestEvent.END): RequestState.ENDED,
-    (RequestState.LOADING, RequestEvent.LOADED): RequestState.RUNNING,
-    (RequestState.LOADING, RequestEvent.END): RequestState.ENDED,
-    (RequestState.RUNNING, RequestEvent.ASK): RequestState.ASKED,  # preempted: its blocks may come back from the pool
-    (RequestState.RUNNING, RequestEvent.END): RequestState.ENDED,
-}
 
 
 class SessionPort(Protocol):
@@ -95,6 +68,10 @@ class SessionPort(Protocol):
 
     def release(self, attachment: AttachmentId, lease_id: LeaseId) -> None: ...
 
+    def open_handoff(self, handoff: HandoffId) -> AttachmentId | None: ...
+
+    def close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None: ...
+
 
 class BlockPins(Protocol):
     """The engine's blocks that copies read: kept from being freed or overwritten, also when their request is gone."""
@@ -116,28 +93,6 @@ class Promise:
     tokens: int
 
 
-@dataclass(slots=True)
-class _Request:
-    request_id: str
-    keys: list[BlockKey]
-    state: RequestState = RequestState.NEW
-    attachment: AttachmentId | None = None  # that holds the lease
-    deadline: float = 0.0
-    ask_number: int = 0
-    result: AcquireResult | None = None
-    local_blocks: int = 0  # the engine's own hit when the promise was made
-    stored: int = 0  # blocks [0, stored) are in the pool, under way to it, or given up
-    expected: int = 0  # slots announced to the session and not taken yet
-    fetched_blocks: int = 0
-    scheduled: bool = False  # the engine has given it blocks; asked about again, it was preempted
-    load_failed: bool = False  # nothing is promised to it again, or it could fail for ever
-
-    def move(self, event: RequestEvent) -> None:
-        target = TRANSITIONS.get((self.state, event))
-        assert target is not None, f"request {self.request_id} is {self.state.value}, cannot {event.value}"
-        self.state = target
-
-
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
     """For the engine's event stream, in its own names."""
@@ -153,6 +108,7 @@ class _Store:
     blocks: list[StoredBlock]
     block_ids: list[int]
     planned_at: float
+    handoff: HandoffId | None
     reports: Counter[str] = field(default_factory=Counter)
 
 
@@ -167,6 +123,7 @@ class SchedulerHalf:
         worker_count: int,
         lazy: bool,
         fetch_timeout_seconds: float,
+        handoff_timeout_seconds: float = 60.0,
         may_write: bool = True,
         remember_stored: bool = False,
     ) -> None:
@@ -183,7 +140,9 @@ class SchedulerHalf:
         self._step_began = 0.0
         self._suspects: set[BlockRef] = set()  # of this attachment: did not hold what was promised
         self._fetch_timeout = fetch_timeout_seconds
-        self._requests: dict[str, _Request] = {}
+        self._handoff_timeout = handoff_timeout_seconds
+        self._handoffs = WriterHandoffs(session.close_handoff)
+        self._requests: dict[str, EngineRequest] = {}
         self._known: OrderedDict[BlockKey, int] = OrderedDict()  # -> how many asks had been posted when it was learnt
         self._asks = 0
         self._known_of: AttachmentId | None = None  # `known` speaks of this attachment's pool
@@ -202,18 +161,38 @@ class SchedulerHalf:
     # -- requests come and ask ----
 
     def on_new_request(
-        self, request_id: str, hashes: Sequence[BlockHash], now: float, *, may_read: bool = True
+        self,
+        request_id: str,
+        hashes: Sequence[BlockHash],
+        now: float,
+        *,
+        may_read: bool = True,
+        wants: Prefill | Handoff | None = None,
     ) -> None:
-        """Start asking for the whole prefix at once; the engine's own hit is known only later."""
+        """Start asking for the whole prefix at once; the engine's own hit is known only later. `wants`: it is computed
+        for another engine (with an id), or by another one."""
         if request_id in self._requests:
             return
-        request = self._requests[request_id] = _Request(request_id, self._make_keys(hashes))
+        request = self._requests[request_id] = EngineRequest(request_id, self._make_keys(hashes))
         if self._may_write:
             self._expect(request, len(request.keys))
+        if isinstance(wants, Handoff):
+            request.reads = wants
+        elif wants is not None and wants.handoff_id is not None and self._may_write:
+            self._open_handoff(request, wants.handoff_id)
         if not may_read or not self._ask(request, now):
             request.move(RequestEvent.SKIP)
 
-    def _ask(self, request: _Request, now: float) -> bool:
+    def _open_handoff(self, request: EngineRequest, handoff: HandoffId) -> None:
+        attachment = self._session.open_handoff(handoff)
+        if attachment is None:
+            self.counters["handoff_without_pool"] += 1
+            return
+        request.writes = handoff
+        self._handoffs.begin(handoff, attachment)
+        self.counters["handoffs_written"] += 1
+
+    def _ask(self, request: EngineRequest, now: float) -> bool:
         """Post an acquire for the whole chain. False when there is nothing to ask, or nobody."""
         keys = request.keys[:KEYS_PER_REQUEST_MAX]
         if not keys:
@@ -222,7 +201,13 @@ class SchedulerHalf:
         timeout = self._fetch_timeout
         if per_block:
             timeout = min(timeout, per_block * len(keys))
-        asked = self._session.acquire(request.request_id, AcquireRequest(tuple(keys), 0, timeout, per_block))
+        handoff, request.reads = request.reads, None  # asked about again, its writer is done
+        request.waits_for_writer = handoff is not None
+        if handoff is not None:
+            timeout = self._handoff_timeout
+            self.counters["handoffs_read"] += 1
+        wanted = AcquireRequest(tuple(keys), 0, timeout, per_block, handoff)
+        asked = self._session.acquire(request.request_id, wanted)
         if asked is None:
             self.counters["asked_without_pool"] += 1
             return False
@@ -352,7 +337,7 @@ class SchedulerHalf:
     def _store_of(
         self,
         attachment: Attachment,
-        request: _Request,
+        request: EngineRequest,
         hashes: Sequence[BlockHash],
         computed_tokens: int,
         block_ids: Sequence[int],
@@ -362,9 +347,12 @@ class SchedulerHalf:
             self._extend_keys(request, hashes)
         full = min(computed_tokens // self._block_tokens, len(request.keys), len(block_ids))
         self._speak_of(attachment.attachment_id)
-        while request.stored < full and request.keys[request.stored] in self._known:
+        # What was evicted since is only noticed by asking; for a hand-off from an engine that never asks, a duplicate
+        # costs a copy and a gap costs the reader the rest.
+        known = self._known if request.writes is None or request.ask_number else {}
+        while request.stored < full and request.keys[request.stored] in known:
             request.stored += 1
-        wanted = [i for i in range(request.stored, full) if request.keys[i] not in self._known]
+        wanted = [i for i in range(request.stored, full) if request.keys[i] not in known]
         if not wanted or self._blocks_in_flight() >= STORES_IN_FLIGHT_MAX:
             return None
         slots = self._session.take_slots(attachment.attachment_id, len(wanted))
@@ -389,11 +377,12 @@ class SchedulerHalf:
         read = [entry.block_id for entry in entries]
         if self._pins is not None:
             self._pins.pin(read)
-        self._stores[store_id] = _Store(attachment.attachment_id, items, blocks, read, self._step_began)
+        self._stores[store_id] = _Store(attachment.attachment_id, items, blocks, read, self._step_began, request.writes)
+        self._handoffs.store_begun(request.writes)
         self.counters["store_blocks_planned"] += len(items)
         return StorePlan(store_id, tuple(entries))
 
-    def _extend_keys(self, request: _Request, hashes: Sequence[BlockHash]) -> None:
+    def _extend_keys(self, request: EngineRequest, hashes: Sequence[BlockHash]) -> None:
         new = self._make_keys(hashes[len(request.keys) :])
         request.keys.extend(new)
         if self._may_write:
@@ -428,6 +417,7 @@ class SchedulerHalf:
             self._session.seal(store.attachment, store.items)
             if self._remember_stored:
                 self._stored += store.blocks
+        self._handoffs.store_ended(store.handoff)
 
     def loaded(self, request_id: str, *, failed: bool) -> None:
         """All workers are done with the load of this request."""
@@ -462,15 +452,16 @@ class SchedulerHalf:
         block_ids: Sequence[int],
         *,
         store_rest: bool,
-    ) -> None:
+    ) -> HandoffId | None:
         """The request ended. What is left to store is copied in the next step, from blocks that are pinned until then.
+        Returns the hand-off that it was computed for.
 
         A load under way keeps its lease until the workers are done with it.
         """
         self.take_answers()
         request = self._requests.pop(request_id, None)
         if request is None:
-            return
+            return None
         attachment = self._session.attachment
         store_rest = store_rest and self._may_write and request.state is RequestState.RUNNING
         if store_rest and attachment is not None and self._pins is not None:
@@ -482,6 +473,8 @@ class SchedulerHalf:
         self._session.expect(-request.expected)
         self._session.abandon(request_id)
         request.move(RequestEvent.END)
+        self._handoffs.request_ended(request.writes)
+        return request.writes
 
     def has_pending_stores(self, now: float) -> bool:
         """Steps are needed even without requests, to start copies and to hear how they ended."""
@@ -489,9 +482,12 @@ class SchedulerHalf:
             now - store.planned_at < REPORT_SECONDS_MAX for store in self._stores.values()
         )
 
-    def is_waiting(self) -> bool:
-        """Some request waits for an answer of the pool."""
-        return any(request.state is RequestState.ASKED for request in self._requests.values())
+    def idle_seconds(self) -> float:
+        """How long an engine with nothing to compute may wait for an answer of the pool; 0 when none is due."""
+        waiting = [request for request in self._requests.values() if request.state is RequestState.ASKED]
+        if not waiting:
+            return 0.0
+        return IDLE_SECONDS_HANDOFF if all(request.waits_for_writer for request in waiting) else IDLE_SECONDS
 
     def take_stored(self) -> list[StoredBlock]:
         """Blocks sent to be sealed since the last call; empty unless `remember_stored`."""
@@ -516,7 +512,7 @@ class SchedulerHalf:
         if lease_id:
             self._session.release(attachment, lease_id)
 
-    def _expect(self, request: _Request, count: int) -> None:
+    def _expect(self, request: EngineRequest, count: int) -> None:
         change = max(count, -request.expected)
         request.expected += change
         self._session.expect(change)
@@ -555,3 +551,4 @@ class SchedulerHalf:
             assert (request.result is None) or request.state not in (RequestState.NEW, RequestState.ASKED)
         for store in self._stores.values():
             assert store.reports.total() < self._worker_count, "a store every worker reported is still open"
+        self._handoffs.check_invariants()

@@ -27,7 +27,7 @@ from kvservice.core.messages import (
     SealStatus,
 )
 from kvservice.errors import KVServiceError, Refused
-from kvservice.units import AttachmentId, LeaseId
+from kvservice.units import AttachmentId, HandoffId, LeaseId
 
 log = logging.getLogger("kvservice.connector")
 
@@ -64,6 +64,9 @@ class Session:
         self._answers: deque[Answer] = deque()
         self._answered = threading.Condition(self._lock)
         self._pending: Counter[str] = Counter()  # acquires under way, by request
+        self._acquires: dict[str, asyncio.Future[AcquireResult]] = {}  # the loop's own
+        self._seals: set[asyncio.Task[Any]] = set()  # the loop's own
+        self._leases: set[LeaseId] = set()  # delivered and not released: only these are renewed
         self._abandoned: set[str] = set()  # requests that ended meanwhile: what is promised to them is given back here
         self._attachment: Attachment | None = None
         self._pool: PoolPort | None = None
@@ -103,18 +106,21 @@ class Session:
         return None
 
     def abandon(self, request_id: str) -> None:
-        """The request ended: answers that are still to come for it are given back without being shown."""
+        """The request ended: nobody waits for it any more; an answer that comes nevertheless is given back."""
         with self._lock:
-            if self._pending[request_id] > 0:
+            pending = self._pending[request_id] > 0
+            if pending:
                 self._abandoned.add(request_id)
             else:
                 del self._pending[request_id]
+        if pending:
+            self._call(self._cancel, request_id)
 
     def wait_for_answer(self, seconds: float) -> None:
         """Give this session's thread the interpreter until an answer is there, for an engine with nothing else to do:
         one that asks again without a pause slows down the very answer it waits for."""
         with self._answered:
-            if not self._answers:
+            if seconds and not self._answers:
                 self._answered.wait(seconds)
 
     def answers(self) -> list[Answer]:
@@ -145,7 +151,22 @@ class Session:
     def abort(self, attachment: AttachmentId, refs: Sequence[BlockRef]) -> None:
         self._post(self._with_pool(attachment, "abort", lambda pool: pool.abort(attachment, list(refs))))
 
+    def open_handoff(self, handoff: HandoffId) -> AttachmentId | None:
+        """Others may follow what is stored for it. None when there is no pool."""
+        attachment = self.attachment
+        if attachment is None:
+            return None
+        wanted = attachment.attachment_id
+        self._post(self._with_pool(wanted, "open_handoff", lambda pool: pool.open_handoff(wanted, handoff)))
+        return wanted
+
+    def close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
+        """Once everything that was sent to be sealed before is."""
+        self._post(self._close_handoff(attachment, handoff))
+
     def release(self, attachment: AttachmentId, lease_id: LeaseId) -> None:
+        with self._lock:
+            self._leases.discard(lease_id)
         self._post(self._with_pool(attachment, "release", lambda pool: pool.release(attachment, [lease_id])))
 
     def close(self) -> None:
@@ -236,9 +257,11 @@ class Session:
             except asyncio.TimeoutError:
                 continue
 
-    @staticmethod
-    def _renewer(attachment: Attachment) -> Callable[[PoolPort], Awaitable[None]]:
-        return lambda pool: pool.renew(attachment.attachment_id)
+    def _renewer(self, attachment: Attachment) -> Callable[[PoolPort], Awaitable[None]]:
+        # A lease whose answer was lost on the way is not among them and ends by itself.
+        with self._lock:
+            leases = sorted(self._leases)
+        return lambda pool: pool.renew(attachment.attachment_id, leases)
 
     async def _restock(self, attachment: Attachment) -> None:
         """Top the stock up in one call, or give back what an idle engine need not hold."""
@@ -270,18 +293,33 @@ class Session:
         pool = self._pool
         try:
             if pool is not None:
-                result = await pool.acquire(attachment.attachment_id, request)
+                call = asyncio.ensure_future(pool.acquire(attachment.attachment_id, request))
+                self._acquires[request_id] = call
+                result = await call
         except KVServiceError as error:
             self.counters["acquire_failed"] += 1
             log.debug("acquire failed: %s", error.message)
         finally:
+            self._acquires.pop(request_id, None)
             if not self._is_abandoned(request_id):
                 with self._answered:
+                    if result is not None and result.lease_id:
+                        self._leases.add(result.lease_id)
                     self._answers.append(Answer(request_id, attachment.attachment_id, result))
                     self._answered.notify_all()
             elif result is not None and result.lease_id:
                 self.counters["acquire_abandoned"] += 1
                 self.release(attachment.attachment_id, result.lease_id)
+
+    def _cancel(self, request_id: str) -> None:
+        call = self._acquires.get(request_id)
+        if call is not None and call.cancel():
+            self.counters["acquire_cancelled"] += 1
+
+    async def _close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
+        if self._seals:
+            await asyncio.wait(set(self._seals))
+        await self._with_pool(attachment, "close_handoff", lambda pool: pool.close_handoff(attachment, handoff))
 
     def _is_abandoned(self, request_id: str) -> bool:
         """One acquire of this request is done; True when nobody wants its result any more."""
@@ -299,8 +337,11 @@ class Session:
         if pool is None or current is None or current.attachment_id != attachment:
             self.counters["seal_dropped"] += len(items)
             return
+        sealing = asyncio.ensure_future(pool.seal(attachment, items))
+        self._seals.add(sealing)
+        sealing.add_done_callback(self._seals.discard)
         try:
-            statuses = await pool.seal(attachment, items)
+            statuses = await sealing
         except KVServiceError as error:
             self.counters["seal_failed"] += len(items)
             log.debug("seal failed: %s", error.message)
@@ -326,14 +367,19 @@ class Session:
     # -- between the threads ----
 
     def _post(self, work: Coroutine[Any, Any, None]) -> bool:
+        if not self._stopping and self._call(self._spawn, work):
+            return True
+        work.close()
+        return False
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> bool:
+        """On the loop, soon. False when it has ended, or not begun."""
         loop = self._loop
-        if loop is None or self._stopping:
-            work.close()
+        if loop is None:
             return False
         try:
-            loop.call_soon_threadsafe(self._spawn, work)
+            loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop has ended
-            work.close()
             return False
         return True
 
@@ -343,12 +389,8 @@ class Session:
         task.add_done_callback(self._background.discard)
 
     def _poke(self) -> None:
-        loop, wake = self._loop, self._wake
-        if loop is not None and wake is not None:
-            try:
-                loop.call_soon_threadsafe(wake.set)
-            except RuntimeError:
-                return  # the loop has ended
+        if self._wake is not None:
+            self._call(self._wake.set)
 
     async def _pause(self, seconds: float) -> None:
         """Sleep, but end early when the session closes."""
@@ -365,6 +407,7 @@ class Session:
         with self._lock:
             self._attachment = None
             self._stock.clear()
+            self._leases.clear()
 
     def _report_failure(self, error: KVServiceError) -> None:
         self.counters[f"attach_{error.reason.lower()}"] += 1

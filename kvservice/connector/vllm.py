@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,7 @@ from vllm.v1.request import RequestStatus
 
 from kvservice.connector import compat
 from kvservice.connector.copier import BlockCopier
+from kvservice.connector.handoff import Prefill, decode_params, parse_transfer_params
 from kvservice.connector.mover import mover_for
 from kvservice.connector.options import ConnectorOptions, Offload
 from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport
@@ -38,9 +40,11 @@ from kvservice.connector.scheduler import BlockIds, SchedulerHalf, Wait
 from kvservice.connector.session import Session
 from kvservice.connector.stats import ConnectorPromMetrics, ConnectorStats
 from kvservice.connector.worker import WorkerHalf
+from kvservice.core.handoff import HANDOFF_ID_BYTES
 from kvservice.core.keys import block_keys
-from kvservice.core.messages import Attachment
+from kvservice.core.messages import Attachment, Handoff
 from kvservice.errors import ConfigError, KVServiceError
+from kvservice.units import HandoffId
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +61,6 @@ log = logging.getLogger("kvservice.connector")
 
 T = TypeVar("T")
 ATTACH_WAIT_SECONDS = 15.0  # of engine start: a large embedded pool takes a while to reserve
-IDLE_WAIT_SECONDS = 0.002  # a step with nothing to compute waits so long for the pool instead of asking in a circle
 STORABLE = frozenset({RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED})
 
 
@@ -133,6 +136,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             worker_count=vllm_config.parallel_config.world_size,
             lazy=self._options.offload is Offload.LAZY,
             fetch_timeout_seconds=self._options.fetch_timeout_seconds,
+            handoff_timeout_seconds=self._options.handoff_timeout_seconds,
             may_write=self._kv_transfer_config.is_kv_producer,
             remember_stored=_publishes_events(vllm_config),
         )
@@ -167,8 +171,19 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._live[request.request_id] = request
             may_read = self._kv_transfer_config.is_kv_consumer and not request.skip_reading_prefix_cache
             self._scheduler.on_new_request(
-                request.request_id, request.block_hashes, time.monotonic(), may_read=may_read
-            )
+                request.request_id, request.block_hashes, time.monotonic(), may_read=may_read,
+                wants=self._wanted(request),
+            )  # fmt: skip
+
+    def _wanted(self, request: Request) -> Prefill | Handoff | None:
+        """What the request's parameters ask for; nonsense in them is an ordinary request."""
+        try:
+            wanted = parse_transfer_params(request.kv_transfer_params)
+        except KVServiceError as error:
+            self._failures["handoff_params_refused"] += 1
+            log.warning("request %s is served without a hand-off: %s", request.request_id, error.message)
+            return None
+        return Prefill(HandoffId(os.urandom(HANDOFF_ID_BYTES))) if wanted == Prefill() else wanted
 
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -216,8 +231,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     def _plan_step(self, plan: StepPlan, output: SchedulerOutput) -> None:
         assert self._scheduler is not None
         tokens = output.total_num_scheduled_tokens
-        if tokens == 0 and self._session is not None and self._scheduler.is_waiting():
-            self._session.wait_for_answer(IDLE_WAIT_SECONDS)
+        if tokens == 0 and self._session is not None:
+            self._session.wait_for_answer(self._scheduler.idle_seconds())
         now = time.monotonic()
         self._step = (now, tokens)
         self._scheduler.begin_step(plan, now)
@@ -272,15 +287,17 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         self._live.pop(request.request_id, None)
         self._given_up.discard(request.request_id)
-        if self._scheduler is not None:
-            self._scheduler.finished(
-                request.request_id,
-                request.block_hashes,
-                request.num_computed_tokens,
-                block_ids[0],
-                store_rest=request.status in STORABLE,
-            )
-        return False, None  # what is still to be copied is pinned
+        if self._scheduler is None or self._session is None:
+            return False, None
+        attachment = self._session.attachment
+        done = request.status in STORABLE
+        handoff = self._scheduler.finished(
+            request.request_id, request.block_hashes, request.num_computed_tokens, block_ids[0], store_rest=done
+        )
+        answer = None
+        if done and handoff is not None and attachment is not None:
+            answer = decode_params(Handoff(handoff, attachment.node_id))
+        return False, answer  # what is still to be copied is pinned
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

@@ -42,7 +42,7 @@ class Fetch:
     holder: Holder
     alternates: list[Holder]  # not tried yet
     chain: tuple[BlockKey, ...]
-    indices: list[int]  # consecutive positions in the chain
+    indices: list[int]  # positions in the chain
     payload_bytes: int
     state: FetchState = FetchState.LOCATING
     started: float = 0.0

@@ -84,6 +84,7 @@ class Release:
 class Renew:
     op: int
     attachment: AttachmentId
+    lease_ids: tuple[LeaseId, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -339,25 +339,17 @@ class Acquisitions:
     def _fetch_followed(
         self, acquisition: Acquisition, holder: Holder, located: LocateResult, sent_at: float, now: float
     ) -> None:
-        """Fetch the leased blocks that are still wanted, as far as they are consecutive."""
+        """Fetch the leased blocks that are still wanted."""
         chain = acquisition.request.keys
-        indices: list[int] = []
-        handles: list[BlockHandle | None] = []
-        position = {key: index for index, key in enumerate(chain)}
-        for handle in located.handles:
-            index = None if handle is None else position.get(handle.key)
-            wanted = index in acquisition.pending and chain[index] not in self._arriving if index is not None else False
-            if wanted and index is not None and (not indices or index == indices[-1] + 1):
-                indices.append(index)
-                handles.append(handle)
-            elif indices:
-                break
+        wanted = {chain[i]: i for i in acquisition.pending if chain[i] not in self._arriving}
+        handles = {handle.key: handle for handle in located.handles if handle is not None and handle.key in wanted}
+        indices = [wanted[key] for key in handles]
         if not indices:
             if located.lease_id:
                 self._actions.append(ReleaseRemote(holder, located.epoch, located.lease_id))
             return
         fetch = self._new_fetch(acquisition, holder, [], indices)
-        self._pull(fetch, replace(located, handles=tuple(handles)), sent_at, now)
+        self._pull(fetch, replace(located, handles=tuple(handles.values())), sent_at, now)
 
     def _end_following(self, acquisition: Acquisition, now: float) -> None:
         acquisition.follow = 0

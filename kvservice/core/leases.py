@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvservice.units import LeaseId, SlotIndex
@@ -57,13 +58,13 @@ class LeaseTable:
         self.counters["leases_released"] += 1
         return lease
 
-    def renew(self, holder: Holder, now: float, duration: float) -> int:
-        """Extend every lease of the holder. Returns how many there were."""
-        lease_ids = self._by_holder.get(holder, set())
-        for lease_id in lease_ids:
+    def renew(self, holder: Holder, lease_ids: Sequence[LeaseId], now: float, duration: float) -> int:
+        """Extend those of these leases that are the holder's. Returns how many there were."""
+        renewed = self._by_holder.get(holder, set()).intersection(lease_ids)
+        for lease_id in renewed:
             lease = self._leases[lease_id]
             lease.expires_at = max(lease.expires_at, now + duration)
-        return len(lease_ids)
+        return len(renewed)
 
     def end_holder(self, holder: Holder) -> list[Lease]:
         """End all leases of a holder that is gone."""

@@ -394,7 +394,7 @@ class ShardState:
 
     def _renew(self, event: ev.Renew, now: float) -> None:
         self._require(event.attachment)
-        self._leases.renew(("engine", int(event.attachment)), now, self.lease_seconds)
+        self._leases.renew(("engine", int(event.attachment)), event.lease_ids, now, self.lease_seconds)
         self._actions.append(Reply(event.op, None))
 
     # -- hand-offs ----

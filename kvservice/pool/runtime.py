@@ -169,8 +169,8 @@ class PoolRuntime:
     async def release(self, attachment: AttachmentId, lease_ids: Sequence[LeaseId]) -> None:
         await self._call(lambda op: ev.Release(op, attachment, tuple(lease_ids)), attachment)
 
-    async def renew(self, attachment: AttachmentId) -> None:
-        await self._call(lambda op: ev.Renew(op, attachment), attachment)
+    async def renew(self, attachment: AttachmentId, lease_ids: Sequence[LeaseId]) -> None:
+        await self._call(lambda op: ev.Renew(op, attachment, tuple(lease_ids)), attachment)
 
     async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
         await self._call(lambda op: ev.OpenHandoff(op, attachment, handoff), attachment)

@@ -80,7 +80,8 @@ class EngineServicer:
         return shard_pb2.CloseHandoffReply()
 
     async def renew(self, request: shard_pb2.RenewRequest, context: Context) -> shard_pb2.RenewReply:
-        await self._pool.renew(self._attachment(request.attachment_id, request.epoch))
+        attachment = self._attachment(request.attachment_id, request.epoch)
+        await self._pool.renew(attachment, [LeaseId(lease_id) for lease_id in request.lease_ids])
         return shard_pb2.RenewReply()
 
     def _attachment(self, attachment_id: int, epoch: int) -> AttachmentId:

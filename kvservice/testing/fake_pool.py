@@ -151,7 +151,7 @@ class FakePool:
         await self._enter("close_handoff", attachment)
         self.handoffs[handoff] = False
 
-    async def renew(self, attachment: AttachmentId) -> None:
+    async def renew(self, attachment: AttachmentId, lease_ids: Sequence[LeaseId]) -> None:
         await self._enter("renew", attachment)
 
     async def close(self) -> None:

@@ -323,7 +323,7 @@ class ShardMachine(RuleBasedStateMachine):
         engine = self._attached(one)
         assert engine.attachment is not None
         op, now = self.harness.next_op(), self.harness.now
-        self._ask(ev.Renew(op, engine.attachment), Asked(now, ("engine", 0)))
+        self._ask(ev.Renew(op, engine.attachment, tuple(self.promises)), Asked(now, ("engine", 0)))
         for promise in self.promises.values():
             if promise.holder == ("engine", int(engine.attachment)) and promise.until > now:
                 promise.until = now + LEASE

@@ -198,12 +198,14 @@ class ReleaseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("attachment_id", "epoch")
+    __slots__ = ("attachment_id", "epoch", "lease_ids")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     attachment_id: int
     epoch: int
-    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RenewReply(_message.Message):
     __slots__ = ()

@@ -11,7 +11,7 @@ from kvservice.connector.session import Answer
 from kvservice.core.geometry import Geometry, slot_index
 from kvservice.core.layout import SlotLayout
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, BlockRef, MissReason, SealItem
-from kvservice.units import AttachmentId, BlockHash, BlockKey, BootEpoch, Generation, LeaseId, NodeId
+from kvservice.units import AttachmentId, BlockHash, BlockKey, BootEpoch, Generation, HandoffId, LeaseId, NodeId
 
 BLOCK = 16
 LAYOUT = SlotLayout(layer_count=2, kv_head_count=2, cell_bytes=1024, block_tokens=BLOCK)
@@ -64,6 +64,8 @@ class Line:
         self.free = slots
         self.counters: Counter[str] = Counter()
         self.pins = Pins()
+        self.handoffs: dict[HandoffId, AttachmentId] = {}  # open ones
+        self.closed: list[HandoffId] = []
         self._answers: list[Answer] = []
         self._ids = count(1)
 
@@ -101,6 +103,16 @@ class Line:
         for ref in refs:
             self._end_slot(attachment, ref)
             self.counters["aborted"] += 1
+
+    def open_handoff(self, handoff: HandoffId) -> AttachmentId | None:
+        if self.attachment is None:
+            return None
+        self.handoffs[handoff] = self.attachment.attachment_id
+        return self.attachment.attachment_id
+
+    def close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
+        assert self.handoffs.pop(handoff) == attachment, "closed twice, or for another attachment"
+        self.closed.append(handoff)
 
     def release(self, attachment: AttachmentId, lease_id: LeaseId) -> None:
         assert (attachment, lease_id) in self.leases, "released twice, or never promised"

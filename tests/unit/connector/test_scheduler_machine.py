@@ -12,9 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvservice.connector.handoff import Prefill
 from kvservice.connector.plan import LoadPlan, StepPlan, StepReport, StorePlan
 from kvservice.connector.scheduler import Promise, SchedulerHalf
-from kvservice.units import BlockHash
+from kvservice.core.messages import Handoff
+from kvservice.units import BlockHash, HandoffId, NodeId
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
 
 WORKERS = 2
@@ -56,13 +58,16 @@ class Engine(RuleBasedStateMachine):
         self.lazy = True
         self.half = self.make(True)
 
-    @rule(prompt=st.integers(1, 4), blocks=st.integers(0, 6), rest=st.integers(0, BLOCK - 1), may_read=st.booleans())
-    def arrive(self, prompt: int, blocks: int, rest: int, may_read: bool) -> None:
+    @rule(prompt=st.integers(1, 4), blocks=st.integers(0, 6), rest=st.integers(0, BLOCK - 1), may_read=st.booleans(),
+          role=st.sampled_from(["", "", "prefill", "decode"]))  # fmt: skip
+    def arrive(self, prompt: int, blocks: int, rest: int, may_read: bool, role: str) -> None:
         self.names += 1
         chain = hashes(prompt, blocks, shared=min(blocks, 2))
         name = f"r{self.names}"
         self.requests[name] = EngineRequest(chain, blocks * BLOCK + max(rest, 1 if blocks == 0 else 0))
-        self.half.on_new_request(name, chain, self.now, may_read=may_read)
+        handoff = HandoffId(self.names.to_bytes(16, "big"))
+        wants = {"": None, "prefill": Prefill(handoff), "decode": Handoff(handoff, NodeId("n"))}[role]
+        self.half.on_new_request(name, chain, self.now, may_read=may_read, wants=wants)
 
     @precondition(lambda self: any(r.state == "waiting" for r in self.requests.values()))
     @rule(data=st.data(), fits=st.booleans(), local=st.integers(0, 3))
@@ -175,6 +180,7 @@ class Engine(RuleBasedStateMachine):
         while self.reports:
             store = self.reports.pop()
             self.half.reported(StepReport(stored={store.store_id: 1}))
+        assert not self.line.handoffs, "a hand-off stays open for ever"
         assert not self.line.leases, "a lease outlived its request"
         assert not self.line.slots, "a reserved slot was neither sealed nor given back"
         assert self.line.expected == 0

@@ -28,8 +28,11 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from kvservice.connector import compat
+from kvservice.connector.handoff import decode_params, parse_transfer_params
 from kvservice.connector.vllm import KVServiceConnector
+from kvservice.core.messages import Handoff
 from kvservice.errors import ConfigError, RandomHashSeed, UnsupportedLayout
+from kvservice.units import HandoffId, NodeId
 
 BLOCK, HEADS, HEAD_SIZE, BLOCKS = 16, 2, 8, 16
 LAYERS = ["model.0", "model.1"]
@@ -85,6 +88,7 @@ class Request:
     num_computed_tokens: int = 0
     skip_reading_prefix_cache: bool = False
     status: RequestStatus = RequestStatus.RUNNING
+    kv_transfer_params: Any = None
 
 
 @dataclass
@@ -156,10 +160,13 @@ class Pair:
                              {request.request_id: block_ids}))  # fmt: skip
         request.num_computed_tokens = request.num_tokens
 
-    def finish(self, request: Request, block_ids: list[int]) -> None:
-        request.status = RequestStatus.FINISHED_STOPPED
-        held: bool = self.scheduler.request_finished_all_groups(request, (block_ids,))[0]
+    def finish(
+        self, request: Request, block_ids: list[int], status: RequestStatus = RequestStatus.FINISHED_STOPPED
+    ) -> dict[str, Any] | None:
+        request.status = status
+        held, params = self.scheduler.request_finished_all_groups(request, (block_ids,))
         assert not held, "blocks are pinned, not held with their request"
+        return params
 
     def close(self) -> None:
         self.scheduler.shutdown()
@@ -248,6 +255,46 @@ def test_consumer_stores_nothing_and_producer_loads_nothing(make: Callable[..., 
     two = request("b")
     producer.scheduler.on_new_request(two)
     assert producer.match(two) == (0, False)
+
+
+def test_prefill_for_another_engine_is_answered_with_where_to_continue(make: Callable[..., Pair]) -> None:
+    pair = make(role="kv_producer")
+    asked = request("a")
+    asked.kv_transfer_params = {"do_remote_decode": True}
+    pair.prefill(asked, [1, 2, 3, 4])
+    params = pair.finish(asked, [1, 2, 3, 4], RequestStatus.FINISHED_LENGTH_CAPPED)
+    assert params is not None and params["do_remote_prefill"] is True
+    found = parse_transfer_params(params)
+    assert isinstance(found, Handoff)
+    assert pair.scheduler._session is not None and pair.scheduler._session.attachment is not None
+    assert found.node_id == pair.scheduler._session.attachment.node_id
+    plain = request("b", chain=2)
+    pair.prefill(plain, [5, 6, 7, 8])
+    assert pair.finish(plain, [5, 6, 7, 8]) is None, "an ordinary request has nothing to hand off"
+    aborted = request("c", chain=3)
+    aborted.kv_transfer_params = {"do_remote_decode": True}
+    pair.prefill(aborted, [9, 10, 11, 12])
+    assert pair.finish(aborted, [9, 10, 11, 12], RequestStatus.FINISHED_ABORTED) is None
+
+
+def test_decode_of_a_prompt_that_nobody_prefills_is_recomputed(make: Callable[..., Pair]) -> None:
+    pair = make(role="kv_consumer")
+    nobody = Handoff(HandoffId(bytes(16)), NodeId("gone"))
+    asked = request("a")
+    asked.kv_transfer_params = decode_params(nobody)
+    pair.scheduler.on_new_request(asked)
+    assert pair.match(asked) == (0, False)
+    assert pair.scheduler.counters()["handoffs_read"] == 1
+
+
+@pytest.mark.parametrize("params", [[], "x", {"kvservice": 3}, {"kvservice": {"version": 1, "role": "decode"}}])
+def test_nonsense_in_the_parameters_is_an_ordinary_request(make: Callable[..., Pair], params: Any) -> None:
+    pair = make()
+    asked = request("a")
+    asked.kv_transfer_params = params
+    pair.prefill(asked, [1, 2, 3, 4])
+    assert pair.scheduler.counters()["handoff_params_refused"] == 1
+    assert pair.finish(asked, [1, 2, 3, 4]) is None
 
 
 def test_events_name_stored_blocks_in_the_engines_own_hashes(make: Callable[..., Pair]) -> None:

@@ -235,6 +235,21 @@ def test_a_writer_that_fails_is_given_up_at_once(shard: CoreHarness) -> None:
     assert shard.count("follows_failed") == 1
 
 
+def test_an_answer_counts_once(shard: CoreHarness) -> None:
+    _, op = begin(shard)
+    first = shard.follows[-1]
+    shard.followed(first, 2)
+    shard.followed(first, 5)
+    assert len(shard.pulls) == 1 and len(shard.remote_releases) == 1
+    last = shard.follows[-1]
+    shard.followed(last, 0, state=HandoffState.CLOSED)
+    shard.followed(last, 3)
+    assert len(shard.pulls) == 1 and len(shard.remote_releases) == 2
+    shard.resolved(op)
+    shard.pulled(shard.pulls[0], PullVerdict.OK)
+    assert len(shard.result(op).blocks) == 2
+
+
 def test_a_handoff_that_never_appears_is_given_up(shard: CoreHarness) -> None:
     _, op = begin(shard)
     shard.now += FOLLOW_WAIT_SECONDS

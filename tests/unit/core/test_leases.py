@@ -56,19 +56,19 @@ def test_a_lease_ends_at_its_time_and_not_before() -> None:
     assert table.next_deadline() is None
 
 
-def test_renewal_moves_all_leases_of_the_holder_and_of_nobody_else() -> None:
+def test_renewal_moves_the_named_leases_of_the_holder_and_of_nobody_else() -> None:
     table = LeaseTable()
     mine = [grant(table), grant(table, now=2.0)]
-    other = grant(table, PEER)
-    assert table.renew(ENGINE, 8.0, 10.0) == 2
-    assert table.expire(17.9) == [other]
+    other, unnamed = grant(table, PEER), grant(table)
+    assert table.renew(ENGINE, [lease.lease_id for lease in [*mine, other]], 8.0, 10.0) == 2
+    assert table.expire(17.9) == [other, unnamed]
     assert sorted(lease.lease_id for lease in table.expire(18.0)) == sorted(lease.lease_id for lease in mine)
 
 
 def test_renewal_never_shortens() -> None:
     table = LeaseTable()
     lease = grant(table, duration=100.0)
-    table.renew(ENGINE, 1.0, 10.0)
+    table.renew(ENGINE, [lease.lease_id], 1.0, 10.0)
     assert table.expire(99.0) == []
     assert table.expire(100.0) == [lease]
 
@@ -77,7 +77,7 @@ def test_renewed_many_times_a_lease_still_ends() -> None:
     table = LeaseTable()
     lease = grant(table)
     for second in range(1, 50):
-        table.renew(ENGINE, float(second), 10.0)
+        table.renew(ENGINE, [lease.lease_id], float(second), 10.0)
         assert table.expire(float(second)) == []
         table.check_invariants()
     assert len(table._deadlines) == 1, "renewing must not pile up entries"
@@ -85,7 +85,7 @@ def test_renewed_many_times_a_lease_still_ends() -> None:
 
 
 def test_nobody_renewing_is_told_so() -> None:
-    assert LeaseTable().renew(ENGINE, 0.0, 10.0) == 0
+    assert LeaseTable().renew(ENGINE, [LeaseId(1)], 0.0, 10.0) == 0
 
 
 def test_the_end_of_a_holder_ends_its_leases_only() -> None:

@@ -255,15 +255,14 @@ def test_a_lease_nobody_renews_frees_its_pins() -> None:
     assert harness.count("leases_expired") == 1
 
 
-def test_renewing_keeps_all_leases() -> None:
+def test_renewing_keeps_the_named_leases() -> None:
     harness = CoreHarness(lease_seconds=10.0)
     engine = harness.attach()
     harness.store(engine, CHAIN)
-    harness.hit(engine, CHAIN[:1])
-    harness.hit(engine, CHAIN)
+    leases = (harness.hit(engine, CHAIN[:1]).lease_id, harness.hit(engine, CHAIN).lease_id)
     for _ in range(5):
         harness.advance(9.0)
-        harness.send(ev.Renew(harness.next_op(), engine))
+        harness.send(ev.Renew(harness.next_op(), engine, leases))
     assert (harness.slots("leased"), harness.state.lease_count) == (3, 2)
 
 

@@ -1,0 +1,110 @@
+"""Hand-offs as an engine sees them: what `kv_transfer_params` of a request may say, and when a hand-off is over.
+
+A proxy gives each prompt a random 16-byte id and sends it to two engines, at the same time or one after the other:
+
+    prefill   {"kvservice": {"version": 1, "role": "prefill", "handoff": "<32 hex digits>"}}
+    decode    {"kvservice": {"version": 1, "role": "decode", "handoff": "<the same>", "node": "<node of the prefill>"}}
+
+The prefill engine's answer carries the second form, so a proxy that asks one after the other passes it on as it is.
+`{"do_remote_decode": true}` alone, which proxies made for other connectors send, means prefill with an id of our own.
+Everything else in the parameters is ignored; what is there under "kvservice" comes from outside and is checked in full.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvservice.core.messages import Handoff
+from kvservice.errors import InvalidRequest
+from kvservice.units import AttachmentId, HandoffId, NodeId
+
+NAME = "kvservice"
+VERSION = 1
+NODE_CHARS_MAX = 512
+_ID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Compute the prompt for another engine. `handoff_id` None: nobody knows of it yet, any fresh id will do."""
+
+    handoff_id: HandoffId | None = None
+
+
+def parse_transfer_params(params: object) -> Prefill | Handoff | None:
+    """What the request asks for; None for an ordinary one. Raises InvalidRequest naming what is wrong."""
+    if params is None:
+        return None
+    if not isinstance(params, Mapping):
+        raise InvalidRequest(f"kv_transfer_params is a {type(params).__name__}, not an object")
+    ours = params.get(NAME)
+    if ours is None:
+        return Prefill() if params.get("do_remote_decode") is True else None
+    if not isinstance(ours, Mapping):
+        raise InvalidRequest(f"kv_transfer_params.{NAME} is a {type(ours).__name__}, not an object")
+    if ours.get("version") != VERSION:
+        raise InvalidRequest(f"kv_transfer_params.{NAME}.version is not {VERSION}, the only one known here")
+    given = ours.get("handoff")
+    if not isinstance(given, str) or not _ID.fullmatch(given):
+        raise InvalidRequest(f"kv_transfer_params.{NAME}.handoff is not 32 lower-case hexadecimal digits")
+    handoff_id = HandoffId(bytes.fromhex(given))
+    role = ours.get("role")
+    if role == "prefill":
+        return Prefill(handoff_id)
+    if role != "decode":
+        raise InvalidRequest(f'kv_transfer_params.{NAME}.role is neither "prefill" nor "decode"')
+    node = ours.get("node")
+    if not isinstance(node, str) or not 0 < len(node) <= NODE_CHARS_MAX:
+        raise InvalidRequest(f"kv_transfer_params.{NAME}.node is not a node's id (1 to {NODE_CHARS_MAX} characters)")
+    return Handoff(handoff_id, NodeId(node))
+
+
+def decode_params(handoff: Handoff) -> dict[str, object]:
+    """For the engine that continues; the last two are what proxies made for other connectors look for."""
+    ours = {"version": VERSION, "role": "decode", "handoff": handoff.handoff_id.hex(), "node": handoff.node_id}
+    return {NAME: ours, "do_remote_prefill": True, "do_remote_decode": False}
+
+
+@dataclass(slots=True)
+class _Writing:
+    attachment: AttachmentId
+    open_stores: int = 0
+    has_ended: bool = False  # the request, not the copies
+
+
+class WriterHandoffs:
+    """The hand-offs that this engine writes for: each is closed once its request has ended and its last store too."""
+
+    def __init__(self, close: Callable[[AttachmentId, HandoffId], None]) -> None:
+        self._close = close
+        self._open: dict[HandoffId, _Writing] = {}
+
+    def begin(self, handoff: HandoffId, attachment: AttachmentId) -> None:
+        self._open[handoff] = _Writing(attachment)
+
+    def store_begun(self, handoff: HandoffId | None) -> None:
+        if handoff in self._open:
+            self._open[handoff].open_stores += 1
+
+    def store_ended(self, handoff: HandoffId | None) -> None:
+        if handoff in self._open:
+            self._open[handoff].open_stores -= 1
+            self._settle(handoff)
+
+    def request_ended(self, handoff: HandoffId | None) -> None:
+        if handoff in self._open:
+            self._open[handoff].has_ended = True
+            self._settle(handoff)
+
+    def _settle(self, handoff: HandoffId) -> None:
+        writing = self._open[handoff]
+        if writing.has_ended and writing.open_stores == 0:
+            del self._open[handoff]
+            self._close(writing.attachment, handoff)
+
+    def check_invariants(self) -> None:
+        for writing in self._open.values():
+            assert writing.open_stores >= 0
+            assert not writing.has_ended or writing.open_stores, "a hand-off that is over is still open"

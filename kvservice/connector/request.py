@@ -1,0 +1,71 @@
+"""One request of the engine on its way through the scheduler half, and the literal table of its states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvservice.core.messages import AcquireResult, Handoff
+from kvservice.units import AttachmentId, BlockKey, HandoffId
+
+
+class RequestState(Enum):
+    NEW = "new"
+    ASKED = "asked"  # an acquire is under way
+    ANSWERED = "answered"  # blocks are promised and leased, or there are none
+    LOADING = "loading"  # workers copy the promised blocks into the engine
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class RequestEvent(Enum):
+    ASK = "ask"
+    SKIP = "skip"  # nothing to ask, or nobody
+    ANSWER = "answer"
+    GIVE_UP = "give_up"  # the deadline passed
+    LOAD = "load"
+    DECLINE = "decline"  # the engine scheduled the request without the promise
+    LOADED = "loaded"
+    END = "end"
+
+
+TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
+    (RequestState.NEW, RequestEvent.ASK): RequestState.ASKED,
+    (RequestState.NEW, RequestEvent.SKIP): RequestState.RUNNING,
+    (RequestState.NEW, RequestEvent.END): RequestState.ENDED,
+    (RequestState.ASKED, RequestEvent.ANSWER): RequestState.ANSWERED,
+    (RequestState.ASKED, RequestEvent.GIVE_UP): RequestState.RUNNING,
+    (RequestState.ASKED, RequestEvent.END): RequestState.ENDED,
+    (RequestState.ANSWERED, RequestEvent.LOAD): RequestState.LOADING,
+    (RequestState.ANSWERED, RequestEvent.DECLINE): RequestState.RUNNING,
+    (RequestState.ANSWERED, RequestEvent.END): RequestState.ENDED,
+    (RequestState.LOADING, RequestEvent.LOADED): RequestState.RUNNING,
+    (RequestState.LOADING, RequestEvent.END): RequestState.ENDED,
+    (RequestState.RUNNING, RequestEvent.ASK): RequestState.ASKED,  # preempted: its blocks may come back from the pool
+    (RequestState.RUNNING, RequestEvent.END): RequestState.ENDED,
+}
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    request_id: str
+    keys: list[BlockKey]
+    state: RequestState = RequestState.NEW
+    attachment: AttachmentId | None = None  # that holds the lease
+    deadline: float = 0.0
+    ask_number: int = 0
+    result: AcquireResult | None = None
+    local_blocks: int = 0  # the engine's own hit when the promise was made
+    stored: int = 0  # blocks [0, stored) are in the pool, under way to it, or given up
+    expected: int = 0  # slots announced to the session and not taken yet
+    fetched_blocks: int = 0
+    scheduled: bool = False  # the engine has given it blocks; asked about again, it was preempted
+    load_failed: bool = False  # nothing is promised to it again, or it could fail for ever
+    reads: Handoff | None = None  # another engine computes its prompt
+    waits_for_writer: bool = False
+    writes: HandoffId | None = None  # it is computed for another engine
+
+    def move(self, event: RequestEvent) -> None:
+        target = TRANSITIONS.get((self.state, event))
+        assert target is not None, f"request {self.request_id} is {self.state.value}, cannot {event.value}"
+        self.state = target

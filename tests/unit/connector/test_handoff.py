@@ -1,0 +1,166 @@
+"""Prefill/decode from the engine's side: which parameters are believed, and when a hand-off is over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvservice.connector.handoff import Prefill, decode_params, parse_transfer_params
+from kvservice.connector.request import RequestState
+from kvservice.connector.scheduler import IDLE_SECONDS, IDLE_SECONDS_HANDOFF, Promise, Wait
+from kvservice.core.messages import Handoff
+from kvservice.errors import InvalidRequest
+from kvservice.units import HandoffId, NodeId
+from tests.unit.connector.line import BLOCK, Line, hashes
+from tests.unit.connector.test_scheduler import half, plan_step, report, run_step
+
+ID = HandoffId(bytes(range(16)))
+HERE = Handoff(ID, NodeId("n"))
+GOOD: dict[str, Any] = {"version": 1, "role": "decode", "handoff": ID.hex(), "node": "n"}
+
+
+def test_the_answer_of_a_prefill_is_what_a_decode_asks_with() -> None:
+    assert parse_transfer_params(decode_params(HERE)) == HERE
+
+
+@pytest.mark.parametrize(
+    ("params", "wanted"),
+    [
+        (None, None),
+        ({}, None),
+        ({"do_remote_prefill": True, "remote_engine_id": "x"}, None),
+        ({"do_remote_decode": True, "remote_host": None}, Prefill()),
+        ({"kvservice": {"version": 1, "role": "prefill", "handoff": ID.hex()}}, Prefill(ID)),
+        ({"kvservice": GOOD, "more": [1, 2]}, HERE),
+    ],
+)
+def test_known_forms_are_understood(params: Any, wanted: Any) -> None:
+    assert parse_transfer_params(params) == wanted
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 2},
+        {"version": "1"},
+        {"role": "both"},
+        {"role": None},
+        {"handoff": ID.hex().upper()},
+        {"handoff": ID.hex() + "00"},
+        {"handoff": 12},
+        {"handoff": ID.hex() + "\n"},
+        {"node": ""},
+        {"node": "x" * 513},
+        {"node": ["n"]},
+    ],
+)
+def test_what_is_not_exactly_right_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(change))):
+        parse_transfer_params({"kvservice": {**GOOD, **change}})
+
+
+json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=40),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["kvservice", "version", "role", "handoff", "node", "x"]), inner, max_size=5)
+    ),
+)
+
+
+@given(json)
+def test_nothing_but_a_refusal_comes_of_nonsense(params: Any) -> None:
+    try:
+        found = parse_transfer_params(params)
+    except InvalidRequest:
+        return
+    assert found is None or isinstance(found, Prefill | Handoff)
+
+
+def test_prefill_is_closed_when_its_last_copy_is_sealed() -> None:
+    line, chain = Line(), hashes(1, 3)
+    scheduler = half(line, workers=2)
+    scheduler.on_new_request("r", chain, 0.0, may_read=False, wants=Prefill(ID))
+    assert ID in line.handoffs
+    scheduler.matched("r", 0, 3 * BLOCK, 0.0)
+    scheduler.allocated("r", [1, 2, 3, 4], 0)
+    first = run_step(scheduler, "r", chain, BLOCK)
+    rest = run_step(scheduler, "r", chain, 3 * BLOCK)
+    assert scheduler.finished("r", chain, 3 * BLOCK, [1, 2, 3, 4], store_rest=True) == ID
+    for plan in (first, rest):
+        for _ in range(2):
+            assert not line.closed
+            scheduler.reported(report(plan))
+    assert line.closed == [ID] and len(line.sealed) == 3
+
+
+def test_prefill_that_is_aborted_closes_its_handoff() -> None:
+    line, chain = Line(), hashes(1, 3)
+    scheduler = half(line)
+    scheduler.on_new_request("r", chain, 0.0, wants=Prefill(ID))
+    scheduler.finished("r", chain, 0, [], store_rest=False)
+    assert line.closed == [ID]
+
+
+def test_prefill_whose_copy_fails_closes_its_handoff() -> None:
+    line, chain = Line(), hashes(1, 1)
+    scheduler = half(line)
+    scheduler.on_new_request("r", chain, 0.0, may_read=False, wants=Prefill(ID))
+    scheduler.matched("r", 0, BLOCK, 0.0)
+    scheduler.allocated("r", [1, 2], 0)
+    plan = run_step(scheduler, "r", chain, BLOCK)
+    scheduler.finished("r", chain, BLOCK, [1, 2], store_rest=True)
+    scheduler.reported(report(plan, failed=1))
+    assert line.closed == [ID] and not line.sealed
+
+
+def test_prefill_without_a_pool_is_an_ordinary_request() -> None:
+    line, chain = Line(), hashes(1, 1)
+    line.lose()
+    scheduler = half(line)
+    scheduler.on_new_request("r", chain, 0.0, wants=Prefill(ID))
+    assert scheduler.finished("r", chain, 0, [], store_rest=False) is None
+    assert scheduler.counters["handoff_without_pool"] == 1
+
+
+def test_prefill_stores_for_its_reader_what_may_have_been_evicted() -> None:
+    """An engine that never reads never hears of evictions."""
+    line, chain = Line(), hashes(1, 2)
+    scheduler = half(line)
+    for name, wants in (("a", None), ("b", None), ("c", Prefill(ID))):
+        scheduler.on_new_request(name, chain, 0.0, may_read=False, wants=wants)
+        scheduler.matched(name, 0, 2 * BLOCK, 0.0)
+        scheduler.allocated(name, [1, 2, 3], 0)
+        scheduler.reported(report(run_step(scheduler, name, chain, 2 * BLOCK)))
+    assert len(line.sealed) == 2 + 0 + 2
+
+
+def test_decode_asks_with_its_handoff_and_waits_longer_than_for_a_fetch() -> None:
+    line = Line()
+    scheduler = half(line)
+    scheduler.on_new_request("r", hashes(1, 4), 0.0, wants=HERE)
+    (_, _, wanted) = line.asked[0]
+    assert wanted.handoff == HERE and wanted.timeout_seconds == 60.0
+    assert scheduler.matched("r", 0, 70, 59.0) == Wait()
+    assert scheduler.idle_seconds() == IDLE_SECONDS_HANDOFF
+    scheduler.on_new_request("other", hashes(2, 4), 0.0)
+    assert scheduler.idle_seconds() == IDLE_SECONDS
+    line.answer(4)
+    assert scheduler.matched("r", 0, 70, 59.0) == Promise(4 * BLOCK)
+
+
+def test_decode_that_is_preempted_does_not_wait_for_its_prefill_again() -> None:
+    line, chain = Line(), hashes(1, 4)
+    scheduler = half(line)
+    scheduler.on_new_request("r", chain, 0.0, wants=HERE)
+    line.answer(4)
+    scheduler.matched("r", 0, 70, 0.0)
+    scheduler.allocated("r", [1, 2, 3, 4, 5], 4 * BLOCK)
+    plan_step(scheduler)
+    scheduler.loaded("r", failed=False)
+    assert scheduler._requests["r"].state is RequestState.RUNNING
+    assert scheduler.matched("r", 0, 70, 1.0) == Wait()
+    assert line.asked[0][2].handoff is None and line.asked[0][2].timeout_seconds == 2.0
