@@ -52,6 +52,7 @@ class FakePool:
         self.sealed: dict[BlockKey, BlockRef] = {}
         self.leases: dict[LeaseId, tuple[BlockRef, ...]] = {}
         self.reserved: dict[SlotIndex, Generation] = {}
+        self.renewed: list[LeaseId] = []  # by the last heartbeat
         self.handoffs: dict[HandoffId, bool] = {}  # -> is open
         self._payload_bytes = 0
         self._free: list[SlotIndex] = []
@@ -153,6 +154,7 @@ class FakePool:
 
     async def renew(self, attachment: AttachmentId, lease_ids: Sequence[LeaseId]) -> None:
         await self._enter("renew", attachment)
+        self.renewed = list(lease_ids)
 
     async def close(self) -> None:
         self.closed = True

@@ -1,6 +1,8 @@
 """One real vLLM replica as a process that a test drives: JSON lines in, JSON lines out.
 
-{"prompt": "...", "max_tokens": 8}  ->  {"token_ids": [...], "text": "...", "seconds": 1.2, "cached_tokens": 64}
+{"prompts": ["..."], "max_tokens": 8}  ->  {"outputs": [{"token_ids": [...], "text": "...", ...}], "seconds": 1.2}
+    "params": [{...}]                  kv_transfer_params, one each
+    "abort_after": 0.5                 seconds; what is not finished then is aborted
 {"reset": true}                     ->  {"reset": true}       forgets the engine's own prefix cache
 """
 
@@ -26,14 +28,18 @@ class Replica:
         extra: dict[str, object] | None,
         log: Path,
         prefix: list[str] | None = None,
+        role: str = "kv_both",
+        threads: int = 0,
         **engine: object,
     ) -> None:
         arguments = [sys.executable, "-m", "tests.vllm.replica", "--model", str(model), "--engine", json.dumps(engine)]
         if extra is not None:
-            arguments += ["--extra", json.dumps(extra)]
+            arguments += ["--extra", json.dumps(extra), "--role", role]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "VLLM_NO_USAGE_STATS": "1"}
         environment.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
         environment.update(VLLM_LOGGING_LEVEL="WARNING", VLLM_CPU_OMP_THREADS_BIND="nobind")
+        if threads:
+            environment["OMP_NUM_THREADS"] = str(threads)
         self._log = log.open("ab")
         self._process = subprocess.Popen(
             [*(prefix or []), *arguments],
@@ -64,6 +70,18 @@ class Replica:
         """All at once, so that the engine batches them."""
         self.send(prompts=prompts, max_tokens=max_tokens)
         return self._read()
+
+    def send_prompt(self, prompt: str, params: object = None, max_tokens: int = 8, **more: object) -> None:
+        """Like `ask`, with kv_transfer_params; `first_answer` waits for it."""
+        self.send(prompts=[prompt], params=[params], max_tokens=max_tokens, **more)
+
+    def first_answer(self) -> dict[str, Any]:
+        answer = self._read()
+        return {**answer["outputs"][0], "seconds": answer["seconds"]}
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
     def tokens(self, prompts: list[str], max_tokens: int = 8) -> list[list[int]]:
         return [output["token_ids"] for output in self.ask_all(prompts, max_tokens)["outputs"]]
@@ -103,6 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--extra", type=json.loads, default=None)
+    parser.add_argument("--role", default="kv_both")
     parser.add_argument("--engine", type=json.loads, default={})
     given = parser.parse_args()
     from vllm import LLM, SamplingParams
@@ -113,7 +132,7 @@ def main() -> None:
         transfer = KVTransferConfig(
             kv_connector="KVServiceConnector",
             kv_connector_module_path="kvservice.connector.vllm",
-            kv_role="kv_both",
+            kv_role=given.role,
             kv_connector_extra_config=given.extra,
         )
     settings = {"dtype": "float32", "max_model_len": 4096, "block_size": 32, **given.engine}
@@ -135,10 +154,32 @@ def main() -> None:
             say(**found, preemptions=len(preemptions))
         else:
             started = time.perf_counter()
-            sampling = SamplingParams(temperature=0, max_tokens=command["max_tokens"], ignore_eos=True)
-            outputs = llm.generate(command["prompts"], sampling, use_tqdm=False)
+            prompts = command["prompts"]
+            sampling = [
+                SamplingParams(
+                    temperature=0, max_tokens=command["max_tokens"], ignore_eos=True,
+                    extra_args=None if params is None else {"kv_transfer_params": params},
+                )
+                for params in command.get("params") or [None] * len(prompts)
+            ]  # fmt: skip
+            if "abort_after" in command:
+                outputs = run_and_abort(llm.llm_engine, prompts, sampling, started + command["abort_after"])
+            else:
+                outputs = llm.generate(prompts, sampling, use_tqdm=False)
             say(outputs=[describe(output) for output in outputs], seconds=time.perf_counter() - started)
     llm.llm_engine.engine_core.shutdown()
+
+
+def run_and_abort(engine: Any, prompts: list[str], sampling: list[Any], deadline: float) -> list[Any]:
+    """What was finished by then."""
+    for number, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+        engine.add_request(f"abort-{deadline}-{number}", prompt, params)
+    finished: list[Any] = []
+    while engine.has_unfinished_requests():
+        finished += [output for output in engine.step() if output.finished]
+        if time.perf_counter() > deadline:
+            engine.abort_request([f"abort-{deadline}-{number}" for number in range(len(prompts))])
+    return finished
 
 
 def count_calls(owner: Any, name: str) -> list[int]:
@@ -159,6 +200,7 @@ def describe(output: Any) -> dict[str, Any]:
         "token_ids": list(output.outputs[0].token_ids),
         "text": output.outputs[0].text,
         "cached_tokens": output.num_cached_tokens,
+        "params": output.kv_transfer_params,
     }
 
 

@@ -17,7 +17,7 @@ from kvservice.core.geometry import plan_geometry
 from kvservice.core.messages import AcquireRequest, Attachment, EngineSpec, SealItem
 from kvservice.errors import FingerprintMismatch, Unavailable
 from kvservice.testing.fake_pool import FakePool
-from kvservice.units import AttachmentId, BlockKey, MiB, SpanRoute
+from kvservice.units import AttachmentId, BlockKey, HandoffId, MiB, SpanRoute
 from tests.unit.connector.line import LAYOUT
 
 SPEC = EngineSpec(b"e" * 16, "m", Fingerprint.of({"model": "m"}), LAYOUT)
@@ -116,9 +116,53 @@ def test_caller_never_waits_for_a_slow_pool(bench: Bench) -> None:
     assert _answers(bench)
 
 
-def test_leases_are_renewed_while_the_engine_is_idle(bench: Bench) -> None:
-    bench.start()
-    until(lambda: bench.pool.counters["renew"] >= 2)
+def test_only_leases_that_the_engine_knows_of_are_renewed(bench: Bench) -> None:
+    attachment = bench.start()
+    until(lambda: bench.pool.counters["renew"] >= 1)
+    assert bench.pool.renewed == []
+    _store(bench, attachment, KEYS[:1])
+    bench.session.acquire("r", AcquireRequest(KEYS, 0, 1.0))
+    (answer,) = _answers(bench)
+    assert answer.result is not None
+    lease = answer.result.lease_id
+    until(lambda: bench.pool.renewed == [lease])
+    bench.session.release(attachment.attachment_id, lease)
+    until(lambda: bench.pool.renewed == [])
+
+
+def test_request_that_ends_takes_its_question_back(bench: Bench) -> None:
+    attachment = bench.start()
+    _store(bench, attachment, KEYS[:1])
+    bench.pool.latency = 30.0
+    bench.session.acquire("r", AcquireRequest(KEYS, 0, 60.0))
+    until(lambda: bench.pool.counters["acquire"] == 1)
+    bench.session.abandon("r")
+    until(lambda: bench.session.counters["acquire_cancelled"] == 1)
+    bench.pool.latency = 0.0
+    bench.session.acquire("r2", AcquireRequest(KEYS, 0, 1.0))
+    (answer,) = _answers(bench)
+    assert answer.request_id == "r2", "the engine heard of a request that is gone"
+
+
+def test_handoff_is_closed_after_everything_that_was_to_be_sealed(bench: Bench) -> None:
+    attachment = bench.start()
+    refs = _take(bench, attachment.attachment_id, 2)
+    handoff = HandoffId(b"h" * 16)
+    assert bench.session.open_handoff(handoff) == attachment.attachment_id
+    until(lambda: bench.pool.handoffs == {handoff: True})
+    bench.pool.latency = 0.2
+    for ref, key in zip(refs, KEYS, strict=False):
+        bench.session.seal(attachment.attachment_id, [SealItem(ref, key, None, 0, SpanRoute(0))])
+    bench.session.close_handoff(attachment.attachment_id, handoff)
+    until(lambda: bench.pool.counters["close_handoff"])
+    assert set(KEYS[:2]) <= set(bench.pool.sealed)
+    until(lambda: bench.pool.handoffs == {handoff: False})
+
+
+def test_handoff_without_a_pool_is_not_begun(bench: Bench) -> None:
+    bench.failures = [Unavailable("not yet")] * 3
+    bench.session.start(5.0)
+    assert bench.session.open_handoff(HandoffId(b"h" * 16)) is None
 
 
 def test_loss_voids_the_stock_and_the_session_attaches_again(bench: Bench) -> None:
@@ -227,3 +271,10 @@ def _answers(bench: Bench) -> list[Answer]:
     found: list[Answer] = []
     until(lambda: found.extend(bench.session.answers()) or found)
     return found
+
+
+def _store(bench: Bench, attachment: Attachment, keys: tuple[BlockKey, ...]) -> None:
+    refs = _take(bench, attachment.attachment_id, len(keys))
+    items = [SealItem(ref, key, None, 0, SpanRoute(0)) for ref, key in zip(refs, keys, strict=True)]
+    bench.session.seal(attachment.attachment_id, items)
+    until(lambda: set(keys) <= set(bench.pool.sealed))
