@@ -19,7 +19,7 @@ PROTOS := $(wildcard protos/kvservice/wire/v1/*.proto)
 BENCHMARKS := $(filter-out __init__ report,$(basename $(notdir $(wildcard benchmarks/*.py))))
 FAST := not ray and not vllm and not netns
 
-.PHONY: help install model lock protos check format test-fast test demo bench wheel clean distclean
+.PHONY: help install model lock protos check format test-fast test demo demo-pd bench wheel clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -65,6 +65,9 @@ test: $(INSTALLED) $(MODEL) ## The whole suite
 
 demo: $(INSTALLED) $(MODEL) ## Two nodes, two replicas, one cache: watch a remote prefix hit
 	$(BIN)/python -m kvservice.cli.main demo
+
+demo-pd: $(INSTALLED) $(MODEL) ## Prefill on one node, decode on the other: watch the blocks cross meanwhile
+	$(BIN)/python -m kvservice.cli.main demo-pd
 
 bench: $(INSTALLED) $(MODEL) ## Every benchmark, one after the other; results as JSON
 	for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m "benchmarks.$$name"; done

@@ -1,4 +1,4 @@
-"""`kvservice`: up, down, status, doctor, demo. Everything is imported inside the commands, so that --help is instant.
+"""`kvservice`: up, down, status, doctor, demos. Everything is imported inside the commands, so that --help is instant.
 
 Exit codes: 0 all is well, 1 something is wrong, 2 wrong usage, 3 there is no service.
 """
@@ -117,6 +117,21 @@ def demo(
 
     try:
         run(model, out, questions)
+    except KVServiceError as error:
+        raise fail(error) from error
+
+
+@app.command(name="demo-pd")
+def demo_pd(
+    model: Annotated[str | None, typer.Option(help="Model folder or hub id. Default: a small one, prepared.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the table and the timeline.")] = Path("demo-output"),
+    prompts: Annotated[int, typer.Option(min=1, max=5, help="How many prompts are handed off.")] = 2,
+) -> None:
+    """One vLLM engine prefills, another on another node decodes, measured and plotted."""
+    from kvservice.cli.demo.pd import run
+
+    try:
+        run(model, out, prompts)
     except KVServiceError as error:
         raise fail(error) from error
 

@@ -20,9 +20,9 @@ ENVIRONMENT = {
 
 
 class DemoReplica:
-    """`socket` None is an engine without the cache."""
+    """`socket` None is an engine without the cache. `batch_tokens`: most tokens that a step computes."""
 
-    def __init__(self, model: str, socket: str | None) -> None:
+    def __init__(self, model: str, socket: str | None, role: str = "kv_both", batch_tokens: int | None = None) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
@@ -31,12 +31,12 @@ class DemoReplica:
             transfer = KVTransferConfig(
                 kv_connector="KVServiceConnector",
                 kv_connector_module_path="kvservice.connector.vllm",
-                kv_role="kv_both",
+                kv_role=role,
                 kv_connector_extra_config={"mode": "service", "socket": socket, "fetch_timeout_seconds": 30},
             )
         self._llm = LLM(
             model=model, dtype=DTYPE, max_model_len=MODEL_LENGTH, block_size=BLOCK_TOKENS, enforce_eager=True,
-            kv_transfer_config=transfer, disable_log_stats=True,
+            kv_transfer_config=transfer, disable_log_stats=True, max_num_batched_tokens=batch_tokens,
         )  # fmt: skip
         self._count = 0
         self.ask("Hello", 1)  # the first request of an engine pays for its lazy parts
@@ -44,8 +44,9 @@ class DemoReplica:
     def ready(self) -> bool:
         return True
 
-    def ask(self, question: str, max_tokens: int) -> dict[str, Any]:
-        """One greedy chat answer: tokens, text, seconds to the first token, and where the prompt's tokens came from."""
+    def ask(self, question: str, max_tokens: int, params: dict[str, Any] | None = None) -> dict[str, Any]:
+        """One greedy chat answer: tokens, text, seconds to the first token, and where the prompt's tokens came from.
+        `params`: kv_transfer_params. Times at which something happened are of `time.time`."""
         from vllm import SamplingParams
 
         tokenizer = self._llm.get_tokenizer()
@@ -55,9 +56,11 @@ class DemoReplica:
         before = self._counters()
         engine = self._llm.llm_engine
         self._count += 1
-        started = time.perf_counter()
+        extra = None if params is None else {"kv_transfer_params": params}
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, extra_args=extra)
+        asked_at, started = time.time(), time.perf_counter()
         first: float | None = None
-        engine.add_request(f"demo-{self._count}", prompt, SamplingParams(temperature=0, max_tokens=max_tokens))
+        engine.add_request(f"demo-{self._count}", prompt, sampling)
         output: Any = None
         while engine.has_unfinished_requests():
             for output in engine.step():
@@ -67,10 +70,11 @@ class DemoReplica:
         remote = (after["load_blocks_remote"] - before["load_blocks_remote"]) * BLOCK_TOKENS
         pool = (after["load_blocks"] - before["load_blocks"]) * BLOCK_TOKENS
         prompt_tokens = len(output.prompt_token_ids)
-        cached = output.num_cached_tokens or 0
+        cached = max(output.num_cached_tokens or 0, pool)
         return {
             "token_ids": list(output.outputs[0].token_ids),
             "text": output.outputs[0].text.strip(),
+            "asked_at": asked_at,
             "first_token_seconds": first,
             "prompt_tokens": prompt_tokens,
             "computed_tokens": prompt_tokens - cached,

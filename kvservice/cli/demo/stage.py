@@ -1,0 +1,215 @@
+"""What the demos play on: a Ray cluster of two nodes on this machine, the cache service, vLLM replicas, a document.
+
+Everything that is entered here is left again, whatever happens: Ctrl-C, SIGTERM, a failing step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+import kvservice
+from kvservice.cli.demo.offspring import offspring_ended
+from kvservice.cli.demo.replica import ENVIRONMENT, DemoReplica
+from kvservice.errors import ConfigError, KVServiceError, Unavailable
+from kvservice.units import MiB
+
+EXAMPLES = Path(kvservice.__file__).parents[1] / "examples"
+POOL_BYTES = 768 * MiB
+REPLICA_START_SECONDS = 300
+CLOSE_SECONDS = 5
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stops:
+    """Ctrl-C, SIGTERM and a closed terminal end the demo once; further ones must not cut its cleaning up short."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None  # the one that ended the demo
+
+    def watch(self) -> None:
+        """Again after `ray.init`, which takes SIGTERM for itself."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._stop)
+
+    def _stop(self, number: int, frame: object) -> None:
+        for each in STOP_SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        self.signal = number
+        raise KeyboardInterrupt  # also what Ray makes of any exception that interrupts its calls
+
+
+class Steps:
+    """A progress bar on a terminal, a line per step elsewhere."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._console = console
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=console)
+        self._task = self._progress.add_task("starting", total=total)
+
+    def __enter__(self) -> Steps:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def begin(self, text: str) -> None:
+        self._progress.update(self._task, description=text, advance=1)
+        if not self._console.is_terminal:
+            self._console.print(f"… {text}", highlight=False)
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, highlight=False)
+
+
+@contextlib.contextmanager
+def performance(console: Console) -> Iterator[tuple[contextlib.ExitStack, Stops]]:
+    """Ends everything that was started within, and turns a signal into this process's exit code. Raises KVServiceError
+    when a step fails."""
+    stops = Stops()
+    stops.watch()
+    try:
+        with offspring_ended(), contextlib.ExitStack() as stack:
+            yield stack, stops
+    except BaseException as error:
+        if stops.signal is not None:
+            console.print("stopped; everything that was started is gone again")
+            raise SystemExit(128 + stops.signal) from None
+        raise _readable(error) from error
+
+
+def _readable(error: BaseException) -> BaseException:
+    """What failed in a sentence, for the failures of Ray, of replicas and of the system; others keep their trace."""
+    import subprocess
+
+    from ray.exceptions import RayError
+
+    if isinstance(error, RayError | OSError | RuntimeError | subprocess.SubprocessError):
+        lines = str(error).strip().splitlines() or [""]
+        return Unavailable(f"the demo failed: {type(error).__name__}: {lines[-1]}")
+    return error
+
+
+def shipped_document(count: int) -> tuple[str, list[str]]:
+    folder = EXAMPLES / "documents"
+    if not folder.is_dir():
+        raise ConfigError(f"the demo's document is not at {folder}: run the demo from a clone of the repository")
+    described = json.loads((folder / "questions.json").read_text())
+    return (folder / described["document"]).read_text(), described["questions"][:count]
+
+
+def prepared_model(given: str | None) -> str:
+    if given is not None:
+        looks_like_path = given.startswith(("/", ".", "~")) or given.count("/") > 1
+        folder = Path(given).expanduser()
+        if looks_like_path and not folder.is_dir():
+            raise ConfigError(f"--model {given} is no folder; give a model's folder, or its id on the hub")
+        return str(folder.resolve()) if folder.is_dir() else given  # a replica runs in a folder of its own
+    source = EXAMPLES / "prepare_model.py"
+    spec = importlib.util.spec_from_file_location("kvservice_prepare_model", source)
+    if spec is None or spec.loader is None or not source.exists():
+        raise ConfigError(f"{source} is missing: run the demo from a clone, or give --model")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return str(module.ensure_model())
+
+
+SERVICE = f"demo-{os.getpid()}"
+
+
+@contextlib.contextmanager
+def ray_cluster(stops: Stops) -> Iterator[list[str]]:
+    """Two raylets on this machine; yields their node ids, head first."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # a cluster of this process only, on loopback
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_worker_niceness", "0")  # the replicas are the work here, not a background job
+    import ray
+    from ray.cluster_utils import Cluster
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+
+    from kvservice.actors import deploy
+    from kvservice.actors.leftovers import remove_leftovers
+
+    settings: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 100 * MiB, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={**settings, "resources": {"demo_a": 1}})
+    try:
+        cluster.add_node(**settings, resources={"demo_b": 1})
+        deploy.connect(cluster.address)
+        stops.watch()
+        by_mark = {mark: n["NodeID"] for n in ray.nodes() for mark in ("demo_a", "demo_b") if mark in n["Resources"]}
+        if len(by_mark) != 2:
+            raise Unavailable(f"Ray has {len(ray.nodes())} nodes, the demo needs two")
+        yield [by_mark["demo_a"], by_mark["demo_b"]]
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        remove_leftovers(SERVICE, [])  # of shards that the end of the cluster has cut short
+
+
+@contextlib.contextmanager
+def cache_service(step: Any) -> Iterator[list[str]]:
+    """The service on both nodes; yields the socket of each node's shard, in the order of the nodes."""
+    import ray
+
+    from kvservice.actors import deploy, names
+    from kvservice.client.discovery import find_shards
+    from kvservice.config import ServiceConfig
+
+    step("starting the cache service")
+    handle = deploy.up(ServiceConfig(service=SERVICE, pool_bytes=POOL_BYTES))
+    try:
+        handle.wait_complete()
+        by_node = {record.node_id: record.socket for record in find_shards(SERVICE)}
+        marked = {m: n["NodeID"] for n in ray.nodes() for m in ("demo_a", "demo_b") if m in n["Resources"]}
+        yield [by_node[names.node_id(marked[mark])] for mark in ("demo_a", "demo_b")]
+    finally:
+        with contextlib.suppress(KVServiceError, ray.exceptions.RayError):  # the cluster may be what failed
+            deploy.down(SERVICE)
+
+
+@contextlib.contextmanager
+def running_replica(
+    model: str, ray_node: str, socket: str | None, role: str = "kv_both", batch_tokens: int | None = None
+) -> Iterator[Any]:
+    """A replica that starts loading now; killed at the end."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    variables = {**ENVIRONMENT, "OMP_NUM_THREADS": str(os.cpu_count() or 1)}
+    if Path(model).exists():
+        variables["HF_HUB_OFFLINE"] = "1"
+    actor = ray.remote(num_cpus=1, max_restarts=0)(DemoReplica).options(
+        scheduling_strategy=NodeAffinitySchedulingStrategy(ray_node, soft=False),
+        runtime_env={"env_vars": variables},
+    )
+    handle = actor.remote(model, socket, role, batch_tokens)
+    try:
+        yield handle
+    finally:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(handle.close.remote(), timeout=CLOSE_SECONDS)
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(handle)
+
+
+def wait_ready(*replicas: Any) -> None:
+    import ray
+
+    try:
+        ray.get([replica.ready.remote() for replica in replicas], timeout=REPLICA_START_SECONDS)
+    except ray.exceptions.RayError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise Unavailable(f"a replica did not start: {reason}") from error
