@@ -34,7 +34,7 @@ log = logging.getLogger("kvservice.connector")
 RETRY_SECONDS_FIRST = 0.2
 RETRY_SECONDS_MAX = 5.0
 REFUSED_RETRY_SECONDS = 15.0  # another engine with another fingerprint may leave
-STOCK_MIN = 8  # slots an idle engine holds ready
+STOCK_MIN = 8
 STOCK_MAX = 1024
 TICK_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
@@ -53,11 +53,17 @@ class Session:
     """All public methods may be called from the scheduler's thread and return at once, but for start and close."""
 
     def __init__(
-        self, open_pool: Callable[[], Awaitable[PoolPort]], spec: EngineSpec, may_reattach: Callable[[], bool]
+        self,
+        open_pool: Callable[[], Awaitable[PoolPort]],
+        spec: EngineSpec,
+        may_reattach: Callable[[], bool],
+        stock_min: int = STOCK_MIN,
     ) -> None:
+        """`stock_min`: slots held ready while nothing is known of requests to come."""
         self._open_pool = open_pool
         self._spec = spec
         self._may_reattach = may_reattach
+        self._stock_min = min(max(stock_min, STOCK_MIN), STOCK_MAX)
         self._lock = threading.Lock()
         self._stock: deque[BlockRef] = deque()
         self._expected = 0  # blocks that requests in flight will want to store
@@ -269,7 +275,7 @@ class Session:
         geometry = attachment.geometry
         slots = geometry.slab_count * geometry.slots_per_slab(self._spec.layout.payload_bytes)
         with self._lock:
-            idle = min(STOCK_MIN, slots // 8)
+            idle = min(self._stock_min, slots // 8)
             wanted = max(1, min(idle + self._expected, STOCK_MAX, slots // 2))
             have = len(self._stock)
             surplus = [self._stock.pop() for _ in range(have - 2 * wanted)] if have > 2 * wanted else []

@@ -127,7 +127,10 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _start_scheduler(self, vllm_config: VllmConfig) -> None:
         self._pool = choose_pool(self._options, self._spec)
-        session = Session(self._pool.open, self._pool.spec, lambda: half.may_reattach())
+        # A prompt that is handed off is waited for: the blocks of its first step find their slots at once.
+        step_tokens = vllm_config.scheduler_config.max_num_batched_tokens or 0
+        step_blocks = step_tokens // self._spec.layout.block_tokens
+        session = Session(self._pool.open, self._pool.spec, lambda: half.may_reattach(), step_blocks)
         half = SchedulerHalf(
             session,
             functools.partial(block_keys, self._spec.fingerprint.digest),

@@ -1,6 +1,6 @@
 """One real vLLM replica as a process that a test drives: JSON lines in, JSON lines out.
 
-{"prompts": ["..."], "max_tokens": 8}  ->  {"outputs": [{"token_ids": [...], "text": "...", ...}], "seconds": 1.2}
+{"prompts": ["..."], "max_tokens": 8}  ->  {"outputs": [{"token_ids": [...], ...}], "seconds": 1.2, "ended_at": 1.7e9}
     "params": [{...}]                  kv_transfer_params, one each
     "abort_after": 0.5                 seconds; what is not finished then is aborted
 {"reset": true}                     ->  {"reset": true}       forgets the engine's own prefix cache
@@ -20,7 +20,8 @@ from typing import Any
 
 
 class Replica:
-    """The test's end of the pipe. `prefix` runs the process elsewhere, e.g. in a network namespace."""
+    """The test's end of the pipe. `extra`: options of our connector, None for an engine without; `connector`: another
+    one. `prefix` runs the process elsewhere, e.g. in a network namespace."""
 
     def __init__(
         self,
@@ -30,14 +31,22 @@ class Replica:
         prefix: list[str] | None = None,
         role: str = "kv_both",
         threads: int = 0,
+        connector: dict[str, object] | None = None,
+        variables: dict[str, str] | None = None,
         **engine: object,
     ) -> None:
         arguments = [sys.executable, "-m", "tests.vllm.replica", "--model", str(model), "--engine", json.dumps(engine)]
         if extra is not None:
-            arguments += ["--extra", json.dumps(extra), "--role", role]
+            connector = {
+                "kv_connector": "KVServiceConnector", "kv_connector_module_path": "kvservice.connector.vllm",
+                "kv_role": role, "kv_connector_extra_config": extra,
+            }  # fmt: skip
+        if connector is not None:
+            arguments += ["--connector", json.dumps(connector)]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "VLLM_NO_USAGE_STATS": "1"}
         environment.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
         environment.update(VLLM_LOGGING_LEVEL="WARNING", VLLM_CPU_OMP_THREADS_BIND="nobind")
+        environment.update(variables or {})
         if threads:
             environment["OMP_NUM_THREADS"] = str(threads)
         self._log = log.open("ab")
@@ -77,7 +86,7 @@ class Replica:
 
     def first_answer(self) -> dict[str, Any]:
         answer = self._read()
-        return {**answer["outputs"][0], "seconds": answer["seconds"]}
+        return {**answer["outputs"][0], "seconds": answer["seconds"], "ended_at": answer["ended_at"]}
 
     def kill(self) -> None:
         self._process.kill()
@@ -120,21 +129,13 @@ class Replica:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
-    parser.add_argument("--extra", type=json.loads, default=None)
-    parser.add_argument("--role", default="kv_both")
+    parser.add_argument("--connector", type=json.loads, default=None)
     parser.add_argument("--engine", type=json.loads, default={})
     given = parser.parse_args()
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
-    transfer = None
-    if given.extra is not None:
-        transfer = KVTransferConfig(
-            kv_connector="KVServiceConnector",
-            kv_connector_module_path="kvservice.connector.vllm",
-            kv_role=given.role,
-            kv_connector_extra_config=given.extra,
-        )
+    transfer = None if given.connector is None else KVTransferConfig(**given.connector)
     settings = {"dtype": "float32", "max_model_len": 4096, "block_size": 32, **given.engine}
     llm = LLM(
         model=given.model, enforce_eager=True, kv_transfer_config=transfer, disable_log_stats=True, **settings
@@ -145,8 +146,6 @@ def main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         if command.get("reset"):
-            while scheduler.has_requests():  # generate() returns before the last copies of lazy offloading
-                llm.llm_engine.step()
             assert llm.reset_prefix_cache(), "some blocks are still in use"
             say(reset=True)
         elif command.get("counters"):
@@ -166,7 +165,10 @@ def main() -> None:
                 outputs = run_and_abort(llm.llm_engine, prompts, sampling, started + command["abort_after"])
             else:
                 outputs = llm.generate(prompts, sampling, use_tqdm=False)
-            say(outputs=[describe(output) for output in outputs], seconds=time.perf_counter() - started)
+            seconds, ended_at = time.perf_counter() - started, time.time()
+            while scheduler.has_requests():  # as a server's loop does: the last copies need steps of their own
+                llm.llm_engine.step()
+            say(outputs=[describe(output) for output in outputs], seconds=seconds, ended_at=ended_at)
     llm.llm_engine.engine_core.shutdown()
 
 

@@ -66,6 +66,8 @@ class DemoReplica:
             for output in engine.step():
                 if first is None and output.outputs[0].token_ids:
                     first = time.perf_counter() - started
+        while engine.engine_core.engine_core.scheduler.has_requests():  # the last copies need steps of their own
+            engine.step()
         after = self._counters()
         remote = (after["load_blocks_remote"] - before["load_blocks_remote"]) * BLOCK_TOKENS
         pool = (after["load_blocks"] - before["load_blocks"]) * BLOCK_TOKENS

@@ -59,6 +59,7 @@ def vllm_config(model: Path, extra: dict[str, object], **changes: Any) -> Any:
             kv_connector="KVServiceConnector", kv_role=changes.pop("role", "kv_both"), kv_connector_extra_config=extra
         ),
         parallel_config=parallel,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2 * BLOCK),
         model_config=SimpleNamespace(
             model=str(model), served_model_name="m", revision=None, dtype=torch.bfloat16, quantization=None,
             hf_config=hf, hf_text_config=hf,
