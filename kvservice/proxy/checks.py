@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import aiohttp
 
@@ -23,12 +24,22 @@ PROBE_SECONDS = 60.0  # for a completion of one token: the server may have a que
 
 
 class ServerChecks:
-    """`run` until cancelled. `soon` has failed servers looked at without waiting for the interval."""
+    """`run` until cancelled. `soon` has failed servers looked at without waiting for the interval.
 
-    def __init__(self, settings: ProxySettings, pool: ServerPool, session: aiohttp.ClientSession) -> None:
+    `on_sick` is called when a server that was healthy fails its checks.
+    """
+
+    def __init__(
+        self,
+        settings: ProxySettings,
+        pool: ServerPool,
+        session: aiohttp.ClientSession,
+        on_sick: Callable[[Server], None],
+    ) -> None:
         self._settings = settings
         self._pool = pool
         self._session = session
+        self._on_sick = on_sick
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._probing: set[str] = set()
@@ -77,6 +88,8 @@ class ServerChecks:
         if server.healthy != was_healthy:
             event = "server_healthy" if server.healthy else "server_unhealthy"
             log.info(event, extra={"role": server.role.value, "server": server.url, "reason": server.reason})
+        if was_healthy and not server.healthy:
+            self._on_sick(server)
         if server.healthy and server.role is Role.PREFILL and server.node is None and server.url not in self._probing:
             await self._probe(server)
 

@@ -125,7 +125,9 @@ class ClientExchange:
             return self._answer
         finally:
             deadline.cancel()
-            self._exchange.handle(ClientLeft(), self._loop.time())  # gives the servers back; nothing when it is done
+            for action in self._exchange.handle(ClientLeft(), self._loop.time()):  # nothing when it is done
+                if isinstance(action, Cancel):
+                    self._around.metrics.cancelled(self._servers[action.attempt])
             running = [task for task in self._tasks.values() if not task.done()]
             for task in running:
                 task.cancel()
@@ -135,6 +137,14 @@ class ClientExchange:
     def stop(self, problem: Problem) -> None:
         """End it soon, with this as the client's error."""
         self._events.put_nowait(Stopped(problem))
+
+    def server_fell_sick(self, server: Server) -> None:
+        """Do not wait for an answer of it that has not begun: nothing may ever come, not even a broken connection."""
+        for attempt, asked in self._servers.items():
+            begun = self._streamed is not None and attempt in self._go_ahead
+            if asked is server and not begun and not self._tasks[attempt].done():
+                self._tasks[attempt].cancel()
+                self._failed(attempt, server, Fault.UNREACHABLE, "its health check failed meanwhile")
 
     async def _perform(self, action: Action) -> None:
         if isinstance(action, SendPrefill):
@@ -177,6 +187,9 @@ class ClientExchange:
         except Exception as error:  # a bug in one task must not hang a request
             log.exception("exchange_task_failed", extra={"server": server.url})
             fault, detail = Fault.ERROR, f"{type(error).__name__}: {error}"
+        self._failed(attempt, server, fault, detail)
+
+    def _failed(self, attempt: int, server: Server, fault: Fault, detail: str) -> None:
         self._around.metrics.failed(server, fault)
         fields = {"role": server.role.value, "server": server.url, "fault": fault.value, "detail": detail[:300]}
         log.warning("request_to_server_failed", extra=fields)

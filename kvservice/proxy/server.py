@@ -29,6 +29,7 @@ log = logging.getLogger("kvservice.proxy")
 BACKLOG = 512
 MODELS_SECONDS = 10.0
 ENDING_SECONDS = 3.0  # for exchanges that were told to stop, and for connections to close
+SLOW_BODY = Problem(408, "timeout", "the request body did not arrive in time")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -60,7 +61,7 @@ class Proxy:
         """Listen and begin to check the servers. Raises Unavailable when the address cannot be bound."""
         settings = self.settings
         self._session = upstream.new_session()
-        checks = ServerChecks(settings, self.pool, self._session)
+        checks = ServerChecks(settings, self.pool, self._session, self._server_fell_sick)
         self._around = Surroundings(settings, self.pool, self._session, self.metrics, checks.soon)
         # Without cancellation a client that leaves would be noticed at the next write only.
         self._runner = web.AppRunner(self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
@@ -94,6 +95,10 @@ class Proxy:
         await self._runner.cleanup()
         await self._session.close()
 
+    def _server_fell_sick(self, server: Server) -> None:
+        for exchange in list(self._exchanges):
+            exchange.server_fell_sick(server)
+
     async def _finished_within(self, seconds: float) -> bool:
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
@@ -112,7 +117,11 @@ class Proxy:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         assert self._around is not None
-        body = bodies.read_body(await request.read())
+        try:
+            raw = await asyncio.wait_for(request.read(), self.settings.request_seconds)
+        except asyncio.TimeoutError:
+            return problem_response(SLOW_BODY)
+        body = bodies.read_body(raw)
         if self._stopping:
             return problem_response(STOPPING)
         exchange = ClientExchange(self._around, request, body)
