@@ -524,14 +524,26 @@ async def test_metrics_count_requests_hand_offs_and_failures(lab: Lab) -> None:
 
 
 async def test_a_server_that_hangs_is_left_for_another_before_it_breaks_any_connection(lab: Lab) -> None:
-    hanging, other = await lab.server(hold=True), await lab.server()
+    hanging, other = await lab.server(hold=True), await lab.server(hold=True)
     proxy = await lab.proxy([], [hanging, other])
     asking = asyncio.create_task(proxy.post({"prompt": "x"}))
     await hanging.until(lambda: len(hanging.seen) == 1)
     hanging.healthy = False
-    assert (await asking)[0] == 200
-    assert len(other.seen) == 1
     await hanging.until(lambda: hanging.seen[0].cancelled)
+    await other.until(lambda: len(other.seen) == 1)
+    other.release()
+    assert (await asking)[0] == 200
+
+
+async def test_a_failed_server_is_looked_at_before_its_next_check_is_due(lab: Lab) -> None:
+    decode = await lab.server(die_after=0)
+    proxy = await lab.proxy([], [decode], check_seconds=60)
+    assert (await proxy.post({"prompt": "x"}))[0] == 502
+    decode.die_after = None
+    async with asyncio.timeout(5):
+        while not proxy.proxy.pool.healthy(Role.DECODE):
+            await asyncio.sleep(0.01)
+    assert (await proxy.post({"prompt": "x"}))[0] == 200
 
 
 async def test_a_stream_that_has_begun_is_not_broken_by_a_health_check(lab: Lab) -> None:

@@ -304,6 +304,11 @@ def test_decode_lost_beside_prefill_starts_both_again_with_a_new_id_on_the_same_
     assert decode.handoff.id == prefill.handoff_id
 
 
+def test_the_only_prefill_server_at_its_limit_can_start_again_after_decode_was_lost() -> None:
+    world = in_state(State.BOTH, prefill=1, decode=2, in_flight_max=1)
+    assert names(world.decode_fails()) == ["Cancel", "SendPrefill", "SendDecode"]
+
+
 def test_decode_lost_after_prefill_is_tried_elsewhere_with_the_same_id() -> None:
     world = in_state(State.DECODING)
     assert world.decode is not None

@@ -41,6 +41,14 @@ def test_ties_go_round() -> None:
     assert [take(pool) for _ in range(6)] == [*DECODE, *DECODE]
 
 
+def test_servers_without_work_take_turns() -> None:
+    pool, taken = make_pool(), []
+    for _ in range(6):
+        taken.append(take(pool))
+        pool.release(by_url(pool, taken[-1]))
+    assert taken == [*DECODE, *DECODE]
+
+
 def test_looking_without_sending_does_not_change_whose_turn_it_is() -> None:
     pool = make_pool()
     assert pool.choose(Role.DECODE) is pool.choose(Role.DECODE)
@@ -97,6 +105,14 @@ def test_errors_make_a_server_sick_only_in_a_row(fault: Fault) -> None:
     assert server.healthy
     pool.failed(server, fault, 1.0)
     assert not server.healthy
+
+
+def test_an_error_forgets_the_node_of_a_server_that_stays_in_use() -> None:
+    pool = make_pool()
+    server = by_url(pool, "http://p0")
+    pool.learnt(server, "node-0")
+    pool.failed(server, Fault.ERROR, 1.0)
+    assert server.healthy and server.node is None
 
 
 def test_being_busy_is_no_illness() -> None:
