@@ -103,3 +103,13 @@ async def test_a_taken_port_and_a_wrong_address_are_said_plainly() -> None:
             process = await asyncio.create_subprocess_exec(*COMMAND, *arguments, stderr=asyncio.subprocess.PIPE)
             _, error = await process.communicate()
             assert process.returncode == code and text in error and b"Traceback" not in error
+
+
+async def test_without_aiohttp_it_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['aiohttp'] = None\n"
+        "from kvservice.cli.main import app; app(['proxy', '--decode', 'http://127.0.0.1:9'])"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stderr=asyncio.subprocess.PIPE)
+    _, error = await process.communicate()
+    assert process.returncode == 2 and b"pip install 'kvservice[proxy]'" in error and b"Traceback" not in error
