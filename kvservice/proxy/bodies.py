@@ -42,7 +42,6 @@ class ClientBody:
 
     raw: bytes  # as it came: a JSON object in UTF-8
     parsed: Mapping[str, Any]
-    stream: bool
     prompt_chars: int  # how long the prompt is, roughly
     single: bool  # one prompt and plain sampling: what can be handed off
 
@@ -61,7 +60,6 @@ def read_body(raw: bytes) -> ClientBody:
     return ClientBody(
         raw=raw,
         parsed=parsed,
-        stream=parsed.get("stream") is True,
         prompt_chars=prompt_chars(parsed),
         single=_is_single(parsed),
     )

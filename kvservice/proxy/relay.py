@@ -268,7 +268,9 @@ class ClientExchange:
     async def _break(self, problem: Problem) -> None:
         """End an answer that cannot be completed so that the client knows."""
         streamed = self._streamed
-        assert streamed is not None, "broke an answer that had not begun"
+        if streamed is None or not streamed.prepared:
+            self._answer = problem_response(problem)  # it may begin, but nothing of it has left yet
+            return
         self._answer = streamed
         if streamed.content_type == "text/event-stream":
             await self._last_write(streamed.write(bodies.error_event(problem)))

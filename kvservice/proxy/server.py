@@ -18,7 +18,7 @@ from kvservice.errors import InvalidRequest, Unavailable
 from kvservice.proxy import bodies, upstream
 from kvservice.proxy.checks import ServerChecks
 from kvservice.proxy.metrics import ProxyMetrics
-from kvservice.proxy.plan import NO_DECODE, STOPPING, Problem
+from kvservice.proxy.plan import BUSY, DECODE_FAILED, NO_DECODE, STOPPING, Problem
 from kvservice.proxy.relay import ClientExchange, Surroundings, answer_response, problem_response
 from kvservice.proxy.servers import Role, Server, ServerPool
 from kvservice.proxy.settings import ProxySettings
@@ -142,7 +142,9 @@ class Proxy:
             response = await self._forward_get(request, server)
             if response is not None:
                 return response
-        return problem_response(NO_DECODE)
+        if tried:
+            return problem_response(DECODE_FAILED)
+        return problem_response(BUSY if self.pool.healthy(Role.DECODE) else NO_DECODE)
 
     async def _forward_get(self, request: web.Request, server: Server) -> web.Response | None:
         assert self._session is not None

@@ -4,89 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import socket
 import time
 from collections.abc import AsyncIterator
-from typing import Any
 
 import aiohttp
 import openai
 import pytest
 
 from kvservice.proxy.bodies import is_handoff_id
-from kvservice.proxy.server import Proxy
+from kvservice.proxy.plan import TIMED_OUT, Action, Relay
+from kvservice.proxy.relay import ClientExchange
 from kvservice.proxy.servers import Role
-from kvservice.proxy.settings import ProxySettings
 from tests.integration.openai_server import TOKENS, FakeServer
+from tests.integration.proxy_lab import COMPLETIONS, Lab
 
 LONG = "a long prompt " * 100
-COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 TEXT = "".join(TOKENS)
-
-
-class Running:
-    """A proxy and a client of it."""
-
-    def __init__(self, proxy: Proxy, session: aiohttp.ClientSession) -> None:
-        self.proxy = proxy
-        self.session = session
-        self.url = f"http://127.0.0.1:{proxy.port}"
-
-    async def post(self, body: dict[str, Any], path: str = COMPLETIONS, **headers: str) -> tuple[int, bytes]:
-        async with self.session.post(self.url + path, json=body, headers=headers) as response:
-            return response.status, await response.read()
-
-    async def get(self, path: str) -> tuple[int, bytes]:
-        async with self.session.get(self.url + path) as response:
-            return response.status, await response.read()
-
-    async def settled(self, *, nodes: bool = True) -> None:
-        """Every server was checked, and the nodes of healthy prefill servers are known."""
-        async with asyncio.timeout(5):
-            while any(
-                server.reason == "not checked yet"
-                or (nodes and server.role is Role.PREFILL and server.healthy and server.node is None)
-                for server in self.proxy.pool
-            ):
-                await asyncio.sleep(0.01)
-
-    async def idle(self) -> None:
-        """Nothing is under way to any server."""
-        async with asyncio.timeout(5):
-            while any(server.in_flight for server in self.proxy.pool):
-                await asyncio.sleep(0.01)
-
-
-class Lab:
-    """Starts servers and proxies, and ends them with the test."""
-
-    def __init__(self) -> None:
-        self._servers: list[FakeServer] = []
-        self._proxies: list[Running] = []
-
-    async def server(self, **options: Any) -> FakeServer:
-        self._servers.append(FakeServer(**options))
-        return await self._servers[-1].start()
-
-    async def proxy(self, prefill: list[FakeServer], decode: list[FakeServer], **options: Any) -> Running:
-        fast = {"port": 0, "check_seconds": 0.1, "grace_seconds": 1.0, "connect_seconds": 1.0, **options}
-        addresses = tuple(server.url for server in prefill), tuple(server.url for server in decode)
-        proxy = Proxy(ProxySettings(*addresses, **fast))
-        await proxy.start()
-        self._proxies.append(Running(proxy, aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10))))
-        if not options.get("api_key") and all(server.node for server in prefill):
-            await self._proxies[-1].settled()
-        return self._proxies[-1]
-
-    async def end(self) -> None:
-        for running in self._proxies:
-            await running.session.close()
-            if not running.proxy._stopping:
-                await running.proxy.stop()
-        for server in self._servers:
-            server.release()
-            await server.stop()
 
 
 @pytest.fixture
@@ -473,6 +409,23 @@ async def test_a_request_that_takes_too_long_ends_with_an_error(lab: Lab) -> Non
     await prefill.until(lambda: prefill.seen[0].cancelled)
 
 
+async def test_time_running_out_just_as_the_answer_begins_is_an_error_and_not_a_crash(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = await lab.proxy([], [await lab.server()])
+    perform = ClientExchange._perform
+
+    async def perform_and_stop(self: ClientExchange, action: Action) -> None:
+        await perform(self, action)
+        if isinstance(action, Relay):
+            self.stop(TIMED_OUT)
+
+    monkeypatch.setattr(ClientExchange, "_perform", perform_and_stop)
+    status, body = await proxy.post({"prompt": "x", "stream": True})
+    assert status == 504 and json.loads(body)["error"]["type"] == "timeout"
+    await proxy.idle()
+
+
 async def test_requests_go_to_the_server_with_the_least_of_them(lab: Lab) -> None:
     slow, fast = await lab.server(hold=True), await lab.server()
     proxy = await lab.proxy([], [slow, fast])
@@ -557,6 +510,50 @@ async def test_a_stream_that_has_begun_is_not_broken_by_a_health_check(lab: Lab)
                 await asyncio.sleep(0.01)
         rest = await response.read()
     assert b"error" not in rest and rest.endswith(b"data: [DONE]\n\n")
+
+
+# ---- everything at once
+
+
+async def disturb(lab: Lab, server: FakeServer, chance: random.Random) -> FakeServer:
+    """One thing that can happen to a prefill server; the one that stands in its place after it."""
+    kind = chance.choice(["dies", "errors", "busy", "hangs", "moves", "plain", "well"])
+    server.status = {"errors": 500, "busy": 429}.get(kind, 200)
+    server.node = {"moves": f"node-{chance.random()}", "plain": None}.get(kind, "node-a")
+    server.hold = kind == "hangs"
+    server.release()
+    if kind == "dies":
+        await server.stop()
+        await asyncio.sleep(chance.random() / 20)
+        return await lab.server(port=server.port)
+    return server
+
+
+async def test_nothing_that_happens_to_prefill_servers_is_ever_seen_by_a_client(lab: Lab) -> None:
+    chance = random.Random(7)
+    prefill, decode = [await lab.server(), await lab.server()], [await lab.server(), await lab.server()]
+    proxy = await lab.proxy(prefill, decode, check_seconds=0.05, prefill_seconds=0.1)
+    ends_at = time.monotonic() + 2
+
+    async def client(stream: bool) -> int:
+        count = 0
+        while time.monotonic() < ends_at:
+            status, body = await proxy.post({"prompt": LONG, "stream": stream})
+            assert status == 200, body
+            good = body == b"".join(decode[0].events(COMPLETIONS)) if stream else json.loads(body)["choices"]
+            assert good, body
+            count += 1
+        return count
+
+    clients = [asyncio.create_task(client(index % 2 == 0)) for index in range(6)]
+    while not all(each.done() for each in clients):
+        index = chance.randrange(2)
+        prefill[index] = await disturb(lab, prefill[index], chance)
+        await asyncio.sleep(chance.random() / 20)
+    assert sum([await each for each in clients]) > 20
+    await proxy.idle()
+    alone = [seen.params is None for server in decode for seen in server.seen]
+    assert any(alone) and not all(alone)  # both kinds were met
 
 
 # ---- its end
