@@ -32,7 +32,6 @@ _DROPPED_FOR_PREFILL = (
     "echo",
     "best_of",
 )
-_HANDOFF_ID = re.compile(r"[0-9a-f]{32}")
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 
 
@@ -161,10 +160,6 @@ def model_of(answer: bytes) -> str | None:
     first = data[0] if isinstance(data, list) and data else None
     model = first.get("id") if isinstance(first, dict) else None
     return model if isinstance(model, str) and model else None
-
-
-def is_handoff_id(text: str) -> bool:
-    return _HANDOFF_ID.fullmatch(text) is not None
 
 
 def error_body(problem: Problem) -> bytes:

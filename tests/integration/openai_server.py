@@ -107,6 +107,8 @@ class FakeServer:
     async def _models(self, request: web.Request) -> web.Response:
         if refused := self._refused(request):
             return refused
+        if self.status != 200:
+            return web.Response(status=self.status)
         return web.json_response({"object": "list", "data": [{"id": "model-x", "object": "model", "port": self.port}]})
 
     def _refused(self, request: web.Request) -> web.Response | None:

@@ -1,10 +1,11 @@
-"""The prefill/decode proxy between real HTTP clients and real HTTP servers on loopback, and as a process."""
+"""The prefill/decode proxy between real HTTP clients and real HTTP servers on loopback."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
+import re
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -13,7 +14,6 @@ import aiohttp
 import openai
 import pytest
 
-from kvservice.proxy.bodies import is_handoff_id
 from kvservice.proxy.plan import TIMED_OUT, Action, Relay
 from kvservice.proxy.relay import ClientExchange
 from kvservice.proxy.servers import Role
@@ -38,6 +38,10 @@ def free_port() -> int:
         return int(bound.getsockname()[1])
 
 
+def is_id(text: str) -> bool:
+    return re.fullmatch("[0-9a-f]{32}", text) is not None
+
+
 # ---- the hand-off
 
 
@@ -55,7 +59,7 @@ async def test_prefill_and_decode_are_under_way_together_with_one_id(lab: Lab) -
     assert status == 200 and json.loads(body)["choices"][0]["text"] == "".join(TOKENS[:3])
 
     sent = prefill.seen[0].body
-    assert is_handoff_id(prefill.seen[0].handoff)
+    assert is_id(prefill.seen[0].handoff)
     assert (sent["max_tokens"], sent["n"], sent["stream"], sent["prompt"]) == (1, 1, False, LONG)
     assert prefill.seen[0].params == {
         "kvservice": {"version": 1, "role": "prefill", "handoff": prefill.seen[0].handoff},
@@ -73,7 +77,7 @@ async def test_the_node_is_learnt_by_a_probe_before_the_first_request(lab: Lab) 
     prefill, decode = await lab.server(node="node-p"), await lab.server()
     proxy = await lab.proxy([prefill], [decode])
     (probe,) = prefill.probes
-    assert probe.body["model"] == "model-x" and probe.body["max_tokens"] == 1 and is_handoff_id(probe.handoff)
+    assert probe.body["model"] == "model-x" and probe.body["max_tokens"] == 1 and is_id(probe.handoff)
     assert not decode.probes
     servers = json.loads((await proxy.get("/health"))[1])["servers"]
     assert servers[0] == {
@@ -456,6 +460,15 @@ async def test_health_says_what_is_wrong_and_a_server_that_recovers_serves_again
             await asyncio.sleep(0.02)
     assert (await proxy.post({"prompt": "x"}))[0] == 200
     assert json.loads((await proxy.get("/v1/models"))[1])["data"][0]["port"] == decode.port
+
+
+async def test_models_come_from_the_first_decode_server_that_answers(lab: Lab) -> None:
+    failing, other = await lab.server(status=500), await lab.server()
+    proxy = await lab.proxy([], [failing, other])
+    for _ in range(2):
+        assert json.loads((await proxy.get("/v1/models"))[1])["data"][0]["port"] == other.port
+    other.status = 500
+    assert (await proxy.get("/v1/models"))[0] == 502
 
 
 async def test_metrics_count_requests_hand_offs_and_failures(lab: Lab) -> None:

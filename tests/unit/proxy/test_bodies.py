@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from kvservice.proxy.bodies import (
     EventTail,
     decode_body,
     error_event,
-    is_handoff_id,
     model_of,
     node_of,
     prefill_body,
@@ -137,8 +137,7 @@ def test_the_model_is_the_first_of_the_list() -> None:
 
 def test_ids_are_fresh_and_well_formed() -> None:
     ids = {new_handoff_id() for _ in range(100)}
-    assert len(ids) == 100 and all(is_handoff_id(each) for each in ids)
-    assert not is_handoff_id(ID.upper()) and not is_handoff_id(ID + "\n") and not is_handoff_id(ID[1:])
+    assert len(ids) == 100 and all(re.fullmatch("[0-9a-f]{32}", each) for each in ids)
 
 
 @given(st.lists(st.sampled_from([b"data: a", b"\n", b"\r\n", b"\r", b"\n\n", b"data: [DONE]\n\n"]), max_size=30))

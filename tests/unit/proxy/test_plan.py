@@ -276,7 +276,10 @@ def test_a_prefill_server_found_on_another_node_has_decode_start_again_from_ther
 @pytest.mark.parametrize("state", [State.PREFILLING, State.BOTH])
 def test_a_prefill_server_that_hands_nothing_off_has_decode_work_alone(state: State) -> None:
     world = in_state(state)
+    assert world.prefill is not None
+    server = world.prefill.server
     world.prefill_answers(None)
+    assert server.plain and server.node is None
     assert world.decode is not None and world.decode.handoff is None
     assert world.exchange.state is State.DECODING
 
