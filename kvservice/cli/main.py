@@ -1,4 +1,4 @@
-"""`kvservice`: up, down, status, doctor, demos. Everything is imported inside the commands, so that --help is instant.
+"""`kvservice`: up, down, status, doctor, proxy, demos. Commands import what they need, so that --help is instant.
 
 Exit codes: 0 all is well, 1 something is wrong, 2 wrong usage, 3 there is no service.
 """
@@ -132,6 +132,58 @@ def demo_pd(
 
     try:
         run(model, out, prompts)
+    except KVServiceError as error:
+        raise fail(error) from error
+
+
+@app.command()
+def proxy(
+    decode: Annotated[list[str], typer.Option(help="Decode server, e.g. http://host:8000. Repeat for more.")],
+    prefill: Annotated[list[str] | None, typer.Option(help="Prefill server. Repeat for more.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one, named in the log.")] = 8080,
+    min_prefill_chars: Annotated[int, typer.Option(help="Shorter prompts go straight to decode.")] = 512,
+    in_flight: Annotated[int, typer.Option(help="Requests under way per server at most.")] = 256,
+    max_body: Annotated[str, typer.Option(help="Largest request body.")] = "32MiB",
+    connect_timeout: Annotated[float, typer.Option(help="Seconds to connect to a server.")] = 5.0,
+    prefill_timeout: Annotated[float, typer.Option(help="Seconds for a prefill, then another server.")] = 120.0,
+    timeout: Annotated[float, typer.Option(help="Seconds for a request as a whole.")] = 900.0,
+    check_interval: Annotated[float, typer.Option(help="Seconds between health checks of a server.")] = 5.0,
+    grace: Annotated[float, typer.Option(help="Seconds for requests under way when told to end.")] = 30.0,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="KVSERVICE_PROXY_API_KEY", help="For the proxy's own probes; clients send their own."),
+    ] = None,
+    json_logs: Annotated[bool, typer.Option("--json-logs", help="One JSON object a line.")] = False,
+) -> None:
+    """Prefill and decode on different vLLM servers, without Ray Serve: an OpenAI API in front of both."""
+    from kvservice.observe import logs
+
+    try:
+        from kvservice.proxy.server import run
+        from kvservice.proxy.settings import parse_settings
+    except ModuleNotFoundError as error:
+        raise fail(ConfigError(f"the proxy needs {error.name}: pip install 'kvservice[proxy]'")) from error
+
+    logs.configure(json_lines=json_logs)
+    try:
+        run(
+            parse_settings(
+                prefill or [],
+                decode,
+                host=host,
+                port=port,
+                min_prefill_chars=min_prefill_chars,
+                in_flight_max=in_flight,
+                max_body=max_body,
+                connect_seconds=connect_timeout,
+                prefill_seconds=prefill_timeout,
+                request_seconds=timeout,
+                check_seconds=check_interval,
+                grace_seconds=grace,
+                api_key=api_key,
+            )
+        )
     except KVServiceError as error:
         raise fail(error) from error
 

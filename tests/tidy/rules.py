@@ -36,6 +36,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "shard": frozenset({"core", "wire", "memory", "transfer", "client", "pool", "config", "observe"}),
     "connector": frozenset({"client", "core", "memory", "transfer", "pool", "config", "observe"}),
     "serve": frozenset({"client", "core", "connector", "config", "observe"}),
+    "proxy": frozenset({"config", "observe"}),
     "actors": frozenset(
         {"core", "memory", "transfer", "lookup", "shard", "pool", "client", "config", "observe"},
     ),
@@ -45,7 +46,7 @@ LAYERS: dict[str, frozenset[str]] = {
     ),
     "cli": frozenset(
         {"core", "wire", "memory", "transfer", "lookup", "client", "pool", "shard", "connector", "actors"}
-        | {"serve", "config", "observe"}
+        | {"serve", "proxy", "config", "observe"}
     ),
 }
 
@@ -64,12 +65,14 @@ HOMES: dict[str, frozenset[str]] = {
     "grpc_reflection": frozenset({"wire", "lookup", "shard", "cli"}),
     "google.protobuf": frozenset({"wire", "lookup", "shard", "client", "testing"}),
     "torch": frozenset({"connector", "transfer", "memory", "testing"}),
-    "prometheus_client": frozenset({"observe", "connector"}),
+    "prometheus_client": frozenset({"observe", "connector", "proxy"}),
     "opentelemetry": frozenset({"observe"}),
     "xxhash": frozenset({"core"}),
     "typer": frozenset({"cli"}),
     "rich": frozenset({"cli"}),
     "matplotlib": frozenset({"cli"}),
+    "aiohttp": frozenset({"proxy"}),
+    "multidict": frozenset({"proxy"}),
 }
 ONE_FILE = ("nixl", "nixl_cu12", "nixl_cu13")
 

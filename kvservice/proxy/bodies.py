@@ -1,0 +1,195 @@
+"""OpenAI bodies as the proxy reads and writes them: requests, hand-off parameters, errors, event streams.
+
+Pure. Nothing here trusts its input: what cannot be read is an InvalidRequest or a None.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvservice.errors import InvalidRequest
+from kvservice.proxy.plan import Handoff, Problem
+
+HANDOFF_VERSION = 1
+PARAMS = "kv_transfer_params"
+OWN = "kvservice"  # our part of the parameters
+MEDIA_CHARS = 4096  # what an image or another part without text counts for; they are thousands of tokens or nothing
+CHARS_PER_TOKEN = 4  # for prompts that come as token ids
+EVENT_BYTES_MAX = 1 << 20  # of one server-sent event held back until it is complete
+PROBE_PROMPT = "Hello"
+
+# Of the client's wishes these do not fit a request for one token, or cost work whose result nobody reads.
+_DROPPED_FOR_PREFILL = (
+    "stream_options",
+    "min_tokens",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "echo",
+    "best_of",
+)
+_EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+
+
+@dataclass(frozen=True, slots=True)
+class ClientBody:
+    """A request body that was read and found acceptable."""
+
+    raw: bytes  # as it came: a JSON object in UTF-8
+    parsed: Mapping[str, Any]
+    prompt_chars: int  # how long the prompt is, roughly
+    single: bool  # one prompt and plain sampling: what can be handed off
+
+
+def read_body(raw: bytes) -> ClientBody:
+    """Raises InvalidRequest with a message for the client. Whatever else is wrong, the server will say."""
+    try:
+        parsed = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the request body is not JSON in UTF-8: {str(error)[:200]}") from error
+    if not isinstance(parsed, dict):
+        raise InvalidRequest("the request body must be a JSON object")
+    extra = parsed.get("vllm_xargs")
+    if PARAMS in parsed or (isinstance(extra, dict) and PARAMS in extra):
+        raise InvalidRequest(f"{PARAMS} is set by this proxy only: leave it out")
+    return ClientBody(
+        raw=raw,
+        parsed=parsed,
+        prompt_chars=prompt_chars(parsed),
+        single=_is_single(parsed),
+    )
+
+
+def prompt_chars(body: Mapping[str, Any]) -> int:
+    """Characters of text in the prompt; token ids and media are converted. Never raises, whatever the types."""
+    total = _text_chars(body.get("prompt"))
+    messages = body.get("messages")
+    if isinstance(messages, list):
+        total += sum(_text_chars(each.get("content")) for each in messages if isinstance(each, dict))
+    tools = body.get("tools")
+    return total + (len(json.dumps(tools)) if isinstance(tools, list) else 0)
+
+
+def _text_chars(content: object) -> int:
+    if isinstance(content, str):
+        return len(content)
+    if not isinstance(content, list):
+        return 0
+    total = 0
+    for part in content:
+        if isinstance(part, str):
+            total += len(part)
+        elif isinstance(part, int):
+            total += CHARS_PER_TOKEN
+        elif isinstance(part, list):
+            total += CHARS_PER_TOKEN * len(part)
+        elif isinstance(part, dict):
+            text = part.get("text")
+            total += len(text) if isinstance(text, str) else MEDIA_CHARS
+    return total
+
+
+def _is_single(body: Mapping[str, Any]) -> bool:
+    prompt = body.get("prompt")
+    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    return not several and body.get("use_beam_search") is not True
+
+
+def prefill_body(body: ClientBody, handoff_id: str) -> bytes:
+    """The client's body turned into a request for one token, and for what it computes to be handed off."""
+    wanted = {name: value for name, value in body.parsed.items() if name not in _DROPPED_FOR_PREFILL}
+    wanted |= {"stream": False, "max_tokens": 1, "n": 1, PARAMS: prefill_params(handoff_id)}
+    if "max_completion_tokens" in wanted:
+        wanted["max_completion_tokens"] = 1
+    return json.dumps(wanted).encode()
+
+
+def probe_body(model: str, handoff_id: str) -> bytes:
+    """A /v1/completions request that only serves to see which node its answer names."""
+    wanted = {"model": model, "prompt": PROBE_PROMPT, "max_tokens": 1, PARAMS: prefill_params(handoff_id)}
+    return json.dumps(wanted).encode()
+
+
+def prefill_params(handoff_id: str) -> dict[str, Any]:
+    return {
+        OWN: {"version": HANDOFF_VERSION, "role": "prefill", "handoff": handoff_id},
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+    }
+
+
+def decode_body(body: ClientBody, handoff: Handoff | None) -> bytes:
+    """The client's body byte for byte, with the hand-off's parameters as its last member."""
+    if handoff is None:
+        return body.raw
+    params = {
+        OWN: {"version": HANDOFF_VERSION, "role": "decode", "handoff": handoff.id, "node": handoff.node},
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+    }
+    head = body.raw.rstrip(b" \t\r\n")[:-1]
+    comma = b"," if body.parsed else b""
+    return b"%s%s%s:%s}" % (head, comma, json.dumps(PARAMS).encode(), json.dumps(params).encode())
+
+
+def node_of(answer: bytes) -> str | None:
+    """The node that a prefill answer names. None when it names none or speaks another version: nothing to hand off."""
+    try:
+        parsed = json.loads(answer)
+    except (ValueError, RecursionError):
+        return None
+    params = parsed.get(PARAMS) if isinstance(parsed, dict) else None
+    own = params.get(OWN) if isinstance(params, dict) else None
+    if not isinstance(own, dict) or own.get("version") != HANDOFF_VERSION or own.get("role") != "decode":
+        return None
+    node = own.get("node")
+    return node if isinstance(node, str) and node else None
+
+
+def model_of(answer: bytes) -> str | None:
+    """The first model in the answer of /v1/models."""
+    try:
+        parsed = json.loads(answer)
+    except (ValueError, RecursionError):
+        return None
+    data = parsed.get("data") if isinstance(parsed, dict) else None
+    first = data[0] if isinstance(data, list) and data else None
+    model = first.get("id") if isinstance(first, dict) else None
+    return model if isinstance(model, str) and model else None
+
+
+def error_body(problem: Problem) -> bytes:
+    """An error as OpenAI clients expect it."""
+    error = {"message": problem.message, "type": problem.kind, "param": None, "code": problem.status}
+    return json.dumps({"error": error}).encode()
+
+
+def error_event(problem: Problem) -> bytes:
+    """The last events of a stream that cannot go on."""
+    return b"data: " + error_body(problem) + b"\n\ndata: [DONE]\n\n"
+
+
+class EventTail:
+    """Lets bytes of an event stream through unchanged, in whole events, so that an error can follow at any moment."""
+
+    def __init__(self) -> None:
+        self._tail = b""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What may go to the client now; the rest follows with a later chunk or with `rest`."""
+        data = self._tail + chunk
+        ends = [match.end() for match in _EVENT_END.finditer(data)]
+        cut = ends[-1] if ends else 0
+        if len(data) - cut > EVENT_BYTES_MAX:
+            cut = len(data)
+        self._tail = data[cut:]
+        return data[:cut]
+
+    def rest(self) -> bytes:
+        """What is left at a regular end of the stream."""
+        tail, self._tail = self._tail, b""
+        return tail

@@ -1,0 +1,143 @@
+"""Looks after the servers: asks for their health at intervals, and prefill servers for the node they are on.
+
+Runs on the proxy's event loop, each check in a task of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import aiohttp
+
+from kvservice.proxy import bodies, upstream
+from kvservice.proxy.relay import new_handoff_id
+from kvservice.proxy.servers import Fault, Role, Server, ServerPool
+from kvservice.proxy.settings import ProxySettings
+from kvservice.proxy.upstream import Answer, UpstreamFault, Verdict
+
+log = logging.getLogger("kvservice.proxy")
+
+CHECK_SECONDS = 3.0  # for an answer of /health
+PROBE_SECONDS = 60.0  # for a completion of one token: the server may have a queue
+
+
+class ServerChecks:
+    """`run` until cancelled. `soon` has failed servers looked at without waiting for the interval.
+
+    `on_sick` is called when a server that was healthy fails its checks.
+    """
+
+    def __init__(
+        self,
+        settings: ProxySettings,
+        pool: ServerPool,
+        session: aiohttp.ClientSession,
+        on_sick: Callable[[Server], None],
+    ) -> None:
+        self._settings = settings
+        self._pool = pool
+        self._session = session
+        self._on_sick = on_sick
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._probing: set[str] = set()
+        self._told: dict[str, str] = {}  # by prefill URL: the last thing logged about its probes
+
+    def soon(self) -> None:
+        self._wake.set()
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                self._wake.clear()
+                for server in self._pool.due(loop.time()):
+                    self._spawn(server)
+                try:
+                    await asyncio.wait_for(self._wake.wait(), self._pool.seconds_to_next_check(loop.time()))
+                except asyncio.TimeoutError:
+                    continue
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, server: Server) -> None:
+        task = asyncio.create_task(self._check(server))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _check(self, server: Server) -> None:
+        was_healthy, slow, reason = server.healthy, False, ""
+        try:
+            answer = await self._get(server, "/health", CHECK_SECONDS)
+            if upstream.verdict_of(answer.status) is not Verdict.GOOD:
+                reason = f"/health answered {answer.status}"
+        except UpstreamFault as error:
+            slow, reason = error.fault is Fault.TIMEOUT, str(error)
+        except Exception as error:  # a server whose check never ends would never be checked again
+            log.exception("check_failed", extra={"server": server.url})
+            reason = f"{type(error).__name__}: {error}"
+        now = asyncio.get_running_loop().time()
+        if reason:
+            self._pool.check_failed(server, reason, now, slow=slow)
+        else:
+            self._pool.check_passed(server, now)
+        if server.healthy != was_healthy:
+            event = "server_healthy" if server.healthy else "server_unhealthy"
+            log.info(event, extra={"role": server.role.value, "server": server.url, "reason": server.reason})
+        if was_healthy and not server.healthy:
+            self._on_sick(server)
+        if server.healthy and server.role is Role.PREFILL and server.node is None and server.url not in self._probing:
+            await self._probe(server)
+
+    async def _probe(self, server: Server) -> None:
+        self._probing.add(server.url)
+        try:
+            node = await self._ask_node(server)
+        except UpstreamFault as error:
+            self._tell(server, "prefill_probe_failed", str(error))
+            return
+        finally:
+            self._probing.discard(server.url)
+        if not server.healthy or server.node is not None:
+            return  # it failed meanwhile, or a request has taught us
+        self._pool.learnt(server, node)
+        if node is None:
+            hint = "its answers name no node: start it with KVServiceConnector; until then nothing is handed off"
+            self._tell(server, "prefill_server_hands_nothing_off", hint)
+        else:
+            self._tell(server, "prefill_node_known", node)
+
+    async def _ask_node(self, server: Server) -> str | None:
+        models = await self._get(server, "/v1/models", CHECK_SECONDS)
+        model = bodies.model_of(models.body) if models.status == 200 else None
+        if model is None:
+            raise UpstreamFault(Fault.ERROR, f"/v1/models answered {models.status} and names no model")
+        body = bodies.probe_body(model, new_handoff_id())
+        answer = await self._get(server, "/v1/completions", PROBE_SECONDS, body)
+        if upstream.verdict_of(answer.status) is not Verdict.GOOD:
+            raise UpstreamFault(Fault.ERROR, f"/v1/completions answered {answer.status}: {answer.body[:200]!r}")
+        return bodies.node_of(answer.body)
+
+    async def _get(self, server: Server, path: str, seconds: float, body: bytes | None = None) -> Answer:
+        key = self._settings.api_key
+        async with upstream.asked(
+            self._session,
+            server,
+            path,
+            connect_seconds=min(self._settings.connect_seconds, seconds),
+            total_seconds=seconds,
+            headers={} if key is None else {"Authorization": f"Bearer {key}"},
+            body=body,
+        ) as response:
+            return await upstream.whole(response)
+
+    def _tell(self, server: Server, event: str, detail: str) -> None:
+        """Once, until something else is to be said."""
+        if self._told.get(server.url) != event:
+            self._told[server.url] = event
+            level = logging.INFO if event == "prefill_node_known" else logging.WARNING
+            log.log(level, event, extra={"server": server.url, "detail": detail})

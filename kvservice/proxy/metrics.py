@@ -1,0 +1,93 @@
+"""What the proxy counts, and how it reads for Prometheus at /metrics. Runs on the proxy's event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvservice.proxy.servers import Fault, Server, ServerPool
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
+
+
+class ServerCollector(Collector):
+    """Gauges of every server, read from the pool when asked."""
+
+    def __init__(self, pool: ServerPool) -> None:
+        self._pool = pool
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["role", "server"]
+        healthy = GaugeMetricFamily("kvservice_proxy_server_healthy", "1 while requests are sent to it", labels=labels)
+        known = GaugeMetricFamily(
+            "kvservice_proxy_server_node_known", "1 while prefill and decode can go out together", labels=labels
+        )
+        in_flight = GaugeMetricFamily("kvservice_proxy_server_in_flight", "requests under way to it", labels=labels)
+        for server in self._pool:
+            values = [server.role.value, server.url]
+            healthy.add_metric(values, int(server.healthy))
+            known.add_metric(values, int(server.node is not None))
+            in_flight.add_metric(values, server.in_flight)
+        yield from (healthy, known, in_flight)
+
+
+class ProxyMetrics:
+    """Counters and histograms of one proxy, in a registry of its own."""
+
+    def __init__(self, pool: ServerPool) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(ServerCollector(pool))
+        self._requests = Counter(
+            "kvservice_proxy_requests", "client requests by path and HTTP status; left: the client went away",
+            ["path", "status"], registry=self._registry,
+        )  # fmt: skip
+        self._sent = Counter(
+            "kvservice_proxy_sent", "requests sent to servers, with a hand-off or without",
+            ["role", "server", "handoff"], registry=self._registry,
+        )  # fmt: skip
+        self._failures = Counter(
+            "kvservice_proxy_failures", "requests to servers that came to nothing",
+            ["role", "server", "fault"], registry=self._registry,
+        )  # fmt: skip
+        self._cancelled = Counter(
+            "kvservice_proxy_cancelled", "requests to servers given up before their answer was complete",
+            ["role", "server"], registry=self._registry,
+        )  # fmt: skip
+        self._broken = Counter(
+            "kvservice_proxy_broken_streams", "answers that ended with an error after their first byte",
+            registry=self._registry,
+        )  # fmt: skip
+        self._first_byte = Histogram(
+            "kvservice_proxy_first_byte_seconds", "from the client's request to the first byte of its answer",
+            ["path"], registry=self._registry, buckets=_SECONDS,
+        )  # fmt: skip
+        self._duration = Histogram(
+            "kvservice_proxy_request_seconds", "from the client's request to the end of its answer",
+            ["path"], registry=self._registry, buckets=_SECONDS,
+        )  # fmt: skip
+
+    def request_ended(self, path: str, status: str, seconds: float) -> None:
+        self._requests.labels(path, status).inc()
+        self._duration.labels(path).observe(seconds)
+
+    def first_byte(self, path: str, seconds: float) -> None:
+        self._first_byte.labels(path).observe(seconds)
+
+    def sent(self, server: Server, *, handoff: bool) -> None:
+        self._sent.labels(server.role.value, server.url, "yes" if handoff else "no").inc()
+
+    def failed(self, server: Server, fault: Fault) -> None:
+        self._failures.labels(server.role.value, server.url, fault.value).inc()
+
+    def cancelled(self, server: Server) -> None:
+        self._cancelled.labels(server.role.value, server.url).inc()
+
+    def broken_stream(self) -> None:
+        self._broken.inc()
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self._registry)

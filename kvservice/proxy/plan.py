@@ -1,0 +1,457 @@
+"""What one exchange does: a client's request, its prefill and its decode, from the first byte to the last.
+
+Pure: events in, actions out, one literal table of transitions. No clock, no I/O; `now` (seconds, monotonic) is passed
+in and hand-off ids come from the caller. One Exchange lives on the proxy's event loop as long as its request.
+
+The rules that the table spells out:
+
+- Prefill and decode go out together when the node of the prefill server is known, else one after the other.
+- Prefill may fail in any way: another prefill server, then decode alone. It never becomes the client's error.
+- Until the client has a byte, everything can start again, always with a new hand-off id unless prefill had finished.
+- After that the decode server is the only one that counts, and its failure ends the stream with an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from kvservice.proxy.servers import Fault, Role, Server, ServerPool
+
+
+class State(Enum):
+    NEW = "new"
+    PREFILLING = "prefilling"  # the node is not known: decode waits for the answer
+    BOTH = "both"  # prefill and decode under way, no byte to the client
+    DECODING = "decoding"  # decode under way, prefill finished or given up, no byte to the client
+    STREAMING_BOTH = "streaming both"  # the client has bytes, prefill has not answered yet
+    STREAMING = "streaming"
+    DONE = "done"
+
+
+class Sign(Enum):
+    """What an event means, with the server's health and the attempt already accounted for."""
+
+    BEGIN = "begin"
+    PREFILL_DONE = "prefill done"
+    PREFILL_LOST = "prefill lost"
+    PREFILL_REFUSED = "prefill refused"  # the server blames the request
+    DECODE_STARTED = "decode started"
+    DECODE_ENDED = "decode ended"
+    DECODE_LOST = "decode lost"
+    DECODE_REFUSED = "decode refused"
+    CLIENT_LEFT = "client left"
+    STOPPED = "stopped"  # out of time, or the proxy ends
+
+
+class Way(Enum):
+    """How it can go on, as far as the servers allow."""
+
+    PAIR = "pair"  # prefill and decode together
+    SEQUENTIAL = "sequential"  # prefill first
+    DELIVER = "deliver"  # decode with the finished prefill
+    ALONE = "alone"  # decode computes everything
+    KEEP = "keep"  # what is under way is right as it is
+    NOWHERE = "nowhere"  # no decode server can take it
+
+
+class Move(Enum):
+    SEND_PREFILL = "send prefill"
+    SEND_DECODE = "send decode"
+    CANCEL_PREFILL = "cancel prefill"
+    CANCEL_DECODE = "cancel decode"
+    RELAY = "relay"  # from here on the decode answer goes to the client
+    PASS_ON = "pass on"  # the server's refusal is the client's answer
+    REFUSE = "refuse"  # an answer of our own
+    BREAK = "break"  # end the stream with an error event
+    FINISH = "finish"
+
+
+# fmt: off
+TRANSITIONS: Mapping[tuple[State, Sign, Way | None], tuple[State, tuple[Move, ...]]] = {
+    (State.NEW, Sign.BEGIN, Way.PAIR): (State.BOTH, (Move.SEND_PREFILL, Move.SEND_DECODE)),
+    (State.NEW, Sign.BEGIN, Way.SEQUENTIAL): (State.PREFILLING, (Move.SEND_PREFILL,)),
+    (State.NEW, Sign.BEGIN, Way.ALONE): (State.DECODING, (Move.SEND_DECODE,)),
+    (State.NEW, Sign.BEGIN, Way.NOWHERE): (State.DONE, (Move.REFUSE,)),
+    (State.NEW, Sign.CLIENT_LEFT, None): (State.DONE, ()),
+    (State.NEW, Sign.STOPPED, None): (State.DONE, (Move.REFUSE,)),
+
+    (State.PREFILLING, Sign.PREFILL_DONE, Way.DELIVER): (State.DECODING, (Move.SEND_DECODE,)),
+    (State.PREFILLING, Sign.PREFILL_DONE, Way.ALONE): (State.DECODING, (Move.SEND_DECODE,)),
+    (State.PREFILLING, Sign.PREFILL_DONE, Way.NOWHERE): (State.DONE, (Move.REFUSE,)),
+    (State.PREFILLING, Sign.PREFILL_LOST, Way.PAIR): (State.BOTH, (Move.SEND_PREFILL, Move.SEND_DECODE)),
+    (State.PREFILLING, Sign.PREFILL_LOST, Way.SEQUENTIAL): (State.PREFILLING, (Move.SEND_PREFILL,)),
+    (State.PREFILLING, Sign.PREFILL_LOST, Way.ALONE): (State.DECODING, (Move.SEND_DECODE,)),
+    (State.PREFILLING, Sign.PREFILL_LOST, Way.NOWHERE): (State.DONE, (Move.REFUSE,)),
+    (State.PREFILLING, Sign.PREFILL_REFUSED, None): (State.DONE, (Move.PASS_ON,)),
+    (State.PREFILLING, Sign.CLIENT_LEFT, None): (State.DONE, (Move.CANCEL_PREFILL,)),
+    (State.PREFILLING, Sign.STOPPED, None): (State.DONE, (Move.CANCEL_PREFILL, Move.REFUSE)),
+
+    (State.BOTH, Sign.PREFILL_DONE, Way.KEEP): (State.DECODING, ()),
+    (State.BOTH, Sign.PREFILL_DONE, Way.DELIVER): (State.DECODING, (Move.CANCEL_DECODE, Move.SEND_DECODE)),
+    (State.BOTH, Sign.PREFILL_DONE, Way.ALONE): (State.DECODING, (Move.CANCEL_DECODE, Move.SEND_DECODE)),
+    (State.BOTH, Sign.PREFILL_DONE, Way.NOWHERE): (State.DONE, (Move.CANCEL_DECODE, Move.REFUSE)),
+    (State.BOTH, Sign.PREFILL_LOST, Way.PAIR):
+        (State.BOTH, (Move.CANCEL_DECODE, Move.SEND_PREFILL, Move.SEND_DECODE)),
+    (State.BOTH, Sign.PREFILL_LOST, Way.SEQUENTIAL): (State.PREFILLING, (Move.CANCEL_DECODE, Move.SEND_PREFILL)),
+    (State.BOTH, Sign.PREFILL_LOST, Way.ALONE): (State.DECODING, (Move.CANCEL_DECODE, Move.SEND_DECODE)),
+    (State.BOTH, Sign.PREFILL_LOST, Way.NOWHERE): (State.DONE, (Move.CANCEL_DECODE, Move.REFUSE)),
+    (State.BOTH, Sign.PREFILL_REFUSED, None): (State.DONE, (Move.CANCEL_DECODE, Move.PASS_ON)),
+    (State.BOTH, Sign.DECODE_STARTED, None): (State.STREAMING_BOTH, (Move.RELAY,)),
+    (State.BOTH, Sign.DECODE_LOST, Way.PAIR):
+        (State.BOTH, (Move.CANCEL_PREFILL, Move.SEND_PREFILL, Move.SEND_DECODE)),
+    (State.BOTH, Sign.DECODE_LOST, Way.SEQUENTIAL): (State.PREFILLING, (Move.CANCEL_PREFILL, Move.SEND_PREFILL)),
+    (State.BOTH, Sign.DECODE_LOST, Way.ALONE): (State.DECODING, (Move.CANCEL_PREFILL, Move.SEND_DECODE)),
+    (State.BOTH, Sign.DECODE_LOST, Way.NOWHERE): (State.DONE, (Move.CANCEL_PREFILL, Move.REFUSE)),
+    (State.BOTH, Sign.DECODE_REFUSED, None): (State.DONE, (Move.CANCEL_PREFILL, Move.PASS_ON)),
+    (State.BOTH, Sign.CLIENT_LEFT, None): (State.DONE, (Move.CANCEL_PREFILL, Move.CANCEL_DECODE)),
+    (State.BOTH, Sign.STOPPED, None): (State.DONE, (Move.CANCEL_PREFILL, Move.CANCEL_DECODE, Move.REFUSE)),
+
+    (State.DECODING, Sign.DECODE_STARTED, None): (State.STREAMING, (Move.RELAY,)),
+    (State.DECODING, Sign.DECODE_LOST, Way.DELIVER): (State.DECODING, (Move.SEND_DECODE,)),
+    (State.DECODING, Sign.DECODE_LOST, Way.ALONE): (State.DECODING, (Move.SEND_DECODE,)),
+    (State.DECODING, Sign.DECODE_LOST, Way.NOWHERE): (State.DONE, (Move.REFUSE,)),
+    (State.DECODING, Sign.DECODE_REFUSED, None): (State.DONE, (Move.PASS_ON,)),
+    (State.DECODING, Sign.CLIENT_LEFT, None): (State.DONE, (Move.CANCEL_DECODE,)),
+    (State.DECODING, Sign.STOPPED, None): (State.DONE, (Move.CANCEL_DECODE, Move.REFUSE)),
+
+    (State.STREAMING_BOTH, Sign.PREFILL_DONE, Way.KEEP): (State.STREAMING, ()),
+    (State.STREAMING_BOTH, Sign.PREFILL_LOST, Way.KEEP): (State.STREAMING, ()),
+    (State.STREAMING_BOTH, Sign.PREFILL_REFUSED, None): (State.STREAMING, ()),
+    (State.STREAMING_BOTH, Sign.DECODE_ENDED, None): (State.DONE, (Move.CANCEL_PREFILL, Move.FINISH)),
+    (State.STREAMING_BOTH, Sign.DECODE_LOST, Way.KEEP): (State.DONE, (Move.CANCEL_PREFILL, Move.BREAK)),
+    (State.STREAMING_BOTH, Sign.CLIENT_LEFT, None): (State.DONE, (Move.CANCEL_PREFILL, Move.CANCEL_DECODE)),
+    (State.STREAMING_BOTH, Sign.STOPPED, None):
+        (State.DONE, (Move.CANCEL_PREFILL, Move.CANCEL_DECODE, Move.BREAK)),
+
+    (State.STREAMING, Sign.DECODE_ENDED, None): (State.DONE, (Move.FINISH,)),
+    (State.STREAMING, Sign.DECODE_LOST, Way.KEEP): (State.DONE, (Move.BREAK,)),
+    (State.STREAMING, Sign.CLIENT_LEFT, None): (State.DONE, (Move.CANCEL_DECODE,)),
+    (State.STREAMING, Sign.STOPPED, None): (State.DONE, (Move.CANCEL_DECODE, Move.BREAK)),
+}
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """An error of the proxy's own for the client. `retry_after` in seconds, None when retrying is no use."""
+
+    status: int
+    kind: str  # the `type` of OpenAI's error object
+    message: str
+    retry_after: int | None = None
+
+
+NO_DECODE = Problem(503, "service_unavailable", "no decode server is healthy; see /health of this proxy")
+BUSY = Problem(503, "overloaded", "every decode server has as many requests in flight as allowed; retry", 1)
+DECODE_FAILED = Problem(502, "upstream_error", "the decode server failed and no other one could take the request")
+BROKEN = Problem(502, "upstream_error", "the decode server failed in the middle of its answer")
+TIMED_OUT = Problem(504, "timeout", "the request took longer than this proxy allows")
+STOPPING = Problem(503, "service_unavailable", "this proxy is stopping; retry elsewhere", 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """What decode is told: the id that both sides carry, and the node whose shard gets the blocks."""
+
+    id: str
+    node: str
+
+
+# Events. `attempt` is the number from the Send action it answers; what names an attempt given up is ignored.
+@dataclass(frozen=True, slots=True)
+class Begin:
+    hand_off: bool  # whether the prompt is worth a prefill elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillAnswered:
+    attempt: int
+    node: str | None  # None: the server runs without a connector that hands off
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFailed:
+    attempt: int
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRefused:
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStarted:
+    """The first bytes for the client are there."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeEnded:
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFailed:
+    attempt: int
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRefused:
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLeft:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    problem: Problem
+
+
+PrefillEvent = PrefillAnswered | PrefillFailed | PrefillRefused
+DecodeEvent = DecodeStarted | DecodeEnded | DecodeFailed | DecodeRefused
+Event = Begin | PrefillEvent | DecodeEvent | ClientLeft | Stopped
+
+SIGNS: Mapping[type[Event], Sign] = {
+    Begin: Sign.BEGIN,
+    PrefillAnswered: Sign.PREFILL_DONE,
+    PrefillFailed: Sign.PREFILL_LOST,
+    PrefillRefused: Sign.PREFILL_REFUSED,
+    DecodeStarted: Sign.DECODE_STARTED,
+    DecodeEnded: Sign.DECODE_ENDED,
+    DecodeFailed: Sign.DECODE_LOST,
+    DecodeRefused: Sign.DECODE_REFUSED,
+    ClientLeft: Sign.CLIENT_LEFT,
+    Stopped: Sign.STOPPED,
+}
+
+
+# Actions, to be performed in order.
+@dataclass(frozen=True, slots=True)
+class SendPrefill:
+    attempt: int
+    server: Server
+    handoff_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendDecode:
+    attempt: int
+    server: Server
+    handoff: Handoff | None  # None: the client's body as it came
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class PassOn:
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    problem: Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    problem: Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    pass
+
+
+Action = SendPrefill | SendDecode | Cancel | Relay | PassOn | Refuse | Break | Finish
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """A request under way to one server."""
+
+    attempt: int
+    server: Server
+
+
+class Exchange:
+    """One client request. `handle` never blocks and never raises on what servers or clients do.
+
+    Acquires and releases servers in the pool; once DONE it holds none.
+    """
+
+    def __init__(self, pool: ServerPool, new_handoff_id: Callable[[], str]) -> None:
+        self.state = State.NEW
+        self._pool = pool
+        self._new_handoff_id = new_handoff_id
+        self._hand_off = False
+        self._sides: dict[Role, _Side | None] = {Role.PREFILL: None, Role.DECODE: None}
+        self._dropped: dict[Role, int] = {}  # attempts to cancel
+        self._lost: dict[Role, set[str]] = {Role.PREFILL: set(), Role.DECODE: set()}  # URLs not to try again
+        self._next: dict[Role, Server | None] = {Role.PREFILL: None, Role.DECODE: None}  # chosen for the next Send
+        self._attempts = 0
+        self._handoff_id = ""
+        self._promised: Handoff | None = None  # what decode was or will be told
+        self._delivered = False  # the prefill of the promised hand-off has finished
+        self._problem = NO_DECODE
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """The actions that follow. Empty for events of attempts given up, and after DONE."""
+        if self.state is State.DONE or not self._is_current(event):
+            return []
+        before = {role: side.attempt for role, side in self._sides.items() if side is not None}
+        self._account(event, now)
+        sign = SIGNS[type(event)]
+        self.state, moves = TRANSITIONS[self.state, sign, self._way(event)]
+        return [self._perform(move, before, sign) for move in moves]
+
+    def _is_current(self, event: Event) -> bool:
+        if isinstance(event, PrefillEvent):
+            side = self._sides[Role.PREFILL]
+        elif isinstance(event, DecodeEvent):
+            side = self._sides[Role.DECODE]
+        else:
+            return True
+        return side is not None and side.attempt == event.attempt
+
+    def _account(self, event: Event, now: float) -> None:
+        """Tell the pool what the event says about a server, and end the side that it ends."""
+        if isinstance(event, Begin):
+            self._hand_off = event.hand_off
+        elif isinstance(event, PrefillEvent):
+            server = self._end(Role.PREFILL)
+            if isinstance(event, PrefillFailed):
+                self._lost[Role.PREFILL].add(server.url)
+                self._pool.failed(server, event.fault, now)
+            else:
+                self._pool.answered(server)
+            if isinstance(event, PrefillAnswered):
+                self._pool.learnt(server, event.node)
+        elif isinstance(event, DecodeFailed):
+            server = self._end(Role.DECODE)
+            self._lost[Role.DECODE].add(server.url)
+            self._pool.failed(server, event.fault, now)
+            self._problem = BROKEN if self._is_streaming() else DECODE_FAILED
+        elif isinstance(event, DecodeEnded | DecodeRefused):
+            self._pool.answered(self._end(Role.DECODE))
+        elif isinstance(event, Stopped):
+            self._problem = event.problem
+
+    def _is_streaming(self) -> bool:
+        return self.state in (State.STREAMING_BOTH, State.STREAMING)
+
+    def _end(self, role: Role) -> Server:
+        side = self._sides[role]
+        assert side is not None, f"no {role.value} under way"
+        self._sides[role] = None
+        self._pool.release(side.server)
+        return side.server
+
+    def _way(self, event: Event) -> Way | None:
+        """How it goes on, where that depends on the servers; the servers for it are chosen here."""
+        if isinstance(event, PrefillAnswered):
+            return self._after_prefill(event.node)
+        if isinstance(event, PrefillFailed | DecodeFailed) and self._is_streaming():
+            return Way.KEEP
+        if isinstance(event, DecodeFailed) and self.state is State.DECODING:
+            return self._decode_only()
+        if isinstance(event, Begin | PrefillFailed | DecodeFailed):
+            return self._afresh()
+        return None
+
+    def _after_prefill(self, node: str | None) -> Way:
+        if self._is_streaming() or (
+            self.state is State.BOTH and self._promised is not None and self._promised.node == node
+        ):
+            self._delivered = True
+            return Way.KEEP
+        self._delivered = node is not None
+        self._promised = None if node is None else Handoff(self._handoff_id, node)
+        return self._decode_only()
+
+    def _decode_only(self) -> Way:
+        """Start decode, again or for the first time, with what prefill left."""
+        self._drop(Role.DECODE)
+        if not self._delivered:
+            self._promised = None
+        if not self._find_decode():
+            return Way.NOWHERE
+        return Way.ALONE if self._promised is None else Way.DELIVER
+
+    def _afresh(self) -> Way:
+        """Start from the beginning with a new hand-off id. The same prefill server again if it is still well."""
+        side = self._sides[Role.PREFILL]
+        self._drop(Role.PREFILL)
+        self._drop(Role.DECODE)
+        self._promised, self._delivered = None, False
+        if not self._find_decode():
+            return Way.NOWHERE
+        prefill = None
+        if self._hand_off:
+            prefill = self._pool.choose(
+                Role.PREFILL, exclude=self._lost[Role.PREFILL], prefer=None if side is None else side.server
+            )
+        self._next[Role.PREFILL] = prefill
+        if prefill is None:
+            return Way.ALONE
+        self._handoff_id = self._new_handoff_id()
+        if prefill.node is None:
+            return Way.SEQUENTIAL
+        self._promised = Handoff(self._handoff_id, prefill.node)
+        return Way.PAIR
+
+    def _find_decode(self) -> bool:
+        found = self._pool.choose(Role.DECODE, exclude=self._lost[Role.DECODE])
+        self._next[Role.DECODE] = found
+        if found is None and not self._lost[Role.DECODE]:
+            self._problem = BUSY if self._pool.healthy(Role.DECODE) else NO_DECODE
+        return found is not None
+
+    def _drop(self, role: Role) -> None:
+        """Give a side up: its server is free for the choice that follows, its attempt is to be cancelled."""
+        side = self._sides[role]
+        if side is not None:
+            self._dropped[role] = side.attempt
+            self._end(role)
+
+    def _perform(self, move: Move, before: Mapping[Role, int], sign: Sign) -> Action:
+        if move is Move.SEND_PREFILL:
+            attempt, server = self._send(Role.PREFILL)
+            return SendPrefill(attempt, server, self._handoff_id)
+        if move is Move.SEND_DECODE:
+            attempt, server = self._send(Role.DECODE)
+            return SendDecode(attempt, server, self._promised)
+        if move is Move.CANCEL_PREFILL or move is Move.CANCEL_DECODE:
+            role = Role.PREFILL if move is Move.CANCEL_PREFILL else Role.DECODE
+            self._drop(role)
+            return Cancel(self._dropped.pop(role))
+        if move is Move.RELAY:
+            return Relay(before[Role.DECODE])
+        if move is Move.PASS_ON:
+            return PassOn(before[Role.PREFILL if sign is Sign.PREFILL_REFUSED else Role.DECODE])
+        if move is Move.REFUSE:
+            return Refuse(self._problem)
+        return Break(self._problem) if move is Move.BREAK else Finish()
+
+    def _send(self, role: Role) -> tuple[int, Server]:
+        server = self._next[role]
+        assert server is not None, f"no {role.value} server was chosen"
+        self._attempts += 1
+        self._sides[role] = _Side(self._attempts, server)
+        self._pool.acquire(server)
+        return self._attempts, server

@@ -1,0 +1,287 @@
+"""Performs the actions of one exchange: sends its requests, turns what comes back into events, answers the client.
+
+Runs on the proxy's event loop: `run` in the task of the client's request, each request to a server in one of its own.
+Only `run` touches the Exchange; the tasks post events. The decode task writes to the client, once it was told to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+
+from kvservice.proxy import bodies, upstream
+from kvservice.proxy.bodies import ClientBody
+from kvservice.proxy.metrics import ProxyMetrics
+from kvservice.proxy.plan import (
+    TIMED_OUT,
+    Action,
+    Begin,
+    Break,
+    Cancel,
+    ClientLeft,
+    DecodeEnded,
+    DecodeFailed,
+    DecodeRefused,
+    DecodeStarted,
+    Event,
+    Exchange,
+    Finish,
+    PassOn,
+    PrefillAnswered,
+    PrefillFailed,
+    PrefillRefused,
+    Problem,
+    Refuse,
+    Relay,
+    SendDecode,
+    SendPrefill,
+    Stopped,
+)  # fmt: skip
+from kvservice.proxy.servers import Fault, Role, Server, ServerPool
+from kvservice.proxy.settings import ProxySettings
+from kvservice.proxy.upstream import Answer, UpstreamFault, Verdict
+
+log = logging.getLogger("kvservice.proxy")
+
+LAST_WRITE_SECONDS = 2.0  # for the end of a stream; a client that takes longer is not reading
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all exchanges of one proxy share."""
+
+    settings: ProxySettings
+    pool: ServerPool
+    session: aiohttp.ClientSession
+    metrics: ProxyMetrics
+    check_soon: Callable[[], None]  # a server failed: look at its health before the next interval
+
+
+class ClientGone(Exception):
+    """The client's connection broke while its answer was being written."""
+
+
+def new_handoff_id() -> str:
+    """32 lower-case hex digits, never twice."""
+    return secrets.token_hex(16)
+
+
+def problem_response(problem: Problem) -> web.Response:
+    headers = {} if problem.retry_after is None else {"Retry-After": str(problem.retry_after)}
+    return web.Response(
+        status=problem.status, body=bodies.error_body(problem), content_type="application/json", headers=headers
+    )
+
+
+def answer_response(answer: Answer) -> web.Response:
+    return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
+
+
+class ClientExchange:
+    """One request of a client to one of the two completion endpoints."""
+
+    def __init__(self, around: Surroundings, request: web.Request, body: ClientBody) -> None:
+        self._around = around
+        self._request = request
+        self._body = body
+        self._headers = upstream.forwarded_headers(request.headers)
+        self._exchange = Exchange(around.pool, new_handoff_id)
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._servers: dict[int, Server] = {}
+        self._go_ahead: dict[int, asyncio.Event] = {}  # by decode attempt: it may write to the client
+        self._refusals: dict[int, Answer] = {}
+        self._streamed: web.StreamResponse | None = None
+        self._answer: web.StreamResponse | None = None
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+
+    async def run(self) -> web.StreamResponse:
+        """The client's answer, complete. Cancelling it ends the requests to the servers."""
+        settings, path = self._around.settings, self._request.path
+        worth_it = self._body.single and self._body.prompt_chars >= settings.min_prefill_chars
+        deadline = self._loop.call_later(settings.request_seconds, self.stop, TIMED_OUT)
+        status = "left"
+        try:
+            self._events.put_nowait(Begin(hand_off=worth_it))
+            while self._answer is None:
+                event = await self._events.get()
+                for action in self._exchange.handle(event, self._loop.time()):
+                    await self._perform(action)
+                if isinstance(event, PrefillFailed | DecodeFailed):
+                    self._around.check_soon()
+                if isinstance(event, ClientLeft):
+                    return web.Response(status=499) if self._streamed is None else self._streamed  # nobody reads it
+            status = str(self._answer.status)
+            return self._answer
+        finally:
+            deadline.cancel()
+            for action in self._exchange.handle(ClientLeft(), self._loop.time()):  # nothing when it is done
+                if isinstance(action, Cancel):
+                    self._around.metrics.cancelled(self._servers[action.attempt])
+            running = [task for task in self._tasks.values() if not task.done()]
+            for task in running:
+                task.cancel()
+            self._around.metrics.request_ended(path, status, self._loop.time() - self._began)
+            await asyncio.gather(*running, return_exceptions=True)
+
+    def stop(self, problem: Problem) -> None:
+        """End it soon, with this as the client's error."""
+        self._events.put_nowait(Stopped(problem))
+
+    def server_fell_sick(self, server: Server) -> None:
+        """Do not wait for an answer of it that has not begun: nothing may ever come, not even a broken connection."""
+        for attempt, asked in self._servers.items():
+            begun = self._streamed is not None and attempt in self._go_ahead
+            if asked is server and not begun and not self._tasks[attempt].done():
+                self._tasks[attempt].cancel()
+                self._failed(attempt, server, Fault.UNREACHABLE, "its health check failed meanwhile")
+
+    async def _perform(self, action: Action) -> None:
+        if isinstance(action, SendPrefill):
+            self._start(action.attempt, action.server, self._prefill(action), handoff=True)
+        elif isinstance(action, SendDecode):
+            self._go_ahead[action.attempt] = asyncio.Event()
+            self._start(action.attempt, action.server, self._decode(action), handoff=action.handoff is not None)
+        elif isinstance(action, Cancel):
+            self._around.metrics.cancelled(self._servers[action.attempt])
+            self._tasks[action.attempt].cancel()
+        elif isinstance(action, Relay):
+            self._go_ahead[action.attempt].set()
+        elif isinstance(action, PassOn):
+            self._answer = answer_response(self._refusals[action.attempt])
+        elif isinstance(action, Refuse):
+            self._answer = problem_response(action.problem)
+        elif isinstance(action, Break):
+            self._around.metrics.broken_stream()
+            await self._break(action.problem)
+        elif isinstance(action, Finish):
+            assert self._streamed is not None, "the exchange ended without an answer"
+            await self._last_write(self._streamed.write_eof())
+            self._answer = self._streamed
+
+    def _start(self, attempt: int, server: Server, work: Coroutine[Any, Any, None], *, handoff: bool) -> None:
+        self._around.metrics.sent(server, handoff=handoff)
+        self._servers[attempt] = server
+        self._tasks[attempt] = asyncio.create_task(self._guarded(attempt, server, work))
+
+    async def _guarded(self, attempt: int, server: Server, work: Coroutine[Any, Any, None]) -> None:
+        """Whatever goes wrong in a task becomes an event: nothing may leave the client waiting."""
+        try:
+            await work
+            return
+        except ClientGone:
+            self._events.put_nowait(ClientLeft())
+            return
+        except UpstreamFault as error:
+            fault, detail = error.fault, str(error)
+        except Exception as error:  # a bug in one task must not hang a request
+            log.exception("exchange_task_failed", extra={"server": server.url})
+            fault, detail = Fault.ERROR, f"{type(error).__name__}: {error}"
+        self._failed(attempt, server, fault, detail)
+
+    def _failed(self, attempt: int, server: Server, fault: Fault, detail: str) -> None:
+        self._around.metrics.failed(server, fault)
+        fields = {"role": server.role.value, "server": server.url, "fault": fault.value, "detail": detail[:300]}
+        log.warning("request_to_server_failed", extra=fields)
+        failed = PrefillFailed if server.role is Role.PREFILL else DecodeFailed
+        self._events.put_nowait(failed(attempt, fault))
+
+    async def _prefill(self, action: SendPrefill) -> None:
+        settings = self._around.settings
+        async with upstream.asked(
+            self._around.session,
+            action.server,
+            self._request.path,
+            connect_seconds=settings.connect_seconds,
+            total_seconds=settings.prefill_seconds,
+            headers=self._headers,
+            body=bodies.prefill_body(self._body, action.handoff_id),
+        ) as response:
+            answer = await upstream.whole(response)
+        verdict = upstream.verdict_of(answer.status)
+        if verdict is Verdict.GOOD:
+            self._events.put_nowait(PrefillAnswered(action.attempt, bodies.node_of(answer.body)))
+        elif verdict is Verdict.REFUSED:
+            self._refusals[action.attempt] = answer
+            self._events.put_nowait(PrefillRefused(action.attempt))
+        else:
+            raise UpstreamFault(Fault.BUSY if verdict is Verdict.BUSY else Fault.ERROR, f"status {answer.status}")
+
+    async def _decode(self, action: SendDecode) -> None:
+        attempt = action.attempt
+        async with upstream.asked(
+            self._around.session,
+            action.server,
+            self._request.path,
+            connect_seconds=self._around.settings.connect_seconds,
+            total_seconds=None,  # the exchange as a whole has a deadline
+            headers=self._headers,
+            body=bodies.decode_body(self._body, action.handoff),
+        ) as response:
+            verdict = upstream.verdict_of(response.status)
+            if verdict is Verdict.FAULTY:
+                raise UpstreamFault(Fault.ERROR, f"status {response.status}")
+            if verdict is not Verdict.GOOD:
+                self._refusals[attempt] = await upstream.whole(response)
+                self._events.put_nowait(DecodeRefused(attempt))
+                return
+            async for piece in upstream.pieces(response):
+                if self._streamed is None:
+                    await self._begin_answer(attempt, response, len(piece))
+                await self._write(piece)
+            if self._streamed is None:
+                await self._begin_answer(attempt, response, 0)
+        self._events.put_nowait(DecodeEnded(attempt))
+
+    async def _begin_answer(self, attempt: int, response: aiohttp.ClientResponse, first_bytes: int) -> None:
+        """Commit to this attempt: from here on the client sees it."""
+        self._events.put_nowait(DecodeStarted(attempt))
+        await self._go_ahead[attempt].wait()
+        headers: CIMultiDict[str] = upstream.returned_headers(response.headers)
+        streamed = web.StreamResponse(status=response.status, headers=headers)
+        if not upstream.is_event_stream(response):
+            streamed.content_length = first_bytes  # it comes in one piece
+        self._streamed = streamed
+        self._around.metrics.first_byte(self._request.path, self._loop.time() - self._began)
+        try:
+            await streamed.prepare(self._request)
+        except ConnectionError as error:
+            raise ClientGone from error
+
+    async def _write(self, piece: bytes) -> None:
+        assert self._streamed is not None, "bytes for the client before the answer began"
+        try:
+            await self._streamed.write(piece)
+        except ConnectionError as error:
+            raise ClientGone from error
+
+    async def _break(self, problem: Problem) -> None:
+        """End an answer that cannot be completed so that the client knows."""
+        streamed = self._streamed
+        if streamed is None or not streamed.prepared:
+            self._answer = problem_response(problem)  # it may begin, but nothing of it has left yet
+            return
+        self._answer = streamed
+        if streamed.content_type == "text/event-stream":
+            await self._last_write(streamed.write(bodies.error_event(problem)))
+            await self._last_write(streamed.write_eof())
+        elif self._request.transport is not None:
+            self._request.transport.abort()  # a body cut short must not look complete
+
+    async def _last_write(self, writing: Coroutine[Any, Any, None]) -> None:
+        with suppress(ConnectionError):
+            try:
+                await asyncio.wait_for(writing, LAST_WRITE_SECONDS)
+            except asyncio.TimeoutError:
+                if self._request.transport is not None:
+                    self._request.transport.abort()

@@ -1,0 +1,230 @@
+"""The proxy as an HTTP server: its routes, its limits, its start and its orderly end.
+
+Runs on one event loop, which it owns when started by `run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+
+import aiohttp
+from aiohttp import web
+
+from kvservice.errors import InvalidRequest, Unavailable
+from kvservice.proxy import bodies, upstream
+from kvservice.proxy.checks import ServerChecks
+from kvservice.proxy.metrics import ProxyMetrics
+from kvservice.proxy.plan import BUSY, DECODE_FAILED, NO_DECODE, STOPPING, Problem
+from kvservice.proxy.relay import ClientExchange, Surroundings, answer_response, problem_response
+from kvservice.proxy.servers import Role, Server, ServerPool
+from kvservice.proxy.settings import ProxySettings
+from kvservice.proxy.upstream import UpstreamFault, Verdict
+
+log = logging.getLogger("kvservice.proxy")
+
+BACKLOG = 512
+MODELS_SECONDS = 10.0
+ENDING_SECONDS = 3.0  # for exchanges that were told to stop, and for connections to close
+SLOW_BODY = Problem(408, "timeout", "the request body did not arrive in time")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Proxy:
+    """One proxy. `start`, then `stop`; both on the loop that serves. `port` is the one really bound."""
+
+    def __init__(self, settings: ProxySettings) -> None:
+        self.settings = settings
+        self.port = 0
+        self.pool = ServerPool(
+            settings.prefill,
+            settings.decode,
+            in_flight_max=settings.in_flight_max,
+            check_seconds=settings.check_seconds,
+        )
+        self.metrics = ProxyMetrics(self.pool)
+        self._exchanges: set[ClientExchange] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._stopping = False
+        self._session: aiohttp.ClientSession | None = None
+        self._around: Surroundings | None = None
+        self._checking: asyncio.Task[None] | None = None
+        self._runner: web.AppRunner | None = None
+        self._site: web.TCPSite | None = None
+
+    async def start(self) -> None:
+        """Listen and begin to check the servers. Raises Unavailable when the address cannot be bound."""
+        settings = self.settings
+        self._session = upstream.new_session()
+        checks = ServerChecks(settings, self.pool, self._session, self._server_fell_sick)
+        self._around = Surroundings(settings, self.pool, self._session, self.metrics, checks.soon)
+        # Without cancellation a client that leaves would be noticed at the next write only.
+        self._runner = web.AppRunner(self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        self._site = web.TCPSite(self._runner, settings.host, settings.port, backlog=BACKLOG)
+        try:
+            await self._site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            await self._session.close()
+            raise Unavailable(
+                f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port"
+            ) from error
+        self.port = self._runner.addresses[0][1]
+        self._checking = asyncio.create_task(checks.run())
+        log.info("proxy_listening", extra={"host": settings.host, "port": self.port})
+
+    async def stop(self) -> None:
+        """Accept nothing more, let exchanges finish within the grace period, end the rest with an error, close."""
+        assert self._site is not None and self._runner is not None and self._session is not None
+        self._stopping = True
+        await self._site.stop()
+        log.info("proxy_stopping", extra={"in_flight": len(self._exchanges)})
+        if not await self._finished_within(self.settings.grace_seconds):
+            for exchange in list(self._exchanges):
+                exchange.stop(STOPPING)
+            await self._finished_within(ENDING_SECONDS)
+        if self._checking is not None:
+            self._checking.cancel()
+            await asyncio.gather(self._checking, return_exceptions=True)
+        await self._runner.cleanup()
+        await self._session.close()
+
+    def _server_fell_sick(self, server: Server) -> None:
+        for exchange in list(self._exchanges):
+            exchange.server_fell_sick(server)
+
+    async def _finished_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    def _app(self) -> web.Application:
+        app = web.Application(client_max_size=self.settings.body_bytes_max, middlewares=[openai_errors])
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        return app
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        assert self._around is not None
+        try:
+            raw = await asyncio.wait_for(request.read(), self.settings.request_seconds)
+        except asyncio.TimeoutError:
+            return problem_response(SLOW_BODY)
+        body = bodies.read_body(raw)
+        if self._stopping:
+            return problem_response(STOPPING)
+        exchange = ClientExchange(self._around, request, body)
+        self._exchanges.add(exchange)
+        self._idle.clear()
+        try:
+            return await exchange.run()
+        finally:
+            self._exchanges.discard(exchange)
+            if not self._exchanges:
+                self._idle.set()
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        """What a decode server says; the next one when it fails."""
+        tried: set[str] = set()
+        while (server := self.pool.choose(Role.DECODE, exclude=tried)) is not None:
+            tried.add(server.url)
+            response = await self._forward_get(request, server)
+            if response is not None:
+                return response
+        if tried:
+            return problem_response(DECODE_FAILED)
+        return problem_response(BUSY if self.pool.healthy(Role.DECODE) else NO_DECODE)
+
+    async def _forward_get(self, request: web.Request, server: Server) -> web.Response | None:
+        assert self._session is not None
+        self.pool.acquire(server)
+        try:
+            async with upstream.asked(
+                self._session,
+                server,
+                request.path_qs,
+                connect_seconds=self.settings.connect_seconds,
+                total_seconds=MODELS_SECONDS,
+                headers=upstream.forwarded_headers(request.headers),
+            ) as response:
+                answer = await upstream.whole(response)
+        except UpstreamFault as error:
+            self.pool.failed(server, error.fault, asyncio.get_running_loop().time())
+            return None
+        finally:
+            self.pool.release(server)
+        return None if upstream.verdict_of(answer.status) is Verdict.FAULTY else answer_response(answer)
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        well = self.pool.healthy(Role.DECODE) and not self._stopping
+        state = "stopping" if self._stopping else "ok" if well else "no healthy decode server"
+        body = {"status": state, "servers": [describe(server) for server in self.pool]}
+        return web.Response(
+            status=200 if well else 503, body=json.dumps(body).encode(), content_type="application/json"
+        )
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=self.metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+
+def describe(server: Server) -> dict[str, object]:
+    """One server in the answer of /health."""
+    state: dict[str, object] = {
+        "role": server.role.value,
+        "url": server.url,
+        "healthy": server.healthy,
+        "in_flight": server.in_flight,
+    }
+    if not server.healthy:
+        state["reason"] = server.reason
+    if server.role is Role.PREFILL:
+        state |= {"node": server.node, "hands_off": server.healthy and not server.plain}
+    return state
+
+
+@web.middleware
+async def openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error of the proxy's own in OpenAI's form."""
+    try:
+        return await handler(request)
+    except InvalidRequest as error:
+        return problem_response(Problem(400, "invalid_request_error", error.message))
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        response = problem_response(Problem(error.status, "invalid_request_error", error.text or error.reason))
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
+
+
+async def serve(settings: ProxySettings) -> None:
+    """Until SIGINT or SIGTERM. A second signal ends it at once."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    proxy = Proxy(settings)
+    await proxy.start()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    try:
+        await ended.wait()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)  # back to the defaults, which end the process
+    finally:
+        await proxy.stop()
+
+
+def run(settings: ProxySettings) -> None:
+    """Blocks until the proxy has ended. Raises Unavailable when it cannot listen."""
+    asyncio.run(serve(settings))

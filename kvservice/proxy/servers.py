@@ -1,0 +1,150 @@
+"""The servers behind the proxy: which are healthy, how many requests each has, which node a prefill server is on.
+
+Pure bookkeeping: no clock, no I/O; `now` is passed in, in seconds of a monotonic clock. Everything runs on the proxy's
+one event loop. A server is chosen only while it is healthy and below its limit of requests in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+ERRORS_MAX = 3  # answers with a server error in a row after which a server counts as sick
+SLOW_CHECKS_MAX = 2  # health checks without an answer in a row; one may only mean a busy API process
+
+
+class Role(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Fault(Enum):
+    """Why a request to a server came to nothing."""
+
+    UNREACHABLE = "unreachable"  # no connection, or it broke
+    ERROR = "error"  # an answer that says the server is at fault
+    TIMEOUT = "timeout"
+    BUSY = "busy"  # the server is well and refuses more work
+
+
+@dataclass(slots=True)
+class Server:
+    """One server in one role. Mutable: it is the record that the pool keeps."""
+
+    role: Role
+    url: str  # base address without a trailing slash
+    healthy: bool = False
+    reason: str = "not checked yet"  # why it is not healthy; "" when it is
+    in_flight: int = 0
+    errors: int = 0  # answers with a server error since the last good one
+    slow_checks: int = 0
+    next_check_at: float = 0.0
+    checking: bool = False
+    node: str | None = None  # prefill only: the node whose shard gets the blocks it computes, while known
+    plain: bool = False  # prefill only: its last answer named no node, so handing work to it is useless
+
+
+class ServerPool:
+    """All servers. `now` in seconds; nothing here blocks or raises on what servers do."""
+
+    def __init__(
+        self, prefill: Sequence[str], decode: Sequence[str], *, in_flight_max: int, check_seconds: float
+    ) -> None:
+        self._servers = {
+            Role.PREFILL: [Server(Role.PREFILL, url) for url in prefill],
+            Role.DECODE: [Server(Role.DECODE, url) for url in decode],
+        }
+        self._turn = {Role.PREFILL: 0, Role.DECODE: 0}  # where the search starts next: ties go round
+        self._in_flight_max = in_flight_max
+        self._check_seconds = check_seconds
+
+    def __iter__(self) -> Iterator[Server]:
+        for servers in self._servers.values():
+            yield from servers
+
+    def healthy(self, role: Role) -> bool:
+        """Whether any server of this role is."""
+        return any(server.healthy for server in self._servers[role])
+
+    def choose(self, role: Role, *, exclude: Collection[str] = (), prefer: Server | None = None) -> Server | None:
+        """The usable server with the least requests in flight; of equals the next in turn. None when there is none.
+
+        `exclude` has URLs. `prefer` wins whenever it is usable at all.
+        """
+        servers = self._servers[role]
+        start = self._turn[role]
+        order = [*servers[start:], *servers[:start]]
+        usable = [server for server in order if self._usable(server) and server.url not in exclude]
+        if not usable:
+            return None
+        if prefer is not None and any(server is prefer for server in usable):
+            return prefer
+        return min(usable, key=lambda server: server.in_flight)
+
+    def _usable(self, server: Server) -> bool:
+        return server.healthy and not server.plain and server.in_flight < self._in_flight_max
+
+    def acquire(self, server: Server) -> None:
+        """A request is being sent to it. Every acquire is followed by one release."""
+        server.in_flight += 1
+        servers = self._servers[server.role]
+        self._turn[server.role] = (next(i for i, each in enumerate(servers) if each is server) + 1) % len(servers)
+
+    def release(self, server: Server) -> None:
+        if server.in_flight <= 0:
+            raise AssertionError(f"{server.url} has no request in flight to release")
+        server.in_flight -= 1
+
+    def answered(self, server: Server) -> None:
+        """It gave a good answer, or one that blames the request."""
+        server.errors = 0
+
+    def learnt(self, server: Server, node: str | None) -> None:
+        """What a prefill answer said about the node; None when it said nothing."""
+        server.node = node
+        server.plain = node is None
+
+    def failed(self, server: Server, fault: Fault, now: float) -> None:
+        """A request to it came to nothing. Anything but being busy has its health checked at once."""
+        if fault is Fault.BUSY:
+            return
+        server.errors += 1
+        server.node = None
+        if not server.checking:
+            server.next_check_at = now
+        if fault is Fault.UNREACHABLE or server.errors >= ERRORS_MAX:
+            self._sicken(server, f"a request failed: {fault.value}")
+
+    def due(self, now: float) -> list[Server]:
+        """Servers whose health is to be checked now; each is handed out once until its check is reported."""
+        found = [server for server in self if not server.checking and server.next_check_at <= now]
+        for server in found:
+            server.checking = True
+        return found
+
+    def seconds_to_next_check(self, now: float) -> float:
+        """At most one interval, also while every server is being checked."""
+        times = [server.next_check_at for server in self if not server.checking]
+        return max(0.0, min([now + self._check_seconds, *times]) - now)
+
+    def check_passed(self, server: Server, now: float) -> None:
+        self._checked(server, now)
+        server.slow_checks = 0
+        server.errors = 0
+        server.healthy, server.reason = True, ""
+
+    def check_failed(self, server: Server, reason: str, now: float, *, slow: bool) -> None:
+        """`slow`: no answer in time, which one busy moment explains; anything else is believed at once."""
+        self._checked(server, now)
+        server.slow_checks = server.slow_checks + 1 if slow else 0
+        if not slow or server.slow_checks >= SLOW_CHECKS_MAX or not server.healthy:
+            self._sicken(server, reason)
+
+    def _checked(self, server: Server, now: float) -> None:
+        server.checking = False
+        server.next_check_at = now + self._check_seconds
+
+    def _sicken(self, server: Server, reason: str) -> None:
+        server.healthy, server.reason = False, reason
+        server.node, server.plain = None, False  # whoever comes back at this address may be on another node
