@@ -52,7 +52,8 @@ def describe(index: int, group: KVCacheGroupSpec) -> str:
     """`KV cache group 1 (sliding_window of 512 tokens, 22 layers: model.layers.0, model.layers.1, …)`."""
     spec = group.kv_cache_spec
     kind = get_kv_cache_spec_kind(spec)
-    name = type(spec).__name__ if kind in FULL_KINDS | {KVCacheSpecKind.UNKNOWN} else kind.value
+    plain = type(spec) in (FullAttentionSpec, MLAAttentionSpec)
+    name = kind.value if plain or kind not in FULL_KINDS | {KVCacheSpecKind.UNKNOWN} else type(spec).__name__
     window = getattr(spec, "sliding_window", None)
     size = f" of {window} tokens" if window is not None else ""
     shown = ", ".join(group.layer_names[:2]) + (", …" if len(group.layer_names) > 2 else "")

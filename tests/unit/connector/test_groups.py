@@ -105,7 +105,7 @@ def test_several_groups_are_named_by_index_kind_and_layers_with_the_way_out() ->
     with pytest.raises(UnsupportedLayout) as refused:
         only_group(cache(FULL, WINDOW, CHUNKED))
     said = str(refused.value)
-    assert "group 0 (FullAttentionSpec, 3 layers: layers.0.0, layers.0.1, …)" in said
+    assert "group 0 (full_attention, 3 layers: layers.0.0, layers.0.1, …)" in said
     assert "group 1 (sliding_window of 512 tokens, 3 layers: layers.1.0, layers.1.1, …)" in said
     assert "group 2 (chunked_local_attention, 3 layers: layers.2.0" in said
     assert FLAG in said
