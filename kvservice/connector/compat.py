@@ -19,10 +19,11 @@ import vllm
 from vllm.distributed.kv_events import BlockStored, KVCacheEvent
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import BlockHash, get_none_hash_seed, maybe_convert_block_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, group_kernel_blocks
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec, group_kernel_blocks
 
+from kvservice.connector.groups import only_group
 from kvservice.core.fingerprint import Fingerprint
-from kvservice.core.layout import SlotLayout
+from kvservice.core.layout import HeadShare, SlotLayout
 from kvservice.core.messages import EngineSpec
 from kvservice.errors import RandomHashSeed, UnsupportedLayout
 
@@ -37,19 +38,21 @@ def engine_spec(vllm_config: Any, cache_config: KVCacheConfig, engine_id: bytes,
     model = vllm_config.model_config
     names = model.served_model_name
     name = names[0] if isinstance(names, list) else names
+    spec = only_group(cache_config)
     fields: dict[str, object] = {
         "engine": f"vllm {'.'.join(vllm.__version__.split('.')[:2])}",
         "weights": weights_identity(str(model.model), model.revision, getattr(model.hf_config, "_commit_hash", None)),
         "config": config_digest(model.hf_text_config.to_dict()),
         "model_dtype": str(model.dtype),
         "quantization": str(model.quantization),
-        "kv_dtype": str(_spec(cache_config).dtype),
+        "kv_dtype": str(spec.dtype),
         "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "layers": layout.layer_count,
         "kv_heads": layout.kv_head_count,
         "cell_bytes": layout.cell_bytes,
         "cell_format": _cell_format(vllm_config),
         "block_tokens": layout.block_tokens,
+        **_packing_fields(vllm_config, cache_config, spec),
         **hash_fields(vllm_config),
     }
     return EngineSpec(engine_id, Path(str(name)).name or str(name), Fingerprint.of(fields), layout, namespace)
@@ -60,8 +63,9 @@ def slot_layout(vllm_config: Any, cache_config: KVCacheConfig) -> SlotLayout:
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise UnsupportedLayout("pipeline parallelism is not supported: start the engine with one pipeline stage")
-    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
-        raise UnsupportedLayout("decode context parallelism is not supported")
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise UnsupportedLayout(f"context parallelism is not supported: leave {name} at 1")
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.use_eagle():
         # Its draft layers lag a token behind, so the last block of every hit would be wrong for them.
@@ -70,34 +74,41 @@ def slot_layout(vllm_config: Any, cache_config: KVCacheConfig) -> SlotLayout:
         raise UnsupportedLayout(
             "KV scales calculated at run time differ between replicas: start the engine without --calculate-kv-scales"
         )
-    spec = _spec(cache_config)
+    spec = only_group(cache_config)
     hash_block = cache_config.hash_block_size
     if hash_block is not None and hash_block != spec.block_size:
         raise UnsupportedLayout(f"hash block size {hash_block} differs from the block size {spec.block_size}")
     heads = int(spec.num_heads)
-    ranks = parallel.tensor_parallel_size // cache_config.kv_tp_replicas
     return SlotLayout(
         layer_count=len(cache_config.kv_cache_groups[0].layer_names),
-        kv_head_count=heads * ranks,
-        cell_bytes=int(spec.page_size_bytes) // heads,
+        kv_head_count=heads * _shard_count(vllm_config, spec),
+        # Without the padding that vLLM may put behind a page.
+        cell_bytes=int(spec.unpadded_page_size_bytes) // heads,
         block_tokens=int(spec.block_size),
     )
 
 
-def rank_heads(vllm_config: Any, cache_config: KVCacheConfig, rank: int) -> range:
-    """The kv heads of the model that this tensor-parallel rank holds."""
-    heads = int(_spec(cache_config).num_heads)
-    group = rank // cache_config.kv_tp_replicas
-    return range(group * heads, (group + 1) * heads)
+def rank_share(vllm_config: Any, cache_config: KVCacheConfig) -> HeadShare:
+    """The kv heads of the model that this worker's tensor-parallel rank holds, and whom it shares them with."""
+    parallel = vllm_config.parallel_config
+    layout = slot_layout(vllm_config, cache_config)
+    ranks = int(parallel.tensor_parallel_size)
+    return layout.share(int(parallel.rank) % ranks, ranks, _shard_count(vllm_config, only_group(cache_config)))
 
 
-def ordered_layers(cache_config: KVCacheConfig, tensors: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
+def ordered_layers(
+    vllm_config: Any, cache_config: KVCacheConfig, tensors: Mapping[str, torch.Tensor]
+) -> Sequence[torch.Tensor]:
     """KV tensors in the order of the cache group, which is the order of layers in a slot."""
     found = [tensors[name] for name in cache_config.kv_cache_groups[0].layer_names]
     rows = found[0].shape[0]
-    if rows != cache_config.num_blocks and found[0].device.type == "cpu":
-        # The CPU kernels keep K and V apart within a kernel block, so its size would be part of the format.
-        raise UnsupportedLayout(f"{cache_config.num_blocks} blocks in {rows} kernel blocks are not supported on CPU")
+    if rows != cache_config.num_blocks:
+        where = f"{cache_config.num_blocks} blocks in {rows} kernel blocks"
+        if vllm_config.device_config.device_type == "cpu":
+            # The CPU kernels keep K and V apart within a kernel block, so its size would be part of the format.
+            raise UnsupportedLayout(f"{where} are not supported on CPU: use a --block-size of 32 or 128")
+        if _is_packed(only_group(cache_config)):
+            raise UnsupportedLayout(f"{where} are not supported for a KV format that spans tokens: lower --block-size")
     return [group_kernel_blocks(tensor, cache_config.num_blocks) for tensor in found]
 
 
@@ -145,21 +156,41 @@ def weights_identity(model: str, revision: str | None, commit: str | None = None
     return f"sha256:{hasher.hexdigest()}"
 
 
-def _spec(cache_config: KVCacheConfig) -> FullAttentionSpec:
-    groups = cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(f"{i}: {type(g.kv_cache_spec).__name__}" for i, g in enumerate(groups))
+def _shard_count(vllm_config: Any, spec: FullAttentionSpec) -> int:
+    """Different parts that the tensor-parallel ranks hold; ranks beyond them hold copies."""
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+    if spec.max_tp_shards is not None:  # a latent (MLA) is not divided
+        return min(ranks, int(spec.max_tp_shards))
+    if ranks == 1:
+        return 1
+    total = int(vllm_config.model_config.get_total_num_kv_heads())
+    shards = min(ranks, total)
+    if shards * int(spec.num_kv_heads) != total:
         raise UnsupportedLayout(
-            f"models with several KV cache groups are not supported yet; this one has {len(groups)} ({kinds})"
+            f"{total} kv heads over {ranks} tensor-parallel ranks with {spec.num_kv_heads} each are not supported: "
+            "use a degree that divides the heads, or a multiple of them"
         )
-    spec = groups[0].kv_cache_spec
-    if not isinstance(spec, FullAttentionSpec):
-        raise UnsupportedLayout(f"KV cache group 0 is {type(spec).__name__}; only full attention is supported yet")
-    if spec.sliding_window is not None or spec.attention_chunk_size is not None:
-        raise UnsupportedLayout("KV cache group 0 mixes full attention with sliding windows or chunks: not supported")
-    if spec.page_size_bytes % spec.num_heads:
-        raise UnsupportedLayout(f"a page of {spec.page_size_bytes} bytes does not divide over {spec.num_heads} heads")
-    return spec
+    return shards
+
+
+def _is_packed(spec: FullAttentionSpec) -> bool:
+    """A cell is not simply K‖V of one head and token, or a latent: what it holds is the attention backend's secret."""
+    if isinstance(spec, MLAAttentionSpec) and spec.cache_dtype_str == "fp8_ds_mla":
+        return False  # 656 bytes a token, scales among them
+    return spec.num_head_slots is not None or spec.state_content_bytes is not None
+
+
+def _packing_fields(vllm_config: Any, cache_config: KVCacheConfig, spec: FullAttentionSpec) -> dict[str, object]:
+    """What else the bytes depend on. FlashInfer's NVFP4, for one, puts all K heads of a rank before its V heads, so the
+    same number of equal cells has another order at each degree."""
+    fields: dict[str, object] = {}
+    if isinstance(spec, MLAAttentionSpec):
+        fields["latent"] = f"{spec.head_size} {spec.cache_dtype_str}"
+    if _is_packed(spec):
+        fields["packing"] = (
+            f"{spec.kv_quant_mode.name} {cache_config.kv_cache_layout} {_shard_count(vllm_config, spec)} shards"
+        )
+    return fields
 
 
 def _cell_format(vllm_config: Any) -> str:

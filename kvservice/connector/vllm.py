@@ -332,10 +332,9 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if not hasattr(self, "_spec"):
             return
-        rank = self._vllm_config.parallel_config.rank
-        heads = compat.rank_heads(self._vllm_config, self._config, rank)
-        copier = BlockCopier(compat.ordered_layers(self._config, kv_caches), heads)
-        self._worker = WorkerHalf(copier, self._options.verify_load, mover_for(copier.device))
+        share = compat.rank_share(self._vllm_config, self._config)
+        copier = BlockCopier(compat.ordered_layers(self._vllm_config, self._config, kv_caches), share.heads)
+        self._worker = WorkerHalf(copier, self._options.verify_load, mover_for(copier.device), share)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         plan = self._plan()

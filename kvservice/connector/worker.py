@@ -19,6 +19,7 @@ from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
 from kvservice.core.digest import digest_payload
 from kvservice.core.header import SlotHeader
+from kvservice.core.layout import HeadShare
 from kvservice.errors import KVServiceError
 from kvservice.memory.liveness import LivenessLock, hold
 from kvservice.memory.segment import Segment
@@ -44,7 +45,11 @@ class _Store:
 class WorkerHalf:
     """`start_loads` and `store` start copies; what has ended since is found by `take_loaded` and `take_report`."""
 
-    def __init__(self, copier: BlockCopier, verify: Verify, mover: Mover | None = None) -> None:
+    def __init__(
+        self, copier: BlockCopier, verify: Verify, mover: Mover | None = None, share: HeadShare | None = None
+    ) -> None:
+        """`share`: whom this rank takes turns with in writing; None when it alone holds its heads."""
+        self._share = share
         self._copier = copier
         self._verify = verify
         self._mover = mover or InlineMover()
@@ -201,15 +206,19 @@ class WorkerHalf:
 
     def _copy_out(self, store: StorePlan) -> None:
         assert self._pool is not None
-        for entry in store.entries:
+        for entry in self._to_write(store):
             self._copier.store(entry.block_id, self._payload_offset(self._pool, entry))
+
+    def _to_write(self, store: StorePlan) -> list[CopyEntry]:
+        """Every rank with the same heads reports every store, but only one of them writes each block."""
+        return [entry for entry in store.entries if self._share is None or self._share.writes(entry.ref.slot)]
 
     def _poll_stores(self) -> None:
         under_way, self._stores = self._stores, []
         for store in under_way:
             if store.ticket.query():
                 self._report.stored[store.plan.store_id] = 1
-                self._count("copied_blocks", len(store.plan.entries))
+                self._count("copied_blocks", len(self._to_write(store.plan)))
             else:
                 self._stores.append(store)
 

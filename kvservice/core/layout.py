@@ -2,7 +2,8 @@
 
 A slot holds one block, all layers, contiguous, as `[layer][kv head][token][K‖V]`. The innermost `[token][K‖V]` cell is
 copied as it is from the engine's cache page, so its inner order belongs to the attention backend and is part of the
-fingerprint. A rank of a tensor-parallel engine owns a range of kv heads of every layer.
+fingerprint. A rank of a tensor-parallel engine holds a range of kv heads of every layer; where there are more ranks
+than parts of the heads, several ranks hold the same range and take turns in writing it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,19 @@ class Run:
     layer: int
     slot_offset: int
     length: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """One rank's part of every block: a range of heads that `replica_count` ranks hold alike."""
+
+    heads: range
+    replica: int = 0  # which of them this rank is
+    replica_count: int = 1
+
+    def writes(self, slot: int) -> bool:
+        """This rank, and no other with the same heads, writes them into this slot. All of them read."""
+        return slot % self.replica_count == self.replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +56,22 @@ class SlotLayout:
     def payload_bytes(self) -> int:
         return self.layer_count * self.layer_bytes
 
-    def head_range(self, rank: int, rank_count: int) -> range:
-        """Heads that this tensor-parallel rank owns; ranks that replicate a head all own it.
+    def share(self, rank: int, rank_count: int, shard_count: int | None = None) -> HeadShare:
+        """What this tensor-parallel rank holds when consecutive ranks hold the same heads, as vLLM places them.
 
-        Raises UnsupportedLayout when the heads do not divide evenly.
+        `shard_count` is how many different parts the ranks hold; by default as many as there are heads and ranks for.
+        Raises UnsupportedLayout when heads or ranks do not divide evenly.
         """
-        if rank_count <= self.kv_head_count:
-            if self.kv_head_count % rank_count:
-                raise UnsupportedLayout(f"{self.kv_head_count} kv heads do not divide over {rank_count} ranks")
-            width = self.kv_head_count // rank_count
-            return range(rank * width, (rank + 1) * width)
-        if rank_count % self.kv_head_count:
-            raise UnsupportedLayout(f"{rank_count} ranks do not divide over {self.kv_head_count} kv heads")
-        head = rank * self.kv_head_count // rank_count
-        return range(head, head + 1)
+        if shard_count is None:
+            shard_count = min(rank_count, self.kv_head_count)
+        if self.kv_head_count % shard_count:
+            raise UnsupportedLayout(f"{self.kv_head_count} kv heads do not divide over {shard_count} ranks")
+        if rank_count % shard_count:
+            raise UnsupportedLayout(f"{rank_count} ranks do not divide over {shard_count} parts of the kv heads")
+        width = self.kv_head_count // shard_count
+        replica_count = rank_count // shard_count
+        shard, replica = divmod(rank, replica_count)
+        return HeadShare(range(shard * width, (shard + 1) * width), replica, replica_count)
 
     def runs(self, heads: range) -> Iterator[Run]:
         """The byte runs that hold these heads, layer by layer; one run in all when it is every head of the block."""

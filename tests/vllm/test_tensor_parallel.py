@@ -1,4 +1,7 @@
-"""Three ranks, a process each, write their heads of a block into one slot; one rank reads them, and back."""
+"""Four ranks, a process each, write their heads of a block into one slot; one rank reads them, and back.
+
+The model has 2 kv heads, so each of them is held by two of the four ranks, which take turns in writing it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import pytest
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import MiB
 from tests.vllm.replica import Replica
+from tests.vllm.tiny_model import make_llama
 
 pytestmark = pytest.mark.vllm
 
@@ -18,17 +22,19 @@ TEXT = "The chart room smelled of oil and paper, and {} kept the log there, in a
 ENGINE = {"max_model_len": 1024, "max_num_batched_tokens": 256}
 BLOCK_TOKENS = 32
 BLOCKS = 8  # of a prompt, at least
+KV_HEADS = 2
 
 
 @pytest.fixture(scope="module")
 def replicas(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Replica]]:
     logs = tmp_path_factory.mktemp("replicas")
     before = vllm_segments()
+    model = make_llama(tmp_path_factory.mktemp("model"), model_path, attention_heads=8, kv_heads=KV_HEADS)
     with LocalCluster(nodes=1, lookups=1, pool_bytes=256 * MiB) as cluster:
         service = {"mode": "service", "socket": cluster.socket("n0"), "verify_load": "full"}
         started = {
-            "one rank": Replica(model_path, service, logs / "one.log", **ENGINE),
-            "three ranks": Replica(model_path, service, logs / "three.log", **ENGINE, tensor_parallel_size=3),
+            "one rank": Replica(model, service, logs / "one.log", **ENGINE),
+            "four ranks": Replica(model, service, logs / "four.log", **ENGINE, tensor_parallel_size=4),
         }
         try:
             yield {name: replica.ready() for name, replica in started.items()}
@@ -43,7 +49,7 @@ def vllm_segments() -> set[Path]:
     return set(Path("/dev/shm").glob("vllm_dist_*"))
 
 
-@pytest.mark.parametrize(("writer", "reader"), [("three ranks", "one rank"), ("one rank", "three ranks")])
+@pytest.mark.parametrize(("writer", "reader"), [("four ranks", "one rank"), ("one rank", "four ranks")])
 def test_blocks_written_by_one_number_of_ranks_serve_another(
     replicas: dict[str, Replica], writer: str, reader: str
 ) -> None:
@@ -55,6 +61,9 @@ def test_blocks_written_by_one_number_of_ranks_serve_another(
     while replicas[writer].counters()["stored_blocks"] < before + BLOCKS:
         assert time.monotonic() < deadline, replicas[writer].counters()
         time.sleep(0.05)
+    found = replicas[writer].counters()
+    heads_copied = found["copied_blocks"] / found["store_blocks_planned"]
+    assert heads_copied == (1 if writer == "one rank" else KV_HEADS), "every part of a block is written by one rank"
     warm = replicas[reader].ask(text, 4)
     assert warm["token_ids"] == cold["token_ids"]
     assert warm["cached_tokens"] >= BLOCKS * BLOCK_TOKENS

@@ -444,8 +444,8 @@ WINDOW = SlidingWindowSpec(
 @pytest.mark.parametrize(
     ("cache", "changes", "says"),
     [
-        (cache_config(WINDOW), {}, "SlidingWindowSpec"),
-        (cache_config(groups=2), {}, "several KV cache groups"),
+        (cache_config(WINDOW), {}, "sliding_window of 64 tokens, 2 layers: model.0, model.1"),
+        (cache_config(groups=2), {}, "2 KV cache groups are not supported"),
         (cache_config(), {"parallel_config__pipeline_parallel_size": 2}, "pipeline"),
         (cache_config(), {"parallel_config__decode_context_parallel_size": 2}, "context"),
         (cache_config(), {"speculative_config": SimpleNamespace(use_eagle=lambda: True)}, "EAGLE"),

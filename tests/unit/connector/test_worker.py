@@ -16,7 +16,7 @@ from kvservice.connector.worker import WorkerHalf
 from kvservice.core.digest import digest_payload
 from kvservice.core.geometry import plan_geometry, slot_index
 from kvservice.core.header import SlotHeader
-from kvservice.core.layout import SlotLayout
+from kvservice.core.layout import HeadShare, SlotLayout
 from kvservice.core.messages import BlockRef
 from kvservice.errors import UnsupportedLayout
 from kvservice.memory.segment import Segment
@@ -353,3 +353,21 @@ def test_slot_and_tensors_that_do_not_fit_are_refused_with_the_numbers() -> None
 def test_tensors_that_are_not_alike_are_refused() -> None:
     with pytest.raises(UnsupportedLayout, match="alike"):
         BlockCopier([torch.zeros(2, 2, 2, 2), torch.zeros(2, 2, 2, 4)], range(2))
+
+
+def test_ranks_with_the_same_heads_write_each_block_once_and_all_report_it(segment: Segment) -> None:
+    ranks = []
+    for replica in range(3):
+        layers = engine_tensors(ORDERS["LBNHC"])
+        for layer in layers:
+            layer[2].fill_(replica)
+        share = HeadShare(range(HEADS), replica, 3)
+        ranks.append(WorkerHalf(BlockCopier(layers, share.heads), Verify.OFF, share=share))
+    for index in range(6):
+        ref = write_header(segment, slot_index(0, index), 1)
+        assert [store(segment, rank, 2, ref) for rank in ranks] == [True] * 3
+    written = [
+        torch.frombuffer(bytearray(segment.payload(slot_index(0, index), LAYOUT.payload_bytes)), dtype=torch.bfloat16)
+        for index in range(6)
+    ]
+    assert [set(values.tolist()) for values in written] == [{0.0}, {1.0}, {2.0}] * 2

@@ -16,7 +16,7 @@ def covered(layout: SlotLayout, rank_count: int) -> list[int]:
     """How often each byte of the payload is touched by all ranks together."""
     touched = [0] * layout.payload_bytes
     for rank in range(rank_count):
-        for run in layout.runs(layout.head_range(rank, rank_count)):
+        for run in layout.runs(layout.share(rank, rank_count).heads):
             for offset in range(run.slot_offset, run.slot_offset + run.length):
                 touched[offset] += 1
     return touched
@@ -28,11 +28,11 @@ def test_sizes_multiply_up() -> None:
 
 
 def test_one_rank_copies_a_block_in_one_run() -> None:
-    assert list(LAYOUT.runs(LAYOUT.head_range(0, 1))) == [Run(layer=0, slot_offset=0, length=240)]
+    assert list(LAYOUT.runs(LAYOUT.share(0, 1).heads)) == [Run(layer=0, slot_offset=0, length=240)]
 
 
 def test_a_rank_of_several_copies_its_heads_of_every_layer() -> None:
-    assert list(LAYOUT.runs(LAYOUT.head_range(1, 4))) == [Run(0, 20, 20), Run(1, 100, 20), Run(2, 180, 20)]
+    assert list(LAYOUT.runs(LAYOUT.share(1, 4).heads)) == [Run(0, 20, 20), Run(1, 100, 20), Run(2, 180, 20)]
 
 
 @pytest.mark.parametrize("rank_count", [1, 2, 4, 8])
@@ -50,7 +50,7 @@ def test_whatever_divides_covers_the_payload(layers: int, heads: int, cell: int,
     layout = SlotLayout(layers, heads, cell, 16)
     if heads % rank_count and rank_count % heads:
         with pytest.raises(UnsupportedLayout):
-            layout.head_range(0, rank_count)
+            layout.share(0, rank_count)
         return
     assert set(covered(layout, rank_count)) == {max(1, rank_count // heads)}
 
@@ -58,7 +58,7 @@ def test_whatever_divides_covers_the_payload(layers: int, heads: int, cell: int,
 @pytest.mark.parametrize("rank_count", [3, 5, 12])
 def test_heads_that_do_not_divide_are_refused(rank_count: int) -> None:
     with pytest.raises(UnsupportedLayout):
-        LAYOUT.head_range(0, rank_count)
+        LAYOUT.share(0, rank_count)
 
 
 @pytest.mark.parametrize("field", ["layer_count", "kv_head_count", "cell_bytes", "block_tokens"])
@@ -67,3 +67,21 @@ def test_sizes_must_be_positive(field: str, value: int) -> None:
     sizes = {"layer_count": 1, "kv_head_count": 1, "cell_bytes": 1, "block_tokens": 1, field: value}
     with pytest.raises(UnsupportedLayout, match=field):
         SlotLayout(**sizes)
+
+
+@given(st.sampled_from([1, 2, 4, 6, 12]), st.integers(1, 4), st.integers(1, 6), st.integers(0, 1 << 24))
+def test_each_head_of_a_block_is_written_by_exactly_one_rank(
+    heads: int, slots_a_head: int, more: int, slot: int
+) -> None:
+    """However many heads a rank holds, and however many ranks hold the same ones."""
+    layout = SlotLayout(2, heads * slots_a_head, 8, 16)
+    for shard_count in (count for count in range(1, heads + 1) if heads % count == 0):
+        rank_count = shard_count * more
+        shares = [layout.share(rank, rank_count, shard_count) for rank in range(rank_count)]
+        written = sorted(head for share in shares if share.writes(slot) for head in share.heads)
+        assert written == list(range(layout.kv_head_count))
+
+
+def test_replicas_take_turns_over_the_slots() -> None:
+    shares = [SlotLayout(2, 1, 8, 16).share(rank, 4) for rank in range(4)]
+    assert [[share.writes(slot) for share in shares].index(True) for slot in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]

@@ -1,0 +1,27 @@
+"""A small model with random weights, for numbers of kv heads that SmolLM2 does not have."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+# Standard deviation of every matrix: wider than at the start of a training, so that the likeliest token depends on the
+# whole prompt and leads by far more than the rounding of two engines differs.
+SPREAD = 0.2
+
+
+def make_llama(folder: Path, tokenizer: Path, *, attention_heads: int, kv_heads: int) -> Path:
+    """Two layers and SmolLM2's tokenizer, copied from its folder. Returns `folder`."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=128, intermediate_size=256, num_hidden_layers=2, head_dim=32,
+        num_attention_heads=attention_heads, num_key_value_heads=kv_heads, max_position_embeddings=4096,
+        bos_token_id=1, eos_token_id=2, pad_token_id=2, initializer_range=SPREAD,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copy(tokenizer / name, folder / name)
+    return folder
