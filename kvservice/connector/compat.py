@@ -53,6 +53,7 @@ def engine_spec(vllm_config: Any, cache_config: KVCacheConfig, engine_id: bytes,
         "cell_format": _cell_format(vllm_config),
         "block_tokens": layout.block_tokens,
         **_packing_fields(vllm_config, cache_config, spec),
+        **_draft_fields(vllm_config.speculative_config),
         **hash_fields(vllm_config),
     }
     return EngineSpec(engine_id, Path(str(name)).name or str(name), Fingerprint.of(fields), layout, namespace)
@@ -191,6 +192,14 @@ def _packing_fields(vllm_config: Any, cache_config: KVCacheConfig, spec: FullAtt
             f"{spec.kv_quant_mode.name} {cache_config.kv_cache_layout} {_shard_count(vllm_config, spec)} shards"
         )
     return fields
+
+
+def _draft_fields(speculative: Any) -> dict[str, object]:
+    """A draft model keeps its KV in the same blocks."""
+    if speculative is None or not speculative.uses_draft_model():
+        return {}
+    draft = speculative.draft_model_config
+    return {"draft": weights_identity(str(draft.model), draft.revision)}
 
 
 def _cell_format(vllm_config: Any) -> str:

@@ -222,7 +222,7 @@ def test_any_engine_reads_what_any_other_wrote(
 
 def engine_fields(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What the fingerprint of its first rank says."""
-    monkeypatch.setattr(compat, "weights_identity", lambda *_: "w")
+    monkeypatch.setattr(compat, "weights_identity", lambda model, *_: f"weights of {model}")
     rank = engine.ranks[0]
     hf = SimpleNamespace(to_dict=dict)
     vars(rank.config.model_config).update(
@@ -300,3 +300,19 @@ def test_heads_that_vllm_places_in_another_way_are_refused() -> None:
     odd.ranks[0].config.model_config.get_total_num_kv_heads = lambda: 5
     with pytest.raises(UnsupportedLayout, match="5 kv heads over 2 tensor-parallel ranks with 2 each"):
         _ = odd.slot_layout
+
+
+def test_draft_model_that_keeps_its_kv_in_the_same_blocks_is_part_of_the_identity(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fields_with(drafts: bool) -> dict[str, str]:
+        engine = Engine(MODELS["GQA"], KVCacheLayout.LBHNC)
+        engine.ranks[0].config.speculative_config = SimpleNamespace(
+            use_eagle=lambda: False,
+            uses_draft_model=lambda: drafts,
+            draft_model_config=SimpleNamespace(model="small", revision=None),
+        )
+        return engine_fields(engine, monkeypatch)
+
+    assert fields_with(True)["draft"] == "weights of small"
+    assert "draft" not in fields_with(False), "n-gram speculation keeps nothing"
