@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from kvservice.connector.copier import BlockCopier
@@ -22,6 +22,7 @@ from kvservice.core.header import SlotHeader
 from kvservice.errors import KVServiceError
 from kvservice.memory.liveness import LivenessLock, hold
 from kvservice.memory.segment import Segment
+from kvservice.mover.message import Direction
 
 log = logging.getLogger("kvservice.connector")
 
@@ -47,7 +48,7 @@ class WorkerHalf:
     def __init__(self, copier: BlockCopier, verify: Verify, mover: Mover | None = None) -> None:
         self._copier = copier
         self._verify = verify
-        self._mover = mover or InlineMover()
+        self._mover = mover or InlineMover(copier)
         self._pool: PoolInfo | None = None
         self._tried: PoolInfo | None = None  # mapped, or found impossible to map
         self._segment: Segment | None = None
@@ -58,6 +59,7 @@ class WorkerHalf:
         self._failed: set[str] = set()
         self._report = StepReport()
         self._load_count = 0
+        self._start_failures = 0
 
     def start_loads(self, plan: StepPlan) -> set[str]:
         """Returns the requests of the plan's loads, each of which `take_loaded` will name once."""
@@ -67,17 +69,24 @@ class WorkerHalf:
             if headers is None:
                 self._end_load(load, done=False)
                 continue
-            self._loads.append(_Load(load, headers, self._mover.run(partial(self._copy_in, load))))
+            ticket = self._start(Direction.LOAD, load.entries)
+            if ticket is None:
+                self._end_load(load, done=False)
+            else:
+                self._loads.append(_Load(load, headers, ticket))
+        self._mover.flush()
         self._poll_loads()
         return {load.request_id for load in plan.loads}
 
     def store(self, plan: StepPlan) -> set[int]:
         """Returns the ids of the plan's stores, each of which some later report will name once."""
         for store in plan.stores:
-            if self._may_write(store):
-                self._stores.append(_Store(store, self._mover.run(partial(self._copy_out, store))))
-            else:
+            ticket = self._start(Direction.STORE, store.entries) if self._may_write(store) else None
+            if ticket is None:
                 self._report.failed[store.store_id] = 1
+            else:
+                self._stores.append(_Store(store, ticket))
+        self._mover.flush()
         return {store.store_id for store in plan.stores}
 
     def take_loaded(self) -> tuple[set[str], set[str]]:
@@ -90,10 +99,30 @@ class WorkerHalf:
     def take_report(self) -> StepReport | None:
         """What was stored since the last call; None when there is nothing to say."""
         self._poll_stores()
+        for name, count in self._mover.take_counters().items():
+            self._count(name, count)
         report, self._report = self._report, StepReport()
         return report if report.stored or report.failed or report.counters or report.suspects else None
 
     def close(self) -> None:
+        """The engine ends. Waits for the copies under way."""
+        self._unmap()
+        self._mover.close()
+
+    # -- inside ----
+
+    def _start(self, direction: Direction, entries: Sequence[CopyEntry]) -> Ticket | None:
+        """None when the copies could not be started; the other plans of the step go on."""
+        try:
+            return self._mover.run(direction, entries)
+        except Exception as error:  # the engine waits for an answer about each plan
+            if not self._start_failures:
+                log.exception("copies could not be started")
+            self._start_failures += 1
+            self._count(f"copy_not_started_{type(error).__name__}")
+            return None
+
+    def _unmap(self) -> None:
         """Waits for the copies under way; their outcome is still reported."""
         for ticket in [load.ticket for load in self._loads] + [store.ticket for store in self._stores]:
             ticket.synchronize()
@@ -108,23 +137,21 @@ class WorkerHalf:
             self._lock.release()
             self._lock = None
 
-    # -- inside ----
-
     def _follow_pool(self, plan: StepPlan) -> None:
         """Map the pool's memory when it is new; the shard of this node may have been restarted."""
         if plan.pool is None or plan.pool == self._tried:
             return
-        self.close()
+        self._unmap()
         self._pool, self._tried = None, plan.pool
         try:
             if plan.pool.liveness_path:
                 self._lock = hold(Path(plan.pool.liveness_path))
             self._segment = Segment.attach(Path(plan.pool.segment_path), plan.pool.geometry)
-            self._mover.adopt(self._copier.bind(self._segment.buffer, plan.pool.layout))
+            self._mover.adopt(self._copier.bind(self._segment.buffer, plan.pool.layout), plan.pool)
         except (KVServiceError, OSError) as error:
             log.error("cannot map the pool's memory: %s", error)
             self._count("map_failed")
-            self.close()
+            self._unmap()
             return
         self._pool = plan.pool
 
@@ -146,11 +173,6 @@ class WorkerHalf:
             headers.append(header)
         return headers
 
-    def _copy_in(self, load: LoadPlan) -> None:
-        assert self._pool is not None
-        for entry in load.entries:
-            self._copier.load(self._payload_offset(self._pool, entry), entry.block_id)
-
     def _poll_loads(self) -> None:
         under_way, self._loads = self._loads, []
         for load in under_way:
@@ -163,6 +185,9 @@ class WorkerHalf:
         """The slots did not change while they were copied, and hold what was once sealed."""
         segment = self._segment
         assert segment is not None
+        if not load.ticket.succeeded():
+            self._count("load_copy_failed")
+            return False
         for entry, before in zip(load.plan.entries, load.headers, strict=True):
             if segment.read_header(entry.ref.slot) != before:
                 self._suspect(entry, "load_overwritten")
@@ -199,27 +224,21 @@ class WorkerHalf:
                 return False
         return True
 
-    def _copy_out(self, store: StorePlan) -> None:
-        assert self._pool is not None
-        for entry in store.entries:
-            self._copier.store(entry.block_id, self._payload_offset(self._pool, entry))
-
     def _poll_stores(self) -> None:
         under_way, self._stores = self._stores, []
         for store in under_way:
-            if store.ticket.query():
+            if not store.ticket.query():
+                self._stores.append(store)
+            elif store.ticket.succeeded():
                 self._report.stored[store.plan.store_id] = 1
                 self._count("copied_blocks", len(store.plan.entries))
             else:
-                self._stores.append(store)
+                self._report.failed[store.plan.store_id] = 1
+                self._count("store_copy_failed", len(store.plan.entries))
 
     @staticmethod
     def _is_promised(header: SlotHeader, pool: PoolInfo, entry: CopyEntry) -> bool:
         return (header.epoch, header.generation, header.key) == (pool.epoch, entry.ref.generation, entry.key)
-
-    @staticmethod
-    def _payload_offset(pool: PoolInfo, entry: CopyEntry) -> int:
-        return pool.geometry.payload_offset(entry.ref.slot, pool.layout.payload_bytes)
 
     def _suspect(self, entry: CopyEntry, reason: str) -> None:
         self._count(reason)
