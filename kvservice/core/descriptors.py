@@ -8,7 +8,7 @@ copies whatever layout the engine chose.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
@@ -157,3 +157,24 @@ def merge_runs(engine: Offsets, segment: Offsets, lengths: Offsets) -> Descripto
     continues[1:] = (engine[1:] == engine[:-1] + lengths[:-1]) & (segment[1:] == segment[:-1] + lengths[:-1])
     starts = np.flatnonzero(~continues)
     return Descriptors(engine[starts], segment[starts], np.add.reduceat(lengths, starts))
+
+
+def through_staging(runs: Descriptors, limit: int) -> Iterator[tuple[Descriptors, Descriptors]]:
+    """Cut into rounds that each fit a buffer of `limit` bytes in which runs lie in the order of the segment:
+    (gathered, carried) of each round.
+
+    `gathered`: `engine` is the region, `segment` the buffer. `carried`: `engine` is the buffer, `segment` the segment,
+    merged whatever the engine's layout was. No run may be longer than `limit`.
+    """
+    order = np.argsort(runs.segment, kind="stable")
+    engine, segment, lengths = runs.engine[order], runs.segment[order], runs.lengths[order]
+    ends = np.cumsum(lengths)
+    start = 0
+    while start < lengths.size:
+        before = int(ends[start - 1]) if start else 0
+        stop = int(np.searchsorted(ends, before + limit, side="right"))
+        assert stop > start, "a run longer than the buffer"
+        part = slice(start, stop)
+        buffer = ends[part] - lengths[part] - before
+        yield Descriptors(engine[part], buffer, lengths[part]), merge_runs(buffer, segment[part], lengths[part])
+        start = stop

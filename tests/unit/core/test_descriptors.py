@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.core.descriptors import CopyTemplate, Descriptors, RegionLayout, merge_runs
+from kvservice.core.descriptors import CopyTemplate, Descriptors, RegionLayout, merge_runs, through_staging
 from kvservice.core.layout import SlotLayout
 from kvservice.errors import InvalidRequest, UnsupportedLayout
 
@@ -84,6 +84,22 @@ def test_runs_are_exactly_the_bytes_of_the_blocks(given_layouts: tuple[RegionLay
     joined = merge_runs(runs.engine, runs.segment, runs.lengths)
     assert joined.engine.size == runs.engine.size, "two neighbours are still one run"
     assert runs.byte_count == len(blocks) * len(region.layer_offsets) * region.heads * slot.cell_bytes
+
+
+@given(layouts(), st.integers(0, 64))
+def test_rounds_through_a_small_buffer_carry_the_same_bytes(
+    given_layouts: tuple[RegionLayout, SlotLayout], spare: int
+) -> None:
+    region, slot = given_layouts
+    blocks = list(range(region.block_count))
+    runs = CopyTemplate(region, slot).expand(blocks, [block * slot.payload_bytes for block in reversed(blocks)])
+    limit = int(runs.lengths.max()) + spare
+    found: dict[int, int] = {}
+    for gathered, carried in through_staging(runs, limit):
+        assert int((carried.engine + carried.lengths).max()) <= limit
+        to_segment = bytes_of(carried)
+        found |= {engine: to_segment[buffer] for engine, buffer in bytes_of(gathered).items()}
+    assert found == bytes_of(runs)
 
 
 def test_neighbouring_blocks_in_neighbouring_slots_are_one_copy() -> None:
