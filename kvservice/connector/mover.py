@@ -14,8 +14,9 @@ import torch
 
 from kvservice.connector.copier import BlockCopier
 from kvservice.connector.plan import CopyEntry, PoolInfo
-from kvservice.errors import UnsupportedLayout
+from kvservice.errors import TransferError
 from kvservice.mover.message import Direction
+from kvservice.mover.pinning import Pinning
 
 
 class Ticket(Protocol):
@@ -131,21 +132,20 @@ class CudaMover(InlineMover):
         super().__init__(copier)
         self._device = copier.device
         self._stream = torch.cuda.Stream(self._device)
-        self._pinned: torch.Tensor | None = None
+        self._pinning: Pinning | None = None
 
     def adopt(self, memory: torch.Tensor, pool: PoolInfo) -> None:
         super().adopt(memory, pool)
-        # Without pinning every copy would go through a bounce buffer and hold up the calling thread.
-        error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-        if int(error) != 0:
-            raise UnsupportedLayout(f"cannot pin the pool's memory for the GPU: CUDA error {error}")
-        self._pinned = memory
+        # Until its memory is pinned, a copy goes through a buffer of the driver's and holds up the calling thread.
+        self._pinning = Pinning(
+            memory.data_ptr(), pool.geometry, _pin, _unpin, lambda: torch.cuda.set_device(self._device)
+        )  # fmt: skip
 
     def release(self) -> None:
         super().release()
-        if self._pinned is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr())
-            self._pinned = None
+        if self._pinning is not None:
+            self._pinning.undo()
+            self._pinning = None
 
     def run(self, direction: Direction, entries: Sequence[CopyEntry]) -> Ticket:
         assert self._pool is not None
@@ -157,6 +157,16 @@ class CudaMover(InlineMover):
             copied = torch.cuda.Event()
             copied.record(self._stream)
         return _Recorded(copied)
+
+
+def _pin(address: int, byte_count: int) -> None:
+    error = int(torch.cuda.cudart().cudaHostRegister(address, byte_count, 0))
+    if error:
+        raise TransferError(f"cudaHostRegister: CUDA error {error}")
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def copy_entries(copier: BlockCopier, pool: PoolInfo, direction: Direction, entries: Sequence[CopyEntry]) -> None:
