@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from kvservice.connector.copier import BlockCopier
 from kvservice.connector.mover import InlineMover, Mover, Ticket
@@ -26,6 +28,7 @@ from kvservice.mover.message import Direction
 
 log = logging.getLogger("kvservice.connector")
 
+T = TypeVar("T")
 SAMPLE_ONE_IN = 16  # loaded blocks per digest check under Verify.SAMPLED
 
 
@@ -59,34 +62,30 @@ class WorkerHalf:
         self._failed: set[str] = set()
         self._report = StepReport()
         self._load_count = 0
-        self._start_failures = 0
+        self._unexpected = 0
 
     def start_loads(self, plan: StepPlan) -> set[str]:
         """Returns the requests of the plan's loads, each of which `take_loaded` will name once."""
         self._follow_pool(plan)
         for load in plan.loads:
-            headers = self._promised_headers(load)
-            if headers is None:
-                self._end_load(load, done=False)
-                continue
-            ticket = self._start(Direction.LOAD, load.entries)
-            if ticket is None:
+            started = self._attempt(partial(self._start_load, load))
+            if started is None:
                 self._end_load(load, done=False)
             else:
-                self._loads.append(_Load(load, headers, ticket))
-        self._mover.flush()
+                self._loads.append(started)
+        self._attempt(self._mover.flush)
         self._poll_loads()
         return {load.request_id for load in plan.loads}
 
     def store(self, plan: StepPlan) -> set[int]:
         """Returns the ids of the plan's stores, each of which some later report will name once."""
         for store in plan.stores:
-            ticket = self._start(Direction.STORE, store.entries) if self._may_write(store) else None
-            if ticket is None:
+            started = self._attempt(partial(self._start_store, store))
+            if started is None:
                 self._report.failed[store.store_id] = 1
             else:
-                self._stores.append(_Store(store, ticket))
-        self._mover.flush()
+                self._stores.append(started)
+        self._attempt(self._mover.flush)
         return {store.store_id for store in plan.stores}
 
     def take_loaded(self) -> tuple[set[str], set[str]]:
@@ -111,15 +110,22 @@ class WorkerHalf:
 
     # -- inside ----
 
-    def _start(self, direction: Direction, entries: Sequence[CopyEntry]) -> Ticket | None:
-        """None when the copies could not be started; the other plans of the step go on."""
+    def _start_load(self, load: LoadPlan) -> _Load | None:
+        headers = self._promised_headers(load)
+        return None if headers is None else _Load(load, headers, self._mover.run(Direction.LOAD, load.entries))
+
+    def _start_store(self, store: StorePlan) -> _Store | None:
+        return _Store(store, self._mover.run(Direction.STORE, store.entries)) if self._may_write(store) else None
+
+    def _attempt(self, step: Callable[[], T | None]) -> T | None:
+        """None also when it raised: one plan that fails must not leave another, already started, without an answer."""
         try:
-            return self._mover.run(direction, entries)
+            return step()
         except Exception as error:  # the engine waits for an answer about each plan
-            if not self._start_failures:
-                log.exception("copies could not be started")
-            self._start_failures += 1
-            self._count(f"copy_not_started_{type(error).__name__}")
+            if not self._unexpected:
+                log.exception("a copy failed")
+            self._unexpected += 1
+            self._count(f"copy_raised_{type(error).__name__}")
             return None
 
     def _unmap(self) -> None:
@@ -177,7 +183,7 @@ class WorkerHalf:
         under_way, self._loads = self._loads, []
         for load in under_way:
             if load.ticket.query():
-                self._end_load(load.plan, done=self._is_sound(load))
+                self._end_load(load.plan, done=bool(self._attempt(partial(self._is_sound, load))))
             else:
                 self._loads.append(load)
 

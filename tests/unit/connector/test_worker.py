@@ -285,6 +285,24 @@ def test_copies_that_failed_are_a_failed_load_and_a_failed_store(segment: Segmen
     assert (report.stored, report.failed) == ({}, {7: 1})
 
 
+def test_plan_that_raises_leaves_the_others_of_its_step_with_their_answers(segment: Segment) -> None:
+    copier = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
+    mover = HandMover(copier)
+    worker = WorkerHalf(copier, Verify.OFF, mover)
+    loading, storing = write_header(segment, slot_index(0, 0), 2), write_header(segment, slot_index(0, 1), 1)
+    nonsense = CopyEntry(0, None, KEY)  # type: ignore[arg-type]
+    loads = [LoadPlan("a", (CopyEntry(0, loading, KEY),)), LoadPlan("b", (nonsense,))]
+    stores = [StorePlan(1, (CopyEntry(1, storing, KEY),)), StorePlan(2, (nonsense,))]
+    assert worker.start_loads(StepPlan(info(segment), loads, stores)) == {"a", "b"}
+    assert worker.store(StepPlan(info(segment), loads, stores)) == {1, 2}
+    assert worker.take_loaded() == ({"b"}, {"b"}), "a is still under way"
+    mover.finish()
+    assert worker.take_loaded() == ({"a"}, set())
+    report = worker.take_report()
+    assert report is not None
+    assert (report.stored, report.failed) == ({1: 1}, {2: 1})
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("heads", [range(HEADS), range(1, 3)])
 def test_staged_copies_put_the_same_bytes_in_the_same_places(segment: Segment, order: str, heads: range) -> None:
