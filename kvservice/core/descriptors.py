@@ -149,6 +149,44 @@ class CopyTemplate:
         return merge_runs(engine[order], segment[order], lengths[order])
 
 
+class DirectTemplate:
+    """The runs from a block of one region to a block of another, for two engines whose slots are the same."""
+
+    def __init__(self, source: CopyTemplate, target: CopyTemplate) -> None:
+        """Raises UnsupportedLayout when the two do not hold the same part of a slot."""
+        ends = [template.slot + template.lengths for template in (source, target)]
+        cuts = np.unique(np.concatenate([source.slot, target.slot, *ends]))
+        starts, lengths = cuts[:-1], np.diff(cuts)
+        inside = [_run_at(template, starts) for template in (source, target)]
+        if not np.array_equal(inside[0] >= 0, inside[1] >= 0) or source.payload_bytes != target.payload_bytes:
+            raise UnsupportedLayout("the two engines hold different parts of a block")
+        held = inside[0] >= 0
+        self.source_region, self.target_region = source.region, target.region
+        self._source, self._target = (
+            template.engine[index[held]] + starts[held] - template.slot[index[held]]
+            for template, index in zip((source, target), inside, strict=True)
+        )
+        self._lengths = lengths[held]
+
+    def expand(self, source_blocks: Sequence[int] | Offsets, target_blocks: Sequence[int] | Offsets) -> Descriptors:
+        """`engine` is the target region, `segment` the source region. Raises InvalidRequest for a block outside."""
+        source, target = (np.asarray(blocks, dtype=np.int64) for blocks in (source_blocks, target_blocks))
+        for blocks, region in ((source, self.source_region), (target, self.target_region)):
+            if blocks.size and (int(blocks.min()) < 0 or int(blocks.max()) >= region.block_count):
+                raise InvalidRequest(f"blocks {blocks.min()} to {blocks.max()} of {region.block_count}")
+        engine = (self._target[:, None] + (target * self.target_region.block_stride)[None, :]).reshape(-1)
+        segment = (self._source[:, None] + (source * self.source_region.block_stride)[None, :]).reshape(-1)
+        order = np.argsort(engine, kind="stable")
+        return merge_runs(engine[order], segment[order], np.repeat(self._lengths, target.size)[order])
+
+
+def _run_at(template: CopyTemplate, slot_offsets: Offsets) -> Offsets:
+    """For each offset in the slot the index of the run that holds it, -1 where none does. Runs are in slot order."""
+    index = np.searchsorted(template.slot, slot_offsets, side="right") - 1
+    held = (index >= 0) & (slot_offsets < template.slot[index] + template.lengths[index])
+    return np.where(held, index, -1)
+
+
 def merge_runs(engine: Offsets, segment: Offsets, lengths: Offsets) -> Descriptors:
     """Join each run with the one before it where it continues it on both sides. Keeps the order."""
     if engine.size == 0:

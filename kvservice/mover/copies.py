@@ -28,9 +28,9 @@ class CopyEngine(Protocol):
 
 
 class HostCopies:
-    """memmove, with the interpreter's lock released."""
+    """memmove, with the interpreter's lock released. Between two engines, `segment` is the memory of the other."""
 
-    def __init__(self, kv: SharedMemory, segment: Segment) -> None:
+    def __init__(self, kv: SharedMemory, segment: Segment | SharedMemory) -> None:
         self._kv = kv.address
         self._segment = segment.address
 

@@ -126,9 +126,51 @@ class CudaCopies:
             self._driver.copy(target, source, length, way.stream)
 
     def _await(self, way: _Way) -> None:
-        self._driver.record(way.event, way.stream)
-        while not self._driver.has_passed(way.event):
-            time.sleep(POLL_SECONDS)
+        _await(self._driver, way)
+
+
+class DirectCopies:
+    """From one engine's memory to another's on the GPUs of this node, both opened here: the kernel where it can be
+    used, for runs of any size, else a batched copy or one each."""
+
+    def __init__(self, driver: Driver, target: int, source: int, gather: Gather | None) -> None:
+        self._driver = driver
+        self._target, self._source = target, source
+        self._gather = gather
+        driver.bind()
+        self._way = _Way(driver)
+
+    def load(self, runs: Descriptors) -> None:
+        if runs.lengths.size == 0:
+            return
+        self._driver.bind()
+        targets, sources, stream = self._target + runs.engine, self._source + runs.segment, self._way.stream
+        try:
+            if self._gather is not None and not np.any((targets | sources | runs.lengths) % WORD_BYTES):
+                self._gather(targets, sources, runs.lengths, stream)
+            elif self._driver.has_batch_copy:
+                to, come_from, sizes = (array.astype(np.uint64) for array in (targets, sources, runs.lengths))
+                self._driver.copy_batch(to, come_from, sizes, ORDER_STREAM, stream)
+            else:
+                for target, source, size in zip(targets.tolist(), sources.tolist(), runs.lengths.tolist(), strict=True):
+                    self._driver.copy(target, source, size, stream)
+        finally:
+            _await(self._driver, self._way)
+
+    def store(self, runs: Descriptors) -> None:
+        raise NotImplementedError("engines only read each other's blocks")
+
+    def close(self) -> None:
+        self._driver.bind()
+        with contextlib.suppress(TransferError):
+            self._driver.destroy_event(self._way.event)
+            self._driver.destroy_stream(self._way.stream)
+
+
+def _await(driver: Driver, way: _Way) -> None:
+    driver.record(way.event, way.stream)
+    while not driver.has_passed(way.event):
+        time.sleep(POLL_SECONDS)
 
 
 def gather_launcher(driver: Driver) -> Gather | None:

@@ -15,7 +15,7 @@ from kvservice.core.descriptors import RegionLayout
 from kvservice.errors import InvalidRequest, SegmentError, TransferError
 from kvservice.memory.segment import Segment
 from kvservice.mover.copies import CopyEngine
-from kvservice.mover.cuda_copies import CudaCopies, gather_launcher
+from kvservice.mover.cuda_copies import CudaCopies, DirectCopies, gather_launcher
 from kvservice.mover.cuda_driver import IPC_HANDLE_BYTES, Driver
 from kvservice.mover.device import KVMemory
 from kvservice.mover.message import MemoryKind, number, text
@@ -35,11 +35,13 @@ class CudaKV:
         self.address = base + offset
         self._closed = False
 
-    def wait_for(self, event: int) -> None:
+    def wait_for(self, event: int, is_wanted: Callable[[], bool]) -> None:
         if event >= len(self._events):
             raise InvalidRequest(f"the engine has no event {event}")
         self._driver.bind()
         while not self._driver.has_passed(self._events[event]):
+            if not is_wanted():
+                raise TransferError("the engine is gone")
             time.sleep(POLL_SECONDS)
 
     def close(self) -> None:
@@ -106,6 +108,10 @@ class CudaDevice:
     def copies(self, kv: KVMemory, segment: Segment) -> CopyEngine:
         assert isinstance(kv, CudaKV)
         return CudaCopies(self._driver, kv.address, segment.address, self._pinnings[segment.address], self._gather)
+
+    def direct(self, target: KVMemory, source: KVMemory) -> CopyEngine:
+        assert isinstance(target, CudaKV) and isinstance(source, CudaKV)
+        return DirectCopies(self._driver, target.address, source.address, self._gather)
 
     def facts(self) -> dict[str, Any]:
         shares = [pinning.share for pinning in list(self._pinnings.values())]

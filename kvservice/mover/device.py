@@ -31,8 +31,9 @@ class KVMemory(Protocol):
         """Idempotent."""
         ...
 
-    def wait_for(self, event: int) -> None:
-        """Return when copies may touch the memory: after the work of the engine that this event of it follows."""
+    def wait_for(self, event: int, is_wanted: Callable[[], bool]) -> None:
+        """Return when copies may touch the memory: after the work of the engine that this event of it follows. Raises
+        TransferError once it is not wanted any more, as an engine that is gone ends no work."""
         ...
 
 
@@ -51,6 +52,10 @@ class Device(Protocol):
 
     def copies(self, kv: KVMemory, segment: Segment) -> CopyEngine: ...
 
+    def direct(self, target: KVMemory, source: KVMemory) -> CopyEngine:
+        """Its `load` copies from one engine's memory (as `segment`) to the other's; it has no `store`."""
+        ...
+
     def facts(self) -> dict[str, Any]:
         """For status output: progress of pinning, copy engine."""
         ...
@@ -63,7 +68,7 @@ class HostKV:
     def close(self) -> None:
         self.shared.close()
 
-    def wait_for(self, event: int) -> None:
+    def wait_for(self, event: int, is_wanted: Callable[[], bool]) -> None:
         return  # a CPU engine asks for copies between two steps
 
 
@@ -83,6 +88,10 @@ class HostDevice:
     def copies(self, kv: KVMemory, segment: Segment) -> CopyEngine:
         assert isinstance(kv, HostKV)
         return HostCopies(kv.shared, segment)
+
+    def direct(self, target: KVMemory, source: KVMemory) -> CopyEngine:
+        assert isinstance(target, HostKV) and isinstance(source, HostKV)
+        return HostCopies(target.shared, source.shared)
 
     def facts(self) -> dict[str, Any]:
         return {"device": self.name, "copies": "memmove"}

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +24,14 @@ from kvservice.core.header import SlotHeader
 from kvservice.errors import InvalidRequest, KVServiceError
 from kvservice.memory.segment import Segment
 from kvservice.mover.copies import CopyEngine
+from kvservice.mover.loans import DirectPath
 from kvservice.mover.message import Direction, Ended, Job, Outcome
 from kvservice.units import BootEpoch, SlotIndex
 
 log = logging.getLogger("kvservice.mover")
 
 BATCH_ROWS = 64  # blocks between two checks
+Ready: TypeAlias = Callable[[Callable[[], bool]], None]
 BITS = SLOTS_PER_SLAB_MAX.bit_length() - 1
 
 
@@ -40,6 +43,7 @@ class Target:
     epoch: BootEpoch
     template: CopyTemplate
     engine: CopyEngine
+    direct: DirectPath
 
 
 @dataclass(slots=True)
@@ -56,7 +60,7 @@ class Lane:
 
     def __init__(self, name: str, on_ended: Callable[[Ended], None]) -> None:
         self._on_ended = on_ended
-        self._jobs: deque[tuple[Target | None, Job, Callable[[], None]]] = deque()
+        self._jobs: deque[tuple[Target | None, Job, Ready]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._active = False
@@ -65,9 +69,9 @@ class Lane:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, target: Target | None, job: Job, ready: Callable[[], None] = lambda: None) -> None:
-        """`ready` is called on the lane's thread first and returns when the engine's side may be touched. Never
-        blocks."""
+    def submit(self, target: Target | None, job: Job, ready: Ready = lambda is_wanted: None) -> None:
+        """`ready` is called on the lane's thread first, with a question whether it still matters, and returns when the
+        engine's side may be touched. Never blocks."""
         with self._wake:
             self._jobs.append((target, job, ready))
             self._wake.notify()
@@ -104,11 +108,11 @@ class Lane:
             self._on_ended(ended)
             self._active = False
 
-    def _perform(self, target: Target | None, job: Job, ready: Callable[[], None]) -> Ended:
+    def _perform(self, target: Target | None, job: Job, ready: Ready) -> Ended:
         outcome, copied = Outcome.REFUSED, 0
         try:
             if target is not None:
-                ready()  # as long as the engine computes, which is not a copy that hangs
+                ready(lambda: not self._stopping)  # as long as the engine computes, which is not a copy that hangs
                 self.busy_since = time.monotonic()
                 outcome, copied = self._copy(target, job)
         except InvalidRequest as error:
@@ -126,9 +130,16 @@ class Lane:
         copied = 0
         for start in range(0, job.rows.size, BATCH_ROWS):
             rows = job.rows[start : start + BATCH_ROWS]
-            blocks, slots = rows["block"].astype(np.int64), [SlotIndex(slot) for slot in rows["slot"].tolist()]
             if self._stopping:
                 return Outcome.FAILED, copied
+            if job.direction is Direction.DIRECT:
+                keys = [key.tobytes() for key in rows["key"]]
+                outcome, size = target.direct.copy(keys, rows["block"].tolist())
+                copied += size
+                if outcome is not Outcome.COPIED:
+                    return outcome, copied
+                continue
+            blocks, slots = rows["block"].astype(np.int64), [SlotIndex(slot) for slot in rows["slot"].tolist()]
             _check_range(target, slots)
             payload_bytes = target.template.payload_bytes
             offsets = [target.segment.geometry.payload_offset(slot, payload_bytes) for slot in slots]

@@ -52,7 +52,7 @@ CONNECT_SECONDS = 5.0
 RETRY_SECONDS = 2.0  # between attempts to find a worker
 IDLE_SECONDS = 1.0
 WEDGE_SECONDS = 10.0
-ROWS_OUTSTANDING_MAX = {Direction.LOAD: 16_384, Direction.STORE: 4096}
+ROWS_OUTSTANDING_MAX = {Direction.LOAD: 16_384, Direction.STORE: 4096, Direction.DIRECT: 16_384}
 SEND_BUFFER_BYTES = 1 << 20
 
 
@@ -169,6 +169,30 @@ class WorkerLink:
             unsent = bool(self._unsent)
         if unsent:
             self._wake()
+
+    def lend(self, blocks: Sequence[CopyRow], event: int = NO_EVENT) -> Copies | None:
+        """Let the other engines of this worker copy these blocks, by their keys. They stay as they are until they were
+        recalled. The ticket ends when they are lent; None when there is no worker."""
+        return self._send_rows(Kind.LEND, blocks, event)
+
+    def recall(self, blocks: Sequence[CopyRow]) -> Copies | None:
+        """Once the ticket has ended, however, nobody reads these blocks. None: nobody ever could."""
+        return self._send_rows(Kind.RECALL, blocks, NO_EVENT)
+
+    def _send_rows(self, kind: Kind, rows: Sequence[CopyRow], event: int) -> Copies | None:
+        pieces = [rows[start : start + ROWS_MAX] for start in range(0, len(rows), ROWS_MAX)]
+        with self._lock:
+            if not self._ready or self._socket is None:
+                return None
+            ticket = Copies(len(pieces), self._ended)
+            for piece in pieces:
+                self._last_id += 1
+                self._jobs[self._last_id] = _Job(ticket, Direction.DIRECT, 0, ticket.submitted)
+                job = (self._last_id, Direction.DIRECT, pack_rows(piece))
+                self._unsent.append(pack_copies([job], event, kind))
+            self._send_unsent()
+        self._wake()
+        return ticket
 
     def take_counters(self) -> dict[str, int]:
         with self._lock:

@@ -4,6 +4,8 @@
                       POOL    the segment to copy to and from: JSON
                       LEAVE   that segment is no longer used: JSON
                       COPIES  jobs, each an id, a direction and rows of (block, slot, generation, key): packed
+                      LEND    blocks that other engines may read, as the rows of one job
+                      RECALL  they may not any more, likewise; DONE when nobody reads them
     worker → engine   ANSWER  to HELLO and POOL: JSON; `error` is null or says why not
                       DONE    (job id, outcome, bytes) of every job that ended: packed
 
@@ -49,11 +51,14 @@ class Kind(IntEnum):
     COPIES = 4
     ANSWER = 5
     DONE = 6
+    LEND = 7
+    RECALL = 8
 
 
 class Direction(IntEnum):
     LOAD = 0  # slot → engine
     STORE = 1  # engine → slot
+    DIRECT = 2  # another engine's lent block → engine; the row's slot and generation mean nothing
 
 
 class Outcome(IntEnum):
@@ -109,9 +114,9 @@ def pack_rows(rows: Iterable[CopyRow]) -> bytes:
     return b"".join(_ROW.pack(row.block, 0, row.slot, row.generation, row.key) for row in rows)
 
 
-def pack_copies(jobs: Sequence[tuple[int, Direction, bytes]], event: int = NO_EVENT) -> bytes:
-    """`jobs`: (id, direction, packed rows)."""
-    parts = [_COPIES.pack(Kind.COPIES, 0, len(jobs), event, 0)]
+def pack_copies(jobs: Sequence[tuple[int, Direction, bytes]], event: int = NO_EVENT, kind: Kind = Kind.COPIES) -> bytes:
+    """`jobs`: (id, direction, packed rows). Also LEND and RECALL."""
+    parts = [_COPIES.pack(kind, 0, len(jobs), event, 0)]
     for job_id, direction, rows in jobs:
         parts += [_JOB.pack(job_id, direction, 0, 0, len(rows) // ROW.itemsize), rows]
     return b"".join(parts)

@@ -1,7 +1,7 @@
 """The move worker of one device: listens where engines of this node find it, and keeps an eye on its copies.
 
-Threads: one accepts, one a session reads, two a session copy, one watches. `state` never waits for a copy, so a copy
-call that hangs does not stop health or metrics.
+Threads: one accepts, one watches; for each engine one reads and one a direction copies. `state` never waits for a copy,
+so a copy call that hangs does not stop health or metrics.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kvservice.client.discovery import (
 )
 from kvservice.errors import ServiceConflict
 from kvservice.mover.device import Device, Segments
+from kvservice.mover.loans import Loans
 from kvservice.mover.session import SEND_SECONDS, EngineSession
 from kvservice.units import NodeId
 
@@ -49,6 +50,7 @@ class MoverServer:
         self._config = config
         self._device = device
         self._segments = Segments(device)
+        self._loans = Loans()
         self._sessions: set[EngineSession] = set()
         self._gone: dict[str, int] = {}  # counts of sessions that ended
         self._lock = threading.Lock()
@@ -118,7 +120,7 @@ class MoverServer:
             seconds = struct.pack("ll", int(SEND_SECONDS), 0)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
             with self._lock:
-                self._sessions.add(EngineSession(connection, self._device, self._segments, self._forget))
+                self._sessions.add(EngineSession(connection, self._device, self._segments, self._loans, self._forget))
 
     def _forget(self, session: EngineSession) -> None:
         with self._lock:

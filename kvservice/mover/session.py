@@ -1,6 +1,6 @@
-"""One engine as its move worker sees it: the connection, the imported KV memory, the segment in use, two lanes.
+"""One engine as its move worker sees it: the connection, the imported KV memory, the segment, a lane a direction.
 
-A thread of its own reads the connection; the lanes' threads copy and answer. The connection is closed only after both
+A thread of its own reads the connection; the lanes' threads copy and answer. The connection is closed only after all
 lanes have ended, so that an engine that sees it closed knows that nothing is copied for it any more.
 """
 
@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from kvservice.memory.segment import Segment
 from kvservice.mover.copies import CopyEngine
 from kvservice.mover.device import Device, KVMemory, Segments
 from kvservice.mover.lanes import Lane, Target
+from kvservice.mover.loans import DirectPath, Lender, Loans
 from kvservice.mover.message import (
     MESSAGE_BYTES_MAX,
     NO_EVENT,
@@ -29,6 +31,7 @@ from kvservice.mover.message import (
     Direction,
     Ended,
     Kind,
+    Outcome,
     kind_of,
     number,
     pack_done,
@@ -50,11 +53,13 @@ class EngineSession:
         connection: socket.socket,
         device: Device,
         segments: Segments,
+        loans: Loans,
         on_end: Callable[[EngineSession], None],
     ) -> None:
         self._connection = connection
         self._device = device
         self._segments = segments
+        self._loans = loans
         self._on_end = on_end
         self._send_lock = threading.Lock()
         self._kv: KVMemory | None = None
@@ -62,6 +67,7 @@ class EngineSession:
         self._segment: Segment | None = None
         self._engine: CopyEngine | None = None
         self._target: Target | None = None
+        self._direct: DirectPath | None = None
         self._lock: LivenessLock | None = None
         self.lanes = {direction: Lane(f"kvservice-{direction.name.lower()}", self._ended) for direction in Direction}
         connection.settimeout(None)
@@ -112,6 +118,8 @@ class EngineSession:
             self._leave()
         elif kind is Kind.COPIES:
             self._copies(data)
+        elif kind is Kind.LEND or kind is Kind.RECALL:
+            self._lend(data, recall=kind is Kind.RECALL)
         else:
             raise InvalidRequest(f"an engine does not send {kind.name}")
 
@@ -158,12 +166,17 @@ class EngineSession:
         except BaseException:
             self._leave()
             raise
-        self._target = Target(self._segment, pool.epoch, template, self._engine)
+        self._direct = DirectPath(self._loans, self._device, Lender(self._kv, template))
+        self._target = Target(self._segment, pool.epoch, template, self._engine, self._direct)
 
     def _leave(self) -> None:
         self._target = None
         for lane in self.lanes.values():
             lane.drain()
+        if self._direct is not None:
+            self._loans.drop(self._direct.reader)  # it is a lender too
+            self._direct.close()
+            self._direct = None
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -181,7 +194,21 @@ class EngineSession:
             if kv is None or event == NO_EVENT:
                 self.lanes[job.direction].submit(self._target, job)
             else:
-                self.lanes[job.direction].submit(self._target, job, lambda: kv.wait_for(event))
+                self.lanes[job.direction].submit(self._target, job, partial(kv.wait_for, event))
+
+    def _lend(self, data: bytes, *, recall: bool) -> None:
+        jobs, event = parse_copies(data)
+        for job in jobs:
+            keys = [key.tobytes() for key in job.rows["key"]]
+            done = partial(self._ended, Ended(job.job_id, Outcome.COPIED, 0))
+            if self._direct is None:
+                done()  # nothing is lent without a pool
+            elif recall:
+                self._loans.recall(self._direct.reader, keys, done)
+            else:
+                blocks = job.rows["block"].tolist()
+                self._loans.lend(self._direct.reader, zip(keys, blocks, strict=True), event)
+                done()
 
     def _end(self) -> None:
         for lane in self.lanes.values():

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.core.descriptors import CopyTemplate, Descriptors, RegionLayout, merge_runs, through_staging
+from kvservice.core.descriptors import (
+    CopyTemplate,
+    Descriptors,
+    DirectTemplate,
+    RegionLayout,
+    merge_runs,
+    through_staging,
+)
 from kvservice.core.layout import SlotLayout
 from kvservice.errors import InvalidRequest, UnsupportedLayout
 
@@ -100,6 +107,43 @@ def test_rounds_through_a_small_buffer_carry_the_same_bytes(
         to_segment = bytes_of(carried)
         found |= {engine: to_segment[buffer] for engine, buffer in bytes_of(gathered).items()}
     assert found == bytes_of(runs)
+
+
+def reordered(region: RegionLayout, order: list[str]) -> RegionLayout:
+    """The same blocks in another physical order."""
+    counts = (len(region.layer_offsets), region.block_count, region.parts, region.heads, region.tokens)
+    size = dict(zip(NAMES, counts, strict=True))
+    stride, step = {}, region.cell_bytes
+    for name in reversed(order):
+        stride[name] = step
+        step *= size[name]
+    offsets = tuple(layer * stride["l"] for layer in range(size["l"]))
+    return RegionLayout(
+        step, size["b"], offsets, size["p"], size["h"], size["n"], region.cell_bytes, stride["b"], stride["p"],
+        stride["h"], stride["n"], region.first_head,
+    )  # fmt: skip
+
+
+@given(layouts(), st.permutations(NAMES), st.data())
+def test_direct_copy_is_a_store_and_a_load_without_the_slot(
+    given_layouts: tuple[RegionLayout, SlotLayout], order: list[str], data: st.DataObject
+) -> None:
+    region, slot = given_layouts
+    other = reordered(region, order)
+    blocks = data.draw(st.lists(st.integers(0, region.block_count - 1), unique=True, min_size=1))
+    targets = data.draw(st.permutations(range(region.block_count)))[: len(blocks)]
+    payloads = [index * slot.payload_bytes for index in range(len(blocks))]
+    to_slot = model(region, slot, blocks, payloads)
+    from_slot = {segment: engine for engine, segment in model(other, slot, targets, payloads).items()}
+    runs = DirectTemplate(CopyTemplate(region, slot), CopyTemplate(other, slot)).expand(blocks, targets)
+    assert bytes_of(runs) == {from_slot[segment]: engine for engine, segment in to_slot.items()}
+
+
+def test_direct_copy_between_ranks_with_other_heads_is_refused() -> None:
+    slot = SlotLayout(1, 2, 32, 2)
+    first, second = (CopyTemplate(RegionLayout(96, 3, (0,), 1, 1, 2, 16, 32, 0, 0, 16, head), slot) for head in (0, 1))
+    with pytest.raises(UnsupportedLayout):
+        DirectTemplate(first, second)
 
 
 def test_neighbouring_blocks_in_neighbouring_slots_are_one_copy() -> None:
