@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 
@@ -24,6 +25,8 @@ class SharedMemory:
             size = os.fstat(descriptor).st_size
             if byte_count <= 0 or size < byte_count:
                 raise SegmentError(f"the engine's memory has {size} bytes, {byte_count} were promised")
+            if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise SegmentError("the engine's memory can shrink, which would kill whoever has it mapped")
             self.buffer = mmap.mmap(descriptor, byte_count)
         except (OSError, ValueError) as error:
             os.close(descriptor)
@@ -43,11 +46,12 @@ class SharedMemory:
         """New zeroed memory. Its pages are taken when first touched, as with any large allocation. Raises
         SegmentError."""
         try:
-            descriptor = os.memfd_create("kvservice-kv", os.MFD_CLOEXEC)
+            descriptor = os.memfd_create("kvservice-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
             raise SegmentError(f"cannot make shared memory: {error}") from error
         try:
             os.ftruncate(descriptor, byte_count)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         except OSError as error:
             os.close(descriptor)
             raise SegmentError(f"cannot make {format_bytes(byte_count)} of shared memory: {error}") from error

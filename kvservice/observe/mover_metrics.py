@@ -41,7 +41,7 @@ class MoverCollector(Collector):
             yield gauge
         for name, text in MOVER_COUNTERS.items():
             counter = CounterMetricFamily(f"kvservice_mover_{name}", text, labels=[*_NAMES, "direction"])
-            for direction in ("load", "store"):
+            for direction in ("load", "store", "direct"):
                 counter.add_metric([*self._labels, direction], state["counters"].get(f"{direction}_{name}", 0))
             yield counter
 

@@ -345,6 +345,32 @@ def test_one_engines_nonsense_does_not_reach_another(bench: Bench, worker: Worke
     assert ticket.succeeded()
 
 
+@pytest.mark.parametrize("kind", ["too small", "can shrink", "a plain file", "no descriptor"])
+def test_memory_that_could_kill_the_worker_is_refused(bench: Bench, worker: Worker, root: Path, kind: str) -> None:
+    bench.follow()
+    if kind == "a plain file":
+        descriptor: int | None = os.open(root / "plain", os.O_RDWR | os.O_CREAT)
+    else:
+        descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    assert descriptor is not None
+    os.ftruncate(descriptor, LAYOUT.region_bytes // (2 if kind == "too small" else 1))
+    memory = {"kind": MemoryKind.MEMFD.value, "bytes": LAYOUT.region_bytes}
+    offered = None if kind == "no descriptor" else descriptor
+    stranger = WorkerLink(KVOffer(HOST, memory, LAYOUT.fields(), offered))
+    try:
+        source = PoolSource(1, str(bench.segment.path), bench.segment.geometry, bench.segment.epoch, SLOT, "")
+        stranger.follow(bench.directory, source)
+        eventually(lambda: stranger.take_counters().get("mover_refused"), "the refusal")
+        assert not stranger.is_ready
+    finally:
+        stranger.close()
+        os.close(descriptor)
+    bench.header(slot_index(0, 0), 1)
+    ticket = bench.copy(Direction.STORE, row(3, slot_index(0, 0), 1))
+    ticket.synchronize()
+    assert ticket.succeeded(), "the worker serves the others on"
+
+
 def test_second_worker_of_a_device_is_refused_and_the_first_leaves_nothing(root: Path) -> None:
     first = Worker(root)
     directory = node_directory("s", NodeId("n"), root)

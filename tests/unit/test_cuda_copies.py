@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvservice.core.descriptors import CopyTemplate, RegionLayout
+from kvservice.core.descriptors import CopyTemplate, DirectTemplate, RegionLayout
 from kvservice.core.geometry import plan_geometry
 from kvservice.core.layout import SlotLayout
 from kvservice.errors import TransferError
 from kvservice.mover import cuda_copies
-from kvservice.mover.cuda_copies import CudaCopies
+from kvservice.mover.cuda_copies import CudaCopies, DirectCopies
 from kvservice.mover.pinning import Pinning
 from kvservice.units import MiB
 
@@ -147,3 +147,21 @@ def test_failed_copy_is_not_ended_before_what_was_started_has_ended() -> None:
     with pytest.raises(TransferError):
         copies.store(CopyTemplate(layout, SLOT).expand([0], [0]))
     assert not driver.unawaited
+
+
+@pytest.mark.parametrize("way", ["gather", "batch", "one by one"])
+def test_direct_copy_is_the_lent_blocks_in_the_readers_layout(way: str) -> None:
+    one, other = region("lbnh"), region("blhn")
+    source = np.random.default_rng(1).integers(0, 256, one.region_bytes, np.uint8)
+    target = np.zeros(other.region_bytes, np.uint8)
+    driver = HostDriver(batch=way == "batch")
+    gather = driver.gather if way == "gather" else None
+    copies = DirectCopies(driver, target.ctypes.data, source.ctypes.data, gather)  # type: ignore[arg-type]
+    copies.load(DirectTemplate(CopyTemplate(one, SLOT), CopyTemplate(other, SLOT)).expand([4, 1], [0, 5]))
+    lent = source.reshape(LAYERS, BLOCKS, TOKENS, HEADS, CELL).transpose(1, 0, 3, 2, 4)
+    found = target.reshape(BLOCKS, LAYERS, HEADS, TOKENS, CELL)
+    assert np.array_equal(found[[0, 5]], lent[[4, 1]])
+    assert not found[1:5].any()
+    assert set(driver.calls) == {"copy" if way == "one by one" else way}
+    assert not driver.unawaited
+    copies.close()
