@@ -7,6 +7,7 @@ checks on its own side as well; both have to agree before a block counts.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -60,11 +61,12 @@ class Lane:
 
     def __init__(self, name: str, on_ended: Callable[[Ended], None]) -> None:
         self._on_ended = on_ended
-        self._jobs: deque[tuple[Target | None, Job, Ready]] = deque()
+        self._jobs: deque[tuple[Target | None, Job, Ready, float]] = deque()  # with when they came
         self._wake = threading.Condition()
         self._stopping = False
         self._active = False
-        self.busy_since: float | None = None  # monotonic; read by the watchdog
+        self._busy_since: float | None = None  # monotonic
+        self._ended_at = 0.0  # the last job
         self.counts = LaneCounts()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -73,12 +75,22 @@ class Lane:
         """`ready` is called on the lane's thread first, with a question whether it still matters, and returns when the
         engine's side may be touched. Never blocks."""
         with self._wake:
-            self._jobs.append((target, job, ready))
+            self._jobs.append((target, job, ready, time.monotonic()))
             self._wake.notify()
 
     @property
     def is_idle(self) -> bool:
         return not self._jobs and not self._active
+
+    @property
+    def waits_since(self) -> float | None:
+        """Since when, on the monotonic clock, a batch has not ended or a job was not taken up; None when neither. Time
+        in which the engine is waited for does not count."""
+        if self._active:
+            return self._busy_since
+        with contextlib.suppress(IndexError):  # taken just now
+            return max(self._jobs[0][3], self._ended_at)
+        return None
 
     def drain(self) -> None:
         """Block until everything submitted so far has ended."""
@@ -101,11 +113,12 @@ class Lane:
                 self._wake.wait_for(lambda: self._jobs or self._stopping)
                 if self._stopping:
                     return
-                target, job, ready = self._jobs.popleft()
+                target, job, ready, _ = self._jobs.popleft()
                 self._active = True
             ended = self._perform(target, job, ready)
-            self.busy_since = None
+            self._busy_since = None
             self._on_ended(ended)
+            self._ended_at = time.monotonic()
             self._active = False
 
     def _perform(self, target: Target | None, job: Job, ready: Ready) -> Ended:
@@ -113,7 +126,7 @@ class Lane:
         try:
             if target is not None:
                 ready(lambda: not self._stopping)  # as long as the engine computes, which is not a copy that hangs
-                self.busy_since = time.monotonic()
+                self._busy_since = time.monotonic()
                 outcome, copied = self._copy(target, job)
         except InvalidRequest as error:
             log.error("refused a copy: %s", error.message)
@@ -153,7 +166,7 @@ class Lane:
             else:
                 target.engine.store(runs)
             copied += runs.byte_count
-            self.busy_since = time.monotonic()  # a long job is not a stuck one
+            self._busy_since = time.monotonic()  # a long job is not a stuck one
         return Outcome.COPIED, copied
 
     def _count(self, job: Job, outcome: Outcome, copied: int) -> None:

@@ -132,10 +132,10 @@ class MoverServer:
             with self._lock:
                 lanes = [lane for session in self._sessions for lane in session.lanes.values()]
             limit = time.monotonic() - self._config.wedge_seconds
-            if any(since is not None and since < limit for since in (lane.busy_since for lane in lanes)):
+            if any(since is not None and since < limit for since in (lane.waits_since for lane in lanes)):
                 if not self.wedged.is_set():
                     log.error(
-                        "a copy has not ended for %.0f s: this worker must be replaced", self._config.wedge_seconds
+                        "a copy has not moved for %.1f s: this worker must be replaced", self._config.wedge_seconds
                     )
                 self.wedged.set()
 

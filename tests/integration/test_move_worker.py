@@ -7,6 +7,7 @@ answer in bounded time and not one byte where it must not be.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -31,6 +32,7 @@ from kvservice.core.layout import SlotLayout
 from kvservice.errors import ServiceConflict
 from kvservice.memory.liveness import is_free
 from kvservice.memory.segment import Segment
+from kvservice.mover.__main__ import STATUS_WEDGED
 from kvservice.mover.device import HOST, HostDevice
 from kvservice.mover.link import ROWS_OUTSTANDING_MAX, Copies, KVOffer, WorkerLink
 from kvservice.mover.memory import SharedMemory
@@ -57,6 +59,7 @@ LAYOUT = RegionLayout(
 )
 KEY = BlockKey(b"a key of 16 byte")
 WEDGE_SECONDS = 1.5
+PTRACE_SEIZE, PTRACE_INTERRUPT, WALL = 0x4206, 0x4207, 0x40000000
 
 
 class Worker:
@@ -380,6 +383,43 @@ def test_second_worker_of_a_device_is_refused_and_the_first_leaves_nothing(root:
         MoverServer(MoverConfig("s", NodeId("n"), root), HostDevice()).start()
     assert first.end() == 0
     assert not list(directory.iterdir())
+
+
+def stop_thread(thread_id: int) -> None:
+    """For good, while the other threads of its process go on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    for request in (PTRACE_SEIZE, PTRACE_INTERRUPT):
+        if libc.ptrace(request, thread_id, None, None):
+            pytest.skip(f"ptrace is not allowed here: {os.strerror(ctypes.get_errno())}")
+
+
+def threads_of(process: subprocess.Popen[str]) -> set[int]:
+    return {int(path.name) for path in Path(f"/proc/{process.pid}/task").iterdir()}
+
+
+def test_worker_with_a_thread_that_hangs_ends_itself_and_every_copy_with_it(bench: Bench, root: Path) -> None:
+    bench.link.close()
+    memory = {"kind": MemoryKind.MEMFD.value, "bytes": LAYOUT.region_bytes}
+    bench.link = WorkerLink(KVOffer(HOST, memory, LAYOUT.fields(), bench.kv.descriptor), 20.0)
+    worker = Worker(root, "--wedge-seconds", "0.5")
+    before = threads_of(worker.process)
+    bench.follow()
+    lanes_and_reader = sorted(threads_of(worker.process) - before)
+    assert len(lanes_and_reader) == len(Direction) + 1
+    stop_thread(lanes_and_reader[Direction.STORE])
+    bench.header(slot_index(0, 0), 1)
+    store = bench.copy(Direction.STORE, row(3, slot_index(0, 0), 1))
+    bench.header(slot_index(0, 1), 2)
+    load = bench.copy(Direction.LOAD, row(3, slot_index(0, 1), 2))
+    load.synchronize()
+    assert load.succeeded(), "the other lane goes on"
+    store.synchronize()
+    assert not store.succeeded()
+    while os.WIFSTOPPED(os.waitpid(lanes_and_reader[Direction.STORE], WALL)[1]):  # by its tracer, before its process
+        pass
+    assert worker.end() == STATUS_WEDGED
+    assert bench.payload(slot_index(0, 0)) == bytes(SLOT.payload_bytes)
 
 
 class StuckCopies:

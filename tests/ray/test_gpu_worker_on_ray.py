@@ -11,6 +11,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from kvservice.mover.memory import SharedMemory
 from kvservice.mover.message import CopyRow, Direction, MemoryKind, PoolSource
 from kvservice.units import MiB
 from tests.integration.engine import LAYOUT, Engine, chain, content
+from tests.integration.test_move_worker import WALL, stop_thread
 
 pytestmark = pytest.mark.ray
 
@@ -53,14 +55,14 @@ REGION = RegionLayout(
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def runtime() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="kvr-") as folder:
         os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
         yield Path(folder)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def config(runtime: Path) -> Iterator[ServiceConfig]:
     settings = {"num_cpus": 1, "object_store_memory": 80 * MiB, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=settings)
@@ -123,41 +125,92 @@ async def copied(link: WorkerLink, direction: Direction, rows: list[CopyRow]) ->
     assert ticket.succeeded()
 
 
+@contextmanager
+def kv_memory() -> Iterator[tuple[SharedMemory, KVOffer]]:
+    kv = SharedMemory.make(REGION.region_bytes)
+    memory = {"kind": MemoryKind.MEMFD.value, "bytes": REGION.region_bytes}
+    yield kv, KVOffer(HOST, memory, REGION.fields(), kv.descriptor)
+    kv.close()
+
+
+def pool_of(engine: Engine) -> PoolSource:
+    found = engine.attachment
+    return PoolSource(1, found.segment_path, found.geometry, found.epoch, LAYOUT, found.liveness_path)
+
+
+def threads_of(pid: int) -> set[int]:
+    return {int(path.name) for path in Path(f"/proc/{pid}/task").iterdir()}
+
+
+def link_with_known_threads(offer: KVOffer, directory: Path, pool: PoolSource, pid: int) -> tuple[WorkerLink, int]:
+    """(a link that is ready, the thread of the worker that does its stores). Again when Ray made threads meanwhile."""
+    for _ in range(10):
+        before = threads_of(pid)
+        link = WorkerLink(offer, wedge_seconds=120)
+        link.follow(directory, pool)
+        eventually(lambda: link.is_ready, "the link")  # noqa: B023  asked at once
+        made = sorted(threads_of(pid) - before)
+        if len(made) == len(Direction) + 1:
+            return link, made[Direction.STORE]
+        link.close()
+    raise AssertionError("the worker's threads could not be told from Ray's")
+
+
+def test_worker_with_a_thread_that_hangs_is_replaced_by_the_supervisor(config: ServiceConfig, runtime: Path) -> None:
+    [row] = eventually(workers, "a running worker")
+    [shard] = find_shards("gw", runtime)
+
+    async def run(offer: KVOffer) -> None:
+        engine = await Engine.attach(ShardClient(shard.socket))
+        place = (Path(shard.socket).parent, pool_of(engine), row["pid"])
+        link, thread = await asyncio.to_thread(link_with_known_threads, offer, *place)
+        stop_thread(thread)
+        [ref] = await engine.pool.reserve(engine.id, 1)
+        ticket = link.submit(Direction.STORE, [CopyRow(0, ref.slot, ref.generation, chain(9, 1)[0])])
+        assert ticket is not None
+        link.flush()
+        await asyncio.to_thread(eventually, ticket.query, "the end of the copy")
+        assert not ticket.succeeded()
+        while os.WIFSTOPPED(os.waitpid(thread, WALL)[1]):
+            pass
+        await asyncio.to_thread(eventually, lambda: [r for r in workers() if r["pid"] != row["pid"]], "the next worker")
+        await asyncio.to_thread(eventually, lambda: link.is_ready, "the link to find it")
+        await asyncio.to_thread(link.close)
+        engine.let_go()
+
+    with kv_memory() as (_, offer):
+        asyncio.run(run(offer))
+
+
 def test_worker_serves_a_cpu_engine_beside_its_shard_also_after_a_kill(config: ServiceConfig, runtime: Path) -> None:
     [row] = eventually(workers, "a running worker")
     [shard] = find_shards("gw", runtime)
     directory = Path(shard.socket).parent
     assert [record.pid for record in find_movers(directory)] == [row["pid"]]
     assert (row["device"], row["node_id"], row["wedged"]) == (HOST, shard.node_id, False)
-    kv = SharedMemory.make(REGION.region_bytes)
-    memory = {"kind": MemoryKind.MEMFD.value, "bytes": REGION.region_bytes}
-    link = WorkerLink(KVOffer(HOST, memory, REGION.fields(), kv.descriptor))
+    with kv_memory() as (kv, offer):
+        link = WorkerLink(offer)
 
-    async def run() -> None:
-        engine = await Engine.attach(ShardClient(shard.socket))
-        found = engine.attachment
-        link.follow(
-            directory,
-            PoolSource(1, found.segment_path, found.geometry, found.epoch, LAYOUT, found.liveness_path),
-        )
-        view = np.frombuffer(kv.buffer, np.uint8)
-        await asyncio.to_thread(eventually, lambda: link.is_ready, "the link")
-        await blocks_through(engine, link, view, 1)
-        os.kill(row["pid"], signal.SIGKILL)
-        await asyncio.to_thread(eventually, lambda: not link.is_ready, "the loss")
-        await asyncio.to_thread(eventually, lambda: link.is_ready, "Ray to restart the worker")
-        await blocks_through(engine, link, view, 2)
-        engine.let_go()
+        async def run() -> None:
+            engine = await Engine.attach(ShardClient(shard.socket))
+            link.follow(directory, pool_of(engine))
+            view = np.frombuffer(kv.buffer, np.uint8)
+            await asyncio.to_thread(eventually, lambda: link.is_ready, "the link")
+            await blocks_through(engine, link, view, 1)
+            os.kill(row["pid"], signal.SIGKILL)
+            await asyncio.to_thread(eventually, lambda: not link.is_ready, "the loss")
+            await asyncio.to_thread(eventually, lambda: link.is_ready, "Ray to restart the worker")
+            await blocks_through(engine, link, view, 2)
+            engine.let_go()
 
-    try:
-        asyncio.run(run())
-        eventually(
-            lambda: [r for r in workers() if r["pid"] != row["pid"] and r["counters"].get("store_blocks") == 4],
-            "the restarted worker to count its four blocks",
-        )
-    finally:
-        link.close()
-        kv.close()
+        try:
+            asyncio.run(run())
+            eventually(
+                lambda: [r for r in workers() if r["pid"] != row["pid"] and r["counters"].get("store_blocks") == 4],
+                "the restarted worker to count its four blocks",
+            )
+        finally:
+            link.close()
     deploy.down("gw")
     assert not list(directory.parent.glob("*")), "files of the service are left"
 
