@@ -37,7 +37,11 @@ class RemoteMover:
     def adopt(self, memory: torch.Tensor, pool: PoolInfo) -> None:
         self._fallback.adopt(memory, pool)
         if not pool.liveness_path:
-            return  # the engine's own pool: no service, no worker
+            self._counters["mover_absent"] += 1
+            log.warning(
+                "copies run in the engine's process: a pool of its own has no worker, which belongs to a service"
+            )
+            return
         self._pools += 1
         source = PoolSource(
             self._pools, pool.segment_path, pool.geometry, pool.epoch, pool.layout, pool.liveness_path

@@ -243,7 +243,7 @@ class WorkerLink:
                 connection, worker = self._connect(wanted[0])
                 self._converse(connection, worker, wanted)
             except Unavailable as error:
-                log.debug("no move worker: %s", error.message)
+                self._note("mover_absent", f"copies run in the engine's process until there is a worker: {error}")
             except (KVServiceError, OSError) as error:
                 self._note("mover_refused", f"copies stay in the engine's process: {error}")
             except Exception:  # copies under way must be ended whatever happened here
@@ -434,8 +434,8 @@ class WorkerLink:
             self._counters[name] += 1
 
     def _note(self, name: str, problem: str) -> None:
-        self._count(name)
         if problem != self._problem:  # it is tried again every few seconds
+            self._count(name)
             log.warning("%s", problem)
         self._problem = problem
 
