@@ -225,5 +225,9 @@ class EngineSession:
         self._send(pack_done([ended]))
 
     def _send(self, data: bytes) -> None:
-        with self._send_lock, contextlib.suppress(OSError):  # whoever reads the connection sees it too
-            self._connection.send(data)
+        with self._send_lock:
+            try:
+                self._connection.send(data)
+            except OSError:  # gone, or it has not read for too long: the reading thread ends the session
+                with contextlib.suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RD)  # the other half says that nothing is copied any more

@@ -36,7 +36,18 @@ from kvservice.mover.__main__ import STATUS_WEDGED
 from kvservice.mover.device import HOST, HostDevice
 from kvservice.mover.link import ROWS_OUTSTANDING_MAX, Copies, KVOffer, WorkerLink
 from kvservice.mover.memory import SharedMemory
-from kvservice.mover.message import CopyRow, Direction, MemoryKind, Outcome, PoolSource
+from kvservice.mover.message import (
+    CopyRow,
+    Direction,
+    Kind,
+    MemoryKind,
+    Outcome,
+    PoolSource,
+    pack_copies,
+    pack_json,
+    pack_pool,
+    pack_rows,
+)
 from kvservice.mover.server import MoverConfig, MoverServer
 from kvservice.units import BlockKey, BootEpoch, Generation, MiB, NodeId, SlotIndex, SpanRoute
 
@@ -346,6 +357,29 @@ def test_one_engines_nonsense_does_not_reach_another(bench: Bench, worker: Worke
     ticket = bench.copy(Direction.STORE, row(3, slot_index(0, 0), 1))
     ticket.synchronize()
     assert ticket.succeeded()
+
+
+def test_engine_that_reads_no_answers_is_left_and_its_slots_are_let_go(bench: Bench, worker: Worker) -> None:
+    """Its process stands still: the worker must not wait for it for ever."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as engine:
+        engine.connect(str(mover_socket(bench.directory, HOST)))
+        memory = {"kind": MemoryKind.MEMFD.value, "bytes": LAYOUT.region_bytes}
+        hello = {"version": 1, "device": HOST, "memory": memory, "layout": LAYOUT.fields()}
+        socket.send_fds(engine, [pack_json(Kind.HELLO, hello)], [bench.kv.descriptor])
+        geometry, epoch = bench.segment.geometry, bench.segment.epoch
+        engine.send(pack_pool(PoolSource(1, str(bench.segment.path), geometry, epoch, SLOT, str(bench.liveness))))
+        eventually(lambda: not is_free(bench.liveness), "the worker to hold the engine's lock")
+        rows = pack_rows([row(0, 0, 1)])
+        engine.setblocking(False)
+        job = 0
+        deadline = time.monotonic() + 30
+        while not is_free(bench.liveness):
+            assert time.monotonic() < deadline, "the worker waits for an engine that does not read"
+            with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+                for _ in range(50):
+                    job += 1
+                    engine.send(pack_copies([(job, Direction.LOAD, rows)]))
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize("kind", ["too small", "can shrink", "a plain file", "no descriptor"])
