@@ -2,7 +2,7 @@
 
 Two threads: the engine's, which submits and asks; and one of this link, which connects, reads answers and watches the
 clock. A copy that was handed over is over only when the worker said so, or when the worker is known to do nothing any
-more: it closed the connection, which it does after its last copy, or it is dead. A worker that gives no sign of life is
+more: it said so before it closed the connection, or it is dead. A worker that gives no sign of life is
 killed for that; a copy that was called failed and still ran would write into blocks that belong to somebody else by
 then. A worker that this process could not kill (another user or PID namespace) is therefore never used.
 """
@@ -115,6 +115,7 @@ class WorkerLink:
         self._wanted: tuple[Path, PoolSource] | None = None
         self._socket: socket.socket | None = None
         self._ready = False
+        self._said_bye = False
         self._problem = ""  # the last one that was logged
         self._closing = False
         self._counters = Counter[str]()
@@ -313,7 +314,7 @@ class WorkerLink:
         directory, asked = wanted[0], None
         asked_at = 0.0
         with self._lock:
-            self._socket = connection
+            self._socket, self._said_bye = connection, False
             self._progress = dict.fromkeys(Direction, time.monotonic())
         while not self._closing:
             with self._lock:
@@ -361,6 +362,8 @@ class WorkerLink:
             if not data:
                 return False
             self._handle(data, asked)
+            if self._said_bye:
+                return False
 
     def _handle(self, data: bytes, asked: PoolSource | None) -> None:
         kind = kind_of(data)
@@ -376,6 +379,8 @@ class WorkerLink:
                     self._ready = True
                     self._counters["mover_connected"] += 1
                     self._problem = ""
+        elif kind is Kind.BYE:
+            self._said_bye = True
         else:
             raise InvalidRequest(f"a worker does not send {kind.name}")
 
@@ -415,7 +420,7 @@ class WorkerLink:
             self._batch.clear()
             pending = bool(self._jobs)
         if worker is not None:
-            if pending and connection is not None:
+            if pending and connection is not None and not self._said_bye:
                 worker.await_last_copy(connection, self._wedge_seconds)
             worker.forget()
         if connection is not None:

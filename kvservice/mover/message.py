@@ -8,6 +8,7 @@
                       RECALL  they may not any more, likewise; DONE when nobody reads them
     worker → engine   ANSWER  to HELLO and POOL: JSON; `error` is null or says why not
                       DONE    (job id, outcome, bytes) of every job that ended: packed
+                      BYE     the last one: nothing is copied for this engine any more
 
 Bytes from the other side are checked before use; nothing in here can run code.
 """
@@ -53,6 +54,7 @@ class Kind(IntEnum):
     DONE = 6
     LEND = 7
     RECALL = 8
+    BYE = 9
 
 
 class Direction(IntEnum):

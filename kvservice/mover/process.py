@@ -12,8 +12,10 @@ import select
 import signal
 import socket
 import time
+from enum import Enum
 
 from kvservice.errors import Refused
+from kvservice.mover.message import MESSAGE_BYTES_MAX, Kind
 
 log = logging.getLogger("kvservice.mover")
 
@@ -59,12 +61,22 @@ class WorkerProcess:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def await_last_copy(self, connection: socket.socket, patience: float) -> None:
-        """Block until the worker has closed the connection, which it does after its last copy for this engine, or is
-        dead. Killed when that takes longer than `patience` seconds."""
+        """Block until the worker has said BYE, which it does after its last copy for this engine, or is dead. Killed
+        when that takes longer than `patience` seconds. Not needed for a worker that said it before."""
         started = nagged = time.monotonic()
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
-        while not self._is_over(connection):
+        reading: socket.socket | None = connection
+        while True:
+            watched = [self._pidfd] if reading is None else [self._pidfd, reading.fileno()]
+            readable, _, _ = select.select(watched, [], [], POLL_SECONDS)
+            if self._pidfd in readable:
+                return
+            if reading is not None and reading.fileno() in readable:
+                said = _last_words(reading)
+                if said is Words.BYE or (said is Words.NONE and self._in_host_memory):
+                    return  # without a word the kernel closed it, with the last thread of the process
+                reading = reading if said is Words.OTHER else None
             now = time.monotonic()
             if self._killed is None and now - started > patience:
                 self.kill()
@@ -72,27 +84,28 @@ class WorkerProcess:
                 return
             if now - nagged > NAG_SECONDS:
                 nagged = now
-                log.error("the killed move worker has not ended after %.0f s: is its GPU gone?", now - started)
-
-    def _is_over(self, connection: socket.socket) -> bool:
-        readable, _, _ = select.select([self._pidfd, connection.fileno()], [], [], POLL_SECONDS)
-        if self._pidfd in readable:
-            return True
-        if connection.fileno() not in readable:
-            return False
-        try:
-            closed = not connection.recv(1 << 17, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            closed = True
-        if closed and not self._in_host_memory and self._killed is not None:
-            time.sleep(POLL_SECONDS)  # its end shows by the process alone
-            return False
-        return closed
+                log.error("the move worker has not ended after %.0f s: is its GPU gone?", now - started)
 
     def forget(self) -> None:
         """Idempotent."""
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
+
+
+class Words(Enum):
+    BYE = 1
+    OTHER = 2
+    NONE = 3  # the connection has ended
+
+
+def _last_words(connection: socket.socket) -> Words:
+    try:
+        data = connection.recv(MESSAGE_BYTES_MAX, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return Words.OTHER
+    except OSError:
+        return Words.NONE
+    if not data:
+        return Words.NONE
+    return Words.BYE if data[0] == Kind.BYE else Words.OTHER

@@ -1,7 +1,7 @@
 """One engine as its move worker sees it: the connection, the imported KV memory, the segment, a lane a direction.
 
-A thread of its own reads the connection; the lanes' threads copy and answer. The connection is closed only after all
-lanes have ended, so that an engine that sees it closed knows that nothing is copied for it any more.
+A thread of its own reads the connection; the lanes' threads copy and answer. BYE is sent and the connection closed only
+after all lanes have ended, so that an engine that sees it knows that nothing is copied for it any more.
 """
 
 from __future__ import annotations
@@ -216,6 +216,7 @@ class EngineSession:
         self._leave()
         if self._kv is not None:
             self._kv.close()
+        self._send(pack_json(Kind.BYE, {}))
         self._connection.close()
         self._on_end(self)
 

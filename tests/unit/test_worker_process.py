@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvservice.errors import Refused
+from kvservice.mover.message import Kind, pack_json
 from kvservice.mover.process import WorkerProcess
 
 
@@ -43,9 +44,7 @@ def wait_for_end(worker: WorkerProcess, ours: socket.socket, patience: float) ->
 
 
 @pytest.mark.parametrize("in_host_memory", [True, False])
-def test_copies_have_ended_when_the_worker_closes_its_end(
-    sleeper: subprocess.Popen[bytes], in_host_memory: bool
-) -> None:
+def test_copies_have_ended_when_the_worker_says_bye(sleeper: subprocess.Popen[bytes], in_host_memory: bool) -> None:
     worker = WorkerProcess.of_peer(sleeper.pid, os.getuid(), in_host_memory=in_host_memory)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.send(b"an answer that came too late")
@@ -53,9 +52,28 @@ def test_copies_have_ended_when_the_worker_closes_its_end(
     assert theirs.recv(10) == b"", "the worker is not told to end"
     waiting.join(0.3)
     assert waiting.is_alive()
-    theirs.close()
+    theirs.send(pack_json(Kind.BYE, {}))
     waiting.join(5)
     assert not waiting.is_alive() and sleeper.poll() is None
+    theirs.close()
+    worker.forget()
+    ours.close()
+
+
+@pytest.mark.parametrize("in_host_memory", [True, False])
+def test_connection_closed_without_a_word_is_the_end_of_copies_in_host_memory_only(
+    sleeper: subprocess.Popen[bytes], in_host_memory: bool
+) -> None:
+    """The kernel closes it when the process dies; what a GPU was told to copy may go on until the process is gone."""
+    worker = WorkerProcess.of_peer(sleeper.pid, os.getuid(), in_host_memory=in_host_memory)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    waiting = wait_for_end(worker, ours, 30)
+    waiting.join(0.5)
+    assert waiting.is_alive() is not in_host_memory
+    sleeper.kill()
+    waiting.join(5)
+    assert not waiting.is_alive()
     worker.forget()
     ours.close()
 
