@@ -128,9 +128,10 @@ def down(service: str) -> bool:
     finally:
         if handle is not None:
             ray.kill(handle.supervisor, no_restart=True)
+    workers = [name for name in parts if name.startswith(names.GPU_WORKER)]
     shards = [name for name in parts if name.startswith(names.shard(""))]
-    # Shards first: they tell the lookup shards that they leave.
-    for group in (shards, [name for name in parts if name not in shards]):
+    # GPU workers first: they use the shards' memory. Then shards: they tell the lookup shards that they leave.
+    for group in (workers, shards, [name for name in parts if name not in {*workers, *shards}]):
         _stop(service, group)
     return True
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from kvservice.client.discovery import RECORD_NAME, SOCKET_NAME, default_runtime_root, is_listening
+from kvservice.client.discovery import MOVER_PREFIX, RECORD_NAME, SOCKET_NAME, default_runtime_root, is_listening
 from kvservice.memory.segment import remove_stale, segment_path
 from kvservice.shard.server import DEV_SHM
 from kvservice.units import NodeId
@@ -34,7 +34,12 @@ def remove_leftovers(service: str, alive: Collection[NodeId], runtime_root: Path
 
 
 def _remove_record(directory: Path) -> list[Path]:
-    found = [*directory.glob("engines/*.lock"), directory / SOCKET_NAME, directory / RECORD_NAME]
+    found = [
+        *directory.glob("engines/*.lock"),
+        *directory.glob(f"{MOVER_PREFIX}*"),
+        directory / SOCKET_NAME,
+        directory / RECORD_NAME,
+    ]
     removed = [path for path in found if path.exists()]
     for path in removed:
         path.unlink(missing_ok=True)

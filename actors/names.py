@@ -6,6 +6,7 @@ from kvservice.units import NodeId
 
 SUPERVISOR = "supervisor"
 NODE_ID_CHARS = 12
+GPU_WORKER = "gpu-worker-"
 
 
 def namespace(service: str) -> str:
@@ -19,6 +20,10 @@ def node_id(ray_node_id: str) -> NodeId:
 
 def shard(node: str) -> str:
     return f"shard-{node}"
+
+
+def gpu_worker(node: str, index: int) -> str:
+    return f"{GPU_WORKER}{node}-{index}"
 
 
 def lookup(index: int) -> str:

@@ -1,4 +1,5 @@
-"""Supervisor: follows the Ray cluster and keeps one CacheShard on every node and the lookup shards running.
+"""Supervisor: follows the Ray cluster and keeps one CacheShard on every node, the lookup shards and the
+GPU workers that the settings ask for running.
 
 Only placement and replacement: Ray restarts processes by itself, and requests never pass through here. When this
 actor or Ray's control plane is away, everything that runs goes on.
@@ -20,9 +21,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvservice.actors import names
 from kvservice.actors.cache_shard import CacheShard
+from kvservice.actors.gpu_worker import GpuWorker
 from kvservice.actors.lookup_node import LookupNode
 from kvservice.config import ServiceConfig
 from kvservice.errors import KVServiceError
+from kvservice.mover.device import HOST
+from kvservice.mover.server import MoverConfig
 from kvservice.shard.server import ShardServerConfig
 
 log = logging.getLogger("kvservice.actors")
@@ -59,6 +63,7 @@ class Supervisor:
         self._config = config
         self._lookups: dict[int, _Part] = {}
         self._shards: dict[str, _Part] = {}  # by Ray node id
+        self._gpu_workers: dict[tuple[str, int], _Part] = {}  # by Ray node id and index on the node
         self._problems: dict[str, str] = {}
         self._lock = threading.Lock()  # one round at a time, and none after stop
         self._stopping = threading.Event()
@@ -80,6 +85,7 @@ class Supervisor:
             "nodes": nodes,
             "lookups": lookups,
             "shards": sorted(shards, key=lambda row: row["node_id"]),
+            "gpu_workers": [part.row() for _, part in sorted(dict(self._gpu_workers).items()) if part.facts],
             "problems": dict(self._problems),
         }
 
@@ -105,6 +111,7 @@ class Supervisor:
             if nodes:
                 self._keep_lookups(nodes)
                 self._keep_shards(nodes)
+                self._keep_gpu_workers(nodes)
             self._problems.pop("ray", None)
         except (RayError, GetTimeoutError, KVServiceError, ValueError, OSError) as error:
             # Ray's control plane is away or a node went meanwhile: everything that runs goes on, and the next round
@@ -115,6 +122,7 @@ class Supervisor:
         """Forget parts that cannot come back by themselves, freeing their names."""
         self._lookups = {key: part for key, part in self._lookups.items() if self._stays(part, nodes)}
         self._shards = {key: part for key, part in self._shards.items() if self._stays(part, nodes)}
+        self._gpu_workers = {key: part for key, part in self._gpu_workers.items() if self._stays(part, nodes)}
 
     def _stays(self, part: _Part, nodes: dict[str, str]) -> bool:
         if not part.dead and part.ray_node in nodes:
@@ -158,6 +166,33 @@ class Supervisor:
             if part.running and part.told != told:
                 ray.get(part.handle.set_lookup_addresses.remote(addresses), timeout=CALL_SECONDS)
                 part.told = told
+
+    def _keep_gpu_workers(self, nodes: dict[str, str]) -> None:
+        if self._config.gpu_workers == "off":
+            return
+        gpus = _gpus_of_nodes()
+        for ray_node, host in nodes.items():
+            if ray_node not in self._shards or not self._shards[ray_node].facts:
+                continue  # beside its shard: the node's directory is the shard's
+            for index, device in enumerate(gpu_worker_devices(self._config.gpu_workers, gpus.get(ray_node, 0))):
+                if (ray_node, index) not in self._gpu_workers:
+                    node = names.node_id(ray_node)
+                    root = Path(self._config.runtime_dir) if self._config.runtime_dir else None
+                    port = self._config.metrics_port + 1 + index if self._config.metrics_port else 0
+                    arguments = (MoverConfig(self._config.service, node, root), device, port)
+                    handle = self._place(GpuWorker, ray_node, names.gpu_worker(node, index), arguments)
+                    part = _Part(f"GPU worker {index} of {node} on {host}", handle, ray_node)
+                    self._gpu_workers[ray_node, index] = part
+        if not self._gpu_workers:
+            return
+        self._ask(self._gpu_workers.values())
+        for part in self._gpu_workers.values():
+            if part.running and part.facts["wedged"]:
+                # The thread that hangs cannot be ended; the process can, and Ray starts the next one.
+                log.error("%s: a copy hangs, it is replaced", part.what)
+                ray.kill(part.handle, no_restart=False)
+                part.running = False
+                self._problems[part.what] = "a copy hung: it is being replaced"
 
     def _ask(self, parts: Iterable[_Part]) -> None:
         """All at once, so that a cluster starts as fast as its slowest node."""
@@ -224,6 +259,20 @@ class Supervisor:
 def _alive_nodes() -> dict[str, str]:
     """Ray node id -> address."""
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+
+
+def _gpus_of_nodes() -> dict[str, int]:
+    """Ray node id -> GPUs."""
+    return {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]}
+
+
+def gpu_worker_devices(setting: str, gpus: int) -> list[str]:
+    """The devices of a node's workers by the setting `gpu_workers`: GPU indices, or the CPU where there is no GPU and a
+    number asks for workers."""
+    if setting == "off":
+        return []
+    count = gpus if setting == "auto" else min(int(setting), max(gpus, 1))
+    return [str(index) if gpus else HOST for index in range(count)]
 
 
 def _free_port_on(ray_node: str) -> int:

@@ -52,6 +52,9 @@ class ServiceConfig:
     runtime_dir: str = ""
     # HTTP port on every node where Prometheus finds /metrics; 0 = none.
     metrics_port: int = 0
+    # Workers that copy between GPUs and the pool, one a GPU: auto = for every GPU, off, or how many a node at most. A
+    # number also gives nodes without a GPU one for their CPU engines. Engines use them with "mover": "worker".
+    gpu_workers: str = "off"
 
     def __post_init__(self) -> None:
         if not self.service or not self.service.replace("-", "").replace("_", "").isalnum() or len(self.service) > 32:
@@ -73,6 +76,10 @@ class ServiceConfig:
             raise ConfigError(f"runtime_dir is {self.runtime_dir!r}; give an absolute path")
         if self.transport not in ("auto", "nixl", "shm"):
             raise ConfigError(f"transport is {self.transport!r}; choose auto, nixl or shm")
+        if self.gpu_workers not in ("auto", "off") and not (
+            self.gpu_workers.isdecimal() and int(self.gpu_workers) < 65
+        ):
+            raise ConfigError(f"gpu_workers is {self.gpu_workers!r}; choose auto, off, or a number up to 64")
         if not 2.0 <= self.lease_seconds <= 600 or not 0.1 <= self.heartbeat_seconds <= 60:
             # A pull stops one second before its lease ends: shorter leases would leave it no time.
             raise ConfigError("lease_seconds must be 2 to 600, heartbeat_seconds 0.1 to 60")

@@ -3,6 +3,7 @@
     <runtime root>/<service>/<node id>/shard.json    {"service", "node_id", "socket", "peer_address", "pid", "epoch",
                                                      "lookup_addresses"}
     <runtime root>/<service>/<node id>/shard.sock    the engines' Unix socket
+    <runtime root>/<service>/<node id>/mover-<device>.json, mover-<device>.sock    a move worker of that node, if any
 
 A record whose socket nobody listens on is stale and is not returned.
 """
@@ -21,6 +22,7 @@ from kvservice.units import BootEpoch, NodeId
 
 RECORD_NAME = "shard.json"
 SOCKET_NAME = "shard.sock"
+MOVER_PREFIX = "mover-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,15 @@ class ShardRecord:
     pid: int
     epoch: BootEpoch
     lookup_addresses: tuple[str, ...] = ()  # host:port of every lookup shard, in partition order
+
+
+@dataclass(frozen=True, slots=True)
+class MoverRecord:
+    service: str
+    node_id: NodeId
+    device: str  # "cpu", or the UUID of a GPU
+    socket: str
+    pid: int
 
 
 def default_runtime_root() -> Path:
@@ -108,3 +119,31 @@ def choose_shard(
             "kv_connector_extra_config, to the one this engine belongs to"
         )
     return shards[0] if shards else None
+
+
+def mover_socket(directory: Path, device: str) -> Path:
+    """Where the move worker of this device listens, in its node's directory. Short: socket paths are limited."""
+    return directory / f"{MOVER_PREFIX}{device.removeprefix('GPU-')[:8]}.sock"
+
+
+def write_mover(record: MoverRecord, directory: Path) -> Path:
+    """Register a move worker atomically. Returns the path, which the worker removes when it stops."""
+    target = mover_socket(directory, record.device).with_suffix(".json")
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    draft.write_text(json.dumps(asdict(record)))
+    draft.replace(target)
+    return target
+
+
+def read_mover(path: Path) -> MoverRecord | None:
+    """The record in this file; None when there is none that can be read."""
+    try:
+        return MoverRecord(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def find_movers(directory: Path) -> list[MoverRecord]:
+    """Move workers registered in a node's directory, by device. Whether they listen shows when connecting."""
+    found = [read_mover(path) for path in sorted(directory.glob(f"{MOVER_PREFIX}*.json"))]
+    return [record for record in found if record is not None]

@@ -1,100 +1,184 @@
-"""When block copies run: at once, or on a CUDA stream of their own while the engine computes.
+"""Where and when block copies run: at once, on a CUDA stream of their own, or in another process (`remote_mover`).
 
-Owned by one worker and used from its main thread only. Decides no contents: the copier knows what is copied.
+Owned by one worker and used from its main thread only. Decides no contents: the plan says which blocks and slots, and
+whether they may be copied is the worker half's part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from kvservice.errors import UnsupportedLayout
+from kvservice.connector.copier import BlockCopier
+from kvservice.connector.plan import CopyEntry, PoolInfo
+from kvservice.errors import TransferError
+from kvservice.mover.message import Direction
+from kvservice.mover.pinning import Pinning
 
 
 class Ticket(Protocol):
-    """Copies that were started; `torch.cuda.Event` is one."""
+    """Copies that were started."""
 
     def query(self) -> bool:
-        """They have all ended."""
+        """They have all ended: nothing more is read or written for them."""
         ...
 
     def synchronize(self) -> None:
         """Wait until they have."""
         ...
 
+    def succeeded(self) -> bool:
+        """Once they have ended: all bytes are where they should be."""
+        ...
+
 
 class Mover(Protocol):
-    def adopt(self, memory: torch.Tensor) -> None:
-        """Copies will run between the engine and this host memory, until `release`."""
+    def adopt(self, memory: torch.Tensor, pool: PoolInfo) -> None:
+        """Copies will run between the engine and this host memory of the pool, until `release`."""
         ...
 
     def release(self) -> None:
         """The memory is about to be unmapped; no copy is under way."""
         ...
 
-    def run(self, copy: Callable[[], None]) -> Ticket:
-        """Do or start what `copy` copies, after everything that the engine has started so far."""
+    def run(self, direction: Direction, entries: Sequence[CopyEntry]) -> Ticket:
+        """Copy these blocks, after everything that the engine has started so far. They may wait for `flush`."""
+        ...
+
+    def flush(self) -> None:
+        """Start what `run` was given. Once a step and direction; does not block."""
+        ...
+
+    def take_counters(self) -> dict[str, int]:
+        """What was counted since the last call."""
+        ...
+
+    def close(self) -> None:
+        """The engine ends. After `release`."""
         ...
 
 
-class _Done:
+class Done:
+    """Ticket of copies that have ended."""
+
+    def __init__(self, *, copied: bool = True) -> None:
+        self._copied = copied
+
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
         return
 
+    def succeeded(self) -> bool:
+        return self._copied
+
 
 class InlineMover:
     """Copies end before `run` returns: for KV tensors in host memory."""
 
-    def adopt(self, memory: torch.Tensor) -> None:
-        return
+    def __init__(self, copier: BlockCopier) -> None:
+        self._copier = copier
+        self._pool: PoolInfo | None = None
+        self.counters: Counter[str] = Counter()
+
+    def adopt(self, memory: torch.Tensor, pool: PoolInfo) -> None:
+        self._pool = pool
 
     def release(self) -> None:
+        self._pool = None
+
+    def run(self, direction: Direction, entries: Sequence[CopyEntry]) -> Ticket:
+        assert self._pool is not None
+        copy_entries(self._copier, self._pool, direction, entries)
+        return Done()
+
+    def flush(self) -> None:
         return
 
-    def run(self, copy: Callable[[], None]) -> Ticket:
-        copy()
-        return _Done()
+    def take_counters(self) -> dict[str, int]:
+        counters, self.counters = self.counters, Counter()
+        return dict(counters)
+
+    def close(self) -> None:
+        return
 
 
-class CudaMover:
+class _Recorded:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def query(self) -> bool:
+        return bool(self._event.query())
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def succeeded(self) -> bool:
+        return True  # a copy that fails makes the context unusable, and the engine with it
+
+
+class CudaMover(InlineMover):
     """Copies run on a stream of their own. They start when the forwards launched so far have ended, so a block is never
     copied before it is written, nor overwritten while an earlier forward reads it; the next forward does not wait.
 
     Has not run on a GPU yet.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pinned: torch.Tensor | None = None
+    def __init__(self, copier: BlockCopier) -> None:
+        super().__init__(copier)
+        self._device = copier.device
+        self._stream = torch.cuda.Stream(self._device)
+        self._pinning: Pinning | None = None
 
-    def adopt(self, memory: torch.Tensor) -> None:
-        # Without pinning every copy would go through a bounce buffer and hold up the calling thread.
-        error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-        if int(error) != 0:
-            raise UnsupportedLayout(f"cannot pin the pool's memory for the GPU: CUDA error {error}")
-        self._pinned = memory
+    def adopt(self, memory: torch.Tensor, pool: PoolInfo) -> None:
+        super().adopt(memory, pool)
+        # Until its memory is pinned, a copy goes through a buffer of the driver's and holds up the calling thread.
+        self._pinning = Pinning(
+            memory.data_ptr(), pool.geometry, _pin, _unpin, lambda: torch.cuda.set_device(self._device)
+        )  # fmt: skip
 
     def release(self) -> None:
-        if self._pinned is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr())
-            self._pinned = None
+        super().release()
+        if self._pinning is not None:
+            self._pinning.undo()
+            self._pinning = None
 
-    def run(self, copy: Callable[[], None]) -> Ticket:
+    def run(self, direction: Direction, entries: Sequence[CopyEntry]) -> Ticket:
+        assert self._pool is not None
         computed = torch.cuda.Event()
         computed.record(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(computed)
-            copy()
+            copy_entries(self._copier, self._pool, direction, entries)
             copied = torch.cuda.Event()
             copied.record(self._stream)
-        return copied  # type: ignore[no-any-return]
+        return _Recorded(copied)
 
 
-def mover_for(device: torch.device) -> Mover:
-    return CudaMover(device) if device.type == "cuda" else InlineMover()
+def _pin(address: int, byte_count: int) -> None:
+    error = int(torch.cuda.cudart().cudaHostRegister(address, byte_count, 0))
+    if error:
+        raise TransferError(f"cudaHostRegister: CUDA error {error}")
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def copy_entries(copier: BlockCopier, pool: PoolInfo, direction: Direction, entries: Sequence[CopyEntry]) -> None:
+    """Block by block, through the copier; see its `store` and `load` for when that has ended."""
+    payload_bytes = pool.layout.payload_bytes
+    for entry in entries:
+        offset = pool.geometry.payload_offset(entry.ref.slot, payload_bytes)
+        if direction is Direction.LOAD:
+            copier.load(offset, entry.block_id)
+        else:
+            copier.store(entry.block_id, offset)
+
+
+def in_process_mover(copier: BlockCopier) -> Mover:
+    return CudaMover(copier) if copier.device.type == "cuda" else InlineMover(copier)

@@ -34,6 +34,12 @@ class Verify(Enum):
     OFF = "off"
 
 
+class MoverChoice(Enum):
+    AUTO = "auto"  # in the engine's process, until a benchmark shows a kind of machine where the worker is better
+    IN_PROCESS = "in_process"
+    WORKER = "worker"  # in a move worker's process; in the engine's while there is none
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectorOptions:
     mode: Mode = Mode.AUTO
@@ -43,6 +49,7 @@ class ConnectorOptions:
     memory_bytes: int | None = None  # embedded pool; None = 4 GiB, or a quarter of free /dev/shm if that is less
     offload: Offload = Offload.EAGER
     verify_load: Verify = Verify.SAMPLED
+    mover: MoverChoice = MoverChoice.AUTO  # where blocks are copied between the engine's KV cache and the pool
     namespace: str = ""  # engines in different namespaces never share blocks, nor refuse each other
     fetch_timeout_seconds: float = 5.0  # longest a request waits for blocks of another node
     handoff_timeout_seconds: float = 60.0  # longest a decode request waits for its prefill elsewhere
@@ -71,7 +78,7 @@ class ConnectorOptions:
         return min(EMBEDDED_BYTES_DEFAULT, int(free * EMBEDDED_SHARE_DEFAULT))
 
 
-_CHOICES: dict[str, type[Enum]] = {"mode": Mode, "offload": Offload, "verify_load": Verify}
+_CHOICES: dict[str, type[Enum]] = {"mode": Mode, "offload": Offload, "verify_load": Verify, "mover": MoverChoice}
 _MEMORY_MIN = 4 * MiB
 
 

@@ -32,12 +32,13 @@ from vllm.v1.request import RequestStatus
 from kvservice.connector import compat
 from kvservice.connector.copier import BlockCopier
 from kvservice.connector.handoff import Prefill, decode_params, parse_transfer_params
-from kvservice.connector.mover import mover_for
-from kvservice.connector.options import ConnectorOptions, Offload
+from kvservice.connector.options import ConnectorOptions, MoverChoice, Offload
 from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport
 from kvservice.connector.pools import PoolChoice, choose_pool
+from kvservice.connector.remote_mover import mover_for
 from kvservice.connector.scheduler import BlockIds, SchedulerHalf, Wait
 from kvservice.connector.session import Session
+from kvservice.connector.shared_kv import SharedKV
 from kvservice.connector.stats import ConnectorPromMetrics, ConnectorStats
 from kvservice.connector.worker import WorkerHalf
 from kvservice.core.handoff import HANDOFF_ID_BYTES
@@ -107,6 +108,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._session: Session | None = None
         self._pool: PoolChoice | None = None
         self._worker: WorkerHalf | None = None
+        self._shared_kv: SharedKV | None = None
         self._failures: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
         self._step: tuple[float, int] | None = None  # (start, tokens) of the step in flight
@@ -329,12 +331,20 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     # -- worker role ----
 
     @guarded(lambda: None)
+    def get_mem_pool_context(self) -> SharedKV | None:
+        if self._options.mover is MoverChoice.WORKER:
+            self._shared_kv = SharedKV()
+        return self._shared_kv
+
+    @guarded(lambda: None)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if not hasattr(self, "_spec"):
             return
         share = compat.rank_share(self._vllm_config, self._config)
-        copier = BlockCopier(compat.ordered_layers(self._vllm_config, self._config, kv_caches), share.heads)
-        self._worker = WorkerHalf(copier, self._options.verify_load, mover_for(copier.device), share)
+        layers = compat.ordered_layers(self._vllm_config, self._config, kv_caches)
+        copier = BlockCopier(layers, share.heads)
+        mover = mover_for(self._options.mover, copier, layers, share.heads, self._shared_kv)
+        self._worker = WorkerHalf(copier, self._options.verify_load, mover, share)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         plan = self._plan()

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from kvservice.connector.copier import BlockCopier
 from kvservice.connector.mover import InlineMover, Mover, Ticket
@@ -23,9 +25,11 @@ from kvservice.core.layout import HeadShare
 from kvservice.errors import KVServiceError
 from kvservice.memory.liveness import LivenessLock, hold
 from kvservice.memory.segment import Segment
+from kvservice.mover.message import Direction
 
 log = logging.getLogger("kvservice.connector")
 
+T = TypeVar("T")
 SAMPLE_ONE_IN = 16  # loaded blocks per digest check under Verify.SAMPLED
 
 
@@ -52,7 +56,7 @@ class WorkerHalf:
         self._share = share
         self._copier = copier
         self._verify = verify
-        self._mover = mover or InlineMover()
+        self._mover = mover or InlineMover(copier)
         self._pool: PoolInfo | None = None
         self._tried: PoolInfo | None = None  # mapped, or found impossible to map
         self._segment: Segment | None = None
@@ -63,26 +67,30 @@ class WorkerHalf:
         self._failed: set[str] = set()
         self._report = StepReport()
         self._load_count = 0
+        self._unexpected = 0
 
     def start_loads(self, plan: StepPlan) -> set[str]:
         """Returns the requests of the plan's loads, each of which `take_loaded` will name once."""
         self._follow_pool(plan)
         for load in plan.loads:
-            headers = self._promised_headers(load)
-            if headers is None:
+            started = self._attempt(partial(self._start_load, load))
+            if started is None:
                 self._end_load(load, done=False)
-                continue
-            self._loads.append(_Load(load, headers, self._mover.run(partial(self._copy_in, load))))
+            else:
+                self._loads.append(started)
+        self._attempt(self._mover.flush)
         self._poll_loads()
         return {load.request_id for load in plan.loads}
 
     def store(self, plan: StepPlan) -> set[int]:
         """Returns the ids of the plan's stores, each of which some later report will name once."""
         for store in plan.stores:
-            if self._may_write(store):
-                self._stores.append(_Store(store, self._mover.run(partial(self._copy_out, store))))
-            else:
+            started = self._attempt(partial(self._start_store, store))
+            if started is None:
                 self._report.failed[store.store_id] = 1
+            else:
+                self._stores.append(started)
+        self._attempt(self._mover.flush)
         return {store.store_id for store in plan.stores}
 
     def take_loaded(self) -> tuple[set[str], set[str]]:
@@ -95,10 +103,39 @@ class WorkerHalf:
     def take_report(self) -> StepReport | None:
         """What was stored since the last call; None when there is nothing to say."""
         self._poll_stores()
+        for name, count in self._mover.take_counters().items():
+            self._count(name, count)
         report, self._report = self._report, StepReport()
         return report if report.stored or report.failed or report.counters or report.suspects else None
 
     def close(self) -> None:
+        """The engine ends. Waits for the copies under way."""
+        self._unmap()
+        self._mover.close()
+
+    # -- inside ----
+
+    def _start_load(self, load: LoadPlan) -> _Load | None:
+        headers = self._promised_headers(load)
+        return None if headers is None else _Load(load, headers, self._mover.run(Direction.LOAD, load.entries))
+
+    def _start_store(self, store: StorePlan) -> _Store | None:
+        if not self._may_write(store):
+            return None
+        return _Store(store, self._mover.run(Direction.STORE, self._to_write(store)))
+
+    def _attempt(self, step: Callable[[], T | None]) -> T | None:
+        """None also when it raised: one plan that fails must not leave another, already started, without an answer."""
+        try:
+            return step()
+        except Exception as error:  # the engine waits for an answer about each plan
+            if not self._unexpected:
+                log.exception("a copy failed")
+            self._unexpected += 1
+            self._count(f"copy_raised_{type(error).__name__}")
+            return None
+
+    def _unmap(self) -> None:
         """Waits for the copies under way; their outcome is still reported."""
         for ticket in [load.ticket for load in self._loads] + [store.ticket for store in self._stores]:
             ticket.synchronize()
@@ -113,23 +150,21 @@ class WorkerHalf:
             self._lock.release()
             self._lock = None
 
-    # -- inside ----
-
     def _follow_pool(self, plan: StepPlan) -> None:
         """Map the pool's memory when it is new; the shard of this node may have been restarted."""
         if plan.pool is None or plan.pool == self._tried:
             return
-        self.close()
+        self._unmap()
         self._pool, self._tried = None, plan.pool
         try:
             if plan.pool.liveness_path:
                 self._lock = hold(Path(plan.pool.liveness_path))
             self._segment = Segment.attach(Path(plan.pool.segment_path), plan.pool.geometry)
-            self._mover.adopt(self._copier.bind(self._segment.buffer, plan.pool.layout))
+            self._mover.adopt(self._copier.bind(self._segment.buffer, plan.pool.layout), plan.pool)
         except (KVServiceError, OSError) as error:
             log.error("cannot map the pool's memory: %s", error)
             self._count("map_failed")
-            self.close()
+            self._unmap()
             return
         self._pool = plan.pool
 
@@ -151,16 +186,11 @@ class WorkerHalf:
             headers.append(header)
         return headers
 
-    def _copy_in(self, load: LoadPlan) -> None:
-        assert self._pool is not None
-        for entry in load.entries:
-            self._copier.load(self._payload_offset(self._pool, entry), entry.block_id)
-
     def _poll_loads(self) -> None:
         under_way, self._loads = self._loads, []
         for load in under_way:
             if load.ticket.query():
-                self._end_load(load.plan, done=self._is_sound(load))
+                self._end_load(load.plan, done=bool(self._attempt(partial(self._is_sound, load))))
             else:
                 self._loads.append(load)
 
@@ -168,6 +198,9 @@ class WorkerHalf:
         """The slots did not change while they were copied, and hold what was once sealed."""
         segment = self._segment
         assert segment is not None
+        if not load.ticket.succeeded():
+            self._count("load_copy_failed")
+            return False
         for entry, before in zip(load.plan.entries, load.headers, strict=True):
             if segment.read_header(entry.ref.slot) != before:
                 self._suspect(entry, "load_overwritten")
@@ -204,11 +237,6 @@ class WorkerHalf:
                 return False
         return True
 
-    def _copy_out(self, store: StorePlan) -> None:
-        assert self._pool is not None
-        for entry in self._to_write(store):
-            self._copier.store(entry.block_id, self._payload_offset(self._pool, entry))
-
     def _to_write(self, store: StorePlan) -> list[CopyEntry]:
         """Every rank with the same heads reports every store, but only one of them writes each block."""
         return [entry for entry in store.entries if self._share is None or self._share.writes(entry.ref.slot)]
@@ -216,19 +244,18 @@ class WorkerHalf:
     def _poll_stores(self) -> None:
         under_way, self._stores = self._stores, []
         for store in under_way:
-            if store.ticket.query():
+            if not store.ticket.query():
+                self._stores.append(store)
+            elif store.ticket.succeeded():
                 self._report.stored[store.plan.store_id] = 1
                 self._count("copied_blocks", len(self._to_write(store.plan)))
             else:
-                self._stores.append(store)
+                self._report.failed[store.plan.store_id] = 1
+                self._count("store_copy_failed", len(store.plan.entries))
 
     @staticmethod
     def _is_promised(header: SlotHeader, pool: PoolInfo, entry: CopyEntry) -> bool:
         return (header.epoch, header.generation, header.key) == (pool.epoch, entry.ref.generation, entry.key)
-
-    @staticmethod
-    def _payload_offset(pool: PoolInfo, entry: CopyEntry) -> int:
-        return pool.geometry.payload_offset(entry.ref.slot, pool.layout.payload_bytes)
 
     def _suspect(self, entry: CopyEntry, reason: str) -> None:
         self._count(reason)

@@ -142,9 +142,14 @@ def transport_of(counter: str) -> str | None:
 
 
 def serve_metrics(service: str, read: Callable[[], ShardNumbers | None], port: int) -> Callable[[], None]:
-    """Answer Prometheus at :port/metrics. Returns what ends it. A taken port costs the metrics, not the shard."""
+    """Answer Prometheus at :port/metrics. Returns what ends it."""
+    return serve_collector(ShardCollector(service, read), port)
+
+
+def serve_collector(collector: Collector, port: int) -> Callable[[], None]:
+    """Like `serve_metrics`. A taken port costs the metrics, not what they are about."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(ShardCollector(service, read))
+    registry.register(collector)
     try:
         server, thread = start_http_server(port, registry=registry)
     except OSError as error:

@@ -25,7 +25,7 @@ from types import TracebackType
 
 import grpc
 
-from kvservice.client.discovery import ShardRecord, find_shards
+from kvservice.client.discovery import ShardRecord, find_movers, find_shards, node_directory
 from kvservice.core.keys import pack_keys
 from kvservice.memory.segment import segment_path
 from kvservice.units import BlockKey, MiB, NodeId
@@ -112,6 +112,15 @@ class LocalCluster:
         self._start(node, ["kvservice.shard", *arguments])
         if wait:
             self.wait_for_shard(node)
+
+    def start_mover(self, node: str) -> None:
+        """A move worker for CPU engines of this node, named `mover-n0`, …; blocks until it listens."""
+        arguments = ["--service", self.service, "--node", node, "--runtime-root", str(self.root)]
+        name = f"mover-{node}"
+        self._start(name, ["kvservice.mover", *arguments])
+        directory = node_directory(self.service, NodeId(node), self.root)
+        pid = self._processes[name].pid
+        _wait(lambda: any(r.pid == pid for r in find_movers(directory)), f"move worker of {node}", self.log(name))
 
     def wait_for_shard(self, node: str) -> ShardRecord:
         """Blocks until this very process of the shard is registered and listening."""

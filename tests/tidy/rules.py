@@ -34,19 +34,20 @@ LAYERS: dict[str, frozenset[str]] = {
     "client": frozenset({"core", "wire", "memory", "transfer", "config", "observe"}),
     "pool": frozenset({"core", "memory", "transfer", "client", "config", "observe"}),
     "shard": frozenset({"core", "wire", "memory", "transfer", "client", "pool", "config", "observe"}),
-    "connector": frozenset({"client", "core", "memory", "transfer", "pool", "config", "observe"}),
+    "mover": frozenset({"core", "memory", "client", "config", "observe"}),
+    "connector": frozenset({"client", "core", "memory", "transfer", "pool", "mover", "config", "observe"}),
     "serve": frozenset({"client", "core", "connector", "config", "observe"}),
     "proxy": frozenset({"config", "observe"}),
     "actors": frozenset(
-        {"core", "memory", "transfer", "lookup", "shard", "pool", "client", "config", "observe"},
+        {"core", "memory", "transfer", "lookup", "shard", "pool", "client", "mover", "config", "observe"},
     ),
     "testing": frozenset(
         {"core", "wire", "memory", "transfer", "lookup", "client", "pool", "shard", "connector", "actors"}
-        | {"serve", "config", "observe"}
+        | {"mover", "serve", "config", "observe"}
     ),
     "cli": frozenset(
         {"core", "wire", "memory", "transfer", "lookup", "client", "pool", "shard", "connector", "actors"}
-        | {"serve", "proxy", "config", "observe"}
+        | {"mover", "serve", "proxy", "config", "observe"}
     ),
 }
 
@@ -64,7 +65,8 @@ HOMES: dict[str, frozenset[str]] = {
     "grpc_health": frozenset({"wire", "lookup", "shard", "client", "cli", "testing"}),
     "grpc_reflection": frozenset({"wire", "lookup", "shard", "cli"}),
     "google.protobuf": frozenset({"wire", "lookup", "shard", "client", "testing"}),
-    "torch": frozenset({"connector", "transfer", "memory", "testing"}),
+    "torch": frozenset({"connector", "transfer", "memory", "mover", "testing"}),
+    "triton": frozenset({"mover"}),
     "prometheus_client": frozenset({"observe", "connector", "proxy"}),
     "opentelemetry": frozenset({"observe"}),
     "xxhash": frozenset({"core"}),

@@ -91,3 +91,15 @@ def test_an_unknown_preset_names_the_known_ones() -> None:
 
 def test_the_settings_stay_few() -> None:
     assert len(fields(ServiceConfig)) <= 12
+
+
+@pytest.mark.parametrize("value", ["auto", "off", "0", "8"])
+def test_gpu_workers_may_be_a_word_or_a_number(value: str) -> None:
+    assert load_config(environment={"KVSERVICE_GPU_WORKERS": value}).gpu_workers == value
+    assert load_config(environment={}, gpu_workers=int(value) if value.isdecimal() else value).gpu_workers == value
+
+
+@pytest.mark.parametrize("value", ["yes", "-1", "65", ""])
+def test_gpu_workers_says_what_is_allowed(value: str) -> None:
+    with pytest.raises(ConfigError, match="auto, off, or a number"):
+        load_config(environment={"KVSERVICE_GPU_WORKERS": value})

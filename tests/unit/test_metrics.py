@@ -16,6 +16,7 @@ from prometheus_client.exposition import generate_latest
 from kvservice.core.messages import PoolStats
 from kvservice.observe import logs
 from kvservice.observe.metrics import COUNTERS, ShardCollector, serve_metrics, transport_of
+from kvservice.observe.mover_metrics import MoverCollector
 from kvservice.units import BootEpoch, NodeId
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,3 +111,16 @@ def test_a_text_line_ends_with_its_fields() -> None:
 def test_a_json_line_keeps_fields_as_values() -> None:
     line = json.loads(logged(logs.JsonFormatter()))
     assert (line["event"], line["node"], line["epoch"], line["level"]) == ("shard_started", "n0", 3, "warning")
+
+
+def test_a_move_worker_exports_its_copies_by_direction() -> None:
+    state = {"engines": 2, "wedged": True, "pinned_share": 0.25, "counters": {"store_bytes": 4096, "load_blocks": 3}}
+    registry = CollectorRegistry()
+    registry.register(MoverCollector(("s", "n0", "GPU-1"), lambda: state))
+    text = generate_latest(registry).decode()
+    labels = 'device="GPU-1",{}node="n0",service="s"'
+    assert f"kvservice_mover_wedged{{{labels.format('')}}} 1.0" in text
+    assert f"kvservice_mover_pinned_share{{{labels.format('')}}} 0.25" in text
+    store, load = (labels.format(f'direction="{direction}",') for direction in ("store", "load"))
+    assert f"kvservice_mover_bytes_total{{{store}}} 4096.0" in text
+    assert f"kvservice_mover_blocks_total{{{load}}} 3.0" in text

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvservice.connector.copier import BlockCopier
+from kvservice.connector.mover import InlineMover
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StorePlan
 from kvservice.connector.worker import WorkerHalf
@@ -20,6 +22,7 @@ from kvservice.core.layout import HeadShare, SlotLayout
 from kvservice.core.messages import BlockRef
 from kvservice.errors import UnsupportedLayout
 from kvservice.memory.segment import Segment
+from kvservice.mover.message import Direction
 from kvservice.units import BlockKey, BootEpoch, Generation, MiB, SlotIndex, SpanRoute
 
 LAYERS, HEADS, TOKENS, WIDTH, BLOCKS = 3, 4, 16, 32, 6
@@ -172,9 +175,13 @@ def test_slot_that_is_not_what_was_promised_fails_the_load(segment: Segment, cha
 
 
 class HandTicket:
-    def __init__(self, copy: Callable[[], None]) -> None:
+    def __init__(self, copy: Callable[[], object]) -> None:
         self.copy = copy
         self.done = False
+        self.copied = True
+
+    def succeeded(self) -> bool:
+        return self.copied
 
     def query(self) -> bool:
         return self.done
@@ -185,22 +192,24 @@ class HandTicket:
         self.done = True
 
 
-class HandMover:
+class HandMover(InlineMover):
     """Copies run when the test says so, as on a device with a queue of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, copier: BlockCopier) -> None:
+        super().__init__(copier)
         self.started: list[HandTicket] = []
         self.memory: torch.Tensor | None = None
 
-    def adopt(self, memory: torch.Tensor) -> None:
+    def adopt(self, memory: torch.Tensor, pool: PoolInfo) -> None:
+        super().adopt(memory, pool)
         self.memory = memory
 
     def release(self) -> None:
         assert all(ticket.done for ticket in self.started), "unmapped under a copy"
         self.memory = None
 
-    def run(self, copy: Callable[[], None]) -> HandTicket:
-        self.started.append(HandTicket(copy))
+    def run(self, direction: Direction, entries: Sequence[CopyEntry]) -> HandTicket:
+        self.started.append(HandTicket(partial(super().run, direction, entries)))
         return self.started[-1]
 
     def finish(self) -> None:
@@ -209,8 +218,9 @@ class HandMover:
 
 
 def test_nothing_is_reported_before_its_copies_have_ended(segment: Segment) -> None:
-    layers, mover = engine_tensors(ORDERS["LBHNC"]), HandMover()
-    worker = WorkerHalf(BlockCopier(layers, range(HEADS)), Verify.FULL, mover)
+    copier = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
+    mover = HandMover(copier)
+    worker = WorkerHalf(copier, Verify.FULL, mover)
     source, target = slot_index(0, 0), slot_index(0, 1)
     segment.payload(source, LAYOUT.payload_bytes)[:] = bytes(range(256)) * (LAYOUT.payload_bytes // 256)
     loading, storing = write_header(segment, source, 2), write_header(segment, target, 1)
@@ -233,8 +243,9 @@ def test_nothing_is_reported_before_its_copies_have_ended(segment: Segment) -> N
 
 
 def test_slot_that_changed_before_a_late_copy_ended_fails_the_load(segment: Segment) -> None:
-    mover = HandMover()
-    worker = WorkerHalf(BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.OFF, mover)
+    copier = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
+    mover = HandMover(copier)
+    worker = WorkerHalf(copier, Verify.OFF, mover)
     slot = slot_index(0, 0)
     ref = write_header(segment, slot, 2)
     worker.start_loads(StepPlan(info(segment), [LoadPlan("r", (CopyEntry(0, ref, KEY),))]))
@@ -247,13 +258,49 @@ def test_slot_that_changed_before_a_late_copy_ended_fails_the_load(segment: Segm
 
 
 def test_memory_is_unmapped_only_after_the_copies_under_way(segment: Segment) -> None:
-    mover = HandMover()
-    worker = WorkerHalf(BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.OFF, mover)
+    copier = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
+    mover = HandMover(copier)
+    worker = WorkerHalf(copier, Verify.OFF, mover)
     ref = write_header(segment, slot_index(0, 0), 2)
     worker.start_loads(StepPlan(info(segment), [LoadPlan("r", (CopyEntry(0, ref, KEY),))]))
     worker.start_loads(StepPlan(PoolInfo("/dev/shm/kvservice-test-gone", segment.geometry, BootEpoch(9), LAYOUT, "")))
     assert mover.memory is None
     assert worker.take_loaded() == ({"r"}, set()), "what had ended before is still said"
+
+
+def test_copies_that_failed_are_a_failed_load_and_a_failed_store(segment: Segment) -> None:
+    copier = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
+    mover = HandMover(copier)
+    worker = WorkerHalf(copier, Verify.OFF, mover)
+    loading, storing = write_header(segment, slot_index(0, 0), 2), write_header(segment, slot_index(0, 1), 1)
+    loads, stores = [LoadPlan("r", (CopyEntry(0, loading, KEY),))], [StorePlan(7, (CopyEntry(0, storing, KEY),))]
+    worker.start_loads(StepPlan(info(segment), loads, stores))
+    worker.store(StepPlan(info(segment), loads, stores))
+    mover.finish()
+    for ticket in mover.started:
+        ticket.copied = False
+    assert worker.take_loaded() == ({"r"}, {"r"})
+    report = worker.take_report()
+    assert report is not None
+    assert (report.stored, report.failed) == ({}, {7: 1})
+
+
+def test_plan_that_raises_leaves_the_others_of_its_step_with_their_answers(segment: Segment) -> None:
+    copier = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
+    mover = HandMover(copier)
+    worker = WorkerHalf(copier, Verify.OFF, mover)
+    loading, storing = write_header(segment, slot_index(0, 0), 2), write_header(segment, slot_index(0, 1), 1)
+    nonsense = CopyEntry(0, None, KEY)  # type: ignore[arg-type]
+    loads = [LoadPlan("a", (CopyEntry(0, loading, KEY),)), LoadPlan("b", (nonsense,))]
+    stores = [StorePlan(1, (CopyEntry(1, storing, KEY),)), StorePlan(2, (nonsense,))]
+    assert worker.start_loads(StepPlan(info(segment), loads, stores)) == {"a", "b"}
+    assert worker.store(StepPlan(info(segment), loads, stores)) == {1, 2}
+    assert worker.take_loaded() == ({"b"}, {"b"}), "a is still under way"
+    mover.finish()
+    assert worker.take_loaded() == ({"a"}, set())
+    report = worker.take_report()
+    assert report is not None
+    assert (report.stored, report.failed) == ({1: 1}, {2: 1})
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -1,0 +1,356 @@
+"""Copies between a GPU's KV cache and the pool: each way of doing them, in both directions, against the limits of the
+machine in the same run: one plain `cudaMemcpyAsync` of the same bytes, and vLLM's own offloading copies.
+
+    python -m benchmarks.gpu_copies            on the first GPU; measures nothing, and says so, where there is none
+    python -m benchmarks.gpu_copies --host     a CPU engine's memory: in its process and in a worker, against memmove
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.report import print_table, write_report
+from kvservice.client.discovery import node_directory
+from kvservice.core.descriptors import CopyTemplate, Descriptors, RegionLayout
+from kvservice.core.geometry import plan_geometry, slot_index
+from kvservice.core.header import SlotHeader
+from kvservice.core.layout import SlotLayout
+from kvservice.memory.segment import Segment
+from kvservice.mover.cuda_driver import is_present
+from kvservice.mover.device import HOST
+from kvservice.mover.link import KVOffer, WorkerLink
+from kvservice.mover.memory import SharedMemory
+from kvservice.mover.message import NO_EVENT, CopyRow, Direction, MemoryKind, PoolSource
+from kvservice.units import BlockKey, Generation, GiB, MiB, NodeId, SpanRoute
+
+ROUNDS = 7
+KEY = BlockKey(bytes(16))
+# layers, kv heads, tokens a block, bytes of K and V of one token and head: SmolLM2-135M and Llama-3.1-8B in bfloat16
+MODELS = {"30 layers, 3 heads": (30, 3, 32, 256), "32 layers, 8 heads": (32, 8, 16, 512)}
+ORDERS = ("lbhn", "lbnh", "blhn")
+BLOCKS_MOVED = 64
+
+
+class Case:
+    """One model and layout: a region, slots and the descriptors between them."""
+
+    def __init__(self, model: tuple[int, int, int, int], order: str) -> None:
+        layers, heads, tokens, cell = model
+        self.slot = SlotLayout(layers, heads, tokens * cell, tokens)
+        sizes = {"l": layers, "b": 2 * BLOCKS_MOVED, "h": heads, "n": tokens}
+        stride, step = {}, cell
+        for name in reversed(order):
+            stride[name] = step
+            step *= sizes[name]
+        self.region = RegionLayout(
+            step, 2 * BLOCKS_MOVED, tuple(layer * stride["l"] for layer in range(layers)), 1, heads, tokens, cell,
+            stride["b"], 0, stride["h"], stride["n"],
+        )  # fmt: skip
+        self.geometry = plan_geometry(4 * BLOCKS_MOVED * self.slot.payload_bytes + 256 * MiB)
+        per_slab = self.geometry.slots_per_slab(self.slot.payload_bytes)
+        self.slots = [slot_index(i // per_slab, i % per_slab) for i in range(BLOCKS_MOVED)]
+        # Every other block, as after a while of serving: neighbours in the cache are seldom neighbours in a prompt.
+        self.blocks = np.random.default_rng(0).permutation(2 * BLOCKS_MOVED)[:BLOCKS_MOVED].tolist()
+        offsets = [self.geometry.payload_offset(slot, self.slot.payload_bytes) for slot in self.slots]
+        self.runs: Descriptors = CopyTemplate(self.region, self.slot).expand(self.blocks, offsets)
+        self.byte_count = self.runs.byte_count
+
+    def rows(self, generation: int) -> list[CopyRow]:
+        return [
+            CopyRow(block, slot, Generation(generation), KEY)
+            for block, slot in zip(self.blocks, self.slots, strict=True)
+        ]
+
+
+@contextmanager
+def segment_of(case: Case) -> Iterator[Segment]:
+    path = Path(f"/dev/shm/kvservice-bench{uuid.uuid4().hex[:8]}-n")
+    made = Segment.create(path, case.geometry, "n")
+    try:
+        for slab in range(case.geometry.slab_count):
+            made.assign_slab(slab, case.slot.payload_bytes)
+        yield made
+    finally:
+        made.close()
+        made.unlink()
+
+
+def write_headers(segment: Segment, case: Case, generation: int) -> None:
+    for slot in case.slots:
+        header = SlotHeader(
+            segment.epoch, Generation(generation), KEY, case.slot.payload_bytes, SpanRoute(0), 0, 0
+        )  # fmt: skip
+        segment.write_header(slot, header)
+
+
+def gigabytes_per_second(case: Case, ways: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Median over rounds in which the ways alternate, so that a busy machine slows all of them down."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS + 1):
+        for name, way in ways.items():
+            started = time.perf_counter()
+            way()
+            seconds[name].append(time.perf_counter() - started)
+    return {name: case.byte_count / statistics.median(taken[1:]) / 1e9 for name, taken in seconds.items()}
+
+
+@contextmanager
+def worker_link(device: str, offer: KVOffer, segment: Segment, case: Case) -> Iterator[WorkerLink]:
+    with tempfile.TemporaryDirectory(prefix="kvb-") as folder:
+        command = [sys.executable, "-m", "kvservice.mover", "--service", "b", "--node", "n", "--device", device]
+        process = subprocess.Popen([*command, "--runtime-root", folder], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        process.stdout.readline()
+        directory = node_directory("b", NodeId("n"), Path(folder))
+        link = WorkerLink(offer)
+        try:
+            link.follow(directory, PoolSource(1, str(segment.path), case.geometry, segment.epoch, case.slot, ""))
+            deadline = time.monotonic() + 60
+            while not link.is_ready:
+                if time.monotonic() > deadline:
+                    raise RuntimeError("the worker did not take the engine's memory")
+                time.sleep(0.01)
+            yield link
+        finally:
+            link.close()
+            process.terminate()
+            process.wait(30)
+            process.stdout.close()
+
+
+def through(
+    link: WorkerLink, direction: Direction, rows: list[CopyRow], mark: Callable[[], int] = lambda: NO_EVENT
+) -> float:
+    """One step's copies by the worker. Returns the seconds that the engine's thread was busy with them."""
+    started = time.perf_counter()
+    ticket = link.submit(direction, rows)
+    if ticket is None:
+        raise RuntimeError("the worker is gone")
+    link.flush(mark())
+    handed = time.perf_counter() - started
+    ticket.synchronize()
+    if not ticket.succeeded():
+        raise RuntimeError(f"the worker says {ticket.outcome.name}")
+    return handed
+
+
+def host_figures() -> list[dict[str, Any]]:
+    figures: list[dict[str, Any]] = []
+    for model, sizes in MODELS.items():
+        case = Case(sizes, "lbhn")
+        kv = SharedMemory.make(case.region.region_bytes)
+        memory = {"kind": MemoryKind.MEMFD.value, "bytes": kv.byte_count}
+        offer = KVOffer(HOST, memory, case.region.fields(), kv.descriptor)
+        with segment_of(case) as segment, worker_link(HOST, offer, segment, case) as link:
+            for direction, generation in ((Direction.STORE, 1), (Direction.LOAD, 2)):
+                write_headers(segment, case, generation)
+                figures.append({"model": model, **host_speeds(case, sizes, kv, segment, link, direction)})
+        kv.close()
+    return figures
+
+
+def host_speeds(
+    case: Case,
+    sizes: tuple[int, int, int, int],
+    kv: SharedMemory,
+    segment: Segment,
+    link: WorkerLink,
+    direction: Direction,
+) -> dict[str, Any]:
+    import torch
+
+    from kvservice.connector.copier import BlockCopier
+
+    layers, heads, tokens, cell = sizes
+    tensor = torch.frombuffer(kv.buffer, dtype=torch.bfloat16).view(layers, -1, heads, tokens, cell // 2)
+    copier = BlockCopier(list(tensor.unbind(0)), range(heads))
+    copier.bind(segment.buffer, case.slot)
+    offsets = [case.geometry.payload_offset(slot, case.slot.payload_bytes) for slot in case.slots]
+    plain, target = np.ones(case.byte_count, np.uint8), np.ones(case.byte_count, np.uint8)
+    rows, handed = case.rows(2 if direction is Direction.LOAD else 1), []
+
+    def in_process() -> None:
+        for block, offset in zip(case.blocks, offsets, strict=True):
+            if direction is Direction.LOAD:
+                copier.load(offset, block)
+            else:
+                copier.store(block, offset)
+
+    ways: dict[str, Callable[[], object]] = {
+        "memmove": lambda: ctypes.memmove(target.ctypes.data, plain.ctypes.data, case.byte_count),
+        "in process": in_process,
+        "worker": lambda: handed.append(through(link, direction, rows)),
+    }
+    speeds = gigabytes_per_second(case, ways)
+    copier.unbind()
+    return {
+        "direction": direction.name.lower(),
+        "bytes": case.byte_count,
+        "gigabytes_per_second": speeds,
+        "engine_thread_milliseconds": {
+            "in process": case.byte_count / speeds["in process"] / 1e6,
+            "worker": statistics.median(handed) * 1e3,
+        },
+    }
+
+
+def gpu_figures() -> list[dict[str, Any]]:
+    import torch
+
+    from kvservice.mover.cuda_copies import CudaCopies, gather_launcher
+    from kvservice.mover.cuda_driver import Driver
+    from kvservice.mover.cuda_offer import CudaOffer
+    from kvservice.mover.pinning import Pinning
+
+    torch.cuda.init()
+    driver = Driver.of_device(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+    driver.bind()
+    gather = gather_launcher(driver)
+    figures: list[dict[str, Any]] = []
+    for model, sizes in MODELS.items():
+        for order in ORDERS:
+            case = Case(sizes, order)
+            kv = torch.zeros(case.region.region_bytes, dtype=torch.int8, device="cuda")
+            with segment_of(case) as segment:
+                pinning = Pinning(segment.address, case.geometry, driver.pin, driver.unpin, driver.bind)
+                started = time.perf_counter()
+                while pinning.share < 1:
+                    time.sleep(0.001)
+                pinned = case.geometry.segment_bytes / (time.perf_counter() - started) / GiB
+                addresses = (kv.data_ptr(), segment.address)
+                ways = {"run by run": CudaCopies(driver, *addresses, pinning, None, 0)}
+                ways["run by run"]._driver = _WithoutBatch(driver)  # type: ignore[assignment]
+                if driver.has_batch_copy:
+                    ways["batched"] = CudaCopies(driver, *addresses, pinning, None, 0)
+                if gather is not None:
+                    ways["gathered"] = CudaCopies(driver, *addresses, pinning, gather, 1 << 40)
+                offer = CudaOffer(kv, lambda address, size: case.region)  # noqa: B023  used at once
+                with worker_link("0", offer.offer, segment, case) as link:
+                    for direction, generation in ((Direction.STORE, 1), (Direction.LOAD, 2)):
+                        write_headers(segment, case, generation)
+                        named: dict[str, Callable[[], object]] = {
+                            "cudaMemcpyAsync": _plain(torch, kv, case, direction),
+                            **_vllm(torch, kv, case, direction),
+                        }
+                        for name, copies in ways.items():
+                            named[name] = _bound(copies, direction, case)
+                        rows, handed = case.rows(generation), []
+                        named["worker"] = lambda: handed.append(through(link, direction, rows, offer.mark))  # noqa: B023
+                        speeds = gigabytes_per_second(case, named)
+                        figures.append(
+                            {
+                                "model": model,
+                                "layout": order,
+                                "direction": direction.name.lower(),
+                                "bytes": case.byte_count,
+                                "mean_run_bytes": case.byte_count // case.runs.lengths.size,
+                                "gigabytes_per_second": speeds,
+                                "engine_thread_milliseconds": {"worker": statistics.median(handed) * 1e3},
+                                "pinning_gibibytes_per_second": pinned,
+                            }
+                        )
+                for copies in ways.values():
+                    copies.close()
+                pinning.undo()
+    return figures
+
+
+class _WithoutBatch:
+    """The driver as before CUDA 12.8."""
+
+    has_batch_copy = False
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
+
+
+def _bound(copies: Any, direction: Direction, case: Case) -> Callable[[], None]:
+    method = copies.load if direction is Direction.LOAD else copies.store
+    return lambda: method(case.runs)
+
+
+def _plain(torch: Any, kv: Any, case: Case, direction: Direction) -> Callable[[], None]:
+    """One copy of as many bytes, contiguous on both sides, from or to pinned memory."""
+    host = torch.zeros(case.byte_count, dtype=torch.int8, pin_memory=True)
+    device = kv[: case.byte_count]
+    target, source = (device, host) if direction is Direction.LOAD else (host, device)
+
+    def run() -> None:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+
+    return run
+
+
+def _vllm(torch: Any, kv: Any, case: Case, direction: Direction) -> dict[str, Callable[[], object]]:
+    """vLLM's offloading copy of the same blocks: whole pages of each layer, for layouts where a page is contiguous."""
+    page = case.slot.layer_bytes
+    if case.region.block_stride < page or case.region.token_stride * case.region.tokens > page:
+        return {}
+    try:
+        from vllm.v1.simple_kv_offload import cuda_mem_ops
+    except ImportError:
+        return {}
+    device, host = {}, {}
+    backing = torch.zeros(case.region.region_bytes, dtype=torch.int8, pin_memory=True)
+    for layer, offset in enumerate(case.region.layer_offsets):
+        size, stride = (case.region.block_count, page), (case.region.block_stride, 1)
+        device[str(layer)] = torch.as_strided(kv, size, stride, offset)
+        host[str(layer)] = torch.as_strided(backing, size, stride, offset)
+    stream = torch.cuda.Stream()
+    source, target = (host, device) if direction is Direction.LOAD else (device, host)
+    params = cuda_mem_ops.build_params(source, target, stream)
+
+    def run() -> None:
+        cuda_mem_ops.copy_blocks(case.blocks, case.blocks, params)
+        stream.synchronize()
+
+    return {"vLLM offloading": run}
+
+
+def show(figures: list[dict[str, Any]]) -> None:
+    names = list(dict.fromkeys(name for row in figures for name in row["gigabytes_per_second"]))
+    table = [
+        [
+            f"{row['model']} {row.get('layout', '')} {row['direction']}",
+            *(row["gigabytes_per_second"].get(name, "-") for name in names),
+            *(row["engine_thread_milliseconds"].get(name, "-") for name in ("in process", "worker")),
+        ]
+        for row in figures
+    ]
+    print_table(["GB/s", *names, "engine thread ms: in process", "worker"], table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", action="store_true", help="measure a CPU engine's memory")
+    parser.add_argument("--out", type=Path, default=None)
+    given = parser.parse_args()
+    if not given.host and not is_present():
+        print("no CUDA device: nothing measured (--host measures the same way of copying on a CPU engine's memory)")
+        return 0
+    figures = host_figures() if given.host else gpu_figures()
+    show(figures)
+    path = write_report("mover_host" if given.host else "gpu_copies", {"copies": figures}, given.out)
+    print(f"written to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Copies in a move worker's process, with the engine's own process as the place where they run when there is none."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from kvservice.connector.copier import BlockCopier
+from kvservice.connector.mover import Done, InlineMover, Mover, Ticket, in_process_mover
+from kvservice.connector.options import MoverChoice
+from kvservice.connector.plan import CopyEntry, PoolInfo
+from kvservice.connector.shared_kv import SharedKV, region_layout
+from kvservice.errors import KVServiceError, UnsupportedLayout
+from kvservice.mover.device import HOST
+from kvservice.mover.link import KVOffer, WorkerLink
+from kvservice.mover.message import NO_EVENT, CopyRow, Direction, MemoryKind, PoolSource
+
+log = logging.getLogger("kvservice.connector")
+
+
+class RemoteMover:
+    """Hands copies to the worker of this engine's device on this node; runs them itself while there is none, and loads
+    also while the worker has too much to do. `mark` names the device event that copies must wait for."""
+
+    def __init__(self, link: WorkerLink, fallback: Mover, mark: Callable[[], int] = lambda: NO_EVENT) -> None:
+        self._link = link
+        self._fallback = fallback
+        self._mark = mark
+        self._pools = 0
+        self._handed = False  # something waits for flush
+        self._counters: Counter[str] = Counter()
+
+    def adopt(self, memory: torch.Tensor, pool: PoolInfo) -> None:
+        self._fallback.adopt(memory, pool)
+        if not pool.liveness_path:
+            self._counters["mover_absent"] += 1
+            log.warning(
+                "copies run in the engine's process: a pool of its own has no worker, which belongs to a service"
+            )
+            return
+        self._pools += 1
+        source = PoolSource(
+            self._pools, pool.segment_path, pool.geometry, pool.epoch, pool.layout, pool.liveness_path
+        )  # fmt: skip
+        # The shard puts the lock of each of its engines at <node directory>/engines/<id>.lock.
+        self._link.follow(Path(pool.liveness_path).parent.parent, source)
+
+    def release(self) -> None:
+        self._link.leave()
+        self._fallback.release()
+
+    def run(self, direction: Direction, entries: Sequence[CopyEntry]) -> Ticket:
+        if self._link.is_ready:
+            rows = [CopyRow(entry.block_id, entry.ref.slot, entry.ref.generation, entry.key) for entry in entries]
+            ticket = self._link.submit(direction, rows)
+            if ticket is not None:
+                self._handed = True
+                self._counters["mover_worker_blocks"] += len(rows)
+                return ticket
+            if direction is Direction.STORE and self._link.is_ready:
+                self._counters["mover_dropped_blocks"] += len(rows)
+                return Done(copied=False)  # the worker is behind: a dropped store is only a later miss
+        self._counters["mover_in_process_blocks"] += len(entries)
+        return self._fallback.run(direction, entries)
+
+    def flush(self) -> None:
+        self._fallback.flush()
+        if self._handed:
+            self._handed = False
+            self._link.flush(self._mark())
+
+    def take_counters(self) -> dict[str, int]:
+        counters, self._counters = self._counters, Counter()
+        counters.update(self._link.take_counters())
+        counters.update(self._fallback.take_counters())
+        return dict(counters)
+
+    def close(self) -> None:
+        self._link.close()
+        self._fallback.close()
+
+
+def mover_for(
+    choice: MoverChoice,
+    copier: BlockCopier,
+    layers: Sequence[torch.Tensor],
+    heads: range,
+    shared: SharedKV | None,
+) -> Mover:
+    """Where the copies of this engine run. Whatever keeps a worker from being used is said once, and counted."""
+    fallback = in_process_mover(copier)
+    if choice is not MoverChoice.WORKER:
+        return fallback
+    try:
+        if copier.device.type == "cuda":
+            from kvservice.mover.cuda_offer import CudaOffer  # loads the driver
+
+            offer = CudaOffer(layers[0], lambda address, size: region_layout(layers, heads, address, size))
+            return RemoteMover(WorkerLink(offer.offer), fallback, offer.mark)
+        return RemoteMover(WorkerLink(_host_offer(layers, heads, shared)), fallback)
+    except KVServiceError as error:
+        log.warning("copies run in the engine's process: %s", error.message)
+        assert isinstance(fallback, InlineMover)
+        fallback.counters["mover_not_shared"] += 1
+        return fallback
+
+
+def _host_offer(layers: Sequence[torch.Tensor], heads: range, shared: SharedKV | None) -> KVOffer:
+    """Raises UnsupportedLayout when the KV cache is not in shared memory."""
+    memory = None if shared is None else shared.memory
+    if memory is None:
+        raise UnsupportedLayout("the engine did not allocate its KV cache where it could be shared")
+    layout = region_layout(layers, heads, memory.address, memory.byte_count)
+    fields = {"kind": MemoryKind.MEMFD.value, "bytes": memory.byte_count}
+    return KVOffer(HOST, fields, layout.fields(), memory.descriptor)

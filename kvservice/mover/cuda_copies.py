@@ -1,0 +1,184 @@
+"""Copy engine of one engine and one segment on a GPU. Has not run on a GPU yet.
+
+Large runs: one `cuMemcpyBatchAsync` for all of them, or a `cuMemcpyAsync` each with an older driver or where the host
+memory is not pinned yet. Small runs (a layout that keeps tokens of one head apart): a kernel gathers them into a buffer
+on the GPU in the order of the slots, and few large copies carry that over; loads the other way round. Both directions
+have a stream of their own, of the lowest priority; ends are polled, the device is never synchronised as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+
+from kvservice.core.descriptors import Descriptors, Offsets, through_staging
+from kvservice.errors import TransferError
+from kvservice.mover.cuda_driver import ORDER_ANY, ORDER_STREAM, Driver
+from kvservice.mover.message import Direction
+from kvservice.mover.pinning import Pinning
+from kvservice.units import KiB, MiB
+
+log = logging.getLogger("kvservice.mover")
+
+# Below this mean run length the kernel is used: a guess, to be replaced by what benchmarks/gpu_copies.py measures.
+SMALL_RUN_BYTES = 8 * KiB
+STAGING_BYTES = 64 * MiB
+WORD_BYTES = 4  # the kernel moves words
+POLL_SECONDS = 50e-6
+
+# (targets, sources, lengths in bytes, stream): moves runs within the device's memory, in stream order.
+Gather: TypeAlias = Callable[[Offsets, Offsets, Offsets, int], None]
+
+
+class _Way:
+    """What one direction owns; used by one thread at a time."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.stream = driver.stream()
+        self.event = driver.event()
+        self.staging = 0  # allocated when first needed
+
+
+class CudaCopies:
+    def __init__(
+        self,
+        driver: Driver,
+        kv_address: int,
+        segment_address: int,
+        pinning: Pinning,
+        gather: Gather | None,
+        small_run_bytes: int = SMALL_RUN_BYTES,
+    ) -> None:
+        self._driver = driver
+        self._kv = kv_address
+        self._segment = segment_address
+        self._pinning = pinning
+        self._gather = gather
+        self._small = small_run_bytes
+        driver.bind()
+        self._ways = {direction: _Way(driver) for direction in Direction}
+        self._lock = threading.Lock()
+
+    def load(self, runs: Descriptors) -> None:
+        self._copy(Direction.LOAD, runs)
+
+    def store(self, runs: Descriptors) -> None:
+        self._copy(Direction.STORE, runs)
+
+    def close(self) -> None:
+        self._driver.bind()
+        for way in self._ways.values():
+            with contextlib.suppress(TransferError):  # the context may be unusable: the process is about to be replaced
+                self._driver.destroy_event(way.event)
+                self._driver.destroy_stream(way.stream)
+                if way.staging:
+                    self._driver.free(way.staging)
+
+    def _copy(self, direction: Direction, runs: Descriptors) -> None:
+        if runs.lengths.size == 0:
+            return
+        self._driver.bind()
+        way = self._ways[direction]
+        try:
+            if self._should_gather(runs):
+                self._copy_staged(direction, way, runs)
+            else:
+                self._across(direction, way, self._kv + runs.engine, runs)
+        finally:
+            self._await(way)  # also after an error: nothing may run on when the job is called ended
+
+    def _should_gather(self, runs: Descriptors) -> bool:
+        mean = runs.byte_count / runs.lengths.size
+        words = not np.any((runs.lengths | runs.engine | self._kv) % WORD_BYTES)
+        return self._gather is not None and words and mean < self._small and int(runs.lengths.max()) <= STAGING_BYTES
+
+    def _copy_staged(self, direction: Direction, way: _Way, runs: Descriptors) -> None:
+        assert self._gather is not None
+        if not way.staging:
+            way.staging = self._driver.allocate(STAGING_BYTES)
+        for gathered, carried in through_staging(runs, STAGING_BYTES):
+            # Stream order keeps the next round from using the buffer before this one is through.
+            blocks, staged = self._kv + gathered.engine, way.staging + gathered.segment
+            if direction is Direction.STORE:
+                self._gather(staged, blocks, gathered.lengths, way.stream)
+                self._across(direction, way, way.staging + carried.engine, carried)
+            else:
+                self._across(direction, way, way.staging + carried.engine, carried)
+                self._gather(blocks, staged, gathered.lengths, way.stream)
+
+    def _across(self, direction: Direction, way: _Way, device: Offsets, runs: Descriptors) -> None:
+        """Between these device addresses and the segment."""
+        host = self._segment + runs.segment
+        targets, sources = (device, host) if direction is Direction.LOAD else (host, device)
+        if self._driver.has_batch_copy and self._pinning.covers(int((runs.segment + runs.lengths).max())):
+            # A load's source is a sealed slot, which does not change; a store's may come from the gather kernel.
+            order = ORDER_ANY if direction is Direction.LOAD else ORDER_STREAM
+            to, come_from, sizes = (array.astype(np.uint64) for array in (targets, sources, runs.lengths))
+            self._driver.copy_batch(to, come_from, sizes, order, way.stream)
+            return
+        for target, source, length in zip(targets.tolist(), sources.tolist(), runs.lengths.tolist(), strict=True):
+            self._driver.copy(target, source, length, way.stream)
+
+    def _await(self, way: _Way) -> None:
+        _await(self._driver, way)
+
+
+class DirectCopies:
+    """From one engine's memory to another's on the GPUs of this node, both opened here: the kernel where it can be
+    used, for runs of any size, else a batched copy or one each."""
+
+    def __init__(self, driver: Driver, target: int, source: int, gather: Gather | None) -> None:
+        self._driver = driver
+        self._target, self._source = target, source
+        self._gather = gather
+        driver.bind()
+        self._way = _Way(driver)
+
+    def load(self, runs: Descriptors) -> None:
+        if runs.lengths.size == 0:
+            return
+        self._driver.bind()
+        targets, sources, stream = self._target + runs.engine, self._source + runs.segment, self._way.stream
+        try:
+            if self._gather is not None and not np.any((targets | sources | runs.lengths) % WORD_BYTES):
+                self._gather(targets, sources, runs.lengths, stream)
+            elif self._driver.has_batch_copy:
+                to, come_from, sizes = (array.astype(np.uint64) for array in (targets, sources, runs.lengths))
+                self._driver.copy_batch(to, come_from, sizes, ORDER_STREAM, stream)
+            else:
+                for target, source, size in zip(targets.tolist(), sources.tolist(), runs.lengths.tolist(), strict=True):
+                    self._driver.copy(target, source, size, stream)
+        finally:
+            _await(self._driver, self._way)
+
+    def store(self, runs: Descriptors) -> None:
+        raise NotImplementedError("engines only read each other's blocks")
+
+    def close(self) -> None:
+        self._driver.bind()
+        with contextlib.suppress(TransferError):
+            self._driver.destroy_event(self._way.event)
+            self._driver.destroy_stream(self._way.stream)
+
+
+def _await(driver: Driver, way: _Way) -> None:
+    driver.record(way.event, way.stream)
+    while not driver.has_passed(way.event):
+        time.sleep(POLL_SECONDS)
+
+
+def gather_launcher(driver: Driver) -> Gather | None:
+    """The Triton kernel, compiled, or None where it cannot be used; copies then go run by run."""
+    try:
+        from kvservice.mover.gather_kernel import launcher  # torch and Triton, seconds to import
+
+        return launcher(driver.uuid)
+    except Exception as error:  # noqa: BLE001  a probe: Triton fails in ways of its own, without a compiler for example
+        log.warning("no gather kernel, small runs are copied one by one: %s", error)
+        return None

@@ -1,0 +1,133 @@
+"""A move worker's GPU: imports engines' KV memory by CUDA IPC, pins segments, makes copy engines. Has not run on a GPU.
+
+The exporter's memory cannot be freed while it is open here: a session closes it as soon as its engine is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvservice.core.descriptors import RegionLayout
+from kvservice.errors import InvalidRequest, SegmentError, TransferError
+from kvservice.memory.segment import Segment
+from kvservice.mover.copies import CopyEngine
+from kvservice.mover.cuda_copies import CudaCopies, DirectCopies, gather_launcher
+from kvservice.mover.cuda_driver import IPC_HANDLE_BYTES, Driver
+from kvservice.mover.device import KVMemory
+from kvservice.mover.message import MemoryKind, number, text
+from kvservice.mover.pinning import Pinning
+
+EVENTS_MAX = 1024
+POLL_SECONDS = 50e-6
+
+
+class CudaKV:
+    """One engine's KV memory, opened here, and the events that say how far the engine is."""
+
+    def __init__(self, driver: Driver, base: int, offset: int, events: list[int]) -> None:
+        self._driver = driver
+        self._base = base
+        self._events = events
+        self.address = base + offset
+        self._closed = False
+
+    def wait_for(self, event: int, is_wanted: Callable[[], bool]) -> None:
+        if event >= len(self._events):
+            raise InvalidRequest(f"the engine has no event {event}")
+        self._driver.bind()
+        while not self._driver.has_passed(self._events[event]):
+            if not is_wanted():
+                raise TransferError("the engine is gone")
+            time.sleep(POLL_SECONDS)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._driver.bind()
+        with contextlib.suppress(TransferError):  # the engine is gone: there may be nothing left to close
+            for event in self._events:
+                self._driver.destroy_event(event)
+        with contextlib.suppress(TransferError):
+            self._driver.close(self._base)
+
+
+class CudaDevice:
+    """Thread-safe: each call binds the context to its thread."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self.name = driver.uuid
+        self._pinnings: dict[int, Pinning] = {}  # by the segment's address
+        self._gather = gather_launcher(driver)
+
+    @classmethod
+    def find(cls, name: str) -> CudaDevice:
+        """A GPU by its UUID or index. Raises Unavailable."""
+        return cls(Driver.of_device(name))
+
+    def import_kv(self, memory: dict[str, Any], descriptors: Sequence[int], layout: RegionLayout) -> CudaKV:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if memory.get("kind") != MemoryKind.CUDA_IPC.value:
+            raise InvalidRequest("a worker for a GPU takes memory with a CUDA IPC handle")
+        handles = memory.get("events")
+        if not isinstance(handles, list) or len(handles) > EVENTS_MAX:
+            raise InvalidRequest("events is not a list of handles")
+        offset, size = number(memory, "offset"), max(number(memory, "bytes"), layout.region_bytes)
+        self._driver.bind()
+        base, events = self._driver.open(_handle(text(memory, "handle"))), []
+        try:
+            _, available = self._driver.allocation_of(base)
+            if offset + size > available:
+                raise SegmentError(f"the engine's allocation has {available} bytes, {offset + size} were promised")
+            for handle in handles:
+                events.append(self._driver.open_event(_handle(str(handle))))
+        except BaseException:
+            for event in events:
+                self._driver.destroy_event(event)
+            self._driver.close(base)
+            raise
+        return CudaKV(self._driver, base, offset, events)
+
+    def adopt(self, segment: Segment) -> Callable[[], None]:
+        driver = self._driver
+        pinning = Pinning(segment.address, segment.geometry, driver.pin, driver.unpin, driver.bind)
+        self._pinnings[segment.address] = pinning
+
+        def undo() -> None:
+            pinning.undo()
+            del self._pinnings[segment.address]
+
+        return undo
+
+    def copies(self, kv: KVMemory, segment: Segment) -> CopyEngine:
+        assert isinstance(kv, CudaKV)
+        return CudaCopies(self._driver, kv.address, segment.address, self._pinnings[segment.address], self._gather)
+
+    def direct(self, target: KVMemory, source: KVMemory) -> CopyEngine:
+        assert isinstance(target, CudaKV) and isinstance(source, CudaKV)
+        return DirectCopies(self._driver, target.address, source.address, self._gather)
+
+    def facts(self) -> dict[str, Any]:
+        shares = [pinning.share for pinning in list(self._pinnings.values())]
+        return {
+            "device": self.name,
+            "copies": "cuMemcpyBatchAsync" if self._driver.has_batch_copy else "cuMemcpyAsync",
+            "gather": self._gather is not None,
+            "pinned_share": min(shares, default=0.0),
+        }
+
+
+def _handle(digits: str) -> bytes:
+    try:
+        data = bytes.fromhex(digits)
+    except ValueError as error:
+        raise InvalidRequest("an IPC handle is not hexadecimal") from error
+    if len(data) != IPC_HANDLE_BYTES:
+        raise InvalidRequest(f"an IPC handle of {len(data)} bytes")
+    return data

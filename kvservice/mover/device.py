@@ -1,0 +1,137 @@
+"""What a move worker needs of its device: import an engine's KV memory, use a segment, copy between them.
+
+`HostDevice` serves CPU engines, whose KV cache is a memfd. `cuda_device.CudaDevice` serves those of one GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvservice.core.descriptors import RegionLayout
+from kvservice.core.geometry import Geometry
+from kvservice.errors import InvalidRequest, SegmentError
+from kvservice.memory.segment import Segment
+from kvservice.mover.copies import CopyEngine, HostCopies
+from kvservice.mover.memory import SharedMemory
+from kvservice.mover.message import MemoryKind, number
+from kvservice.units import BootEpoch
+
+HOST = "cpu"
+
+
+class KVMemory(Protocol):
+    """An engine's KV memory as imported here."""
+
+    def close(self) -> None:
+        """Idempotent."""
+        ...
+
+    def wait_for(self, event: int, is_wanted: Callable[[], bool]) -> None:
+        """Return when copies may touch the memory: after the work of the engine that this event of it follows. Raises
+        TransferError once it is not wanted any more, as an engine that is gone ends no work."""
+        ...
+
+
+class Device(Protocol):
+    """One per worker. Called from the threads of its sessions."""
+
+    name: str  # "cpu", or the GPU's UUID
+
+    def import_kv(self, memory: dict[str, Any], descriptors: Sequence[int], layout: RegionLayout) -> KVMemory:
+        """Takes the descriptors over. Raises InvalidRequest, SegmentError or UnsupportedLayout saying why not."""
+        ...
+
+    def adopt(self, segment: Segment) -> Callable[[], None]:
+        """Prepare for copies to and from this segment; does not wait for it. Returns what undoes it."""
+        ...
+
+    def copies(self, kv: KVMemory, segment: Segment) -> CopyEngine: ...
+
+    def direct(self, target: KVMemory, source: KVMemory) -> CopyEngine:
+        """Its `load` copies from one engine's memory (as `segment`) to the other's; it has no `store`."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """For status output: progress of pinning, copy engine."""
+        ...
+
+
+class HostKV:
+    def __init__(self, shared: SharedMemory) -> None:
+        self.shared = shared
+
+    def close(self) -> None:
+        self.shared.close()
+
+    def wait_for(self, event: int, is_wanted: Callable[[], bool]) -> None:
+        return  # a CPU engine asks for copies between two steps
+
+
+class HostDevice:
+    name = HOST
+
+    def import_kv(self, memory: dict[str, Any], descriptors: Sequence[int], layout: RegionLayout) -> HostKV:
+        if memory.get("kind") != MemoryKind.MEMFD.value or len(descriptors) != 1:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise InvalidRequest("a worker for CPU engines takes one memfd")
+        return HostKV(SharedMemory(descriptors[0], max(number(memory, "bytes"), layout.region_bytes)))
+
+    def adopt(self, segment: Segment) -> Callable[[], None]:
+        return lambda: None
+
+    def copies(self, kv: KVMemory, segment: Segment) -> CopyEngine:
+        assert isinstance(kv, HostKV)
+        return HostCopies(kv.shared, segment)
+
+    def direct(self, target: KVMemory, source: KVMemory) -> CopyEngine:
+        assert isinstance(target, HostKV) and isinstance(source, HostKV)
+        return HostCopies(target.shared, source.shared)
+
+    def facts(self) -> dict[str, Any]:
+        return {"device": self.name, "copies": "memmove"}
+
+
+@dataclass(slots=True)
+class _Mapped:
+    segment: Segment
+    undo: Callable[[], None]
+    users: int = 0
+
+
+class Segments:
+    """Segments mapped by this process, one mapping each however many engines use it. Thread-safe."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._mapped: dict[tuple[str, Geometry, BootEpoch], _Mapped] = {}
+        self._lock = threading.Lock()
+
+    def take(self, path: str, geometry: Geometry, epoch: BootEpoch) -> Segment:
+        """Give it back with `give`. Raises SegmentError when the file is not this boot's segment."""
+        key = (path, geometry, epoch)
+        with self._lock:
+            if key not in self._mapped:
+                segment = Segment.attach(Path(path), geometry)
+                if segment.current_epoch() != epoch:
+                    segment.close()
+                    raise SegmentError(f"{path} is of another boot of its shard than {epoch}")
+                self._mapped[key] = _Mapped(segment, self._device.adopt(segment))
+            self._mapped[key].users += 1
+            return self._mapped[key].segment
+
+    def give(self, segment: Segment) -> None:
+        with self._lock:
+            key = (str(segment.path), segment.geometry, segment.epoch)
+            mapped = self._mapped[key]
+            mapped.users -= 1
+            if mapped.users:
+                return
+            del self._mapped[key]
+        mapped.undo()
+        segment.close()

@@ -1,0 +1,204 @@
+"""Lanes: one ordered queue of copy jobs per direction and engine, each worked off by a thread of its own.
+
+Every batch of blocks is checked against the slots' headers right before it is copied, because a job may have waited:
+a slot that is no longer reserved for the engine is never written. Loads are checked again afterwards. The engine
+checks on its own side as well; both have to agree before a block counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.core.descriptors import CopyTemplate
+from kvservice.core.geometry import SLOTS_PER_SLAB_MAX
+from kvservice.core.header import SlotHeader
+from kvservice.errors import InvalidRequest, KVServiceError
+from kvservice.memory.segment import Segment
+from kvservice.mover.copies import CopyEngine
+from kvservice.mover.loans import DirectPath
+from kvservice.mover.message import Direction, Ended, Job, Outcome
+from kvservice.units import BootEpoch, SlotIndex
+
+log = logging.getLogger("kvservice.mover")
+
+BATCH_ROWS = 64  # blocks between two checks
+Ready: TypeAlias = Callable[[Callable[[], bool]], None]
+BITS = SLOTS_PER_SLAB_MAX.bit_length() - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where the copies of one engine go: the segment as promised, and the engine that copies."""
+
+    segment: Segment
+    epoch: BootEpoch
+    template: CopyTemplate
+    engine: CopyEngine
+    direct: DirectPath
+
+
+@dataclass(slots=True)
+class LaneCounts:
+    jobs: int = 0
+    blocks: int = 0
+    byte_count: int = 0
+    stale: int = 0
+    failed: int = 0
+
+
+class Lane:
+    """`on_ended` is called on the lane's thread, for jobs in the order they came."""
+
+    def __init__(self, name: str, on_ended: Callable[[Ended], None]) -> None:
+        self._on_ended = on_ended
+        self._jobs: deque[tuple[Target | None, Job, Ready, float]] = deque()  # with when they came
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._active = False
+        self._busy_since: float | None = None  # monotonic
+        self._ended_at = 0.0  # the last job
+        self.counts = LaneCounts()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, target: Target | None, job: Job, ready: Ready = lambda is_wanted: None) -> None:
+        """`ready` is called on the lane's thread first, with a question whether it still matters, and returns when the
+        engine's side may be touched. Never blocks."""
+        with self._wake:
+            self._jobs.append((target, job, ready, time.monotonic()))
+            self._wake.notify()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._jobs and not self._active
+
+    @property
+    def waits_since(self) -> float | None:
+        """Since when, on the monotonic clock, a batch has not ended or a job was not taken up; None when neither. Time
+        in which the engine is waited for does not count."""
+        if self._active:
+            return self._busy_since
+        with contextlib.suppress(IndexError):  # taken just now
+            return max(self._jobs[0][3], self._ended_at)
+        return None
+
+    def drain(self) -> None:
+        """Block until everything submitted so far has ended."""
+        with self._wake:
+            self._wake.wait_for(lambda: self.is_idle or self._stopping)
+
+    def stop(self) -> None:
+        """Drop what waits, end what runs at its next batch, and block until the thread has ended."""
+        with self._wake:
+            self._stopping = True
+            self._jobs.clear()
+            self._wake.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.notify_all()
+                self._wake.wait_for(lambda: self._jobs or self._stopping)
+                if self._stopping:
+                    return
+                target, job, ready, _ = self._jobs.popleft()
+                self._active = True
+            ended = self._perform(target, job, ready)
+            self._busy_since = None
+            self._on_ended(ended)
+            self._ended_at = time.monotonic()
+            self._active = False
+
+    def _perform(self, target: Target | None, job: Job, ready: Ready) -> Ended:
+        outcome, copied = Outcome.REFUSED, 0
+        try:
+            if target is not None:
+                ready(lambda: not self._stopping)  # as long as the engine computes, which is not a copy that hangs
+                self._busy_since = time.monotonic()
+                outcome, copied = self._copy(target, job)
+        except InvalidRequest as error:
+            log.error("refused a copy: %s", error.message)
+        except KVServiceError as error:
+            log.error("copy failed: %s", error.message)
+            outcome = Outcome.FAILED
+        except Exception:  # the engine waits for an outcome whatever happened here
+            log.exception("copy failed")
+            outcome = Outcome.FAILED
+        self._count(job, outcome, copied)
+        return Ended(job.job_id, outcome, copied)
+
+    def _copy(self, target: Target, job: Job) -> tuple[Outcome, int]:
+        copied = 0
+        for start in range(0, job.rows.size, BATCH_ROWS):
+            rows = job.rows[start : start + BATCH_ROWS]
+            if self._stopping:
+                return Outcome.FAILED, copied
+            if job.direction is Direction.DIRECT:
+                keys = [key.tobytes() for key in rows["key"]]
+                outcome, size = target.direct.copy(keys, rows["block"].tolist())
+                copied += size
+                if outcome is not Outcome.COPIED:
+                    return outcome, copied
+                continue
+            blocks, slots = rows["block"].astype(np.int64), [SlotIndex(slot) for slot in rows["slot"].tolist()]
+            _check_range(target, slots)
+            payload_bytes = target.template.payload_bytes
+            offsets = [target.segment.geometry.payload_offset(slot, payload_bytes) for slot in slots]
+            runs = target.template.expand(blocks, offsets)
+            if not _all_as_promised(target, job.direction, rows, slots):
+                return Outcome.STALE, copied
+            if job.direction is Direction.LOAD:
+                target.engine.load(runs)
+                if not _all_as_promised(target, job.direction, rows, slots):
+                    return Outcome.STALE, copied
+            else:
+                target.engine.store(runs)
+            copied += runs.byte_count
+            self._busy_since = time.monotonic()  # a long job is not a stuck one
+        return Outcome.COPIED, copied
+
+    def _count(self, job: Job, outcome: Outcome, copied: int) -> None:
+        self.counts.jobs += 1
+        self.counts.byte_count += copied
+        self.counts.blocks += job.rows.size if outcome is Outcome.COPIED else 0
+        self.counts.stale += outcome is Outcome.STALE
+        self.counts.failed += outcome in (Outcome.FAILED, Outcome.REFUSED)
+
+
+def _check_range(target: Target, slots: Iterable[SlotIndex]) -> None:
+    """Raises InvalidRequest for a slot outside the segment: its header would be somebody's payload."""
+    geometry = target.segment.geometry
+    per_slab = geometry.slots_per_slab(target.template.payload_bytes)
+    for slot in slots:
+        if slot >> BITS >= geometry.slab_count or slot & (SLOTS_PER_SLAB_MAX - 1) >= per_slab:
+            raise InvalidRequest(f"slot {slot} is not in the segment")
+
+
+def _all_as_promised(target: Target, direction: Direction, rows: npt.NDArray[np.void], slots: list[SlotIndex]) -> bool:
+    segment, epoch = target.segment, target.epoch
+    if segment.current_epoch() != epoch:
+        return False
+    generations, keys = rows["generation"].tolist(), [key.tobytes() for key in rows["key"]]
+    for slot, generation, key in zip(slots, generations, keys, strict=True):
+        header = segment.read_header(slot)
+        if header is None or header.epoch != epoch or header.generation != generation:
+            return False
+        if not (_may_load(header, key, target) if direction is Direction.LOAD else not header.is_stable):
+            return False
+    return True
+
+
+def _may_load(header: SlotHeader, key: bytes, target: Target) -> bool:
+    return header.is_stable and header.key == key and header.length == target.template.payload_bytes

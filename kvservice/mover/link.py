@@ -1,0 +1,467 @@
+"""The engine's end of a move worker: hands it copies without ever waiting, and knows how each of them ended.
+
+Two threads: the engine's, which submits and asks; and one of this link, which connects, reads answers and watches the
+clock. A copy that was handed over is over only when the worker said so, or when the worker is known to do nothing any
+more: it said so before it closed the connection, or it is dead. A worker that gives no sign of life is
+killed for that; a copy that was called failed and still ran would write into blocks that belong to somebody else by
+then. A worker that this process could not kill (another user or PID namespace) is therefore never used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvservice.client.discovery import mover_socket
+from kvservice.errors import InvalidRequest, KVServiceError, Unavailable
+from kvservice.mover.message import (
+    MESSAGE_BYTES_MAX,
+    NO_EVENT,
+    ROWS_MAX,
+    CopyRow,
+    Direction,
+    Ended,
+    Kind,
+    Outcome,
+    PoolSource,
+    kind_of,
+    pack_copies,
+    pack_json,
+    pack_pool,
+    pack_rows,
+    parse_done,
+    parse_json,
+)
+from kvservice.mover.process import WorkerProcess
+
+log = logging.getLogger("kvservice.mover")
+
+CREDENTIALS = struct.Struct("3i")
+CONNECT_SECONDS = 5.0
+RETRY_SECONDS = 2.0  # between attempts to find a worker
+IDLE_SECONDS = 1.0
+WEDGE_SECONDS = 10.0
+ROWS_OUTSTANDING_MAX = {Direction.LOAD: 16_384, Direction.STORE: 4096, Direction.DIRECT: 16_384}
+SEND_BUFFER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class KVOffer:
+    """An engine's KV memory as it is offered to a worker. `descriptor` is sent along; None for memory without one."""
+
+    device: str
+    memory: dict[str, Any]
+    layout: dict[str, object]
+    descriptor: int | None = None
+
+
+class Copies:
+    """Ticket of copies handed to a worker. Read by the engine's thread, ended by the link's."""
+
+    __slots__ = ("_condition", "outcome", "parts", "submitted")
+
+    def __init__(self, parts: int, condition: threading.Condition) -> None:
+        self.parts = parts  # still under way
+        self.outcome = Outcome.COPIED
+        self.submitted = time.monotonic()
+        self._condition = condition
+
+    def query(self) -> bool:
+        return self.parts == 0
+
+    def synchronize(self) -> None:
+        """Bounded: the link ends every ticket."""
+        with self._condition:
+            self._condition.wait_for(self.query)
+
+    def succeeded(self) -> bool:
+        return self.outcome is Outcome.COPIED
+
+
+@dataclass(slots=True)
+class _Job:
+    ticket: Copies
+    direction: Direction
+    rows: int
+    since: float
+
+
+class WorkerLink:
+    """One engine process and the worker of its device. `follow` names the pool; copies can be submitted while
+    `is_ready`. All public methods but `close` return at once."""
+
+    def __init__(self, offer: KVOffer, wedge_seconds: float = WEDGE_SECONDS) -> None:
+        self._offer = offer
+        self._wedge_seconds = wedge_seconds
+        self._lock = threading.Lock()  # held for moments only
+        self._ended = threading.Condition(self._lock)
+        self._jobs: dict[int, _Job] = {}
+        self._last_id = 0
+        self._rows = Counter[Direction]()  # outstanding
+        self._progress = dict.fromkeys(Direction, 0.0)
+        self._batch: list[tuple[int, Direction, bytes]] = []  # submitted since the last flush
+        self._unsent: deque[bytes] = deque()
+        self._wanted: tuple[Path, PoolSource] | None = None
+        self._socket: socket.socket | None = None
+        self._ready = False
+        self._said_bye = False
+        self._problem = ""  # the last one that was logged
+        self._closing = False
+        self._counters = Counter[str]()
+        self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="kvservice-mover-link", daemon=True)
+        self._thread.start()
+
+    # -- the engine's thread ----
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready
+
+    def follow(self, directory: Path, pool: PoolSource) -> None:
+        """Use the worker registered in this node directory, for copies to and from this pool."""
+        with self._lock:
+            self._wanted, self._ready = (directory, pool), False
+        self._wake()
+
+    def leave(self) -> None:
+        """No copies any more, until the next `follow`. None may be under way."""
+        with self._lock:
+            self._wanted, self._ready = None, False
+        self._wake()
+
+    def submit(self, direction: Direction, rows: Sequence[CopyRow]) -> Copies | None:
+        """Take these copies, to be sent with the next `flush`; None when there is no worker to take them, or too much
+        waits already."""
+        pieces = [rows[start : start + ROWS_MAX] for start in range(0, len(rows), ROWS_MAX)]
+        with self._lock:
+            if not self._ready:
+                return None
+            if self._rows[direction] + len(rows) > ROWS_OUTSTANDING_MAX[direction]:
+                self._counters[f"mover_full_{direction.name.lower()}"] += 1
+                return None
+            ticket = Copies(len(pieces), self._ended)
+            for piece in pieces:
+                self._last_id += 1
+                self._jobs[self._last_id] = _Job(ticket, direction, len(piece), ticket.submitted)
+                self._batch.append((self._last_id, direction, pack_rows(piece)))
+            self._rows[direction] += len(rows)
+        return ticket
+
+    def flush(self, event: int = NO_EVENT) -> None:
+        """Send what was submitted: one message for a step of ordinary size."""
+        with self._lock:
+            batch, self._batch = self._batch, []
+            if self._socket is None or not batch:
+                return
+            self._unsent.extend(_messages(batch, event))
+            self._send_unsent()
+            unsent = bool(self._unsent)
+        if unsent:
+            self._wake()
+
+    def lend(self, blocks: Sequence[CopyRow], event: int = NO_EVENT) -> Copies | None:
+        """Let the other engines of this worker copy these blocks, by their keys. They stay as they are until they were
+        recalled. The ticket ends when they are lent; None when there is no worker."""
+        return self._send_rows(Kind.LEND, blocks, event)
+
+    def recall(self, blocks: Sequence[CopyRow]) -> Copies | None:
+        """Once the ticket has ended, however, nobody reads these blocks. None: nobody ever could."""
+        return self._send_rows(Kind.RECALL, blocks, NO_EVENT)
+
+    def _send_rows(self, kind: Kind, rows: Sequence[CopyRow], event: int) -> Copies | None:
+        pieces = [rows[start : start + ROWS_MAX] for start in range(0, len(rows), ROWS_MAX)]
+        with self._lock:
+            if not self._ready or self._socket is None:
+                return None
+            ticket = Copies(len(pieces), self._ended)
+            for piece in pieces:
+                self._last_id += 1
+                self._jobs[self._last_id] = _Job(ticket, Direction.DIRECT, 0, ticket.submitted)
+                job = (self._last_id, Direction.DIRECT, pack_rows(piece))
+                self._unsent.append(pack_copies([job], event, kind))
+            self._send_unsent()
+        self._wake()
+        return ticket
+
+    def take_counters(self) -> dict[str, int]:
+        with self._lock:
+            counters, self._counters = self._counters, Counter()
+        return dict(counters)
+
+    def close(self) -> None:
+        """Blocks until nothing is under way; bounded, as every copy is."""
+        with self._lock:
+            self._closing, self._ready = True, False
+        self._wake()
+        self._thread.join()
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
+
+    # -- both ----
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: then it is awake
+            os.write(self._wake_writer, b"w")
+
+    def _send_unsent(self) -> None:
+        """Under the lock. What the socket does not take stays for later."""
+        assert self._socket is not None
+        while self._unsent:
+            try:
+                self._socket.send(self._unsent[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            except OSError:
+                self._unsent.clear()  # the link's thread sees the end of the connection
+                return
+            self._unsent.popleft()
+
+    # -- the link's thread ----
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                wanted, closing = self._wanted, self._closing
+            if closing:
+                return
+            if wanted is None:
+                self._sleep(None)
+                continue
+            worker: WorkerProcess | None = None
+            try:
+                connection, worker = self._connect(wanted[0])
+                self._converse(connection, worker, wanted)
+            except Unavailable as error:
+                self._note("mover_absent", f"copies run in the engine's process until there is a worker: {error}")
+            except (KVServiceError, OSError) as error:
+                self._note("mover_refused", f"copies stay in the engine's process: {error}")
+            except Exception:  # copies under way must be ended whatever happened here
+                self._count("mover_error")
+                log.exception("move worker given up")
+            finally:
+                self._give_up(worker)
+            self._sleep(RETRY_SECONDS)
+
+    def _sleep(self, seconds: float | None) -> None:
+        """Until woken, or for so long."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while not self._closing:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return
+            readable, _, _ = select.select([self._wake_reader], [], [], left)
+            if readable:
+                self._drain_wakes()
+                if deadline is None:
+                    return
+
+    def _drain_wakes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake_reader, 4096):
+                pass
+
+    def _connect(self, directory: Path) -> tuple[socket.socket, WorkerProcess]:
+        """Raises Unavailable when there is no worker, Refused when it is none that may be used."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.settimeout(CONNECT_SECONDS)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+            try:
+                connection.connect(str(mover_socket(directory, self._offer.device)))
+            except OSError as error:
+                raise Unavailable(f"nobody listens in {directory}: {error}") from error
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+            pid, user, _ = CREDENTIALS.unpack(credentials)
+            worker = WorkerProcess.of_peer(pid, user, in_host_memory=self._offer.descriptor is not None)
+            try:
+                self._greet(connection)
+            except BaseException:
+                worker.forget()
+                raise
+            connection.setblocking(False)
+        except BaseException:
+            connection.close()
+            raise
+        return connection, worker
+
+    def _greet(self, connection: socket.socket) -> None:
+        offer = self._offer
+        hello = {"version": 1, "device": offer.device, "memory": offer.memory, "layout": offer.layout}
+        descriptors = [] if offer.descriptor is None else [offer.descriptor]
+        try:
+            socket.send_fds(connection, [pack_json(Kind.HELLO, hello)], descriptors)
+            answer = connection.recv(MESSAGE_BYTES_MAX)
+        except OSError as error:  # it hangs, or went away: to be tried again
+            raise Unavailable(f"the move worker does not answer: {error}") from error
+        if not answer:
+            raise Unavailable("the move worker went away")
+        _check_answer(parse_json(answer))
+
+    def _converse(self, connection: socket.socket, worker: WorkerProcess, wanted: tuple[Path, PoolSource]) -> None:
+        """Until the worker is lost or given up, or another one is wanted. Raises KVServiceError and OSError."""
+        directory, asked = wanted[0], None
+        asked_at = 0.0
+        with self._lock:
+            self._socket, self._said_bye = connection, False
+            self._progress = dict.fromkeys(Direction, time.monotonic())
+        while not self._closing:
+            with self._lock:
+                now_wanted = self._wanted
+            if now_wanted is not None and now_wanted[0] != directory:
+                return
+            pool = None if now_wanted is None else now_wanted[1]
+            if pool != asked:
+                message = pack_json(Kind.LEAVE, {}) if pool is None else pack_pool(pool)
+                with self._lock:
+                    self._unsent.append(message)
+                asked, asked_at = pool, time.monotonic()
+            if not self._exchange(connection, asked):
+                self._note(
+                    "mover_lost", "the move worker is gone: copies run in the engine's process until there is one"
+                )
+                return
+            if asked is not None and not self._ready and asked_at + self._wedge_seconds < time.monotonic():
+                raise Unavailable("the move worker does not answer")
+            if self._is_overdue():
+                self._note(
+                    "mover_wedged", f"the move worker copied nothing for {self._wedge_seconds:.0f} s: it is killed"
+                )
+                worker.kill()
+                return
+
+    def _exchange(self, connection: socket.socket, asked: PoolSource | None) -> bool:
+        """Wait for something to do, a second at most, and do it. False when the connection has ended."""
+        with self._lock:
+            self._send_unsent()
+            writing = [connection.fileno()] if self._unsent else []
+        watched = [connection.fileno(), self._wake_reader]
+        readable, _, _ = select.select(watched, writing, [], min(IDLE_SECONDS, self._wedge_seconds / 4))
+        if self._wake_reader in readable:
+            self._drain_wakes()
+        if connection.fileno() not in readable:
+            return True
+        while True:  # all there is: how late a copy is says something only afterwards
+            try:
+                data = connection.recv(MESSAGE_BYTES_MAX, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return True
+            except ConnectionError:
+                return False
+            if not data:
+                return False
+            self._handle(data, asked)
+            if self._said_bye:
+                return False
+
+    def _handle(self, data: bytes, asked: PoolSource | None) -> None:
+        kind = kind_of(data)
+        if kind is Kind.DONE:
+            self._end_jobs(parse_done(data))
+        elif kind is Kind.ANSWER:
+            fields = parse_json(data)
+            if asked is None or fields.get("pool_id") != asked.pool_id:
+                return  # to an earlier question
+            _check_answer(fields)
+            with self._lock:
+                if self._wanted is not None and self._wanted[1] == asked and not self._closing:
+                    self._ready = True
+                    self._counters["mover_connected"] += 1
+                    self._problem = ""
+        elif kind is Kind.BYE:
+            self._said_bye = True
+        else:
+            raise InvalidRequest(f"a worker does not send {kind.name}")
+
+    def _end_jobs(self, ended: Any) -> None:
+        now = time.monotonic()
+        with self._lock:
+            for one in ended:
+                self._end_job(one, now)
+            self._ended.notify_all()
+
+    def _end_job(self, one: Ended, now: float) -> None:
+        job = self._jobs.pop(one.job_id, None)
+        if job is None:
+            raise InvalidRequest(f"no copy has the id {one.job_id}")
+        self._rows[job.direction] -= job.rows
+        self._progress[job.direction] = now
+        if one.outcome is not Outcome.COPIED:
+            job.ticket.outcome = one.outcome
+            self._counters[f"mover_{one.outcome.name.lower()}"] += 1
+        job.ticket.parts -= 1
+
+    def _is_overdue(self) -> bool:
+        """A queue of the worker has not moved for too long."""
+        limit = time.monotonic() - self._wedge_seconds
+        with self._lock:
+            oldest: dict[Direction, float] = {}
+            for job in self._jobs.values():  # in the order they were submitted
+                oldest.setdefault(job.direction, job.since)
+            return any(max(since, self._progress[direction]) < limit for direction, since in oldest.items())
+
+    def _give_up(self, worker: WorkerProcess | None) -> None:
+        """End every copy as failed, once the worker does nothing for this engine any more."""
+        with self._lock:
+            self._ready = False
+            connection, self._socket = self._socket, None
+            self._unsent.clear()
+            self._batch.clear()
+            pending = bool(self._jobs)
+        if worker is not None:
+            if pending and connection is not None and not self._said_bye:
+                worker.await_last_copy(connection, self._wedge_seconds)
+            worker.forget()
+        if connection is not None:
+            connection.close()
+        with self._lock:
+            self._counters["mover_lost_copies"] += len(self._jobs)
+            for job in self._jobs.values():
+                job.ticket.outcome = Outcome.FAILED
+                job.ticket.parts = 0
+            self._jobs.clear()
+            self._rows.clear()
+            self._ended.notify_all()
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self._counters[name] += 1
+
+    def _note(self, name: str, problem: str) -> None:
+        if problem != self._problem:  # it is tried again every few seconds
+            self._count(name)
+            log.warning("%s", problem)
+        self._problem = problem
+
+
+def _messages(batch: Sequence[tuple[int, Direction, bytes]], event: int) -> list[bytes]:
+    """As few messages as their size allows; a job is never larger than one."""
+    messages: list[bytes] = []
+    part: list[tuple[int, Direction, bytes]] = []
+    size = 0
+    for job in batch:
+        if part and size + len(job[2]) > MESSAGE_BYTES_MAX - (16 << 10) - 16 * len(part):
+            messages.append(pack_copies(part, event))
+            part, size = [], 0
+        part.append(job)
+        size += len(job[2])
+    return [*messages, pack_copies(part, event)]
+
+
+def _check_answer(fields: dict[str, Any]) -> None:
+    """Raises InvalidRequest with what the worker said."""
+    error = fields.get("error")
+    if error is not None:
+        message = error.get("message") if isinstance(error, dict) else error
+        raise InvalidRequest(f"the move worker refused: {message}")

@@ -1,0 +1,235 @@
+"""What an engine and its move worker say to each other over one Unix socket that keeps messages apart (SEQPACKET).
+
+    engine → worker   HELLO   the engine's KV memory: JSON, with its file descriptor where the memory is a memfd
+                      POOL    the segment to copy to and from: JSON
+                      LEAVE   that segment is no longer used: JSON
+                      COPIES  jobs, each an id, a direction and rows of (block, slot, generation, key): packed
+                      LEND    blocks that other engines may read, as the rows of one job
+                      RECALL  they may not any more, likewise; DONE when nobody reads them
+    worker → engine   ANSWER  to HELLO and POOL: JSON; `error` is null or says why not
+                      DONE    (job id, outcome, bytes) of every job that ended: packed
+                      BYE     the last one: nothing is copied for this engine any more
+
+Bytes from the other side are checked before use; nothing in here can run code.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.core.geometry import Geometry
+from kvservice.core.layout import SlotLayout
+from kvservice.errors import ConfigError, InvalidRequest, UnsupportedLayout
+from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex
+
+VERSION = 1
+MESSAGE_BYTES_MAX = 128 << 10  # below what a socket takes without settings of the system
+ROWS_MAX = 2048  # of one COPIES message
+NO_EVENT = 0xFFFF
+
+# A row of a copy job. The key is a void, because numpy's byte strings lose trailing zeros.
+ROW = np.dtype([("block", "<u4"), ("zero", "<u4"), ("slot", "<u8"), ("generation", "<u8"), ("key", "V16")])
+_ROW = struct.Struct("<IIQQ16s")
+_COPIES = struct.Struct("<BBHHH")  # kind, zero, jobs, event, zero
+_JOB = struct.Struct("<QBBHI")  # id, direction, zero, zero, rows
+_DONE = struct.Struct("<BBHI")  # kind, zero, zero, count
+_ENDED = struct.Struct("<QBBHIQ")  # id, outcome, zeros, bytes
+assert ROW.itemsize == _ROW.size
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    POOL = 2
+    LEAVE = 3
+    COPIES = 4
+    ANSWER = 5
+    DONE = 6
+    LEND = 7
+    RECALL = 8
+    BYE = 9
+
+
+class Direction(IntEnum):
+    LOAD = 0  # slot → engine
+    STORE = 1  # engine → slot
+    DIRECT = 2  # another engine's lent block → engine; the row's slot and generation mean nothing
+
+
+class Outcome(IntEnum):
+    COPIED = 0
+    STALE = 1  # a slot was not what the row says: nothing more was copied for this job
+    FAILED = 2  # the copy itself failed
+    REFUSED = 3  # a row names no block or slot of this engine, or no pool is mapped
+
+
+class MemoryKind(Enum):
+    MEMFD = "memfd"
+    CUDA_IPC = "cuda_ipc"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRow:
+    """One block. `generation` and `key` are what the slot's header must say: a load's as sealed, a store's generation
+    as reserved (the key of a slot that is being written is its writer)."""
+
+    block: int
+    slot: SlotIndex
+    generation: Generation
+    key: BlockKey
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    job_id: int
+    direction: Direction
+    rows: npt.NDArray[np.void]  # dtype ROW
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    job_id: int
+    outcome: Outcome
+    byte_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSource:
+    """A segment as one engine uses it. `pool_id` tells the engine's POOL messages apart."""
+
+    pool_id: int
+    segment_path: str
+    geometry: Geometry
+    epoch: BootEpoch
+    slot: SlotLayout
+    liveness_path: str  # "" = no lock to hold
+
+
+def pack_rows(rows: Iterable[CopyRow]) -> bytes:
+    return b"".join(_ROW.pack(row.block, 0, row.slot, row.generation, row.key) for row in rows)
+
+
+def pack_copies(jobs: Sequence[tuple[int, Direction, bytes]], event: int = NO_EVENT, kind: Kind = Kind.COPIES) -> bytes:
+    """`jobs`: (id, direction, packed rows). Also LEND and RECALL."""
+    parts = [_COPIES.pack(kind, 0, len(jobs), event, 0)]
+    for job_id, direction, rows in jobs:
+        parts += [_JOB.pack(job_id, direction, 0, 0, len(rows) // ROW.itemsize), rows]
+    return b"".join(parts)
+
+
+def parse_copies(data: bytes) -> tuple[list[Job], int]:
+    """(jobs, index of the event to wait for or NO_EVENT). Raises InvalidRequest."""
+    try:
+        _, _, count, event, _ = _COPIES.unpack_from(data)
+        jobs, at = [], _COPIES.size
+        for _ in range(count):
+            job_id, direction, _, _, rows = _JOB.unpack_from(data, at)
+            at += _JOB.size
+            jobs.append(Job(job_id, Direction(direction), np.frombuffer(data, ROW, rows, at)))
+            at += rows * ROW.itemsize
+    except (struct.error, ValueError) as error:
+        raise InvalidRequest(f"a COPIES message is malformed: {error}") from error
+    if at != len(data):
+        raise InvalidRequest(f"a COPIES message has {len(data) - at} bytes too many")
+    return jobs, event
+
+
+def pack_done(ended: Sequence[Ended]) -> bytes:
+    parts = [_DONE.pack(Kind.DONE, 0, 0, len(ended))]
+    parts += [_ENDED.pack(one.job_id, one.outcome, 0, 0, 0, one.byte_count) for one in ended]
+    return b"".join(parts)
+
+
+def parse_done(data: bytes) -> Iterator[Ended]:
+    """Raises InvalidRequest."""
+    try:
+        _, _, _, count = _DONE.unpack_from(data)
+        for index in range(count):
+            job_id, outcome, _, _, _, size = _ENDED.unpack_from(data, _DONE.size + index * _ENDED.size)
+            yield Ended(job_id, Outcome(outcome), size)
+    except (struct.error, ValueError) as error:
+        raise InvalidRequest(f"a DONE message is malformed: {error}") from error
+
+
+def pack_json(kind: Kind, fields: dict[str, Any]) -> bytes:
+    return bytes([kind]) + json.dumps(fields).encode()
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """Raises InvalidRequest."""
+    try:
+        fields = json.loads(data[1:])
+    except ValueError as error:
+        raise InvalidRequest(f"not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise InvalidRequest("not a JSON object")
+    return fields
+
+
+def kind_of(data: bytes) -> Kind:
+    """Raises InvalidRequest."""
+    try:
+        return Kind(data[0])
+    except (IndexError, ValueError) as error:
+        raise InvalidRequest("a message of no known kind") from error
+
+
+def number(fields: dict[str, Any], name: str) -> int:
+    """Raises InvalidRequest."""
+    value = fields.get(name)
+    if type(value) is not int or value < 0:
+        raise InvalidRequest(f"{name} is {value!r}, not a whole number")
+    return value
+
+
+def text(fields: dict[str, Any], name: str) -> str:
+    """Raises InvalidRequest."""
+    value = fields.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{name} is {value!r}, not a text")
+    return value
+
+
+def pack_pool(pool: PoolSource) -> bytes:
+    fields = {
+        "pool_id": pool.pool_id,
+        "segment_path": pool.segment_path,
+        "slab_bytes": pool.geometry.slab_bytes,
+        "slab_count": pool.geometry.slab_count,
+        "epoch": pool.epoch,
+        "layer_count": pool.slot.layer_count,
+        "kv_head_count": pool.slot.kv_head_count,
+        "cell_bytes": pool.slot.cell_bytes,
+        "block_tokens": pool.slot.block_tokens,
+        "liveness_path": pool.liveness_path,
+    }
+    return pack_json(Kind.POOL, fields)
+
+
+def parse_pool(fields: dict[str, Any]) -> PoolSource:
+    """Raises InvalidRequest."""
+    try:
+        slot = SlotLayout(
+            layer_count=number(fields, "layer_count"),
+            kv_head_count=number(fields, "kv_head_count"),
+            cell_bytes=number(fields, "cell_bytes"),
+            block_tokens=number(fields, "block_tokens"),
+        )
+        geometry = Geometry(slab_bytes=number(fields, "slab_bytes"), slab_count=number(fields, "slab_count"))
+    except (UnsupportedLayout, ConfigError) as error:
+        raise InvalidRequest(error.message) from error
+    return PoolSource(
+        number(fields, "pool_id"),
+        text(fields, "segment_path"),
+        geometry,
+        BootEpoch(number(fields, "epoch")),
+        slot,
+        text(fields, "liveness_path"),
+    )

@@ -1,0 +1,111 @@
+"""The worker's process as an engine holds it: able to end it, and to know when it has done its last copy.
+
+Linux only: a pidfd names one process for good, where a pid may be somebody else's by the time it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import time
+from enum import Enum
+
+from kvservice.errors import Refused
+from kvservice.mover.message import MESSAGE_BYTES_MAX, Kind
+
+log = logging.getLogger("kvservice.mover")
+
+KILLED_SECONDS = 2.0  # a process that was killed runs no instruction of its own after this, even if it cannot end yet
+POLL_SECONDS = 0.1
+NAG_SECONDS = 10.0
+
+
+class WorkerProcess:
+    """`in_host_memory`: its copies are its own instructions. Copies of a GPU may outlive those, so that only the end of
+    the process is the end of its copies."""
+
+    def __init__(self, pidfd: int, *, in_host_memory: bool) -> None:
+        self._pidfd = pidfd
+        self._in_host_memory = in_host_memory
+        self._killed: float | None = None
+
+    @classmethod
+    def of_peer(cls, pid: int, user: int, *, in_host_memory: bool) -> WorkerProcess:
+        """Raises Refused when this process could not end that one."""
+        if pid <= 0:
+            raise Refused(
+                "the move worker runs in another PID namespace, so that one that hangs could not be ended: let both "
+                "share one (hostPID, shareProcessNamespace), or set mover to in_process"
+            )
+        if user != os.getuid():
+            raise Refused(f"the move worker runs as user {user}, the engine as {os.getuid()}: use one user for both")
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            raise Refused(f"cannot hold the move worker's process {pid}: {error.strerror}") from error
+        try:
+            signal.pidfd_send_signal(pidfd, 0)  # whether it could be ended
+        except OSError as error:
+            os.close(pidfd)
+            raise Refused(f"the move worker's process {pid} could not be ended: {error.strerror}") from error
+        return cls(pidfd, in_host_memory=in_host_memory)
+
+    def kill(self) -> None:
+        if self._killed is None:
+            self._killed = time.monotonic()
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def await_last_copy(self, connection: socket.socket, patience: float) -> None:
+        """Block until the worker has said BYE, which it does after its last copy for this engine, or is dead. Killed
+        when that takes longer than `patience` seconds. Not needed for a worker that said it before."""
+        started = nagged = time.monotonic()
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_WR)
+        reading: socket.socket | None = connection
+        while True:
+            watched = [self._pidfd] if reading is None else [self._pidfd, reading.fileno()]
+            readable, _, _ = select.select(watched, [], [], POLL_SECONDS)
+            if self._pidfd in readable:
+                return
+            if reading is not None and reading.fileno() in readable:
+                said = _last_words(reading)
+                if said is Words.BYE or (said is Words.NONE and self._in_host_memory):
+                    return  # without a word the kernel closed it, with the last thread of the process
+                reading = reading if said is Words.OTHER else None
+            now = time.monotonic()
+            if self._killed is None and now - started > patience:
+                self.kill()
+            if self._killed is not None and self._in_host_memory and now - self._killed > KILLED_SECONDS:
+                return
+            if now - nagged > NAG_SECONDS:
+                nagged = now
+                log.error("the move worker has not ended after %.0f s: is its GPU gone?", now - started)
+
+    def forget(self) -> None:
+        """Idempotent."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+class Words(Enum):
+    BYE = 1
+    OTHER = 2
+    NONE = 3  # the connection has ended
+
+
+def _last_words(connection: socket.socket) -> Words:
+    try:
+        data = connection.recv(MESSAGE_BYTES_MAX, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return Words.OTHER
+    except OSError:
+        return Words.NONE
+    if not data:
+        return Words.NONE
+    return Words.BYE if data[0] == Kind.BYE else Words.OTHER

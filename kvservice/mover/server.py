@@ -1,0 +1,186 @@
+"""The move worker of one device: listens where engines of this node find it, and keeps an eye on its copies.
+
+Threads: one accepts, one watches; for each engine one reads and one a direction copies. `state` never waits for a copy,
+so a copy call that hangs does not stop health or metrics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvservice.client.discovery import (
+    MoverRecord,
+    ensure_private_directory,
+    mover_socket,
+    node_directory,
+    read_mover,
+    write_mover,
+)
+from kvservice.errors import ServiceConflict
+from kvservice.mover.device import Device, Segments
+from kvservice.mover.loans import Loans
+from kvservice.mover.session import SEND_SECONDS, EngineSession
+from kvservice.units import NodeId
+
+log = logging.getLogger("kvservice.mover")
+
+WATCH_SECONDS = 0.25
+CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
+
+
+@dataclass(frozen=True, slots=True)
+class MoverConfig:
+    service: str
+    node_id: NodeId
+    runtime_root: Path | None = None
+    wedge_seconds: float = 10.0  # a copy batch that takes longer hangs
+
+
+class MoverServer:
+    def __init__(self, config: MoverConfig, device: Device) -> None:
+        self._config = config
+        self._device = device
+        self._segments = Segments(device)
+        self._loans = Loans()
+        self._sessions: set[EngineSession] = set()
+        self._gone: dict[str, int] = {}  # counts of sessions that ended
+        self._lock = threading.Lock()
+        self._listener: socket.socket | None = None
+        self._record: Path | None = None
+        self.record: MoverRecord | None = None
+        self._stopping = threading.Event()
+        self._started = time.monotonic()
+        self.wedged = threading.Event()  # set for good: a thread that hangs in a copy cannot be ended
+
+    def start(self) -> MoverRecord:
+        """Listen and register. Raises ServiceConflict when another worker of this device listens."""
+        config = self._config
+        directory = node_directory(config.service, config.node_id, config.runtime_root)
+        ensure_private_directory(directory)
+        path = mover_socket(directory, self._device.name)
+        self._listener = _listen(path)
+        self.record = record = MoverRecord(config.service, config.node_id, self._device.name, str(path), os.getpid())
+        self._record = write_mover(record, directory)
+        for name, work in (("accept", self._accept), ("watch", self._watch)):
+            threading.Thread(target=work, name=f"kvservice-mover-{name}", daemon=True).start()
+        return record
+
+    def state(self) -> dict[str, Any]:
+        """Facts and counters, for health and metrics. Never waits for a copy."""
+        with self._lock:
+            sessions, counters = list(self._sessions), dict(self._gone)
+        for session in sessions:
+            _add(counters, _counts(session))
+        return {
+            "engines": len(sessions),
+            "wedged": self.wedged.is_set(),
+            "uptime_seconds": time.monotonic() - self._started,
+            "counters": counters,
+            **self._device.facts(),
+        }
+
+    def stop(self) -> None:
+        """Deregister, end the batches under way, close. Blocks; for ever when a copy hangs, so watch `wedged`."""
+        self._stopping.set()
+        self._deregister()
+        with self._lock:
+            sessions = list(self._sessions)
+        for session in sessions:
+            session.close()
+
+    def _deregister(self) -> None:
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+        if self._record is not None and read_mover(self._record) == self.record:  # not that of a successor
+            self._record.unlink(missing_ok=True)
+            mover_socket(self._record.parent, self._device.name).unlink(missing_ok=True)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        while not self._stopping.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            if CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1] != os.getuid():
+                connection.close()  # the directory is private, so this is a changed mode
+                continue
+            # Of sends only: a receive that waits for ever is an engine with nothing to do.
+            seconds = struct.pack("ll", int(SEND_SECONDS), 0)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+            with self._lock:
+                self._sessions.add(EngineSession(connection, self._device, self._segments, self._loans, self._forget))
+
+    def _forget(self, session: EngineSession) -> None:
+        with self._lock:
+            _add(self._gone, _counts(session))
+            self._sessions.discard(session)
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(WATCH_SECONDS):
+            with self._lock:
+                lanes = [lane for session in self._sessions for lane in session.lanes.values()]
+            limit = time.monotonic() - self._config.wedge_seconds
+            if any(since is not None and since < limit for since in (lane.waits_since for lane in lanes)):
+                if not self.wedged.is_set():
+                    log.error(
+                        "a copy has not moved for %.1f s: this worker must be replaced", self._config.wedge_seconds
+                    )
+                self.wedged.set()
+
+
+def _counts(session: EngineSession) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for direction, lane in session.lanes.items():
+        name = direction.name.lower()
+        counts = lane.counts
+        _add(
+            found,
+            {
+                f"{name}_jobs": counts.jobs,
+                f"{name}_blocks": counts.blocks,
+                f"{name}_bytes": counts.byte_count,
+                f"{name}_stale": counts.stale,
+                f"{name}_failed": counts.failed,
+            },
+        )
+    return found
+
+
+def _add(total: dict[str, int], more: dict[str, int]) -> None:
+    for name, count in more.items():
+        total[name] = total.get(name, 0) + count
+
+
+def _listen(path: Path) -> socket.socket:
+    """Raises ServiceConflict. A socket nobody listens on is a leftover and is replaced."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            pass
+        else:
+            raise ServiceConflict(f"another worker of this device listens at {path}: stop it first")
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        draft.unlink(missing_ok=True)
+        listener.bind(str(draft))
+        draft.chmod(0o600)
+        listener.listen(64)
+        draft.replace(path)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

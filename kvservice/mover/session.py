@@ -1,0 +1,234 @@
+"""One engine as its move worker sees it: the connection, the imported KV memory, the segment, a lane a direction.
+
+A thread of its own reads the connection; the lanes' threads copy and answer. BYE is sent and the connection closed only
+after all lanes have ended, so that an engine that sees it knows that nothing is copied for it any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvservice.core.descriptors import CopyTemplate, RegionLayout
+from kvservice.errors import InvalidRequest, KVServiceError
+from kvservice.memory.liveness import LivenessLock, hold
+from kvservice.memory.segment import Segment
+from kvservice.mover.copies import CopyEngine
+from kvservice.mover.device import Device, KVMemory, Segments
+from kvservice.mover.lanes import Lane, Target
+from kvservice.mover.loans import DirectPath, Lender, Loans
+from kvservice.mover.message import (
+    MESSAGE_BYTES_MAX,
+    NO_EVENT,
+    VERSION,
+    Direction,
+    Ended,
+    Kind,
+    Outcome,
+    kind_of,
+    number,
+    pack_done,
+    pack_json,
+    parse_copies,
+    parse_json,
+    parse_pool,
+)
+
+log = logging.getLogger("kvservice.mover")
+
+SEND_SECONDS = 5.0  # an engine that does not read its answers for so long is left
+DESCRIPTORS_MAX = 4
+
+
+class EngineSession:
+    def __init__(
+        self,
+        connection: socket.socket,
+        device: Device,
+        segments: Segments,
+        loans: Loans,
+        on_end: Callable[[EngineSession], None],
+    ) -> None:
+        self._connection = connection
+        self._device = device
+        self._segments = segments
+        self._loans = loans
+        self._on_end = on_end
+        self._send_lock = threading.Lock()
+        self._kv: KVMemory | None = None
+        self._region: RegionLayout | None = None
+        self._segment: Segment | None = None
+        self._engine: CopyEngine | None = None
+        self._target: Target | None = None
+        self._direct: DirectPath | None = None
+        self._lock: LivenessLock | None = None
+        self.lanes = {direction: Lane(f"kvservice-{direction.name.lower()}", self._ended) for direction in Direction}
+        connection.settimeout(None)
+        self._thread = threading.Thread(target=self._serve, name="kvservice-mover-engine", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the connection and block until nothing is copied for this engine any more."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RD)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # -- the connection's thread ----
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                data, descriptors, flags, _ = socket.recv_fds(
+                    self._connection, MESSAGE_BYTES_MAX + 1, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
+                )
+                if not data:
+                    break
+                if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                    raise InvalidRequest("a message is longer than allowed")
+                self._handle(data, descriptors)
+        except OSError as error:
+            log.info("engine connection lost: %s", error)
+        except KVServiceError as error:
+            log.error("engine connection ended: %s", error.message)
+        except Exception:  # one engine's trouble is not the others'
+            log.exception("engine connection ended")
+        finally:
+            self._end()
+
+    def _handle(self, data: bytes, descriptors: list[int]) -> None:
+        kind = kind_of(data)
+        if kind is Kind.HELLO:
+            fields = parse_json(data)
+            self._answer({"to": "hello"}, lambda: self._hello(fields, descriptors))
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if kind is Kind.POOL:
+            fields = parse_json(data)
+            self._answer({"to": "pool", "pool_id": number(fields, "pool_id")}, lambda: self._use(fields))
+        elif kind is Kind.LEAVE:
+            self._leave()
+        elif kind is Kind.COPIES:
+            self._copies(data)
+        elif kind is Kind.LEND or kind is Kind.RECALL:
+            self._lend(data, recall=kind is Kind.RECALL)
+        else:
+            raise InvalidRequest(f"an engine does not send {kind.name}")
+
+    def _answer(self, fields: dict[str, Any], attempt: Callable[[], None]) -> None:
+        error: dict[str, str] | None = None
+        try:
+            attempt()
+        except KVServiceError as problem:
+            log.error("refused %s: %s", fields["to"], problem.message)
+            error = {"reason": problem.reason, "message": problem.message}
+        except OSError as problem:
+            error = {"reason": "SEGMENT", "message": str(problem)}
+        self._send(pack_json(Kind.ANSWER, {**fields, "error": error}))
+
+    def _hello(self, fields: dict[str, Any], descriptors: list[int]) -> None:
+        taken = False
+        try:
+            if fields.get("version") != VERSION:
+                raise InvalidRequest(f"the engine speaks version {fields.get('version')}, this worker {VERSION}")
+            if fields.get("device") != self._device.name:
+                raise InvalidRequest(f"this worker serves {self._device.name}, not {fields.get('device')}")
+            memory, layout = fields.get("memory"), fields.get("layout")
+            if self._kv is not None or not isinstance(memory, dict) or not isinstance(layout, dict):
+                raise InvalidRequest("an engine says hello once, with its memory and layout")
+            region = RegionLayout.of(layout)
+            taken = True
+            self._kv, self._region = self._device.import_kv(memory, descriptors, region), region
+        finally:
+            for descriptor in () if taken else descriptors:
+                os.close(descriptor)
+
+    def _use(self, fields: dict[str, Any]) -> None:
+        pool = parse_pool(fields)
+        self._leave()
+        if self._kv is None or self._region is None:
+            raise InvalidRequest("an engine says hello first")
+        template = CopyTemplate(self._region, pool.slot)
+        if pool.liveness_path:
+            # The shard must not take slots back from an engine that is gone while this process may still write them.
+            self._lock = hold(Path(pool.liveness_path))
+        try:
+            self._segment = self._segments.take(pool.segment_path, pool.geometry, pool.epoch)
+            self._engine = self._device.copies(self._kv, self._segment)
+        except BaseException:
+            self._leave()
+            raise
+        self._direct = DirectPath(self._loans, self._device, Lender(self._kv, template))
+        self._target = Target(self._segment, pool.epoch, template, self._engine, self._direct)
+
+    def _leave(self) -> None:
+        self._target = None
+        for lane in self.lanes.values():
+            lane.drain()
+        if self._direct is not None:
+            self._loans.drop(self._direct.reader)  # it is a lender too
+            self._direct.close()
+            self._direct = None
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        if self._segment is not None:
+            self._segments.give(self._segment)
+            self._segment = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _copies(self, data: bytes) -> None:
+        jobs, event = parse_copies(data)
+        kv = self._kv
+        for job in jobs:
+            if kv is None or event == NO_EVENT:
+                self.lanes[job.direction].submit(self._target, job)
+            else:
+                self.lanes[job.direction].submit(self._target, job, partial(kv.wait_for, event))
+
+    def _lend(self, data: bytes, *, recall: bool) -> None:
+        jobs, event = parse_copies(data)
+        for job in jobs:
+            keys = [key.tobytes() for key in job.rows["key"]]
+            done = partial(self._ended, Ended(job.job_id, Outcome.COPIED, 0))
+            if self._direct is None:
+                done()  # nothing is lent without a pool
+            elif recall:
+                self._loans.recall(self._direct.reader, keys, done)
+            else:
+                blocks = job.rows["block"].tolist()
+                self._loans.lend(self._direct.reader, zip(keys, blocks, strict=True), event)
+                done()
+
+    def _end(self) -> None:
+        for lane in self.lanes.values():
+            lane.stop()
+        self._leave()
+        if self._kv is not None:
+            self._kv.close()
+        self._send(pack_json(Kind.BYE, {}))
+        self._connection.close()
+        self._on_end(self)
+
+    # -- any thread ----
+
+    def _ended(self, ended: Ended) -> None:
+        self._send(pack_done([ended]))
+
+    def _send(self, data: bytes) -> None:
+        with self._send_lock:
+            try:
+                self._connection.send(data)
+            except OSError:  # gone, or it has not read for too long: the reading thread ends the session
+                with contextlib.suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RD)  # the other half says that nothing is copied any more

@@ -1,0 +1,53 @@
+"""What a move worker exports to Prometheus: kvservice_mover_*, labelled with service, node and device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvservice.observe.metrics import serve_collector
+
+MOVER_COUNTERS: Mapping[str, str] = {
+    "jobs": "copy jobs of engines that ended",
+    "blocks": "blocks copied",
+    "bytes": "bytes copied",
+    "stale": "jobs ended because a slot was not what was promised",
+    "failed": "jobs ended because a copy failed or was refused",
+}
+_NAMES = ["service", "node", "device"]
+
+
+class MoverCollector(Collector):
+    """`read` returns `MoverServer.state()`; `labels` are service, node and device."""
+
+    def __init__(self, labels: tuple[str, str, str], read: Callable[[], Mapping[str, Any]]) -> None:
+        self._labels = list(labels)
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        state = self._read()
+        gauges = {
+            "engines": ("engines that use this worker", float(state["engines"])),
+            "wedged": ("1 while a copy hangs", float(state["wedged"])),
+        }
+        if "pinned_share" in state:
+            gauges["pinned_share"] = ("share of the pool's memory that is pinned for the GPU", state["pinned_share"])
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(f"kvservice_mover_{name}", text, labels=_NAMES)
+            gauge.add_metric(self._labels, value)
+            yield gauge
+        for name, text in MOVER_COUNTERS.items():
+            counter = CounterMetricFamily(f"kvservice_mover_{name}", text, labels=[*_NAMES, "direction"])
+            for direction in ("load", "store", "direct"):
+                counter.add_metric([*self._labels, direction], state["counters"].get(f"{direction}_{name}", 0))
+            yield counter
+
+
+def serve_mover_metrics(
+    labels: tuple[str, str, str], read: Callable[[], Mapping[str, Any]], port: int
+) -> Callable[[], None]:
+    """Answer Prometheus at :port/metrics. Returns what ends it."""
+    return serve_collector(MoverCollector(labels, read), port)

@@ -1,0 +1,566 @@
+"""A move worker process on real memory: an engine's KV cache in a memfd, a segment in /dev/shm, a Unix socket between.
+
+What a healthy worker copies is checked byte by byte; what a stopped, killed or stuck one leaves is checked to be an
+answer in bounded time and not one byte where it must not be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvservice.client.discovery import find_movers, mover_socket, node_directory
+from kvservice.core.descriptors import Descriptors, RegionLayout
+from kvservice.core.digest import digest_payload
+from kvservice.core.geometry import plan_geometry, slot_index
+from kvservice.core.header import SlotHeader
+from kvservice.core.layout import SlotLayout
+from kvservice.errors import ServiceConflict
+from kvservice.memory.liveness import is_free
+from kvservice.memory.segment import Segment
+from kvservice.mover.__main__ import STATUS_WEDGED
+from kvservice.mover.device import HOST, HostDevice
+from kvservice.mover.link import ROWS_OUTSTANDING_MAX, Copies, KVOffer, WorkerLink
+from kvservice.mover.memory import SharedMemory
+from kvservice.mover.message import (
+    CopyRow,
+    Direction,
+    Kind,
+    MemoryKind,
+    Outcome,
+    PoolSource,
+    pack_copies,
+    pack_json,
+    pack_pool,
+    pack_rows,
+)
+from kvservice.mover.server import MoverConfig, MoverServer
+from kvservice.units import BlockKey, BootEpoch, Generation, MiB, NodeId, SlotIndex, SpanRoute
+
+LAYERS, HEADS, TOKENS, CELL, BLOCKS = 3, 2, 16, 64, 40
+SLOT = SlotLayout(LAYERS, HEADS, TOKENS * CELL, TOKENS)
+BLOCK_BYTES = HEADS * TOKENS * CELL  # of a layer
+# [layer][block][token][head][K‖V]: a block is many small pieces
+LAYOUT = RegionLayout(
+    LAYERS * BLOCKS * BLOCK_BYTES,
+    BLOCKS,
+    tuple(layer * BLOCKS * BLOCK_BYTES for layer in range(LAYERS)),
+    parts=1,
+    heads=HEADS,
+    tokens=TOKENS,
+    cell_bytes=CELL,
+    block_stride=BLOCK_BYTES,
+    part_stride=0,
+    head_stride=CELL,
+    token_stride=HEADS * CELL,
+)
+KEY = BlockKey(b"a key of 16 byte")
+WEDGE_SECONDS = 1.5
+PTRACE_SEIZE, PTRACE_INTERRUPT, WALL = 0x4206, 0x4207, 0x40000000
+
+
+class Worker:
+    """`python -m kvservice.mover` for this node directory."""
+
+    def __init__(self, root: Path, *arguments: str) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "kvservice.mover",
+            "--service",
+            "s",
+            "--node",
+            "n",
+            "--runtime-root",
+            str(root),
+        ]
+        self.process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.first_line = self.process.stdout.readline()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def end(self) -> int:
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGCONT)
+            self.process.terminate()
+        try:
+            return self.process.wait(10)
+        finally:
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+
+
+class Bench:
+    """One engine: its memory, a segment, and the link between them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.directory = node_directory("s", NodeId("n"), root)
+        path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
+        self.segment = Segment.create(path, plan_geometry(16 * MiB), "n")
+        self.segment.assign_slab(0, SLOT.payload_bytes)
+        self.kv = SharedMemory.make(LAYOUT.region_bytes)
+        self.bytes = np.frombuffer(self.kv.buffer, np.uint8)
+        self.bytes[:] = np.random.default_rng(7).integers(0, 256, LAYOUT.region_bytes, np.uint8)
+        self.liveness = root / f"{uuid.uuid4().hex}.lock"
+        memory = {"kind": MemoryKind.MEMFD.value, "bytes": LAYOUT.region_bytes}
+        self.link = WorkerLink(KVOffer(HOST, memory, LAYOUT.fields(), self.kv.descriptor), WEDGE_SECONDS)
+        self.counters: dict[str, int] = {}
+
+    def close(self) -> None:
+        self.link.close()
+        del self.bytes
+        self.kv.close()
+        self.segment.close()
+        self.segment.unlink()
+
+    def follow(self, pool_id: int = 1, wait: bool = True) -> None:
+        source = PoolSource(
+            pool_id, str(self.segment.path), self.segment.geometry, self.segment.epoch, SLOT, str(self.liveness)
+        )
+        self.link.follow(self.directory, source)
+        if wait:
+            eventually(lambda: self.link.is_ready, "the link to be ready")
+
+    def header(self, slot: SlotIndex, generation: int, key: BlockKey = KEY) -> None:
+        digest = digest_payload(self.segment.payload(slot, SLOT.payload_bytes), key)
+        epoch = BootEpoch(self.segment.epoch)
+        self.segment.write_header(
+            slot, SlotHeader(epoch, Generation(generation), key, SLOT.payload_bytes, SpanRoute(0), digest, 0)
+        )
+
+    def block(self, block: int) -> bytes:
+        """The block as it must look in a slot."""
+        layers = self.bytes.reshape(LAYERS, BLOCKS, TOKENS, HEADS, CELL)
+        return layers[:, block].transpose(0, 2, 1, 3).tobytes()
+
+    def payload(self, slot: SlotIndex) -> bytes:
+        return bytes(self.segment.payload(slot, SLOT.payload_bytes))
+
+    def copy(self, direction: Direction, *rows: CopyRow) -> Copies:
+        ticket = self.link.submit(direction, rows)
+        assert ticket is not None
+        self.link.flush()
+        return ticket
+
+    def count(self, name: str) -> int:
+        for counter, count in self.link.take_counters().items():
+            self.counters[counter] = self.counters.get(counter, 0) + count
+        return self.counters.get(name, 0)
+
+
+def row(block: int, slot: int, generation: int, key: BlockKey = KEY) -> CopyRow:
+    return CopyRow(block, SlotIndex(slot), Generation(generation), key)
+
+
+def eventually(read: Callable[[], object], what: str, seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not read():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvm-") as folder:  # short: it holds sockets
+        yield Path(folder)
+
+
+@pytest.fixture
+def bench(root: Path) -> Iterator[Bench]:
+    made = Bench(root)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def worker(root: Path) -> Iterator[Worker]:
+    started = Worker(root)
+    yield started
+    started.end()
+
+
+def test_blocks_go_to_their_slots_and_come_back_byte_for_byte(bench: Bench, worker: Worker) -> None:
+    bench.follow()
+    slots = [slot_index(0, index) for index in (5, 3, 9)]
+    for slot in slots:
+        bench.header(slot, 1)
+    before = bench.bytes.copy()
+    ticket = bench.copy(Direction.STORE, *(row(block, slot, 1) for block, slot in zip((7, 30, 0), slots, strict=True)))
+    ticket.synchronize()
+    assert ticket.succeeded()
+    assert [bench.payload(slot) for slot in slots] == [bench.block(block) for block in (7, 30, 0)]
+    assert np.array_equal(bench.bytes, before), "a store wrote the engine's memory"
+    for slot in slots:
+        bench.header(slot, 2)
+    expected = bench.bytes.reshape(LAYERS, BLOCKS, -1).copy()
+    expected[:, [20, 21, 22]] = expected[:, [7, 30, 0]]
+    ticket = bench.copy(Direction.LOAD, *(row(block, slot, 2) for block, slot in zip((20, 21, 22), slots, strict=True)))
+    ticket.synchronize()
+    assert ticket.succeeded()
+    assert np.array_equal(bench.bytes.reshape(LAYERS, BLOCKS, -1), expected), "another block was written"
+
+
+@pytest.mark.parametrize("change", ["generation", "stable", "no header", "epoch"])
+def test_slot_that_is_no_longer_reserved_is_not_written(bench: Bench, worker: Worker, change: str) -> None:
+    bench.follow()
+    good, bad = slot_index(0, 1), slot_index(0, 2)
+    bench.header(good, 1)
+    bench.header(bad, {"generation": 3, "stable": 2}.get(change, 1))
+    if change == "no header":
+        bench.segment.clear_header(bad)
+    if change == "epoch":
+        bench.segment.epoch = BootEpoch(bench.segment.epoch + 1)
+        bench.segment.write_control("n")  # the shard was restarted and adopted its segment
+    ticket = bench.copy(Direction.STORE, row(0, good, 1), row(1, bad, 2 if change == "stable" else 1))
+    ticket.synchronize()
+    assert ticket.outcome is Outcome.STALE
+    assert bench.payload(bad) == bytes(SLOT.payload_bytes)
+    assert bench.count("mover_stale") == 1
+
+
+@pytest.mark.parametrize("change", ["generation", "key", "being written"])
+def test_slot_that_is_not_what_was_promised_is_not_loaded(bench: Bench, worker: Worker, change: str) -> None:
+    bench.follow()
+    slot = slot_index(0, 1)
+    bench.segment.payload(slot, SLOT.payload_bytes)[:] = b"x" * SLOT.payload_bytes
+    bench.header(
+        slot, {"generation": 4, "being written": 3}.get(change, 2), BlockKey(b"y" * 16) if change == "key" else KEY
+    )
+    before = bench.bytes.copy()
+    ticket = bench.copy(Direction.LOAD, row(4, slot, 3 if change == "being written" else 2))
+    ticket.synchronize()
+    assert ticket.outcome is Outcome.STALE
+    assert np.array_equal(bench.bytes, before)
+
+
+@pytest.mark.parametrize(("block", "slot"), [(BLOCKS, 0), (0, slot_index(0, 65_535)), (0, slot_index(4000, 0))])
+def test_rows_outside_the_memory_are_refused(bench: Bench, worker: Worker, block: int, slot: int) -> None:
+    bench.follow()
+    bench.header(slot_index(0, 0), 1)
+    ticket = bench.copy(Direction.STORE, row(block, slot, 1))
+    ticket.synchronize()
+    assert ticket.outcome is Outcome.REFUSED
+    assert bench.link.is_ready, "one bad row ends one copy, not the connection"
+
+
+def test_worker_killed_with_copies_queued_ends_every_one_as_failed(bench: Bench, worker: Worker, root: Path) -> None:
+    bench.follow()
+    worker.signal(signal.SIGSTOP)
+    tickets = [bench.copy(Direction.STORE, row(0, index, 1)) for index in range(50)]
+    tickets += [bench.copy(Direction.LOAD, row(0, index, 2)) for index in range(50)]
+    assert not any(ticket.query() for ticket in tickets)
+    worker.signal(signal.SIGKILL)
+    eventually(lambda: all(ticket.query() for ticket in tickets), "all tickets to end", WEDGE_SECONDS)
+    assert not any(ticket.succeeded() for ticket in tickets)
+    assert bench.link.submit(Direction.STORE, [row(0, 0, 1)]) is None, "nothing is given to a dead worker"
+    assert bench.count("mover_lost_copies") == 100
+    second = Worker(root)
+    try:
+        eventually(lambda: bench.link.is_ready, "the link to find the next worker")
+        bench.header(slot_index(0, 0), 1)
+        ticket = bench.copy(Direction.STORE, row(3, slot_index(0, 0), 1))
+        ticket.synchronize()
+        assert ticket.succeeded() and bench.payload(slot_index(0, 0)) == bench.block(3)
+    finally:
+        second.end()
+
+
+def test_worker_that_hangs_is_killed_and_every_copy_ends_in_bounded_time(bench: Bench, worker: Worker) -> None:
+    bench.follow()
+    bench.header(slot_index(0, 0), 1)
+    worker.signal(signal.SIGSTOP)
+    started = time.monotonic()
+    ticket = bench.copy(Direction.STORE, row(0, slot_index(0, 0), 1))
+    assert time.monotonic() - started < 0.1, "handing a copy over waited for the worker"
+    ticket.synchronize()
+    assert WEDGE_SECONDS <= time.monotonic() - started < WEDGE_SECONDS + 3
+    assert not ticket.succeeded()
+    assert worker.process.wait(1) == -signal.SIGKILL, "a copy called failed could still have run"
+    assert bench.payload(slot_index(0, 0)) == bytes(SLOT.payload_bytes)
+    assert bench.count("mover_wedged") == 1
+
+
+def test_engine_never_waits_and_what_is_too_much_is_not_taken(bench: Bench, worker: Worker) -> None:
+    bench.follow()
+    worker.signal(signal.SIGSTOP)
+    started, taken = time.monotonic(), 0
+    while (ticket := bench.link.submit(Direction.STORE, [row(0, 0, 1)] * 16)) is not None:
+        bench.link.flush()
+        taken += 16
+    assert taken == ROWS_OUTSTANDING_MAX[Direction.STORE]
+    assert time.monotonic() - started < WEDGE_SECONDS
+    assert bench.count("mover_full_store") == 1
+    load = bench.link.submit(Direction.LOAD, [row(0, 0, 2)])
+    assert load is not None and ticket is None, "stores that wait keep no load out"
+
+
+def test_slots_of_a_gone_engine_are_not_free_before_its_worker_let_go(bench: Bench, worker: Worker) -> None:
+    bench.follow()
+    assert not is_free(bench.liveness)
+    bench.link.leave()
+    eventually(lambda: is_free(bench.liveness), "the worker to let go after leave")
+    bench.follow(2)
+    assert not is_free(bench.liveness)
+    bench.link.close()
+    eventually(lambda: is_free(bench.liveness), "the worker to let go after the end of the engine")
+    bench.link = WorkerLink(KVOffer(HOST, {}, {}))
+
+
+def test_segment_of_an_earlier_boot_is_refused_and_copies_stay_where_they_were(bench: Bench, worker: Worker) -> None:
+    bench.segment.epoch = BootEpoch(bench.segment.epoch + 1)  # a promise of a boot that the file is not of
+    bench.follow(wait=False)
+    eventually(lambda: bench.count("mover_refused"), "the refusal")
+    assert not bench.link.is_ready
+    assert bench.link.submit(Direction.STORE, [row(0, 0, 1)]) is None
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x00",
+        b"\xff" * 100,
+        b"\x01{",
+        b"\x02[]",
+        b"\x04" + bytes(6),
+        b"\x04\x00\xff\xff" + bytes(99),
+        b"\x01" * 200_000,
+    ],
+)
+def test_one_engines_nonsense_does_not_reach_another(bench: Bench, worker: Worker, garbage: bytes) -> None:
+    bench.follow()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect(str(mover_socket(bench.directory, HOST)))
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        stranger.settimeout(5)
+        stranger.send(garbage)
+        with contextlib.suppress(ConnectionError):
+            while stranger.recv(1 << 16):  # an answer that says no, or the end of the connection
+                break
+    bench.header(slot_index(0, 0), 1)
+    ticket = bench.copy(Direction.STORE, row(3, slot_index(0, 0), 1))
+    ticket.synchronize()
+    assert ticket.succeeded()
+
+
+def test_engine_that_reads_no_answers_is_left_and_its_slots_are_let_go(bench: Bench, worker: Worker) -> None:
+    """Its process stands still: the worker must not wait for it for ever."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as engine:
+        engine.connect(str(mover_socket(bench.directory, HOST)))
+        memory = {"kind": MemoryKind.MEMFD.value, "bytes": LAYOUT.region_bytes}
+        hello = {"version": 1, "device": HOST, "memory": memory, "layout": LAYOUT.fields()}
+        socket.send_fds(engine, [pack_json(Kind.HELLO, hello)], [bench.kv.descriptor])
+        geometry, epoch = bench.segment.geometry, bench.segment.epoch
+        engine.send(pack_pool(PoolSource(1, str(bench.segment.path), geometry, epoch, SLOT, str(bench.liveness))))
+        eventually(lambda: not is_free(bench.liveness), "the worker to hold the engine's lock")
+        rows = pack_rows([row(0, 0, 1)])
+        engine.setblocking(False)
+        job = 0
+        deadline = time.monotonic() + 30
+        while not is_free(bench.liveness):
+            assert time.monotonic() < deadline, "the worker waits for an engine that does not read"
+            with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+                for _ in range(50):
+                    job += 1
+                    engine.send(pack_copies([(job, Direction.LOAD, rows)]))
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("kind", ["too small", "can shrink", "a plain file", "no descriptor"])
+def test_memory_that_could_kill_the_worker_is_refused(bench: Bench, worker: Worker, root: Path, kind: str) -> None:
+    bench.follow()
+    if kind == "a plain file":
+        descriptor: int | None = os.open(root / "plain", os.O_RDWR | os.O_CREAT)
+    else:
+        descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    assert descriptor is not None
+    os.ftruncate(descriptor, LAYOUT.region_bytes // (2 if kind == "too small" else 1))
+    memory = {"kind": MemoryKind.MEMFD.value, "bytes": LAYOUT.region_bytes}
+    offered = None if kind == "no descriptor" else descriptor
+    stranger = WorkerLink(KVOffer(HOST, memory, LAYOUT.fields(), offered))
+    try:
+        source = PoolSource(1, str(bench.segment.path), bench.segment.geometry, bench.segment.epoch, SLOT, "")
+        stranger.follow(bench.directory, source)
+        eventually(lambda: stranger.take_counters().get("mover_refused"), "the refusal")
+        assert not stranger.is_ready
+    finally:
+        stranger.close()
+        os.close(descriptor)
+    bench.header(slot_index(0, 0), 1)
+    ticket = bench.copy(Direction.STORE, row(3, slot_index(0, 0), 1))
+    ticket.synchronize()
+    assert ticket.succeeded(), "the worker serves the others on"
+
+
+def test_second_worker_of_a_device_is_refused_and_the_first_leaves_nothing(root: Path) -> None:
+    first = Worker(root)
+    directory = node_directory("s", NodeId("n"), root)
+    [record] = find_movers(directory)
+    assert record.pid == first.process.pid and record.device == HOST
+    with pytest.raises(ServiceConflict):
+        MoverServer(MoverConfig("s", NodeId("n"), root), HostDevice()).start()
+    assert first.end() == 0
+    assert not list(directory.iterdir())
+
+
+def stop_thread(thread_id: int) -> None:
+    """For good, while the other threads of its process go on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    for request in (PTRACE_SEIZE, PTRACE_INTERRUPT):
+        if libc.ptrace(request, thread_id, None, None):
+            pytest.skip(f"ptrace is not allowed here: {os.strerror(ctypes.get_errno())}")
+
+
+def threads_of(process: subprocess.Popen[str]) -> set[int]:
+    return {int(path.name) for path in Path(f"/proc/{process.pid}/task").iterdir()}
+
+
+def test_worker_with_a_thread_that_hangs_ends_itself_and_every_copy_with_it(bench: Bench, root: Path) -> None:
+    bench.link.close()
+    memory = {"kind": MemoryKind.MEMFD.value, "bytes": LAYOUT.region_bytes}
+    bench.link = WorkerLink(KVOffer(HOST, memory, LAYOUT.fields(), bench.kv.descriptor), 20.0)
+    worker = Worker(root, "--wedge-seconds", "0.5")
+    before = threads_of(worker.process)
+    bench.follow()
+    lanes_and_reader = sorted(threads_of(worker.process) - before)
+    assert len(lanes_and_reader) == len(Direction) + 1
+    stop_thread(lanes_and_reader[Direction.STORE])
+    bench.header(slot_index(0, 0), 1)
+    store = bench.copy(Direction.STORE, row(3, slot_index(0, 0), 1))
+    bench.header(slot_index(0, 1), 2)
+    load = bench.copy(Direction.LOAD, row(3, slot_index(0, 1), 2))
+    load.synchronize()
+    assert load.succeeded(), "the other lane goes on"
+    store.synchronize()
+    assert not store.succeeded()
+    while os.WIFSTOPPED(os.waitpid(lanes_and_reader[Direction.STORE], WALL)[1]):  # by its tracer, before its process
+        pass
+    assert worker.end() == STATUS_WEDGED
+    assert bench.payload(slot_index(0, 0)) == bytes(SLOT.payload_bytes)
+
+
+class StuckCopies:
+    """A copy call that does not come back until the test says so."""
+
+    def __init__(self, release: threading.Event) -> None:
+        self.release = release
+
+    def load(self, runs: Descriptors) -> None:
+        assert self.release.wait(30)
+
+    store = load
+
+    def close(self) -> None:
+        return
+
+
+class StuckDevice(HostDevice):
+    def __init__(self) -> None:
+        self.release = threading.Event()
+
+    def copies(self, kv: object, segment: Segment) -> StuckCopies:  # type: ignore[override]
+        return StuckCopies(self.release)
+
+
+def test_stuck_copy_is_reported_and_state_still_answers(bench: Bench, root: Path) -> None:
+    device = StuckDevice()
+    server = MoverServer(MoverConfig("s", NodeId("n"), root, wedge_seconds=0.3), device)
+    server.start()
+    try:
+        bench.follow()
+        bench.header(slot_index(0, 0), 1)
+        ticket = bench.copy(Direction.STORE, row(0, slot_index(0, 0), 1))
+        assert server.wedged.wait(5)
+        started = time.monotonic()
+        state = server.state()
+        assert time.monotonic() - started < 0.1
+        assert state["wedged"] and state["engines"] == 1
+    finally:
+        device.release.set()
+        ticket.synchronize()
+        server.stop()
+    assert server.state()["counters"]["store_blocks"] == 1
+
+
+# -- blocks that one engine lends to another ----
+
+
+@pytest.fixture
+def pair(bench: Bench, worker: Worker, root: Path) -> Iterator[tuple[Bench, Bench]]:
+    """Two engines of one worker: a lender and a reader."""
+    other = Bench(root)
+    other.bytes[:] = 0
+    bench.follow()
+    other.follow()
+    yield bench, other
+    other.close()
+
+
+def lent(block: int, key: BlockKey) -> CopyRow:
+    return row(block, 0, 0, key)
+
+
+def keys(count: int) -> list[BlockKey]:
+    return [BlockKey(bytes([index]) * 16) for index in range(count)]
+
+
+def test_lent_blocks_are_copied_from_engine_to_engine(pair: tuple[Bench, Bench]) -> None:
+    lender, reader = pair
+    lend = lender.link.lend([lent(block, key) for block, key in zip((7, 3, 12), keys(3), strict=True)])
+    assert lend is not None
+    lend.synchronize()
+    ticket = reader.copy(Direction.DIRECT, *(lent(20 + i, key) for i, key in enumerate(keys(3))))
+    ticket.synchronize()
+    assert ticket.succeeded()
+    assert [reader.block(20 + i) for i in range(3)] == [lender.block(block) for block in (7, 3, 12)]
+    untouched = np.delete(reader.bytes.reshape(LAYERS, BLOCKS, -1), (20, 21, 22), axis=1)
+    assert not untouched.any()
+
+
+def test_block_that_is_not_lent_or_was_recalled_is_not_copied(pair: tuple[Bench, Bench]) -> None:
+    lender, reader = pair
+    never = reader.copy(Direction.DIRECT, lent(1, KEY))
+    never.synchronize()
+    for ticket in (lender.link.lend([lent(7, KEY)]), lender.link.recall([lent(7, KEY)])):
+        assert ticket is not None
+        ticket.synchronize()
+        assert ticket.succeeded()
+    recalled = reader.copy(Direction.DIRECT, lent(1, KEY))
+    recalled.synchronize()
+    own = lender.link.lend([lent(7, KEY)])
+    assert own is not None
+    own.synchronize()
+    to_itself = lender.copy(Direction.DIRECT, lent(8, KEY))
+    to_itself.synchronize()
+    assert {never.outcome, recalled.outcome, to_itself.outcome} == {Outcome.STALE}
+    assert not reader.bytes.any()
+
+
+def test_loans_end_with_their_lender(pair: tuple[Bench, Bench]) -> None:
+    lender, reader = pair
+    lend = lender.link.lend([lent(7, KEY)])
+    assert lend is not None
+    lend.synchronize()
+    lender.link.leave()
+    eventually(lambda: is_free(lender.liveness), "the worker to let go of the lender")
+    ticket = reader.copy(Direction.DIRECT, lent(1, KEY))
+    ticket.synchronize()
+    assert ticket.outcome is Outcome.STALE
+    assert not reader.bytes.any()

@@ -1,0 +1,95 @@
+"""A real vLLM engine whose KV cache lies in shared memory and whose copies run in a move worker, which is then killed
+and stopped: the same tokens as without any cache, always, and copies that really ran where they should."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvservice.testing.cluster import LocalCluster
+from kvservice.units import MiB
+from tests.vllm.replica import Replica
+from tests.vllm.test_service_failures import ENGINE, PROMPTS, during
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(nodes=1, lookups=1, pool_bytes=384 * MiB, lease_seconds=4.0) as running:
+        running.start_mover("n0")
+        yield running
+
+
+@pytest.fixture(scope="module")
+def replicas(
+    cluster: LocalCluster, model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Replica, Replica]]:
+    """One with its copies in the worker, one without a cache."""
+    logs = tmp_path_factory.mktemp("replicas")
+    extra = {"mode": "service", "socket": cluster.socket("n0"), "verify_load": "full", "mover": "worker"}
+    with_worker = Replica(model_path, extra, logs / "worker.log", **ENGINE)
+    without = Replica(model_path, None, logs / "off.log", **ENGINE)
+    try:
+        yield with_worker.ready(), without.ready()
+    finally:
+        with_worker.close()
+        without.close()
+
+
+@pytest.fixture(scope="module")
+def wanted(replicas: tuple[Replica, Replica]) -> list[list[int]]:
+    return replicas[1].tokens(PROMPTS, 12)
+
+
+def wait_connected(replica: Replica, times: int) -> Counter[str]:
+    """Counters reach the engine's scheduler with its steps, so there have to be some."""
+    deadline = time.monotonic() + 30
+    while (counters := replica.counters())["mover_connected"] < times:
+        assert time.monotonic() < deadline, f"the engine never came to the worker: {counters}"
+        replica.ask("Once", 2)
+        time.sleep(0.2)
+    return counters
+
+
+def test_tokens_are_equal_cold_and_warm_with_every_copy_in_the_worker(
+    replicas: tuple[Replica, Replica], wanted: list[list[int]]
+) -> None:
+    replica = replicas[0]
+    before = wait_connected(replica, 1)
+    assert replica.tokens(PROMPTS, 12) == wanted
+    replica.reset()
+    answer = replica.ask_all(PROMPTS, 12)
+    assert [output["token_ids"] for output in answer["outputs"]] == wanted
+    assert all(output["cached_tokens"] > 250 for output in answer["outputs"])
+    after = replica.counters()
+    assert after["mover_worker_blocks"] - before["mover_worker_blocks"] > 6 * 8 * 2
+    assert after["mover_in_process_blocks"] == before["mover_in_process_blocks"]
+    assert after["load_verified_blocks"] >= 6 * 8 and not after["loads_failed"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_worker_lost_while_requests_run(
+    cluster: LocalCluster, replicas: tuple[Replica, Replica], wanted: list[list[int]], number: signal.Signals
+) -> None:
+    replica = replicas[0]
+    before = wait_connected(replica, 1)
+    replica.reset()
+    assert during(replica, lambda: cluster.kill("mover-n0", number), 0.05) == wanted
+    replica.reset()
+    assert replica.tokens(PROMPTS, 12) == wanted
+    between = replica.counters()
+    assert between["mover_lost"] + between["mover_wedged"] > before["mover_lost"] + before["mover_wedged"]
+    assert between["mover_in_process_blocks"] > before["mover_in_process_blocks"], "the engine did not serve on"
+    cluster.start_mover("n0")
+    connected = wait_connected(replica, between["mover_connected"] + 1)
+    replica.reset()
+    assert replica.tokens(PROMPTS, 12) == wanted
+    after = replica.counters()
+    assert after["mover_worker_blocks"] > connected["mover_worker_blocks"]
+    assert cluster.accounting("n0").balanced
