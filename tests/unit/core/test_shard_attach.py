@@ -111,7 +111,7 @@ def test_calls_without_an_attachment_are_refused() -> None:
             ev.Seal(harness.next_op(), attachment, ()),
             ev.Abort(harness.next_op(), attachment, ()),
             ev.Release(harness.next_op(), attachment, ()),
-            ev.Renew(harness.next_op(), attachment),
+            ev.Renew(harness.next_op(), attachment, ()),
         ):
             harness.send(event)
             with pytest.raises(NotAttached):
