@@ -20,6 +20,7 @@ from kvservice.core.messages import (
     Attachment,
     BlockRef,
     EngineSpec,
+    Handoff,
     SealItem,
     SealStatus,
 )
@@ -74,8 +75,11 @@ class Engine:
             items.append(SealItem(ref, keys[position], parent, position, span_route(keys, position)))
         return await self.pool.seal(self.attachment.attachment_id, items)
 
-    async def acquire(self, keys: Sequence[BlockKey], *, skip: int = 0, timeout: float = 5.0) -> AcquireResult:
-        return await self.pool.acquire(self.attachment.attachment_id, AcquireRequest(tuple(keys), skip, timeout))
+    async def acquire(
+        self, keys: Sequence[BlockKey], *, skip: int = 0, timeout: float = 5.0, handoff: Handoff | None = None
+    ) -> AcquireResult:
+        request = AcquireRequest(tuple(keys), skip, timeout, handoff=handoff)
+        return await self.pool.acquire(self.attachment.attachment_id, request)
 
     def read(self, ref: BlockRef, key: BlockKey) -> bool:
         """True when the slot holds exactly the bytes of this key, under the promised generation, before and after."""
@@ -87,9 +91,11 @@ class Engine:
         assert data == content(key), "a wrong block was promised"
         return True
 
-    async def read_all(self, keys: Sequence[BlockKey], *, skip: int = 0, timeout: float = 5.0) -> AcquireResult:
+    async def read_all(
+        self, keys: Sequence[BlockKey], *, skip: int = 0, timeout: float = 5.0, handoff: Handoff | None = None
+    ) -> AcquireResult:
         """Acquire, check every promised byte, release."""
-        result = await self.acquire(keys, skip=skip, timeout=timeout)
+        result = await self.acquire(keys, skip=skip, timeout=timeout, handoff=handoff)
         for ref, key in zip(result.blocks, keys[skip:], strict=False):
             assert self.read(ref, key)
         if result.lease_id:
