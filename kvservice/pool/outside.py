@@ -90,13 +90,23 @@ class Outside:
         return ev.Located(action.fetch, result, sent_at)
 
     async def follow(self, action: act.Follow) -> ev.Event:
+        writer = action.handoff.node_id
+        known = self._writers.get(writer)
+        if known is not None:
+            followed = await self._follow_at(action, known)
+            if followed.result is not None:
+                return followed
+            self._writers.pop(writer, None)  # it may have restarted since: the directory knows better
+        found = await self._find_writer(writer)
+        if found is None or found == known:
+            return ev.Followed(action.follow, action.op, None, None, self._clock())
+        return await self._follow_at(action, found)
+
+    async def _follow_at(self, action: act.Follow, holder: Holder) -> ev.Followed:
         sent_at = self._clock()
         result: FollowResult | None = None
-        writer = action.handoff.node_id
-        holder = self._writers.get(writer)
         try:
-            holder = holder or await self._find_writer(writer)
-            if holder is not None and self._peers is not None:
+            if self._peers is not None:
                 await self._meet(self._peers, holder, FOLLOW_SLACK_SECONDS)
                 sent_at = self._clock()
                 result = await self._peers.follow(
@@ -104,8 +114,7 @@ class Outside:
                     action.wait_seconds + FOLLOW_SLACK_SECONDS,
                 )  # fmt: skip
         except KVServiceError as error:
-            self._writers.pop(writer, None)  # it may have restarted: the directory knows better
-            log.info("follow_failed", extra={"node": writer, "error": str(error)})
+            log.info("follow_failed", extra={"node": holder.node_id, "error": str(error)})
         return ev.Followed(action.follow, action.op, holder, result, sent_at)
 
     async def release(self, action: act.ReleaseRemote) -> None:

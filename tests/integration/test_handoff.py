@@ -193,6 +193,30 @@ async def test_dead_shard_of_the_writer_is_noticed(cluster: LocalCluster) -> Non
     two.reader.let_go()
 
 
+async def test_writer_whose_shard_restarted_is_followed_again(cluster: LocalCluster) -> None:
+    """The reader's shard knows the writer's from before; both shards live on one more time."""
+    first, keys = await Two.begin(cluster), chain(next(seeds), 10)
+    await first.open()
+    reading = first.read(keys)
+    await first.writer.store(keys)
+    assert len((await reading).blocks) == 10
+    await first.leave()
+    cluster.kill("n0")
+    cluster.start_shard("n0")
+    two, keys = await Two.begin(cluster), chain(next(seeds), 10)
+    await two.writer.store(keys)
+    cluster.wait_until_known(keys)  # the directory has heard of the new epoch
+    more = chain(next(seeds), 10)
+    await two.open()
+    reading = two.read(more)
+    await two.writer.store(more)
+    result = await reading
+    assert (len(result.blocks), result.fetched_count) == (10, 10)
+    assert time.monotonic() - two.started < 2.5, "not by giving up on the writer and asking the directory"
+    await two.close()
+    await two.leave()
+
+
 async def test_an_id_of_the_wrong_size_is_refused_with_a_reason(cluster: LocalCluster) -> None:
     two = await Two.begin(cluster)
     with pytest.raises(InvalidRequest, match="16 bytes"):

@@ -207,7 +207,7 @@ def test_prefill_shard_killed_midway_is_finished_by_the_decode(setup: Setup) -> 
     prompt = setup.prompt(100)
     prefill, decode = setup.replicas["prefill"], setup.replicas["decode"]
     produce, consume = handoff()
-    before = fetched(setup)
+    before, attached = fetched(setup), prefill.counters()["attached"]
     decode.send_prompt(prompt, consume, TOKENS)
     prefill.send_prompt(prompt, produce, 1)
     until(lambda: fetched(setup) > before)
@@ -215,6 +215,7 @@ def test_prefill_shard_killed_midway_is_finished_by_the_decode(setup: Setup) -> 
     first = prefill.first_answer()
     answer = decode.first_answer()
     setup.cluster.start_shard("n0")
+    until(lambda: prefill.counters()["attached"] > attached)  # the next test hands off again
     assert answer["token_ids"] == setup.wanted(prompt)
     assert answer["token_ids"][:1] == first["token_ids"]
 
