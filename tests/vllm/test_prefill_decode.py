@@ -120,7 +120,7 @@ def test_decode_continues_what_the_prefill_answered(setup: Setup) -> None:
 
 
 def test_decode_pulls_while_the_prefill_computes(setup: Setup) -> None:
-    prompt = setup.prompt(100)
+    prompt = setup.prompt(60)
     prefill, decode = setup.replicas["prefill"], setup.replicas["decode"]
     produce, consume = handoff()
     before = fetched(setup)
@@ -131,7 +131,7 @@ def test_decode_pulls_while_the_prefill_computes(setup: Setup) -> None:
     prefill.first_answer()
     answer = decode.first_answer()
     assert answer["token_ids"] == setup.wanted(prompt)
-    assert answer["cached_tokens"] >= 2400, "decode computed what the prefill had computed"
+    assert answer["cached_tokens"] >= 1400, "decode computed what the prefill had computed"
     assert arrived_early < answer["cached_tokens"] // 32, "nothing crossed before the prefill was done"
 
 
@@ -162,7 +162,7 @@ def test_several_prompts_are_handed_off_at_once(setup: Setup) -> None:
 
 
 def test_decode_that_is_aborted_while_it_waits_leaves_nothing(setup: Setup) -> None:
-    prompt = setup.prompt(100)
+    prompt = setup.prompt(60)
     prefill, decode = setup.replicas["prefill"], setup.replicas["decode"]
     produce, consume = handoff()
     decode.send_prompt(prompt, consume, TOKENS, abort_after=0.8)
@@ -173,7 +173,7 @@ def test_decode_that_is_aborted_while_it_waits_leaves_nothing(setup: Setup) -> N
 
 
 def test_prefill_that_is_aborted_is_finished_by_the_decode(setup: Setup) -> None:
-    prompt = setup.prompt(100)
+    prompt = setup.prompt(60)
     prefill, decode = setup.replicas["prefill"], setup.replicas["decode"]
     produce, consume = handoff()
     decode.send_prompt(prompt, consume, TOKENS)
@@ -204,7 +204,7 @@ def test_consumer_that_never_comes_leaves_nothing_behind(setup: Setup) -> None:
 
 
 def test_prefill_shard_killed_midway_is_finished_by_the_decode(setup: Setup) -> None:
-    prompt = setup.prompt(100)
+    prompt = setup.prompt(60)
     prefill, decode = setup.replicas["prefill"], setup.replicas["decode"]
     produce, consume = handoff()
     before, attached = fetched(setup), prefill.counters()["attached"]
@@ -221,7 +221,7 @@ def test_prefill_shard_killed_midway_is_finished_by_the_decode(setup: Setup) -> 
 
 
 def test_prefill_engine_killed_midway_is_finished_by_the_decode(setup: Setup) -> None:
-    prompt = setup.prompt(100)
+    prompt = setup.prompt(60)
     prefill, decode = setup.replicas["prefill"], setup.replicas["decode"]
     produce, consume = handoff()
     before = fetched(setup)
