@@ -243,6 +243,7 @@ def main() -> None:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "UCX_TLS": tls})
         try:
             found = json.loads(answer(child))
+            child.wait()  # it removes its segments
         finally:
             child.terminate()
             child.wait()

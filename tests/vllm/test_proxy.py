@@ -22,6 +22,7 @@ import pytest
 
 from kvservice.testing.cluster import LocalCluster, free_port
 from kvservice.units import MiB
+from tests.vllm.shared_memory import vllm_segments_removed
 
 openai = pytest.importorskip("openai")
 
@@ -102,7 +103,7 @@ class Servers:
 
 @pytest.fixture(scope="module")
 def servers(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    with LocalCluster(nodes=2, pool_bytes=256 * MiB) as cluster:
+    with vllm_segments_removed(), LocalCluster(nodes=2, pool_bytes=256 * MiB) as cluster:
         started = Servers(cluster, model_path, tmp_path_factory.mktemp("servers"))
         try:
             yield started

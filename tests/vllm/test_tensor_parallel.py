@@ -14,6 +14,7 @@ import pytest
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import MiB
 from tests.vllm.replica import Replica
+from tests.vllm.shared_memory import vllm_segments_removed
 from tests.vllm.tiny_model import make_llama
 
 pytestmark = pytest.mark.vllm
@@ -28,9 +29,8 @@ KV_HEADS = 2
 @pytest.fixture(scope="module")
 def replicas(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Replica]]:
     logs = tmp_path_factory.mktemp("replicas")
-    before = vllm_segments()
     model = make_llama(tmp_path_factory.mktemp("model"), model_path, attention_heads=8, kv_heads=KV_HEADS)
-    with LocalCluster(nodes=1, lookups=1, pool_bytes=256 * MiB) as cluster:
+    with vllm_segments_removed(), LocalCluster(nodes=1, lookups=1, pool_bytes=256 * MiB) as cluster:
         service = {"mode": "service", "socket": cluster.socket("n0"), "verify_load": "full"}
         started = {
             "one rank": Replica(model, service, logs / "one.log", **ENGINE),
@@ -41,12 +41,6 @@ def replicas(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         finally:
             for replica in started.values():
                 replica.close()
-            for left in vllm_segments() - before:  # vLLM's ranks do not remove what they reduce through
-                left.unlink(missing_ok=True)
-
-
-def vllm_segments() -> set[Path]:
-    return set(Path("/dev/shm").glob("vllm_dist_*"))
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("four ranks", "one rank"), ("one rank", "four ranks")])
