@@ -31,6 +31,13 @@ GATHER_SECONDS = 0.01  # blocks of one step are sealed one after the other: they
 WAIT_SECONDS_MAX = 10.0
 
 
+def check_handoff_id(handoff: bytes) -> HandoffId:
+    """Raises InvalidRequest for anything but 16 bytes."""
+    if len(handoff) != HANDOFF_ID_BYTES:
+        raise InvalidRequest(f"a hand-off id is {HANDOFF_ID_BYTES} bytes, not {len(handoff)}", length=len(handoff))
+    return HandoffId(handoff)
+
+
 class HandoffEvent(Enum):
     OPEN = "open"
     CLOSE = "close"

@@ -18,7 +18,7 @@ from kvservice.core.eviction import EvictionPolicy, LeafFirstLru
 from kvservice.core.fetch import Acquisitions
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.geometry import Geometry
-from kvservice.core.handoff import HANDOFF_ID_BYTES, Handoffs
+from kvservice.core.handoff import Handoffs, check_handoff_id
 from kvservice.core.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX
 from kvservice.core.leases import Lease, LeaseTable
 from kvservice.core.messages import BlockRef, EngineSpec, LocateResult, SealItem, SealStatus
@@ -33,7 +33,7 @@ from kvservice.errors import (
     Unavailable,
     UnsupportedLayout,
 )
-from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, format_bytes
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, format_bytes
 
 ENGINE_ID_BYTES = 16
 RESERVE_COUNT_MAX = 4096
@@ -301,7 +301,7 @@ class ShardState:
             raise InvalidRequest(f"timeout {request.timeout_seconds} s is not within 0 to {TIMEOUT_SECONDS_MAX} s")
         handoff = request.handoff
         if handoff is not None:
-            self._check_handoff(handoff.handoff_id)
+            check_handoff_id(handoff.handoff_id)
         self._acquisitions.start(event.op, event.attachment, request, attached.spec.layout.payload_bytes, now)
         if handoff is not None and handoff.node_id == self.node_id and self._acquisitions.is_following(event.op):
             self._handoffs.watch(event.op, handoff.handoff_id, now)
@@ -399,26 +399,21 @@ class ShardState:
 
     # -- hand-offs ----
 
-    @staticmethod
-    def _check_handoff(handoff: HandoffId) -> None:
-        if len(handoff) != HANDOFF_ID_BYTES:
-            raise InvalidRequest(f"a hand-off id is {HANDOFF_ID_BYTES} bytes, not {len(handoff)}", length=len(handoff))
-
     def _open_handoff(self, event: ev.OpenHandoff, now: float) -> None:
         self._require(event.attachment)
-        self._check_handoff(event.handoff)
+        check_handoff_id(event.handoff)
         self._handoffs.open(event.handoff, event.attachment, now)
         self._actions.append(Reply(event.op, None))
 
     def _close_handoff(self, event: ev.CloseHandoff, now: float) -> None:
         self._require(event.attachment)
-        self._check_handoff(event.handoff)
+        check_handoff_id(event.handoff)
         self._handoffs.close(event.handoff, event.attachment, now)
         self._actions.append(Reply(event.op, None))
 
     def _peer_follow(self, event: ev.PeerFollow, now: float) -> None:
         self._check_epoch(event.epoch)
-        self._check_handoff(event.handoff)
+        check_handoff_id(event.handoff)
         self._check_keys(event.keys)
         if not 0 < len(event.keys) <= KEYS_PER_REQUEST_MAX or len(set(event.keys)) != len(event.keys):
             raise InvalidRequest(f"{len(event.keys)} keys: 1 to {KEYS_PER_REQUEST_MAX}, each once")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+from kvservice.core.handoff import check_handoff_id
 from kvservice.core.keys import unpack_keys
 from kvservice.core.messages import Holder
 from kvservice.errors import StaleEpoch, Unavailable
@@ -69,14 +70,14 @@ class EngineServicer:
 
     async def open_handoff(self, request: shard_pb2.OpenHandoffRequest, context: Context) -> shard_pb2.OpenHandoffReply:
         attachment = self._attachment(request.attachment_id, request.epoch)
-        await self._pool.open_handoff(attachment, codec.decode_handoff(request.handoff))
+        await self._pool.open_handoff(attachment, check_handoff_id(request.handoff))
         return shard_pb2.OpenHandoffReply()
 
     async def close_handoff(
         self, request: shard_pb2.CloseHandoffRequest, context: Context
     ) -> shard_pb2.CloseHandoffReply:
         attachment = self._attachment(request.attachment_id, request.epoch)
-        await self._pool.close_handoff(attachment, codec.decode_handoff(request.handoff))
+        await self._pool.close_handoff(attachment, check_handoff_id(request.handoff))
         return shard_pb2.CloseHandoffReply()
 
     async def renew(self, request: shard_pb2.RenewRequest, context: Context) -> shard_pb2.RenewReply:
@@ -116,7 +117,7 @@ class PeerServicer:
 
     async def follow(self, request: shard_pb2.FollowRequest, context: Context) -> shard_pb2.FollowReply:
         reader = NodeId(request.reader[:READER_CHARS_MAX])
-        handoff = codec.decode_handoff(request.handoff)
+        handoff = check_handoff_id(request.handoff)
         keys = tuple(unpack_keys(request.keys))
         epoch = BootEpoch(request.epoch)
         return codec.encode_followed(await self._pool.follow(reader, epoch, handoff, keys, request.wait_seconds))

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.geometry import Geometry
-from kvservice.core.handoff import HANDOFF_ID_BYTES
+from kvservice.core.handoff import check_handoff_id
 from kvservice.core.keys import KEY_BYTES, unpack_keys
 from kvservice.core.layout import SlotLayout
 from kvservice.core.messages import (
@@ -33,7 +33,6 @@ from kvservice.units import (
     BlockKey,
     BootEpoch,
     Generation,
-    HandoffId,
     LeaseId,
     NodeId,
     SlotIndex,
@@ -146,14 +145,8 @@ def decode_acquire(message: shard_pb2.AcquireRequest) -> AcquireRequest:
         message.skip,
         message.timeout_seconds,
         message.recompute_seconds_per_block,
-        None if not message.handoff else Handoff(decode_handoff(message.handoff), _name(message.handoff_node)),
+        None if not message.handoff else Handoff(check_handoff_id(message.handoff), _name(message.handoff_node)),
     )
-
-
-def decode_handoff(handoff: bytes) -> HandoffId:
-    if len(handoff) != HANDOFF_ID_BYTES:
-        raise InvalidRequest(f"a hand-off id is {HANDOFF_ID_BYTES} bytes, not {len(handoff)}", length=len(handoff))
-    return HandoffId(handoff)
 
 
 def _name(node_id: str) -> NodeId:

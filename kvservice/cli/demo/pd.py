@@ -18,7 +18,6 @@ from rich.console import Console
 
 from kvservice.cli.demo.pd_report import HandedOff, Sample, save, show
 from kvservice.cli.demo.stage import (
-    SERVICE,
     Steps,
     Stops,
     cache_service,
@@ -26,10 +25,11 @@ from kvservice.cli.demo.stage import (
     prepared_model,
     ray_cluster,
     running_replica,
+    shard_numbers,
     shipped_document,
     wait_ready,
 )
-from kvservice.errors import KVServiceError, Unavailable
+from kvservice.errors import KVServiceError
 
 ANSWER_TOKENS = 24
 ANSWER_SECONDS = 300
@@ -73,7 +73,7 @@ def _measure(steps: Steps, stops: Stops, model: str | None, count: int) -> tuple
                 steps.begin(f"prompt {number}: prefill here, decode there")
                 found.append(_hand_off(number, prompt, prefill, decode, ray_nodes))
                 steps.say(found[-1].sentence())
-            transport = _shards(ray_nodes)[1]["transport"].upper()
+            transport = shard_numbers(ray_nodes)[1]["transport"].upper()
         steps.begin("loading one engine without the cache, to compare with")
         with running_replica(folder, ray_nodes[1], None, batch_tokens=STEP_TOKENS) as alone:
             wait_ready(alone)
@@ -124,18 +124,6 @@ def _get(answer: Any) -> dict[str, Any]:
     return found
 
 
-def _shards(ray_nodes: list[str]) -> list[dict[str, Any]]:
-    from kvservice.actors import names
-    from kvservice.cli.status import collect
-
-    state = collect(SERVICE)
-    found = {} if state is None else {node["node_id"]: node for node in state["nodes"] if not node["error"]}
-    try:
-        return [found[names.node_id(node)] for node in ray_nodes]
-    except KeyError as error:
-        raise Unavailable(f"the shard of node {error} does not answer") from error
-
-
 @dataclass
 class _Sampler:
     """(time, blocks sealed on the first node, blocks pulled to the second) since it was entered, until it is left."""
@@ -168,5 +156,5 @@ class _Sampler:
         self.samples.append((time.time(), sealed - self._before[0], pulled - self._before[1]))
 
     def _take(self) -> tuple[int, int]:
-        writer, reader = (shard["counters"] for shard in _shards(self.ray_nodes))
+        writer, reader = (shard["counters"] for shard in shard_numbers(self.ray_nodes))
         return writer.get("blocks_sealed", 0), reader.get("fetched_blocks", 0)

@@ -23,6 +23,7 @@ from kvservice.cli.demo.stage import (
     prepared_model,
     ray_cluster,
     running_replica,
+    shard_numbers,
     shipped_document,
     wait_ready,
 )
@@ -89,7 +90,7 @@ def _measure(
                     ask("B", b, number)
                 _forget(b)
                 ask("B, engine emptied", b, 1)
-            nodes = _shard_numbers(ray_nodes)
+            nodes = list(zip(("A's node", "B's node"), shard_numbers(ray_nodes), strict=True))
         steps.begin("loading a replica without the cache on B's node")
         with running_replica(folder, ray_nodes[1], None) as plain:
             wait_ready(plain)
@@ -134,14 +135,3 @@ def _wait_for_announcements() -> None:
             if known >= sealed > 0 and writing < sealed:
                 return
         time.sleep(0.2)
-
-
-def _shard_numbers(ray_nodes: list[str]) -> list[tuple[str, dict[str, Any]]]:
-    from kvservice.actors import names
-    from kvservice.cli.status import collect
-
-    state = collect(SERVICE)
-    found = {} if state is None else {node["node_id"]: node for node in state["nodes"]}
-    return [
-        (label, found[names.node_id(node)]) for label, node in zip(("A's node", "B's node"), ray_nodes, strict=True)
-    ]

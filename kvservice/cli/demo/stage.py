@@ -213,3 +213,16 @@ def wait_ready(*replicas: Any) -> None:
     except ray.exceptions.RayError as error:
         reason = str(error).strip().splitlines()[-1]
         raise Unavailable(f"a replica did not start: {reason}") from error
+
+
+def shard_numbers(ray_nodes: list[str]) -> list[dict[str, Any]]:
+    """What `status` knows of the shards of these nodes, in their order. Raises Unavailable when one does not answer."""
+    from kvservice.actors import names
+    from kvservice.cli.status import collect
+
+    state = collect(SERVICE)
+    found = {} if state is None else {node["node_id"]: node for node in state["nodes"] if not node["error"]}
+    try:
+        return [found[names.node_id(node)] for node in ray_nodes]
+    except KeyError as error:
+        raise Unavailable(f"the shard of node {error} does not answer") from error
