@@ -1,4 +1,4 @@
-"""`kvservice`: up, down, status, doctor, proxy, demos. Commands import what they need, so that --help is instant.
+"""`kvservice`: up, down, status, doctor, proxy, sim, demos. Commands import what they need, so that --help is instant.
 
 Exit codes: 0 all is well, 1 something is wrong, 2 wrong usage, 3 there is no service.
 """
@@ -186,6 +186,20 @@ def proxy(
         )
     except KVServiceError as error:
         raise fail(error) from error
+
+
+@app.command()
+def sim(
+    seed: Annotated[int, typer.Option(help="Which schedule; the same number is the same story, always.")] = 0,
+    count: Annotated[int, typer.Option(min=1, help="Play so many, from --seed on, until one goes wrong.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="Of a run of many schedules.")] = 2,
+    whole: Annotated[bool, typer.Option("--whole", help="Do not cut a failing schedule down.")] = False,
+) -> None:
+    """Play random faults against the real core under simulated time, network and memory."""
+    from kvservice.cli import simulate
+
+    good = simulate.campaign(seed, count, processes) if count > 1 else simulate.tell(seed, whole=whole)
+    raise typer.Exit(0 if good else EXIT_PROBLEM)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from kvservice.connector.copier import BlockCopier
 from kvservice.connector.mover import InlineMover, Mover, Ticket
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
+from kvservice.core.checks import is_as_promised, is_reserved
 from kvservice.core.digest import digest_payload
 from kvservice.core.header import SlotHeader
 from kvservice.core.layout import HeadShare
@@ -180,7 +181,7 @@ class WorkerHalf:
         headers: list[SlotHeader] = []
         for entry in load.entries:
             header = segment.read_header(entry.ref.slot)
-            if header is None or not self._is_promised(header, pool, entry):
+            if header is None or not is_as_promised(header, pool.epoch, entry.ref, entry.key):
                 self._suspect(entry, "load_stale")
                 return None
             headers.append(header)
@@ -231,8 +232,7 @@ class WorkerHalf:
             self._count("store_stale", len(store.entries))
             return False
         for entry in store.entries:
-            header = segment.read_header(entry.ref.slot)
-            if header is None or header.generation != entry.ref.generation or header.epoch != pool.epoch:
+            if not is_reserved(segment.read_header(entry.ref.slot), pool.epoch, entry.ref):
                 self._count("store_stale")
                 return False
         return True
@@ -252,10 +252,6 @@ class WorkerHalf:
             else:
                 self._report.failed[store.plan.store_id] = 1
                 self._count("store_copy_failed", len(store.plan.entries))
-
-    @staticmethod
-    def _is_promised(header: SlotHeader, pool: PoolInfo, entry: CopyEntry) -> bool:
-        return (header.epoch, header.generation, header.key) == (pool.epoch, entry.ref.generation, entry.key)
 
     def _suspect(self, entry: CopyEntry, reason: str) -> None:
         self._count(reason)

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from kvservice.core.checks import is_as_located
 from kvservice.core.digest import digest_payload
 from kvservice.core.events import PullVerdict
 from kvservice.core.geometry import HEADER_BYTES, SCRATCH_BYTES, Geometry
-from kvservice.core.header import unpack_header
 from kvservice.core.messages import BlockHandle
 from kvservice.memory.segment import Segment
 from kvservice.transfer.base import Completion, Copy, PeerHandle, TransferId, TransferOutcome, Transport
@@ -340,7 +340,7 @@ class Puller:
             for index, good in enumerate(future.result(), first):
                 offset = start + index * HEADER_BYTES
                 header = bytes(self._segment.buffer[offset : offset + HEADER_BYTES])
-                if not _header_matches(header, job.items[index].handle, job.peer_epoch):
+                if not is_as_located(header, job.items[index].handle, job.peer_epoch):
                     verdicts[index] = PullVerdict.STALE
                 else:
                     verdicts[index] = PullVerdict.OK if good else PullVerdict.CORRUPT
@@ -414,14 +414,3 @@ def _merged(runs: list[tuple[int, int]], length: int) -> list[Copy]:
             copies.append(Copy(*runs[first], distance))
             first = index
     return copies
-
-
-def _header_matches(data: bytes, handle: BlockHandle, epoch: BootEpoch) -> bool:
-    header = unpack_header(data)
-    return header is not None and (
-        header.epoch,
-        header.generation,
-        header.key,
-        header.length,
-        header.digest,
-    ) == (epoch, handle.generation, handle.key, handle.length, handle.digest)

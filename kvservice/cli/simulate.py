@@ -1,0 +1,70 @@
+"""`kvservice sim`: play schedules of faults against the production core, and tell the story of one that goes wrong."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvservice.testing.sim.campaign import Tally, run_campaign
+from kvservice.testing.sim.run import minimise, run_schedule
+from kvservice.testing.sim.schedule import Schedule, make_schedule
+
+NUMBERS = (
+    ("blocks stored", "blocks_stored"),
+    ("blocks loaded", "blocks_loaded"),
+    ("blocks pulled from another node", "blocks_pulled"),
+    ("loads that a check refused", "loads_failed"),
+    ("reads that did not end", "pulls_stuck"),
+    ("messages lost", "messages_lost"),
+)
+
+
+def tell(seed: int, *, whole: bool) -> bool:
+    """One schedule as a story; True when nothing went wrong. A failing one is first cut down, unless `whole`."""
+    console = Console(highlight=False, soft_wrap=True)
+    schedule = make_schedule(seed)
+    if not whole and run_schedule(schedule).violation:
+        with Console(stderr=True).status("looking for the smallest schedule that still fails"):
+            schedule = minimise(schedule)
+    outcome = run_schedule(schedule, tell=True)
+    _describe(console, schedule)
+    for line in outcome.story:
+        console.print(line, markup=False)
+    if outcome.violation:
+        console.print(f"VIOLATION: {outcome.violation}", style="bold red", markup=False)
+    else:
+        console.print(f"nothing went wrong in {outcome.virtual_seconds:.1f} s of virtual time")
+    return not outcome.violation
+
+
+def campaign(seed: int, count: int, processes: int) -> bool:
+    console = Console(highlight=False, soft_wrap=True)
+    columns = (TextColumn("schedules"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=count)
+
+        def show(tally: Tally) -> None:
+            progress.update(task, completed=tally.schedules)
+
+        tally = run_campaign(seed, count, processes, show)
+    console.print(f"{tally.schedules} schedules, {tally.virtual_seconds / 3600:.1f} h of virtual time")
+    for label, name in NUMBERS:
+        console.print(f"  {tally.counters[name]:>10,}  {label}")
+    faults = {name: n for name, n in sorted(tally.counters.items()) if name.startswith("fault_")}
+    console.print(f"  {sum(faults.values()):>10,}  faults: " + ", ".join(f"{n} {k[6:]}" for k, n in faults.items()))
+    if not tally.violations:
+        console.print("0 violations")
+        return True
+    first, what = min(tally.violations)
+    console.print(f"VIOLATION at seed {first}: {what}", style="bold red", markup=False)
+    console.print(f"see it happen: kvservice sim --seed {first}")
+    return False
+
+
+def _describe(console: Console, schedule: Schedule) -> None:
+    console.print(
+        f"seed {schedule.seed}: {schedule.nodes} nodes of {schedule.slabs * 4} blocks, {schedule.engines} engines, "
+        f"{schedule.lookups} lookup shards, {len(schedule.asks)} requests, {len(schedule.faults)} faults"
+    )
+    for fault in schedule.faults:
+        console.print(f"  {fault}", markup=False)

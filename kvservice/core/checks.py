@@ -1,0 +1,33 @@
+"""What a slot's header must say for its bytes to be trusted, read from another node, copied to an engine, or written.
+
+Pure; the one place for these comparisons, wherever they are made.
+"""
+
+from __future__ import annotations
+
+from kvservice.core.header import SlotHeader, unpack_header
+from kvservice.core.messages import BlockHandle, BlockRef
+from kvservice.units import BlockKey, BootEpoch
+
+
+def is_as_located(data: bytes, handle: BlockHandle, epoch: BootEpoch) -> bool:
+    """`data`: the 64 header bytes of a peer's slot, read after its payload was. True when the slot was not touched
+    since the peer made the handle."""
+    header = unpack_header(data)
+    return header is not None and (
+        header.epoch,
+        header.generation,
+        header.key,
+        header.length,
+        header.digest,
+    ) == (epoch, handle.generation, handle.key, handle.length, handle.digest)
+
+
+def is_as_promised(header: SlotHeader | None, epoch: BootEpoch, ref: BlockRef, key: BlockKey) -> bool:
+    """The slot of a promise holds the block that was promised, sealed by this boot of the shard."""
+    return header is not None and (header.epoch, header.generation, header.key) == (epoch, ref.generation, key)
+
+
+def is_reserved(header: SlotHeader | None, epoch: BootEpoch, ref: BlockRef) -> bool:
+    """The slot is still the reservation that was given: nobody else may write it."""
+    return header is not None and (header.generation, header.epoch) == (ref.generation, epoch)

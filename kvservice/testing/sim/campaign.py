@@ -1,0 +1,61 @@
+"""Many schedules over several processes, stopping at the first that goes wrong."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+
+from kvservice.testing.sim.run import run_schedule
+from kvservice.testing.sim.schedule import make_schedule
+
+CHUNK = 50
+
+
+@dataclass(slots=True)
+class Tally:
+    schedules: int = 0
+    virtual_seconds: float = 0.0
+    counters: Counter[str] = field(default_factory=Counter)
+    violations: list[tuple[int, str]] = field(default_factory=list)  # (seed, what)
+
+    def add(self, other: Tally) -> None:
+        self.schedules += other.schedules
+        self.virtual_seconds += other.virtual_seconds
+        self.counters.update(other.counters)
+        self.violations += other.violations
+
+
+def run_seeds(seeds: range) -> Tally:
+    """In this process, one after the other."""
+    tally = Tally()
+    for seed in seeds:
+        outcome = run_schedule(make_schedule(seed))
+        tally.schedules += 1
+        tally.virtual_seconds += outcome.virtual_seconds
+        tally.counters.update(outcome.counters)
+        if outcome.violation:
+            tally.violations.append((seed, outcome.violation))
+    return tally
+
+
+def run_campaign(first: int, count: int, processes: int, on_progress: Callable[[Tally], None] | None = None) -> Tally:
+    """Blocks until all schedules have run, or the first violation. Processes are started anew, not forked, so that none
+    inherits a lock."""
+    tally = Tally()
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for part in pool.map(run_seeds, _chunks(first, count)):
+            tally.add(part)
+            if on_progress is not None:
+                on_progress(tally)
+            if tally.violations:
+                pool.shutdown(cancel_futures=True)
+                break
+    return tally
+
+
+def _chunks(first: int, count: int) -> Iterator[range]:
+    for start in range(first, first + count, CHUNK):
+        yield range(start, min(start + CHUNK, first + count))

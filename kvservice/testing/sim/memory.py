@@ -1,0 +1,114 @@
+"""The segment of one node as bytes that outlive processes: real packed headers, short payloads for long ones.
+
+A payload has two halves, written at different moments, so that a reader can find one half new and one half old.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+from kvservice.core.digest import digest_payload
+from kvservice.core.geometry import Geometry, slab_of
+from kvservice.core.header import SlotHeader, pack_header, unpack_header
+from kvservice.units import BlockHash, BlockKey, BootEpoch, SlotIndex
+
+PAYLOAD_BYTES = 32  # of a simulated payload, whatever the slot's real size
+HALF = PAYLOAD_BYTES // 2
+BLANK = bytes(PAYLOAD_BYTES)
+
+
+def content_of(model: bytes, block_hash: BlockHash) -> bytes:
+    """The only bytes that are right for this block of this model, whatever key it goes under."""
+    return hashlib.blake2b(model + block_hash, digest_size=PAYLOAD_BYTES).digest()
+
+
+class SegmentMemory:
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self.epoch = 0
+        self._headers: dict[SlotIndex, bytes] = {}
+        self._payloads: dict[SlotIndex, bytearray] = {}
+        self._slabs: dict[int, int] = {}
+
+    def boot(self) -> BootEpoch:
+        """A shard takes the segment over."""
+        self.epoch += 1
+        return BootEpoch(self.epoch)
+
+    def lose(self) -> None:
+        """The host restarted: only that it existed is known (the epoch grows with time in production)."""
+        self._headers.clear()
+        self._payloads.clear()
+        self._slabs.clear()
+
+    def assign_slab(self, slab: int, payload_bytes: int) -> None:
+        for slot in [slot for slot in self._headers if slab_of(slot) == slab]:
+            del self._headers[slot]
+        self._slabs[slab] = payload_bytes
+
+    def write_header(self, slot: SlotIndex, header: SlotHeader) -> None:
+        self._headers[slot] = pack_header(header)
+
+    def clear_header(self, slot: SlotIndex) -> None:
+        self._headers.pop(slot, None)
+
+    def read_header(self, slot: SlotIndex) -> SlotHeader | None:
+        data = self._headers.get(slot)
+        return None if data is None else unpack_header(data)
+
+    def header_bytes(self, slot: SlotIndex) -> bytes:
+        return self._headers.get(slot, b"")
+
+    def write_half(self, slot: SlotIndex, half: int, payload: bytes) -> None:
+        old = self._payloads.setdefault(slot, bytearray(BLANK))
+        old[half * HALF : (half + 1) * HALF] = payload[half * HALF : (half + 1) * HALF]
+
+    def read(self, slot: SlotIndex) -> bytes:
+        return bytes(self._payloads.get(slot, BLANK))
+
+    def digest(self, slot: SlotIndex, key: BlockKey) -> int:
+        return digest_payload(self.read(slot), key)
+
+    def scan(self) -> list[tuple[SlotIndex, int, SlotHeader]]:
+        found = []
+        for slot in sorted(self._headers):
+            header = self.read_header(slot)
+            payload_bytes = self._slabs.get(slab_of(slot), 0)
+            if header is not None and payload_bytes:
+                found.append((slot, payload_bytes, header))
+        return found
+
+    def slabs(self) -> dict[int, int]:
+        return dict(self._slabs)
+
+    def flip(self, slot: SlotIndex, bit: int) -> None:
+        """A bit of a payload changes by itself."""
+        payload = self._payloads.setdefault(slot, bytearray(BLANK))
+        payload[bit // 8 % PAYLOAD_BYTES] ^= 1 << bit % 8
+
+    def flip_header(self, slot: SlotIndex, bit: int) -> None:
+        data = bytearray(self._headers[slot])
+        data[bit // 8 % len(data)] ^= 1 << bit % 8
+        self._headers[slot] = bytes(data)
+
+    def swap(self, one: SlotIndex, other: SlotIndex) -> None:
+        """Two whole payloads change places: each is sound, under the wrong key."""
+        first, second = self.read(one), self.read(other)
+        self._payloads[one], self._payloads[other] = bytearray(second), bytearray(first)
+
+    def transplant(self, one: SlotIndex, other: SlotIndex) -> None:
+        """The whole of another block, digest included, under this one's key: sound but for the name."""
+        mine, theirs = self.read_header(one), self.read_header(other)
+        if mine is not None and theirs is not None:
+            self._payloads[one] = bytearray(self.read(other))
+            self.write_header(one, replace(mine, digest=theirs.digest))
+
+    def sealed(self) -> list[SlotIndex]:
+        """Slots whose digest is known: what happens to bytes before that, nobody could notice."""
+        found = []
+        for slot in sorted(self._headers):
+            header = self.read_header(slot)
+            if header is not None and header.is_stable:
+                found.append(slot)
+        return found

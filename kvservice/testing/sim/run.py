@@ -1,0 +1,322 @@
+"""Plays a schedule: first safety under faults, then liveness once everything is healed.
+
+Safety, at every event: no engine is given a wrong byte, no state contradicts itself. Liveness, after healing: every
+request ends, no lease and no slot stays taken, and the directory says what the shards hold.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvservice.connector.handoff import Prefill
+from kvservice.core import events as ev
+from kvservice.core.fetch import SUSPECT_SECONDS
+from kvservice.core.geometry import Geometry
+from kvservice.core.messages import Handoff
+from kvservice.testing.builders import SMALL, make_spec
+from kvservice.testing.sim.engine import BLOCK_TOKENS, Engine
+from kvservice.testing.sim.lookup import LookupShard
+from kvservice.testing.sim.memory import SegmentMemory
+from kvservice.testing.sim.node import LEASE_SECONDS, Node
+from kvservice.testing.sim.schedule import FAULTS_SECONDS, Ask, Fault, Schedule, hashes_of, smaller
+from kvservice.testing.sim.world import Violation, World
+from kvservice.units import HandoffId, MiB, NodeId
+
+CONVERGE_SECONDS = 40.0  # of virtual time, after healing
+CHECK_EVERY = 16  # events between full checks of all states
+EVENTS_MAX = 400_000
+BITES = {"flip", "flip_header", "swap", "transplant"}  # need engines that verify what they load
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    seed: int
+    violation: str  # "" when nothing went wrong
+    counters: Counter[str]
+    story: list[str]
+    virtual_seconds: float
+
+
+class Run:
+    def __init__(self, schedule: Schedule, tell: bool = False) -> None:
+        self.schedule = schedule
+        self.world = World(random.Random(schedule.seed ^ 0x5EED), tell)
+        self.lookups = [LookupShard(self.world, i) for i in range(schedule.lookups)]
+        geometry = Geometry(slab_bytes=MiB, slab_count=schedule.slabs)
+        self.nodes: list[Node] = []
+        for i in range(schedule.nodes):
+            node = Node(self.world, f"node{i}", SegmentMemory(geometry), self.lookups, self._is_engine_alive)
+            node.set_clock_rate(schedule.rates[i])
+            self.nodes.append(node)
+        for node in self.nodes:
+            node.peers = {other.name: other for other in self.nodes}
+        self.verifies = any(fault.kind in BITES for fault in schedule.faults)
+        self.engines: list[Engine] = []
+        self.gone: list[Engine] = []  # killed ones, whose workers may live on
+        for i in range(schedule.engines):
+            self.engines.append(self._make_engine(i, 0))
+        self._asked = 0
+
+    def _make_engine(self, index: int, life: int) -> Engine:
+        model = index % self.schedule.models
+        spec = make_spec(f"engine{index}.{life}", f"model{model}", payload_bytes=SMALL)
+        assert spec.layout.block_tokens == BLOCK_TOKENS
+        node = self.nodes[index % len(self.nodes)]
+        return Engine(
+            self.world, f"engine{index}", node, spec, verifies_loads=self.verifies,
+            copy_delay=self.schedule.copy_delay,
+        )  # fmt: skip
+
+    def _is_engine_alive(self, engine_id: bytes) -> bool:
+        return any(engine.spec.engine_id == engine_id and engine.holds_lock for engine in self.engines + self.gone)
+
+    # -- the run ----
+
+    def play(self) -> None:
+        for number, ask in enumerate(self.schedule.asks):
+            self.world.at(ask.at, self._ask, number, ask)
+        for fault in self.schedule.faults:
+            self.world.at(fault.at, self._inject, fault)
+        self._until(FAULTS_SECONDS + 2.0, lambda: False)
+        self._heal()
+        end = self.world.now + CONVERGE_SECONDS
+        self._until(end, self._is_quiet)
+        if not self._is_quiet():
+            open_requests = [r for e in self.engines for r in e.requests.values() if not r.is_over]
+            raise Violation(f"after healing, {len(open_requests)} requests never end: {open_requests[:2]}")
+        self._until(self.world.now + 4 * LEASE_SECONDS, lambda: False)
+        bytes_were_wrong = self.verifies or self.world.counters["fault_garble"]
+        if bytes_were_wrong and any(node.state.slot_counts().get("quarantined") for node in self.nodes):
+            self._until(self.world.now + SUSPECT_SECONDS, lambda: False)  # a slot that failed a check rests so long
+        self._check_end()
+
+    def _until(self, end: float, is_over: Callable[[], bool]) -> None:
+        count = 0
+        while not is_over() and self.world.step(end):
+            count += 1
+            if count % CHECK_EVERY == 0:
+                self._check()
+            if count > EVENTS_MAX:
+                raise Violation("too many events: something goes in a circle")
+        self._check()
+
+    def _is_quiet(self) -> bool:
+        return all(engine.is_idle for engine in self.engines)
+
+    def _check(self) -> None:
+        for node in self.nodes:
+            if node.alive and node.is_changed:
+                node.is_changed = False
+                node.state.check_invariants()
+                node.announcer.check_invariants()
+        for engine in self.engines:
+            if engine.alive:
+                engine.half.check_invariants()
+
+    def _check_end(self) -> None:
+        for lookup in self.lookups:
+            lookup.index.check_invariants()
+        for node in self.nodes:
+            counts = node.state.slot_counts()
+            if node.state.lease_count:
+                raise Violation(f"{node.name} still has {node.state.lease_count} leases after everything ended")
+            for state in ("leased", "quarantined"):
+                if counts.get(state):
+                    raise Violation(f"{node.name} has {counts[state]} slots {state} after everything ended")
+            held = {block.key for block in node.state.blocks()}
+            said = {
+                key
+                for lookup in self.lookups
+                for key in lookup.index.keys()  # noqa: SIM118  no mapping
+                if node.node_id in lookup.index.held_by([key])
+            }
+            if held != said:
+                raise Violation(
+                    f"the directory says {node.name} holds {len(said)} blocks, it holds {len(held)}: "
+                    f"{len(said - held)} too many, {len(held - said)} missing"
+                )
+
+    # -- what the schedule says ----
+
+    def _ask(self, number: int, ask: Ask) -> None:
+        hashes = hashes_of(ask)
+        engine = self.engines[ask.engine]
+        if ask.decode_at < 0:
+            if engine.alive:
+                self.world.note(engine.name, f"r{number} asks for {ask.blocks} blocks of family {ask.family}")
+                engine.submit(f"r{number}", hashes, None)
+            return
+        handoff = HandoffId(number.to_bytes(16, "big"))
+        if engine.alive:
+            self.world.note(engine.name, f"r{number} prefills {ask.blocks} blocks for engine{ask.decode_at}")
+            engine.submit(f"r{number}p", hashes, Prefill(handoff))
+        writer = NodeId(engine.node.name)
+
+        def decode() -> None:
+            reader = self.engines[ask.decode_at]
+            if reader.alive:
+                reader.submit(f"r{number}d", hashes, Handoff(handoff, writer))
+
+        self.world.at(ask.decode_delay, decode)
+
+    def _inject(self, fault: Fault) -> None:
+        self.world.counters[f"fault_{fault.kind}"] += 1
+        node = self.nodes[fault.target % len(self.nodes)]
+        engine_index = fault.target % len(self.engines)
+        lookup = self.lookups[fault.target % len(self.lookups)]
+        hosts = [n.host for n in self.nodes] + [shard.host for shard in self.lookups]
+        one, other = hosts[fault.target % len(hosts)], hosts[fault.other % len(hosts)]
+        kind = fault.kind
+        if kind in ("crash_node", "lose_node"):
+            self._crash_node(node, fault.seconds, with_memory=kind == "lose_node")
+        elif kind == "pause_node":
+            node.pause(fault.seconds)
+        elif kind == "crash_engine":
+            self._crash_engine(engine_index, fault.seconds)
+        elif kind == "pause_engine":
+            self.engines[engine_index].pause(2 * fault.seconds)  # longer than a lease, sometimes
+        elif kind == "crash_lookup":
+            if lookup.alive:
+                lookup.die()
+                self.world.note(lookup.name, "crashed")
+                self.world.at(fault.seconds, self._restart_lookup, lookup)
+        elif kind == "pause_lookup":
+            lookup.pause(fault.seconds)
+        elif kind in ("cut", "cut_one_way", "loss", "twice", "slow"):
+            self._disturb(kind, one, other, fault.seconds)
+        elif kind in BITES:
+            self._corrupt(kind, node, fault.number)
+        elif kind == "garble":
+            node.garble()
+        elif kind == "wedge":
+            node.wedge(fault.seconds)
+        elif kind == "drain":
+            if node.alive:
+                node.handle(ev.Drain())
+                self.world.at(fault.seconds, self._undrain, node)
+        else:
+            self._abort(fault)
+
+    def _undrain(self, node: Node) -> None:
+        if node.alive:
+            node.handle(ev.Drain(undo=True))
+
+    def _abort(self, fault: Fault) -> None:
+        engine = self.engines[fault.target % len(self.engines)]
+        open_requests = [r.request_id for r in engine.requests.values() if not r.is_over]
+        if engine.alive and open_requests:
+            engine.abort(open_requests[fault.number % len(open_requests)])
+
+    def _crash_node(self, node: Node, seconds: float, with_memory: bool) -> None:
+        if not node.alive:
+            return
+        node.crash(with_memory)
+        if with_memory:  # the host: its engines too
+            for index, engine in enumerate(self.engines):
+                if engine.node is node and engine.alive:
+                    self._crash_engine(index, seconds + 0.1)
+                    engine.worker.busy = 0
+        for engine in self.engines:
+            if engine.node is node and engine.alive:
+                engine.after(0.001, engine.node_died)
+        self.world.at(seconds, self._boot, node)
+
+    def _boot(self, node: Node) -> None:
+        if not node.alive:
+            node.boot()
+
+    def _crash_engine(self, index: int, seconds: float) -> None:
+        engine = self.engines[index]
+        if engine.alive:
+            engine.crash()
+            self.world.at(seconds, self._restart_engine, index)
+
+    def _restart_engine(self, index: int) -> None:
+        dead = self.engines[index]
+        if not dead.alive:
+            self.gone.append(dead)
+            self.engines[index] = self._make_engine(index, len(self.gone))
+            self.world.note(dead.name, "started again")
+
+    def _restart_lookup(self, lookup: LookupShard) -> None:
+        if not lookup.alive:
+            lookup.restart()
+
+    def _disturb(self, kind: str, one: str, other: str, seconds: float) -> None:
+        if one == other:
+            return
+        self.world.note("network", f"{kind} {one} -> {other} for {seconds:.2f} s")
+        ways = ((one, other), (other, one)) if kind in ("cut", "loss") else ((one, other),)
+        for way in ways:
+            link = self.world.link(*way)
+            link.cut |= kind in ("cut", "cut_one_way")
+            link.loss = 0.3 if kind == "loss" else link.loss
+            link.twice = 0.5 if kind == "twice" else link.twice
+            link.slow_seconds = 0.3 if kind == "slow" else link.slow_seconds
+        self.world.at(seconds, self._mend, ways)
+
+    def _mend(self, ways: tuple[tuple[str, str], ...]) -> None:
+        for way in ways:
+            link = self.world.link(*way)
+            link.cut, link.loss, link.twice, link.slow_seconds = False, 0.0, 0.0, 0.0
+
+    def _corrupt(self, kind: str, node: Node, number: int) -> None:
+        slots = node.memory.sealed()
+        if not slots:
+            return
+        slot = slots[number % len(slots)]
+        self.world.note(node.name, f"{kind} in slot {slot:#x}")
+        if kind == "flip":
+            node.memory.flip(slot, number >> 4)
+        elif kind == "flip_header":
+            node.memory.flip_header(slot, number >> 4)
+        elif kind == "swap":
+            node.memory.swap(slot, slots[(number >> 5) % len(slots)])
+        else:
+            node.memory.transplant(slot, slots[(number >> 5) % len(slots)])
+
+    def _heal(self) -> None:
+        self.world.note("world", "heals")
+        self.world.heal()
+        for node in self.nodes:
+            self._boot(node)
+            self._undrain(node)
+        for lookup in self.lookups:
+            self._restart_lookup(lookup)
+        for index in range(len(self.engines)):
+            self._restart_engine(index)
+
+
+def run_schedule(schedule: Schedule, tell: bool = False) -> Outcome:
+    """Never raises for what the simulated system does; an AssertionError of it is a violation."""
+    run = Run(schedule, tell)
+    violation = ""
+    try:
+        run.play()
+    except AssertionError as error:
+        violation = f"{type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001  whatever the code under test raises is what we are looking for
+        violation = f"raised {type(error).__name__}: {error}"
+    if violation:
+        run.world.note("world", violation)
+    return Outcome(schedule.seed, violation, run.world.counters, run.world.story, run.world.now)
+
+
+def minimise(schedule: Schedule, runs_max: int = 400) -> Schedule:
+    """The smallest schedule found, by leaving things out, that still goes wrong."""
+    runs = 0
+    shrunk = True
+    while shrunk and runs < runs_max:
+        shrunk = False
+        for candidate in smaller(schedule):
+            runs += 1
+            if run_schedule(candidate).violation:
+                schedule = candidate
+                shrunk = True
+                break
+            if runs >= runs_max:
+                break
+    return schedule

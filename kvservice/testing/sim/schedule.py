@@ -1,0 +1,145 @@
+"""What happens in one run, as plain values: made from a seed, printed, cut down, played again.
+
+A schedule is data, so the shortest one that still fails can be found by leaving parts of it out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass, replace
+
+from kvservice.units import BlockHash
+
+FAULTS_SECONDS = 3.0  # after this everything is healed
+PROMPTS = 3  # families with a common beginning
+PROMPT_BLOCKS_MAX = 8
+
+# kind -> how often, relative to the others
+FAULTS: dict[str, int] = {
+    "crash_node": 5,
+    "lose_node": 2,
+    "pause_node": 4,
+    "crash_engine": 5,
+    "pause_engine": 3,
+    "crash_lookup": 3,
+    "pause_lookup": 1,
+    "cut_one_way": 4,
+    "cut": 3,
+    "loss": 3,
+    "twice": 3,
+    "slow": 3,
+    "garble": 3,
+    "flip": 2,
+    "flip_header": 2,
+    "swap": 2,
+    "transplant": 2,
+    "wedge": 7,
+    "abort": 6,
+    "drain": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request, and for a hand-off its two halves: `decode_at` is the engine that continues."""
+
+    at: float
+    engine: int
+    family: int
+    branch_at: int  # blocks shared with the rest of the family
+    branch: int
+    blocks: int
+    decode_at: int = -1
+    decode_delay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    at: float
+    kind: str
+    target: int
+    other: int
+    seconds: float
+    number: int  # which slot, bit, request
+
+    def __str__(self) -> str:
+        return f"{self.at:.3f} {self.kind} target={self.target} other={self.other} for {self.seconds:.2f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    seed: int
+    nodes: int
+    lookups: int
+    engines: int  # engine i runs on node i mod nodes
+    slabs: int  # a node's memory, 4 blocks each
+    asks: tuple[Ask, ...]
+    faults: tuple[Fault, ...]
+    models: int  # engine i serves model i mod models
+    copy_delay: float  # of stores
+    rates: tuple[float, ...]  # clock rate of each node
+
+
+def make_schedule(seed: int) -> Schedule:
+    rng = random.Random(seed)
+    nodes = rng.choice((2, 2, 3))
+    engines = rng.choice((nodes, nodes, nodes + 1))
+    asks = []
+    for _ in range(rng.randint(8, 20)):
+        decode_at = rng.randrange(engines) if rng.random() < 0.25 else -1
+        blocks = rng.randint(1, PROMPT_BLOCKS_MAX)
+        asks.append(
+            Ask(
+                round(rng.random() * FAULTS_SECONDS, 4), rng.randrange(engines), rng.randrange(PROMPTS),
+                blocks - rng.randint(0, blocks // 2), rng.randrange(3), blocks, decode_at, round(rng.random() * 0.1, 4),
+            )
+        )  # fmt: skip
+    kinds, weights = list(FAULTS), list(FAULTS.values())
+    faults = [
+        Fault(
+            round(_moment(rng, asks), 4), rng.choices(kinds, weights)[0], rng.randrange(12),
+            rng.randrange(12), round(0.02 + 1.5 * rng.random() ** 2, 4), rng.randrange(1 << 16),
+        )
+        for _ in range(rng.randint(0, 8))
+    ]  # fmt: skip
+    return Schedule(
+        seed, nodes, rng.choice((1, 2)), engines, rng.randint(2, 5),
+        tuple(sorted(asks, key=lambda ask: ask.at)), tuple(sorted(faults, key=lambda fault: fault.at)),
+        rng.choice((1, 1, 1, 2)), rng.choice((0.0, 0.0, 0.3, 1.2)),
+        tuple(round(1 + rng.uniform(-0.005, 0.005), 5) for _ in range(nodes)),
+    )  # fmt: skip
+
+
+def _moment(rng: random.Random, asks: list[Ask]) -> float:
+    """Mostly shortly after a request, when there is something to hurt."""
+    if rng.random() < 0.25:
+        return rng.random() * FAULTS_SECONDS
+    return rng.choice(asks).at + 0.5 * rng.random() ** 2
+
+
+def hashes_of(ask: Ask) -> list[BlockHash]:
+    """The chained hashes of an ask's prompt: equal up to `branch_at` within a family."""
+    found: list[BlockHash] = []
+    parent = bytes([ask.family])
+    for position in range(ask.blocks):
+        branch = bytes([ask.branch]) if position >= ask.branch_at else b""
+        parent = hashlib.sha256(parent + bytes([position]) + branch).digest()
+        found.append(BlockHash(parent))
+    return found
+
+
+def smaller(schedule: Schedule) -> list[Schedule]:
+    """Schedules that leave something out, the largest cuts first."""
+    found = []
+    for name in ("faults", "asks"):
+        parts = getattr(schedule, name)
+        size = len(parts)
+        width = size
+        while width >= 1:
+            for start in range(0, size, width):
+                rest = parts[:start] + parts[start + width :]
+                if len(rest) < size and (rest or name == "faults"):
+                    found.append(replace(schedule, **{name: rest}))
+            width //= 2
+    return found

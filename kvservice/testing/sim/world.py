@@ -1,0 +1,132 @@
+"""Virtual time, a network that misbehaves, and processes that stop, pause and die. One thread; no real clock.
+
+Everything random comes from one generator, in the order of events, so that a run is a function of its schedule.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+class Violation(AssertionError):
+    """Something happened that must never happen; the message names the rule."""
+
+
+@dataclass(slots=True)
+class Link:
+    """One direction between two hosts."""
+
+    cut: bool = False
+    loss: float = 0.0
+    twice: float = 0.0  # probability that a message arrives a second time, later
+    slow_seconds: float = 0.0  # upper bound of an extra delay
+
+
+@dataclass(slots=True)
+class World:
+    random: random.Random
+    tell: bool = False  # keep the story, not only the outcome
+    now: float = 0.0
+    story: list[str] = field(default_factory=list)
+    counters: Counter[str] = field(default_factory=Counter)
+    _heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = field(default_factory=list)
+    _next: int = 0
+    _links: dict[tuple[str, str], Link] = field(default_factory=dict)
+
+    def at(self, delay: float, call: Callable[..., None], *arguments: object) -> None:
+        """Run `call` so many seconds from now; calls of one moment run in the order they were asked for."""
+        heapq.heappush(self._heap, (self.now + delay, self._next, call, arguments))
+        self._next += 1
+
+    def step(self, until: float) -> bool:
+        """Run the next call; False when there is none up to `until`, which is then the time."""
+        if not self._heap or self._heap[0][0] > until:
+            self.now = max(self.now, until)
+            return False
+        self.now, _, call, arguments = heapq.heappop(self._heap)
+        call(*arguments)
+        return True
+
+    def note(self, who: str, what: str) -> None:
+        if self.tell:
+            self.story.append(f"{self.now:9.4f}  {who:<8} {what}")
+
+    # -- network ----
+
+    def link(self, source: str, target: str) -> Link:
+        return self._links.setdefault((source, target), Link())
+
+    def heal(self) -> None:
+        self._links.clear()
+
+    def send(self, source: str, target: str, deliver: Callable[..., None], *arguments: object) -> None:
+        """Deliver after a delay, or never, or twice. Messages overtake each other."""
+        link = self._links.get((source, target))
+        delay = 0.0002 + 0.0008 * self.random.random()
+        if link is None:
+            self.at(delay, deliver, *arguments)
+            return
+        if link.cut or (link.loss and self.random.random() < link.loss):
+            self.counters["messages_lost"] += 1
+            return
+        delay += link.slow_seconds * self.random.random()
+        self.at(delay, deliver, *arguments)
+        if link.twice and self.random.random() < link.twice:
+            self.counters["messages_twice"] += 1
+            self.at(delay + 0.05 * self.random.random(), deliver, *arguments)
+
+    def is_cut(self, source: str, target: str) -> bool:
+        link = self._links.get((source, target))
+        return link is not None and link.cut
+
+
+class Process:
+    """Runs calls while it lives: a dead one drops what was meant for it, a paused one gets it when it goes on."""
+
+    def __init__(self, world: World, name: str, host: str) -> None:
+        self.world = world
+        self.name = name
+        self.host = host
+        self.alive = True
+        self.life = 0  # grows with every death
+        self._paused_until = 0.0
+        self._skew = 1.0
+
+    def set_clock_rate(self, rate: float) -> None:
+        self._skew = rate
+
+    def clock(self) -> float:
+        """This host's monotonic clock: it runs a little fast or slow, and never goes back."""
+        return self.world.now * self._skew
+
+    def after(self, delay: float, call: Callable[..., None], *arguments: object) -> None:
+        self.world.at(delay, self._guarded, self.life, call, arguments)
+
+    def receive(self, call: Callable[..., None], *arguments: object) -> None:
+        """A message that arrives now: for whichever life there is."""
+        self._guarded(self.life, call, arguments)
+
+    def _guarded(self, life: int, call: Callable[..., None], arguments: tuple[object, ...]) -> None:
+        if life != self.life or not self.alive:
+            return
+        if self.world.now < self._paused_until:
+            self.world.at(self._paused_until - self.world.now, self._guarded, life, call, arguments)
+            return
+        call(*arguments)
+
+    def pause(self, seconds: float) -> None:
+        self._paused_until = max(self._paused_until, self.world.now + seconds)
+        self.world.note(self.name, f"paused for {seconds:.2f} s")
+
+    @property
+    def is_paused(self) -> bool:
+        return self.world.now < self._paused_until
+
+    def die(self) -> None:
+        self.alive = False
+        self.life += 1
+        self._paused_until = 0.0

@@ -1,0 +1,222 @@
+"""Bugs that the simulator must find, each named after the rule it breaks, with a schedule that finds it.
+
+`seed` is where the search found it first; when the code or the simulator changes, the test searches again.
+"""
+
+from __future__ import annotations
+
+from tests.sim.mutation import Mutant
+
+CHECKS = "kvservice.core.checks"
+FETCH = "kvservice.core.fetch"
+SHARD = "kvservice.core.shard"
+BLOCKS = "kvservice.core.blocks"
+SLOTS = "kvservice.core.slots"
+LEASES = "kvservice.core.leases"
+KEYS = "kvservice.core.keys"
+DIGEST = "kvservice.core.digest"
+MEMBERSHIP = "kvservice.core.membership"
+INDEX = "kvservice.core.index"
+ANNOUNCE = "kvservice.core.announce"
+SCHEDULER = "kvservice.connector.scheduler"
+EVICTION = "kvservice.core.eviction"
+
+MUTANTS = (
+    Mutant(
+        "a load checks the generation",
+        CHECKS,
+        "(header.epoch, header.generation, header.key) == (epoch, ref.generation, key)",
+        "True",
+    ),
+    Mutant("a digest is bound to its key", DIGEST, 'int.from_bytes(key[8:16], "big")', "0"),
+    Mutant(
+        "the fingerprint is in the key",
+        KEYS,
+        "    base = hashlib.blake2b(fingerprint_digest, key=tenant_key, digest_size=KEY_BYTES)\n    keys",
+        "    base = hashlib.blake2b(b'', key=tenant_key, digest_size=KEY_BYTES)\n    keys",
+    ),
+    Mutant(
+        "a transfer that did not end keeps its slot",
+        FETCH,
+        "        if verdict is PullVerdict.STUCK:\n            self._store.quarantine(slot)\n            self._stuck",
+        "        if verdict is PullVerdict.STUCK:\n            self._store.abort(slot)\n            return "
+        "MissReason.DEADLINE\n            self._stuck",
+    ),
+    Mutant(
+        "a stuck slot is given back when its transfer has ended",
+        FETCH,
+        "for index in self._stuck.pop(job, []):",
+        "for index in []:",
+    ),
+    Mutant(
+        "what a pull brought is verified",
+        FETCH,
+        "            if verdict is PullVerdict.OK:\n",
+        "            if verdict is not PullVerdict.STUCK:\n",
+    ),
+    Mutant(
+        "a gap ends the prefix",
+        FETCH,
+        "        while end < acquisition.break_at and end in acquisition.held:\n            end += 1\n"
+        "        promised = [acquisition.held.pop(index) for index in range(skip, end)]",
+        "        end = max(acquisition.held, default=skip - 1) + 1\n"
+        "        promised = [acquisition.held.pop(i) for i in sorted(acquisition.held)]",
+    ),
+    Mutant(
+        "what an acquisition held beyond its promise is let go",
+        FETCH,
+        "        for index in acquisition.held.values():\n            self._store.unpin(index)\n        lease_id",
+        "        lease_id",
+    ),
+    Mutant(
+        "a cancelled call lets its blocks go",
+        FETCH,
+        "        for slot in acquisition.held.values():\n            self._store.unpin(slot)\n        self._forget_waits",
+        "        acquisition.held.clear()\n        self._forget_waits",
+    ),
+    Mutant(
+        "slots of an engine that vanished rest until its last process is gone",
+        SHARD,
+        "                self._store.quarantine(slot)\n        self._actions.append(WatchEngine",
+        "                self._store.abort(slot)\n        self._actions.append(WatchEngine",
+    ),
+    Mutant(
+        "slots of an engine that is gone come back",
+        SHARD,
+        "            self._free_writes(event.engine_id)",
+        "            pass",
+    ),
+    Mutant(
+        "a lease ends once",
+        LEASES,
+        '        self._drop(lease)\n        self.counters["leases_released"] += 1',
+        '        self.counters["leases_released"] += 1',
+    ),
+    Mutant(
+        "a lease ends when its time is over",
+        LEASES,
+        "now + duration)\n        self._next_id",
+        "now + 1000 * duration)\n        self._next_id",
+    ),
+    Mutant(
+        "leases of an engine that is gone end",
+        SHARD,
+        '        for lease in self._leases.end_holder(("engine", int(attached.attachment))):',
+        "        for lease in []:",
+    ),
+    Mutant(
+        "an adopted block is verified",
+        BLOCKS,
+        "if not verified or header.key in self._blocks or header.length != payload_bytes:",
+        "if header.key in self._blocks or header.length != payload_bytes:",
+    ),
+    Mutant(
+        "a slot that was being written at a crash is not free",
+        BLOCKS,
+        "            self.table.adopt(index, header.generation, owner=bytes(header.key))\n            return None",
+        "            self._actions.append(ClearHeader(index))\n            return None",
+    ),
+    Mutant(
+        "an evicted block is taken out of the directory",
+        BLOCKS,
+        "        self._actions.append(Retract(key, block.route))\n",
+        "",
+    ),
+    Mutant(
+        "a sealed block is announced",
+        BLOCKS,
+        '        self._actions.append(Announce(key, route))\n        self.counters["blocks_sealed"] += 1',
+        '        self.counters["blocks_sealed"] += 1',
+    ),
+    Mutant(
+        "a gap in the announcements asks for all of them",
+        MEMBERSHIP,
+        "if not full_begin and sequence != member.last_sequence + 1:",
+        "if False:",
+    ),
+    Mutant(
+        "an old announcement is not news",
+        MEMBERSHIP,
+        "if sequence <= member.last_sequence and not (repeated and known):",
+        "if False:",
+    ),
+    Mutant(
+        "an update that got no answer is sent again",
+        ANNOUNCE,
+        '        self._streams[partition].in_flight = False\n        self.counters["announce_failed"] += 1',
+        "        self._streams[partition].in_flight = False\n        self._streams[partition].outstanding = None\n"
+        '        self.counters["announce_failed"] += 1',
+    ),
+    Mutant(
+        "removals wait until the full announcement is out",
+        INDEX,
+        "        for key in removed:\n            mask = masks.get(key, 0)\n            if mask & bit:",
+        "        for key in removed[1:]:\n            mask = masks.get(key, 0)\n            if mask & bit:",
+    ),
+    Mutant(
+        "a node's old blocks are forgotten when it announces itself anew",
+        INDEX,
+        "        if verdict.forget:\n            self._retire(node.node_id)\n",
+        "",
+    ),
+    Mutant(
+        "what is stored is stored under its own key",
+        SCHEDULER,
+        "            key = request.keys[index]\n            parent",
+        "            key = request.keys[index - 1]\n            parent",
+    ),
+    Mutant(
+        "a block is sealed after it was copied",
+        SCHEDULER,
+        "        return StorePlan(store_id, tuple(entries))",
+        "        self._session.seal(attachment.attachment_id, items)\n        return StorePlan(store_id, tuple(entries))",
+    ),
+    Mutant(
+        "a block that is being copied is pinned",
+        SCHEDULER,
+        "            self._pins.pin(read)",
+        "            self._pins.pin([])",
+    ),
+    Mutant(
+        "a failed store is not sealed",
+        SCHEDULER,
+        '        if store.reports["failed"]:',
+        '        if store.reports["failed"] < 0:',
+    ),
+    Mutant(
+        "a load's lease ends with it",
+        SCHEDULER,
+        "            self._end_lease(*lease)",
+        "            pass",
+    ),
+    Mutant(
+        "a promise that is not taken up is given back",
+        SCHEDULER,
+        "if request.state is RequestState.ANSWERED and request.result is not None and request.attachment is not None:",
+        "if False:",
+    ),
+    Mutant(
+        "an answer that comes too late is given back",
+        SCHEDULER,
+        "                self._end_lease(answer.attachment, lease_id)  # too late: nobody waits for it any more\n",
+        "",
+    ),
+    Mutant(
+        "nothing is promised beyond what is leased",
+        SCHEDULER,
+        "        blocks = len(request.result.blocks) - request.local_blocks\n",
+        "        blocks = len(request.result.blocks) - request.local_blocks + bool(request.result.blocks)\n",
+    ),
+    Mutant(
+        "an engine attaches again only when its workers write no more",
+        SCHEDULER,
+        "        return not self._stores",
+        "        return True",
+    ),
+    Mutant(
+        "a block that is leased is not evicted",
+        BLOCKS,
+        "        if slot.pins == 1:\n            self._policy.pin(block.key)",
+        "        if slot.pins == 9:\n            self._policy.pin(block.key)",
+    ),
+)

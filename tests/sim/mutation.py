@@ -1,0 +1,72 @@
+"""Plants a fault in loaded production code: the source is changed, compiled anew, and the functions that differ get the
+new code. Classes, globals and everybody's references stay the same objects."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType, FunctionType, ModuleType
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    name: str  # the rule that is broken
+    module: str
+    old: str  # must occur exactly once in the module's source
+    new: str
+    seed: int = 0  # of a schedule that finds it
+
+
+@contextlib.contextmanager
+def planted(mutant: Mutant) -> Iterator[None]:
+    """Raises LookupError when the place is not there any more: then the mutant has to be written anew."""
+    module = importlib.import_module(mutant.module)
+    source = inspect.getsource(module)
+    if source.count(mutant.old) != 1:
+        raise LookupError(f"{mutant.name}: {source.count(mutant.old)} places in {mutant.module} read {mutant.old!r}")
+    changed = _codes(compile(source.replace(mutant.old, mutant.new), f"<{mutant.name}>", "exec"))
+    undo: list[tuple[FunctionType, CodeType]] = []
+    for function in _functions(module):
+        code = changed.get(function.__qualname__)
+        if code is not None and _text(code) != _text(function.__code__):
+            undo.append((function, function.__code__))
+            function.__code__ = code
+    if not undo:
+        raise LookupError(f"{mutant.name}: nothing changed in {mutant.module}")
+    try:
+        yield
+    finally:
+        for function, code in undo:
+            function.__code__ = code
+
+
+def _codes(code: CodeType) -> dict[str, CodeType]:
+    found: dict[str, CodeType] = {}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found[constant.co_qualname] = constant
+            found.update(_codes(constant))
+    return found
+
+
+def _functions(module: ModuleType) -> Iterator[FunctionType]:
+    for thing in vars(module).values():
+        if getattr(thing, "__module__", None) != module.__name__:
+            continue
+        if isinstance(thing, FunctionType):
+            yield thing
+        elif isinstance(thing, type):
+            for member in vars(thing).values():
+                function = getattr(member, "__func__", member)
+                function = getattr(function, "fget", function)
+                if isinstance(function, FunctionType) and function.__module__ == module.__name__:
+                    yield function
+
+
+def _text(code: CodeType) -> object:
+    """What the code does, without where it stands."""
+    constants = tuple(_text(c) if isinstance(c, CodeType) else c for c in code.co_consts)
+    return code.co_code, constants, code.co_names, code.co_varnames
