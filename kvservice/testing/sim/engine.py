@@ -148,12 +148,18 @@ class SimSession:
             if result is not None and result.lease_id:
                 self._leases.add(result.lease_id)
             self._answers.append(Answer(request_id, attachment.attachment_id, result))
+            if self._engine.pause_at_answer and result is not None and result.lease_id:
+                self._engine.pause(self._engine.pause_at_answer)
+                self._engine.pause_at_answer = 0.0
+
+        def reply(answer: object) -> None:
+            if isinstance(answer, AcquireResult):
+                self._engine.check_promised(request, answer)
+            self._back(answered, answer)
 
         def ask() -> None:
             if not call.is_over:
-                call.op = self._engine.node.call(
-                    lambda op: ev.Acquire(op, attachment.attachment_id, request), partial(self._back, answered)
-                )
+                call.op = self._engine.node.call(lambda op: ev.Acquire(op, attachment.attachment_id, request), reply)
 
         self._send(ask)
         return attachment.attachment_id
@@ -274,10 +280,16 @@ class SimWorker:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.alive = True
         self.busy = 0  # copies under way: the liveness lock is held as long
         self.report = StepReport()
         self.loaded: set[str] = set()
         self.failed: set[str] = set()
+
+    def die(self) -> None:
+        """With its host: nothing of it writes any more."""
+        self.alive = False
+        self.busy = 0
 
     def run(self, plan: StepPlan) -> None:
         pool = plan.pool
@@ -303,6 +315,8 @@ class SimWorker:
                 self._engine.write_block(entry.block_id, half, memory.read(entry.ref.slot))
 
         def end() -> None:
+            if not self.alive:
+                return
             self.busy -= 1
             sound = True
             for entry, before in zip(load.entries, headers, strict=True):
@@ -343,10 +357,12 @@ class SimWorker:
         self.busy += 1
 
         def copy(half: int) -> None:
-            for entry in store.entries:
+            for entry in store.entries if self.alive else ():
                 memory.write_half(entry.ref.slot, half, self._engine.read_block(entry.block_id))
 
         def end() -> None:
+            if not self.alive:
+                return
             self.busy -= 1
             self.report.stored[store.store_id] = 1
             world.counters["blocks_stored"] += len(store.entries)
@@ -388,7 +404,7 @@ class Engine(Process):
         self._pins: dict[int, int] = {}
         self._next_block = 1
         self._on_death: list[tuple[int, Callable[[object], None]]] = []
-        self.done = 0
+        self.pause_at_answer = 0.0  # seconds: the moment between a promise and its load
         self.worker = SimWorker(self)
         self.session = SimSession(self)
         self.half = self._make_half()
@@ -453,6 +469,13 @@ class Engine(Process):
             if self.read_block(entry.block_id) != self._right(request, position):
                 raise Violation(f"{self.name} was given wrong bytes for block {position} of {load.request_id}")
 
+    def check_promised(self, request: AcquireRequest, result: AcquireResult) -> None:
+        """What is promised lies in its slot, under its own key, at the moment it is promised."""
+        for key, ref in zip(request.keys[request.skip :], result.blocks, strict=False):
+            header = self.node.memory.read_header(ref.slot)
+            if header is not None and header.key != key:  # None: its bits were flipped, and no load takes it
+                raise Violation(f"{self.name} was promised slot {ref.slot:#x} for another block than it asked for")
+
     def _right(self, request: SimRequest, position: int) -> bytes:
         return content_of(self.spec.fingerprint.digest, request.hashes[position])
 
@@ -461,6 +484,8 @@ class Engine(Process):
     def submit(self, request_id: str, hashes: list[BlockHash], wants: Prefill | Handoff | None) -> None:
         keys = block_keys(self.spec.fingerprint.digest, hashes)
         self.requests[request_id] = SimRequest(request_id, hashes, keys, wants, arrived_at=self.world.now)
+        for block_hash, key in zip(hashes, keys, strict=True):
+            self.world.right[key] = content_of(self.spec.fingerprint.digest, block_hash)
         self.waiting.append(request_id)
         self.half.on_new_request(request_id, hashes, self.clock(), wants=wants)
         if not self._is_stepping:
@@ -554,7 +579,6 @@ class Engine(Process):
         for block in request.block_ids:  # the engine uses them for something else now, unless they are being copied
             if block not in self._pins:
                 self._blocks[block][:] = b"\xee" * len(self._blocks[block])
-        self.done += 1
 
     # -- death ----
 

@@ -27,6 +27,7 @@ FIND_NODE_SECONDS = 0.5
 FOLLOW_SLACK_SECONDS = 1.0
 PEER_FAILED_SECONDS = 0.05  # until a refused connection shows
 LIVENESS_SECONDS = 0.1
+LATE_SECONDS = 2.0  # a transfer that was given up may write so long
 READ_SECONDS = 0.02  # at most, for half a block: slow enough for something to happen meanwhile
 
 Reply = Callable[[object], None]  # a value, or the KVServiceError that was raised
@@ -369,11 +370,16 @@ class Node(Process):
         self.after(0.001, self.handle, ev.Pulled(job, (stuck,) * len(pull.action.items)))
         if landed_late:
             self.world.counters["pulls_stuck"] += 1
-            self.world.at(0.05 + 0.5 * self.world.random.random(), self._land_late, pull)
+            times = sorted(0.05 + LATE_SECONDS * self.world.random.random() for _ in range(3))
+            for delay in times:
+                self.world.at(delay, self._land_late, pull)
+            self.world.at(times[-1], self._quiesce, pull)
 
     def _land_late(self, pull: _Pull) -> None:
-        if self.life != pull.life:
-            return
-        for _, destination in pull.action.items:
-            self.memory.write_half(destination, self.world.random.randrange(2), b"late" * (2 * HALF // 4))
-        self.receive(self.handle, ev.Quiesced(pull.action.job))
+        if self.life == pull.life:
+            for _, destination in pull.action.items:
+                self.memory.write_half(destination, self.world.random.randrange(2), b"late" * (2 * HALF // 4))
+
+    def _quiesce(self, pull: _Pull) -> None:
+        if self.life == pull.life:
+            self.receive(self.handle, ev.Quiesced(pull.action.job))

@@ -112,9 +112,17 @@ class Run:
                 node.is_changed = False
                 node.state.check_invariants()
                 node.announcer.check_invariants()
+                if not self.verifies:  # nobody has corrupted memory
+                    self._audit(node)
         for engine in self.engines:
             if engine.alive:
                 engine.half.check_invariants()
+
+    def _audit(self, node: Node) -> None:
+        """A block that can be read holds the bytes of its key, whether anybody reads it or not."""
+        for block in node.state.blocks():
+            if node.memory.read(block.slot) != self.world.right[block.key]:
+                raise Violation(f"{node.name} holds wrong bytes in slot {block.slot:#x}, as block {block.position}")
 
     def _check_end(self) -> None:
         for lookup in self.lookups:
@@ -178,6 +186,8 @@ class Run:
             self._crash_engine(engine_index, fault.seconds)
         elif kind == "pause_engine":
             self.engines[engine_index].pause(2 * fault.seconds)  # longer than a lease, sometimes
+        elif kind == "pause_at_answer":
+            self.engines[engine_index].pause_at_answer = LEASE_SECONDS + fault.seconds
         elif kind == "crash_lookup":
             if lookup.alive:
                 lookup.die()
@@ -218,7 +228,7 @@ class Run:
             for index, engine in enumerate(self.engines):
                 if engine.node is node and engine.alive:
                     self._crash_engine(index, seconds + 0.1)
-                    engine.worker.busy = 0
+                    engine.worker.die()
         for engine in self.engines:
             if engine.node is node and engine.alive:
                 engine.after(0.001, engine.node_died)

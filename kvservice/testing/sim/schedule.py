@@ -21,7 +21,8 @@ FAULTS: dict[str, int] = {
     "lose_node": 2,
     "pause_node": 4,
     "crash_engine": 5,
-    "pause_engine": 3,
+    "pause_engine": 2,
+    "pause_at_answer": 4,
     "crash_lookup": 3,
     "pause_lookup": 1,
     "cut_one_way": 4,
@@ -84,7 +85,7 @@ class Schedule:
 def make_schedule(seed: int) -> Schedule:
     rng = random.Random(seed)
     nodes = rng.choice((2, 2, 3))
-    engines = rng.choice((nodes, nodes, nodes + 1))
+    engines = rng.choice((nodes, nodes + 1))
     asks = []
     for _ in range(rng.randint(8, 20)):
         decode_at = rng.randrange(engines) if rng.random() < 0.25 else -1

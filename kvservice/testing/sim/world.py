@@ -33,6 +33,7 @@ class World:
     now: float = 0.0
     story: list[str] = field(default_factory=list)
     counters: Counter[str] = field(default_factory=Counter)
+    right: dict[bytes, bytes] = field(default_factory=dict)  # block key -> the only bytes that are right under it
     _heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = field(default_factory=list)
     _next: int = 0
     _links: dict[tuple[str, str], Link] = field(default_factory=dict)
