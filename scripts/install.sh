@@ -7,8 +7,7 @@ lock=$3
 
 "$(dirname "$0")/new-venv.sh" "$python" "$venv"
 pip=("$venv/bin/pip" --disable-pip-version-check)
-# Files are compiled when they are first imported: most never are.
-locked=(install --quiet --no-compile --no-deps --require-hashes -r)
+locked=(install --quiet --no-deps --require-hashes -r)
 
 # The CPU build of torch has a local version (+cpu), which PyPI does not take: it comes from pip's own sources when
 # they have it (PIP_FIND_LINKS, a mirror), else from the project's index. The hash is checked either way.
@@ -20,7 +19,7 @@ if ! "${pip[@]}" "${locked[@]}" "$work/torch" 2>/dev/null; then
   "${pip[@]}" "${locked[@]}" "$work/torch" --index-url https://download.pytorch.org/whl/cpu
 fi
 
-# Unpacking keeps one core busy, so several pips share the list; without dependencies they do not meet.
+# Unpacking and compiling keep one core busy, so several pips share the list; without dependencies they do not meet.
 echo "installing $(grep -c '==' "$lock") locked packages into $venv (a few minutes the first time)" >&2
 grep '==' "$lock" | split --number=r/8 - "$work/part."
 printf '%s\0' "$work"/part.* | xargs -0 -n 1 -P 2 "${pip[@]}" "${locked[@]}"

@@ -14,6 +14,8 @@ import time
 import uuid
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import SESSION_VARIABLE, left_behind, segments
 
 ROOT = Path(__file__).parent.parent
@@ -21,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 FAST = "not ray and not vllm and not netns"
 RAY = "(ray or netns) and not vllm"
 ENGINES = "vllm"
+NOTHING_SELECTED = pytest.ExitCode.NO_TESTS_COLLECTED  # e.g. by -k
 
 
 def main(options: list[str]) -> int:
@@ -43,10 +46,11 @@ def main(options: list[str]) -> int:
     left = left_behind(before, environment[SESSION_VARIABLE])
     if left:
         print("the tests left behind:\n  " + "\n  ".join(left))
-    for lane, code in codes.items():
-        print(f"{'passed' if code == 0 else f'FAILED ({code})'}: {lane}")
+    failed = {lane: code for lane, code in codes.items() if code not in (pytest.ExitCode.OK, NOTHING_SELECTED)}
+    for lane in codes:
+        print(f"{f'FAILED ({failed[lane]})' if lane in failed else 'passed'}: {lane}")
     print(f"took {time.monotonic() - started:.0f} s")
-    return 1 if left or any(codes.values()) else 0
+    return 1 if left or failed else 0
 
 
 def _command(lane: str, options: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ our code is not among what was imported before. Started on first use, ends with 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -22,6 +23,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -167,7 +170,18 @@ def become(asked: dict[str, Any], descriptors: list[int]) -> None:
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))  # the library has read the variable already
     sys.argv = [asked["module"], *asked["arguments"]]
-    runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
+    except SystemExit:
+        pass
+    except BaseException:  # noqa: BLE001  the end of the process; its log says why
+        traceback.print_exc()
+    # As an interpreter ends, but without taking its modules apart: that would first copy all that was forked.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def enter(pid: int) -> None:
