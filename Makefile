@@ -60,8 +60,8 @@ format: $(INSTALLED) ## Format the code and fix what the linter can fix
 test-fast: $(INSTALLED) ## The tests that need neither Ray nor vLLM
 	$(BIN)/python -m pytest -m "$(FAST)" tests
 
-test: $(INSTALLED) $(MODEL) ## The whole suite
-	$(BIN)/python -m pytest tests
+test: $(INSTALLED) $(MODEL) ## The whole suite, the tests without an engine in two lanes side by side
+	$(BIN)/python -m tests.lanes
 
 demo: $(INSTALLED) $(MODEL) ## Two nodes, two replicas, one cache: watch a remote prefix hit
 	$(BIN)/python -m kvservice.cli.main demo

@@ -11,14 +11,16 @@ locked=(install --quiet --no-deps --require-hashes -r)
 
 # The CPU build of torch has a local version (+cpu), which PyPI does not take: it comes from pip's own sources when
 # they have it (PIP_FIND_LINKS, a mirror), else from the project's index. The hash is checked either way.
-torch=$(mktemp)
-trap 'rm -f "$torch"' EXIT
-grep '^torch==' "$lock" >"$torch"
-if ! "${pip[@]}" "${locked[@]}" "$torch" 2>/dev/null; then
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+grep '^torch==' "$lock" >"$work/torch"
+if ! "${pip[@]}" "${locked[@]}" "$work/torch" 2>/dev/null; then
   echo "torch: from https://download.pytorch.org/whl/cpu" >&2
-  "${pip[@]}" "${locked[@]}" "$torch" --index-url https://download.pytorch.org/whl/cpu
+  "${pip[@]}" "${locked[@]}" "$work/torch" --index-url https://download.pytorch.org/whl/cpu
 fi
 
+# Unpacking and compiling keep one core busy, so several pips share the list; without dependencies they do not meet.
 echo "installing $(grep -c '==' "$lock") locked packages into $venv (a few minutes the first time)" >&2
-"${pip[@]}" "${locked[@]}" "$lock"
+grep '==' "$lock" | split --number=r/8 - "$work/part."
+printf '%s\0' "$work"/part.* | xargs -0 -n 1 -P 2 "${pip[@]}" "${locked[@]}"
 "${pip[@]}" install --quiet --no-deps --no-build-isolation --editable .

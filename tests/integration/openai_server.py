@@ -95,8 +95,8 @@ class FakeServer:
         self._released.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until it is true of what was seen. Fails after five seconds."""
-        async with asyncio.timeout(5):
+        """Wait until it is true of what was seen. Fails after twenty seconds."""
+        async with asyncio.timeout(20):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()

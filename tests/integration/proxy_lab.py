@@ -33,7 +33,7 @@ class Running:
 
     async def settled(self, *, nodes: bool = True) -> None:
         """Every server was checked, and the nodes of healthy prefill servers are known."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while any(
                 server.reason == "not checked yet"
                 or (nodes and server.role is Role.PREFILL and server.healthy and server.node is None)
@@ -43,7 +43,7 @@ class Running:
 
     async def idle(self) -> None:
         """Nothing is under way to any server."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while any(server.in_flight for server in self.proxy.pool):
                 await asyncio.sleep(0.01)
 

@@ -288,7 +288,7 @@ def test_worker_that_hangs_is_killed_and_every_copy_ends_in_bounded_time(bench: 
     worker.signal(signal.SIGSTOP)
     started = time.monotonic()
     ticket = bench.copy(Direction.STORE, row(0, slot_index(0, 0), 1))
-    assert time.monotonic() - started < 0.1, "handing a copy over waited for the worker"
+    assert time.monotonic() - started < WEDGE_SECONDS / 2, "handing a copy over waited for the worker"
     ticket.synchronize()
     assert WEDGE_SECONDS <= time.monotonic() - started < WEDGE_SECONDS + 3
     assert not ticket.succeeded()
@@ -348,7 +348,7 @@ def test_one_engines_nonsense_does_not_reach_another(bench: Bench, worker: Worke
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.connect(str(mover_socket(bench.directory, HOST)))
         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        stranger.settimeout(5)
+        stranger.settimeout(20)
         stranger.send(garbage)
         with contextlib.suppress(ConnectionError):
             while stranger.recv(1 << 16):  # an answer that says no, or the end of the connection
@@ -490,7 +490,7 @@ def test_stuck_copy_is_reported_and_state_still_answers(bench: Bench, root: Path
         assert server.wedged.wait(5)
         started = time.monotonic()
         state = server.state()
-        assert time.monotonic() - started < 0.1
+        assert time.monotonic() - started < 1.0
         assert state["wedged"] and state["engines"] == 1
     finally:
         device.release.set()

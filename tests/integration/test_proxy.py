@@ -118,7 +118,7 @@ async def test_a_server_that_came_back_on_another_node_is_learnt_again(lab: Lab)
     assert (await proxy.post({"prompt": LONG}))[0] == 200
     assert {server.node for server in proxy.proxy.pool if server.role is Role.PREFILL} == {None}
     again = await lab.server(node="node-2", port=port)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not any(server.node for server in proxy.proxy.pool):
             await asyncio.sleep(0.02)
     await proxy.post({"prompt": LONG})
@@ -146,7 +146,7 @@ async def test_a_prefill_server_without_the_connector_gets_no_work(lab: Lab) -> 
     proxy = await lab.proxy([prefill], [decode])
     await proxy.settled(nodes=False)
     await prefill.until(lambda: len(prefill.probes) > 0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not any(server.plain for server in proxy.proxy.pool):
             await asyncio.sleep(0.01)
     assert (await proxy.post({"prompt": LONG}))[0] == 200
@@ -455,7 +455,7 @@ async def test_health_says_what_is_wrong_and_a_server_that_recovers_serves_again
     assert status == 503 and "no decode server is healthy" in json.loads(body)["error"]["message"]
     assert (await proxy.get("/v1/models"))[0] == 503
     decode.healthy = True
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while (await proxy.get("/health"))[0] != 200:
             await asyncio.sleep(0.02)
     assert (await proxy.post({"prompt": "x"}))[0] == 200
@@ -506,7 +506,7 @@ async def test_a_failed_server_is_looked_at_before_its_next_check_is_due(lab: La
     proxy = await lab.proxy([], [decode], check_seconds=60)
     assert (await proxy.post({"prompt": "x"}))[0] == 502
     decode.die_after = None
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not proxy.proxy.pool.healthy(Role.DECODE):
             await asyncio.sleep(0.01)
     assert (await proxy.post({"prompt": "x"}))[0] == 200
@@ -518,7 +518,7 @@ async def test_a_stream_that_has_begun_is_not_broken_by_a_health_check(lab: Lab)
     async with proxy.session.post(proxy.url + COMPLETIONS, json={"prompt": "x", "stream": True}) as response:
         await response.content.readline()
         decode.healthy = False
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while proxy.proxy.pool.healthy(Role.DECODE):
                 await asyncio.sleep(0.01)
         rest = await response.read()

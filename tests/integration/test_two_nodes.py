@@ -135,13 +135,13 @@ async def test_leases_of_a_silent_engine_end(cluster: LocalCluster) -> None:
     await a.store(keys)
     result = await a.acquire(keys)
     assert len(result.blocks) == 4
-    await eventually(lambda: cluster.accounting("n0").leases == 0, seconds=5.0)
+    await eventually(lambda: cluster.accounting("n0").leases == 0, seconds=12.0)
     await a.pool.release(a.attachment.attachment_id, [result.lease_id])  # late: a counted no-op
     assert cluster.stats("n0").counters["lease_release_ignored"] >= 1
     await leave(a, b)
 
 
-async def eventually(condition: object, seconds: float = 5.0) -> None:
+async def eventually(condition: object, seconds: float = 20.0) -> None:
     assert callable(condition)
     deadline = time.monotonic() + seconds
     while not condition():

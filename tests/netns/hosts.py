@@ -53,6 +53,11 @@ class Host:
         """Put before a command to run it on this host."""
         return ["nsenter", "--target", str(self._anchor.pid), "--net", "--mount", "--wd=" + str(Path.cwd())]
 
+    @property
+    def pid(self) -> int:
+        """A process that sees what processes on this host see."""
+        return self._anchor.pid
+
     def run(self, command: Sequence[str], log: Path, **environment: str) -> subprocess.Popen[bytes]:
         with log.open("ab") as out:
             return subprocess.Popen(

@@ -11,7 +11,7 @@ import pytest
 
 from kvservice.transfer.nixl import nixl_available
 from tests.netns.hosts import RUNTIME_ROOT, Host, Hosts, wait_for, why_not
-from tests.vllm.replica import Replica
+from tests.vllm.replica import Replica, close_all
 
 REASON = why_not() or (None if nixl_available() else "NIXL is not installed")
 pytestmark = [
@@ -71,7 +71,7 @@ def test_prefix_computed_on_one_host_is_a_remote_hit_on_the_other(
         for index, host in enumerate(hosts):
             socket = str(RUNTIME_ROOT / "netns" / f"host{index}" / "shard.sock")
             extra: dict[str, object] = {"mode": "service", "socket": socket}
-            replicas.append(Replica(model_path, extra, tmp_path / f"replica{index}.log", host.prefix))
+            replicas.append(Replica(model_path, extra, tmp_path / f"replica{index}.log", host.pid))
         a, b = (replica.ready() for replica in replicas)
         cold = a.ask(PROMPT)
         before = received_bytes(hosts[1])
@@ -81,8 +81,7 @@ def test_prefix_computed_on_one_host_is_a_remote_hit_on_the_other(
         assert warm["cached_tokens"] >= 600, f"no remote hit: {warm}"
         assert crossed >= warm["cached_tokens"] * TOKEN_BYTES, "the blocks did not cross the wire"
     finally:
-        for replica in replicas:
-            replica.close()
+        close_all(replicas)
         for process in processes:
             process.terminate()
         for process in processes:

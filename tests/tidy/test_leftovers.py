@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import uuid
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import SESSION_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAKS = {
@@ -23,7 +26,8 @@ def run_session(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_leak.py").write_text(f"def test_leak():\n    {body}\n")
     (folder / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", str(folder)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != SESSION_VARIABLE}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize("kind", LEAKS)

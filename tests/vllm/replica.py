@@ -15,27 +15,38 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from tests.conftest import SESSION_VARIABLE
+from tests.vllm import nursery
+
+ON_GPU = Path("/dev/nvidiactl").exists()
+BLOCKS = 160  # of KV space by default, 5,120 tokens: touching a gigabyte anew takes an engine longer than to load
 
 
 class Replica:
     """The test's end of the pipe. `extra`: options of our connector, None for an engine without; `connector`: another
-    one. `prefix` runs the process elsewhere, e.g. in a network namespace."""
+    one. `namespaces_of`: a process whose network and mounts the engine shall see. Under pytest and without a GPU the
+    process is forked, see `nursery`, and its KV space is small."""
 
     def __init__(
         self,
         model: Path,
         extra: dict[str, object] | None,
         log: Path,
-        prefix: list[str] | None = None,
+        namespaces_of: int | None = None,
         role: str = "kv_both",
         threads: int = 0,
         connector: dict[str, object] | None = None,
         variables: dict[str, str] | None = None,
         **engine: object,
     ) -> None:
-        arguments = [sys.executable, "-m", "tests.vllm.replica", "--model", str(model), "--engine", json.dumps(engine)]
+        forked = SESSION_VARIABLE in os.environ and not ON_GPU
+        if forked:
+            engine = {"num_gpu_blocks_override": BLOCKS, **engine}
+        arguments = ["--model", str(model), "--engine", json.dumps(engine)]
         if extra is not None:
             connector = {
                 "kv_connector": "KVServiceConnector", "kv_connector_module_path": "kvservice.connector.vllm",
@@ -49,20 +60,30 @@ class Replica:
         environment.update(variables or {})
         if threads:
             environment["OMP_NUM_THREADS"] = str(threads)
+        self._is_ready = False
         self._log = log.open("ab")
-        self._process = subprocess.Popen(
-            [*(prefix or []), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=environment,
-        )
+        self._process: subprocess.Popen[bytes] | nursery.Forked
+        if forked:
+            self._process = nursery.start(
+                "tests.vllm.replica", arguments, environment, self._log.fileno(), namespaces_of=namespaces_of
+            )
+        else:
+            assert namespaces_of is None
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.vllm.replica", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                env=environment,
+            )
         self.log = log
         self.pid = self._process.pid
 
     def ready(self) -> Replica:
         """Blocks until the model is loaded."""
-        self._read()
+        if not self._is_ready:
+            self._read()
+            self._is_ready = True
         return self
 
     def send(self, **command: object) -> None:
@@ -107,9 +128,13 @@ class Replica:
         self.send(reset=True)
         self._read()
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Tells the engine to end, without waiting for it."""
         if self._process.stdin is not None:
             self._process.stdin.close()
+
+    def close(self) -> None:
+        self.end()
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:
@@ -124,6 +149,15 @@ class Replica:
                 found: dict[str, Any] = json.loads(line[1:])
                 return found
         raise AssertionError(f"the replica ended: {self.log.read_text(errors='replace')[-3000:]}")
+
+
+def close_all(replicas: Iterable[Replica]) -> None:
+    """All at once: an engine takes seconds to end."""
+    every = list(replicas)
+    for replica in every:
+        replica.end()
+    for replica in every:
+        replica.close()
 
 
 def main() -> None:

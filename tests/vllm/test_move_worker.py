@@ -27,24 +27,21 @@ def cluster() -> Iterator[LocalCluster]:
 
 
 @pytest.fixture(scope="module")
-def replicas(
-    cluster: LocalCluster, model_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Replica, Replica]]:
-    """One with its copies in the worker, one without a cache."""
-    logs = tmp_path_factory.mktemp("replicas")
+def replica(
+    cluster: LocalCluster, without_cache: Replica, model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Replica]:
+    """With its copies in the worker."""
     extra = {"mode": "service", "socket": cluster.socket("n0"), "verify_load": "full", "mover": "worker"}
-    with_worker = Replica(model_path, extra, logs / "worker.log", **ENGINE)
-    without = Replica(model_path, None, logs / "off.log", **ENGINE)
+    started = Replica(model_path, extra, tmp_path_factory.mktemp("replica") / "worker.log", **ENGINE)
     try:
-        yield with_worker.ready(), without.ready()
+        yield started.ready()
     finally:
-        with_worker.close()
-        without.close()
+        started.close()
 
 
 @pytest.fixture(scope="module")
-def wanted(replicas: tuple[Replica, Replica]) -> list[list[int]]:
-    return replicas[1].tokens(PROMPTS, 12)
+def wanted(without_cache: Replica) -> list[list[int]]:
+    return without_cache.ready().tokens(PROMPTS, 12)
 
 
 def wait_connected(replica: Replica, times: int) -> Counter[str]:
@@ -58,9 +55,8 @@ def wait_connected(replica: Replica, times: int) -> Counter[str]:
 
 
 def test_tokens_are_equal_cold_and_warm_with_every_copy_in_the_worker(
-    replicas: tuple[Replica, Replica], wanted: list[list[int]]
+    replica: Replica, wanted: list[list[int]]
 ) -> None:
-    replica = replicas[0]
     before = wait_connected(replica, 1)
     assert replica.tokens(PROMPTS, 12) == wanted
     replica.reset()
@@ -75,9 +71,8 @@ def test_tokens_are_equal_cold_and_warm_with_every_copy_in_the_worker(
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_worker_lost_while_requests_run(
-    cluster: LocalCluster, replicas: tuple[Replica, Replica], wanted: list[list[int]], number: signal.Signals
+    cluster: LocalCluster, replica: Replica, wanted: list[list[int]], number: signal.Signals
 ) -> None:
-    replica = replicas[0]
     before = wait_connected(replica, 1)
     replica.reset()
     assert during(replica, lambda: cluster.kill("mover-n0", number), 0.05) == wanted

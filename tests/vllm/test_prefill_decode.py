@@ -16,7 +16,7 @@ import pytest
 
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import MiB
-from tests.vllm.replica import Replica
+from tests.vllm.replica import Replica, close_all
 
 pytestmark = pytest.mark.vllm
 
@@ -67,8 +67,7 @@ class Setup:
             time.sleep(0.1)
 
     def close(self) -> None:
-        for replica in self.replicas.values():
-            replica.close()
+        close_all(self.replicas.values())
 
 
 @pytest.fixture(scope="module")

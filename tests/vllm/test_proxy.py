@@ -22,6 +22,8 @@ import pytest
 
 from kvservice.testing.cluster import LocalCluster, free_port
 from kvservice.units import MiB
+from tests.vllm import nursery
+from tests.vllm.replica import BLOCKS
 from tests.vllm.shared_memory import vllm_segments_removed
 
 openai = pytest.importorskip("openai")
@@ -31,20 +33,31 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 START_SECONDS = 240.0
 MODEL = "small"
 PROMPT = "The keeper of the northern light writes down every ship that passes, its flag and its course. " * 30 + "Today"
+VARIABLES = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+Process = subprocess.Popen[bytes] | nursery.Forked
 
 
 class Servers:
     def __init__(self, cluster: LocalCluster, model: Path, logs: Path) -> None:
         self.cluster = cluster
         self._logs = logs
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Process] = []
         self.prefill = self._serve(model, "n0", "kv_producer")
         self.decode = self._serve(model, "n1", "kv_consumer")
         self._wait(self.prefill, "n0")
         self._wait(self.decode, "n1")
         self.proxy = f"http://127.0.0.1:{free_port()}"
-        words = ["-m", "kvservice.cli.main", "proxy", "--port", self.proxy.rpartition(":")[2]]
-        self._start("proxy", [*words, "--prefill", self.prefill, "--decode", self.decode])
+        words = ["proxy", "--port", self.proxy.rpartition(":")[2], "--prefill", self.prefill, "--decode", self.decode]
+        with (self._logs / "proxy.log").open("wb") as out:
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "kvservice.cli.main", *words],
+                    stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **VARIABLES}, start_new_session=True,
+                )
+            )  # fmt: skip
         self._wait(self.proxy, "proxy")
 
     def _serve(self, model: Path, node: str, role: str) -> str:
@@ -54,20 +67,14 @@ class Servers:
             "kv_role": role, "kv_connector_extra_config": {"mode": "service", "socket": self.cluster.socket(node)},
         }  # fmt: skip
         # What `vllm serve` runs; that command itself asks for a distribution of another name than the CPU build's.
-        words = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", MODEL]
+        module = "vllm.entrypoints.openai.api_server"
+        words = ["--model", str(model), "--served-model-name", MODEL, "--num-gpu-blocks-override", str(BLOCKS)]
         words += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "2048"]
         words += ["--block-size", "32", "--enforce-eager", "--kv-transfer-config", json.dumps(transfer)]
-        self._start(node, words)
+        with (self._logs / f"{node}.log").open("wb") as out:
+            environment = {**os.environ, **VARIABLES}
+            self.processes.append(nursery.start(module, words, environment, out.fileno(), output=out.fileno()))
         return f"http://127.0.0.1:{port}"
-
-    def _start(self, name: str, words: list[str]) -> None:
-        variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
-        environment = {**os.environ, **variables, "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
-        with (self._logs / f"{name}.log").open("wb") as out:
-            process = subprocess.Popen(
-                [sys.executable, *words], stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-            )
-        self.processes.append(process)
 
     def _wait(self, url: str, name: str) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -94,7 +101,7 @@ class Servers:
             self.kill(process)
 
     @staticmethod
-    def kill(process: subprocess.Popen[bytes]) -> None:
+    def kill(process: Process) -> None:
         """With all its children, as the end of a container does."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import MiB
-from tests.vllm.replica import Replica
+from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
+from tests.vllm.replica import Replica, close_all
 
 pytestmark = pytest.mark.vllm
 
@@ -28,7 +30,7 @@ def cluster() -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="module")
 def replicas(
-    cluster: LocalCluster, model_path: Path, tmp_path_factory: pytest.TempPathFactory
+    cluster: LocalCluster, without_cache: Replica, model_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Replica]]:
     logs = tmp_path_factory.mktemp("replicas")
     started = {
@@ -38,12 +40,10 @@ def replicas(
         )
         for node in cluster.nodes
     }  # fmt: skip
-    started["off"] = Replica(model_path, None, logs / "off.log", **ENGINE)
     try:
-        yield {name: replica.ready() for name, replica in started.items()}
+        yield {name: replica.ready() for name, replica in {**started, "off": without_cache}.items()}
     finally:
-        for replica in started.values():
-            replica.close()
+        close_all(started.values())
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,15 @@ def during(replica: Replica, action: Callable[[], None], delay: float) -> list[l
     return tokens
 
 
+def known_keys(cluster: LocalCluster) -> int:
+    count = 0
+    for address in cluster.lookup_addresses:
+        with grpc.insecure_channel(address) as channel:
+            stub = lookup_pb2_grpc.LookupServiceStub(channel)
+            count += stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=5).key_count
+    return count
+
+
 def wait_attached(replica: Replica, times: int) -> None:
     deadline = time.monotonic() + 20
     while replica.counters()["attached"] < times:
@@ -72,7 +81,10 @@ def test_what_one_replica_computed_is_a_remote_hit_at_the_other(
     cluster: LocalCluster, replicas: dict[str, Replica], wanted: list[list[int]]
 ) -> None:
     assert replicas["n0"].tokens(PROMPTS, 12) == wanted
-    time.sleep(1.0)
+    deadline = time.monotonic() + 20
+    while known_keys(cluster) < len(PROMPTS) * 9:
+        assert time.monotonic() < deadline, "the directory was never told of the blocks"
+        time.sleep(0.05)
     before = cluster.stats("n1").counters.get("fetched_blocks", 0)
     answer = replicas["n1"].ask_all(PROMPTS, 12)
     assert [output["token_ids"] for output in answer["outputs"]] == wanted

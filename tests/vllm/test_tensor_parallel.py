@@ -13,7 +13,7 @@ import pytest
 
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import MiB
-from tests.vllm.replica import Replica
+from tests.vllm.replica import Replica, close_all
 from tests.vllm.shared_memory import vllm_segments_removed
 from tests.vllm.tiny_model import make_llama
 
@@ -33,14 +33,13 @@ def replicas(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     with vllm_segments_removed(), LocalCluster(nodes=1, lookups=1, pool_bytes=256 * MiB) as cluster:
         service = {"mode": "service", "socket": cluster.socket("n0"), "verify_load": "full"}
         started = {
-            "one rank": Replica(model, service, logs / "one.log", **ENGINE),
-            "four ranks": Replica(model, service, logs / "four.log", **ENGINE, tensor_parallel_size=4),
+            "one rank": Replica(model, service, logs / "one.log", threads=1, **ENGINE),
+            "four ranks": Replica(model, service, logs / "four.log", threads=1, **ENGINE, tensor_parallel_size=4),
         }
         try:
             yield {name: replica.ready() for name, replica in started.items()}
         finally:
-            for replica in started.values():
-                replica.close()
+            close_all(started.values())
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("four ranks", "one rank"), ("one rank", "four ranks")])

@@ -62,7 +62,7 @@ def bench() -> Iterator[Bench]:
     made.close()
 
 
-def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not happen"
@@ -72,11 +72,11 @@ def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
 def test_slots_are_in_stock_before_anybody_asks_for_one(bench: Bench) -> None:
     attachment = bench.start()
     until(lambda: bench.pool.reserved)
-    bench.pool.latency = 0.3
+    bench.pool.latency = 1.0
     started = time.monotonic()
     refs = bench.session.take_slots(attachment.attachment_id, 4)
     assert len(refs) == 4
-    assert time.monotonic() - started < 0.1, "no call to the pool between asking and getting"
+    assert time.monotonic() - started < 0.5, "no call to the pool between asking and getting"
 
 
 def test_expected_stores_enlarge_the_stock_and_the_rest_is_given_back(bench: Bench) -> None:
@@ -105,13 +105,13 @@ def test_acquire_is_answered_through_the_mailbox(bench: Bench) -> None:
 
 def test_caller_never_waits_for_a_slow_pool(bench: Bench) -> None:
     attachment = bench.start()
-    bench.pool.latency = 0.5
+    bench.pool.latency = 1.0
     started = time.monotonic()
     bench.session.acquire("r", AcquireRequest(KEYS, 0, 1.0))
     bench.session.take_slots(attachment.attachment_id, 100)
     bench.session.expect(1)
     assert bench.session.answers() == []
-    assert time.monotonic() - started < 0.1
+    assert time.monotonic() - started < 0.5
     bench.pool.latency = 0.0
     assert _answers(bench)
 

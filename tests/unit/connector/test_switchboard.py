@@ -145,7 +145,7 @@ class Pair:
         return results
 
     def match(self, request: Request) -> tuple[int, bool]:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 20
         while True:
             tokens, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
             if tokens is not None:
@@ -204,7 +204,7 @@ def make(model: Path) -> Iterator[Callable[..., Pair]]:
 
 
 def wait_for(pair: Pair, counter: str, count: int) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while pair.scheduler.counters().get(counter, 0) < count:
         assert time.monotonic() < deadline, pair.scheduler.counters()
         time.sleep(0.01)

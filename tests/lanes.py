@@ -1,0 +1,61 @@
+"""`python -m tests.lanes [pytest's options]`: the whole suite, in lanes that run one after the other or side by side.
+
+Engines keep both cores busy. Without them about half of the time is waiting, for a lease to end, for Ray to restart an
+actor: so the two lanes that start no engine run together. What is left behind is looked for once, at the end of all.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import SESSION_VARIABLE, left_behind, segments
+
+ROOT = Path(__file__).parent.parent
+# Every test is in one of them: tests/tidy/test_lanes.py counts.
+FAST = "not ray and not vllm and not netns"
+RAY = "(ray or netns) and not vllm"
+ENGINES = "vllm"
+NOTHING_SELECTED = pytest.ExitCode.NO_TESTS_COLLECTED  # e.g. by -k
+
+
+def main(options: list[str]) -> int:
+    before = segments()
+    environment = {**os.environ, SESSION_VARIABLE: uuid.uuid4().hex}
+    started = time.monotonic()
+    codes: dict[str, int] = {}
+    with tempfile.TemporaryFile() as output:
+        beside = subprocess.Popen(_command(RAY, options), env=environment, cwd=ROOT, stdout=output, stderr=output)
+        try:
+            codes[FAST] = subprocess.call(_command(FAST, options), env=environment, cwd=ROOT)
+            codes[RAY] = beside.wait()
+        finally:
+            beside.terminate()
+        output.seek(0)
+        sys.stdout.flush()
+        sys.stdout.buffer.write(output.read())
+        sys.stdout.flush()
+    codes[ENGINES] = subprocess.call(_command(ENGINES, options), env=environment, cwd=ROOT)
+    left = left_behind(before, environment[SESSION_VARIABLE])
+    if left:
+        print("the tests left behind:\n  " + "\n  ".join(left))
+    failed = {lane: code for lane, code in codes.items() if code not in (pytest.ExitCode.OK, NOTHING_SELECTED)}
+    for lane in codes:
+        print(f"{f'FAILED ({failed[lane]})' if lane in failed else 'passed'}: {lane}")
+    print(f"took {time.monotonic() - started:.0f} s")
+    return 1 if left or failed else 0
+
+
+def _command(lane: str, options: list[str]) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-m", lane, *options, "tests"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
