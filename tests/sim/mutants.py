@@ -99,12 +99,6 @@ MUTANTS = (
         "now + 1000 * duration)\n        self._next_id",
     ),
     Mutant(
-        "leases of an engine that is gone end",
-        SHARD,
-        '        for lease in self._leases.end_holder(("engine", int(attached.attachment))):',
-        "        for lease in []:",
-    ),
-    Mutant(
         "an adopted block is verified",
         BLOCKS,
         "if not verified or header.key in self._blocks or header.length != payload_bytes:",
@@ -133,19 +127,21 @@ MUTANTS = (
         MEMBERSHIP,
         "if not full_begin and sequence != member.last_sequence + 1:",
         "if False:",
+        also=(
+            (
+                ANNOUNCE,
+                '        self._streams[partition].in_flight = False\n        self.counters["announce_failed"] += 1',
+                "        self._streams[partition].in_flight = False\n"
+                "        self._streams[partition].outstanding = None\n"
+                '        self.counters["announce_failed"] += 1',
+            ),
+        ),
     ),
     Mutant(
         "an old announcement is not news",
         MEMBERSHIP,
         "if sequence <= member.last_sequence and not (repeated and known):",
         "if False:",
-    ),
-    Mutant(
-        "an update that got no answer is sent again",
-        ANNOUNCE,
-        '        self._streams[partition].in_flight = False\n        self.counters["announce_failed"] += 1',
-        "        self._streams[partition].in_flight = False\n        self._streams[partition].outstanding = None\n"
-        '        self.counters["announce_failed"] += 1',
     ),
     Mutant(
         "removals wait until the full announcement is out",

@@ -18,29 +18,36 @@ class Mutant:
     old: str  # must occur exactly once in the module's source
     new: str
     seed: int = 0  # of a schedule that finds it
+    also: tuple[tuple[str, str, str], ...] = ()  # (module, old, new): what would catch the fault before it does harm
 
 
 @contextlib.contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
     """Raises LookupError when the place is not there any more: then the mutant has to be written anew."""
-    module = importlib.import_module(mutant.module)
-    source = inspect.getsource(module)
-    if source.count(mutant.old) != 1:
-        raise LookupError(f"{mutant.name}: {source.count(mutant.old)} places in {mutant.module} read {mutant.old!r}")
-    changed = _codes(compile(source.replace(mutant.old, mutant.new), f"<{mutant.name}>", "exec"))
     undo: list[tuple[FunctionType, CodeType]] = []
+    try:
+        for module_name, old, new in ((mutant.module, mutant.old, mutant.new), *mutant.also):
+            undo += _plant(mutant.name, importlib.import_module(module_name), old, new)
+        yield
+    finally:
+        for function, code in reversed(undo):
+            function.__code__ = code
+
+
+def _plant(name: str, module: ModuleType, old: str, new: str) -> list[tuple[FunctionType, CodeType]]:
+    source = inspect.getsource(module)
+    if source.count(old) != 1:
+        raise LookupError(f"{name}: {source.count(old)} places in {module.__name__} read {old!r}")
+    changed = _codes(compile(source.replace(old, new), f"<{name}>", "exec"))
+    done: list[tuple[FunctionType, CodeType]] = []
     for function in _functions(module):
         code = changed.get(function.__qualname__)
         if code is not None and _text(code) != _text(function.__code__):
-            undo.append((function, function.__code__))
+            done.append((function, function.__code__))
             function.__code__ = code
-    if not undo:
-        raise LookupError(f"{mutant.name}: nothing changed in {mutant.module}")
-    try:
-        yield
-    finally:
-        for function, code in undo:
-            function.__code__ = code
+    if not done:
+        raise LookupError(f"{name}: nothing changed in {module.__name__}")
+    return done
 
 
 def _codes(code: CodeType) -> dict[str, CodeType]:

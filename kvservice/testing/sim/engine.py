@@ -371,6 +371,9 @@ class SimWorker:
         world.at(delay + COPY_SECONDS * world.random.random(), copy, 0)
         world.at(delay + COPY_SECONDS, copy, 1)
         world.at(delay + COPY_SECONDS + 0.001, end)
+        if self._engine.on_store is not None:
+            call, self._engine.on_store = self._engine.on_store, None
+            world.at(0.0, call)
 
 
 @dataclass(slots=True)
@@ -404,6 +407,7 @@ class Engine(Process):
         self._pins: dict[int, int] = {}
         self._next_block = 1
         self._on_death: list[tuple[int, Callable[[object], None]]] = []
+        self.on_store: Callable[[], None] | None = None  # called once, when the worker has begun to copy
         self.pause_at_answer = 0.0  # seconds: the moment between a promise and its load
         self.worker = SimWorker(self)
         self.session = SimSession(self)

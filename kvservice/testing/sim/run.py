@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from kvservice.connector.handoff import Prefill
 from kvservice.core import events as ev
@@ -184,6 +185,11 @@ class Run:
             node.pause(fault.seconds)
         elif kind == "crash_engine":
             self._crash_engine(engine_index, fault.seconds)
+        elif kind == "crash_node_at_store":
+            engine = self.engines[engine_index]
+            engine.on_store = partial(self._crash_node, engine.node, fault.seconds / 8, False)
+        elif kind == "crash_at_store":
+            self.engines[engine_index].on_store = partial(self._crash_engine, engine_index, fault.seconds)
         elif kind == "pause_engine":
             self.engines[engine_index].pause(2 * fault.seconds)  # longer than a lease, sometimes
         elif kind == "pause_at_answer":
@@ -265,7 +271,7 @@ class Run:
             link.cut |= kind in ("cut", "cut_one_way")
             link.loss = 0.3 if kind == "loss" else link.loss
             link.twice = 0.5 if kind == "twice" else link.twice
-            link.slow_seconds = 0.3 if kind == "slow" else link.slow_seconds
+            link.slow_seconds = 1.5 if kind == "slow" else link.slow_seconds
         self.world.at(seconds, self._mend, ways)
 
     def _mend(self, ways: tuple[tuple[str, str], ...]) -> None:

@@ -18,9 +18,11 @@ PROMPT_BLOCKS_MAX = 8
 # kind -> how often, relative to the others
 FAULTS: dict[str, int] = {
     "crash_node": 5,
+    "crash_node_at_store": 4,
     "lose_node": 2,
     "pause_node": 4,
-    "crash_engine": 5,
+    "crash_engine": 4,
+    "crash_at_store": 5,
     "pause_engine": 2,
     "pause_at_answer": 4,
     "crash_lookup": 3,
@@ -85,7 +87,7 @@ class Schedule:
 def make_schedule(seed: int) -> Schedule:
     rng = random.Random(seed)
     nodes = rng.choice((2, 2, 3))
-    engines = rng.choice((nodes, nodes + 1))
+    engines = rng.choice((nodes, nodes + 1, nodes + 2))
     asks = []
     for _ in range(rng.randint(8, 20)):
         decode_at = rng.randrange(engines) if rng.random() < 0.25 else -1
@@ -105,9 +107,9 @@ def make_schedule(seed: int) -> Schedule:
         for _ in range(rng.randint(0, 8))
     ]  # fmt: skip
     return Schedule(
-        seed, nodes, rng.choice((1, 2)), engines, rng.randint(2, 5),
+        seed, nodes, rng.choice((1, 2)), engines, rng.choice((2, 2, 3, 4, 5)),
         tuple(sorted(asks, key=lambda ask: ask.at)), tuple(sorted(faults, key=lambda fault: fault.at)),
-        rng.choice((1, 1, 1, 2)), rng.choice((0.0, 0.0, 0.3, 1.2)),
+        rng.choice((1, 1, 1, 2)), rng.choice((0.0, 0.3, 0.8, 1.6)),
         tuple(round(1 + rng.uniform(-0.005, 0.005), 5) for _ in range(nodes)),
     )  # fmt: skip
 

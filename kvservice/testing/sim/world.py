@@ -78,7 +78,7 @@ class World:
         self.at(delay, deliver, *arguments)
         if link.twice and self.random.random() < link.twice:
             self.counters["messages_twice"] += 1
-            self.at(delay + 0.05 * self.random.random(), deliver, *arguments)
+            self.at(delay + self.random.random(), deliver, *arguments)
 
     def is_cut(self, source: str, target: str) -> bool:
         link = self._links.get((source, target))
