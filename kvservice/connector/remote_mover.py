@@ -10,14 +10,15 @@ from pathlib import Path
 import torch
 
 from kvservice.connector.copier import BlockCopier
-from kvservice.connector.mover import Done, InlineMover, Mover, Ticket, in_process_mover
+from kvservice.connector.mover import Done, InlineMover, Loan, Mover, Ticket, in_process_mover
 from kvservice.connector.options import MoverChoice
 from kvservice.connector.plan import CopyEntry, PoolInfo
 from kvservice.connector.shared_kv import SharedKV, region_layout
 from kvservice.errors import KVServiceError, UnsupportedLayout
 from kvservice.mover.device import HOST
-from kvservice.mover.link import KVOffer, WorkerLink
+from kvservice.mover.link import KVOffer, Lent, WorkerLink
 from kvservice.mover.message import NO_EVENT, CopyRow, Direction, MemoryKind, PoolSource
+from kvservice.units import BlockKey, Generation, SlotIndex
 
 log = logging.getLogger("kvservice.connector")
 
@@ -53,10 +54,10 @@ class RemoteMover:
         self._link.leave()
         self._fallback.release()
 
-    def run(self, direction: Direction, entries: Sequence[CopyEntry]) -> Ticket:
+    def run(self, direction: Direction, entries: Sequence[CopyEntry], *, may_borrow: bool = False) -> Ticket:
         if self._link.is_ready:
             rows = [CopyRow(entry.block_id, entry.ref.slot, entry.ref.generation, entry.key) for entry in entries]
-            ticket = self._link.submit(direction, rows)
+            ticket = self._link.submit(direction, rows, may_borrow=may_borrow)
             if ticket is not None:
                 self._handed = True
                 self._counters["mover_worker_blocks"] += len(rows)
@@ -72,6 +73,14 @@ class RemoteMover:
         if self._handed:
             self._handed = False
             self._link.flush(self._mark())
+
+    def lend(self, blocks: Sequence[tuple[int, BlockKey]]) -> Lent | None:
+        rows = [CopyRow(block_id, SlotIndex(0), Generation(0), key) for block_id, key in blocks]
+        return self._link.lend(rows, self._mark()) if self._link.is_ready else None
+
+    def recall(self, loan: Loan) -> None:
+        assert isinstance(loan, Lent)
+        self._link.recall(loan)
 
     def take_counters(self) -> dict[str, int]:
         counters, self._counters = self._counters, Counter()

@@ -36,8 +36,10 @@ from kvservice.mover.message import (
     number,
     pack_done,
     pack_json,
+    pack_lent,
     parse_copies,
     parse_json,
+    parse_lent,
     parse_pool,
 )
 
@@ -118,8 +120,10 @@ class EngineSession:
             self._leave()
         elif kind is Kind.COPIES:
             self._copies(data)
-        elif kind is Kind.LEND or kind is Kind.RECALL:
-            self._lend(data, recall=kind is Kind.RECALL)
+        elif kind is Kind.LEND:
+            self._lend(data)
+        elif kind is Kind.RECALL:
+            self._recall(*parse_lent(data))
         else:
             raise InvalidRequest(f"an engine does not send {kind.name}")
 
@@ -196,19 +200,23 @@ class EngineSession:
             else:
                 self.lanes[job.direction].submit(self._target, job, partial(kv.wait_for, event))
 
-    def _lend(self, data: bytes, *, recall: bool) -> None:
+    def _lend(self, data: bytes) -> None:
         jobs, event = parse_copies(data)
         for job in jobs:
-            keys = [key.tobytes() for key in job.rows["key"]]
-            done = partial(self._ended, Ended(job.job_id, Outcome.COPIED, 0))
-            if self._direct is None:
-                done()  # nothing is lent without a pool
-            elif recall:
-                self._loans.recall(self._direct.reader, keys, done)
-            else:
+            if self._direct is not None:  # nothing is lent without a pool
                 blocks = job.rows["block"].tolist()
-                self._loans.lend(self._direct.reader, zip(keys, blocks, strict=True), event)
-                done()
+                if max(blocks, default=0) >= self._direct.reader.template.region.block_count:
+                    raise InvalidRequest(f"block {max(blocks)} cannot be lent: the engine has no such block")
+                lent = list(zip((key.tobytes() for key in job.rows["key"]), blocks, strict=True))
+                self._loans.lend(self._direct.reader, job.job_id, lent, event, partial(self._taken, job.job_id))
+            self._ended(Ended(job.job_id, Outcome.COPIED, 0))
+
+    def _recall(self, job_id: int, lend_id: int) -> None:
+        done = partial(self._ended, Ended(job_id, Outcome.COPIED, 0))
+        if self._direct is None:
+            done()  # with the pool went all loans
+        else:
+            self._loans.recall(self._direct.reader, lend_id, done)
 
     def _end(self) -> None:
         for lane in self.lanes.values():
@@ -224,6 +232,9 @@ class EngineSession:
 
     def _ended(self, ended: Ended) -> None:
         self._send(pack_done([ended]))
+
+    def _taken(self, lend_id: int) -> None:
+        self._send(pack_lent(Kind.TAKEN, lend_id))
 
     def _send(self, data: bytes) -> None:
         with self._send_lock:
