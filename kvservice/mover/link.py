@@ -29,6 +29,7 @@ from kvservice.mover.message import (
     MESSAGE_BYTES_MAX,
     NO_EVENT,
     ROWS_MAX,
+    VERSION,
     CopyRow,
     Direction,
     Ended,
@@ -335,7 +336,7 @@ class WorkerLink:
 
     def _greet(self, connection: socket.socket) -> None:
         offer = self._offer
-        hello = {"version": 1, "device": offer.device, "memory": offer.memory, "layout": offer.layout}
+        hello = {"version": VERSION, "device": offer.device, "memory": offer.memory, "layout": offer.layout}
         descriptors = [] if offer.descriptor is None else [offer.descriptor]
         try:
             socket.send_fds(connection, [pack_json(Kind.HELLO, hello)], descriptors)
@@ -369,7 +370,8 @@ class WorkerLink:
                     "mover_lost", "the move worker is gone: copies run in the engine's process until there is one"
                 )
                 return
-            if asked is not None and not self._ready and asked_at + self._wedge_seconds < time.monotonic():
+            is_late = asked_at + self._wedge_seconds < time.monotonic()
+            if asked is not None and not self._ready and not self._closing and is_late:
                 raise Unavailable("the move worker does not answer")
             if self._is_overdue():
                 self._note(

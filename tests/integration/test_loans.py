@@ -22,8 +22,8 @@ from kvservice.connector.worker_loans import WorkerLoans
 from kvservice.core.descriptors import Descriptors
 from kvservice.core.geometry import slot_index
 from kvservice.mover.copies import HostCopies
-from kvservice.mover.device import HostDevice, HostKV, KVMemory
-from kvservice.mover.link import Copies, Lent
+from kvservice.mover.device import HOST, HostDevice, HostKV, KVMemory
+from kvservice.mover.link import Copies, KVOffer, Lent, WorkerLink
 from kvservice.mover.message import ROWS_MAX, CopyRow, Direction
 from kvservice.mover.server import MoverConfig, MoverServer
 from kvservice.units import BlockKey, NodeId, SlotIndex
@@ -36,16 +36,13 @@ TARGETS = (20, 21, 22)  # blocks of the reader
 LENDER = """
 import sys
 from pathlib import Path
-from tests.integration.test_loans import KEYS, LENT, lent_rows
-from tests.integration.test_move_worker import Bench, eventually
+from tests.integration.test_loans import lend
+from tests.integration.test_move_worker import Bench
 
 bench = Bench(Path(sys.argv[1]))
-bench.segment.unlink()
-bench.segment = __import__("kvservice.memory.segment", fromlist=["Segment"]).Segment.attach(
-    Path(sys.argv[2]), bench.segment.geometry)
 bench.follow()
-lent = bench.link.lend(lent_rows())
-lent.lent.synchronize()
+bench.segment.unlink()  # this process is killed
+lend(bench)
 print("lent", flush=True)
 sys.stdin.readline()
 """
@@ -111,10 +108,22 @@ def recall(lender: Bench, lent: Lent) -> None:
     eventually(lambda: lent.is_over, "the loan to be given back")
 
 
+def idle_link() -> WorkerLink:
+    """In the place of one that was closed."""
+    return WorkerLink(KVOffer(HOST, {}, {}))
+
+
+def runs(pid: int) -> bool:
+    """Whether any thread of the process is neither stopped nor dead."""
+    states = [path.read_text().rsplit(")", 1)[1].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return any(state not in "TZX" for state in states)
+
+
 @contextlib.contextmanager
-def engines(root: Path, count: int = 2) -> Iterator[list[Bench]]:
-    """The first is a lender, the others have nothing in their KV cache."""
-    made = [Bench(root) for _ in range(count)]
+def engines(root: Path, count: int = 2, wedge_seconds: float = 60.0) -> Iterator[list[Bench]]:
+    """The first is a lender, the others have nothing in their KV cache. A link kills a worker that hangs, and some of
+    these tests are the worker themselves."""
+    made = [Bench(root, wedge_seconds) for _ in range(count)]
     try:
         for bench in made[1:]:
             bench.bytes[:] = 0
@@ -244,14 +253,14 @@ def test_what_was_read_from_an_engine_that_left_meanwhile_is_read_again_from_the
         assert ticket.succeeded() and ticket.borrowed == 0 and from_slots(reader)
         leaving.join(10)
         assert lent.is_over
-        lender.link = Bench(root).link
+        lender.link = idle_link()
 
 
 def test_lender_killed_while_it_is_read(root: Path, gate: tuple[GatedDevice, MoverServer]) -> None:
     device, server = gate
-    with engines(root) as (unused, reader):
+    with engines(root) as (_, reader):
         lender = subprocess.Popen(
-            [sys.executable, "-c", LENDER, str(root), str(reader.segment.path)],
+            [sys.executable, "-c", LENDER, str(root)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
         )  # fmt: skip
         assert lender.stdout is not None and lender.stdin is not None
@@ -269,7 +278,6 @@ def test_lender_killed_while_it_is_read(root: Path, gate: tuple[GatedDevice, Mov
         assert after.succeeded() and after.borrowed == 0
         lender.stdin.close()
         lender.stdout.close()
-        del unused
 
 
 def test_reader_that_ends_while_it_reads_holds_no_block_of_the_lender(
@@ -287,16 +295,17 @@ def test_reader_that_ends_while_it_reads_holds_no_block_of_the_lender(
         device.open.set()
         eventually(lambda: lent.is_over, "the recall")
         leaving.join(10)
-        reader.link = Bench(root).link
+        reader.link = idle_link()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_loans_are_over_when_the_worker_is_dead_or_was_killed_for_not_answering(
     root: Path, worker: Worker, number: signal.Signals
 ) -> None:
-    with engines(root, 1) as (lender,):
+    with engines(root, 1, WEDGE_SECONDS) as (lender,):
         lent = lend(lender)
         worker.signal(number)
+        eventually(lambda: not runs(worker.process.pid), "every thread of the worker to feel the signal")
         started = time.monotonic()
         lender.link.recall(lent)
         eventually(lambda: lent.is_over, "the end of the loan")

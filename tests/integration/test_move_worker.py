@@ -111,7 +111,7 @@ class Worker:
 class Bench:
     """One engine: its memory, a segment, and the link between them."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, wedge_seconds: float = WEDGE_SECONDS) -> None:
         self.root = root
         self.directory = node_directory("s", NodeId("n"), root)
         path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
@@ -122,7 +122,7 @@ class Bench:
         self.bytes[:] = np.random.default_rng(7).integers(0, 256, LAYOUT.region_bytes, np.uint8)
         self.liveness = root / f"{uuid.uuid4().hex}.lock"
         memory = {"kind": MemoryKind.MEMFD.value, "bytes": LAYOUT.region_bytes}
-        self.link = WorkerLink(KVOffer(HOST, memory, LAYOUT.fields(), self.kv.descriptor), WEDGE_SECONDS)
+        self.link = WorkerLink(KVOffer(HOST, memory, LAYOUT.fields(), self.kv.descriptor), wedge_seconds)
         self.counters: dict[str, int] = {}
 
     def close(self) -> None:
