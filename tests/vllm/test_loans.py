@@ -5,7 +5,6 @@ The tokens are those of one engine alone, whoever comes, stays away or dies; and
 
 from __future__ import annotations
 
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -21,9 +20,9 @@ from tests.vllm.replica import Replica
 pytestmark = pytest.mark.vllm
 
 TEXT = "The pilot of the supply boat {} knew every rock by its name and told the keeper which ones had moved. "
-ENGINE = {"max_model_len": 2048, "max_num_batched_tokens": 256, "dtype": "float32", "block_size": 32}
+ENGINE = {"max_model_len": 1024, "max_num_batched_tokens": 256, "dtype": "float32", "block_size": 32}
 LEASE_SECONDS = 4.0
-LOAN_SECONDS = 2.0
+LOAN_SECONDS = 1.0
 TOKENS = 8
 
 
@@ -68,7 +67,7 @@ def pair(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             made.decode.close()
 
 
-def prompt(number: int, sentences: int = 30) -> str:
+def prompt(number: int, sentences: int = 16) -> str:
     """About 25 tokens a sentence; no two share a block."""
     return f"Log number {number}. " + TEXT.format(f"Nr {number}") * sentences + "He said"
 
@@ -80,60 +79,49 @@ def handoff() -> tuple[dict[str, Any], dict[str, Any]]:
 
 def test_decode_copies_from_the_blocks_of_the_prefill(pair: Pair) -> None:
     before, lent = pair.decode.counters(), pair.prefill.counters()
-    for number in range(3):
+    for number in range(2):
         text, (produce, consume) = prompt(number), handoff()
         pair.decode.send_prompt(text, consume, TOKENS)
         pair.prefill.send_prompt(text, produce, 1)
         pair.prefill.first_answer()  # it stands still until its blocks have come back
         answer = pair.decode.first_answer()
         assert answer["token_ids"] == pair.prefill.ask(text, TOKENS)["token_ids"]
-        assert answer["cached_tokens"] >= 700
+        assert answer["cached_tokens"] >= 350
     after, returned = pair.decode.counters(), pair.prefill.counters()
-    copied = after["loaded_blocks_engine"] - before["loaded_blocks_engine"]
-    assert copied >= 2 * 22, f"most hand-offs went through slots: {after}"
-    assert (
-        copied + after["loaded_blocks_slot"] - before["loaded_blocks_slot"]
-        == after["load_blocks"] - before["load_blocks"]
-    )
-    assert returned["loan_blocks"] - lent["loan_blocks"] >= copied
-    assert returned["loan_blocks_returned"] == returned["loan_blocks"]
+    after.subtract(before)
+    assert after["loaded_blocks_engine"] >= 11, f"both hand-offs went through slots: {after}"
+    assert after["loaded_blocks_engine"] + after["loaded_blocks_slot"] == after["load_blocks"] >= 22
     assert not after["loads_failed"]
+    assert returned["loan_blocks"] - lent["loan_blocks"] >= after["loaded_blocks_engine"]
+    assert returned["loan_blocks_returned"] == returned["loan_blocks"]
     for replica in (pair.prefill, pair.decode):
         replica.reset()  # its block pool is whole
     until(pair.settled, LEASE_SECONDS + 3)
 
 
-def test_loan_that_nobody_takes_ends_and_a_dead_prefill_or_worker_leaves_the_slots(pair: Pair) -> None:
+def test_loan_that_nobody_takes_ends_and_a_dead_prefill_leaves_the_slots(pair: Pair) -> None:
     text, (produce, consume) = prompt(10), handoff()
-    started = time.monotonic()
+    wanted = pair.decode.ask(prompt(11), TOKENS)["token_ids"]
+    pair.decode.reset()
     pair.prefill.send_prompt(text, produce, 1)
-    pair.prefill.first_answer()
-    assert time.monotonic() - started >= LOAN_SECONDS, "nothing was lent"
+    first = pair.prefill.first_answer()
+    assert time.time() - first["ended_at"] >= LOAN_SECONDS, "nothing was lent"
     counters = pair.prefill.counters()
     assert counters["loan_blocks_returned"] == counters["loan_blocks"]
     pair.prefill.reset()
-    wanted = {number: pair.prefill.ask(prompt(number), TOKENS)["token_ids"] for number in (10, 11, 12)}
     before = pair.decode.counters()
     pair.decode.send_prompt(text, consume, TOKENS)
     answer = pair.decode.first_answer()
-    assert answer["token_ids"] == wanted[10] and answer["cached_tokens"] >= 700
-    late = pair.decode.counters()
-    assert late["loaded_blocks_slot"] > before["loaded_blocks_slot"]
-    assert late["loaded_blocks_engine"] == before["loaded_blocks_engine"], "the loan was over"
+    assert answer["token_ids"] == pair.prefill.ask(text, TOKENS)["token_ids"] and answer["cached_tokens"] >= 350
+    after = pair.decode.counters()
+    assert after["loaded_blocks_slot"] > before["loaded_blocks_slot"]
+    assert after["loaded_blocks_engine"] == before["loaded_blocks_engine"], "the loan was over"
 
-    for number, victim in ((11, lambda: pair.cluster.kill("mover-n0")), (12, pair.prefill.kill)):
-        produce, consume = handoff()
-        pair.prefill.reset()
-        pair.prefill.send_prompt(prompt(number), produce, 1)
-        time.sleep(0.8)
-        death = threading.Timer(0.05, victim)
-        death.start()
-        pair.decode.send_prompt(prompt(number), consume, TOKENS)
-        assert pair.decode.first_answer()["token_ids"] == wanted[number]
-        death.join()
-        if number == 11:
-            pair.prefill.first_answer()
-            counters = pair.prefill.counters()
-            assert counters["loan_blocks_returned"] == counters["loan_blocks"], "blocks stay lent without a worker"
-            pair.cluster.start_mover("n0")
+    produce, consume = handoff()
+    pair.prefill.send_prompt(prompt(11), produce, 1)
+    time.sleep(0.8)  # about when its blocks are lent
+    pair.prefill.kill()
+    pair.decode.send_prompt(prompt(11), consume, TOKENS)
+    assert pair.decode.first_answer()["token_ids"] == wanted
+    pair.decode.reset()
     until(pair.settled, LEASE_SECONDS + 3)
