@@ -59,7 +59,7 @@ class ConnectorOptions:
     namespace: str = ""  # engines in different namespaces never share blocks, nor refuse each other
     fetch_timeout_seconds: float = 5.0  # longest a request waits for blocks of another node
     handoff_timeout_seconds: float = 60.0  # longest a decode request waits for its prefill elsewhere
-    handoff_loans: HandoffLoans = HandoffLoans.AUTO  # a decode engine of this device copies from the prefill's blocks
+    handoff_loans: HandoffLoans = HandoffLoans.AUTO  # a decode engine copies from the prefill's blocks
     loan_seconds: float = 5.0  # longest the prefill keeps its blocks for that
 
     @classmethod

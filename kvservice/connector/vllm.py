@@ -345,7 +345,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         share = compat.rank_share(self._vllm_config, self._config)
         layers = compat.ordered_layers(self._vllm_config, self._config, kv_caches)
         copier = BlockCopier(layers, share.heads)
-        mover = mover_for(self._options.mover, copier, layers, share.heads, self._shared_kv)
+        lends = self._options.loans_on(copier.device.type) and self._kv_transfer_config.is_kv_producer
+        mover = mover_for(self._options.mover, copier, layers, share.heads, self._shared_kv, lends=lends)
         self._worker = WorkerHalf(copier, self._options.verify_load, mover, share)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

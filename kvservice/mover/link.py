@@ -125,8 +125,13 @@ class WorkerLink:
     """One engine process and the worker of its device. `follow` names the pool; copies can be submitted while
     `is_ready`. All public methods but `close` return at once."""
 
-    def __init__(self, offer: KVOffer, wedge_seconds: float = WEDGE_SECONDS) -> None:
+    def __init__(
+        self, offer: KVOffer, wedge_seconds: float = WEDGE_SECONDS, *, worker_device: str | None = None
+    ) -> None:
+        """`worker_device`: of a worker that copies nothing for this engine, but can be lent blocks."""
         self._offer = offer
+        self._worker_device = worker_device or offer.device
+        self._lends_only = worker_device is not None
         self._wedge_seconds = wedge_seconds
         self._lock = threading.Lock()  # held for moments only
         self._ended = threading.Condition(self._lock)
@@ -143,6 +148,7 @@ class WorkerLink:
         self._said_bye = False
         self._problem = ""  # the last one that was logged
         self._closing = False
+        self._else = f"nothing is lent to {worker_device}" if worker_device else "copies run in the engine's process"
         self._counters = Counter[str]()
         self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="kvservice-mover-link", daemon=True)
@@ -282,9 +288,9 @@ class WorkerLink:
                 connection, worker = self._connect(wanted[0])
                 self._converse(connection, worker, wanted)
             except Unavailable as error:
-                self._note("mover_absent", f"copies run in the engine's process until there is a worker: {error}")
+                self._note("mover_absent", f"{self._else} until there is a worker: {error}")
             except (KVServiceError, OSError) as error:
-                self._note("mover_refused", f"copies stay in the engine's process: {error}")
+                self._note("mover_refused", f"{self._else}: {error}")
             except Exception:  # copies under way must be ended whatever happened here
                 self._count("mover_error")
                 log.exception("move worker given up")
@@ -317,7 +323,7 @@ class WorkerLink:
             connection.settimeout(CONNECT_SECONDS)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             try:
-                connection.connect(str(mover_socket(directory, self._offer.device)))
+                connection.connect(str(mover_socket(directory, self._worker_device)))
             except OSError as error:
                 raise Unavailable(f"nobody listens in {directory}: {error}") from error
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
@@ -336,7 +342,10 @@ class WorkerLink:
 
     def _greet(self, connection: socket.socket) -> None:
         offer = self._offer
-        hello = {"version": VERSION, "device": offer.device, "memory": offer.memory, "layout": offer.layout}
+        hello = {
+            "version": VERSION, "device": offer.device, "lends_only": self._lends_only, "memory": offer.memory,
+            "layout": offer.layout,
+        }  # fmt: skip
         descriptors = [] if offer.descriptor is None else [offer.descriptor]
         try:
             socket.send_fds(connection, [pack_json(Kind.HELLO, hello)], descriptors)
@@ -366,9 +375,7 @@ class WorkerLink:
                     self._unsent.append(message)
                 asked, asked_at = pool, time.monotonic()
             if not self._exchange(connection, asked):
-                self._note(
-                    "mover_lost", "the move worker is gone: copies run in the engine's process until there is one"
-                )
+                self._note("mover_lost", f"the move worker is gone: {self._else} until there is one")
                 return
             is_late = asked_at + self._wedge_seconds < time.monotonic()
             if asked is not None and not self._ready and not self._closing and is_late:

@@ -71,6 +71,7 @@ class EngineSession:
         self._target: Target | None = None
         self._direct: DirectPath | None = None
         self._lock: LivenessLock | None = None
+        self._lends_only = False  # an engine of another device: its blocks are read here, and nothing is copied for it
         self.lanes = {direction: Lane(f"kvservice-{direction.name.lower()}", self._ended) for direction in Direction}
         connection.settimeout(None)
         self._thread = threading.Thread(target=self._serve, name="kvservice-mover-engine", daemon=True)
@@ -143,7 +144,8 @@ class EngineSession:
         try:
             if fields.get("version") != VERSION:
                 raise InvalidRequest(f"the engine speaks version {fields.get('version')}, this worker {VERSION}")
-            if fields.get("device") != self._device.name:
+            self._lends_only = fields.get("lends_only") is True
+            if fields.get("device") != self._device.name and not self._lends_only:
                 raise InvalidRequest(f"this worker serves {self._device.name}, not {fields.get('device')}")
             memory, layout = fields.get("memory"), fields.get("layout")
             if self._kv is not None or not isinstance(memory, dict) or not isinstance(layout, dict):
@@ -161,6 +163,9 @@ class EngineSession:
         if self._kv is None or self._region is None:
             raise InvalidRequest("an engine says hello first")
         template = CopyTemplate(self._region, pool.slot)
+        if self._lends_only:
+            self._direct = DirectPath(self._loans, self._device, Lender(self._kv, template))
+            return
         if pool.liveness_path:
             # The shard must not take slots back from an engine that is gone while this process may still write them.
             self._lock = hold(Path(pool.liveness_path))

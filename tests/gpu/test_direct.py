@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvservice.client.discovery import find_movers
 from kvservice.core.geometry import slot_index
 from kvservice.memory.segment import Segment
 from kvservice.mover.link import Copies, WorkerLink
@@ -34,7 +35,8 @@ from tests.gpu.test_worker import eventually, linked
 
 made = Segment.attach(Path(sys.argv[2]), Geometry(int(sys.argv[3]), int(sys.argv[4])))
 cache = kv_cache("lbnh", seed=5)
-with linked(cache, Path(sys.argv[1]), made) as (link, mark):
+device = sys.argv[5] or None  # of the worker that the blocks are lent to, when that is not this engine's
+with linked(cache, Path(sys.argv[1]), made, device) as (link, mark):
     def lend():
         lent = link.lend([CopyRow(7, SlotIndex(0), Generation(0), KEY)], mark())
         lent.lent.synchronize()
@@ -60,8 +62,8 @@ with linked(cache, Path(sys.argv[1]), made) as (link, mark):
 class Lender:
     """The other engine, in a process of its own."""
 
-    def __init__(self, directory: Path, made: Segment) -> None:
-        geometry = [str(made.geometry.slab_bytes), str(made.geometry.slab_count)]
+    def __init__(self, directory: Path, made: Segment, worker_device: str = "") -> None:
+        geometry = [str(made.geometry.slab_bytes), str(made.geometry.slab_count), worker_device]
         self.process = subprocess.Popen(
             [sys.executable, "-c", LENDER, str(directory), str(made.path), *geometry],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, cwd=Path(__file__).parents[2],
@@ -106,14 +108,18 @@ class Reader:
 
 
 @contextlib.contextmanager
-def engines() -> Iterator[tuple[Lender, Reader]]:
+def engines(reader_device: int = 0) -> Iterator[tuple[Lender, Reader]]:
+    """The lender is on the first GPU. The worker is the reader's."""
+    torch.cuda.set_device(reader_device)
     cache = kv_cache("blhn", seed=6)
-    with worker() as (_, directory), segment() as made, linked(cache, directory, made) as (link, mark):
-        lender = Lender(directory, made)
+    with worker(reader_device) as (_, directory), segment() as made, linked(cache, directory, made) as (link, mark):
+        [record] = find_movers(directory)
+        lender = Lender(directory, made, record.device if reader_device else "")
         try:
             yield lender, Reader(made, link, mark, cache)
         finally:
             lender.close()
+            torch.cuda.set_device(0)
 
 
 def test_block_is_copied_from_the_other_engines_memory_until_it_is_recalled() -> None:
@@ -126,6 +132,17 @@ def test_block_is_copied_from_the_other_engines_memory_until_it_is_recalled() ->
         assert reader.load().borrowed == 0 and reader.is_from_slot()
         lender.ask("lend", "lent")
         assert reader.load().borrowed == 1 and not reader.cache[:, 20].any()
+
+
+def test_block_is_copied_from_the_memory_of_another_gpu() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU, this needs two")
+    wanted = kv_cache("lbnh", seed=5)[:, 7].cpu()
+    with engines(reader_device=1) as (lender, reader):
+        assert reader.load().borrowed == 1
+        assert torch.equal(reader.cache[:, 20].cpu(), wanted)
+        lender.ask("recall", "recalled")
+        assert reader.load().borrowed == 0 and reader.is_from_slot()
 
 
 def test_block_of_a_killed_engine_is_copied_from_its_slot() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvservice.connector.neighbours import Neighbours
 from kvservice.connector.plan import LendPlan, StepPlan, StepReport
 from kvservice.connector.remote_mover import RemoteMover
 from kvservice.connector.worker_loans import WorkerLoans
@@ -24,7 +25,7 @@ from kvservice.core.geometry import slot_index
 from kvservice.mover.copies import HostCopies
 from kvservice.mover.device import HOST, HostDevice, HostKV, KVMemory
 from kvservice.mover.link import Copies, KVOffer, Lent, WorkerLink
-from kvservice.mover.message import ROWS_MAX, CopyRow, Direction
+from kvservice.mover.message import ROWS_MAX, CopyRow, Direction, Outcome
 from kvservice.mover.server import MoverConfig, MoverServer
 from kvservice.units import BlockKey, NodeId, SlotIndex
 from tests.integration.test_move_worker import BLOCKS, LAYERS, SLOT, WEDGE_SECONDS, Bench, Worker, eventually, row
@@ -150,9 +151,12 @@ def worker(root: Path) -> Iterator[Worker]:
 
 
 @pytest.fixture
-def gate(root: Path) -> Iterator[tuple[GatedDevice, MoverServer]]:
-    """A worker in this process; in the end nothing is lent or read there any more."""
+def gate(root: Path, request: pytest.FixtureRequest) -> Iterator[tuple[GatedDevice, MoverServer]]:
+    """A worker in this process, beside one of another device if there is a `worker`; in the end nothing is lent or read
+    there any more."""
     device = GatedDevice()
+    if "worker" in request.fixturenames:
+        device.name = "cpu-b"
     server = MoverServer(MoverConfig("s", NodeId("n"), root), device)
     server.start()
     yield device, server
@@ -337,8 +341,8 @@ def test_lending_that_is_longer_than_a_message_is_taken_with_its_last_piece(root
 class Loaning:
     """WorkerLoans of one engine, and what they reported."""
 
-    def __init__(self, bench: Bench) -> None:
-        self.loans = WorkerLoans(RemoteMover(bench.link, None))  # type: ignore[arg-type]
+    def __init__(self, bench: Bench, neighbours: Neighbours | None = None) -> None:
+        self.loans = WorkerLoans(RemoteMover(bench.link, None, neighbours=neighbours))  # type: ignore[arg-type]
         self.returned: list[int] = []
 
     def follow(self, *, lends: tuple[int, ...] = (), recalls: tuple[int, ...] = ()) -> None:
@@ -386,3 +390,39 @@ def test_loan_comes_back_when_the_worker_dies_and_at_once_when_there_is_none(roo
         eventually(lambda: one.poll() == [1], "the loan to come back")
         one.follow(lends=(2,))
         assert one.poll() == [1, 2]
+
+
+def test_blocks_are_lent_to_the_engines_of_other_devices_as_well(
+    root: Path, worker: Worker, gate: tuple[GatedDevice, MoverServer]
+) -> None:
+    device, server = gate
+    device.open.set()
+    with engines(root, 1) as (lender,):
+        neighbours = Neighbours(lender.offer)
+        reader = Bench(root, 60.0, device.name)
+        reader.bytes[:] = 0
+        seal_other_bytes(reader)
+        reader.follow()
+        try:
+            one = Loaning(lender, neighbours)
+            neighbours.follow(lender.directory, lender.pool())
+            eventually(lambda: [link.is_ready for link in neighbours.links()] == [True], "the other device's worker")
+            one.follow(lends=(1,))
+            eventually(lambda: borrowed_by(reader) == 3, "the blocks to be lent there")
+            assert [reader.block(block) for block in TARGETS] == [lender.block(block) for block in LENT]
+            eventually(lambda: one.poll() == [1], "the loan to come back from both")
+            assert borrowed_by(reader) == 0 and from_slots(reader)
+            [link] = neighbours.links()
+            refused = link.submit(Direction.STORE, [row(0, slot_index(0, 9), 1)])
+            link.flush()
+            assert refused is not None
+            refused.synchronize()
+            assert refused.outcome is Outcome.REFUSED, "that worker copies for the engine, without its slots' lock"
+            one.follow(lends=(2,))
+            eventually(lambda: borrowed_by(reader) == 3, "the blocks to be lent again")
+            neighbours.close()
+            assert not server.loans.lenders_of(KEYS, reader=object()), "a lender that is gone"  # type: ignore[arg-type]
+            eventually(lambda: one.poll() == [1, 2], "the loan to come back")
+        finally:
+            neighbours.close()
+            reader.close()

@@ -111,7 +111,7 @@ class Worker:
 class Bench:
     """One engine: its memory, a segment, and the link between them."""
 
-    def __init__(self, root: Path, wedge_seconds: float = WEDGE_SECONDS) -> None:
+    def __init__(self, root: Path, wedge_seconds: float = WEDGE_SECONDS, device: str = HOST) -> None:
         self.root = root
         self.directory = node_directory("s", NodeId("n"), root)
         path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
@@ -122,7 +122,8 @@ class Bench:
         self.bytes[:] = np.random.default_rng(7).integers(0, 256, LAYOUT.region_bytes, np.uint8)
         self.liveness = root / f"{uuid.uuid4().hex}.lock"
         memory = {"kind": MemoryKind.MEMFD.value, "bytes": LAYOUT.region_bytes}
-        self.link = WorkerLink(KVOffer(HOST, memory, LAYOUT.fields(), self.kv.descriptor), wedge_seconds)
+        self.offer = KVOffer(device, memory, LAYOUT.fields(), self.kv.descriptor)
+        self.link = WorkerLink(self.offer, wedge_seconds)
         self.counters: dict[str, int] = {}
 
     def close(self) -> None:
@@ -132,11 +133,13 @@ class Bench:
         self.segment.close()
         self.segment.unlink()
 
-    def follow(self, pool_id: int = 1, wait: bool = True) -> None:
-        source = PoolSource(
+    def pool(self, pool_id: int = 1) -> PoolSource:
+        return PoolSource(
             pool_id, str(self.segment.path), self.segment.geometry, self.segment.epoch, SLOT, str(self.liveness)
         )
-        self.link.follow(self.directory, source)
+
+    def follow(self, pool_id: int = 1, wait: bool = True) -> None:
+        self.link.follow(self.directory, self.pool(pool_id))
         if wait:
             eventually(lambda: self.link.is_ready, "the link to be ready")
 
