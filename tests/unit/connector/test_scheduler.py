@@ -11,10 +11,11 @@ from kvservice.units import BlockHash
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
 
 
-def half(line: Line, *, workers: int = 1, lazy: bool = False) -> SchedulerHalf:
+def half(line: Line, *, workers: int = 1, lazy: bool = False, loan_seconds: float = 0.0) -> SchedulerHalf:
     made = SchedulerHalf(
-        line, keys_of, pool_info, block_tokens=BLOCK, worker_count=workers, lazy=lazy, fetch_timeout_seconds=2.0
-    )
+        line, keys_of, pool_info,
+        block_tokens=BLOCK, worker_count=workers, lazy=lazy, fetch_timeout_seconds=2.0, loan_seconds=loan_seconds,
+    )  # fmt: skip
     made.pin_with(line.pins)
     return made
 
