@@ -17,6 +17,7 @@ from kvservice.connector.plan import CopyEntry, PoolInfo
 from kvservice.errors import TransferError
 from kvservice.mover.message import Direction
 from kvservice.mover.pinning import Pinning
+from kvservice.units import BlockKey
 
 
 class Ticket(Protocol):
@@ -34,6 +35,25 @@ class Ticket(Protocol):
         """Once they have ended: all bytes are where they should be."""
         ...
 
+    @property
+    def borrowed(self) -> int:
+        """Once they have ended: blocks that came from another engine's KV cache instead of their slots."""
+        ...
+
+
+class Loan(Protocol):
+    """Blocks of this engine that others may copy."""
+
+    @property
+    def is_taken(self) -> bool:
+        """A reader has what it wanted of them."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """Nobody reads them, nor ever will."""
+        ...
+
 
 class Mover(Protocol):
     def adopt(self, memory: torch.Tensor, pool: PoolInfo) -> None:
@@ -44,12 +64,22 @@ class Mover(Protocol):
         """The memory is about to be unmapped; no copy is under way."""
         ...
 
-    def run(self, direction: Direction, entries: Sequence[CopyEntry]) -> Ticket:
-        """Copy these blocks, after everything that the engine has started so far. They may wait for `flush`."""
+    def run(self, direction: Direction, entries: Sequence[CopyEntry], *, may_borrow: bool = False) -> Ticket:
+        """Copy these blocks, after everything that the engine has started so far. They may wait for `flush`.
+        `may_borrow`: loads, of which other engines may lend the blocks; the slots hold the same."""
         ...
 
     def flush(self) -> None:
         """Start what `run` was given. Once a step and direction; does not block."""
+        ...
+
+    def lend(self, blocks: Sequence[tuple[int, BlockKey]]) -> Loan | None:
+        """Let other engines copy these (block id, key), after everything that this engine has started so far. None, and
+        nothing is lent, where there is no way."""
+        ...
+
+    def recall(self, loan: Loan) -> None:
+        """Ask for the end of a loan of this mover. Does not block; idempotent."""
         ...
 
     def take_counters(self) -> dict[str, int]:
@@ -63,6 +93,8 @@ class Mover(Protocol):
 
 class Done:
     """Ticket of copies that have ended."""
+
+    borrowed = 0
 
     def __init__(self, *, copied: bool = True) -> None:
         self._copied = copied
@@ -91,12 +123,18 @@ class InlineMover:
     def release(self) -> None:
         self._pool = None
 
-    def run(self, direction: Direction, entries: Sequence[CopyEntry]) -> Ticket:
+    def run(self, direction: Direction, entries: Sequence[CopyEntry], *, may_borrow: bool = False) -> Ticket:
         assert self._pool is not None
         copy_entries(self._copier, self._pool, direction, entries)
         return Done()
 
     def flush(self) -> None:
+        return
+
+    def lend(self, blocks: Sequence[tuple[int, BlockKey]]) -> Loan | None:
+        return None
+
+    def recall(self, loan: Loan) -> None:
         return
 
     def take_counters(self) -> dict[str, int]:
@@ -108,6 +146,8 @@ class InlineMover:
 
 
 class _Recorded:
+    borrowed = 0
+
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 
@@ -147,7 +187,7 @@ class CudaMover(InlineMover):
             self._pinning.undo()
             self._pinning = None
 
-    def run(self, direction: Direction, entries: Sequence[CopyEntry]) -> Ticket:
+    def run(self, direction: Direction, entries: Sequence[CopyEntry], *, may_borrow: bool = False) -> Ticket:
         assert self._pool is not None
         computed = torch.cuda.Event()
         computed.record(torch.cuda.current_stream(self._device))

@@ -40,6 +40,12 @@ class MoverChoice(Enum):
     WORKER = "worker"  # in a move worker's process; in the engine's while there is none
 
 
+class HandoffLoans(Enum):
+    AUTO = "auto"  # on a GPU: there it saves both ways over the bus, on a CPU a slot is as near as another engine
+    ON = "on"
+    OFF = "off"
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectorOptions:
     mode: Mode = Mode.AUTO
@@ -53,6 +59,8 @@ class ConnectorOptions:
     namespace: str = ""  # engines in different namespaces never share blocks, nor refuse each other
     fetch_timeout_seconds: float = 5.0  # longest a request waits for blocks of another node
     handoff_timeout_seconds: float = 60.0  # longest a decode request waits for its prefill elsewhere
+    handoff_loans: HandoffLoans = HandoffLoans.AUTO  # a decode engine copies from the prefill's blocks
+    loan_seconds: float = 5.0  # longest the prefill keeps its blocks for that
 
     @classmethod
     def parse(cls, given: Mapping[str, object]) -> ConnectorOptions:
@@ -68,7 +76,14 @@ class ConnectorOptions:
         options = cls(**values)  # type: ignore[arg-type]
         if options.mode is Mode.EMBEDDED and (options.socket or options.node or options.service):
             raise ConfigError("mode 'embedded' uses no service: remove socket, node and service, or the mode")
+        if options.handoff_loans is HandoffLoans.ON and options.mover is not MoverChoice.WORKER:
+            raise ConfigError("handoff_loans 'on' needs mover 'worker': only a move worker can copy between engines")
         return options
+
+    def loans_on(self, device: str) -> bool:
+        """Whether an engine on this kind of device (vLLM's device type) lends and borrows blocks."""
+        wanted = self.handoff_loans is HandoffLoans.ON or (self.handoff_loans is HandoffLoans.AUTO and device == "cuda")
+        return wanted and self.mover is MoverChoice.WORKER
 
     def embedded_bytes(self) -> int:
         """Size of the embedded pool's segment."""
@@ -78,7 +93,9 @@ class ConnectorOptions:
         return min(EMBEDDED_BYTES_DEFAULT, int(free * EMBEDDED_SHARE_DEFAULT))
 
 
-_CHOICES: dict[str, type[Enum]] = {"mode": Mode, "offload": Offload, "verify_load": Verify, "mover": MoverChoice}
+_CHOICES: dict[str, type[Enum]] = {
+    "mode": Mode, "offload": Offload, "verify_load": Verify, "mover": MoverChoice, "handoff_loans": HandoffLoans
+}  # fmt: skip
 _MEMORY_MIN = 4 * MiB
 
 
@@ -100,7 +117,7 @@ def _convert(key: str, value: object) -> object:
                 key=key,
             )
         return size
-    if key in ("fetch_timeout_seconds", "handoff_timeout_seconds"):
+    if key in ("fetch_timeout_seconds", "handoff_timeout_seconds", "loan_seconds"):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 600:
             raise ConfigError(f"{key} is {value!r}; give seconds from 0 to 600", key=key)
         return float(value)

@@ -34,6 +34,7 @@ class CopyEntry:
 class LoadPlan:
     request_id: str
     entries: tuple[CopyEntry, ...]
+    may_borrow: bool = False  # another engine of this node may lend these blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,21 @@ class StorePlan:
     entries: tuple[CopyEntry, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class LendPlan:
+    """Blocks that stay as they are until all workers have reported `loan_id` as returned."""
+
+    loan_id: int
+    blocks: tuple[tuple[int, BlockKey], ...]  # (row of the engine's KV tensors, key)
+
+
 @dataclass(slots=True)
 class StepPlan:
     pool: PoolInfo | None = None
     loads: list[LoadPlan] = field(default_factory=list)
     stores: list[StorePlan] = field(default_factory=list)
+    lends: list[LendPlan] = field(default_factory=list)
+    recalls: list[int] = field(default_factory=list)  # ids of loans
 
 
 @dataclass(slots=True)
@@ -59,9 +70,16 @@ class StepReport:
     failed: dict[int, int] = field(default_factory=dict)  # store_id -> workers that did not
     counters: dict[str, int] = field(default_factory=dict)
     suspects: set[BlockRef] = field(default_factory=set)  # did not hold what was promised
+    returned: set[tuple[int, int]] = field(default_factory=set)  # (loan id, worker): nobody reads it there any more
 
     def merge(self, other: StepReport) -> StepReport:
-        merged = StepReport(dict(self.stored), dict(self.failed), dict(self.counters), self.suspects | other.suspects)
+        merged = StepReport(
+            dict(self.stored),
+            dict(self.failed),
+            dict(self.counters),
+            self.suspects | other.suspects,
+            self.returned | other.returned,
+        )
         for mine, theirs in (
             (merged.stored, other.stored),
             (merged.failed, other.failed),

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from kvservice.connector.copier import BlockCopier
-from kvservice.connector.mover import Done, InlineMover, Mover, Ticket, in_process_mover
+from kvservice.connector.mover import Done, InlineMover, Loan, Mover, Ticket, in_process_mover
+from kvservice.connector.neighbours import Neighbours, SpreadLoan, lend
 from kvservice.connector.options import MoverChoice
 from kvservice.connector.plan import CopyEntry, PoolInfo
 from kvservice.connector.shared_kv import SharedKV, region_layout
@@ -18,16 +19,29 @@ from kvservice.errors import KVServiceError, UnsupportedLayout
 from kvservice.mover.device import HOST
 from kvservice.mover.link import KVOffer, WorkerLink
 from kvservice.mover.message import NO_EVENT, CopyRow, Direction, MemoryKind, PoolSource
+from kvservice.units import BlockKey, Generation, SlotIndex
 
 log = logging.getLogger("kvservice.connector")
+
+
+def _no_event() -> int:
+    return NO_EVENT
 
 
 class RemoteMover:
     """Hands copies to the worker of this engine's device on this node; runs them itself while there is none, and loads
     also while the worker has too much to do. `mark` names the device event that copies must wait for."""
 
-    def __init__(self, link: WorkerLink, fallback: Mover, mark: Callable[[], int] = lambda: NO_EVENT) -> None:
+    def __init__(
+        self,
+        link: WorkerLink,
+        fallback: Mover,
+        mark: Callable[[], int] = _no_event,
+        neighbours: Neighbours | None = None,
+    ) -> None:
+        """`neighbours`: the workers of other devices, to which blocks are lent too."""
         self._link = link
+        self._neighbours = neighbours
         self._fallback = fallback
         self._mark = mark
         self._pools = 0
@@ -47,16 +61,21 @@ class RemoteMover:
             self._pools, pool.segment_path, pool.geometry, pool.epoch, pool.layout, pool.liveness_path
         )  # fmt: skip
         # The shard puts the lock of each of its engines at <node directory>/engines/<id>.lock.
-        self._link.follow(Path(pool.liveness_path).parent.parent, source)
+        directory = Path(pool.liveness_path).parent.parent
+        self._link.follow(directory, source)
+        if self._neighbours is not None:
+            self._neighbours.follow(directory, source)
 
     def release(self) -> None:
         self._link.leave()
+        if self._neighbours is not None:
+            self._neighbours.leave()
         self._fallback.release()
 
-    def run(self, direction: Direction, entries: Sequence[CopyEntry]) -> Ticket:
+    def run(self, direction: Direction, entries: Sequence[CopyEntry], *, may_borrow: bool = False) -> Ticket:
         if self._link.is_ready:
             rows = [CopyRow(entry.block_id, entry.ref.slot, entry.ref.generation, entry.key) for entry in entries]
-            ticket = self._link.submit(direction, rows)
+            ticket = self._link.submit(direction, rows, may_borrow=may_borrow)
             if ticket is not None:
                 self._handed = True
                 self._counters["mover_worker_blocks"] += len(rows)
@@ -73,13 +92,27 @@ class RemoteMover:
             self._handed = False
             self._link.flush(self._mark())
 
+    def lend(self, blocks: Sequence[tuple[int, BlockKey]]) -> SpreadLoan | None:
+        rows = [CopyRow(block_id, SlotIndex(0), Generation(0), key) for block_id, key in blocks]
+        others = [] if self._neighbours is None else self._neighbours.links()
+        links = [link for link in (self._link, *others) if link.is_ready]
+        return lend(links, rows, self._mark()) if links else None
+
+    def recall(self, loan: Loan) -> None:
+        assert isinstance(loan, SpreadLoan)
+        loan.recall()
+
     def take_counters(self) -> dict[str, int]:
         counters, self._counters = self._counters, Counter()
         counters.update(self._link.take_counters())
         counters.update(self._fallback.take_counters())
+        if self._neighbours is not None:
+            counters.update(self._neighbours.take_counters())
         return dict(counters)
 
     def close(self) -> None:
+        if self._neighbours is not None:
+            self._neighbours.close()
         self._link.close()
         self._fallback.close()
 
@@ -90,8 +123,11 @@ def mover_for(
     layers: Sequence[torch.Tensor],
     heads: range,
     shared: SharedKV | None,
+    *,
+    lends: bool = False,
 ) -> Mover:
-    """Where the copies of this engine run. Whatever keeps a worker from being used is said once, and counted."""
+    """Where the copies of this engine run. Whatever keeps a worker from being used is said once, and counted. `lends`:
+    it lends blocks, which engines of the node's other devices can have as well."""
     fallback = in_process_mover(copier)
     if choice is not MoverChoice.WORKER:
         return fallback
@@ -100,8 +136,10 @@ def mover_for(
             from kvservice.mover.cuda_offer import CudaOffer  # loads the driver
 
             offer = CudaOffer(layers[0], lambda address, size: region_layout(layers, heads, address, size))
-            return RemoteMover(WorkerLink(offer.offer), fallback, offer.mark)
-        return RemoteMover(WorkerLink(_host_offer(layers, heads, shared)), fallback)
+            made, mark = offer.offer, offer.mark
+        else:
+            made, mark = _host_offer(layers, heads, shared), _no_event
+        return RemoteMover(WorkerLink(made), fallback, mark, Neighbours(made) if lends else None)
     except KVServiceError as error:
         log.warning("copies run in the engine's process: %s", error.message)
         assert isinstance(fallback, InlineMover)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvservice.connector.handoff import Prefill, WriterHandoffs
+from kvservice.connector.loan_book import BlockPins, LoanBook
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
 from kvservice.connector.request import EngineRequest, RequestEvent, RequestState
 from kvservice.connector.session import Answer
@@ -73,14 +74,6 @@ class SessionPort(Protocol):
     def close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None: ...
 
 
-class BlockPins(Protocol):
-    """The engine's blocks that copies read: kept from being freed or overwritten, also when their request is gone."""
-
-    def pin(self, block_ids: Sequence[int]) -> None: ...
-
-    def unpin(self, block_ids: Sequence[int]) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Wait:
     """Ask again at the next step."""
@@ -124,6 +117,7 @@ class SchedulerHalf:
         lazy: bool,
         fetch_timeout_seconds: float,
         handoff_timeout_seconds: float = 60.0,
+        loan_seconds: float = 0.0,
         may_write: bool = True,
         remember_stored: bool = False,
     ) -> None:
@@ -153,10 +147,13 @@ class SchedulerHalf:
         self._next_store = 1
         self._seconds_per_token: float | None = None
         self.counters: Counter[str] = Counter()
+        self._borrows = loan_seconds > 0
+        self._loans = LoanBook(loan_seconds, worker_count, self.counters)
 
     def pin_with(self, pins: BlockPins) -> None:
         """Call it before the first request; without it blocks must stay as they are until they are reported."""
         self._pins = pins
+        self._loans.pin_with(pins)
 
     # -- requests come and ask ----
 
@@ -263,7 +260,7 @@ class SchedulerHalf:
         first = request.local_blocks
         entries = tuple(CopyEntry(block_ids[i], result.blocks[i], request.keys[i]) for i in range(first, first + count))
         request.move(RequestEvent.LOAD)
-        self._loads.append(LoadPlan(request_id, entries))
+        self._loads.append(LoadPlan(request_id, entries, self._borrows and request.waits_for_writer))
         self._loading[request_id] = (attachment, result.lease_id)
         request.fetched_blocks = min(result.fetched_count, count)
         self.counters["loads_planned"] += 1
@@ -297,8 +294,9 @@ class SchedulerHalf:
 
     # -- each step ----
 
-    def begin_step(self, plan: StepPlan, now: float) -> None:
-        """Fill in the loads of this step, and what requests that ended have left to store."""
+    def begin_step(self, plan: StepPlan, now: float, *, is_idle: bool = False) -> None:
+        """Fill in the loads of this step, and what requests that ended have left to store and to lend. `is_idle`: the
+        engine found nothing to compute."""
         plan.loads, self._loads = self._loads, []
         plan.stores, self._queued_stores = self._queued_stores, []
         self._step_began = now
@@ -306,6 +304,9 @@ class SchedulerHalf:
         if attachment is not None:  # otherwise the workers still have the old mapping, and its headers tell
             plan.pool = self._pool_info(attachment)
         self.take_answers()
+        runnable = (RequestState.ANSWERED, RequestState.RUNNING)
+        is_starved = is_idle and any(request.state in runnable for request in self._requests.values())
+        self._loans.begin_step(plan, now, is_starved=is_starved)
 
     def plan_stores(self, plan: StepPlan, scheduled: Iterable[tuple[str, Sequence[BlockHash], int, BlockIds]]) -> None:
         """Add the stores of this step. `scheduled`: (request id, its block hashes so far, tokens computed when the
@@ -395,6 +396,7 @@ class SchedulerHalf:
             self._suspects = set(report.suspects)
         for name, count in report.counters.items():
             self.counters[name] += count
+        self._loans.returned(report.returned)
         for outcome, counts in (("stored", report.stored), ("failed", report.failed)):
             for store_id, count in counts.items():
                 store = self._stores.get(store_id)
@@ -468,6 +470,8 @@ class SchedulerHalf:
             store = self._store_of(attachment, request, hashes, computed_tokens, block_ids)
             if store is not None:
                 self._queued_stores.append(store)
+            if request.writes is not None:
+                self._loans.lend(request.keys[: computed_tokens // self._block_tokens], block_ids)
         if request.state is RequestState.ANSWERED and request.result is not None and request.attachment is not None:
             self._end_lease(request.attachment, request.result.lease_id)
         self._session.expect(-request.expected)
@@ -476,17 +480,21 @@ class SchedulerHalf:
         self._handoffs.request_ended(request.writes)
         return request.writes
 
-    def has_pending_stores(self, now: float) -> bool:
-        """Steps are needed even without requests, to start copies and to hear how they ended."""
+    def has_pending_work(self, now: float) -> bool:
+        """Steps are needed even without requests, to start copies and loans and to hear how they ended."""
+        return self._loans.is_pending(now) or self._has_pending_stores(now)
+
+    def _has_pending_stores(self, now: float) -> bool:
         return bool(self._queued_stores) or any(
             now - store.planned_at < REPORT_SECONDS_MAX for store in self._stores.values()
         )
 
     def idle_seconds(self) -> float:
-        """How long an engine with nothing to compute may wait for an answer of the pool; 0 when none is due."""
+        """How long an engine with nothing to compute may wait for an answer of the pool, or for the end of a loan; 0
+        when none is due."""
         waiting = [request for request in self._requests.values() if request.state is RequestState.ASKED]
         if not waiting:
-            return 0.0
+            return 0.0 if self._loans.is_empty or self._stores or self._queued_stores else IDLE_SECONDS
         return IDLE_SECONDS_HANDOFF if all(request.waits_for_writer for request in waiting) else IDLE_SECONDS
 
     def take_stored(self) -> list[StoredBlock]:
@@ -501,6 +509,7 @@ class SchedulerHalf:
     def forget_known(self) -> None:
         """Store again what was stored before: the pool or the engine's cache was reset."""
         self._known.clear()
+        self._loans.recall_all()
 
     # -- inside ----
 
@@ -552,3 +561,4 @@ class SchedulerHalf:
         for store in self._stores.values():
             assert store.reports.total() < self._worker_count, "a store every worker reported is still open"
         self._handoffs.check_invariants()
+        self._loans.check_invariants()

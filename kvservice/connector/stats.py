@@ -12,6 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 DESCRIBED = {
     "load_blocks": "blocks promised to the engine and loaded from the pool",
     "load_blocks_remote": "of these, blocks that came from another node for the request",
+    "loaded_blocks_slot": "blocks that workers copied from the pool's memory into the engine",
+    "loaded_blocks_engine": "blocks that workers copied from another engine's KV cache instead",
     "loads_failed": "loads that failed after the promise and were recomputed",
     "store_blocks_planned": "blocks copied from the engine towards the pool",
     "stored_blocks": "blocks sealed in the pool",

@@ -132,6 +132,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         # A prompt that is handed off is waited for: the blocks of its first step find their slots at once.
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens or 0
         step_blocks = step_tokens // self._spec.layout.block_tokens
+        device = vllm_config.device_config.device_type
         session = Session(self._pool.open, self._pool.spec, lambda: half.may_reattach(), step_blocks)
         half = SchedulerHalf(
             session,
@@ -142,6 +143,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             lazy=self._options.offload is Offload.LAZY,
             fetch_timeout_seconds=self._options.fetch_timeout_seconds,
             handoff_timeout_seconds=self._options.handoff_timeout_seconds,
+            loan_seconds=self._options.loan_seconds if self._options.loans_on(device) else 0.0,
             may_write=self._kv_transfer_config.is_kv_producer,
             remember_stored=_publishes_events(vllm_config),
         )
@@ -240,7 +242,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._session.wait_for_answer(self._scheduler.idle_seconds())
         now = time.monotonic()
         self._step = (now, tokens)
-        self._scheduler.begin_step(plan, now)
+        self._scheduler.begin_step(plan, now, is_idle=tokens == 0)
         self._scheduler.plan_stores(plan, self._scheduled(output))
 
     def _scheduled(self, output: SchedulerOutput) -> Iterable[tuple[str, Any, int, BlockIds]]:
@@ -319,7 +321,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: False)
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.has_pending_stores(time.monotonic())
+        return self._scheduler is not None and self._scheduler.has_pending_work(time.monotonic())
 
     @guarded(lambda: False)
     def reset_cache(self) -> bool | None:
@@ -343,7 +345,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         share = compat.rank_share(self._vllm_config, self._config)
         layers = compat.ordered_layers(self._vllm_config, self._config, kv_caches)
         copier = BlockCopier(layers, share.heads)
-        mover = mover_for(self._options.mover, copier, layers, share.heads, self._shared_kv)
+        lends = self._options.loans_on(copier.device.type) and self._kv_transfer_config.is_kv_producer
+        mover = mover_for(self._options.mover, copier, layers, share.heads, self._shared_kv, lends=lends)
         self._worker = WorkerHalf(copier, self._options.verify_load, mover, share)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -459,6 +462,9 @@ class _Pins:
     def unpin(self, block_ids: Sequence[int]) -> None:
         # The last block of a chain first: freed first, it is also evicted first.
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(block_ids)])
+
+    def free_share(self) -> float:
+        return float(self._pool.get_num_free_blocks() / self._pool.num_gpu_blocks)
 
 
 def _publishes_events(vllm_config: VllmConfig) -> bool:

@@ -19,6 +19,7 @@ from kvservice.connector.copier import BlockCopier
 from kvservice.connector.mover import InlineMover, Mover, Ticket
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
+from kvservice.connector.worker_loans import WorkerLoans
 from kvservice.core.checks import is_as_promised, is_reserved
 from kvservice.core.digest import digest_payload
 from kvservice.core.header import SlotHeader
@@ -58,6 +59,7 @@ class WorkerHalf:
         self._copier = copier
         self._verify = verify
         self._mover = mover or InlineMover(copier)
+        self._lent = WorkerLoans(self._mover)
         self._pool: PoolInfo | None = None
         self._tried: PoolInfo | None = None  # mapped, or found impossible to map
         self._segment: Segment | None = None
@@ -73,6 +75,7 @@ class WorkerHalf:
     def start_loads(self, plan: StepPlan) -> set[str]:
         """Returns the requests of the plan's loads, each of which `take_loaded` will name once."""
         self._follow_pool(plan)
+        self._lent.follow(plan)
         for load in plan.loads:
             started = self._attempt(partial(self._start_load, load))
             if started is None:
@@ -104,10 +107,11 @@ class WorkerHalf:
     def take_report(self) -> StepReport | None:
         """What was stored since the last call; None when there is nothing to say."""
         self._poll_stores()
+        self._lent.report(self._report)
         for name, count in self._mover.take_counters().items():
             self._count(name, count)
         report, self._report = self._report, StepReport()
-        return report if report.stored or report.failed or report.counters or report.suspects else None
+        return None if report == StepReport() else report
 
     def close(self) -> None:
         """The engine ends. Waits for the copies under way."""
@@ -118,7 +122,11 @@ class WorkerHalf:
 
     def _start_load(self, load: LoadPlan) -> _Load | None:
         headers = self._promised_headers(load)
-        return None if headers is None else _Load(load, headers, self._mover.run(Direction.LOAD, load.entries))
+        if headers is None:
+            return None
+        # What came from an engine is not what the digests are of.
+        may_borrow = load.may_borrow and self._verify is not Verify.FULL
+        return _Load(load, headers, self._mover.run(Direction.LOAD, load.entries, may_borrow=may_borrow))
 
     def _start_store(self, store: StorePlan) -> _Store | None:
         if not self._may_write(store):
@@ -143,6 +151,7 @@ class WorkerHalf:
         self._poll_loads()
         self._poll_stores()
         if self._segment is not None:
+            self._lent.recall_all()
             self._mover.release()
             self._copier.unbind()
             self._segment.close()
@@ -191,7 +200,7 @@ class WorkerHalf:
         under_way, self._loads = self._loads, []
         for load in under_way:
             if load.ticket.query():
-                self._end_load(load.plan, done=bool(self._attempt(partial(self._is_sound, load))))
+                self._end_load(load.plan, load.ticket.borrowed, done=bool(self._attempt(partial(self._is_sound, load))))
             else:
                 self._loads.append(load)
 
@@ -215,10 +224,12 @@ class WorkerHalf:
                     return False
         return True
 
-    def _end_load(self, load: LoadPlan, *, done: bool) -> None:
+    def _end_load(self, load: LoadPlan, borrowed: int = 0, *, done: bool) -> None:
         self._loaded.add(load.request_id)
         if done:
             self._count("loaded_blocks", len(load.entries))
+            self._count("loaded_blocks_engine", borrowed)
+            self._count("loaded_blocks_slot", len(load.entries) - borrowed)
         else:
             self._failed.add(load.request_id)
 

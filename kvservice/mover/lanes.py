@@ -48,12 +48,21 @@ class Target:
 
 
 @dataclass(slots=True)
+class Tally:
+    """Of one job."""
+
+    byte_count: int = 0
+    borrowed: int = 0  # blocks
+
+
+@dataclass(slots=True)
 class LaneCounts:
     jobs: int = 0
     blocks: int = 0
     byte_count: int = 0
     stale: int = 0
     failed: int = 0
+    borrowed: int = 0  # blocks copied from another engine
 
 
 class Lane:
@@ -122,12 +131,15 @@ class Lane:
             self._active = False
 
     def _perform(self, target: Target | None, job: Job, ready: Ready) -> Ended:
-        outcome, copied = Outcome.REFUSED, 0
+        tally = Tally()
+        outcome = Outcome.REFUSED
         try:
             if target is not None:
                 ready(lambda: not self._stopping)  # as long as the engine computes, which is not a copy that hangs
                 self._busy_since = time.monotonic()
-                outcome, copied = self._copy(target, job)
+                outcome = self._copy(target, job, tally)
+                if job.may_borrow:
+                    target.direct.job_ended()
         except InvalidRequest as error:
             log.error("refused a copy: %s", error.message)
         except KVServiceError as error:
@@ -136,45 +148,59 @@ class Lane:
         except Exception:  # the engine waits for an outcome whatever happened here
             log.exception("copy failed")
             outcome = Outcome.FAILED
-        self._count(job, outcome, copied)
-        return Ended(job.job_id, outcome, copied)
+        self._count(job, outcome, tally)
+        return Ended(job.job_id, outcome, tally.byte_count, tally.borrowed)
 
-    def _copy(self, target: Target, job: Job) -> tuple[Outcome, int]:
-        copied = 0
+    def _copy(self, target: Target, job: Job, tally: Tally) -> Outcome:
         for start in range(0, job.rows.size, BATCH_ROWS):
             rows = job.rows[start : start + BATCH_ROWS]
             if self._stopping:
-                return Outcome.FAILED, copied
-            if job.direction is Direction.DIRECT:
-                keys = [key.tobytes() for key in rows["key"]]
-                outcome, size = target.direct.copy(keys, rows["block"].tolist())
-                copied += size
-                if outcome is not Outcome.COPIED:
-                    return outcome, copied
-                continue
-            blocks, slots = rows["block"].astype(np.int64), [SlotIndex(slot) for slot in rows["slot"].tolist()]
+                return Outcome.FAILED
+            slots = [SlotIndex(slot) for slot in rows["slot"].tolist()]
             _check_range(target, slots)
-            payload_bytes = target.template.payload_bytes
-            offsets = [target.segment.geometry.payload_offset(slot, payload_bytes) for slot in slots]
-            runs = target.template.expand(blocks, offsets)
             if not _all_as_promised(target, job.direction, rows, slots):
-                return Outcome.STALE, copied
+                return Outcome.STALE
             if job.direction is Direction.LOAD:
-                target.engine.load(runs)
+                _load(target, rows, slots, tally, may_borrow=job.may_borrow)
+                # Also of blocks that came from an engine: the slot is what was promised.
                 if not _all_as_promised(target, job.direction, rows, slots):
-                    return Outcome.STALE, copied
+                    return Outcome.STALE
             else:
+                runs = target.template.expand(rows["block"].astype(np.int64), _offsets(target, slots))
                 target.engine.store(runs)
-            copied += runs.byte_count
+                tally.byte_count += runs.byte_count
             self._busy_since = time.monotonic()  # a long job is not a stuck one
-        return Outcome.COPIED, copied
+        return Outcome.COPIED
 
-    def _count(self, job: Job, outcome: Outcome, copied: int) -> None:
+    def _count(self, job: Job, outcome: Outcome, tally: Tally) -> None:
         self.counts.jobs += 1
-        self.counts.byte_count += copied
+        self.counts.byte_count += tally.byte_count
+        self.counts.borrowed += tally.borrowed if outcome is Outcome.COPIED else 0
         self.counts.blocks += job.rows.size if outcome is Outcome.COPIED else 0
         self.counts.stale += outcome is Outcome.STALE
         self.counts.failed += outcome in (Outcome.FAILED, Outcome.REFUSED)
+
+
+def _load(
+    target: Target, rows: npt.NDArray[np.void], slots: list[SlotIndex], tally: Tally, *, may_borrow: bool
+) -> None:
+    """From engines that lend these blocks, and from the slots whatever they do not lend or took back meanwhile."""
+    blocks = rows["block"].astype(np.int64)
+    if may_borrow:
+        borrowed, size = target.direct.copy([key.tobytes() for key in rows["key"]], blocks.tolist())
+        tally.byte_count += size
+        tally.borrowed += sum(borrowed)
+        rest = [index for index, done in enumerate(borrowed) if not done]
+        blocks, slots = blocks[rest], [slots[index] for index in rest]
+    if slots:
+        runs = target.template.expand(blocks, _offsets(target, slots))
+        target.engine.load(runs)
+        tally.byte_count += runs.byte_count
+
+
+def _offsets(target: Target, slots: list[SlotIndex]) -> list[int]:
+    payload_bytes = target.template.payload_bytes
+    return [target.segment.geometry.payload_offset(slot, payload_bytes) for slot in slots]
 
 
 def _check_range(target: Target, slots: Iterable[SlotIndex]) -> None:

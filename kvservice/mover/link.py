@@ -21,7 +21,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from kvservice.client.discovery import mover_socket
 from kvservice.errors import InvalidRequest, KVServiceError, Unavailable
@@ -29,19 +29,23 @@ from kvservice.mover.message import (
     MESSAGE_BYTES_MAX,
     NO_EVENT,
     ROWS_MAX,
+    VERSION,
     CopyRow,
     Direction,
     Ended,
     Kind,
     Outcome,
+    PackedJob,
     PoolSource,
     kind_of,
     pack_copies,
     pack_json,
+    pack_lent,
     pack_pool,
     pack_rows,
     parse_done,
     parse_json,
+    parse_lent,
 )
 from kvservice.mover.process import WorkerProcess
 
@@ -52,7 +56,7 @@ CONNECT_SECONDS = 5.0
 RETRY_SECONDS = 2.0  # between attempts to find a worker
 IDLE_SECONDS = 1.0
 WEDGE_SECONDS = 10.0
-ROWS_OUTSTANDING_MAX = {Direction.LOAD: 16_384, Direction.STORE: 4096, Direction.DIRECT: 16_384}
+ROWS_OUTSTANDING_MAX = {Direction.LOAD: 16_384, Direction.STORE: 4096}
 SEND_BUFFER_BYTES = 1 << 20
 
 
@@ -69,11 +73,12 @@ class KVOffer:
 class Copies:
     """Ticket of copies handed to a worker. Read by the engine's thread, ended by the link's."""
 
-    __slots__ = ("_condition", "outcome", "parts", "submitted")
+    __slots__ = ("_condition", "borrowed", "outcome", "parts", "submitted")
 
     def __init__(self, parts: int, condition: threading.Condition) -> None:
         self.parts = parts  # still under way
         self.outcome = Outcome.COPIED
+        self.borrowed = 0  # blocks that came from another engine
         self.submitted = time.monotonic()
         self._condition = condition
 
@@ -89,28 +94,53 @@ class Copies:
         return self.outcome is Outcome.COPIED
 
 
+class Lent:
+    """Blocks lent to the other engines of a worker. They stay as they are until `is_over`, which follows a recall, or
+    the end of the worker. Read by the engine's thread, changed by the link's."""
+
+    __slots__ = ("ids", "is_over", "is_taken", "lent", "returned")
+
+    def __init__(self, ids: list[int], lent: Copies) -> None:
+        self.ids = ids  # of the LEND jobs
+        self.lent = lent  # ends when they can be read
+        self.returned: Copies | None = None  # of the recall
+        self.is_taken = False  # a reader has what it wanted
+        self.is_over = False  # nobody reads them, nor ever will
+
+
+# What the worker works off in order: copies of a direction, or messages of a kind.
+_Queue: TypeAlias = "Direction | Kind"
+
+
 @dataclass(slots=True)
 class _Job:
     ticket: Copies
-    direction: Direction
+    queue: _Queue
     rows: int
     since: float
+    lent: Lent | None = None  # of a recall
 
 
 class WorkerLink:
     """One engine process and the worker of its device. `follow` names the pool; copies can be submitted while
     `is_ready`. All public methods but `close` return at once."""
 
-    def __init__(self, offer: KVOffer, wedge_seconds: float = WEDGE_SECONDS) -> None:
+    def __init__(
+        self, offer: KVOffer, wedge_seconds: float = WEDGE_SECONDS, *, worker_device: str | None = None
+    ) -> None:
+        """`worker_device`: of a worker that copies nothing for this engine, but can be lent blocks."""
         self._offer = offer
+        self._worker_device = worker_device or offer.device
+        self._lends_only = worker_device is not None
         self._wedge_seconds = wedge_seconds
         self._lock = threading.Lock()  # held for moments only
         self._ended = threading.Condition(self._lock)
         self._jobs: dict[int, _Job] = {}
         self._last_id = 0
-        self._rows = Counter[Direction]()  # outstanding
-        self._progress = dict.fromkeys(Direction, 0.0)
-        self._batch: list[tuple[int, Direction, bytes]] = []  # submitted since the last flush
+        self._lent: dict[int, Lent] = {}  # by the id of its last LEND job, until it is over
+        self._rows = Counter[_Queue]()  # outstanding
+        self._progress: dict[_Queue, float] = {}
+        self._batch: list[PackedJob] = []  # submitted since the last flush
         self._unsent: deque[bytes] = deque()
         self._wanted: tuple[Path, PoolSource] | None = None
         self._socket: socket.socket | None = None
@@ -118,6 +148,7 @@ class WorkerLink:
         self._said_bye = False
         self._problem = ""  # the last one that was logged
         self._closing = False
+        self._else = f"nothing is lent to {worker_device}" if worker_device else "copies run in the engine's process"
         self._counters = Counter[str]()
         self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="kvservice-mover-link", daemon=True)
@@ -141,9 +172,9 @@ class WorkerLink:
             self._wanted, self._ready = None, False
         self._wake()
 
-    def submit(self, direction: Direction, rows: Sequence[CopyRow]) -> Copies | None:
+    def submit(self, direction: Direction, rows: Sequence[CopyRow], *, may_borrow: bool = False) -> Copies | None:
         """Take these copies, to be sent with the next `flush`; None when there is no worker to take them, or too much
-        waits already."""
+        waits already. `may_borrow`: loads of blocks that another engine lends may come from there."""
         pieces = [rows[start : start + ROWS_MAX] for start in range(0, len(rows), ROWS_MAX)]
         with self._lock:
             if not self._ready:
@@ -155,7 +186,7 @@ class WorkerLink:
             for piece in pieces:
                 self._last_id += 1
                 self._jobs[self._last_id] = _Job(ticket, direction, len(piece), ticket.submitted)
-                self._batch.append((self._last_id, direction, pack_rows(piece)))
+                self._batch.append(PackedJob(self._last_id, direction, pack_rows(piece), may_borrow))
             self._rows[direction] += len(rows)
         return ticket
 
@@ -171,29 +202,42 @@ class WorkerLink:
         if unsent:
             self._wake()
 
-    def lend(self, blocks: Sequence[CopyRow], event: int = NO_EVENT) -> Copies | None:
-        """Let the other engines of this worker copy these blocks, by their keys. They stay as they are until they were
-        recalled. The ticket ends when they are lent; None when there is no worker."""
-        return self._send_rows(Kind.LEND, blocks, event)
-
-    def recall(self, blocks: Sequence[CopyRow]) -> Copies | None:
-        """Once the ticket has ended, however, nobody reads these blocks. None: nobody ever could."""
-        return self._send_rows(Kind.RECALL, blocks, NO_EVENT)
-
-    def _send_rows(self, kind: Kind, rows: Sequence[CopyRow], event: int) -> Copies | None:
-        pieces = [rows[start : start + ROWS_MAX] for start in range(0, len(rows), ROWS_MAX)]
+    def lend(self, blocks: Sequence[CopyRow], event: int = NO_EVENT) -> Lent | None:
+        """Let the other engines of this worker copy these blocks, by their keys; slots and generations mean nothing.
+        They may not change until the loan is over. None, and nothing is lent, when there is no worker."""
+        pieces = [pack_rows(blocks[start : start + ROWS_MAX]) for start in range(0, len(blocks), ROWS_MAX)]
         with self._lock:
-            if not self._ready or self._socket is None:
+            if not self._ready or self._socket is None or not pieces:
                 return None
-            ticket = Copies(len(pieces), self._ended)
+            lent = Lent([], Copies(len(pieces), self._ended))
             for piece in pieces:
-                self._last_id += 1
-                self._jobs[self._last_id] = _Job(ticket, Direction.DIRECT, 0, ticket.submitted)
-                job = (self._last_id, Direction.DIRECT, pack_rows(piece))
-                self._unsent.append(pack_copies([job], event, kind))
+                lent.ids.append(self._add_job(lent.lent, Kind.LEND))
+                job = PackedJob(lent.ids[-1], Direction.LOAD, piece)
+                self._unsent.append(pack_copies([job], event, Kind.LEND))
+            self._lent[lent.ids[-1]] = lent
             self._send_unsent()
         self._wake()
-        return ticket
+        return lent
+
+    def recall(self, lent: Lent) -> None:
+        """Ask for the end of this loan, which `is_over` tells. Copies under way are waited for, others do not start."""
+        with self._lock:
+            if lent.is_over or lent.returned is not None:
+                return
+            lent.returned = Copies(len(lent.ids), self._ended)
+            if self._socket is None:
+                return  # whoever gives the connection up ends the loan, once the worker does nothing any more
+            for lend_id in lent.ids:
+                job_id = self._add_job(lent.returned, Kind.RECALL, lent)
+                self._unsent.append(pack_lent(Kind.RECALL, lend_id, job_id))
+            self._send_unsent()
+        self._wake()
+
+    def _add_job(self, ticket: Copies, kind: Kind, lent: Lent | None = None) -> int:
+        """Under the lock."""
+        self._last_id += 1
+        self._jobs[self._last_id] = _Job(ticket, kind, 0, ticket.submitted, lent)
+        return self._last_id
 
     def take_counters(self) -> dict[str, int]:
         with self._lock:
@@ -244,9 +288,9 @@ class WorkerLink:
                 connection, worker = self._connect(wanted[0])
                 self._converse(connection, worker, wanted)
             except Unavailable as error:
-                self._note("mover_absent", f"copies run in the engine's process until there is a worker: {error}")
+                self._note("mover_absent", f"{self._else} until there is a worker: {error}")
             except (KVServiceError, OSError) as error:
-                self._note("mover_refused", f"copies stay in the engine's process: {error}")
+                self._note("mover_refused", f"{self._else}: {error}")
             except Exception:  # copies under way must be ended whatever happened here
                 self._count("mover_error")
                 log.exception("move worker given up")
@@ -279,7 +323,7 @@ class WorkerLink:
             connection.settimeout(CONNECT_SECONDS)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             try:
-                connection.connect(str(mover_socket(directory, self._offer.device)))
+                connection.connect(str(mover_socket(directory, self._worker_device)))
             except OSError as error:
                 raise Unavailable(f"nobody listens in {directory}: {error}") from error
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
@@ -298,7 +342,10 @@ class WorkerLink:
 
     def _greet(self, connection: socket.socket) -> None:
         offer = self._offer
-        hello = {"version": 1, "device": offer.device, "memory": offer.memory, "layout": offer.layout}
+        hello = {
+            "version": VERSION, "device": offer.device, "lends_only": self._lends_only, "memory": offer.memory,
+            "layout": offer.layout,
+        }  # fmt: skip
         descriptors = [] if offer.descriptor is None else [offer.descriptor]
         try:
             socket.send_fds(connection, [pack_json(Kind.HELLO, hello)], descriptors)
@@ -315,7 +362,7 @@ class WorkerLink:
         asked_at = 0.0
         with self._lock:
             self._socket, self._said_bye = connection, False
-            self._progress = dict.fromkeys(Direction, time.monotonic())
+            self._progress = {}
         while not self._closing:
             with self._lock:
                 now_wanted = self._wanted
@@ -328,11 +375,10 @@ class WorkerLink:
                     self._unsent.append(message)
                 asked, asked_at = pool, time.monotonic()
             if not self._exchange(connection, asked):
-                self._note(
-                    "mover_lost", "the move worker is gone: copies run in the engine's process until there is one"
-                )
+                self._note("mover_lost", f"the move worker is gone: {self._else} until there is one")
                 return
-            if asked is not None and not self._ready and asked_at + self._wedge_seconds < time.monotonic():
+            is_late = asked_at + self._wedge_seconds < time.monotonic()
+            if asked is not None and not self._ready and not self._closing and is_late:
                 raise Unavailable("the move worker does not answer")
             if self._is_overdue():
                 self._note(
@@ -379,6 +425,12 @@ class WorkerLink:
                     self._ready = True
                     self._counters["mover_connected"] += 1
                     self._problem = ""
+        elif kind is Kind.TAKEN:
+            _, lend_id = parse_lent(data)
+            with self._lock:
+                lent = self._lent.get(lend_id)  # a reader goes from the first piece to the last
+                if lent is not None:
+                    lent.is_taken = True
         elif kind is Kind.BYE:
             self._said_bye = True
         else:
@@ -395,21 +447,29 @@ class WorkerLink:
         job = self._jobs.pop(one.job_id, None)
         if job is None:
             raise InvalidRequest(f"no copy has the id {one.job_id}")
-        self._rows[job.direction] -= job.rows
-        self._progress[job.direction] = now
+        self._rows[job.queue] -= job.rows
+        self._progress[job.queue] = now
         if one.outcome is not Outcome.COPIED:
             job.ticket.outcome = one.outcome
             self._counters[f"mover_{one.outcome.name.lower()}"] += 1
+        job.ticket.borrowed += one.borrowed
         job.ticket.parts -= 1
+        if job.lent is not None and not job.ticket.parts:
+            self._end_loan(job.lent)
+
+    def _end_loan(self, lent: Lent) -> None:
+        """Under the lock."""
+        self._lent.pop(lent.ids[-1], None)
+        lent.is_over = True
 
     def _is_overdue(self) -> bool:
         """A queue of the worker has not moved for too long."""
         limit = time.monotonic() - self._wedge_seconds
         with self._lock:
-            oldest: dict[Direction, float] = {}
+            oldest: dict[_Queue, float] = {}
             for job in self._jobs.values():  # in the order they were submitted
-                oldest.setdefault(job.direction, job.since)
-            return any(max(since, self._progress[direction]) < limit for direction, since in oldest.items())
+                oldest.setdefault(job.queue, job.since)
+            return any(max(since, self._progress.get(queue, since)) < limit for queue, since in oldest.items())
 
     def _give_up(self, worker: WorkerProcess | None) -> None:
         """End every copy as failed, once the worker does nothing for this engine any more."""
@@ -418,7 +478,7 @@ class WorkerLink:
             connection, self._socket = self._socket, None
             self._unsent.clear()
             self._batch.clear()
-            pending = bool(self._jobs)
+            pending = bool(self._jobs or self._lent)  # a reader may be at what is lent
         if worker is not None:
             if pending and connection is not None and not self._said_bye:
                 worker.await_last_copy(connection, self._wedge_seconds)
@@ -426,11 +486,13 @@ class WorkerLink:
         if connection is not None:
             connection.close()
         with self._lock:
-            self._counters["mover_lost_copies"] += len(self._jobs)
+            self._counters["mover_lost_copies"] += sum(job.rows > 0 for job in self._jobs.values())
             for job in self._jobs.values():
                 job.ticket.outcome = Outcome.FAILED
                 job.ticket.parts = 0
             self._jobs.clear()
+            for lent in list(self._lent.values()):
+                self._end_loan(lent)
             self._rows.clear()
             self._ended.notify_all()
 
@@ -445,17 +507,17 @@ class WorkerLink:
         self._problem = problem
 
 
-def _messages(batch: Sequence[tuple[int, Direction, bytes]], event: int) -> list[bytes]:
+def _messages(batch: Sequence[PackedJob], event: int) -> list[bytes]:
     """As few messages as their size allows; a job is never larger than one."""
     messages: list[bytes] = []
-    part: list[tuple[int, Direction, bytes]] = []
+    part: list[PackedJob] = []
     size = 0
     for job in batch:
-        if part and size + len(job[2]) > MESSAGE_BYTES_MAX - (16 << 10) - 16 * len(part):
+        if part and size + len(job.rows) > MESSAGE_BYTES_MAX - (16 << 10) - 16 * len(part):
             messages.append(pack_copies(part, event))
             part, size = [], 0
         part.append(job)
-        size += len(job[2])
+        size += len(job.rows)
     return [*messages, pack_copies(part, event)]
 
 

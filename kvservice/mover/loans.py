@@ -1,158 +1,233 @@
 """Blocks that one engine lends to the others of its device: copied from engine to engine, without a slot between.
 
 The lender keeps a lent block as it is until the worker says that nobody reads it any more. A copy counts only when
-every loan it read from was still good after it ended. Thread-safe; nothing in here copies under the lock.
+the loan it read from was still good after it ended. Thread-safe; nothing in here copies under the lock.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvservice.core.descriptors import CopyTemplate, DirectTemplate
-from kvservice.errors import UnsupportedLayout
+from kvservice.errors import TransferError, UnsupportedLayout
 from kvservice.mover.copies import CopyEngine
 from kvservice.mover.device import Device, KVMemory
-from kvservice.mover.message import NO_EVENT, Outcome
+from kvservice.mover.message import NO_EVENT
+
+log = logging.getLogger("kvservice.mover")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Lender:
     kv: KVMemory
     template: CopyTemplate
+    is_gone: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class Loan:
+class Lending:
+    """Blocks that were lent together, and end together."""
+
     lender: Lender
-    block: int
-    event: int  # of the lender: the block is whole when it has passed
-    readers: int = 0
+    event: int  # of the lender: the blocks are whole when it has passed
+    on_taken: Callable[[], None]
+    keys: tuple[bytes, ...]
+    readers: int = 0  # blocks that are being read
     is_good: bool = True
-    recalls: list[_Recall] = field(default_factory=list)
+    is_taken: bool = False
+    on_returned: list[Callable[[], None]] = field(default_factory=list)
 
 
-@dataclass(slots=True, eq=False)
-class _Recall:
-    left: int  # loans that are still read
-    on_returned: Callable[[], None]
+@dataclass(frozen=True, slots=True, eq=False)
+class Loan:
+    lending: Lending
+    block: int
 
 
 class Loans:
     def __init__(self) -> None:
-        self._loans: dict[bytes, dict[Lender, Loan]] = {}  # by block key
+        self._by_key: dict[bytes, list[Loan]] = {}
+        self._open: dict[tuple[Lender, int], Lending] = {}  # may be borrowed from
+        self._recalled: dict[tuple[Lender, int], Lending] = {}  # somebody still reads
         self._changed = threading.Condition()
 
-    def lend(self, lender: Lender, blocks: Iterable[tuple[bytes, int]], event: int) -> None:
-        """`blocks`: (key, block). Lending a key again, without recalling it first, changes nothing."""
+    def lend(
+        self,
+        lender: Lender,
+        lending_id: int,
+        blocks: Sequence[tuple[bytes, int]],
+        event: int = NO_EVENT,
+        on_taken: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`blocks`: (key, block). `on_taken` is called once, when a reader has what it wanted of them. The same key may
+        be lent several times: each lending ends by itself. An id that is open already is not lent again."""
         with self._changed:
+            if lender.is_gone or (lender, lending_id) in self._open:
+                return
+            lending = Lending(lender, event, on_taken, tuple(key for key, _ in blocks))
+            self._open[lender, lending_id] = lending
             for key, block in blocks:
-                self._loans.setdefault(key, {}).setdefault(lender, Loan(lender, block, event))
+                self._by_key.setdefault(key, []).append(Loan(lending, block))
 
-    def recall(self, lender: Lender, keys: Iterable[bytes], on_returned: Callable[[], None]) -> None:
+    def recall(self, lender: Lender, lending_id: int, on_returned: Callable[[], None]) -> None:
         """No copy of these starts any more. `on_returned` is called once nobody reads them, maybe at once."""
+        where = (lender, lending_id)
         with self._changed:
-            loans = [loan for key in keys if (loan := self._take_out(key, lender)) is not None]
-            waiting = [loan for loan in loans if loan.readers]
-            recall = _Recall(len(waiting), on_returned)
-            for loan in waiting:
-                loan.recalls.append(recall)
+            lending = self._open.pop(where, None)
+            if lending is not None:
+                self._take_out(lending)
+            else:
+                lending = self._recalled.get(where)
+            waiting = lending is not None and lending.readers > 0
+            if lending is not None and waiting:
+                self._recalled[where] = lending
+                lending.on_returned.append(on_returned)
         if not waiting:
             on_returned()
 
     def drop(self, lender: Lender) -> None:
         """The lender is gone: what is being read from it does not count. Blocks until nobody reads."""
         with self._changed:
-            mine = [loan for by_lender in self._loans.values() if (loan := by_lender.get(lender)) is not None]
-            for loan in mine:
-                loan.is_good = False
-            self._loans = {
-                key: rest
-                for key, by_lender in self._loans.items()
-                if (rest := {other: loan for other, loan in by_lender.items() if other is not lender})
-            }
-            self._changed.wait_for(lambda: not any(loan.readers for loan in mine))
+            lender.is_gone = True
+            mine = [one for one in self._open.values() if one.lender is lender]
+            for lending in mine:
+                self._take_out(lending)
+            mine += [one for one in self._recalled.values() if one.lender is lender]
+            for lending in mine:
+                lending.is_good = False
+            self._open = {where: one for where, one in self._open.items() if one.lender is not lender}
+            self._changed.wait_for(lambda: not any(lending.readers for lending in mine))
 
-    def borrow(self, keys: Sequence[bytes], reader: Lender) -> list[Loan] | None:
-        """A loan of each key, not the reader's own; None when one is not lent. Give them back."""
+    def lenders_of(self, keys: Iterable[bytes], reader: Lender) -> set[Lender]:
+        """Who lends any of these, but the reader itself."""
         with self._changed:
-            found: list[Loan] = []
-            for key in keys:
-                others = [loan for lender, loan in self._loans.get(key, {}).items() if lender is not reader]
-                if not others:
-                    return None
-                found.append(others[0])
+            found = {loan.lending.lender for key in keys for loan in self._by_key.get(key, ())}
+        return found - {reader}
+
+    def borrow(self, keys: Sequence[bytes], lenders: Iterable[Lender]) -> list[Loan | None]:
+        """A loan of each key from one of these, None where there is none. Give them back."""
+        wanted = set(lenders)
+        with self._changed:
+            found = [
+                next((loan for loan in self._by_key.get(key, ()) if loan.lending.lender in wanted), None)
+                for key in keys
+            ]
             for loan in found:
-                loan.readers += 1
+                if loan is not None:
+                    loan.lending.readers += 1
             return found
 
-    def give_back(self, loans: Iterable[Loan]) -> bool:
-        """Whether all of them were good until now."""
-        returned: list[_Recall] = []
-        good = True
+    def give_back(self, loans: Iterable[Loan]) -> None:
+        """A loan counts if `is_good` of its lending is still true after this."""
+        ended: list[Callable[[], None]] = []
         with self._changed:
             for loan in loans:
-                good = good and loan.is_good
-                loan.readers -= 1
-                if loan.readers:
-                    continue
-                for recall in loan.recalls:
-                    recall.left -= 1
-                returned += [recall for recall in loan.recalls if not recall.left]
-                loan.recalls = []
+                loan.lending.readers -= 1
+                if not loan.lending.readers:
+                    ended += loan.lending.on_returned
+                    loan.lending.on_returned = []
+            self._recalled = {where: one for where, one in self._recalled.items() if one.readers}
             self._changed.notify_all()
-        for recall in returned:
-            recall.on_returned()
-        return good
+        for on_returned in ended:
+            on_returned()
 
-    def _take_out(self, key: bytes, lender: Lender) -> Loan | None:
-        by_lender = self._loans.get(key, {})
-        loan = by_lender.pop(lender, None)
-        if not by_lender:
-            self._loans.pop(key, None)
-        return loan
+    def taken(self, lendings: Iterable[Lending]) -> None:
+        """A reader has read what it wanted of each."""
+        with self._changed:
+            fresh = [one for one in lendings if one.is_good and not one.is_taken]
+            for lending in fresh:
+                lending.is_taken = True
+        for lending in fresh:
+            lending.on_taken()
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is lent and nothing read."""
+        with self._changed:
+            return not (self._by_key or self._open or self._recalled)
+
+    def _take_out(self, lending: Lending) -> None:
+        for key in set(lending.keys):
+            rest = [loan for loan in self._by_key.get(key, ()) if loan.lending is not lending]
+            if rest:
+                self._by_key[key] = rest
+            else:
+                self._by_key.pop(key, None)
 
 
 class DirectPath:
-    """Direct copies into one engine; used by the thread of its lane."""
+    """Direct copies into one engine; used by the thread of its lane of loads."""
 
     def __init__(self, loans: Loans, device: Device, reader: Lender) -> None:
         self._loans = loans
         self._device = device
         self.reader = reader
-        self._ways: dict[Lender, tuple[DirectTemplate, CopyEngine]] = {}
+        self._ways: dict[Lender, tuple[DirectTemplate, CopyEngine] | None] = {}  # None: the two hold different parts
+        self._read: dict[Lending, None] = {}  # by the job under way
 
-    def copy(self, keys: Sequence[bytes], blocks: Sequence[int]) -> tuple[Outcome, int]:
-        """Raises TransferError and InvalidRequest."""
-        borrowed = self._loans.borrow(keys, self.reader)
-        if borrowed is None:
-            return Outcome.STALE, 0
-        copied, fits, good = 0, True, False
+    def copy(self, keys: Sequence[bytes], blocks: Sequence[int]) -> tuple[list[bool], int]:
+        """(which of the blocks were copied from an engine that lends them, bytes). The others, if they were touched at
+        all, hold nothing of worth. Raises TransferError and InvalidRequest."""
+        lenders = self._loans.lenders_of(keys, self.reader)
+        self._forget_gone()
+        ways = {lender: way for lender in lenders if (way := self._way_from(lender)) is not None}
+        if not ways:
+            return [False] * len(keys), 0
+        borrowed = self._loans.borrow(keys, ways)
+        copied = 0
         try:
-            for lender in dict.fromkeys(loan.lender for loan in borrowed):
-                rows = [(loan.block, b) for loan, b in zip(borrowed, blocks, strict=True) if loan.lender is lender]
-                for event in {loan.event for loan in borrowed if loan.lender is lender} - {NO_EVENT}:
-                    lender.kv.wait_for(event, lambda: all(loan.is_good for loan in borrowed))
-                template, engine = self._way_from(lender)
-                runs = template.expand([source for source, _ in rows], [target for _, target in rows])
-                engine.load(runs)
-                copied += runs.byte_count
-        except UnsupportedLayout:
-            fits = False
+            for lending in dict.fromkeys(loan.lending for loan in borrowed if loan is not None):
+                rows = [
+                    (loan.block, block)
+                    for loan, block in zip(borrowed, blocks, strict=True)
+                    if loan is not None and loan.lending is lending
+                ]
+                copied += self._copy_from(lending, ways[lending.lender], rows)
         finally:
-            good = self._loans.give_back(borrowed)
-        if not fits:
-            return Outcome.REFUSED, copied
-        return (Outcome.COPIED if good else Outcome.STALE), copied
+            self._loans.give_back([loan for loan in borrowed if loan is not None])
+        self._read.update(dict.fromkeys(loan.lending for loan in borrowed if loan is not None))
+        return [loan is not None and loan.lending.is_good for loan in borrowed], copied
 
-    def _way_from(self, lender: Lender) -> tuple[DirectTemplate, CopyEngine]:
+    def job_ended(self) -> None:
+        """Tell the lenders that the reader has what it came for."""
+        read, self._read = self._read, {}
+        if read:
+            self._loans.taken(read)
+
+    def _copy_from(self, lending: Lending, way: tuple[DirectTemplate, CopyEngine], rows: list[tuple[int, int]]) -> int:
+        if lending.event != NO_EVENT:
+            try:
+                lending.lender.kv.wait_for(lending.event, lambda: lending.is_good)
+            except TransferError:
+                if lending.is_good:
+                    raise
+                return 0  # the lender is gone: nothing was copied
+        template, engine = way
+        runs = template.expand([source for source, _ in rows], [target for _, target in rows])
+        engine.load(runs)
+        return runs.byte_count
+
+    def _way_from(self, lender: Lender) -> tuple[DirectTemplate, CopyEngine] | None:
         if lender not in self._ways:
-            template = DirectTemplate(lender.template, self.reader.template)
-            self._ways[lender] = (template, self._device.direct(self.reader.kv, lender.kv))
+            try:
+                template = DirectTemplate(lender.template, self.reader.template)
+                self._ways[lender] = (template, self._device.direct(self.reader.kv, lender.kv))
+            except UnsupportedLayout:  # other heads: a rank of the lender has others, which lends them too
+                self._ways[lender] = None
         return self._ways[lender]
 
+    def _forget_gone(self) -> None:
+        for lender in [one for one in self._ways if one.is_gone]:
+            self._close_way(lender)
+
+    def _close_way(self, lender: Lender) -> None:
+        way = self._ways.pop(lender)
+        if way is not None:
+            way[1].close()
+
     def close(self) -> None:
-        for _, engine in self._ways.values():
-            engine.close()
-        self._ways.clear()
+        for lender in list(self._ways):
+            self._close_way(lender)

@@ -4,10 +4,11 @@
                       POOL    the segment to copy to and from: JSON
                       LEAVE   that segment is no longer used: JSON
                       COPIES  jobs, each an id, a direction and rows of (block, slot, generation, key): packed
-                      LEND    blocks that other engines may read, as the rows of one job
-                      RECALL  they may not any more, likewise; DONE when nobody reads them
+                      LEND    blocks that other engines may read, as the rows of one job; DONE when they are lent
+                      RECALL  (job id, id of the LEND): they may not any more; DONE when nobody reads them
     worker → engine   ANSWER  to HELLO and POOL: JSON; `error` is null or says why not
-                      DONE    (job id, outcome, bytes) of every job that ended: packed
+                      DONE    (job id, outcome, blocks copied from engines, bytes) of every job that ended: packed
+                      TAKEN   (id of the LEND): a reader has what it wanted of these blocks
                       BYE     the last one: nothing is copied for this engine any more
 
 Bytes from the other side are checked before use; nothing in here can run code.
@@ -30,7 +31,7 @@ from kvservice.core.layout import SlotLayout
 from kvservice.errors import ConfigError, InvalidRequest, UnsupportedLayout
 from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex
 
-VERSION = 1
+VERSION = 2
 MESSAGE_BYTES_MAX = 128 << 10  # below what a socket takes without settings of the system
 ROWS_MAX = 2048  # of one COPIES message
 NO_EVENT = 0xFFFF
@@ -39,9 +40,10 @@ NO_EVENT = 0xFFFF
 ROW = np.dtype([("block", "<u4"), ("zero", "<u4"), ("slot", "<u8"), ("generation", "<u8"), ("key", "V16")])
 _ROW = struct.Struct("<IIQQ16s")
 _COPIES = struct.Struct("<BBHHH")  # kind, zero, jobs, event, zero
-_JOB = struct.Struct("<QBBHI")  # id, direction, zero, zero, rows
+_JOB = struct.Struct("<QBBHI")  # id, direction, may borrow, zero, rows
 _DONE = struct.Struct("<BBHI")  # kind, zero, zero, count
-_ENDED = struct.Struct("<QBBHIQ")  # id, outcome, zeros, bytes
+_ENDED = struct.Struct("<QBBHIQ")  # id, outcome, zeros, blocks copied from engines, bytes
+_LENT = struct.Struct("<BBHIQQ")  # kind, zeros, job id (0: none), id of the LEND
 assert ROW.itemsize == _ROW.size
 
 
@@ -55,12 +57,12 @@ class Kind(IntEnum):
     LEND = 7
     RECALL = 8
     BYE = 9
+    TAKEN = 10
 
 
 class Direction(IntEnum):
     LOAD = 0  # slot → engine
     STORE = 1  # engine → slot
-    DIRECT = 2  # another engine's lent block → engine; the row's slot and generation mean nothing
 
 
 class Outcome(IntEnum):
@@ -91,6 +93,7 @@ class Job:
     job_id: int
     direction: Direction
     rows: npt.NDArray[np.void]  # dtype ROW
+    may_borrow: bool = False  # a load: blocks that another engine lends are copied from there
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,7 @@ class Ended:
     job_id: int
     outcome: Outcome
     byte_count: int
+    borrowed: int = 0  # blocks copied from another engine's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +120,34 @@ def pack_rows(rows: Iterable[CopyRow]) -> bytes:
     return b"".join(_ROW.pack(row.block, 0, row.slot, row.generation, row.key) for row in rows)
 
 
-def pack_copies(jobs: Sequence[tuple[int, Direction, bytes]], event: int = NO_EVENT, kind: Kind = Kind.COPIES) -> bytes:
-    """`jobs`: (id, direction, packed rows). Also LEND and RECALL."""
+@dataclass(frozen=True, slots=True)
+class PackedJob:
+    job_id: int
+    direction: Direction
+    rows: bytes
+    may_borrow: bool = False
+
+
+def pack_copies(jobs: Sequence[PackedJob], event: int = NO_EVENT, kind: Kind = Kind.COPIES) -> bytes:
+    """Also LEND, whose jobs' directions mean nothing."""
     parts = [_COPIES.pack(kind, 0, len(jobs), event, 0)]
-    for job_id, direction, rows in jobs:
-        parts += [_JOB.pack(job_id, direction, 0, 0, len(rows) // ROW.itemsize), rows]
+    for job in jobs:
+        count = len(job.rows) // ROW.itemsize
+        parts += [_JOB.pack(job.job_id, job.direction, job.may_borrow, 0, count), job.rows]
     return b"".join(parts)
+
+
+def pack_lent(kind: Kind, lend_id: int, job_id: int = 0) -> bytes:
+    """RECALL and TAKEN."""
+    return _LENT.pack(kind, 0, 0, 0, job_id, lend_id)
+
+
+def parse_lent(data: bytes) -> tuple[int, int]:
+    """(job id, id of the LEND). Raises InvalidRequest."""
+    if len(data) != _LENT.size:
+        raise InvalidRequest(f"a message of {len(data)} bytes where {_LENT.size} belong")
+    _, _, _, _, job_id, lend_id = _LENT.unpack(data)
+    return job_id, lend_id
 
 
 def parse_copies(data: bytes) -> tuple[list[Job], int]:
@@ -130,9 +156,9 @@ def parse_copies(data: bytes) -> tuple[list[Job], int]:
         _, _, count, event, _ = _COPIES.unpack_from(data)
         jobs, at = [], _COPIES.size
         for _ in range(count):
-            job_id, direction, _, _, rows = _JOB.unpack_from(data, at)
+            job_id, direction, may_borrow, _, rows = _JOB.unpack_from(data, at)
             at += _JOB.size
-            jobs.append(Job(job_id, Direction(direction), np.frombuffer(data, ROW, rows, at)))
+            jobs.append(Job(job_id, Direction(direction), np.frombuffer(data, ROW, rows, at), bool(may_borrow)))
             at += rows * ROW.itemsize
     except (struct.error, ValueError) as error:
         raise InvalidRequest(f"a COPIES message is malformed: {error}") from error
@@ -143,7 +169,7 @@ def parse_copies(data: bytes) -> tuple[list[Job], int]:
 
 def pack_done(ended: Sequence[Ended]) -> bytes:
     parts = [_DONE.pack(Kind.DONE, 0, 0, len(ended))]
-    parts += [_ENDED.pack(one.job_id, one.outcome, 0, 0, 0, one.byte_count) for one in ended]
+    parts += [_ENDED.pack(one.job_id, one.outcome, 0, 0, one.borrowed, one.byte_count) for one in ended]
     return b"".join(parts)
 
 
@@ -152,8 +178,8 @@ def parse_done(data: bytes) -> Iterator[Ended]:
     try:
         _, _, _, count = _DONE.unpack_from(data)
         for index in range(count):
-            job_id, outcome, _, _, _, size = _ENDED.unpack_from(data, _DONE.size + index * _ENDED.size)
-            yield Ended(job_id, Outcome(outcome), size)
+            job_id, outcome, _, _, borrowed, size = _ENDED.unpack_from(data, _DONE.size + index * _ENDED.size)
+            yield Ended(job_id, Outcome(outcome), size, borrowed)
     except (struct.error, ValueError) as error:
         raise InvalidRequest(f"a DONE message is malformed: {error}") from error
 

@@ -28,6 +28,7 @@ from kvservice.client.discovery import (
 from kvservice.errors import ServiceConflict
 from kvservice.mover.device import Device, Segments
 from kvservice.mover.loans import Loans
+from kvservice.mover.message import Direction
 from kvservice.mover.session import SEND_SECONDS, EngineSession
 from kvservice.units import NodeId
 
@@ -50,7 +51,7 @@ class MoverServer:
         self._config = config
         self._device = device
         self._segments = Segments(device)
-        self._loans = Loans()
+        self.loans = Loans()
         self._sessions: set[EngineSession] = set()
         self._gone: dict[str, int] = {}  # counts of sessions that ended
         self._lock = threading.Lock()
@@ -120,7 +121,7 @@ class MoverServer:
             seconds = struct.pack("ll", int(SEND_SECONDS), 0)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
             with self._lock:
-                self._sessions.add(EngineSession(connection, self._device, self._segments, self._loans, self._forget))
+                self._sessions.add(EngineSession(connection, self._device, self._segments, self.loans, self._forget))
 
     def _forget(self, session: EngineSession) -> None:
         with self._lock:
@@ -153,6 +154,7 @@ def _counts(session: EngineSession) -> dict[str, int]:
                 f"{name}_bytes": counts.byte_count,
                 f"{name}_stale": counts.stale,
                 f"{name}_failed": counts.failed,
+                **({"borrowed_blocks": counts.borrowed} if direction is Direction.LOAD else {}),
             },
         )
     return found

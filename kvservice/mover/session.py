@@ -36,8 +36,10 @@ from kvservice.mover.message import (
     number,
     pack_done,
     pack_json,
+    pack_lent,
     parse_copies,
     parse_json,
+    parse_lent,
     parse_pool,
 )
 
@@ -69,6 +71,7 @@ class EngineSession:
         self._target: Target | None = None
         self._direct: DirectPath | None = None
         self._lock: LivenessLock | None = None
+        self._lends_only = False  # an engine of another device: its blocks are read here, and nothing is copied for it
         self.lanes = {direction: Lane(f"kvservice-{direction.name.lower()}", self._ended) for direction in Direction}
         connection.settimeout(None)
         self._thread = threading.Thread(target=self._serve, name="kvservice-mover-engine", daemon=True)
@@ -118,8 +121,10 @@ class EngineSession:
             self._leave()
         elif kind is Kind.COPIES:
             self._copies(data)
-        elif kind is Kind.LEND or kind is Kind.RECALL:
-            self._lend(data, recall=kind is Kind.RECALL)
+        elif kind is Kind.LEND:
+            self._lend(data)
+        elif kind is Kind.RECALL:
+            self._recall(*parse_lent(data))
         else:
             raise InvalidRequest(f"an engine does not send {kind.name}")
 
@@ -139,7 +144,8 @@ class EngineSession:
         try:
             if fields.get("version") != VERSION:
                 raise InvalidRequest(f"the engine speaks version {fields.get('version')}, this worker {VERSION}")
-            if fields.get("device") != self._device.name:
+            self._lends_only = fields.get("lends_only") is True
+            if fields.get("device") != self._device.name and not self._lends_only:
                 raise InvalidRequest(f"this worker serves {self._device.name}, not {fields.get('device')}")
             memory, layout = fields.get("memory"), fields.get("layout")
             if self._kv is not None or not isinstance(memory, dict) or not isinstance(layout, dict):
@@ -157,6 +163,9 @@ class EngineSession:
         if self._kv is None or self._region is None:
             raise InvalidRequest("an engine says hello first")
         template = CopyTemplate(self._region, pool.slot)
+        if self._lends_only:
+            self._direct = DirectPath(self._loans, self._device, Lender(self._kv, template))
+            return
         if pool.liveness_path:
             # The shard must not take slots back from an engine that is gone while this process may still write them.
             self._lock = hold(Path(pool.liveness_path))
@@ -196,19 +205,23 @@ class EngineSession:
             else:
                 self.lanes[job.direction].submit(self._target, job, partial(kv.wait_for, event))
 
-    def _lend(self, data: bytes, *, recall: bool) -> None:
+    def _lend(self, data: bytes) -> None:
         jobs, event = parse_copies(data)
         for job in jobs:
-            keys = [key.tobytes() for key in job.rows["key"]]
-            done = partial(self._ended, Ended(job.job_id, Outcome.COPIED, 0))
-            if self._direct is None:
-                done()  # nothing is lent without a pool
-            elif recall:
-                self._loans.recall(self._direct.reader, keys, done)
-            else:
+            if self._direct is not None:  # nothing is lent without a pool
                 blocks = job.rows["block"].tolist()
-                self._loans.lend(self._direct.reader, zip(keys, blocks, strict=True), event)
-                done()
+                if max(blocks, default=0) >= self._direct.reader.template.region.block_count:
+                    raise InvalidRequest(f"block {max(blocks)} cannot be lent: the engine has no such block")
+                lent = list(zip((key.tobytes() for key in job.rows["key"]), blocks, strict=True))
+                self._loans.lend(self._direct.reader, job.job_id, lent, event, partial(self._taken, job.job_id))
+            self._ended(Ended(job.job_id, Outcome.COPIED, 0))
+
+    def _recall(self, job_id: int, lend_id: int) -> None:
+        done = partial(self._ended, Ended(job_id, Outcome.COPIED, 0))
+        if self._direct is None:
+            done()  # with the pool went all loans
+        else:
+            self._loans.recall(self._direct.reader, lend_id, done)
 
     def _end(self) -> None:
         for lane in self.lanes.values():
@@ -224,6 +237,9 @@ class EngineSession:
 
     def _ended(self, ended: Ended) -> None:
         self._send(pack_done([ended]))
+
+    def _taken(self, lend_id: int) -> None:
+        self._send(pack_lent(Kind.TAKEN, lend_id))
 
     def _send(self, data: bytes) -> None:
         with self._send_lock:

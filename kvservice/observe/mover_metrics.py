@@ -41,9 +41,16 @@ class MoverCollector(Collector):
             yield gauge
         for name, text in MOVER_COUNTERS.items():
             counter = CounterMetricFamily(f"kvservice_mover_{name}", text, labels=[*_NAMES, "direction"])
-            for direction in ("load", "store", "direct"):
+            for direction in ("load", "store"):
                 counter.add_metric([*self._labels, direction], state["counters"].get(f"{direction}_{name}", 0))
             yield counter
+        source = CounterMetricFamily(
+            "kvservice_mover_loaded_blocks", "blocks loaded, by where they came from", labels=[*_NAMES, "source"]
+        )
+        from_engines = state["counters"].get("borrowed_blocks", 0)
+        source.add_metric([*self._labels, "engine"], from_engines)
+        source.add_metric([*self._labels, "slot"], state["counters"].get("load_blocks", 0) - from_engines)
+        yield source
 
 
 def serve_mover_metrics(

@@ -28,9 +28,9 @@ WEDGE_SECONDS = 3.0
 
 
 @contextlib.contextmanager
-def worker() -> Iterator[tuple[subprocess.Popen[str], Path]]:
+def worker(device: int = 0) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     with tempfile.TemporaryDirectory(prefix="kvg-") as folder:
-        command = [sys.executable, "-m", "kvservice.mover", "--service", "s", "--node", "n", "--device", "0"]
+        command = [sys.executable, "-m", "kvservice.mover", "--service", "s", "--node", "n", "--device", str(device)]
         process = subprocess.Popen([*command, "--runtime-root", folder], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         try:
@@ -43,11 +43,14 @@ def worker() -> Iterator[tuple[subprocess.Popen[str], Path]]:
 
 
 @contextlib.contextmanager
-def linked(cache: torch.Tensor, directory: Path, made: Segment) -> Iterator[tuple[WorkerLink, Callable[[], int]]]:
+def linked(
+    cache: torch.Tensor, directory: Path, made: Segment, worker_device: str | None = None
+) -> Iterator[tuple[WorkerLink, Callable[[], int]]]:
+    """`worker_device`: lend to the worker of this other GPU instead."""
     from kvservice.mover.cuda_offer import CudaOffer
 
     offer = CudaOffer(cache, lambda address, size: layout_of(cache))
-    link = WorkerLink(offer.offer, WEDGE_SECONDS)
+    link = WorkerLink(offer.offer, WEDGE_SECONDS, worker_device=worker_device)
     try:
         source = PoolSource(1, str(made.path), made.geometry, made.epoch, SLOT, str(directory / "lock"))
         link.follow(directory, source)

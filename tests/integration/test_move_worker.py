@@ -37,11 +37,13 @@ from kvservice.mover.device import HOST, HostDevice
 from kvservice.mover.link import ROWS_OUTSTANDING_MAX, Copies, KVOffer, WorkerLink
 from kvservice.mover.memory import SharedMemory
 from kvservice.mover.message import (
+    VERSION,
     CopyRow,
     Direction,
     Kind,
     MemoryKind,
     Outcome,
+    PackedJob,
     PoolSource,
     pack_copies,
     pack_json,
@@ -109,7 +111,7 @@ class Worker:
 class Bench:
     """One engine: its memory, a segment, and the link between them."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, wedge_seconds: float = WEDGE_SECONDS, device: str = HOST) -> None:
         self.root = root
         self.directory = node_directory("s", NodeId("n"), root)
         path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
@@ -120,7 +122,8 @@ class Bench:
         self.bytes[:] = np.random.default_rng(7).integers(0, 256, LAYOUT.region_bytes, np.uint8)
         self.liveness = root / f"{uuid.uuid4().hex}.lock"
         memory = {"kind": MemoryKind.MEMFD.value, "bytes": LAYOUT.region_bytes}
-        self.link = WorkerLink(KVOffer(HOST, memory, LAYOUT.fields(), self.kv.descriptor), WEDGE_SECONDS)
+        self.offer = KVOffer(device, memory, LAYOUT.fields(), self.kv.descriptor)
+        self.link = WorkerLink(self.offer, wedge_seconds)
         self.counters: dict[str, int] = {}
 
     def close(self) -> None:
@@ -130,11 +133,13 @@ class Bench:
         self.segment.close()
         self.segment.unlink()
 
-    def follow(self, pool_id: int = 1, wait: bool = True) -> None:
-        source = PoolSource(
+    def pool(self, pool_id: int = 1) -> PoolSource:
+        return PoolSource(
             pool_id, str(self.segment.path), self.segment.geometry, self.segment.epoch, SLOT, str(self.liveness)
         )
-        self.link.follow(self.directory, source)
+
+    def follow(self, pool_id: int = 1, wait: bool = True) -> None:
+        self.link.follow(self.directory, self.pool(pool_id))
         if wait:
             eventually(lambda: self.link.is_ready, "the link to be ready")
 
@@ -153,8 +158,8 @@ class Bench:
     def payload(self, slot: SlotIndex) -> bytes:
         return bytes(self.segment.payload(slot, SLOT.payload_bytes))
 
-    def copy(self, direction: Direction, *rows: CopyRow) -> Copies:
-        ticket = self.link.submit(direction, rows)
+    def copy(self, direction: Direction, *rows: CopyRow, may_borrow: bool = False) -> Copies:
+        ticket = self.link.submit(direction, rows, may_borrow=may_borrow)
         assert ticket is not None
         self.link.flush()
         return ticket
@@ -364,7 +369,7 @@ def test_engine_that_reads_no_answers_is_left_and_its_slots_are_let_go(bench: Be
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as engine:
         engine.connect(str(mover_socket(bench.directory, HOST)))
         memory = {"kind": MemoryKind.MEMFD.value, "bytes": LAYOUT.region_bytes}
-        hello = {"version": 1, "device": HOST, "memory": memory, "layout": LAYOUT.fields()}
+        hello = {"version": VERSION, "device": HOST, "memory": memory, "layout": LAYOUT.fields()}
         socket.send_fds(engine, [pack_json(Kind.HELLO, hello)], [bench.kv.descriptor])
         geometry, epoch = bench.segment.geometry, bench.segment.epoch
         engine.send(pack_pool(PoolSource(1, str(bench.segment.path), geometry, epoch, SLOT, str(bench.liveness))))
@@ -378,7 +383,7 @@ def test_engine_that_reads_no_answers_is_left_and_its_slots_are_let_go(bench: Be
             with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
                 for _ in range(50):
                     job += 1
-                    engine.send(pack_copies([(job, Direction.LOAD, rows)]))
+                    engine.send(pack_copies([PackedJob(job, Direction.LOAD, rows)]))
             time.sleep(0.01)
 
 
@@ -497,70 +502,3 @@ def test_stuck_copy_is_reported_and_state_still_answers(bench: Bench, root: Path
         ticket.synchronize()
         server.stop()
     assert server.state()["counters"]["store_blocks"] == 1
-
-
-# -- blocks that one engine lends to another ----
-
-
-@pytest.fixture
-def pair(bench: Bench, worker: Worker, root: Path) -> Iterator[tuple[Bench, Bench]]:
-    """Two engines of one worker: a lender and a reader."""
-    other = Bench(root)
-    other.bytes[:] = 0
-    bench.follow()
-    other.follow()
-    yield bench, other
-    other.close()
-
-
-def lent(block: int, key: BlockKey) -> CopyRow:
-    return row(block, 0, 0, key)
-
-
-def keys(count: int) -> list[BlockKey]:
-    return [BlockKey(bytes([index]) * 16) for index in range(count)]
-
-
-def test_lent_blocks_are_copied_from_engine_to_engine(pair: tuple[Bench, Bench]) -> None:
-    lender, reader = pair
-    lend = lender.link.lend([lent(block, key) for block, key in zip((7, 3, 12), keys(3), strict=True)])
-    assert lend is not None
-    lend.synchronize()
-    ticket = reader.copy(Direction.DIRECT, *(lent(20 + i, key) for i, key in enumerate(keys(3))))
-    ticket.synchronize()
-    assert ticket.succeeded()
-    assert [reader.block(20 + i) for i in range(3)] == [lender.block(block) for block in (7, 3, 12)]
-    untouched = np.delete(reader.bytes.reshape(LAYERS, BLOCKS, -1), (20, 21, 22), axis=1)
-    assert not untouched.any()
-
-
-def test_block_that_is_not_lent_or_was_recalled_is_not_copied(pair: tuple[Bench, Bench]) -> None:
-    lender, reader = pair
-    never = reader.copy(Direction.DIRECT, lent(1, KEY))
-    never.synchronize()
-    for ticket in (lender.link.lend([lent(7, KEY)]), lender.link.recall([lent(7, KEY)])):
-        assert ticket is not None
-        ticket.synchronize()
-        assert ticket.succeeded()
-    recalled = reader.copy(Direction.DIRECT, lent(1, KEY))
-    recalled.synchronize()
-    own = lender.link.lend([lent(7, KEY)])
-    assert own is not None
-    own.synchronize()
-    to_itself = lender.copy(Direction.DIRECT, lent(8, KEY))
-    to_itself.synchronize()
-    assert {never.outcome, recalled.outcome, to_itself.outcome} == {Outcome.STALE}
-    assert not reader.bytes.any()
-
-
-def test_loans_end_with_their_lender(pair: tuple[Bench, Bench]) -> None:
-    lender, reader = pair
-    lend = lender.link.lend([lent(7, KEY)])
-    assert lend is not None
-    lend.synchronize()
-    lender.link.leave()
-    eventually(lambda: is_free(lender.liveness), "the worker to let go of the lender")
-    ticket = reader.copy(Direction.DIRECT, lent(1, KEY))
-    ticket.synchronize()
-    assert ticket.outcome is Outcome.STALE
-    assert not reader.bytes.any()

@@ -40,6 +40,10 @@ class Pins:
 
     def __init__(self) -> None:
         self.pinned: Counter[int] = Counter()
+        self.free = 1.0
+
+    def free_share(self) -> float:
+        return self.free
 
     def pin(self, block_ids: Sequence[int]) -> None:
         self.pinned.update(block_ids)

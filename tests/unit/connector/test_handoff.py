@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvservice.connector.handoff import Prefill, decode_params, parse_transfer_params
+from kvservice.connector.plan import StepReport
 from kvservice.connector.request import RequestState
 from kvservice.connector.scheduler import IDLE_SECONDS, IDLE_SECONDS_HANDOFF, Promise, Wait
 from kvservice.core.messages import Handoff
 from kvservice.errors import InvalidRequest
-from kvservice.units import HandoffId, NodeId
+from kvservice.units import BlockKey, HandoffId, NodeId
 from tests.unit.connector.line import BLOCK, Line, hashes
 from tests.unit.connector.test_scheduler import half, plan_step, report, run_step
 
@@ -164,3 +165,49 @@ def test_decode_that_is_preempted_does_not_wait_for_its_prefill_again() -> None:
     assert scheduler._requests["r"].state is RequestState.RUNNING
     assert scheduler.matched("r", 0, 70, 1.0) == Wait()
     assert line.asked[0][2].handoff is None and line.asked[0][2].timeout_seconds == 2.0
+
+
+def test_whole_blocks_of_a_prefill_that_is_done_are_lent_for_a_while() -> None:
+    line, chain = Line(), hashes(1, 3)
+    scheduler = half(line, loan_seconds=5.0)
+    scheduler.on_new_request("r", chain, 0.0, may_read=False, wants=Prefill(ID))
+    scheduler.on_new_request("ordinary", hashes(2, 3), 0.0, may_read=False)
+    for name in ("r", "ordinary"):
+        scheduler.matched(name, 0, 3 * BLOCK, 0.0)
+        scheduler.allocated(name, [1, 2, 3, 4], 0)
+    scheduler.reported(report(run_step(scheduler, "r", chain, 2 * BLOCK + 5)))
+    scheduler.finished("r", chain, 2 * BLOCK + 5, [1, 2, 3, 4], store_rest=True)
+    scheduler.finished("ordinary", hashes(2, 3), 2 * BLOCK, [5, 6, 7, 8], store_rest=True)
+    assert line.pins.pinned.keys() >= {1, 2}
+    [loan] = (plan := plan_step(scheduler)).lends
+    assert loan.blocks == ((1, BlockKey(chain[0][:16])), (2, BlockKey(chain[1][:16])))
+    scheduler.reported(report(plan))
+    assert line.pins.pinned == {1: 1, 2: 1} and scheduler.has_pending_work(1.0)
+    assert scheduler.idle_seconds() == IDLE_SECONDS, "an engine with nothing else to do goes round in a circle"
+    scheduler.reported(StepReport(returned={(loan.loan_id, 1)}))
+    assert not line.pins.pinned and not scheduler.has_pending_work(1.0)
+
+
+def test_prefill_that_is_aborted_lends_nothing() -> None:
+    line, chain = Line(), hashes(1, 2)
+    scheduler = half(line, loan_seconds=5.0)
+    scheduler.on_new_request("r", chain, 0.0, may_read=False, wants=Prefill(ID))
+    scheduler.matched("r", 0, 2 * BLOCK, 0.0)
+    scheduler.allocated("r", [1, 2, 3], 0)
+    scheduler.reported(report(run_step(scheduler, "r", chain, 2 * BLOCK)))
+    scheduler.finished("r", chain, 2 * BLOCK, [1, 2, 3], store_rest=False)
+    assert not plan_step(scheduler).lends and not line.pins.pinned
+
+
+@pytest.mark.parametrize(
+    ("loan_seconds", "wants", "borrows"), [(5.0, HERE, True), (0.0, HERE, False), (5.0, None, False)]
+)
+def test_only_a_handoff_is_borrowed(loan_seconds: float, wants: Handoff | None, borrows: bool) -> None:
+    line = Line()
+    scheduler = half(line, loan_seconds=loan_seconds)
+    scheduler.on_new_request("r", hashes(1, 2), 0.0, wants=wants)
+    line.answer(2)
+    assert scheduler.matched("r", 0, 3 * BLOCK, 0.1) == Promise(2 * BLOCK)
+    scheduler.allocated("r", [1, 2, 3], 2 * BLOCK)
+    [load] = plan_step(scheduler).loads
+    assert load.may_borrow is borrows

@@ -37,8 +37,23 @@ def test_every_option_is_converted_to_its_type() -> None:
         ({"fetch_timeout_seconds": True}, "0 to 600"),
         ({"socket": 7}, "give a string"),
         ({"mode": "embedded", "node": "n1"}, "uses no service"),
+        ({"handoff_loans": "on"}, "needs mover 'worker'"),
+        ({"handoff_loans": True}, "auto, on, off"),
+        ({"loan_seconds": -1}, "0 to 600"),
     ],
 )
 def test_wrong_option_is_refused_and_says_what_to_do(given: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         ConnectorOptions.parse(given)
+
+
+@pytest.mark.parametrize(
+    ("loans", "device", "on"), [(None, "cuda", True), (None, "cpu", False), ("on", "cpu", True), ("off", "cuda", False)]
+)
+def test_blocks_are_lent_on_a_gpu_and_elsewhere_if_it_is_said(loans: str | None, device: str, on: bool) -> None:
+    given = {} if loans is None else {"handoff_loans": loans}
+    assert ConnectorOptions.parse({"mover": "worker", **given}).loans_on(device) is on
+
+
+def test_nothing_is_lent_without_a_move_worker() -> None:
+    assert not ConnectorOptions.parse({"mover": "in_process"}).loans_on("cuda")

@@ -11,10 +11,11 @@ from kvservice.units import BlockHash
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
 
 
-def half(line: Line, *, workers: int = 1, lazy: bool = False) -> SchedulerHalf:
+def half(line: Line, *, workers: int = 1, lazy: bool = False, loan_seconds: float = 0.0) -> SchedulerHalf:
     made = SchedulerHalf(
-        line, keys_of, pool_info, block_tokens=BLOCK, worker_count=workers, lazy=lazy, fetch_timeout_seconds=2.0
-    )
+        line, keys_of, pool_info,
+        block_tokens=BLOCK, worker_count=workers, lazy=lazy, fetch_timeout_seconds=2.0, loan_seconds=loan_seconds,
+    )  # fmt: skip
     made.pin_with(line.pins)
     return made
 
@@ -239,7 +240,7 @@ def test_lazy_offload_stores_at_the_end_and_pins_the_blocks_until_then() -> None
     scheduler.on_new_request("r", chain, 0.0, may_read=False)
     assert not run_step(scheduler, "r", chain, 2 * BLOCK).stores
     scheduler.finished("r", chain, 2 * BLOCK, [100, 101], store_rest=True)
-    assert scheduler.has_pending_stores(0.0)
+    assert scheduler.has_pending_work(0.0)
     assert set(line.pins.pinned) == {100, 101}
     (store,) = plan_step(scheduler).stores
     assert [entry.block_id for entry in store.entries] == [100, 101]
@@ -268,8 +269,8 @@ def test_store_that_is_never_reported_does_not_keep_an_idle_engine_stepping_for_
     scheduler.matched("r", 0, 33, 0.1)
     scheduler.allocated("r", [100, 101, 102], 0)
     run_step(scheduler, "r", chain, 2 * BLOCK)
-    assert scheduler.has_pending_stores(1.0)
-    assert not scheduler.has_pending_stores(1.0 + REPORT_SECONDS_MAX)
+    assert scheduler.has_pending_work(1.0)
+    assert not scheduler.has_pending_work(1.0 + REPORT_SECONDS_MAX)
     assert not scheduler.may_reattach(), "its slots may still be written"
 
 

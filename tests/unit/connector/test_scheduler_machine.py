@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvservice.connector.handoff import Prefill
-from kvservice.connector.plan import LoadPlan, StepPlan, StepReport, StorePlan
+from kvservice.connector.plan import LendPlan, LoadPlan, StepPlan, StepReport, StorePlan
 from kvservice.connector.scheduler import Promise, SchedulerHalf
 from kvservice.core.messages import Handoff
 from kvservice.units import BlockHash, HandoffId, NodeId
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
 
 WORKERS = 2
+LOAN_SECONDS = 3.0
 
 
 @dataclass
@@ -41,13 +42,15 @@ class Engine(RuleBasedStateMachine):
         self.requests: dict[str, EngineRequest] = {}
         self.loads: list[LoadPlan] = []  # in the workers' hands
         self.reports: list[StorePlan] = []
+        self.lent: list[tuple[LendPlan, int]] = []  # with the worker that has it
+        self.recalled: set[int] = set()  # by the last step
         self.names = 0
         self.attachments = 1
 
     def make(self, lazy: bool) -> SchedulerHalf:
         half = SchedulerHalf(
             self.line, keys_of, pool_info,
-            block_tokens=BLOCK, worker_count=WORKERS, lazy=lazy, fetch_timeout_seconds=2.0,
+            block_tokens=BLOCK, worker_count=WORKERS, lazy=lazy, fetch_timeout_seconds=2.0, loan_seconds=LOAN_SECONDS,
         )  # fmt: skip
         half.pin_with(self.line.pins)
         return half
@@ -68,6 +71,19 @@ class Engine(RuleBasedStateMachine):
         handoff = HandoffId(self.names.to_bytes(16, "big"))
         wants = {"": None, "prefill": Prefill(handoff), "decode": Handoff(handoff, NodeId("n"))}[role]
         self.half.on_new_request(name, chain, self.now, may_read=may_read, wants=wants)
+
+    @rule(prompt=st.integers(1, 4), blocks=st.integers(1, 4))
+    def prefill_in_one_go(self, prompt: int, blocks: int) -> None:
+        """Otherwise few sequences come as far as a loan."""
+        self.arrive(prompt, blocks, 0, may_read=False, role="prefill")
+        name, request = f"r{self.names}", self.requests[f"r{self.names}"]
+        assert self.half.matched(name, 0, request.tokens, self.now) == Promise(0)
+        request.block_ids = list(range(100, 100 + blocks))
+        self.half.allocated(name, request.block_ids, 0)
+        request.state = "running"
+        self.step(request.tokens)
+        del self.requests[name]
+        self.half.finished(name, request.chain, request.computed, request.block_ids, store_rest=True)
 
     @precondition(lambda self: any(r.state == "waiting" for r in self.requests.values()))
     @rule(data=st.data(), fits=st.booleans(), local=st.integers(0, 3))
@@ -104,6 +120,8 @@ class Engine(RuleBasedStateMachine):
             assert load.request_id in self.requests, "a load for a request that is gone"
         self.loads += plan.loads
         self.reports += [store for store in plan.stores for _ in range(WORKERS)]
+        self.lent += [(lending, worker) for lending in plan.lends for worker in range(WORKERS)]
+        self.recalled = set(plan.recalls)
 
     @precondition(lambda self: self.loads)
     @rule(failed=st.booleans())
@@ -124,6 +142,15 @@ class Engine(RuleBasedStateMachine):
         store = self.reports.pop(data.draw(st.integers(0, len(self.reports) - 1)))
         outcome = {store.store_id: 1}
         self.half.reported(StepReport(failed=outcome) if failed else StepReport(stored=outcome))
+
+    @precondition(lambda self: self.lent)
+    @rule(data=st.data(), again=st.booleans())
+    def end_loan(self, data: st.DataObject, again: bool) -> None:
+        """Taken, recalled or lost: a worker may give back what nobody asked for, and say it twice."""
+        lending, worker = data.draw(st.sampled_from(self.lent))
+        self.lent.remove((lending, worker))
+        for _ in range(1 + again):
+            self.half.reported(StepReport(returned={(lending.loan_id, worker)}))
 
     @precondition(lambda self: self.line.asked)
     @rule(blocks=st.integers(0, 8), data=st.data())
@@ -166,6 +193,7 @@ class Engine(RuleBasedStateMachine):
     def consistent(self) -> None:
         self.half.check_invariants()
         read = {entry.block_id for store in self.reports for entry in store.entries}
+        read |= {block_id for lending, _ in self.lent for block_id, _ in lending.blocks}
         assert read <= set(self.line.pins.pinned), "a copy under way reads a block that the engine may overwrite"
 
     def teardown(self) -> None:
@@ -180,6 +208,11 @@ class Engine(RuleBasedStateMachine):
         while self.reports:
             store = self.reports.pop()
             self.half.reported(StepReport(stored={store.store_id: 1}))
+        self.now += LOAN_SECONDS
+        self.step(1)
+        assert {lending.loan_id for lending, _ in self.lent} <= self.recalled, "a loan is never asked back"
+        for lending, worker in self.lent:
+            self.half.reported(StepReport(returned={(lending.loan_id, worker)}))
         assert not self.line.handoffs, "a hand-off stays open for ever"
         assert not self.line.leases, "a lease outlived its request"
         assert not self.line.slots, "a reserved slot was neither sealed nor given back"

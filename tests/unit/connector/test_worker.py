@@ -179,6 +179,7 @@ class HandTicket:
         self.copy = copy
         self.done = False
         self.copied = True
+        self.borrowed = 0
 
     def succeeded(self) -> bool:
         return self.copied
@@ -208,7 +209,7 @@ class HandMover(InlineMover):
         assert all(ticket.done for ticket in self.started), "unmapped under a copy"
         self.memory = None
 
-    def run(self, direction: Direction, entries: Sequence[CopyEntry]) -> HandTicket:
+    def run(self, direction: Direction, entries: Sequence[CopyEntry], *, may_borrow: bool = False) -> HandTicket:
         self.started.append(HandTicket(partial(super().run, direction, entries)))
         return self.started[-1]
 

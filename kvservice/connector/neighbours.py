@@ -1,0 +1,96 @@
+"""The other move workers of a node, to which an engine lends blocks so that engines of other devices can copy them.
+
+Used by the worker's main thread; each link has a thread of its own. Nothing is copied for this engine by these workers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvservice.client.discovery import find_movers
+from kvservice.mover.device import HOST
+from kvservice.mover.link import KVOffer, Lent, WorkerLink
+from kvservice.mover.message import CopyRow, PoolSource
+
+LOOK_SECONDS = 5.0  # between two looks for workers
+LINKS_MAX = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadLoan:
+    """The same blocks, lent to the engines of several workers."""
+
+    parts: tuple[tuple[WorkerLink, Lent], ...]
+
+    @property
+    def is_taken(self) -> bool:
+        return any(lent.is_taken for _, lent in self.parts)
+
+    @property
+    def is_over(self) -> bool:
+        return all(lent.is_over for _, lent in self.parts)
+
+    def recall(self) -> None:
+        for link, lent in self.parts:
+            link.recall(lent)
+
+
+def lend(links: Sequence[WorkerLink], rows: Sequence[CopyRow], event: int) -> SpreadLoan | None:
+    """Through every link that has a worker; None when none has."""
+    parts = tuple((link, lent) for link in links if (lent := link.lend(rows, event)) is not None)
+    return SpreadLoan(parts) if parts else None
+
+
+class Neighbours:
+    def __init__(self, offer: KVOffer) -> None:
+        self._offer = offer
+        self._links: dict[str, WorkerLink] = {}  # by device
+        self._wanted: tuple[Path, PoolSource] | None = None
+        self._look_at = 0.0  # monotonic
+
+    def follow(self, directory: Path, pool: PoolSource) -> None:
+        """Lend blocks of this pool's layout to the workers registered in this node directory."""
+        self._wanted = (directory, pool)
+        for link in self._links.values():
+            link.follow(directory, pool)
+        self._look_at = 0.0
+        self.links()
+
+    def leave(self) -> None:
+        self._wanted = None
+        for link in self._links.values():
+            link.leave()
+
+    def links(self) -> list[WorkerLink]:
+        """Now and then this looks for workers that came; those take part once their link is ready."""
+        now = time.monotonic()
+        if self._wanted is not None and now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            for record in find_movers(self._wanted[0]):
+                if self._is_neighbour(record.device) and len(self._links) < LINKS_MAX:
+                    link = self._links[record.device] = WorkerLink(self._offer, worker_device=record.device)
+                    link.follow(*self._wanted)
+        return list(self._links.values())
+
+    def _is_neighbour(self, device: str) -> bool:
+        """One that can read this engine's memory: a GPU's worker that of a GPU."""
+        same_kind = device.startswith(HOST) == self._offer.device.startswith(HOST)
+        return same_kind and device != self._offer.device and device not in self._links
+
+    def take_counters(self) -> dict[str, int]:
+        """As `mover_neighbour_…`."""
+        found: Counter[str] = Counter()
+        for link in self._links.values():
+            for name, count in link.take_counters().items():
+                found[name.replace("mover_", "mover_neighbour_", 1)] += count
+        return dict(found)
+
+    def close(self) -> None:
+        """Blocks until they do nothing any more for this engine; bounded."""
+        for link in self._links.values():
+            link.close()
+        self._links.clear()

@@ -1,0 +1,60 @@
+"""The worker half's loans: lends what the plan says through its mover, and reports when nobody reads it any more.
+
+Used by the worker's main thread. A loan that was never made, whatever the reason, is reported like one that is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from kvservice.connector.mover import Loan, Mover
+from kvservice.connector.plan import LendPlan, StepPlan, StepReport
+
+log = logging.getLogger("kvservice.connector")
+
+
+class WorkerLoans:
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._worker = int.from_bytes(os.urandom(8), "big")  # one loan is reported by several workers, and maybe twice
+        self._loans: dict[int, Loan] = {}
+        self._over: set[int] = set()
+
+    def follow(self, plan: StepPlan) -> None:
+        """Lend and recall as planned. Does not block or raise."""
+        for lending in plan.lends:
+            self._lend(lending)
+        for loan_id in plan.recalls:
+            loan = self._loans.get(loan_id)
+            if loan is None:
+                self._over.add(loan_id)
+            else:
+                self._mover.recall(loan)
+
+    def _lend(self, lending: LendPlan) -> None:
+        loan: Loan | None = None
+        try:
+            loan = self._mover.lend(lending.blocks)
+        except Exception:  # the engine goes on: a loan is only a shortcut
+            log.warning("blocks of a hand-off were not lent", exc_info=True)
+        if loan is None:
+            self._over.add(lending.loan_id)
+        else:
+            self._loans[lending.loan_id] = loan
+
+    def recall_all(self) -> None:
+        for loan in self._loans.values():
+            self._mover.recall(loan)
+
+    def report(self, report: StepReport) -> None:
+        """Add what ended since the last call; ask back what its reader has taken."""
+        for loan_id, loan in list(self._loans.items()):
+            if loan.is_over:
+                del self._loans[loan_id]
+                self._over.add(loan_id)
+            elif loan.is_taken:
+                self._mover.recall(loan)
+        if self._over:
+            report.returned |= {(loan_id, self._worker) for loan_id in self._over}
+            self._over = set()
