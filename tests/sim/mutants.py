@@ -71,7 +71,8 @@ MUTANTS = (
     Mutant(
         "a cancelled call lets its blocks go",
         FETCH,
-        "        for slot in acquisition.held.values():\n            self._store.unpin(slot)\n        self._forget_waits",
+        "        for slot in acquisition.held.values():\n            self._store.unpin(slot)\n"
+        "        self._forget_waits",
         "        acquisition.held.clear()\n        self._forget_waits",
     ),
     Mutant(
@@ -165,7 +166,8 @@ MUTANTS = (
         "a block is sealed after it was copied",
         SCHEDULER,
         "        return StorePlan(store_id, tuple(entries))",
-        "        self._session.seal(attachment.attachment_id, items)\n        return StorePlan(store_id, tuple(entries))",
+        "        self._session.seal(attachment.attachment_id, items)\n"
+        "        return StorePlan(store_id, tuple(entries))",
     ),
     Mutant(
         "a block that is being copied is pinned",

@@ -246,7 +246,10 @@ class SimSession:
 
         def arrive() -> None:
             if node.life == life:
-                node.receive(call)
+                node.receive(perform)
+
+        def perform() -> None:
+            call()
 
         self._engine.world.at(CALL_SECONDS, arrive)
 
@@ -448,6 +451,10 @@ class Engine(Process):
             else:
                 self._pins.pop(block, None)
 
+    def free_share(self) -> float:
+        """There is always room."""
+        return 1.0
+
     def write_block(self, block: int, half: int, payload: bytes) -> None:
         old = self._blocks.get(block)
         if old is not None:
@@ -542,7 +549,7 @@ class Engine(Process):
             is_computed = bool(request.block_ids) and request.computed >= len(request.keys)
             if is_computed and not request.is_over and not request.is_loading:
                 self._finish(request, store_rest=True)
-        self._is_stepping = not self.is_idle or self.half.has_pending_stores(self.clock()) or worker.busy > 0
+        self._is_stepping = not self.is_idle or self.half.has_pending_work(self.clock()) or worker.busy > 0
         if self._is_stepping:
             self._step()
 

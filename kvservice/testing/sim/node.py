@@ -20,7 +20,7 @@ from kvservice.errors import KVServiceError
 from kvservice.testing.sim.lookup import Herald, LookupShard, ask_directory
 from kvservice.testing.sim.memory import HALF, SegmentMemory
 from kvservice.testing.sim.world import Process, Violation, World
-from kvservice.units import BlockKey, BootEpoch, NodeId, SlotIndex
+from kvservice.units import BlockKey, BootEpoch, NodeId, SlotIndex, SpanRoute
 
 LEASE_SECONDS = 2.0
 FIND_NODE_SECONDS = 0.5
@@ -103,7 +103,7 @@ class Node(Process):
     def _holder(self) -> Holder:
         return Holder(self.node_id, str(self.node_id), self.state.epoch)
 
-    def _inventory(self) -> list[tuple[BlockKey, int]]:
+    def _inventory(self) -> list[tuple[BlockKey, SpanRoute]]:
         return [(block.key, block.route) for block in self.state.blocks()]
 
     def _fenced(self) -> None:
