@@ -28,6 +28,7 @@ from kvservice.core.messages import (
     BlockRef,
     Handoff,
     MissReason,
+    RequestReport,
     SealItem,
 )
 from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId, LeaseId
@@ -67,6 +68,8 @@ class SessionPort(Protocol):
     def abort(self, attachment: AttachmentId, refs: Sequence[BlockRef]) -> None: ...
 
     def release(self, attachment: AttachmentId, lease_id: LeaseId) -> None: ...
+
+    def report(self, report: RequestReport) -> None: ...
 
     def open_handoff(self, handoff: HandoffId) -> AttachmentId | None: ...
 
@@ -174,6 +177,7 @@ class SchedulerHalf:
         if request_id in self._requests:
             return
         request = self._requests[request_id] = EngineRequest(request_id, self._make_keys(hashes))
+        request.prompt_blocks = len(request.keys)
         if self._may_write:
             self._expect(request, len(request.keys))
         if isinstance(wants, Handoff):
@@ -206,7 +210,7 @@ class SchedulerHalf:
         if handoff is not None:
             timeout = self._handoff_timeout
             self.counters["handoffs_read"] += 1
-        wanted = AcquireRequest(tuple(keys), 0, timeout, per_block, handoff)
+        wanted = AcquireRequest(tuple(keys), 0, timeout, per_block, handoff, request.request_id)
         asked = self._session.acquire(request.request_id, wanted)
         if asked is None:
             self.counters["asked_without_pool"] += 1
@@ -225,6 +229,8 @@ class SchedulerHalf:
         request = self._requests.get(request_id)
         if request is None:
             return Promise(0)
+        if not request.scheduled:
+            request.engine_blocks = computed_tokens // self._block_tokens
         if request.state is RequestState.RUNNING and request.scheduled and not request.load_failed:
             request.scheduled = False
             self.counters["asked_after_preemption"] += self._ask(request, now)
@@ -232,6 +238,7 @@ class SchedulerHalf:
             if now < request.deadline and self._is_current(request.attachment):
                 return Wait()
             request.move(RequestEvent.GIVE_UP)
+            request.gave_up = True
             self.counters["gave_up_waiting"] += 1
         if request.state is not RequestState.ANSWERED or request.result is None:
             return Promise(0)
@@ -266,6 +273,7 @@ class SchedulerHalf:
         self._loads.append(LoadPlan(request_id, entries))
         self._loading[request_id] = (attachment, result.lease_id)
         request.fetched_blocks = min(result.fetched_count, count)
+        request.loaded_blocks = max(request.loaded_blocks, count)
         self.counters["loads_planned"] += 1
         self.counters["load_blocks"] += count
         self.counters["load_blocks_remote"] += request.fetched_blocks
@@ -472,6 +480,7 @@ class SchedulerHalf:
             self._end_lease(request.attachment, request.result.lease_id)
         self._session.expect(-request.expected)
         self._session.abandon(request_id)
+        self._session.report(request.report())
         request.move(RequestEvent.END)
         self._handoffs.request_ended(request.writes)
         return request.writes
