@@ -59,6 +59,7 @@ class EngineRequest:
     engine_blocks: int = 0  # the engine's own hit, when it was first asked about
     local_blocks: int = 0  # the engine's own hit when the promise was made
     loaded_blocks: int = 0
+    salted: bool = False
     gave_up: bool = False  # the pool's answer was not waited for
     stored: int = 0  # blocks [0, stored) are in the pool, under way to it, or given up
     expected: int = 0  # slots announced to the session and not taken yet
@@ -81,5 +82,5 @@ class EngineRequest:
         computed = max(self.prompt_blocks - engine - loaded, 0)
         return RequestReport(
             self.request_id, self.prompt_blocks, engine, loaded, computed, self.load_failed, self.gave_up,
-            self.ask_number > 0,
+            self.ask_number > 0, self.salted,
         )  # fmt: skip

@@ -171,13 +171,14 @@ class SchedulerHalf:
         *,
         may_read: bool = True,
         wants: Prefill | Handoff | None = None,
+        salted: bool = False,
     ) -> None:
         """Start asking for the whole prefix at once; the engine's own hit is known only later. `wants`: it is computed
         for another engine (with an id), or by another one."""
         if request_id in self._requests:
             return
         request = self._requests[request_id] = EngineRequest(request_id, self._make_keys(hashes))
-        request.prompt_blocks = len(request.keys)
+        request.prompt_blocks, request.salted = len(request.keys), salted
         if self._may_write:
             self._expect(request, len(request.keys))
         if isinstance(wants, Handoff):

@@ -160,6 +160,8 @@ class Leaving:
 
     def begin(self, timeout_seconds: float, handover: bool, has_directory: bool, now: float) -> None:
         """A second begin only brings the end nearer."""
+        if self.phase is DrainPhase.GONE:
+            return
         if self.phase not in (DrainPhase.SERVING, DrainPhase.CLOSED):
             self._deadline = min(self._deadline, now + timeout_seconds)
             self._step_until = min(self._step_until, now + timeout_seconds * (1 - SETTLE_SHARE))

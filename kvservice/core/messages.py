@@ -124,6 +124,7 @@ class RequestReport:
     load_failed: bool = False  # what was loaded was given up and computed
     gave_up: bool = False  # the engine did not wait for the answer any longer
     asked: bool = True  # the pool was asked at all
+    salted: bool = False  # its blocks are its tenant's own (cache_salt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,10 @@ class LocalCluster:
         if number in (signal.SIGKILL, signal.SIGTERM):
             process.wait(15)
 
+    def exit_code(self, name: str, seconds: float = 15.0) -> int:
+        """Blocks until this process has ended."""
+        return self._processes[name].wait(seconds)
+
     def log(self, name: str) -> Path:
         return self.root / f"{name}.log"
 

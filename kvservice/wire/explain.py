@@ -23,6 +23,7 @@ def encode_report(report: RequestReport) -> shard_pb2.RequestReport:
         load_failed=report.load_failed,
         gave_up=report.gave_up,
         asked=report.asked,
+        salted=report.salted,
     )
 
 
@@ -36,6 +37,7 @@ def decode_report(message: shard_pb2.RequestReport) -> RequestReport:
         message.load_failed,
         message.gave_up,
         message.asked,
+        message.salted,
     )
 
 

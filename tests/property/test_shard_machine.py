@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
+from kvservice.core.drain import DrainPhase
 from kvservice.core.events import PullVerdict
 from kvservice.core.geometry import slab_of
 from kvservice.core.keys import block_keys, chain_hashes
@@ -29,8 +30,11 @@ from kvservice.core.messages import (
     Holder,
     HolderRun,
     LocateResult,
+    Peer,
     SealItem,
     SealStatus,
+    TakeOverItem,
+    TakeOverResult,
 )
 from kvservice.core.shard import AttachReply
 from kvservice.errors import KVServiceError, NotAttached, StaleEpoch, Unavailable
@@ -458,6 +462,50 @@ class ShardMachine(RuleBasedStateMachine):
     def drain_no_more(self) -> None:
         self.harness.send(ev.Drain(undo=True))
 
+    # -- nodes that leave ----
+
+    @lived_long
+    @rule(timeout=st.sampled_from([0.5, 5.0, 40.0]), handover=st.booleans())
+    def leave(self, timeout: float, handover: bool) -> None:
+        self.harness.send(ev.Drain(timeout_seconds=timeout, handover=handover))
+        assert self.harness.state.draining
+
+    @precondition(lambda self: self.harness.surveys)
+    @rule(found=st.lists(st.sampled_from(PEERS), max_size=3, unique=True), draining=st.booleans(), which=any_index)
+    def survey(self, found: list[Holder], draining: bool, which: int) -> None:
+        peers = tuple(Peer(one, 1 << 20, 1 << 21, 10.0 * place, draining) for place, one in enumerate(found))
+        keys = [key for key, _ in self.harness.surveys[-1].blocks]
+        held = {key: tuple(found) for place, key in enumerate(keys) if found and which >> place & 1}
+        self.harness.send(ev.Surveyed(peers, held))
+
+    @precondition(lambda self: self.harness.offers)
+    @rule(
+        which=any_index,
+        kept=st.lists(st.booleans(), min_size=5, max_size=5),
+        full=st.booleans(),
+        dead=st.integers(0, 4),
+    )
+    def offered(self, which: int, kept: list[bool], full: bool, dead: int) -> None:
+        """Any offer of this boot, also one that was answered before."""
+        offer = self.harness.offers[-1 - which % min(4, len(self.harness.offers))]
+        taken = tuple(kept[place % 5] for place in range(len(offer.items)))
+        self.harness.send(ev.Offered(offer.offer, TakeOverResult(taken, full) if dead else None))
+
+    @rule(which=any_index, model=st.sampled_from("ab"), idle=st.sampled_from([0.0, 5.0, 1e6]),
+          wait=st.sampled_from([0.0, 2.0, 20.0]))  # fmt: skip
+    def take_over(self, which: int, model: str, idle: float, wait: float) -> None:
+        chain = CHAINS[model][which % len(CHAINS[model])]
+        items = tuple(
+            TakeOverItem(key, chain[place - 1] if place else None, place, SpanRoute(7), idle)
+            for place, key in enumerate(chain)
+        )
+        op, now = self.harness.next_op(), self.harness.now
+        offer = ev.PeerTakeOver(op, self.harness.state.epoch, make_holder("leaver"), SIZES[model], items, wait)
+        self._ask(offer, Asked(now, ("peer", "leaver"), chain, now + wait))
+        if self.harness.state.draining:
+            answer = self.harness.answers[op]
+            assert isinstance(answer, act.Refuse) and isinstance(answer.error, Unavailable)
+
     @rule(seconds=st.sampled_from([0.0, 0.3, 2.0, 6.0, 11.0, 61.0]), tick=st.booleans())
     def time_passes(self, seconds: float, tick: bool) -> None:
         self.harness.now += seconds
@@ -522,6 +570,8 @@ class ShardMachine(RuleBasedStateMachine):
                 pairs = [(h, k) for h, k in zip(value.handles, asked.keys, strict=True) if h is not None]
                 assert all(handle.key == key for handle, key in pairs)
                 self._promise(value.lease_id, asked, [(BlockRef(h.slot, h.generation), k) for h, k in pairs])
+            elif isinstance(value, TakeOverResult):
+                assert len(value.kept) == len(asked.keys)
             elif isinstance(value, list) and value and isinstance(value[0], SealStatus):
                 assert None not in value
 
@@ -584,6 +634,11 @@ class ShardMachine(RuleBasedStateMachine):
         assert harness.state.lease_count == 0 and harness.state.attachment_count == 0
         rest = harness.state._acquisitions
         assert not (rest._arriving or rest._waiters or rest._fetches or rest._stuck or rest._suspects)
+        progress = harness.state.progress(harness.now)
+        assert progress.phase in (DrainPhase.SERVING, DrainPhase.CLOSED, DrainPhase.GONE), "it never leaves"
+        assert 0 <= progress.blocks_lost <= progress.blocks_total
+        if progress.phase is DrainPhase.GONE:
+            harness.restart()
         harness.send(ev.Drain(undo=True))
         attachment = harness.attach(SPECS[0])
         assert len(harness.reserve(attachment, 100)) == SLABS * 3, "a slot is lost for ever"

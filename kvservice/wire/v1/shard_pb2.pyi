@@ -212,7 +212,7 @@ class RenewRequest(_message.Message):
     def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_ids: _Optional[_Iterable[int]] = ..., reports: _Optional[_Iterable[_Union[RequestReport, _Mapping]]] = ...) -> None: ...
 
 class RequestReport(_message.Message):
-    __slots__ = ("request_id", "prompt_blocks", "engine_blocks", "loaded_blocks", "computed_blocks", "load_failed", "gave_up", "asked")
+    __slots__ = ("request_id", "prompt_blocks", "engine_blocks", "loaded_blocks", "computed_blocks", "load_failed", "gave_up", "asked", "salted")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +221,7 @@ class RequestReport(_message.Message):
     LOAD_FAILED_FIELD_NUMBER: _ClassVar[int]
     GAVE_UP_FIELD_NUMBER: _ClassVar[int]
     ASKED_FIELD_NUMBER: _ClassVar[int]
+    SALTED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_blocks: int
     engine_blocks: int
@@ -229,7 +230,8 @@ class RequestReport(_message.Message):
     load_failed: bool
     gave_up: bool
     asked: bool
-    def __init__(self, request_id: _Optional[str] = ..., prompt_blocks: _Optional[int] = ..., engine_blocks: _Optional[int] = ..., loaded_blocks: _Optional[int] = ..., computed_blocks: _Optional[int] = ..., load_failed: bool = ..., gave_up: bool = ..., asked: bool = ...) -> None: ...
+    salted: bool
+    def __init__(self, request_id: _Optional[str] = ..., prompt_blocks: _Optional[int] = ..., engine_blocks: _Optional[int] = ..., loaded_blocks: _Optional[int] = ..., computed_blocks: _Optional[int] = ..., load_failed: bool = ..., gave_up: bool = ..., asked: bool = ..., salted: bool = ...) -> None: ...
 
 class RenewReply(_message.Message):
     __slots__ = ()
