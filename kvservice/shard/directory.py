@@ -22,6 +22,8 @@ class ShardDirectory:
         self._pump: AnnouncePump | None = None
         self._node: Callable[[], Holder] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._farewell = asyncio.Lock()
+        self._has_left = False
 
     def start(self, node: Callable[[], Holder], heartbeat_seconds: float, on_fenced: Callable[[], None]) -> None:
         self._node = node
@@ -30,8 +32,10 @@ class ShardDirectory:
 
     async def stop(self, leaving: bool) -> None:
         """With `leaving`, the directory forgets this node at once instead of after its heartbeat timeout."""
-        if self._pump is not None:
-            await self._pump.stop(leaving)
+        if leaving:
+            await self.leave()
+        elif self._pump is not None:
+            await self._pump.stop(leaving=False)
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -39,8 +43,10 @@ class ShardDirectory:
 
     async def leave(self) -> None:
         """Tell every lookup shard now that this node leaves, waiting a second at most; nothing is announced after."""
-        if self._pump is not None:
-            await self._pump.stop(leaving=True)
+        async with self._farewell:  # whoever comes second waits until it is said
+            if self._pump is not None and not self._has_left:
+                self._has_left = True
+                await self._pump.stop(leaving=True)
 
     def self_holder(self) -> Holder | None:
         return None if self._node is None else self._node()
