@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class Answers:
     """What the shards said about an id."""
 
     replies: dict[str, Any]  # ExplainReply by node
+    heard_at: dict[str, float]  # when each came, on this machine's clock
     silent: list[str]
 
     def records(self) -> list[tuple[str, Any]]:
@@ -94,19 +96,20 @@ def _ask_shards(shards: dict[str, str], request_id: str) -> Answers:
     found = _ask_all(shards, lambda channel: shard_pb2_grpc.AdminServiceStub(channel).Explain(
         request, timeout=CALL_SECONDS
     ))  # fmt: skip
-    silent = [node for node, reply in found.items() if reply is None]
-    return Answers({node: reply for node, reply in found.items() if reply is not None}, silent)
+    answered = {node: reply for node, (reply, _) in found.items() if reply is not None}
+    silent = [node for node in found if node not in answered]
+    return Answers(answered, {node: at for node, (_, at) in found.items()}, silent)
 
 
-def _ask_all(addresses: dict[str, str], call: Callable[[grpc.Channel], Any]) -> dict[str, Any]:
-    """The answer of each, None of those that gave none."""
+def _ask_all(addresses: dict[str, str], call: Callable[[grpc.Channel], Any]) -> dict[str, tuple[Any, float]]:
+    """(the answer of each or None, when it came)."""
 
-    def ask(address: str) -> Any:
+    def ask(address: str) -> tuple[Any, float]:
         try:
             with grpc.insecure_channel(address) as channel:
-                return call(channel)
+                return call(channel), time.monotonic()
         except grpc.RpcError:
-            return None
+            return None, time.monotonic()
 
     names = sorted(addresses)
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
@@ -166,7 +169,7 @@ def _asked(node: str, record: Any) -> Any:
     runs = tuple(SourceRun(run.start, run.count, run.source) for run in record.runs)
     return Asked(
         node, record.age_seconds, blocks, record.skip, record.promised, runs, miss, record.miss_node,
-        record.answered, report,
+        record.answered, report, record.sought,
     )  # fmt: skip
 
 
@@ -176,6 +179,7 @@ def _facts(members: Any, answers: Answers, node: str, record: Any, missing: Sequ
     from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
 
     packed = record.keys[missing[0] * KEY_BYTES :] if missing else b""
+    asked_at = answers.heard_at[node]  # ages of later answers are counted from when the record's age was told
     fates: dict[int, list[Fate]] = {}
     lost: dict[int, Fate] = {}
     if packed:
@@ -183,18 +187,19 @@ def _facts(members: Any, answers: Answers, node: str, record: Any, missing: Sequ
         found = _ask_all(members.shards, lambda channel: shard_pb2_grpc.AdminServiceStub(channel).Recall(
             recall, timeout=CALL_SECONDS
         ))  # fmt: skip
-        for name, reply in found.items():
+        for name, (reply, at) in found.items():
             for row in reply.fates if reply is not None else ():
-                fate = Fate(name, row.state, row.age_seconds, row.cause, row.by)
+                fate = Fate(name, row.state, row.age_seconds - (at - asked_at), row.cause, row.by)
                 fates.setdefault(missing[0] + row.index, []).append(fate)
         ask_lost = lookup_pb2.RecallLostRequest(keys=packed)
         directories = {address: address for address in members.lookups}
         found = _ask_all(directories, lambda channel: lookup_pb2_grpc.LookupServiceStub(channel).RecallLost(
             ask_lost, timeout=CALL_SECONDS
         ))  # fmt: skip
-        for reply in found.values():
+        for reply, at in found.values():
             for row in reply.lost if reply is not None else ():
-                lost[missing[0] + row.index] = Fate(row.node_id, "gone", row.age_seconds, row.cause)
+                age = row.age_seconds - (at - asked_at)
+                lost[missing[0] + row.index] = Fate(row.node_id, "gone", age, row.cause)
     return Facts(fates, lost, _strangers(answers, node, record))
 
 

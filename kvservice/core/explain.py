@@ -48,6 +48,7 @@ class RequestRecord:
     miss: MissReason = MissReason.NONE
     miss_at: int = 0  # index of the first block that was not promised
     miss_node: str = ""  # the node that was asked for it in vain
+    sought: int = 0  # blocks before this index had a holder, said the directory
     report: RequestReport | None = None
 
 
@@ -91,13 +92,14 @@ class RequestRecords:
         self._by_op[op] = number
 
     def answered(
-        self, op: int, promised: int, origins: Mapping[int, NodeId], miss: MissReason, miss_node: str, now: float
-    ) -> None:
+        self, op: int, promised: int, origins: Mapping[int, NodeId], miss: MissReason, miss_node: str, now: float,
+        sought: int = 0,
+    ) -> None:  # fmt: skip
         """`origins`: the node of every block that was fetched, by its index in the chain."""
         record = self._records.get(self._by_op.pop(op, 0))
         if record is None:
             return
-        record.answered_at, record.promised = now, promised
+        record.answered_at, record.promised, record.sought = now, promised, sought
         record.miss, record.miss_at, record.miss_node = miss, record.skip + promised, miss_node
         record.runs = _runs(record.skip, record.skip + promised, origins)
 

@@ -172,6 +172,7 @@ class Acquisitions:
                 acquisition.end(index, MissReason.NEVER_STORED if complete else MissReason.LOOKUP_FAILED)
                 break
             wanted.append(index)
+            acquisition.sought = index + 1
         if wanted and self.draining:
             acquisition.end(wanted[0], MissReason.DRAINING)
         else:
@@ -554,8 +555,9 @@ class Acquisitions:
         fetched = sum(1 for index in acquisition.fetched if index < end)
         self._count_answer(acquisition, len(refs), fetched)
         self._records.answered(
-            acquisition.op, len(refs), acquisition.origins, acquisition.reason, acquisition.blamed, now
-        )
+            acquisition.op, len(refs), acquisition.origins, acquisition.reason, acquisition.blamed, now,
+            acquisition.sought,
+        )  # fmt: skip
         self._actions.append(Reply(acquisition.op, AcquireResult(lease_id, refs, fetched, acquisition.reason)))
 
     def _count_answer(self, acquisition: Acquisition, promised: int, fetched: int) -> None:

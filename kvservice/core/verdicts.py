@@ -87,6 +87,7 @@ class Asked:
     miss_node: str
     answered: bool
     report: RequestReport | None
+    sought: int = 0  # blocks before this index had a holder, said the directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,7 @@ def _judge_miss(asked: Asked, facts: Facts, index: int) -> Verdict:
     if first and certain:
         return _certain(asked, facts, index)
     found = _from_fates(asked, facts, index)
-    if certain and found.why is Why.BEHIND_A_GAP:  # it would have come with the one that did not
+    if certain and (found.why is Why.BEHIND_A_GAP or index < asked.sought):  # it would have come with the first
         return _certain(asked, facts, index)
     if first and found.why is Why.BEHIND_A_GAP:
         return _missed(index, Why.NOT_ANNOUNCED, found.node, f"node {found.node} held it, but had not announced it yet")

@@ -97,6 +97,7 @@ def _encode_record(record: RequestRecord, now: float) -> shard_pb2.RequestRecord
         miss=record.miss.value,
         miss_at=record.miss_at,
         miss_node=record.miss_node,
+        sought=record.sought,
         report=None if record.report is None else encode_report(record.report),
     )
 

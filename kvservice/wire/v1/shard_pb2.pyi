@@ -529,7 +529,7 @@ class Run(_message.Message):
     def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., source: _Optional[str] = ...) -> None: ...
 
 class RequestRecord(_message.Message):
-    __slots__ = ("request_id", "model", "namespace", "fingerprint", "age_seconds", "took_seconds", "answered", "keys", "skip", "promised", "runs", "miss", "miss_at", "miss_node", "report")
+    __slots__ = ("request_id", "model", "namespace", "fingerprint", "age_seconds", "took_seconds", "answered", "keys", "skip", "promised", "runs", "miss", "miss_at", "miss_node", "report", "sought")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -545,6 +545,7 @@ class RequestRecord(_message.Message):
     MISS_AT_FIELD_NUMBER: _ClassVar[int]
     MISS_NODE_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
+    SOUGHT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     namespace: str
@@ -560,7 +561,8 @@ class RequestRecord(_message.Message):
     miss_at: int
     miss_node: str
     report: RequestReport
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[str] = ..., age_seconds: _Optional[float] = ..., took_seconds: _Optional[float] = ..., answered: bool = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., promised: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., miss: _Optional[str] = ..., miss_at: _Optional[int] = ..., miss_node: _Optional[str] = ..., report: _Optional[_Union[RequestReport, _Mapping]] = ...) -> None: ...
+    sought: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[str] = ..., age_seconds: _Optional[float] = ..., took_seconds: _Optional[float] = ..., answered: bool = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., promised: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., miss: _Optional[str] = ..., miss_at: _Optional[int] = ..., miss_node: _Optional[str] = ..., report: _Optional[_Union[RequestReport, _Mapping]] = ..., sought: _Optional[int] = ...) -> None: ...
 
 class RefusedAttach(_message.Message):
     __slots__ = ("age_seconds", "model", "namespace", "message")
