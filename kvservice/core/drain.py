@@ -131,6 +131,7 @@ class Leaving:
         self._deadline = math.inf
         self._step_until = math.inf  # of the survey, then of the hand-over
         self._total = 0
+        self._used_at: dict[BlockKey, float] = {}  # when it began: being read by a receiver is no use
         self._elsewhere: set[BlockKey] = set()
         self._handed: set[BlockKey] = set()
         self._handed_bytes = 0
@@ -197,7 +198,9 @@ class Leaving:
         for peer, weight in zip(staying.values(), weights(list(staying.values())), strict=True):
             self._shares[peer.holder.node_id] = _Share(peer, weight, peer.capacity_bytes)
         unheld: list[Block] = []
-        for block in self._store.by_heat()[:SURVEYED_MAX]:
+        blocks = self._store.by_heat()[:SURVEYED_MAX]
+        self._used_at = {block.key: now - self._store.idle_seconds(block) for block in blocks}
+        for block in blocks:
             keeper = next((one for one in holders.get(block.key, ()) if one.node_id in staying), None)
             if keeper is None:
                 unheld.append(block)
@@ -283,7 +286,7 @@ class Leaving:
                 items = tuple(
                     TakeOverItem(
                         block.key, self._store.parent_of(block), block.position, block.route,
-                        self._store.idle_seconds(block),
+                        max(now - self._used_at.get(block.key, now), 0.0),
                     )
                     for block in batch
                 )  # fmt: skip

@@ -23,8 +23,8 @@ from tests.integration.engine import Engine, chain
 
 T = TypeVar("T")
 LEASE_SECONDS = 2.0
-POOL_BYTES = 8 * MiB  # 120 blocks
-ALL = 120
+POOL_BYTES = 8 * MiB
+MORE_THAN_ALL = 160  # blocks
 seeds = iter(range(40_000, 41_000))
 
 
@@ -215,15 +215,16 @@ def test_peers_give_nothing_that_was_used_later_than_what_they_are_offered(
     at(cluster, "n0", lambda engine: engine.store(cold))
     hot = {}
     for node in ("n1", "n2"):
-        hot[node] = chain(next(seeds), ALL)
-        at(cluster, node, lambda engine, node=node: engine.store(hot[node]))
+        wanted = chain(next(seeds), MORE_THAN_ALL)
+        room = len(at(cluster, node, lambda engine, wanted=wanted: engine.store(wanted)))
+        hot[node] = wanted[:room]
     cluster.wait_until_known(cold)
     said = leave(cluster, "n0", capsys)
     assert said["blocks_handed"] == 0
     assert "has no room" in said["note"]
     for node in ("n1", "n2"):
         result = at(cluster, node, lambda engine, node=node: engine.read_all(hot[node]))
-        assert (len(result.blocks), result.fetched_count) == (ALL, 0)
+        assert (len(result.blocks), result.fetched_count) == (len(hot[node]), 0)
 
 
 def test_a_leaving_node_that_is_killed_leaves_its_receivers_whole(cluster: LocalCluster) -> None:

@@ -21,8 +21,8 @@ from kvservice.testing.cluster import LocalCluster
 from kvservice.units import MiB
 from tests.integration.engine import Engine, chain, spec
 
-POOL_BYTES = 8 * MiB  # 120 blocks
-ALL = 120
+POOL_BYTES = 8 * MiB
+ALL = 160  # more blocks than fit
 seeds = iter(range(50_000, 51_000))
 
 

@@ -373,3 +373,16 @@ def test_a_shard_that_leaves_itself_takes_nothing() -> None:
     receiver.send(ev.Drain())
     with pytest.raises(Unavailable):
         receiver.taken(receiver.offer(CHAIN))
+
+
+def test_being_read_by_a_receiver_does_not_make_a_block_hotter_for_the_next_one() -> None:
+    shard = Leaver(slab_count=4)
+    engine = shard.attach()
+    shard.store(engine, CHAIN)
+    shard.now += 50.0
+    shard.begin()
+    shard.survey(peer(), peer(SECOND, free=0))
+    op = shard.next_op()
+    shard.send(ev.PeerLocate(op, NodeId("peer"), shard.state.epoch, CHAIN))
+    shard.answer(0, kept=False, full=True)
+    assert {item.idle_seconds for offer in shard.offers for item in offer.items} == {50.0}
