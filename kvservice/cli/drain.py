@@ -51,7 +51,7 @@ def run(service: str, node: str | None, local: bool, timeout: float, handover: b
     if as_json:
         print(json.dumps([{"node": one.node, "error": one.error, **one.facts} for one in chosen], indent=2))
     for one in chosen:
-        console.print(_result_line(one), highlight=False)
+        console.print(_result_line(one), highlight=False, soft_wrap=True)
     return not any(one.error for one in chosen)
 
 
