@@ -15,7 +15,7 @@ import pytest
 from kvservice.cli import drain
 from kvservice.client.shard import ShardClient
 from kvservice.core.messages import MissReason
-from kvservice.errors import ConfigError, KVServiceError
+from kvservice.errors import ConfigError, KVServiceError, Unavailable
 from kvservice.memory.segment import segment_path
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import MiB, NodeId
@@ -60,11 +60,22 @@ def wait(ready: Callable[[], Any], what: str, seconds: float = 15.0) -> None:
         time.sleep(0.02)
 
 
+async def attach(cluster: LocalCluster, node: str) -> Engine:
+    """Tried again for a while, as engines do: gRPC remembers for a second that nobody listened at an address."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return await Engine.attach(ShardClient(cluster.socket(node)))
+        except Unavailable:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.2)
+
+
 def at(cluster: LocalCluster, node: str, work: Callable[[Engine], Awaitable[T]]) -> T:
     """An engine of this node does something and leaves."""
 
     async def run() -> T:
-        engine = await Engine.attach(ShardClient(cluster.socket(node)))
+        engine = await attach(cluster, node)
         try:
             return await work(engine)
         finally:
@@ -164,7 +175,7 @@ def test_an_engine_of_the_leaving_node_is_served_until_the_end_and_stores_nothin
         return held, result, refused
 
     async def whole() -> None:
-        engine = await Engine.attach(ShardClient(cluster.socket("n0")))
+        engine = await attach(cluster, "n0")
         held, result, refused = await run(engine)
         assert len(held.blocks) == 10
         assert (refused, result.miss) == ([], MissReason.DRAINING)
@@ -197,7 +208,7 @@ def test_a_lease_that_is_never_given_back_holds_a_drain_no_longer_than_its_time(
         return said
 
     async def whole() -> dict[str, Any]:
-        engine = await Engine.attach(ShardClient(cluster.socket("n0")))
+        engine = await attach(cluster, "n0")
         said = await hold(engine)
         await engine.pool.close()
         engine.let_go()

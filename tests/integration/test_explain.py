@@ -16,7 +16,7 @@ import pytest
 from kvservice.cli import drain, explain
 from kvservice.client.shard import ShardClient
 from kvservice.core.messages import AcquireRequest, RequestReport
-from kvservice.errors import KVServiceError
+from kvservice.errors import KVServiceError, Unavailable
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import MiB
 from tests.integration.engine import Engine, chain, spec
@@ -48,8 +48,14 @@ class At:
         self._socket, self._spec = cluster.socket(node), spec(**fields) if fields else None
 
     async def __aenter__(self) -> Engine:
-        self._engine = await Engine.attach(ShardClient(self._socket), self._spec)
-        return self._engine
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                self._engine = await Engine.attach(ShardClient(self._socket), self._spec)
+                return self._engine
+            except Unavailable:  # gRPC remembers for a second that nobody listened at an address
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.2)
 
     async def __aexit__(self, *error: object) -> None:
         await self._engine.pool.close()

@@ -7,6 +7,8 @@ import pytest
 from kvservice.actors import draining
 from kvservice.actors.draining import MARGIN_SECONDS, NO_DEADLINE_SECONDS, SECONDS_MAX, SECONDS_MIN, seconds_left
 
+pytestmark = pytest.mark.ray
+
 NOW = 1_700_000_000.0
 
 
