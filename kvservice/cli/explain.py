@@ -6,6 +6,7 @@ Needs no Ray. Nothing here is asked while requests run; shards keep records for 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ ASKED_AT_ONCE = 16
 KEY_BYTES = 16
 PLAIN_WIDTH = 120
 LISTED_MAX = 16
+_ENGINES_PART = re.compile(r"-[0-9a-f]{8}$")
 COLOURS = {"engine": "green", "local": "green", "fetched": "cyan", "missed": "yellow"}
 
 
@@ -62,10 +64,8 @@ def explain(service: str, request_id: str) -> dict[str, Any]:
         raise Unavailable(f"no service {service!r} is registered on this machine")
     answers = _ask_shards(members.shards, request_id)
     records = answers.records()
-    ids = sorted({record.request_id for _, record in records})
-    if request_id in ids:
-        ids = [request_id]
-        records = [(node, record) for node, record in records if record.request_id == request_id]
+    ids, chosen = choose([record.request_id for _, record in records], request_id)
+    records = [(node, record) for node, record in records if record.request_id in chosen]
     requests: list[dict[str, Any]] = []
     if len(ids) == 1:
         requests = [_explain_record(members, answers, node, record) for node, record in records]
@@ -87,6 +87,20 @@ def explain(service: str, request_id: str) -> dict[str, Any]:
         "silent_nodes": sorted(answers.silent),
         "silent_lookups": list(members.silent),
     }  # fmt: skip
+
+
+def choose(found: Sequence[str], wanted: str) -> tuple[list[str], set[str]]:
+    """(the requests that are meant, the engines' ids of them). vLLM adds a random part to the id of a request in each
+    engine that works on it, so ids that differ only there are one request."""
+    if wanted in found:
+        return [wanted], {wanted}
+    requests: dict[str, set[str]] = {}
+    for one in found:
+        requests.setdefault(_ENGINES_PART.sub("", one), set()).add(one)
+    if wanted in requests:
+        requests = {wanted: requests[wanted]}
+    names = sorted(next(iter(ids)) if len(ids) == 1 else name for name, ids in requests.items())
+    return names, {one for ids in requests.values() for one in ids}
 
 
 def _ask_shards(shards: dict[str, str], request_id: str) -> Answers:

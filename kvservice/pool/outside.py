@@ -16,7 +16,7 @@ from kvservice.client.peer import PeerInfo, PeerPort
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverResult
-from kvservice.errors import KVServiceError
+from kvservice.errors import KVServiceError, Refused
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 
 log = logging.getLogger("kvservice.pool")
@@ -155,6 +155,17 @@ class Outside:
         except KVServiceError as error:
             log.info("take_over_failed", extra={"node": action.peer.node_id, "error": str(error)})
         return ev.Offered(action.offer, result)
+
+    async def member(self, claimed: Holder) -> Holder:
+        """The node as the directory knows it: no address that a caller gives is ever connected to. Raises Refused when
+        it is not a live member, or of another epoch."""
+        found = None
+        if self._directory is not None:
+            found = await self._directory.find_node(claimed.node_id, FIND_NODE_SECONDS)
+        if found is None or found.epoch != claimed.epoch:
+            self._counters["takeover_strangers"] += 1
+            raise Refused(f"node {claimed.node_id} in epoch {claimed.epoch} is not a member of this service")
+        return found
 
     async def farewell(self) -> None:
         if self._directory is not None:

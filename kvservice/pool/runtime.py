@@ -238,9 +238,10 @@ class PoolRuntime:
     async def take_over(
         self, epoch: BootEpoch, leaver: Holder, payload_bytes: int, items: tuple[TakeOverItem, ...], wait_seconds: float
     ) -> TakeOverResult:
-        """Read these blocks of a node that leaves, as far as there is room."""
+        """Read these blocks of a node that leaves, as far as there is room. Raises Refused for a stranger."""
+        member = await self._outside.member(leaver)
         result: TakeOverResult = await self._call(
-            lambda op: ev.PeerTakeOver(op, epoch, leaver, payload_bytes, items, wait_seconds), None
+            lambda op: ev.PeerTakeOver(op, epoch, member, payload_bytes, items, wait_seconds), None
         )
         return result
 

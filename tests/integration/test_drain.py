@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
+import grpc
 import pytest
 
 from kvservice.cli import drain
@@ -19,6 +20,7 @@ from kvservice.errors import ConfigError, KVServiceError, Unavailable
 from kvservice.memory.segment import segment_path
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import MiB, NodeId
+from kvservice.wire.v1 import common_pb2, shard_pb2, shard_pb2_grpc
 from tests.integration.engine import Engine, chain
 
 T = TypeVar("T")
@@ -202,7 +204,7 @@ def test_a_lease_that_is_never_given_back_holds_a_drain_no_longer_than_its_time(
                 await asyncio.sleep(0.2)
 
         renewing = asyncio.create_task(renew())
-        said = await asyncio.to_thread(leave, cluster, "n0", capsys, 1.5)
+        said = await asyncio.to_thread(leave, cluster, "n0", capsys, 1.0)
         over = True
         await asyncio.gather(renewing, return_exceptions=True)
         return said
@@ -216,7 +218,7 @@ def test_a_lease_that_is_never_given_back_holds_a_drain_no_longer_than_its_time(
 
     said = asyncio.run(whole())
     assert "still out" in said["note"]
-    assert 1.4 < said["seconds"] < 3.0
+    assert 0.9 < said["seconds"] < 3.0
 
 
 def test_peers_give_nothing_that_was_used_later_than_what_they_are_offered(
@@ -282,3 +284,16 @@ def test_the_last_node_leaves_without_a_receiver(
         at(alone, "n0", lambda engine: engine.store(chain(1, 3)))
         said = leave(alone, "n0", capsys)
     assert (said["blocks_lost"], said["note"]) == (3, "no other node stays")
+
+
+def test_an_offer_of_a_node_that_is_no_member_is_refused(cluster: LocalCluster) -> None:
+    stranger = common_pb2.NodeInfo(node_id="n9", peer_address="127.0.0.1:1", epoch=1)
+    record = cluster.record("n1")
+    request = shard_pb2.TakeOverRequest(
+        leaver=stranger, epoch=record.epoch, payload_bytes=64 << 10, keys=bytes(16), parents=bytes(16),
+        positions=[0], routes=[0], idle_seconds=[0.0], wait_seconds=1.0,
+    )  # fmt: skip
+    with grpc.insecure_channel(record.peer_address) as channel, pytest.raises(grpc.RpcError) as refused:
+        shard_pb2_grpc.PeerServiceStub(channel).TakeOver(request, timeout=5)
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "not a member" in refused.value.details()
