@@ -78,6 +78,8 @@ def _choose(service: str, node: str | None, local: bool) -> list[Drained]:
 
 
 def _ask(one: Drained, timeout: float, handover: bool) -> None:
+    from kvservice.core.drain import DrainPhase
+    from kvservice.wire.leaving import decode_progress
     from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 
     request = shard_pb2.DrainRequest(timeout_seconds=timeout, handover=handover, exit=True)
@@ -87,20 +89,21 @@ def _ask(one: Drained, timeout: float, handover: bool) -> None:
     except grpc.RpcError as error:
         _failed(one, error)
         return
-    one.phase = reply.phase
+    progress = decode_progress(reply)
+    one.phase = progress.phase.value
     one.facts = {
-        "phase": reply.phase,
-        "seconds": round(reply.seconds, 3),
-        "blocks_total": reply.blocks_total,
-        "blocks_handed": reply.blocks_handed,
-        "blocks_elsewhere": reply.blocks_elsewhere,
-        "blocks_lost": reply.blocks_lost,
-        "bytes_handed": reply.bytes_handed,
-        "receivers": list(reply.receivers),
-        "leases": reply.leases,
-        "note": reply.note,
+        "phase": one.phase,
+        "seconds": round(progress.seconds, 3),
+        "blocks_total": progress.blocks_total,
+        "blocks_handed": progress.blocks_handed,
+        "blocks_elsewhere": progress.blocks_elsewhere,
+        "blocks_lost": max(progress.blocks_lost, 0),
+        "bytes_handed": progress.bytes_handed,
+        "receivers": dict(progress.receivers),
+        "leases": progress.leases,
+        "note": progress.note,
     }
-    one.done = reply.phase == "gone"
+    one.done = progress.phase is DrainPhase.GONE
 
 
 def _failed(one: Drained, error: grpc.RpcError) -> None:
@@ -145,7 +148,7 @@ def _result_line(one: Drained) -> str:
     facts = one.facts
     if not facts["blocks_total"]:
         return f"node {one.node} left; it held no blocks"
-    receivers = ", ".join(line.replace(" ", ": ") for line in facts["receivers"])
+    receivers = ", ".join(f"{node}: {count}" for node, count in facts["receivers"].items())
     parts = [f"{facts['blocks_handed']} handed over ({format_bytes(facts['bytes_handed'])}" + (
         f"; {receivers})" if receivers else ")"
     )]  # fmt: skip
