@@ -72,7 +72,8 @@ class _Share:
     left_bytes: int
     queue: deque[Block] = field(default_factory=deque)
     out: int = 0  # offers under way
-    full: bool = False
+    full: set[int] = field(default_factory=set)  # payload sizes that it has no more room for
+    failed: bool = False
 
 
 def ramp(age_seconds: float) -> float:
@@ -219,12 +220,15 @@ class Leaving:
         share.out -= 1
         kept = () if result is None else result.kept
         for block, held in zip(blocks, kept, strict=False):
-            if held and block.key not in self._elsewhere and block.key not in self._handed:
+            if not held:
+                self._elsewhere.discard(block.key)  # the directory was behind
+            elif block.key not in self._elsewhere and block.key not in self._handed:
                 self._handed.add(block.key)
                 self._handed_bytes += block.payload_bytes
                 self._received[node] += 1
         if result is None or result.full:
-            self._drop_peer(share, blocks, kept, failed=result is None)
+            rest = [block for place, block in enumerate(blocks) if not (place < len(kept) and kept[place])]
+            self._ask_others(share, rest, failed=result is None)
         self._offer_more(now)
 
     def tick(self, lease_count: int, now: float) -> None:
@@ -258,22 +262,33 @@ class Leaving:
     # -- inside ----
 
     def _distribute(self, blocks: list[Block]) -> None:
-        shares = [(node, share.weight, share.left_bytes) for node, share in self._shares.items() if not share.full]
+        """Queue blocks for those peers that may still have room for them, each size for itself."""
         parents = {block.key: self._store.parent_of(block) for block in blocks if block.key in self._store}
-        for node, mine in plan([block for block in blocks if block.key in parents], parents, shares).items():
-            share = self._shares[node]
-            share.queue += mine
-            share.left_bytes -= sum(block.payload_bytes for block in mine)
+        for size in sorted({block.payload_bytes for block in blocks}):
+            part = [block for block in blocks if block.payload_bytes == size and block.key in parents]
+            shares = [
+                (node, share.weight, share.left_bytes)
+                for node, share in self._shares.items()
+                if not share.failed and size not in share.full
+            ]
+            for node, mine in plan(part, parents, shares).items():
+                self._shares[node].queue += mine
+                self._shares[node].left_bytes -= len(mine) * size
 
-    def _drop_peer(self, share: _Share, blocks: tuple[Block, ...], kept: Sequence[bool], *, failed: bool) -> None:
-        """What this peer did not take is offered to the others."""
-        node = share.peer.holder.node_id
-        rest = [block for place, block in enumerate(blocks) if not (place < len(kept) and kept[place])]
-        rest += share.queue
-        share.queue.clear()
-        if not share.full:
-            self._notes.append(f"node {node} {'did not answer' if failed else 'has no room for more'}")
-        share.full = True
+    def _ask_others(self, share: _Share, rest: list[Block], *, failed: bool) -> None:
+        """What this peer did not take, and would not, is offered to the others."""
+        node, size = share.peer.holder.node_id, rest[0].payload_bytes if rest else 0
+        if failed:
+            note = f"node {node} did not answer"
+            rest, share.failed, left = rest + list(share.queue), True, []
+        else:
+            note = f"node {node} has no room for more"
+            rest = rest + [block for block in share.queue if block.payload_bytes == size]
+            left = [block for block in share.queue if block.payload_bytes != size]
+            share.full.add(size)
+        share.queue = deque(left)
+        if note not in self._notes:
+            self._notes.append(note)
         self._distribute([block for block in rest if block.key not in self._elsewhere])
 
     def _offer_more(self, now: float) -> None:

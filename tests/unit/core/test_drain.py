@@ -11,7 +11,7 @@ from kvservice.core.blocks import Block
 from kvservice.core.drain import RAMP_FLOOR, RAMP_SECONDS, DrainPhase, plan, ramp, weights
 from kvservice.core.messages import Holder, MissReason, Peer, TakeOverItem, TakeOverResult
 from kvservice.errors import InvalidRequest, Unavailable
-from kvservice.testing.builders import SMALL, CoreHarness, make_chain, make_holder, make_located, make_spec
+from kvservice.testing.builders import LARGE, SMALL, CoreHarness, make_chain, make_holder, make_located, make_spec
 from kvservice.units import AttachmentId, BlockKey, MiB, NodeId, SlotIndex, SpanRoute
 
 CHAIN = make_chain(4)
@@ -386,3 +386,32 @@ def test_being_read_by_a_receiver_does_not_make_a_block_hotter_for_the_next_one(
     shard.send(ev.PeerLocate(op, NodeId("peer"), shard.state.epoch, CHAIN))
     shard.answer(0, kept=False, full=True)
     assert {item.idle_seconds for offer in shard.offers for item in offer.items} == {50.0}
+
+
+def test_a_copy_that_its_node_does_not_have_any_more_is_not_counted_as_safe(
+    shard: Leaver, engine: AttachmentId
+) -> None:
+    shard.store(engine, CHAIN[:1])
+    shard.begin()
+    shard.survey(peer(), peer(SECOND), holders={CHAIN[0]: (SECOND,)})
+    shard.answer(kept=False, full=True)
+    assert shard.offers[-1].peer == PEER
+    shard.answer()
+    progress = shard.state.progress(shard.now)
+    assert (progress.blocks_elsewhere, progress.blocks_handed, progress.blocks_lost) == (0, 1, 0)
+
+
+def test_a_peer_that_is_full_for_one_size_is_offered_the_others(shard: Leaver, engine: AttachmentId) -> None:
+    other = shard.attach(make_spec("other", "large", payload_bytes=LARGE))
+    large = make_chain(2, "large", "large")
+    shard.store(engine, CHAIN)
+    shard.store(other, large)
+    shard.begin()
+    shard.survey(peer())
+    by_size = {offer.payload_bytes: offer for offer in shard.offers}
+    assert set(by_size) == {SMALL, LARGE}
+    shard.send(ev.Offered(by_size[SMALL].offer, TakeOverResult((False,) * 4, full=True)))
+    shard.send(ev.Offered(by_size[LARGE].offer, TakeOverResult((True,) * 2, full=False)))
+    progress = shard.state.progress(shard.now)
+    assert (progress.blocks_handed, progress.blocks_lost) == (2, 4)
+    assert shard.phase is DrainPhase.GONE
