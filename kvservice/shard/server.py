@@ -74,7 +74,7 @@ class ShardServer:
         self._socket_path = ""
         self._leaver: asyncio.Task[None] | None = None
         self._exits = False
-        self._health_names: list[str] = []
+        self._health_names: set[str] = set()
         self._told_end = asyncio.Event()  # whoever asked for the drain has heard that it is over
         self.left = asyncio.Event()  # drained and told to end: call `stop`
 
@@ -152,7 +152,7 @@ class ShardServer:
         return progress
 
     async def _await_drained(self) -> None:
-        for name in self._health_names:  # nobody should begin anything here any more
+        for name in sorted(self._health_names):  # not the process as a whole: nobody should restart it for leaving
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
         await self.pool.drained.wait()
         if self._exits:
@@ -262,8 +262,8 @@ class ShardServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = [services[name].full_name for name, _ in parts]
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-        self._health_names = ["", *names]
-        for name in self._health_names:
+        self._health_names |= {name for name in names if not name.endswith(".AdminService")}
+        for name in ["", *names]:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         return server
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvservice.cli import drain
 from kvservice.client.shard import ShardClient
@@ -27,6 +28,8 @@ T = TypeVar("T")
 LEASE_SECONDS = 2.0
 POOL_BYTES = 8 * MiB
 MORE_THAN_ALL = 160  # blocks
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 seeds = iter(range(40_000, 41_000))
 
 
@@ -85,6 +88,12 @@ def at(cluster: LocalCluster, node: str, work: Callable[[Engine], Awaitable[T]])
             engine.let_go()
 
     return asyncio.run(run())
+
+
+def health(cluster: LocalCluster, name: str) -> int:
+    with grpc.insecure_channel(f"unix:{cluster.socket('n0')}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        return int(stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5).status)
 
 
 def leave(
@@ -168,6 +177,7 @@ def test_an_engine_of_the_leaving_node_is_served_until_the_end_and_stores_nothin
             asyncio.to_thread(drain.run, cluster.service, "n0", False, 4.0, True, False, False)
         )
         await asyncio.sleep(0.5)
+        assert (health(cluster, "kvservice.wire.v1.EngineService"), health(cluster, "")) == (NOT_SERVING, SERVING)
         assert all(engine.read(ref, key) for ref, key in zip(held.blocks, prompt, strict=True))
         refused = await engine.store(late)
         result = await engine.acquire(late, timeout=1.0)
