@@ -286,16 +286,6 @@ def test_a_node_that_is_not_there_is_named_with_those_that_are(cluster: LocalClu
         drain.run("nobody", None, True, 1.0, True, False, False)
 
 
-def test_the_last_node_leaves_without_a_receiver(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with LocalCluster(nodes=1, lookups=1, transport="shm", pool_bytes=POOL_BYTES) as alone:
-        monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(alone.root))
-        at(alone, "n0", lambda engine: engine.store(chain(1, 3)))
-        said = leave(alone, "n0", capsys)
-    assert (said["blocks_lost"], said["note"]) == (3, "no other node stays")
-
-
 def test_an_offer_of_a_node_that_is_no_member_is_refused(cluster: LocalCluster) -> None:
     stranger = common_pb2.NodeInfo(node_id="n9", peer_address="127.0.0.1:1", epoch=1)
     record = cluster.record("n1")

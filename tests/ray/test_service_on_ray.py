@@ -22,6 +22,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from kvservice.actors import deploy
+from kvservice.cli import drain
 from kvservice.cli.status import collect
 from kvservice.client.discovery import find_shards
 from kvservice.client.shard import ShardClient
@@ -249,8 +250,7 @@ def test_a_drained_shard_stays_away_until_the_service_is_brought_up_again(
     head, other = sorted(described()["shards"], key=lambda row: row["ray_node"] != cluster.head_node.node_id)
     keys = chain(7, 20)
     with_engine(socket_of(other["node_id"]), lambda engine: engine.store(keys))
-    done = kvservice("drain", "--service", "rt", "--node", other["node_id"], cluster=cluster)
-    assert done.returncode == 0, done.stderr
+    assert drain.run("rt", other["node_id"], False, 20.0, True, False, False)
     eventually(lambda: described()["left"] == [other["node_id"]], "the supervisor's word that it left")
     state = described()
     assert state["complete"] and [row["node_id"] for row in state["shards"]] == [head["node_id"]]

@@ -149,6 +149,15 @@ def test_when_nobody_takes_anything_it_leaves_all_the_same(shard: Leaver, engine
     assert shard.state.progress(shard.now).blocks_lost == 4
 
 
+def test_the_last_node_leaves_without_a_receiver(shard: Leaver, engine: AttachmentId) -> None:
+    shard.store(engine, CHAIN)
+    shard.begin()
+    shard.survey(peer(draining=True))
+    progress = shard.state.progress(shard.now)
+    assert (progress.phase, progress.blocks_lost) == (DrainPhase.GONE, 4)
+    assert progress.note == "no other node stays"
+
+
 @pytest.mark.parametrize("answered", [False, True])
 def test_neither_a_silent_directory_nor_silent_peers_hold_it_for_ever(
     shard: Leaver, engine: AttachmentId, answered: bool
