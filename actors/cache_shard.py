@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import asdict
@@ -24,15 +25,37 @@ class CacheShard:
         remove_leftovers(config.service, [*alive, config.node_id], config.runtime_root)
         self._config = config
         self._server = ShardServer(config)
-        self._hosted = HostedServer(self._server.start)
+        self._facts: dict[str, Any] = {}
+        self._left = False
+        self._hosted = HostedServer(self._start)
         self._end_metrics: Callable[[], None] = lambda: None
         if metrics_port:
             self._end_metrics = serve_metrics(config.service, self._numbers, metrics_port)
 
     def ready(self) -> dict[str, Any]:
         """Who this shard is. Raises the KVServiceError that keeps it from starting."""
+        if self._left:
+            return {**self._facts, "left": True}
         self._hosted.ensure_started()
-        return {**asdict(self._server.holder()), "pid": os.getpid()}
+        self._facts = {**asdict(self._server.holder()), "pid": os.getpid(), "left": False}
+        return self._facts
+
+    def leave(self, timeout_seconds: float, handover: bool = True) -> None:
+        """Begin to leave: hand blocks over, then end. Returns at once; `ready` says when it is done."""
+
+        async def begin() -> None:
+            self._server.leave(timeout_seconds, handover, exit=True)
+
+        self._hosted.call(begin())
+
+    async def _start(self) -> None:
+        await self._server.start()
+        self._leaver = asyncio.get_running_loop().create_task(self._end_when_left())
+
+    async def _end_when_left(self) -> None:
+        await self._server.left.wait()
+        await self._server.stop(leaving=True)
+        self._left = True
 
     def set_lookup_addresses(self, addresses: list[str]) -> None:
         async def apply() -> None:

@@ -73,7 +73,8 @@ class ServiceHandle:
 def up(config: ServiceConfig) -> ServiceHandle:
     """Start the service on the connected Ray cluster, or find it when it runs with the same settings.
 
-    Raises ServiceConflict when a service of this name runs with others. Returns before every shard is up: see
+    Nodes whose shards were drained get one again. Raises ServiceConflict when a service of this name runs with others.
+    Returns before every shard is up: see
     `ServiceHandle.wait_complete`.
     """
     found = find(config.service)
@@ -99,6 +100,7 @@ def up(config: ServiceConfig) -> ServiceHandle:
             f"a service named {config.service!r} runs on this cluster with other settings ({changed}): take it down "
             "first with `kvservice down`, or choose another --service name"
         )
+    _ask(found.supervisor.readmit)
     return found
 
 

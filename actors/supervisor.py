@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvservice.actors import names
 from kvservice.actors.cache_shard import CacheShard
+from kvservice.actors.draining import draining_nodes
 from kvservice.actors.gpu_worker import GpuWorker
 from kvservice.actors.lookup_node import LookupNode
 from kvservice.config import ServiceConfig
@@ -50,6 +51,7 @@ class _Part:
     running: bool = False
     silent_rounds: int = 0  # without an answer, in a row
     dead: bool = False  # Ray gave it up: place it anew
+    leaving: bool = False  # Ray takes its node away: the shard has been told
     told: tuple[object, ...] = ()  # (epoch, lookup addresses) a shard was last told
 
     def row(self) -> dict[str, Any]:
@@ -64,6 +66,7 @@ class Supervisor:
         self._lookups: dict[int, _Part] = {}
         self._shards: dict[str, _Part] = {}  # by Ray node id
         self._gpu_workers: dict[tuple[str, int], _Part] = {}  # by Ray node id and index on the node
+        self._left: set[str] = set()  # Ray nodes whose shards were drained: they get none until `readmit`
         self._problems: dict[str, str] = {}
         self._lock = threading.Lock()  # one round at a time, and none after stop
         self._stopping = threading.Event()
@@ -79,15 +82,22 @@ class Supervisor:
         lookups = [part.row() for _, part in sorted(dict(self._lookups).items()) if part.facts]
         shards = [part.row() for part in list(self._shards.values()) if part.facts]
         running = {row["ray_node"] for row in shards if row["running"]}
+        going = self._left | {node for node, part in dict(self._shards).items() if part.leaving}
         return {
             "service": self._config.service,
-            "complete": sum(row["running"] for row in lookups) == self._config.lookup_shards and running >= set(nodes),
+            "complete": sum(row["running"] for row in lookups) == self._config.lookup_shards
+            and running >= set(nodes) - going,
             "nodes": nodes,
+            "left": sorted(names.node_id(node) for node in self._left & set(nodes)),
             "lookups": lookups,
             "shards": sorted(shards, key=lambda row: row["node_id"]),
             "gpu_workers": [part.row() for _, part in sorted(dict(self._gpu_workers).items()) if part.facts],
             "problems": dict(self._problems),
         }
+
+    def readmit(self) -> None:
+        """Nodes whose shards were drained get one again, apart from those that Ray takes away."""
+        self._left = set()
 
     def stop(self) -> None:
         """Place nothing any more. Blocks until a round under way has ended."""
@@ -109,8 +119,11 @@ class Supervisor:
             nodes = _alive_nodes()
             self._drop(nodes)
             if nodes:
-                self._keep_lookups(nodes)
-                self._keep_shards(nodes)
+                draining = draining_nodes()
+                staying = {node: host for node, host in nodes.items() if node not in draining}
+                self._keep_lookups(staying or nodes)
+                self._keep_shards(staying)
+                self._drain_shards(draining)
                 self._keep_gpu_workers(nodes)
             self._problems.pop("ray", None)
         except (RayError, GetTimeoutError, KVServiceError, ValueError, OSError) as error:
@@ -154,7 +167,7 @@ class Supervisor:
             return
         alive = [names.node_id(ray_node) for ray_node in nodes]
         for ray_node, host in nodes.items():
-            if ray_node not in self._shards:
+            if ray_node not in self._shards and ray_node not in self._left:
                 node = names.node_id(ray_node)
                 arguments = (self._shard_config(node, host, addresses), alive, self._config.metrics_port)
                 handle = self._place(CacheShard, ray_node, names.shard(node), arguments)
@@ -163,9 +176,22 @@ class Supervisor:
         for part in self._shards.values():
             # A shard that Ray restarted starts with the addresses of its first start.
             told = (part.facts.get("epoch"), *addresses)
-            if part.running and part.told != told:
+            if part.running and not part.facts.get("left") and part.told != told:
                 ray.get(part.handle.set_lookup_addresses.remote(addresses), timeout=CALL_SECONDS)
                 part.told = told
+
+    def _drain_shards(self, draining: dict[str, float]) -> None:
+        """Shards of nodes that Ray takes away leave; those that have left are not placed anew."""
+        for ray_node, part in list(self._shards.items()):
+            if part.facts.get("left"):
+                self._left.add(ray_node)
+                ray.kill(part.handle, no_restart=True)
+                self._problems.pop(part.what, None)
+                del self._shards[ray_node]
+            elif ray_node in draining and not part.leaving and part.running:
+                log.info("%s leaves: Ray takes its node away in %.0f s", part.what, draining[ray_node])
+                part.handle.leave.remote(draining[ray_node])
+                part.leaving = True
 
     def _keep_gpu_workers(self, nodes: dict[str, str]) -> None:
         if self._config.gpu_workers == "off":

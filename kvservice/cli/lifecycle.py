@@ -89,6 +89,7 @@ def run_foreground(config: Any) -> None:
 
 async def _foreground(config: Any) -> None:
     from kvservice.lookup.server import LookupServer
+    from kvservice.shard.__main__ import first_of
     from kvservice.shard.server import ShardServer, ShardServerConfig
     from kvservice.units import NodeId
 
@@ -114,7 +115,7 @@ async def _foreground(config: Any) -> None:
     try:
         await shard.start()
         console.print(f"service '{config.service}' runs on this machine; Ctrl-C stops it")
-        await stopped.wait()
+        await first_of(stopped.wait(), shard.left.wait())
     finally:
         await shard.stop()
         await lookup.stop()

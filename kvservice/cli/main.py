@@ -1,4 +1,4 @@
-"""`kvservice`: up, down, status, doctor, proxy, sim, demos. Commands import what they need, so that --help is instant.
+"""`kvservice`: up, down, status, drain, explain, doctor, proxy, sim, demos. Commands import what they need when run.
 
 Exit codes: 0 all is well, 1 something is wrong, 2 wrong usage, 3 there is no service.
 """
@@ -92,6 +92,44 @@ def status(service: Service = None, as_json: Json = False) -> None:
         raise typer.Exit(EXIT_NO_SERVICE)
     command.show(state, as_json=as_json)
     if state["problems"]:
+        raise typer.Exit(EXIT_PROBLEM)
+
+
+@app.command()
+def drain(
+    service: Service = None,
+    node: Annotated[str | None, typer.Option(help="Node whose shard leaves, or the beginning of its name.")] = None,
+    local: Annotated[bool, typer.Option("--local", help="The shards of this machine.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds until the shard ends, whatever is left to do.")] = 30.0,
+    no_handover: Annotated[bool, typer.Option("--no-handover", help="Announce that the blocks go, only.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Stay after all; while blocks are handed over.")] = False,
+    as_json: Json = False,
+) -> None:
+    """A shard leaves: it hands its hottest blocks to other nodes, tells the directory, and ends. Engines go on."""
+    from kvservice.cli import drain as command
+    from kvservice.config import load_config
+
+    try:
+        seconds = command.check_timeout(timeout)
+        name = load_config(service=service).service
+        left = command.run(name, node, local, seconds, not no_handover, undo, as_json)
+    except KVServiceError as error:
+        raise fail(error) from error
+    if not left:
+        raise typer.Exit(EXIT_PROBLEM)
+
+
+@app.command()
+def explain(request_id: str, service: Service = None, as_json: Json = False) -> None:
+    """Why a request hit what it hit: REQUEST_ID is what the API returned, or the beginning of it."""
+    from kvservice.cli import explain as command
+    from kvservice.config import load_config
+
+    try:
+        known = command.run(load_config(service=service).service, request_id, as_json=as_json)
+    except KVServiceError as error:
+        raise fail(error) from error
+    if not known:
         raise typer.Exit(EXIT_PROBLEM)
 
 

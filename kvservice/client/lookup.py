@@ -19,7 +19,7 @@ from kvservice.client.breaker import Breaker
 from kvservice.core.keys import KEYS_PER_REQUEST_MAX, SPAN_BLOCKS, partition_of, route_of_head
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.errors import InvalidRequest
-from kvservice.units import BlockKey, NodeId
+from kvservice.units import BlockKey, NodeId, SpanRoute
 from kvservice.wire.codec import decode_holder
 from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.status import error_from_rpc
@@ -115,6 +115,48 @@ class LookupClient:
             if found is not None:
                 return found
         return None
+
+    async def members(self, timeout: float) -> list[Holder]:
+        """Every live node that some lookup shard knows. Never raises."""
+        request = lookup_pb2.LookupStatsRequest()
+        calls = [_stub(partition).LookupStats(request, timeout=timeout) for partition in self._partitions]
+        found: dict[NodeId, Holder] = {}
+        for reply in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(reply, BaseException):
+                self._counters["members_failed"] += 1
+                continue
+            for row in reply.nodes:
+                if row.alive:
+                    holder = decode_holder(row.node)
+                    if holder.node_id not in found or found[holder.node_id].epoch < holder.epoch:
+                        found[holder.node_id] = holder
+        return sorted(found.values(), key=lambda holder: holder.node_id)
+
+    async def holders_of(
+        self, blocks: Sequence[tuple[BlockKey, SpanRoute]], timeout: float
+    ) -> dict[BlockKey, tuple[Holder, ...]]:
+        """Who holds these single blocks, as far as lookup shards answer within `timeout` seconds. Never raises."""
+        if not self._partitions:
+            return {}
+        by_partition: dict[int, list[BlockKey]] = {}
+        for key, route in blocks:
+            by_partition.setdefault(partition_of(route, len(self._partitions)), []).append(key)
+        deadline = self._clock() + timeout
+
+        async def ask(index: int, keys: list[BlockKey]) -> dict[BlockKey, tuple[Holder, ...]]:
+            found: dict[BlockKey, tuple[Holder, ...]] = {}
+            for start in range(0, len(keys), KEYS_PER_REQUEST_MAX):
+                part = keys[start : start + KEYS_PER_REQUEST_MAX]
+                left = deadline - self._clock()
+                runs = await self._ask(self._partitions[index], part, [(0, len(part))], left)
+                for run in runs or ():
+                    found.update(dict.fromkeys(part[run.start : run.start + run.count], run.holders))
+            return found
+
+        merged: dict[BlockKey, tuple[Holder, ...]] = {}
+        for answer in await asyncio.gather(*[ask(index, keys) for index, keys in by_partition.items()]):
+            merged.update(answer)
+        return merged
 
     async def stats(self) -> list[lookup_pb2.LookupStatsReply | None]:
         """What each lookup shard says about itself; None for one that does not answer."""

@@ -7,7 +7,7 @@ that a dead node does not cost every request its connect time.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -16,10 +16,11 @@ import grpc
 from kvservice.client.breaker import Breaker
 from kvservice.core.geometry import Geometry
 from kvservice.core.keys import pack_keys
-from kvservice.core.messages import FollowResult, Holder, LocateResult
+from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverItem, TakeOverResult
 from kvservice.errors import StaleEpoch, TransferError, Unavailable
 from kvservice.units import BlockKey, BootEpoch, HandoffId, LeaseId, NodeId
 from kvservice.wire.codec import decode_followed, decode_geometry, decode_located
+from kvservice.wire.leaving import decode_taken, encode_take_over
 from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
@@ -52,6 +53,13 @@ class PeerPort(Protocol):
     ) -> FollowResult: ...  # fmt: skip
 
     async def release(self, holder: Holder, epoch: BootEpoch, lease_id: LeaseId, timeout: float) -> None: ...
+
+    async def take_over(
+        self, peer: Holder, leaver: Holder, payload_bytes: int, items: Sequence[TakeOverItem], wait_seconds: float,
+        timeout: float,
+    ) -> TakeOverResult: ...  # fmt: skip
+
+    async def room(self, holder: Holder, timeout: float) -> Peer: ...
 
     async def close(self) -> None: ...
 
@@ -108,6 +116,28 @@ class PeerClient:
         request = shard_pb2.ReleaseLocatedRequest(epoch=epoch, lease_id=lease_id, reader=self._reader)
         await self._call(holder, lambda stub: stub.ReleaseLocated(request, timeout=timeout), "release")
 
+    async def take_over(
+        self, peer: Holder, leaver: Holder, payload_bytes: int, items: Sequence[TakeOverItem], wait_seconds: float,
+        timeout: float,
+    ) -> TakeOverResult:  # fmt: skip
+        request = encode_take_over(leaver, peer.epoch, payload_bytes, items, wait_seconds)
+        reply = await self._call(peer, lambda stub: stub.TakeOver(request, timeout=timeout), "take over")
+        return decode_taken(reply, len(items))
+
+    async def room(self, holder: Holder, timeout: float) -> Peer:
+        """How much a node could take in. Room in slots of other sizes than they are asked for counts as well: an
+        estimate, which the node itself corrects when it is offered blocks."""
+        stub = shard_pb2_grpc.AdminServiceStub(self._channel(holder.peer_address))
+        try:
+            stats = await stub.Stats(shard_pb2.StatsRequest(), timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, f"stats of node {holder.node_id}") from error
+        slots = sum(stats.slots.values())
+        free_part = stats.slots["free"] / slots if slots and "free" in stats.slots else 0.0
+        in_slabs = stats.segment_bytes * (1 - stats.slab_free_count / max(stats.slab_count, 1))
+        free = stats.segment_bytes - in_slabs + free_part * in_slabs
+        return Peer(holder, int(free), stats.segment_bytes, stats.uptime_seconds, stats.draining)
+
     async def close(self) -> None:
         channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
@@ -130,7 +160,10 @@ class PeerClient:
         return reply
 
     def _stub(self, address: str) -> shard_pb2_grpc.PeerServiceStub:
+        return shard_pb2_grpc.PeerServiceStub(self._channel(address))
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
         channel = self._channels.get(address)
         if channel is None:
             channel = self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        return shard_pb2_grpc.PeerServiceStub(channel)
+        return channel

@@ -15,6 +15,7 @@ from kvservice.core.messages import (
     Attachment,
     BlockRef,
     EngineSpec,
+    RequestReport,
     SealItem,
     SealStatus,
 )
@@ -62,9 +63,11 @@ class PoolPort(Protocol):
         attachment that is lost are closed with it."""
         ...
 
-    async def renew(self, attachment: AttachmentId, lease_ids: Sequence[LeaseId]) -> None:
+    async def renew(
+        self, attachment: AttachmentId, lease_ids: Sequence[LeaseId], reports: Sequence[RequestReport] = ()
+    ) -> None:
         """Heartbeat: extends these leases to lease_seconds from the moment this was sent. One whose answer was lost on
-        the way is never named here and ends by itself."""
+        the way is never named here and ends by itself. `reports`: of requests that ended, kept for a while."""
         ...
 
     async def close(self) -> None:

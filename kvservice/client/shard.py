@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from kvservice.core.explain import REQUEST_ID_CHARS_MAX
 from kvservice.core.keys import pack_keys
 from kvservice.core.messages import (
     AcquireRequest,
@@ -20,6 +21,7 @@ from kvservice.core.messages import (
     Attachment,
     BlockRef,
     EngineSpec,
+    RequestReport,
     SealItem,
     SealStatus,
 )
@@ -33,6 +35,7 @@ from kvservice.wire.codec import (
     encode_seal_item,
     encode_spec,
 )
+from kvservice.wire.explain import encode_report
 from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
@@ -92,6 +95,7 @@ class ShardClient:
             recompute_seconds_per_block=request.recompute_seconds_per_block,
             handoff=b"" if request.handoff is None else request.handoff.handoff_id,
             handoff_node="" if request.handoff is None else request.handoff.node_id,
+            request_id=request.request_id[:REQUEST_ID_CHARS_MAX],
         )
         reply = await self._unary("Acquire", message, request.timeout_seconds + ACQUIRE_SLACK_SECONDS)
         return decode_acquired(reply)
@@ -120,9 +124,14 @@ class ShardClient:
         )
         await self._unary("Release", message, CALL_SECONDS)
 
-    async def renew(self, attachment: AttachmentId, lease_ids: Sequence[LeaseId]) -> None:
+    async def renew(
+        self, attachment: AttachmentId, lease_ids: Sequence[LeaseId], reports: Sequence[RequestReport] = ()
+    ) -> None:
         message = shard_pb2.RenewRequest(
-            attachment_id=attachment, epoch=self._epoch(attachment), lease_ids=list(lease_ids)
+            attachment_id=attachment,
+            epoch=self._epoch(attachment),
+            lease_ids=list(lease_ids),
+            reports=[encode_report(report) for report in reports],
         )
         await self._unary("Renew", message, CALL_SECONDS)
 

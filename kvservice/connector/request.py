@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from kvservice.core.messages import AcquireResult, Handoff
+from kvservice.core.messages import AcquireResult, Handoff, RequestReport
 from kvservice.units import AttachmentId, BlockKey, HandoffId
 
 
@@ -55,7 +55,12 @@ class EngineRequest:
     deadline: float = 0.0
     ask_number: int = 0
     result: AcquireResult | None = None
+    prompt_blocks: int = 0  # full ones, when it came
+    engine_blocks: int = 0  # the engine's own hit, when it was first asked about
     local_blocks: int = 0  # the engine's own hit when the promise was made
+    loaded_blocks: int = 0
+    salted: bool = False
+    gave_up: bool = False  # the pool's answer was not waited for
     stored: int = 0  # blocks [0, stored) are in the pool, under way to it, or given up
     expected: int = 0  # slots announced to the session and not taken yet
     fetched_blocks: int = 0
@@ -69,3 +74,13 @@ class EngineRequest:
         target = TRANSITIONS.get((self.state, event))
         assert target is not None, f"request {self.request_id} is {self.state.value}, cannot {event.value}"
         self.state = target
+
+    def report(self) -> RequestReport:
+        """What became of it, once it has ended."""
+        loaded = 0 if self.load_failed else self.loaded_blocks
+        engine = min(self.engine_blocks, self.prompt_blocks)
+        computed = max(self.prompt_blocks - engine - loaded, 0)
+        return RequestReport(
+            self.request_id, self.prompt_blocks, engine, loaded, computed, self.load_failed, self.gave_up,
+            self.ask_number > 0, self.salted,
+        )  # fmt: skip

@@ -29,6 +29,7 @@ from kvservice.core.messages import (
     BlockRef,
     Handoff,
     MissReason,
+    RequestReport,
     SealItem,
 )
 from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId, LeaseId
@@ -68,6 +69,8 @@ class SessionPort(Protocol):
     def abort(self, attachment: AttachmentId, refs: Sequence[BlockRef]) -> None: ...
 
     def release(self, attachment: AttachmentId, lease_id: LeaseId) -> None: ...
+
+    def report(self, report: RequestReport) -> None: ...
 
     def open_handoff(self, handoff: HandoffId) -> AttachmentId | None: ...
 
@@ -165,12 +168,14 @@ class SchedulerHalf:
         *,
         may_read: bool = True,
         wants: Prefill | Handoff | None = None,
+        salted: bool = False,
     ) -> None:
         """Start asking for the whole prefix at once; the engine's own hit is known only later. `wants`: it is computed
         for another engine (with an id), or by another one."""
         if request_id in self._requests:
             return
         request = self._requests[request_id] = EngineRequest(request_id, self._make_keys(hashes))
+        request.prompt_blocks, request.salted = len(request.keys), salted
         if self._may_write:
             self._expect(request, len(request.keys))
         if isinstance(wants, Handoff):
@@ -203,7 +208,7 @@ class SchedulerHalf:
         if handoff is not None:
             timeout = self._handoff_timeout
             self.counters["handoffs_read"] += 1
-        wanted = AcquireRequest(tuple(keys), 0, timeout, per_block, handoff)
+        wanted = AcquireRequest(tuple(keys), 0, timeout, per_block, handoff, request.request_id)
         asked = self._session.acquire(request.request_id, wanted)
         if asked is None:
             self.counters["asked_without_pool"] += 1
@@ -222,6 +227,8 @@ class SchedulerHalf:
         request = self._requests.get(request_id)
         if request is None:
             return Promise(0)
+        if not request.scheduled:
+            request.engine_blocks = computed_tokens // self._block_tokens
         if request.state is RequestState.RUNNING and request.scheduled and not request.load_failed:
             request.scheduled = False
             self.counters["asked_after_preemption"] += self._ask(request, now)
@@ -229,6 +236,7 @@ class SchedulerHalf:
             if now < request.deadline and self._is_current(request.attachment):
                 return Wait()
             request.move(RequestEvent.GIVE_UP)
+            request.gave_up = True
             self.counters["gave_up_waiting"] += 1
         if request.state is not RequestState.ANSWERED or request.result is None:
             return Promise(0)
@@ -263,6 +271,7 @@ class SchedulerHalf:
         self._loads.append(LoadPlan(request_id, entries, self._borrows and request.waits_for_writer))
         self._loading[request_id] = (attachment, result.lease_id)
         request.fetched_blocks = min(result.fetched_count, count)
+        request.loaded_blocks = max(request.loaded_blocks, count)
         self.counters["loads_planned"] += 1
         self.counters["load_blocks"] += count
         self.counters["load_blocks_remote"] += request.fetched_blocks
@@ -476,6 +485,7 @@ class SchedulerHalf:
             self._end_lease(request.attachment, request.result.lease_id)
         self._session.expect(-request.expected)
         self._session.abandon(request_id)
+        self._session.report(request.report())
         request.move(RequestEvent.END)
         self._handoffs.request_ended(request.writes)
         return request.writes

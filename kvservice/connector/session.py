@@ -23,6 +23,7 @@ from kvservice.core.messages import (
     Attachment,
     BlockRef,
     EngineSpec,
+    RequestReport,
     SealItem,
     SealStatus,
 )
@@ -38,6 +39,8 @@ STOCK_MIN = 8
 STOCK_MAX = 1024
 TICK_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
+REPORTS_MAX = 1024  # of requests that ended, between two renewals; more are not remembered
+REPORT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class Session:
         self._pending: Counter[str] = Counter()  # acquires under way, by request
         self._acquires: dict[str, asyncio.Future[AcquireResult]] = {}  # the loop's own
         self._seals: set[asyncio.Task[Any]] = set()  # the loop's own
+        self._reports: deque[RequestReport] = deque(maxlen=REPORTS_MAX)
         self._leases: set[LeaseId] = set()  # delivered and not released: only these are renewed
         self._abandoned: set[str] = set()  # requests that ended meanwhile: what is promised to them is given back here
         self._attachment: Attachment | None = None
@@ -175,6 +179,11 @@ class Session:
             self._leases.discard(lease_id)
         self._post(self._with_pool(attachment, "release", lambda pool: pool.release(attachment, [lease_id])))
 
+    def report(self, report: RequestReport) -> None:
+        """Of a request that ended; travels with the next renewal, within a second."""
+        with self._lock:
+            self._reports.append(report)
+
     def close(self) -> None:
         """Detach and end the thread. Blocks for a moment. Idempotent."""
         self._stopping = True
@@ -252,10 +261,12 @@ class Session:
     async def _keep(self, attachment: Attachment, lost: list[str]) -> None:
         assert self._loop is not None and self._wake is not None
         renew_at = self._loop.time() + attachment.lease_seconds / 3
+        report_at = self._loop.time()
         while not self._stopping and not lost:
             self._wake.clear()
             await self._restock(attachment)
-            if self._loop.time() >= renew_at:
+            if self._loop.time() >= renew_at or (self._reports and self._loop.time() >= report_at):
+                report_at = self._loop.time() + REPORT_SECONDS
                 renew_at = self._loop.time() + attachment.lease_seconds / 3
                 self._spawn(self._with_pool(attachment.attachment_id, "renew", self._renewer(attachment)))
             try:
@@ -267,7 +278,9 @@ class Session:
         # A lease whose answer was lost on the way is not among them and ends by itself.
         with self._lock:
             leases = sorted(self._leases)
-        return lambda pool: pool.renew(attachment.attachment_id, leases)
+            reports = list(self._reports)
+            self._reports.clear()
+        return lambda pool: pool.renew(attachment.attachment_id, leases, reports)
 
     async def _restock(self, attachment: Attachment) -> None:
         """Top the stock up in one call, or give back what an idle engine need not hold."""

@@ -179,7 +179,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             may_read = self._kv_transfer_config.is_kv_consumer and not request.skip_reading_prefix_cache
             self._scheduler.on_new_request(
                 request.request_id, request.block_hashes, time.monotonic(), may_read=may_read,
-                wants=self._wanted(request),
+                wants=self._wanted(request), salted=request.cache_salt is not None,
             )  # fmt: skip
 
     def _wanted(self, request: Request) -> Prefill | Handoff | None:

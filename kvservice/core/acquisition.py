@@ -7,7 +7,7 @@ from enum import Enum
 
 from kvservice.core.messages import AcquireRequest, BlockHandle, Holder, MissReason
 from kvservice.core.slots import Slot
-from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, SlotIndex
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, SlotIndex
 
 
 class FetchState(Enum):
@@ -30,10 +30,13 @@ class Acquisition:
     held: dict[int, SlotIndex] = field(default_factory=dict)  # pinned by this acquisition, by index in the chain
     pending: set[int] = field(default_factory=set)  # indices on their way
     fetched: set[int] = field(default_factory=set)
+    origins: dict[int, NodeId] = field(default_factory=dict)  # which node each of `fetched` came from
+    sought: int = 0  # blocks before this index had a holder, said the directory
+    blamed: str = ""  # the node that was asked in vain for the block at break_at
 
-    def end(self, index: int, reason: MissReason) -> None:
+    def end(self, index: int, reason: MissReason, blamed: str = "") -> None:
         if index < self.break_at:
-            self.break_at, self.reason = index, reason
+            self.break_at, self.reason, self.blamed = index, reason, blamed
 
 
 @dataclass(slots=True)

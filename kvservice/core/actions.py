@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvservice.core.header import SlotHeader
-from kvservice.core.messages import BlockHandle, Handoff, Holder
+from kvservice.core.messages import BlockHandle, Handoff, Holder, TakeOverItem
 from kvservice.errors import KVServiceError
 from kvservice.units import BlockKey, BootEpoch, LeaseId, SlotIndex, SpanRoute
 
@@ -127,6 +127,29 @@ class WatchEngine:
     engine_id: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Who else is there, with how much room, and who of them holds these blocks; comes back as Surveyed."""
+
+    blocks: tuple[tuple[BlockKey, SpanRoute], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Ask a peer to take these blocks over within `wait_seconds`; comes back as Offered."""
+
+    offer: int
+    peer: Holder
+    payload_bytes: int
+    items: tuple[TakeOverItem, ...]
+    wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Farewell:
+    """Tell the directory that this node leaves: it forgets its blocks at once."""
+
+
 Action = (
     Reply
     | Refuse
@@ -142,4 +165,7 @@ Action = (
     | Pull
     | ReleaseRemote
     | WatchEngine
+    | Survey
+    | Offer
+    | Farewell
 )

@@ -7,17 +7,19 @@ or in the directory is appended to `actions`, which the shard hands out. Pure.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvservice.core.actions import Action, Announce, AssignSlab, ClearHeader, Retract, WriteHeader
 from kvservice.core.eviction import EvictionPolicy
 from kvservice.core.geometry import Geometry, slab_of
+from kvservice.core.ghosts import Cause, GhostTable
 from kvservice.core.header import SlotFlags, SlotHeader
 from kvservice.core.messages import BlockHandle, BlockRef
 from kvservice.core.slots import Slot, SlotEvent, SlotState, SlotTable
 from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex, SpanRoute
 
 NO_KEY = BlockKey(bytes(16))
+FETCHES = "blocks fetched from other nodes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class Block:
     position: int
     route: SpanRoute
     is_copy: bool
+    sealed_at: float = 0.0  # seconds on the shard's clock
 
 
 class BlockStore:
@@ -44,6 +47,9 @@ class BlockStore:
         self.table = SlotTable(geometry)
         self._blocks: dict[BlockKey, Block] = {}
         self._key_of: dict[SlotIndex, BlockKey] = {}  # exactly the sealed and leased slots
+        self._now = 0.0
+        self._room_for = ""  # who needs the room that is being made
+        self.ghosts = GhostTable()
         self.counters: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -51,6 +57,14 @@ class BlockStore:
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._blocks
+
+    @property
+    def now(self) -> float:
+        return self._now
+
+    @now.setter
+    def now(self, now: float) -> None:
+        self._now = self._policy.now = now
 
     def get(self, key: BlockKey) -> Block | None:
         return self._blocks.get(key)
@@ -81,8 +95,10 @@ class BlockStore:
         if slot.pins == 0:
             self._policy.unpin(self._key_of[index])
 
-    def reserve(self, payload_bytes: int, count: int, owner: bytes) -> list[Slot]:
-        """Up to `count` slots in WRITING, evicting as needed. Headers with odd generations are written at once."""
+    def reserve(self, payload_bytes: int, count: int, owner: bytes, room_for: str = FETCHES) -> list[Slot]:
+        """Up to `count` slots in WRITING, evicting as needed. Headers with odd generations are written at once.
+        `room_for`: who is to be named when somebody asks why a block was evicted."""
+        self._room_for = room_for
         reserved: list[Slot] = []
         may_steal = True  # looking for a slab to steal visits every slot, so it is not done again once there was none
         while len(reserved) < count:
@@ -100,6 +116,41 @@ class BlockStore:
         self.counters["slots_reserved"] += len(reserved)
         return reserved
 
+    def reserve_for_handover(self, payload_bytes: int, used_at: float, room_for: str) -> Slot | None:
+        """A slot in WRITING for a block that was last used then, at the cost of nothing that was used later."""
+        slot = self.table.take_free(payload_bytes, NO_KEY)
+        if slot is None:
+            slab = self.table.assign_slab(payload_bytes)
+            if slab is not None:
+                self._actions.append(AssignSlab(slab, payload_bytes))
+            else:
+                victim = self._policy.victim(payload_bytes)
+                if victim is None or self._policy.used_at(victim) >= used_at:
+                    return None
+                self._room_for = room_for
+                self._evict(victim, Cause.PRESSURE)
+            slot = self.table.take_free(payload_bytes, NO_KEY)
+        if slot is not None:
+            self._actions.append(WriteHeader(slot.index, self._writing_header(slot, NO_KEY)))
+        return slot
+
+    def promote(self, key: BlockKey) -> None:
+        """The original of this copy goes away. Its header stays as it is: somebody may be reading it."""
+        block = self._blocks[key]
+        if block.is_copy:
+            self._blocks[key] = replace(block, is_copy=False)
+            self._policy.promote(key)
+
+    def by_heat(self) -> list[Block]:
+        """All blocks, the last used first, prefixes before what hangs on them."""
+        return [self._blocks[key] for key in self._policy.by_heat()]
+
+    def parent_of(self, block: Block) -> BlockKey | None:
+        return self._policy.parent_of(block.key)
+
+    def idle_seconds(self, block: Block) -> float:
+        return max(self._now - self._policy.used_at(block.key), 0.0)
+
     def written_by(self, ref: BlockRef, owner: bytes) -> Slot | None:
         """The slot of a reservation that is still this owner's, else None."""
         slot = self.table.get(ref.slot)
@@ -112,7 +163,7 @@ class BlockStore:
         """WRITING -> SEALED. The key must not be held yet."""
         assert key not in self._blocks
         self.table.seal(slot)
-        block = Block(key, slot.index, slot.payload_bytes, digest, block_position, route, is_copy)
+        block = Block(key, slot.index, slot.payload_bytes, digest, block_position, route, is_copy, self._now)
         self._insert(block, parent)
         self._actions.append(WriteHeader(slot.index, self._sealed_header(block, slot.generation)))
         self._actions.append(Announce(key, route))
@@ -154,10 +205,13 @@ class BlockStore:
         if not verified or header.key in self._blocks or header.length != payload_bytes:
             self._actions.append(ClearHeader(index))
             self.counters["adopt_dropped"] += 1
+            if not verified:
+                self.ghosts.add(header.key, Cause.CORRUPT, "", self._now)
             return None
         self.table.adopt(index, header.generation, owner=None)
         is_copy = bool(header.flags & SlotFlags.COPY)
-        block = Block(header.key, index, payload_bytes, header.digest, header.position, header.route, is_copy)
+        block = Block(header.key, index, payload_bytes, header.digest, header.position, header.route, is_copy,
+                      self._now)  # fmt: skip
         self._insert(block, parent=None)
         self._actions.append(WriteHeader(index, self._sealed_header(block, slot.generation)))
         self._actions.append(Announce(block.key, block.route))
@@ -169,7 +223,8 @@ class BlockStore:
         self._key_of[block.slot] = block.key
         self._policy.add(block.key, parent, block.position, is_copy=block.is_copy, size_class=block.payload_bytes)
 
-    def _evict(self, key: BlockKey) -> None:
+    def _evict(self, key: BlockKey, cause: Cause) -> None:
+        self.ghosts.add(key, cause, self._room_for, self._now)
         block = self._blocks.pop(key)
         del self._key_of[block.slot]
         self._policy.remove(key)
@@ -196,7 +251,7 @@ class BlockStore:
         victim = self._policy.victim(payload_bytes)
         if victim is None:
             return False
-        self._evict(victim)
+        self._evict(victim, Cause.PRESSURE)
         return True
 
     def _slab_to_steal(self, payload_bytes: int, own_tick: int | None) -> int | None:
@@ -218,7 +273,7 @@ class BlockStore:
     def _move_slab(self, slab: int, payload_bytes: int) -> None:
         for slot in self.table.slots_of_slab(slab):
             if slot.state is SlotState.SEALED:
-                self._evict(self._key_of[slot.index])
+                self._evict(self._key_of[slot.index], Cause.SLAB_MOVED)
         self.table.unassign_slab(slab)
         self.table.assign_slab(payload_bytes, slab)
         self._actions.append(AssignSlab(slab, payload_bytes))

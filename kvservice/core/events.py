@@ -3,6 +3,7 @@ is answered by exactly one Reply or Refuse with that id."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -15,7 +16,11 @@ from kvservice.core.messages import (
     Holder,
     HolderRun,
     LocateResult,
+    Peer,
+    RequestReport,
     SealItem,
+    TakeOverItem,
+    TakeOverResult,
 )
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, SlotIndex
 
@@ -85,6 +90,7 @@ class Renew:
     op: int
     attachment: AttachmentId
     lease_ids: tuple[LeaseId, ...]
+    reports: tuple[RequestReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +218,38 @@ class Adopt:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerTakeOver:
+    """A node that leaves offers blocks."""
+
+    op: int
+    epoch: BootEpoch  # of this shard
+    leaver: Holder
+    payload_bytes: int
+    items: tuple[TakeOverItem, ...]
+    wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    peers: tuple[Peer, ...]
+    holders: Mapping[BlockKey, tuple[Holder, ...]]  # other nodes, as far as the directory knows
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """result is None when the peer failed or refused."""
+
+    offer: int
+    result: TakeOverResult | None
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
+    """Take no writes any more; with a timeout, also leave within it. `undo` takes it back, before it is too late."""
+
     undo: bool = False
+    timeout_seconds: float = 0.0
+    handover: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +282,9 @@ Event = (
     | Pulled
     | Quiesced
     | Adopt
+    | PeerTakeOver
+    | Surveyed
+    | Offered
     | Drain
     | Tick
 )

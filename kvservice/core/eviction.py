@@ -20,6 +20,8 @@ from kvservice.units import BlockKey
 class EvictionPolicy(Protocol):
     """What core.blocks asks of a policy. All methods change only the policy's own state and never block."""
 
+    now: float  # set before each event, seconds
+
     def add(self, key: BlockKey, parent: BlockKey | None, position: int, *, is_copy: bool, size_class: int) -> None: ...
 
     def remove(self, key: BlockKey) -> None: ...
@@ -38,6 +40,20 @@ class EvictionPolicy(Protocol):
 
     def last_touch(self, key: BlockKey) -> int: ...
 
+    def used_at(self, key: BlockKey) -> float:
+        """Like last_touch, on the clock of `now`."""
+        ...
+
+    def promote(self, key: BlockKey) -> None:
+        """A copy whose original goes: from now on it is the original."""
+        ...
+
+    def parent_of(self, key: BlockKey) -> BlockKey | None: ...
+
+    def by_heat(self) -> list[BlockKey]:
+        """All blocks, the last used first, prefixes before what hangs on them. Sorts."""
+        ...
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -46,6 +62,7 @@ class _Entry:
     is_copy: bool
     size_class: int
     tick: int  # logical time of the last touch
+    used_at: float  # the same in seconds
     children: int = 0  # resident blocks that name this one as parent
     pinned: bool = False
 
@@ -64,6 +81,7 @@ class LeafFirstLru:
         # position, or two blocks could become each other's parent and never be evicted.
         self._orphans: dict[tuple[BlockKey, int], int] = {}
         self._tick = 0
+        self.now = 0.0
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._entries
@@ -71,7 +89,7 @@ class LeafFirstLru:
     def add(self, key: BlockKey, parent: BlockKey | None, position: int, *, is_copy: bool, size_class: int) -> None:
         assert key not in self._entries
         self._tick += 1
-        entry = _Entry(parent=None, position=position, is_copy=is_copy, size_class=size_class, tick=self._tick)
+        entry = _Entry(None, position, is_copy, size_class, self._tick, self.now)
         entry.children = self._orphans.pop((key, position), 0)
         self._entries[key] = entry
         self._link(entry, parent)
@@ -91,7 +109,7 @@ class LeafFirstLru:
         for key in chain:
             entry = self._entries.get(key)
             if entry is not None:
-                entry.tick = self._tick
+                entry.tick, entry.used_at = self._tick, self.now
                 if entry.parent is None and previous is not None:
                     self._link(entry, previous)
                 self._offer(key, entry)
@@ -122,6 +140,21 @@ class LeafFirstLru:
 
     def last_touch(self, key: BlockKey) -> int:
         return self._entries[key].tick
+
+    def used_at(self, key: BlockKey) -> float:
+        return self._entries[key].used_at
+
+    def promote(self, key: BlockKey) -> None:
+        entry = self._entries[key]
+        entry.is_copy = False
+        self._offer(key, entry)
+
+    def parent_of(self, key: BlockKey) -> BlockKey | None:
+        return self._entries[key].parent
+
+    def by_heat(self) -> list[BlockKey]:
+        entries = self._entries
+        return sorted(entries, key=lambda key: (-entries[key].tick, entries[key].position))
 
     def _is_evictable(self, entry: _Entry) -> bool:
         return not entry.pinned and entry.children == 0
@@ -173,7 +206,7 @@ class LeafFirstLru:
             above = self._entries.get(parent)
             if above is None or above.tick == self._tick or above.position != entry.position - 1:
                 return
-            above.tick = self._tick
+            above.tick, above.used_at = self._tick, self.now
             self._offer(parent, above)
             entry, parent = above, above.parent
 

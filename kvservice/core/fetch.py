@@ -24,6 +24,7 @@ from kvservice.core.actions import Action, Follow, Locate, Pull, ReleaseRemote, 
 from kvservice.core.blocks import NO_KEY, BlockStore
 from kvservice.core.estimate import FetchEstimate
 from kvservice.core.events import Followed, PullVerdict
+from kvservice.core.explain import RequestRecords
 from kvservice.core.handoff import APPEAR_SECONDS
 from kvservice.core.keys import span_route
 from kvservice.core.leases import LeaseTable
@@ -63,7 +64,9 @@ class Acquisitions:
         *,
         lease_seconds: float,
         has_directory: bool,
+        records: RequestRecords | None = None,
     ) -> None:
+        self._records = records if records is not None else RequestRecords()
         self._node_id = node_id
         self._store = store
         self._leases = leases
@@ -116,6 +119,7 @@ class Acquisitions:
             return False
         for slot in acquisition.held.values():
             self._store.unpin(slot)
+        self._records.cancelled(op)
         self._forget_waits(acquisition)
         self._counters["acquires_cancelled"] += 1
         return True
@@ -168,6 +172,7 @@ class Acquisitions:
                 acquisition.end(index, MissReason.NEVER_STORED if complete else MissReason.LOOKUP_FAILED)
                 break
             wanted.append(index)
+            acquisition.sought = index + 1
         if wanted and self.draining:
             acquisition.end(wanted[0], MissReason.DRAINING)
         else:
@@ -251,7 +256,7 @@ class Acquisitions:
     def sealed(self, key: BlockKey, now: float) -> None:
         if self._arriving.get(key) == 0:
             del self._arriving[key]
-        self._arrived(key, fetched=False, now=now)
+        self._arrived(key, origin=None, now=now)
 
     def seal_failed(self, key: BlockKey, now: float) -> None:
         if self._arriving.get(key) == 0:
@@ -444,7 +449,7 @@ class Acquisitions:
             self._store.seal(slot, key, parent, index, route, handle.digest, is_copy=True)
         if self._arriving.get(key) == fetch.fetch:
             del self._arriving[key]
-        self._arrived(key, fetched=True, now=now)
+        self._arrived(key, origin=fetch.holder.node_id, now=now)
 
     def _discard(self, job: int, slot: Slot, verdict: PullVerdict, now: float) -> MissReason:
         if verdict is PullVerdict.STUCK:
@@ -494,7 +499,7 @@ class Acquisitions:
             key = fetch.chain[index]
             if self._arriving.get(key) == fetch.fetch:
                 del self._arriving[key]
-                self._fail_key(key, reason, now)
+                self._fail_key(key, reason, now, fetch.holder.node_id)
 
     def _take_waiters(self, key: BlockKey) -> list[tuple[Acquisition, int]]:
         found: list[tuple[Acquisition, int]] = []
@@ -505,7 +510,7 @@ class Acquisitions:
                 found.append((acquisition, index))
         return found
 
-    def _arrived(self, key: BlockKey, *, fetched: bool, now: float) -> None:
+    def _arrived(self, key: BlockKey, *, origin: NodeId | None, now: float) -> None:
         block = self._store.get(key)
         for acquisition, index in self._take_waiters(key):
             acquisition.pending.discard(index)
@@ -514,14 +519,15 @@ class Acquisitions:
             else:
                 self._store.pin(block)
                 acquisition.held[index] = block.slot
-                if fetched:
+                if origin is not None:
                     acquisition.fetched.add(index)
+                    acquisition.origins[index] = origin
             self._settle(acquisition, now)
 
-    def _fail_key(self, key: BlockKey, reason: MissReason, now: float) -> None:
+    def _fail_key(self, key: BlockKey, reason: MissReason, now: float, blamed: str = "") -> None:
         for acquisition, index in self._take_waiters(key):
             acquisition.pending.discard(index)
-            acquisition.end(index, reason)
+            acquisition.end(index, reason, blamed)
             self._settle(acquisition, now)
 
     def _settle(self, acquisition: Acquisition, now: float) -> None:
@@ -548,6 +554,10 @@ class Acquisitions:
         refs = tuple(BlockRef(index, self._store.table[index].generation) for index in promised)
         fetched = sum(1 for index in acquisition.fetched if index < end)
         self._count_answer(acquisition, len(refs), fetched)
+        self._records.answered(
+            acquisition.op, len(refs), acquisition.origins, acquisition.reason, acquisition.blamed, now,
+            acquisition.sought,
+        )  # fmt: skip
         self._actions.append(Reply(acquisition.op, AcquireResult(lease_id, refs, fetched, acquisition.reason)))
 
     def _count_answer(self, acquisition: Acquisition, promised: int, fetched: int) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, repeat
 
+from kvservice.core.ghosts import Cause, Ghost, GhostTable
 from kvservice.core.membership import FORGET_SECONDS, HIDE_SECONDS, Membership, MemberState, Outcome
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.units import BlockKey, NodeId
@@ -22,6 +23,7 @@ __all__ = ["Change", "DirectoryIndex", "NodeSummary", "Outcome", "longest_prefix
 
 KEY_COUNT_MAX = 16_000_000
 INTERNED_MAX = 65_536
+LOST_MAX = 131_072  # keys remembered of nodes that are gone: 3.8 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ class DirectoryIndex:
         self._retired = 0  # bits to sweep
         self._sweeping: list[BlockKey] = []  # keys that this pass has not looked at yet
         self._sweeping_bits = 0  # what this pass removes; 0 = no pass under way
+        self._lost_bits: dict[int, tuple[NodeId, Cause, float]] = {}  # of retired bits, until they are swept
+        self._lost = GhostTable(LOST_MAX)  # keys that nobody holds any more because their node went
         self._answers: dict[int, tuple[Holder, ...]] = {}  # live holders by mask, valid for _answers_version
         self._answers_version = -1
         self.record_changes = False
@@ -105,7 +109,7 @@ class DirectoryIndex:
             node, sequence, full_begin=full_begin, full_end=full_end, leaving=leaving, now=now
         )
         if verdict.forget:
-            self._retire(node.node_id)
+            self._retire(node.node_id, Cause.DRAIN if leaving else Cause.RESTARTED, now)
         if verdict.apply:
             bit = self._bit(node.node_id)
             self._add(node.node_id, bit, added)
@@ -142,7 +146,7 @@ class DirectoryIndex:
     def expire(self, now: float) -> None:
         """Hide and forget nodes by time."""
         for member in self._membership.expire(now):
-            self._retire(member.holder.node_id)
+            self._retire(member.holder.node_id, Cause.OWNER_DIED, now)
             if self.record_changes:
                 self.changes.append(Change(member.holder, reset=True))
 
@@ -164,9 +168,22 @@ class DirectoryIndex:
                     masks[key] = self._intern(kept)
                 else:
                     del masks[key]
+                    node_id, cause, at = self._lost_bits[mask.bit_length() - 1]
+                    self._lost.add(key, cause, node_id, at)
         if not self._sweeping:
             self._finish_sweep()
         return max(1, len(batch))
+
+    def recall_lost(self, keys: Sequence[BlockKey], now: float) -> dict[BlockKey, Ghost]:
+        """Which of these keys were lost with a node, and nobody else has them. Slow: for people."""
+        self.expire(now)
+        found = {key: ghost for key, ghost in self._lost.find(keys, now).items() if key not in self._masks}
+        for key in keys:
+            mask = self._masks.get(key, 0)
+            if mask and not mask & ~self._retired:  # not swept yet
+                node_id, cause, at = self._lost_bits[mask.bit_length() - 1]
+                found[key] = Ghost(cause, at, node_id)
+        return found
 
     @property
     def is_swept(self) -> bool:
@@ -258,13 +275,14 @@ class DirectoryIndex:
             self._answers_version = -1
         return 1 << index
 
-    def _retire(self, node_id: NodeId) -> None:
+    def _retire(self, node_id: NodeId, cause: Cause, now: float) -> None:
         """Forget every key of the node, in no time."""
         index = self._bit_of.pop(node_id, None)
         if index is None:
             return
         if self._block_counts.pop(node_id, 0):
             self._retired |= 1 << index
+            self._lost_bits[index] = (node_id, cause, now)
         else:
             heapq.heappush(self._free_bits, index)  # no key has this bit
         self._answers_version = -1
@@ -273,6 +291,7 @@ class DirectoryIndex:
         for index in range(self._sweeping_bits.bit_length()):
             if self._sweeping_bits >> index & 1:
                 heapq.heappush(self._free_bits, index)
+                self._lost_bits.pop(index, None)
         self._retired &= ~self._sweeping_bits
         self._sweeping_bits = 0
         self._answers_version = -1
@@ -325,6 +344,7 @@ class DirectoryIndex:
         assert not owned & self._retired, "a bit is owned and retired"
         assert not free & self._retired, "a bit is free and retired"
         assert owned | free | self._retired == (1 << self._bit_count) - 1, "a bit is lost"
+        assert sum(1 << index for index in self._lost_bits) == self._retired, "a lost node is not remembered"
         assert self._sweeping_bits & ~self._retired == 0, "a sweep takes bits that are in use"
         for key, mask in self._masks.items():
             assert mask, f"{key.hex()} has no holder"

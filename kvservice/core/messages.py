@@ -99,6 +99,7 @@ class AcquireRequest:
     timeout_seconds: float  # the answer comes no later than this
     recompute_seconds_per_block: float = 0.0  # measured by the engine; 0 = unknown, then fetch whatever there is
     handoff: Handoff | None = None  # wait for what this writer seals, and only then ask the directory
+    request_id: str = ""  # the engine's, for `kvservice explain`; "" = nothing is remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,21 @@ class AcquireResult:
     blocks: tuple[BlockRef, ...]
     fetched_count: int  # how many of `blocks` came from another node for this request
     miss: MissReason
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReport:
+    """What became of one request of an engine, in full blocks of its prompt; sent once, after it ended."""
+
+    request_id: str
+    prompt_blocks: int
+    engine_blocks: int  # in the engine's own cache
+    loaded_blocks: int  # from the pool
+    computed_blocks: int
+    load_failed: bool = False  # what was loaded was given up and computed
+    gave_up: bool = False  # the engine did not wait for the answer any longer
+    asked: bool = True  # the pool was asked at all
+    salted: bool = False  # its blocks are its tenant's own (cache_salt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +183,36 @@ class Holder:
     node_id: NodeId
     peer_address: str  # host:port of the shard's peer service
     epoch: BootEpoch
+
+
+@dataclass(frozen=True, slots=True)
+class TakeOverItem:
+    """One block that a leaving node offers."""
+
+    key: BlockKey
+    parent: BlockKey | None
+    position: int
+    route: SpanRoute
+    idle_seconds: float  # since its last use: a receiver gives no block for it that was used later
+
+
+@dataclass(frozen=True, slots=True)
+class TakeOverResult:
+    """A receiver's answer: which of the offered blocks it holds now."""
+
+    kept: tuple[bool, ...]
+    full: bool  # no more room: offer the rest to somebody else
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another node, as one that leaves sees it."""
+
+    holder: Holder
+    free_bytes: int
+    capacity_bytes: int
+    age_seconds: float  # since its shard started
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,22 +14,32 @@ from dataclasses import dataclass
 from kvservice.core import events as ev
 from kvservice.core.actions import Action, Announce, Digest, Refuse, Reply, WatchEngine
 from kvservice.core.blocks import Block, BlockStore
+from kvservice.core.drain import DrainPhase, DrainProgress, Leaving
 from kvservice.core.eviction import EvictionPolicy, LeafFirstLru
+from kvservice.core.explain import Explanation, KeyFate, RequestRecords, find_fates
 from kvservice.core.fetch import Acquisitions
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.geometry import Geometry
 from kvservice.core.handoff import Handoffs, check_handoff_id
-from kvservice.core.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX
+from kvservice.core.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.leases import Lease, LeaseTable
-from kvservice.core.messages import BlockRef, EngineSpec, LocateResult, SealItem, SealStatus
+from kvservice.core.messages import (
+    AcquireResult,
+    BlockRef,
+    EngineSpec,
+    MissReason,
+    SealItem,
+    SealStatus,
+)
+from kvservice.core.peers import TIMEOUT_SECONDS_MAX, PeerCalls, check_keys
 from kvservice.core.slots import Slot, SlotState
+from kvservice.core.takeover import TakeOvers
 from kvservice.errors import (
     Exhausted,
     FingerprintMismatch,
     InvalidRequest,
     KVServiceError,
     NotAttached,
-    StaleEpoch,
     Unavailable,
     UnsupportedLayout,
 )
@@ -38,7 +48,6 @@ from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, 
 ENGINE_ID_BYTES = 16
 RESERVE_COUNT_MAX = 4096
 ATTACHMENTS_MAX = 256
-TIMEOUT_SECONDS_MAX = 600.0
 U32_COUNT = 1 << 32  # positions and routes are 32 bits wide in a slot header
 
 
@@ -92,18 +101,26 @@ class ShardState:
         self.epoch = epoch
         self.geometry = geometry
         self.lease_seconds = lease_seconds
+        self.has_directory = has_directory
         self.draining = False
         self.counters: Counter[str] = Counter()
         self._actions: list[Action] = []
         self._store = BlockStore(geometry, epoch, policy or LeafFirstLru(), self._actions)
         self._leases = LeaseTable()
+        self.records = RequestRecords()
         self._acquisitions = Acquisitions(
             node_id, self._store, self._leases, self._actions, self.counters,
-            lease_seconds=lease_seconds, has_directory=has_directory,
+            lease_seconds=lease_seconds, has_directory=has_directory, records=self.records,
         )  # fmt: skip
         self._handoffs = Handoffs(
             epoch, self._store, self._leases, self._actions, self.counters, lease_seconds,
             self._acquisitions.handoff_over,
+        )  # fmt: skip
+        self._takeovers = TakeOvers(self._store, self._actions, self.counters, self._acquisitions.sealed)
+        self._leaving = Leaving(self._store, self._actions, self.counters)
+        peers = PeerCalls(
+            node_id, epoch, geometry, self._store, self._leases, self._handoffs, self._takeovers, self._leaving,
+            self._actions, self.counters, lease_seconds,
         )  # fmt: skip
         self._attached: dict[AttachmentId, _Attached] = {}
         self._sealing: dict[int, _Sealing] = {}  # by slot
@@ -122,16 +139,15 @@ class ShardState:
             ev.Cancel: self._cancel,
             ev.OpenHandoff: self._open_handoff,
             ev.CloseHandoff: self._close_handoff,
-            ev.PeerFollow: self._peer_follow,
-            ev.PeerLocate: self._peer_locate,
-            ev.PeerRelease: self._peer_release,
-            ev.PeerValidate: self._peer_validate,
+            **peers.handlers(),
             ev.Digested: self._digested,
             ev.Resolved: lambda e, now: self._acquisitions.resolved(e.op, e.runs, e.complete, now),
-            ev.Located: lambda e, now: self._acquisitions.located(e.fetch, e.result, e.sent_at, now),
+            ev.Located: self._located,
             ev.Followed: lambda e, now: self._acquisitions.followed(e, now),
-            ev.Pulled: lambda e, now: self._acquisitions.pulled(e.job, e.verdicts, now),
-            ev.Quiesced: lambda e, now: self._acquisitions.quiesced(e.job),
+            ev.Pulled: self._pulled,
+            ev.Quiesced: self._quiesced,
+            ev.Surveyed: lambda e, now: self._leaving.surveyed(e.peers, e.holders, now),
+            ev.Offered: lambda e, now: self._leaving.offered(e.offer, e.result, now),
             ev.Adopt: self._adopt,
             ev.Drain: self._drain,
             ev.Tick: self._tick,
@@ -142,6 +158,7 @@ class ShardState:
     def handle(self, event: ev.Event, now: float) -> list[Action]:
         """Changes the state and returns what to do, in order. Does not block."""
         assert not self._actions
+        self._store.now = now
         try:
             self._handlers[type(event)](event, now)
         except KVServiceError as error:
@@ -151,13 +168,14 @@ class ShardState:
         for action in self._actions[:]:
             if isinstance(action, Announce):  # exactly the blocks that can be read from now on
                 self._handoffs.sealed(action.key, now)
+        self._leaving.look(len(self._leases), now)
         actions = list(self._actions)
         self._actions.clear()
         return actions
 
     def next_deadline(self) -> float | None:
         """When a Tick is due, on the clock of `now`."""
-        parts = (self._leases, self._acquisitions, self._handoffs)
+        parts = (self._leases, self._acquisitions, self._handoffs, self._takeovers, self._leaving)
         return min((t for t in (part.next_deadline() for part in parts) if t is not None), default=None)
 
     # -- what others may look at ----
@@ -191,6 +209,24 @@ class ShardState:
         )
         return sorted((n, m, f, count) for (n, m, f), count in rows.items())
 
+    @property
+    def drain_phase(self) -> DrainPhase:
+        return self._leaving.phase
+
+    def progress(self, now: float) -> DrainProgress:
+        return self._leaving.progress(len(self._leases), now)
+
+    def explain(self, request_id: str, now: float) -> Explanation:
+        """What is known of the request with this id, or of those whose id begins so."""
+        return self.records.find(request_id, now)
+
+    def recall(self, keys: tuple[BlockKey, ...], now: float) -> tuple[KeyFate, ...]:
+        """What became of these blocks here. Slow: for people."""
+        blocks = [self._store.get(key) for key in keys]
+        held = {block.key: block.sealed_at for block in blocks if block is not None}
+        sealing = {key for key in keys if self._acquisitions.is_sealing(key)}
+        return find_fates(keys, held, sealing, self._store.ghosts.find(keys, now), now)
+
     def all_counters(self) -> dict[str, int]:
         return dict(self.counters + self._store.counters + self._leases.counters)
 
@@ -213,7 +249,7 @@ class ShardState:
                 payload_bytes=payload_bytes,
                 slab_bytes=self.geometry.slab_bytes,
             )
-        self._refuse_other_fingerprint(spec)
+        self._refuse_other_fingerprint(spec, now)
         for attached in [a for a in self._attached.values() if a.spec.engine_id == spec.engine_id]:
             self._end_attachment(attached, now)
         # The engine attaches again only once none of its processes can write an old reservation (PoolPort.attach).
@@ -224,19 +260,21 @@ class ShardState:
         self.counters["attaches"] += 1
         self._actions.append(Reply(event.op, AttachReply(attachment, self.epoch, self.lease_seconds)))
 
-    def _refuse_other_fingerprint(self, spec: EngineSpec) -> None:
+    def _refuse_other_fingerprint(self, spec: EngineSpec, now: float) -> None:
         for attached in self._attached.values():
             other = attached.spec
             same_place = (other.model, other.namespace) == (spec.model, spec.namespace)
             if same_place and other.engine_id != spec.engine_id and other.fingerprint != spec.fingerprint:
                 self.counters["attach_fingerprint_refused"] += 1
-                raise FingerprintMismatch(
+                refusal = FingerprintMismatch(
                     f"model {spec.model!r} is attached to shard {self.node_id} with another fingerprint, so the two "
                     f"would never share a block: {spec.fingerprint.difference(other.fingerprint)}. Start both engines "
                     "alike, or give one of them a namespace of its own in kv_connector_extra_config",
                     ours=other.fingerprint.digest.hex(),
                     theirs=spec.fingerprint.digest.hex(),
                 )
+                self.records.refused(spec, refusal.message, now)
+                raise refusal
 
     def _detach(self, event: ev.Detach, now: float) -> None:
         attached = self._attached.get(event.attachment)
@@ -280,12 +318,6 @@ class ShardState:
             raise NotAttached(f"attachment {attachment} is not known to shard {self.node_id}: attach again")
         return attached
 
-    @staticmethod
-    def _check_keys(keys: tuple[BlockKey, ...]) -> None:
-        for key in keys:
-            if len(key) != KEY_BYTES:
-                raise InvalidRequest(f"a block key is {KEY_BYTES} bytes, not {len(key)}", length=len(key))
-
     def _acquire(self, event: ev.Acquire, now: float) -> None:
         attached = self._require(event.attachment)
         request = event.request
@@ -294,7 +326,7 @@ class ShardState:
             raise InvalidRequest(
                 f"{count} keys with skip {request.skip}: 1 to {KEYS_PER_REQUEST_MAX} keys, skip within"
             )
-        self._check_keys(request.keys)
+        check_keys(request.keys)
         if len(set(request.keys)) != count:
             raise InvalidRequest("a key appears twice in one chain")
         if not 0 <= request.timeout_seconds <= TIMEOUT_SECONDS_MAX:
@@ -302,6 +334,11 @@ class ShardState:
         handoff = request.handoff
         if handoff is not None:
             check_handoff_id(handoff.handoff_id)
+        self.records.asked(event.op, attached.spec, request, now)
+        if self._leaving.promises_nothing:  # nothing new is promised
+            self.records.answered(event.op, 0, {}, MissReason.DRAINING, str(self.node_id), now)
+            self._actions.append(Reply(event.op, AcquireResult(LeaseId(0), (), 0, MissReason.DRAINING)))
+            return
         self._acquisitions.start(event.op, event.attachment, request, attached.spec.layout.payload_bytes, now)
         if handoff is not None and handoff.node_id == self.node_id and self._acquisitions.is_following(event.op):
             self._handoffs.watch(event.op, handoff.handoff_id, now)
@@ -309,6 +346,7 @@ class ShardState:
     def _cancel(self, event: ev.Cancel, now: float) -> None:
         self._acquisitions.cancel(event.op)
         self._handoffs.cancel(event.op)
+        self._takeovers.cancel(event.op)
 
     def _reserve(self, event: ev.Reserve, now: float) -> None:
         attached = self._require(event.attachment)
@@ -316,14 +354,16 @@ class ShardState:
             raise InvalidRequest(f"reserve 1 to {RESERVE_COUNT_MAX} slots, not {event.count}", count=event.count)
         slots: list[Slot] = []
         if not self.draining:
-            slots = self._store.reserve(attached.spec.layout.payload_bytes, event.count, attached.spec.engine_id)
+            spec = attached.spec
+            room_for = f"stores of {spec.model} by engine {spec.engine_id.hex()[:8]}"
+            slots = self._store.reserve(spec.layout.payload_bytes, event.count, spec.engine_id, room_for)
         self.counters["reserve_shortfall"] += event.count - len(slots)
         self._actions.append(Reply(event.op, [BlockRef(slot.index, slot.generation) for slot in slots]))
 
     def _seal(self, event: ev.Seal, now: float) -> None:
         attached = self._require(event.attachment)
         for item in event.items:
-            self._check_keys((item.key,) if item.parent is None else (item.key, item.parent))
+            check_keys((item.key,) if item.parent is None else (item.key, item.parent))
             if not (0 <= item.position < U32_COUNT and 0 <= item.route < U32_COUNT):
                 raise InvalidRequest(f"position {item.position} or route {item.route} is not a 32-bit number")
         batch = _SealBatch(event.op, [None] * len(event.items))
@@ -393,7 +433,9 @@ class ShardState:
         self._actions.append(Reply(event.op, None))
 
     def _renew(self, event: ev.Renew, now: float) -> None:
-        self._require(event.attachment)
+        attached = self._require(event.attachment)
+        for report in event.reports:
+            self.records.reported(attached.spec, report, now)
         self._leases.renew(("engine", int(event.attachment)), event.lease_ids, now, self.lease_seconds)
         self._actions.append(Reply(event.op, None))
 
@@ -411,56 +453,19 @@ class ShardState:
         self._handoffs.close(event.handoff, event.attachment, now)
         self._actions.append(Reply(event.op, None))
 
-    def _peer_follow(self, event: ev.PeerFollow, now: float) -> None:
-        self._check_epoch(event.epoch)
-        check_handoff_id(event.handoff)
-        self._check_keys(event.keys)
-        if not 0 < len(event.keys) <= KEYS_PER_REQUEST_MAX or len(set(event.keys)) != len(event.keys):
-            raise InvalidRequest(f"{len(event.keys)} keys: 1 to {KEYS_PER_REQUEST_MAX}, each once")
-        if not 0 <= event.wait_seconds <= TIMEOUT_SECONDS_MAX:
-            raise InvalidRequest(f"wait {event.wait_seconds} s is not within 0 to {TIMEOUT_SECONDS_MAX} s")
-        self._handoffs.follow(event.op, event.reader, event.handoff, event.keys, event.wait_seconds, now)
+    # -- answers of peers ----
 
-    # -- peers ----
+    def _located(self, event: ev.Located, now: float) -> None:
+        part = self._takeovers if self._takeovers.owns(event.fetch) else self._acquisitions
+        part.located(event.fetch, event.result, event.sent_at, now)
 
-    def _check_epoch(self, epoch: BootEpoch) -> None:
-        if epoch != self.epoch:
-            raise StaleEpoch(
-                f"shard {self.node_id} is in epoch {self.epoch}, not {epoch}", epoch=self.epoch, asked_epoch=epoch
-            )
+    def _pulled(self, event: ev.Pulled, now: float) -> None:
+        part = self._takeovers if self._takeovers.owns(event.job) else self._acquisitions
+        part.pulled(event.job, event.verdicts, now)
 
-    def _peer_locate(self, event: ev.PeerLocate, now: float) -> None:
-        self._check_epoch(event.epoch)
-        blocks = [self._store.get(key) for key in event.keys]
-        held = [block for block in blocks if block is not None]
-        self._store.touch(event.keys)
-        lease_id = LeaseId(0)
-        if held:
-            for block in held:
-                self._store.pin(block)
-            slots = tuple(block.slot for block in held)
-            lease_id = self._leases.grant(("peer", event.reader), slots, now, self.lease_seconds).lease_id
-        self.counters["peer_located_blocks"] += len(held)
-        self.counters["peer_absent_blocks"] += len(blocks) - len(held)
-        handles = tuple(None if block is None else self._store.handle(block) for block in blocks)
-        self._actions.append(Reply(event.op, LocateResult(self.epoch, lease_id, self.lease_seconds, handles)))
-
-    def _peer_release(self, event: ev.PeerRelease, now: float) -> None:
-        self._check_epoch(event.epoch)
-        lease = self._leases.release(event.lease_id, ("peer", event.reader))
-        if lease is not None:
-            self._unpin(lease)
-        self._actions.append(Reply(event.op, None))
-
-    def _peer_validate(self, event: ev.PeerValidate, now: float) -> None:
-        self._check_epoch(event.epoch)
-        if len(event.keys) != len(event.refs):
-            raise InvalidRequest(f"{len(event.keys)} keys with {len(event.refs)} slots: one slot for each key")
-        answers: list[bool] = []
-        for key, ref in zip(event.keys, event.refs, strict=True):
-            block = self._store.get(key)
-            answers.append(block is not None and self._store.ref(block) == ref)
-        self._actions.append(Reply(event.op, answers))
+    def _quiesced(self, event: ev.Quiesced, now: float) -> None:
+        part = self._takeovers if self._takeovers.owns(event.job) else self._acquisitions
+        part.quiesced(event.job)
 
     # -- the shard itself ----
 
@@ -476,6 +481,14 @@ class ShardState:
         }
 
     def _drain(self, event: ev.Drain, now: float) -> None:
+        if event.undo:
+            if self.draining and not self._leaving.is_open:
+                return  # too late: the directory has been told that this node leaves
+            self._leaving.undo()
+        elif event.timeout_seconds > 0:
+            self._leaving.begin(event.timeout_seconds, event.handover, self.has_directory, now)
+        else:
+            self._leaving.close()
         self.draining = not event.undo
         self._acquisitions.draining = self.draining
 
@@ -484,6 +497,8 @@ class ShardState:
             self._unpin(lease)
         self._acquisitions.tick(now)
         self._handoffs.tick(now)
+        self._takeovers.tick(now)
+        self._leaving.tick(len(self._leases), now)
 
     def _unpin(self, lease: Lease) -> None:
         for slot in lease.slots:
@@ -495,6 +510,9 @@ class ShardState:
         self._leases.check_invariants()
         self._acquisitions.check_invariants()
         self._handoffs.check_invariants()
+        self._takeovers.check_invariants()
+        self._leaving.check_invariants()
+        self.records.check_invariants()
         pins = self._leases.slots() + self._acquisitions.pinned()
         for slot in self._store.table.all_slots():
             assert slot.pins == pins[slot.index], f"{slot} has {slot.pins} pins, leases say {pins[slot.index]}"

@@ -91,6 +91,17 @@ class LookupServicer:
         found = self._index.find_node(NodeId(request.node_id), self._clock())
         return lookup_pb2.FindNodeReply(node=None if found is None else encode_holder(found))
 
+    async def recall_lost(self, request: lookup_pb2.RecallLostRequest, context: Context) -> lookup_pb2.RecallLostReply:
+        keys, now = unpack_keys(request.keys), self._clock()
+        lost = self._index.recall_lost(keys, now)
+        rows = [(index, lost[key]) for index, key in enumerate(keys) if key in lost]
+        return lookup_pb2.RecallLostReply(
+            lost=[
+                lookup_pb2.LostKey(index=index, node_id=ghost.by, cause=ghost.cause.value, age_seconds=now - ghost.at)
+                for index, ghost in rows
+            ]
+        )
+
     async def lookup_stats(
         self, request: lookup_pb2.LookupStatsRequest, context: Context
     ) -> lookup_pb2.LookupStatsReply:

@@ -5,6 +5,7 @@ Runs on the pool's loop. Each question is one action of the core and ends in one
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,8 +15,8 @@ from kvservice.client.lookup import LookupAnswer
 from kvservice.client.peer import PeerInfo, PeerPort
 from kvservice.core import actions as act
 from kvservice.core import events as ev
-from kvservice.core.messages import FollowResult, Holder, LocateResult
-from kvservice.errors import KVServiceError
+from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverResult
+from kvservice.errors import KVServiceError, Refused
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 
 log = logging.getLogger("kvservice.pool")
@@ -24,6 +25,8 @@ RELEASE_SECONDS = 2.0
 FIND_NODE_SECONDS = 0.5
 FOLLOW_SLACK_SECONDS = 1.0  # for the way there and back
 WRITERS_MAX = 4096
+SURVEY_SECONDS = 2.0  # for each of its questions
+OFFER_SLACK_SECONDS = 1.0
 
 
 class DirectoryPort(Protocol):
@@ -40,6 +43,16 @@ class DirectoryPort(Protocol):
     def kick(self) -> None: ...
 
     async def find_node(self, node_id: NodeId, timeout: float) -> Holder | None: ...
+
+    async def members(self, timeout: float) -> list[Holder]: ...
+
+    async def holders_of(
+        self, blocks: Sequence[tuple[BlockKey, SpanRoute]], timeout: float
+    ) -> dict[BlockKey, tuple[Holder, ...]]: ...
+
+    async def leave(self) -> None: ...
+
+    def self_holder(self) -> Holder | None: ...
 
 
 class Outside:
@@ -116,6 +129,47 @@ class Outside:
         except KVServiceError as error:
             log.info("follow_failed", extra={"node": holder.node_id, "error": str(error)})
         return ev.Followed(action.follow, action.op, holder, result, sent_at)
+
+    async def survey(self, action: act.Survey) -> ev.Event:
+        """Nodes that do not answer are left out."""
+        directory, ports = self._directory, self._peers
+        if directory is None or ports is None:
+            return ev.Surveyed((), {})
+        members = [one for one in await directory.members(SURVEY_SECONDS) if one.node_id != self._node_id]
+        asked = asyncio.gather(*[ports.room(one, SURVEY_SECONDS) for one in members], return_exceptions=True)
+        holders = await directory.holders_of(action.blocks, SURVEY_SECONDS)
+        peers = tuple(answer for answer in await asked if isinstance(answer, Peer))
+        self._counters["survey_failed"] += len(members) - len(peers)
+        others = {key: tuple(h for h in of if h.node_id != self._node_id) for key, of in holders.items()}
+        return ev.Surveyed(peers, {key: of for key, of in others.items() if of})
+
+    async def offer(self, action: act.Offer) -> ev.Event:
+        result: TakeOverResult | None = None
+        leaver = None if self._directory is None else self._directory.self_holder()
+        try:
+            if self._peers is not None and leaver is not None:
+                timeout = action.wait_seconds + OFFER_SLACK_SECONDS
+                result = await self._peers.take_over(
+                    action.peer, leaver, action.payload_bytes, action.items, action.wait_seconds, timeout
+                )
+        except KVServiceError as error:
+            log.info("take_over_failed", extra={"node": action.peer.node_id, "error": str(error)})
+        return ev.Offered(action.offer, result)
+
+    async def member(self, claimed: Holder) -> Holder:
+        """The node as the directory knows it: no address that a caller gives is ever connected to. Raises Refused when
+        it is not a live member, or of another epoch."""
+        found = None
+        if self._directory is not None:
+            found = await self._directory.find_node(claimed.node_id, FIND_NODE_SECONDS)
+        if found is None or found.epoch != claimed.epoch:
+            self._counters["takeover_strangers"] += 1
+            raise Refused(f"node {claimed.node_id} in epoch {claimed.epoch} is not a member of this service")
+        return found
+
+    async def farewell(self) -> None:
+        if self._directory is not None:
+            await self._directory.leave()
 
     async def release(self, action: act.ReleaseRemote) -> None:
         if self._peers is None:

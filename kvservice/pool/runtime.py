@@ -20,6 +20,9 @@ from kvservice.client.peer import PeerPort
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.digest import digest_payload
+from kvservice.core.drain import DrainPhase, DrainProgress
+from kvservice.core.explain import Explanation, KeyFate
+from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.geometry import Geometry
 from kvservice.core.messages import (
     AcquireRequest,
@@ -28,10 +31,14 @@ from kvservice.core.messages import (
     BlockRef,
     EngineSpec,
     FollowResult,
+    Holder,
     LocateResult,
     PoolStats,
+    RequestReport,
     SealItem,
     SealStatus,
+    TakeOverItem,
+    TakeOverResult,
 )
 from kvservice.core.shard import AttachReply, ShardState
 from kvservice.errors import KVServiceError, Unavailable
@@ -96,6 +103,7 @@ class PoolRuntime:
         self._fenced: str | None = None
         self._closed = False
         self._opened_at = clock()
+        self.drained = asyncio.Event()  # a drain with a timeout is over: nothing is read here any more
         self.adopt_seconds = 0.0
 
     @classmethod
@@ -169,8 +177,10 @@ class PoolRuntime:
     async def release(self, attachment: AttachmentId, lease_ids: Sequence[LeaseId]) -> None:
         await self._call(lambda op: ev.Release(op, attachment, tuple(lease_ids)), attachment)
 
-    async def renew(self, attachment: AttachmentId, lease_ids: Sequence[LeaseId]) -> None:
-        await self._call(lambda op: ev.Renew(op, attachment, tuple(lease_ids)), attachment)
+    async def renew(
+        self, attachment: AttachmentId, lease_ids: Sequence[LeaseId], reports: Sequence[RequestReport] = ()
+    ) -> None:
+        await self._call(lambda op: ev.Renew(op, attachment, tuple(lease_ids), tuple(reports)), attachment)
 
     async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
         await self._call(lambda op: ev.OpenHandoff(op, attachment, handoff), attachment)
@@ -225,10 +235,34 @@ class PoolRuntime:
         answers: list[bool] = await self._call(lambda op: ev.PeerValidate(op, epoch, keys, refs), None)
         return answers
 
-    def drain(self, undo: bool = False) -> int:
-        """Take no more writes or fetches (or take them again). Returns how many leases are still out."""
-        self._dispatch(ev.Drain(undo))
-        return self._state.lease_count
+    async def take_over(
+        self, epoch: BootEpoch, leaver: Holder, payload_bytes: int, items: tuple[TakeOverItem, ...], wait_seconds: float
+    ) -> TakeOverResult:
+        """Read these blocks of a node that leaves, as far as there is room. Raises Refused for a stranger."""
+        member = await self._outside.member(leaver)
+        result: TakeOverResult = await self._call(
+            lambda op: ev.PeerTakeOver(op, epoch, member, payload_bytes, items, wait_seconds), None
+        )
+        return result
+
+    def drain(self, undo: bool = False, timeout_seconds: float = 0.0, handover: bool = True) -> DrainProgress:
+        """Take no more writes or fetches (or take them again); with a timeout, also leave within it. Returns at once
+        with how far it is: see `drained`."""
+        self._dispatch(ev.Drain(undo, timeout_seconds, handover))
+        return self.drain_progress()
+
+    def drain_progress(self) -> DrainProgress:
+        return self._state.progress(self._clock())
+
+    def explain(self, request_id: str) -> tuple[Explanation, list[tuple[str, str, Fingerprint, int]], float]:
+        """(what is known of the request, attached models as in ShardState.models, the time of its clock)."""
+        now = self._clock()
+        return self._state.explain(request_id, now), self._state.models(), now
+
+    def recall(self, keys: tuple[BlockKey, ...]) -> tuple[tuple[KeyFate, ...], float]:
+        """(what became of these blocks here, the time of its clock). Takes milliseconds: for people."""
+        now = self._clock()
+        return self._state.recall(keys, now), now
 
     @property
     def epoch(self) -> BootEpoch:
@@ -323,6 +357,8 @@ class PoolRuntime:
             return
         if self._directory is not None and any(isinstance(a, act.Announce | act.Retract) for a in performed):
             self._directory.kick()
+        if self._state.drain_phase is DrainPhase.GONE:
+            self.drained.set()
         self._arm_timer()
 
     def _perform(self, performed: list[act.Action]) -> None:
@@ -350,6 +386,12 @@ class PoolRuntime:
                 self._spawn(self._report(self._outside.follow(action)))
             elif isinstance(action, act.ReleaseRemote):
                 self._spawn(self._outside.release(action))
+            elif isinstance(action, act.Survey):
+                self._spawn(self._report(self._outside.survey(action)))
+            elif isinstance(action, act.Offer):
+                self._spawn(self._report(self._outside.offer(action)))
+            elif isinstance(action, act.Farewell):
+                self._spawn(self._outside.farewell())
             else:
                 self._watch_engine(action.engine_id)
         half = len(digests) // DIGEST_THREADS + 1

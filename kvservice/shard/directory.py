@@ -20,20 +20,44 @@ class ShardDirectory:
         self._announcer = Announcer(len(self._addresses), inventory)
         self._lookup = LookupClient(self._addresses)
         self._pump: AnnouncePump | None = None
+        self._node: Callable[[], Holder] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._farewell = asyncio.Lock()
+        self._has_left = False
 
     def start(self, node: Callable[[], Holder], heartbeat_seconds: float, on_fenced: Callable[[], None]) -> None:
+        self._node = node
         self._pump = AnnouncePump(self._announcer, self._addresses, node, heartbeat_seconds, on_fenced)
         self._task = asyncio.get_running_loop().create_task(self._pump.run())
 
     async def stop(self, leaving: bool) -> None:
         """With `leaving`, the directory forgets this node at once instead of after its heartbeat timeout."""
-        if self._pump is not None:
-            await self._pump.stop(leaving)
+        if leaving:
+            await self.leave()
+        elif self._pump is not None:
+            await self._pump.stop(leaving=False)
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self._lookup.close()
+
+    async def leave(self) -> None:
+        """Tell every lookup shard now that this node leaves, waiting a second at most; nothing is announced after."""
+        async with self._farewell:  # whoever comes second waits until it is said
+            if self._pump is not None and not self._has_left:
+                self._has_left = True
+                await self._pump.stop(leaving=True)
+
+    def self_holder(self) -> Holder | None:
+        return None if self._node is None else self._node()
+
+    async def members(self, timeout: float) -> list[Holder]:
+        return await self._lookup.members(timeout)
+
+    async def holders_of(
+        self, blocks: Sequence[tuple[BlockKey, SpanRoute]], timeout: float
+    ) -> dict[BlockKey, tuple[Holder, ...]]:
+        return await self._lookup.holders_of(blocks, timeout)
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """Lookup shards moved; their number stays the same."""

@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvservice.client import discovery
 from kvservice.client.peer import PeerClient
+from kvservice.core.drain import DrainPhase, DrainProgress
 from kvservice.core.geometry import plan_geometry
 from kvservice.core.messages import Holder, PoolStats
 from kvservice.errors import ConfigError, ServiceConflict, Unavailable
@@ -39,6 +40,7 @@ from kvservice.wire.v1 import shard_pb2
 log = logging.getLogger("kvservice.shard")
 
 STOP_GRACE_SECONDS = 1.0
+TELL_SECONDS = 2.0  # an operator's next question comes within this, or not at all
 DEV_SHM = Path("/dev/shm")
 
 
@@ -70,6 +72,11 @@ class ShardServer:
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         self._peer_address = ""
         self._socket_path = ""
+        self._leaver: asyncio.Task[None] | None = None
+        self._exits = False
+        self._health_names: set[str] = set()
+        self._told_end = asyncio.Event()  # whoever asked for the drain has heard that it is over
+        self.left = asyncio.Event()  # drained and told to end: call `stop`
 
     async def start(self) -> Holder:
         """Returns who this shard is now. Raises ConfigError, SegmentError, ServiceConflict or TransferError, and
@@ -118,8 +125,47 @@ class ShardServer:
         if self._directory is not None:
             self._directory.start(self.holder, config.heartbeat_seconds, self._superseded)
 
+    def leave(self, timeout_seconds: float, handover: bool, exit: bool) -> DrainProgress:
+        """Begin to leave the service, or go on with it; returns at once with how far it is. With `exit`, `left` is set
+        in the end. Call it again for progress. Raises Unavailable when the shard does not run."""
+        progress = self.pool.drain(timeout_seconds=timeout_seconds, handover=handover)
+        if self._leaver is None:
+            self._leaver = asyncio.get_running_loop().create_task(self._await_drained())
+        self._exits = self._exits or exit
+        if progress.phase is DrainPhase.GONE:
+            self._told_end.set()
+        return progress
+
+    async def drain(self, timeout_seconds: float, handover: bool = True) -> DrainProgress:
+        """Leave, and wait until that is done: `timeout_seconds` and a moment at most."""
+        progress = self.leave(timeout_seconds, handover, exit=False)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.pool.drained.wait(), timeout_seconds + STOP_GRACE_SECONDS)
+        progress = self.pool.drain_progress()
+        log.info(
+            "drained",
+            extra={
+                "node": self._config.node_id, "seconds": round(progress.seconds, 3), "handed": progress.blocks_handed,
+                "elsewhere": progress.blocks_elsewhere, "lost": progress.blocks_lost, "note": progress.note,
+            },
+        )  # fmt: skip
+        return progress
+
+    async def _await_drained(self) -> None:
+        for name in sorted(self._health_names):  # not the process as a whole: nobody should restart it for leaving
+            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self.pool.drained.wait()
+        if self._exits:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._told_end.wait(), TELL_SECONDS)
+            self.left.set()
+
     async def stop(self, leaving: bool = True, keep_segment: bool = False) -> None:
         """Graceful end: unregister, finish calls for a moment, close. Idempotent."""
+        if self._leaver is not None:
+            self._leaver.cancel()
+            await asyncio.gather(self._leaver, return_exceptions=True)
+            self._leaver = None
         served = self._record is not None  # otherwise the files in our place are another shard's
         if self._record is not None:
             self._record.unlink(missing_ok=True)
@@ -207,7 +253,7 @@ class ShardServer:
         services = shard_pb2.DESCRIPTOR.services_by_name
         parts: list[tuple[str, object]] = [
             ("PeerService", PeerServicer(self.pool, self.holder)),
-            ("AdminService", AdminServicer(self.pool, self.holder)),
+            ("AdminService", AdminServicer(self.pool, self.holder, self.leave)),
         ]
         if with_engines:
             parts.append(("EngineService", EngineServicer(self.pool)))
@@ -216,6 +262,7 @@ class ShardServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = [services[name].full_name for name, _ in parts]
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        self._health_names |= {name for name in names if not name.endswith(".AdminService")}
         for name in ["", *names]:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         return server

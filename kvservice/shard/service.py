@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+from kvservice.core.drain import DrainProgress
+from kvservice.core.explain import KEEP_SECONDS, check_request_id
 from kvservice.core.handoff import check_handoff_id
 from kvservice.core.keys import unpack_keys
 from kvservice.core.messages import Holder
-from kvservice.errors import StaleEpoch, Unavailable
+from kvservice.errors import InvalidRequest, StaleEpoch, Unavailable
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.units import AttachmentId, BootEpoch, LeaseId, NodeId
 from kvservice.wire import codec
+from kvservice.wire.explain import decode_reports, encode_explanation, encode_fates
+from kvservice.wire.leaving import decode_items, encode_progress
 from kvservice.wire.serving import Context
 from kvservice.wire.v1 import shard_pb2
 
 HEARTBEAT_SECONDS = 2.0
 READER_CHARS_MAX = 512
+DRAIN_SECONDS_MAX = 3600.0
 
 
 class EngineServicer:
@@ -82,7 +87,8 @@ class EngineServicer:
 
     async def renew(self, request: shard_pb2.RenewRequest, context: Context) -> shard_pb2.RenewReply:
         attachment = self._attachment(request.attachment_id, request.epoch)
-        await self._pool.renew(attachment, [LeaseId(lease_id) for lease_id in request.lease_ids])
+        leases = [LeaseId(lease_id) for lease_id in request.lease_ids]
+        await self._pool.renew(attachment, leases, decode_reports(request.reports))
         return shard_pb2.RenewReply()
 
     def _attachment(self, attachment_id: int, epoch: int) -> AttachmentId:
@@ -122,6 +128,13 @@ class PeerServicer:
         epoch = BootEpoch(request.epoch)
         return codec.encode_followed(await self._pool.follow(reader, epoch, handoff, keys, request.wait_seconds))
 
+    async def take_over(self, request: shard_pb2.TakeOverRequest, context: Context) -> shard_pb2.TakeOverReply:
+        result = await self._pool.take_over(
+            BootEpoch(request.epoch), codec.decode_holder(request.leaver), request.payload_bytes,
+            decode_items(request), request.wait_seconds,
+        )  # fmt: skip
+        return shard_pb2.TakeOverReply(kept=result.kept, full=result.full)
+
     async def validate(self, request: shard_pb2.ValidateRequest, context: Context) -> shard_pb2.ValidateReply:
         keys = tuple(unpack_keys(request.keys))
         refs = codec.decode_refs(request.blocks)[: len(keys)]
@@ -137,11 +150,15 @@ class PeerServicer:
 
 
 class AdminServicer:
-    """AdminService: numbers for people, and drain."""
+    """AdminService: numbers for people, drain, and what is remembered of requests."""
 
-    def __init__(self, pool: PoolRuntime, holder: Callable[[], Holder]) -> None:
+    def __init__(
+        self, pool: PoolRuntime, holder: Callable[[], Holder], leave: Callable[[float, bool, bool], DrainProgress]
+    ) -> None:
+        """`leave(timeout_seconds, handover, exit)` begins a drain, or goes on with one."""
         self._pool = pool
         self._holder = holder
+        self._leave = leave
 
     async def stats(self, request: shard_pb2.StatsRequest, context: Context) -> shard_pb2.StatsReply:
         stats = self._pool.stats()
@@ -170,4 +187,16 @@ class AdminServicer:
         )
 
     async def drain(self, request: shard_pb2.DrainRequest, context: Context) -> shard_pb2.DrainReply:
-        return shard_pb2.DrainReply(leases=self._pool.drain(request.undo))
+        if not 0 <= request.timeout_seconds <= DRAIN_SECONDS_MAX:
+            raise InvalidRequest(f"a drain takes 0 to {DRAIN_SECONDS_MAX:.0f} s, not {request.timeout_seconds}")
+        if request.undo or not request.timeout_seconds:
+            return encode_progress(self._pool.drain(request.undo))
+        return encode_progress(self._leave(request.timeout_seconds, request.handover, request.exit))
+
+    async def explain(self, request: shard_pb2.ExplainRequest, context: Context) -> shard_pb2.ExplainReply:
+        found, models, now = self._pool.explain(check_request_id(request.request_id))
+        return encode_explanation(found, models, self._holder().node_id, KEEP_SECONDS, now)
+
+    async def recall(self, request: shard_pb2.RecallRequest, context: Context) -> shard_pb2.RecallReply:
+        fates, now = self._pool.recall(tuple(unpack_keys(request.keys)))
+        return encode_fates(fates, now)

@@ -133,6 +133,9 @@ class CoreHarness:
         self.pulls: list[act.Pull] = []
         self.remote_releases: list[act.ReleaseRemote] = []
         self.watched: list[bytes] = []
+        self.surveys: list[act.Survey] = []
+        self.offers: list[act.Offer] = []
+        self.farewells = 0
 
     def restart(self, *, boots: int = 1) -> list[act.Action]:
         """The shard dies and comes back over the same memory. Returns what adopting made it do."""
@@ -188,6 +191,12 @@ class CoreHarness:
             self.pulls.append(action)
         elif isinstance(action, act.ReleaseRemote):
             self.remote_releases.append(action)
+        elif isinstance(action, act.Survey):
+            self.surveys.append(action)
+        elif isinstance(action, act.Offer):
+            self.offers.append(action)
+        elif isinstance(action, act.Farewell):
+            self.farewells += 1
         else:
             assert isinstance(action, act.WatchEngine)
             self.watched.append(action.engine_id)

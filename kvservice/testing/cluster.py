@@ -52,6 +52,7 @@ class LocalCluster:
         transport: str = "auto",
         lease_seconds: float = 10.0,
         slab_bytes: int | None = None,
+        drain_seconds: float = 0.0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.service = f"t{uuid.uuid4().hex[:8]}"
@@ -62,6 +63,7 @@ class LocalCluster:
         self._transport = transport
         self._lease_seconds = lease_seconds
         self._slab_bytes = slab_bytes
+        self._drain_seconds = drain_seconds
         self._environment = {**os.environ, **(environment or {})}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -105,7 +107,7 @@ class LocalCluster:
     def start_shard(self, node: str, *, wait: bool = True) -> None:
         arguments = ["--service", self.service, "--node", node, "--pool", str(self._pool_bytes)]
         arguments += ["--transport", self._transport, "--lease-seconds", str(self._lease_seconds)]
-        arguments += ["--runtime-root", str(self.root)]
+        arguments += ["--runtime-root", str(self.root), "--drain-seconds", str(self._drain_seconds)]
         arguments += [word for address in self.lookup_addresses for word in ("--lookup", address)]
         if self._slab_bytes is not None:
             arguments += ["--slab-bytes", str(self._slab_bytes)]
@@ -143,6 +145,10 @@ class LocalCluster:
         process.send_signal(number)
         if number in (signal.SIGKILL, signal.SIGTERM):
             process.wait(15)
+
+    def exit_code(self, name: str, seconds: float = 15.0) -> int:
+        """Blocks until this process has ended."""
+        return self._processes[name].wait(seconds)
 
     def log(self, name: str) -> Path:
         return self.root / f"{name}.log"

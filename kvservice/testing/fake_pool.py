@@ -21,6 +21,7 @@ from kvservice.core.messages import (
     BlockRef,
     EngineSpec,
     MissReason,
+    RequestReport,
     SealItem,
     SealStatus,
 )
@@ -53,6 +54,7 @@ class FakePool:
         self.leases: dict[LeaseId, tuple[BlockRef, ...]] = {}
         self.reserved: dict[SlotIndex, Generation] = {}
         self.renewed: list[LeaseId] = []  # by the last heartbeat
+        self.reported: list[RequestReport] = []
         self.handoffs: dict[HandoffId, bool] = {}  # -> is open
         self._payload_bytes = 0
         self._free: list[SlotIndex] = []
@@ -152,9 +154,12 @@ class FakePool:
         await self._enter("close_handoff", attachment)
         self.handoffs[handoff] = False
 
-    async def renew(self, attachment: AttachmentId, lease_ids: Sequence[LeaseId]) -> None:
+    async def renew(
+        self, attachment: AttachmentId, lease_ids: Sequence[LeaseId], reports: Sequence[RequestReport] = ()
+    ) -> None:
         await self._enter("renew", attachment)
         self.renewed = list(lease_ids)
+        self.reported += reports
 
     async def close(self) -> None:
         self.closed = True

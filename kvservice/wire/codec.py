@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvservice.core.explain import check_request_id
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.geometry import Geometry
 from kvservice.core.handoff import check_handoff_id
@@ -146,6 +147,7 @@ def decode_acquire(message: shard_pb2.AcquireRequest) -> AcquireRequest:
         message.timeout_seconds,
         message.recompute_seconds_per_block,
         None if not message.handoff else Handoff(check_handoff_id(message.handoff), _name(message.handoff_node)),
+        check_request_id(message.request_id),
     )
 
 

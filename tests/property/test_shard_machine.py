@@ -8,119 +8,58 @@ In the end, with everybody gone, every slot must be usable again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import chain
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
+from kvservice.core.drain import DrainPhase
 from kvservice.core.events import PullVerdict
 from kvservice.core.geometry import slab_of
-from kvservice.core.keys import block_keys, chain_hashes
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
     BlockHandle,
     BlockRef,
-    EngineSpec,
     Holder,
     HolderRun,
     LocateResult,
     SealItem,
     SealStatus,
+    TakeOverResult,
 )
 from kvservice.core.shard import AttachReply
 from kvservice.errors import KVServiceError, NotAttached, StaleEpoch, Unavailable
-from kvservice.testing.builders import LARGE, CoreHarness, content_of, make_handle, make_holder, make_spec, run_of
-from kvservice.units import AttachmentId, BlockKey, BootEpoch, Generation, KiB, LeaseId, NodeId, SlotIndex, SpanRoute
-
-LEASE = 10.0
-SLABS = 2
-SIZES = {"a": 330 * KiB, "b": LARGE}  # 3 and 2 slots in a slab
-GARBAGE = b"garbage"
-
-
-def chain_of(model: str, *tokens: int) -> tuple[BlockKey, ...]:
-    return tuple(block_keys(model.encode() * 16, chain_hashes(tokens, 1)))
-
-
-CHAINS = {
-    "a": (chain_of("a", 1, 2, 3, 4, 5), chain_of("a", 1, 2, 8, 9), chain_of("a", 7)),
-    "b": (chain_of("b", 1, 2, 3), chain_of("b", 1, 5)),
-}
-SPECS = [
-    make_spec("first", "a", payload_bytes=SIZES["a"]),
-    make_spec("second", "a", payload_bytes=SIZES["a"]),
-    make_spec("third", "b", payload_bytes=SIZES["b"]),
-]
-PEERS = [make_holder("peer"), make_holder("other"), make_holder("here")]
-
-engines = st.integers(0, len(SPECS) - 1)
-somebody_attached = precondition(lambda self: any(engine.attachment is not None for engine in self.engines))
-somebody_writes = precondition(lambda self: any(engine.attachment and engine.writes for engine in self.engines))
-promised = precondition(lambda self: self.promises)
-lived_long = precondition(lambda self: self.steps >= 12)  # what ends everything is rare, or nothing would happen
-any_index = st.integers(0, 1 << 16)
-holders = st.lists(st.sampled_from(PEERS), min_size=1, max_size=4).map(tuple)
-helpful = st.sampled_from([(PEERS[0],), (PEERS[1], PEERS[0])])
-counts = st.sampled_from([1, 2, 5, 1 << 40])
-runs = st.tuples(st.integers(-1, 4), counts, holders).map(lambda run: run_of(run[0], run[1], *run[2]))
-verdicts = st.lists(st.sampled_from(PullVerdict), min_size=1, max_size=5)
+from kvservice.testing.builders import CoreHarness, content_of, make_handle, run_of
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, SpanRoute
+from tests.property.shard_world import (
+    CHAINS,
+    GARBAGE,
+    LEASE,
+    SIZES,
+    SLABS,
+    SPECS,
+    Asked,
+    Engine,
+    LeavingRules,
+    Promise,
+    Write,
+    any_index,
+    engines,
+    helpful,
+    lived_long,
+    promised,
+    runs,
+    somebody_attached,
+    somebody_writes,
+    verdicts,
+)
 
 
-@dataclass
-class Write:
-    """A slot that somebody may write at any moment."""
-
-    slot: SlotIndex
-    payload_bytes: int
-    key: BlockKey
-    generation: Generation  # under which it was given away
-
-    @property
-    def ref(self) -> BlockRef:
-        return BlockRef(self.slot, self.generation)
-
-
-@dataclass
-class Engine:
-    """A process with workers. It may write what it reserved until it sealed, aborted, detached, re-attached or died."""
-
-    spec: EngineSpec
-    attachment: AttachmentId | None = None
-    writes: list[Write] = field(default_factory=list)
-    void: list[Write] = field(default_factory=list)  # reservations of earlier times
-
-    def forget_writes(self) -> None:
-        self.void = self.writes + self.void[:3]
-        self.writes = []
-
-    @property
-    def chains(self) -> tuple[tuple[BlockKey, ...], ...]:
-        return CHAINS[self.spec.model]
-
-
-@dataclass
-class Promise:
-    holder: tuple[str, object]
-    blocks: list[tuple[BlockRef, BlockKey]]
-    until: float
-
-
-@dataclass
-class Asked:
-    """An open call."""
-
-    at: float
-    holder: tuple[str, object]
-    keys: tuple[BlockKey, ...] = ()
-    deadline: float | None = None
-
-
-class ShardMachine(RuleBasedStateMachine):
+class ShardMachine(LeavingRules):
     def __init__(self) -> None:
         super().__init__()
         self.engines = [Engine(spec) for spec in SPECS]
@@ -522,6 +461,8 @@ class ShardMachine(RuleBasedStateMachine):
                 pairs = [(h, k) for h, k in zip(value.handles, asked.keys, strict=True) if h is not None]
                 assert all(handle.key == key for handle, key in pairs)
                 self._promise(value.lease_id, asked, [(BlockRef(h.slot, h.generation), k) for h, k in pairs])
+            elif isinstance(value, TakeOverResult):
+                assert len(value.kept) == len(asked.keys)
             elif isinstance(value, list) and value and isinstance(value[0], SealStatus):
                 assert None not in value
 
@@ -584,6 +525,11 @@ class ShardMachine(RuleBasedStateMachine):
         assert harness.state.lease_count == 0 and harness.state.attachment_count == 0
         rest = harness.state._acquisitions
         assert not (rest._arriving or rest._waiters or rest._fetches or rest._stuck or rest._suspects)
+        progress = harness.state.progress(harness.now)
+        assert progress.phase in (DrainPhase.SERVING, DrainPhase.CLOSED, DrainPhase.GONE), "it never leaves"
+        assert 0 <= progress.blocks_lost <= progress.blocks_total
+        if progress.phase is DrainPhase.GONE:
+            harness.restart()
         harness.send(ev.Drain(undo=True))
         attachment = harness.attach(SPECS[0])
         assert len(harness.reserve(attachment, 100)) == SLABS * 3, "a slot is lost for ever"

@@ -22,6 +22,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from kvservice.actors import deploy
+from kvservice.cli import drain
 from kvservice.cli.status import collect
 from kvservice.client.discovery import find_shards
 from kvservice.client.shard import ShardClient
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.ray
 
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * MiB, "include_dashboard": False}
 WAIT_SECONDS = 150.0
+PREEMPTION = 2  # autoscaler.proto: DrainNodeReason
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +242,37 @@ def test_nodes_that_join_get_a_shard_and_lookup_shards_of_lost_nodes_move(
     addresses = tuple(row["address"] for row in described()["lookups"])
     eventually(lambda: all(r.lookup_addresses == addresses for r in find_shards("rt")), "shards that know it")
     eventually(lambda: lookup_keys() > 0, "the moved lookup shard's keys")
+
+
+def test_a_drained_shard_stays_away_until_the_service_is_brought_up_again(
+    config: ServiceConfig, cluster: Cluster
+) -> None:
+    head, other = sorted(described()["shards"], key=lambda row: row["ray_node"] != cluster.head_node.node_id)
+    keys = chain(7, 20)
+    with_engine(socket_of(other["node_id"]), lambda engine: engine.store(keys))
+    assert drain.run("rt", other["node_id"], False, 20.0, True, False, False)
+    eventually(lambda: described()["left"] == [other["node_id"]], "the supervisor's word that it left")
+    state = described()
+    assert state["complete"] and [row["node_id"] for row in state["shards"]] == [head["node_id"]]
+    result = with_engine(socket_of(head["node_id"]), lambda engine: engine.read_all(keys))
+    assert (len(result.blocks), result.fetched_count) == (20, 0)
+    deploy.up(config).wait_complete(WAIT_SECONDS)
+    eventually(lambda: len(find_shards("rt")) == 2, "the shard that is back")
+
+
+def test_a_node_that_ray_takes_away_hands_its_blocks_over(config: ServiceConfig, cluster: Cluster) -> None:
+    head, other = sorted(described()["shards"], key=lambda row: row["ray_node"] != cluster.head_node.node_id)
+    keys = chain(8, 20)
+    with_engine(socket_of(other["node_id"]), lambda engine: engine.store(keys))
+    client = ray._raylet.GcsClient(address=cluster.address)
+    accepted, why = client.drain_node(
+        other["ray_node"], PREEMPTION, "scale-down in a test", int((time.time() + 120) * 1000)
+    )
+    assert accepted, why
+    eventually(lambda: described()["left"] == [other["node_id"]], "the shard of the draining node to leave")
+    result = with_engine(socket_of(head["node_id"]), lambda engine: engine.read_all(keys))
+    assert (len(result.blocks), result.fetched_count) == (20, 0)
+    assert described()["complete"]
 
 
 def test_down_leaves_no_file_and_no_actor(config: ServiceConfig, cluster: Cluster, runtime: Path) -> None:

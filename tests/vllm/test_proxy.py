@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from kvservice.cli.explain import explain
 from kvservice.testing.cluster import LocalCluster, free_port
 from kvservice.units import MiB
 from tests.vllm import nursery
@@ -92,6 +93,20 @@ class Servers:
     def fetched(self) -> int:
         return self.cluster.stats("n1").counters.get("fetched_blocks", 0)
 
+    def explained(self, request_id: str, node: str) -> dict[str, Any]:
+        """What `kvservice explain` tells of a request that has ended, at this node."""
+        deadline = time.monotonic() + 10
+        while True:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("KVSERVICE_RUNTIME_DIR", str(self.cluster.root))
+                state = explain(self.cluster.service, request_id)
+            found = [row for row in state["requests"] if row["node"] == node and row["finished"]]
+            if found:
+                row: dict[str, Any] = found[0]
+                return row
+            assert time.monotonic() < deadline, state
+            time.sleep(0.3)
+
     def close(self) -> None:
         for process in reversed(self.processes):
             process.terminate()
@@ -128,9 +143,13 @@ def complete(url: str, prompt: str, **more: Any) -> Any:
 
 def test_prefill_here_and_decode_there_answer_as_one_server(servers: Servers) -> None:
     before = servers.fetched()
-    answer = complete(servers.proxy, PROMPT).choices[0].text
+    completion = complete(servers.proxy, PROMPT)
+    answer = completion.choices[0].text
     fetched = servers.fetched() - before
     assert fetched >= 15, "the prompt was not handed off"
+    explained = servers.explained(completion.id, "n1")
+    assert explained["blocks"]["fetched"] >= 15
+    assert explained["report"]["loaded_blocks"] >= 15
     assert answer == complete(servers.prefill, PROMPT).choices[0].text
 
 

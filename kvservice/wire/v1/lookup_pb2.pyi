@@ -140,3 +140,27 @@ class LookupStatsReply(_message.Message):
     nodes: _containers.RepeatedCompositeFieldContainer[LookupNodeStats]
     counters: _containers.ScalarMap[str, int]
     def __init__(self, partition: _Optional[int] = ..., partition_count: _Optional[int] = ..., lookup_epoch: _Optional[int] = ..., key_count: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[LookupNodeStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class RecallLostRequest(_message.Message):
+    __slots__ = ("keys",)
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    keys: bytes
+    def __init__(self, keys: _Optional[bytes] = ...) -> None: ...
+
+class LostKey(_message.Message):
+    __slots__ = ("index", "node_id", "cause", "age_seconds")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    node_id: str
+    cause: str
+    age_seconds: float
+    def __init__(self, index: _Optional[int] = ..., node_id: _Optional[str] = ..., cause: _Optional[str] = ..., age_seconds: _Optional[float] = ...) -> None: ...
+
+class RecallLostReply(_message.Message):
+    __slots__ = ("lost",)
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    lost: _containers.RepeatedCompositeFieldContainer[LostKey]
+    def __init__(self, lost: _Optional[_Iterable[_Union[LostKey, _Mapping]]] = ...) -> None: ...

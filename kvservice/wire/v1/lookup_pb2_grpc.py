@@ -59,6 +59,11 @@ class LookupServiceStub(object):
                 request_serializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.LookupStatsRequest.SerializeToString,
                 response_deserializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.LookupStatsReply.FromString,
                 _registered_method=True)
+        self.RecallLost = channel.unary_unary(
+                '/kvservice.wire.v1.LookupService/RecallLost',
+                request_serializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.RecallLostRequest.SerializeToString,
+                response_deserializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.RecallLostReply.FromString,
+                _registered_method=True)
 
 
 class LookupServiceServicer(object):
@@ -98,6 +103,13 @@ class LookupServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RecallLost(self, request, context):
+        """Which of these keys were lost with a node that left or died.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LookupServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -125,6 +137,11 @@ def add_LookupServiceServicer_to_server(servicer, server):
                     servicer.LookupStats,
                     request_deserializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.LookupStatsRequest.FromString,
                     response_serializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.LookupStatsReply.SerializeToString,
+            ),
+            'RecallLost': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecallLost,
+                    request_deserializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.RecallLostRequest.FromString,
+                    response_serializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.RecallLostReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -262,6 +279,33 @@ class LookupService(object):
             '/kvservice.wire.v1.LookupService/LookupStats',
             kvservice_dot_wire_dot_v1_dot_lookup__pb2.LookupStatsRequest.SerializeToString,
             kvservice_dot_wire_dot_v1_dot_lookup__pb2.LookupStatsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecallLost(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.wire.v1.LookupService/RecallLost',
+            kvservice_dot_wire_dot_v1_dot_lookup__pb2.RecallLostRequest.SerializeToString,
+            kvservice_dot_wire_dot_v1_dot_lookup__pb2.RecallLostReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -92,7 +92,7 @@ class DetachReply(_message.Message):
     def __init__(self) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("attachment_id", "epoch", "keys", "skip", "timeout_seconds", "recompute_seconds_per_block", "handoff", "handoff_node")
+    __slots__ = ("attachment_id", "epoch", "keys", "skip", "timeout_seconds", "recompute_seconds_per_block", "handoff", "handoff_node", "request_id")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class AcquireRequest(_message.Message):
     RECOMPUTE_SECONDS_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_NODE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     attachment_id: int
     epoch: int
     keys: bytes
@@ -109,7 +110,8 @@ class AcquireRequest(_message.Message):
     recompute_seconds_per_block: float
     handoff: bytes
     handoff_node: str
-    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., recompute_seconds_per_block: _Optional[float] = ..., handoff: _Optional[bytes] = ..., handoff_node: _Optional[str] = ...) -> None: ...
+    request_id: str
+    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., recompute_seconds_per_block: _Optional[float] = ..., handoff: _Optional[bytes] = ..., handoff_node: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class AcquireReply(_message.Message):
     __slots__ = ("lease_id", "blocks", "fetched_count", "miss")
@@ -198,14 +200,38 @@ class ReleaseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("attachment_id", "epoch", "lease_ids")
+    __slots__ = ("attachment_id", "epoch", "lease_ids", "reports")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
     attachment_id: int
     epoch: int
     lease_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    reports: _containers.RepeatedCompositeFieldContainer[RequestReport]
+    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_ids: _Optional[_Iterable[int]] = ..., reports: _Optional[_Iterable[_Union[RequestReport, _Mapping]]] = ...) -> None: ...
+
+class RequestReport(_message.Message):
+    __slots__ = ("request_id", "prompt_blocks", "engine_blocks", "loaded_blocks", "computed_blocks", "load_failed", "gave_up", "asked", "salted")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FAILED_FIELD_NUMBER: _ClassVar[int]
+    GAVE_UP_FIELD_NUMBER: _ClassVar[int]
+    ASKED_FIELD_NUMBER: _ClassVar[int]
+    SALTED_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt_blocks: int
+    engine_blocks: int
+    loaded_blocks: int
+    computed_blocks: int
+    load_failed: bool
+    gave_up: bool
+    asked: bool
+    salted: bool
+    def __init__(self, request_id: _Optional[str] = ..., prompt_blocks: _Optional[int] = ..., engine_blocks: _Optional[int] = ..., loaded_blocks: _Optional[int] = ..., computed_blocks: _Optional[int] = ..., load_failed: bool = ..., gave_up: bool = ..., asked: bool = ..., salted: bool = ...) -> None: ...
 
 class RenewReply(_message.Message):
     __slots__ = ()
@@ -420,14 +446,188 @@ class AccountingReply(_message.Message):
     attachments: int
     def __init__(self, slots: _Optional[_Mapping[str, int]] = ..., capacity: _Optional[int] = ..., balanced: bool = ..., violation: _Optional[str] = ..., leases: _Optional[int] = ..., attachments: _Optional[int] = ...) -> None: ...
 
+class TakeOverRequest(_message.Message):
+    __slots__ = ("leaver", "epoch", "payload_bytes", "keys", "parents", "positions", "routes", "idle_seconds", "wait_seconds")
+    LEAVER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_FIELD_NUMBER: _ClassVar[int]
+    IDLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    leaver: _common_pb2.NodeInfo
+    epoch: int
+    payload_bytes: int
+    keys: bytes
+    parents: bytes
+    positions: _containers.RepeatedScalarFieldContainer[int]
+    routes: _containers.RepeatedScalarFieldContainer[int]
+    idle_seconds: _containers.RepeatedScalarFieldContainer[float]
+    wait_seconds: float
+    def __init__(self, leaver: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., keys: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., positions: _Optional[_Iterable[int]] = ..., routes: _Optional[_Iterable[int]] = ..., idle_seconds: _Optional[_Iterable[float]] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
+
+class TakeOverReply(_message.Message):
+    __slots__ = ("kept", "full")
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
+    kept: _containers.RepeatedScalarFieldContainer[bool]
+    full: bool
+    def __init__(self, kept: _Optional[_Iterable[bool]] = ..., full: bool = ...) -> None: ...
+
 class DrainRequest(_message.Message):
-    __slots__ = ("undo",)
+    __slots__ = ("undo", "timeout_seconds", "handover", "exit")
     UNDO_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HANDOVER_FIELD_NUMBER: _ClassVar[int]
+    EXIT_FIELD_NUMBER: _ClassVar[int]
     undo: bool
-    def __init__(self, undo: bool = ...) -> None: ...
+    timeout_seconds: float
+    handover: bool
+    exit: bool
+    def __init__(self, undo: bool = ..., timeout_seconds: _Optional[float] = ..., handover: bool = ..., exit: bool = ...) -> None: ...
 
 class DrainReply(_message.Message):
-    __slots__ = ("leases",)
+    __slots__ = ("leases", "phase", "blocks_total", "blocks_handed", "blocks_elsewhere", "blocks_lost", "bytes_handed", "seconds", "note", "receivers")
     LEASES_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_HANDED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_LOST_FIELD_NUMBER: _ClassVar[int]
+    BYTES_HANDED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    RECEIVERS_FIELD_NUMBER: _ClassVar[int]
     leases: int
-    def __init__(self, leases: _Optional[int] = ...) -> None: ...
+    phase: str
+    blocks_total: int
+    blocks_handed: int
+    blocks_elsewhere: int
+    blocks_lost: int
+    bytes_handed: int
+    seconds: float
+    note: str
+    receivers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, leases: _Optional[int] = ..., phase: _Optional[str] = ..., blocks_total: _Optional[int] = ..., blocks_handed: _Optional[int] = ..., blocks_elsewhere: _Optional[int] = ..., blocks_lost: _Optional[int] = ..., bytes_handed: _Optional[int] = ..., seconds: _Optional[float] = ..., note: _Optional[str] = ..., receivers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class Run(_message.Message):
+    __slots__ = ("start", "count", "source")
+    START_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    count: int
+    source: str
+    def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., source: _Optional[str] = ...) -> None: ...
+
+class RequestRecord(_message.Message):
+    __slots__ = ("request_id", "model", "namespace", "fingerprint", "age_seconds", "took_seconds", "answered", "keys", "skip", "promised", "runs", "miss", "miss_at", "miss_node", "report", "sought")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOOK_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ANSWERED_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    SKIP_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    MISS_FIELD_NUMBER: _ClassVar[int]
+    MISS_AT_FIELD_NUMBER: _ClassVar[int]
+    MISS_NODE_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    SOUGHT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    model: str
+    namespace: str
+    fingerprint: str
+    age_seconds: float
+    took_seconds: float
+    answered: bool
+    keys: bytes
+    skip: int
+    promised: int
+    runs: _containers.RepeatedCompositeFieldContainer[Run]
+    miss: str
+    miss_at: int
+    miss_node: str
+    report: RequestReport
+    sought: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[str] = ..., age_seconds: _Optional[float] = ..., took_seconds: _Optional[float] = ..., answered: bool = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., promised: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., miss: _Optional[str] = ..., miss_at: _Optional[int] = ..., miss_node: _Optional[str] = ..., report: _Optional[_Union[RequestReport, _Mapping]] = ..., sought: _Optional[int] = ...) -> None: ...
+
+class RefusedAttach(_message.Message):
+    __slots__ = ("age_seconds", "model", "namespace", "message")
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    age_seconds: float
+    model: str
+    namespace: str
+    message: str
+    def __init__(self, age_seconds: _Optional[float] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class AttachedModel(_message.Message):
+    __slots__ = ("model", "namespace", "fingerprint", "engines")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    namespace: str
+    fingerprint: _common_pb2.Fingerprint
+    engines: int
+    def __init__(self, model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., engines: _Optional[int] = ...) -> None: ...
+
+class ExplainReply(_message.Message):
+    __slots__ = ("records", "matching", "remembered", "keep_seconds", "refused", "models", "node_id")
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    MATCHING_FIELD_NUMBER: _ClassVar[int]
+    REMEMBERED_FIELD_NUMBER: _ClassVar[int]
+    KEEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    records: _containers.RepeatedCompositeFieldContainer[RequestRecord]
+    matching: int
+    remembered: int
+    keep_seconds: float
+    refused: _containers.RepeatedCompositeFieldContainer[RefusedAttach]
+    models: _containers.RepeatedCompositeFieldContainer[AttachedModel]
+    node_id: str
+    def __init__(self, records: _Optional[_Iterable[_Union[RequestRecord, _Mapping]]] = ..., matching: _Optional[int] = ..., remembered: _Optional[int] = ..., keep_seconds: _Optional[float] = ..., refused: _Optional[_Iterable[_Union[RefusedAttach, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[AttachedModel, _Mapping]]] = ..., node_id: _Optional[str] = ...) -> None: ...
+
+class RecallRequest(_message.Message):
+    __slots__ = ("keys",)
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    keys: bytes
+    def __init__(self, keys: _Optional[bytes] = ...) -> None: ...
+
+class KeyFate(_message.Message):
+    __slots__ = ("index", "state", "age_seconds", "cause", "by")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    state: str
+    age_seconds: float
+    cause: str
+    by: str
+    def __init__(self, index: _Optional[int] = ..., state: _Optional[str] = ..., age_seconds: _Optional[float] = ..., cause: _Optional[str] = ..., by: _Optional[str] = ...) -> None: ...
+
+class RecallReply(_message.Message):
+    __slots__ = ("fates",)
+    FATES_FIELD_NUMBER: _ClassVar[int]
+    fates: _containers.RepeatedCompositeFieldContainer[KeyFate]
+    def __init__(self, fates: _Optional[_Iterable[_Union[KeyFate, _Mapping]]] = ...) -> None: ...

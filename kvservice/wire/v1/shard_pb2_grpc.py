@@ -520,6 +520,11 @@ class PeerServiceStub(object):
                 request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ReleaseLocatedRequest.SerializeToString,
                 response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ReleaseLocatedReply.FromString,
                 _registered_method=True)
+        self.TakeOver = channel.unary_unary(
+                '/kvservice.wire.v1.PeerService/TakeOver',
+                request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.TakeOverRequest.SerializeToString,
+                response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.TakeOverReply.FromString,
+                _registered_method=True)
 
 
 class PeerServiceServicer(object):
@@ -558,6 +563,13 @@ class PeerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TakeOver(self, request, context):
+        """A node that leaves offers blocks: the receiver reads those it has room for before it answers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -585,6 +597,11 @@ def add_PeerServiceServicer_to_server(servicer, server):
                     servicer.ReleaseLocated,
                     request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ReleaseLocatedRequest.FromString,
                     response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ReleaseLocatedReply.SerializeToString,
+            ),
+            'TakeOver': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeOver,
+                    request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.TakeOverRequest.FromString,
+                    response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.TakeOverReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -732,6 +749,33 @@ class PeerService(object):
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def TakeOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.wire.v1.PeerService/TakeOver',
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.TakeOverRequest.SerializeToString,
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.TakeOverReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class AdminServiceStub(object):
     """Missing associated documentation comment in .proto file."""
@@ -757,6 +801,16 @@ class AdminServiceStub(object):
                 request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.DrainRequest.SerializeToString,
                 response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvservice.wire.v1.AdminService/Explain',
+                request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ExplainReply.FromString,
+                _registered_method=True)
+        self.Recall = channel.unary_unary(
+                '/kvservice.wire.v1.AdminService/Recall',
+                request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.RecallRequest.SerializeToString,
+                response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.RecallReply.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -775,7 +829,23 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Stop taking writes; with timeout_seconds also leave: hand hot blocks over, announce, wait for readers. Answers at
+        once with how far it is; ask again for progress.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """What is known of recent requests.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Recall(self, request, context):
+        """What became of these blocks on this node.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -797,6 +867,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.DrainRequest.FromString,
                     response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.DrainReply.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ExplainRequest.FromString,
+                    response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ExplainReply.SerializeToString,
+            ),
+            'Recall': grpc.unary_unary_rpc_method_handler(
+                    servicer.Recall,
+                    request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.RecallRequest.FromString,
+                    response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.RecallReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -880,6 +960,60 @@ class AdminService(object):
             '/kvservice.wire.v1.AdminService/Drain',
             kvservice_dot_wire_dot_v1_dot_shard__pb2.DrainRequest.SerializeToString,
             kvservice_dot_wire_dot_v1_dot_shard__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.wire.v1.AdminService/Explain',
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.ExplainRequest.SerializeToString,
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.ExplainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Recall(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.wire.v1.AdminService/Recall',
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.RecallRequest.SerializeToString,
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.RecallReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,7 +10,15 @@ from kvservice.connector.plan import PoolInfo
 from kvservice.connector.session import Answer
 from kvservice.core.geometry import Geometry, slot_index
 from kvservice.core.layout import SlotLayout
-from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, BlockRef, MissReason, SealItem
+from kvservice.core.messages import (
+    AcquireRequest,
+    AcquireResult,
+    Attachment,
+    BlockRef,
+    MissReason,
+    RequestReport,
+    SealItem,
+)
 from kvservice.units import AttachmentId, BlockHash, BlockKey, BootEpoch, Generation, HandoffId, LeaseId, NodeId
 
 BLOCK = 16
@@ -65,6 +73,7 @@ class Line:
         self.sealed: list[SealItem] = []
         self.expected = 0
         self.abandoned: set[str] = set()
+        self.reports: dict[str, RequestReport] = {}
         self.free = slots
         self.counters: Counter[str] = Counter()
         self.pins = Pins()
@@ -85,6 +94,9 @@ class Line:
 
     def abandon(self, request_id: str) -> None:
         self.abandoned.add(request_id)
+
+    def report(self, report: RequestReport) -> None:
+        self.reports[report.request_id] = report
 
     def expect(self, count: int) -> None:
         self.expected += count

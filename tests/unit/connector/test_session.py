@@ -14,7 +14,7 @@ from kvservice.client.port import PoolPort
 from kvservice.connector.session import Answer, Session
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.geometry import plan_geometry
-from kvservice.core.messages import AcquireRequest, Attachment, EngineSpec, SealItem
+from kvservice.core.messages import AcquireRequest, Attachment, EngineSpec, RequestReport, SealItem
 from kvservice.errors import FingerprintMismatch, Unavailable
 from kvservice.testing.fake_pool import FakePool
 from kvservice.units import AttachmentId, BlockKey, HandoffId, MiB, SpanRoute
@@ -128,6 +128,17 @@ def test_only_leases_that_the_engine_knows_of_are_renewed(bench: Bench) -> None:
     until(lambda: bench.pool.renewed == [lease])
     bench.session.release(attachment.attachment_id, lease)
     until(lambda: bench.pool.renewed == [])
+
+
+def test_reports_travel_with_a_renewal_and_are_sent_once(bench: Bench) -> None:
+    bench.start()
+    reports = [RequestReport(f"r{number}", 1, 0, 0, 1) for number in range(3)]
+    for report in reports:
+        bench.session.report(report)
+    until(lambda: bench.pool.reported == reports)
+    before = bench.pool.counters["renew"]
+    until(lambda: bench.pool.counters["renew"] > before)
+    assert bench.pool.reported == reports
 
 
 def test_request_that_ends_takes_its_question_back(bench: Bench) -> None:

@@ -249,3 +249,26 @@ def test_losing_a_node_touches_none_of_its_keys_at_that_moment() -> None:
     index.apply(A, 2, leaving=True, now=0.0)
     assert index.resolve(keys(*range(64)), 0.0) == []
     assert len(index) == 1000 and not index.is_swept, "that is for the sweep"
+
+
+def test_keys_lost_with_their_node_are_remembered_with_the_reason_before_and_after_the_sweep() -> None:
+    index = index_with(a=range(3), b=range(2, 4), c=range(4, 6))
+    index.apply(A, 2, leaving=True, now=1.0)
+    index.apply(node("c", epoch=2), 1, keys(4), full_begin=True, full_end=True, now=2.0)
+    index.expire(2.9)
+    index.apply(node("c", epoch=2), 2, now=20.0)
+    index.expire(40.0)  # b fell silent
+    index.apply(node("c", epoch=2), 3, now=40.0)
+    left, silent = ("a", "drain", 1.0), ("b", "owner_died", 40.0)
+    wanted = {0: left, 1: left, 2: silent, 3: silent, 5: ("c", "restarted", 2.0)}
+    for _ in range(2):
+        found = index.recall_lost(keys(*range(7)), 41.0)
+        told = {int.from_bytes(key, "big"): (ghost.by, ghost.cause.value, ghost.at) for key, ghost in found.items()}
+        assert told.keys() == wanted.keys()
+        assert {number: one for number, one in told.items() if number != 2} == {
+            number: one for number, one in wanted.items() if number != 2
+        }
+        assert told[2][0] in ("a", "b")  # both had it
+        sweep_all(index)
+    index.apply(B, 2, keys(3), full_begin=True, full_end=True, now=42.0)
+    assert keys(3)[0] not in index.recall_lost(keys(3), 43.0)

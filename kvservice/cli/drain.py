@@ -1,0 +1,169 @@
+"""`kvservice drain`: shards leave the service, their hottest blocks first, while somebody watches. Needs no Ray."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from rich.console import Console
+
+from kvservice.errors import ConfigError, Unavailable
+from kvservice.units import format_bytes
+
+POLL_SECONDS = 0.2
+CALL_SECONDS = 3.0
+SLACK_SECONDS = 10.0  # beyond its time a drain that still answers is not waited for
+ENDING = ("settling", "gone")
+
+
+@dataclass(slots=True)
+class Drained:
+    """One shard on its way out."""
+
+    node: str
+    address: str
+    phase: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    done: bool = False
+
+
+def run(service: str, node: str | None, local: bool, timeout: float, handover: bool, undo: bool, as_json: bool) -> bool:
+    """Whether every shard that was named left (or, with `undo`, stays). Blocks. Raises ConfigError for a node that
+    cannot be meant, Unavailable when there is no service."""
+    chosen = _choose(service, node, local)
+    if undo:
+        return _undo(chosen)
+    console = Console(stderr=True)
+    with console.status("draining") as progress:
+        deadline = time.monotonic() + timeout + SLACK_SECONDS
+        while not all(one.done for one in chosen):
+            for one in [one for one in chosen if not one.done]:
+                _ask(one, timeout, handover)
+                if time.monotonic() > deadline and not one.done:
+                    one.done, one.error = True, f"still {one.phase} after {timeout + SLACK_SECONDS:.0f} s"
+            progress.update("; ".join(_progress_line(one) for one in chosen))
+            if not all(one.done for one in chosen):
+                time.sleep(POLL_SECONDS)
+    if as_json:
+        print(json.dumps([{"node": one.node, "error": one.error, **one.facts} for one in chosen], indent=2))
+    for one in chosen:
+        console.print(_result_line(one), highlight=False, soft_wrap=True)
+    return not any(one.error for one in chosen)
+
+
+def _choose(service: str, node: str | None, local: bool) -> list[Drained]:
+    from kvservice.cli.members import find_members
+
+    if (node is None) == (not local):
+        raise ConfigError("say which shards leave: --node NODE, or --local for those of this machine")
+    members = find_members(service)
+    if members is None:
+        raise Unavailable(f"no service {service!r} is registered on this machine")
+    if local:
+        if not members.local:
+            raise Unavailable(f"no shard of service {service!r} runs on this machine")
+        return [Drained(name, members.shards[name]) for name in members.local]
+    matching = [name for name in sorted(members.shards) if name == node] or [
+        name for name in sorted(members.shards) if name.startswith(node or "")
+    ]
+    if len(matching) != 1:
+        known = ", ".join(sorted(members.shards)) or "none"
+        what = "is no live node" if not matching else "could be several nodes"
+        raise ConfigError(f"{node!r} {what} of service {service!r}; there are: {known}")
+    return [Drained(matching[0], members.shards[matching[0]])]
+
+
+def _ask(one: Drained, timeout: float, handover: bool) -> None:
+    from kvservice.core.drain import DrainPhase
+    from kvservice.wire.leaving import decode_progress
+    from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
+
+    request = shard_pb2.DrainRequest(timeout_seconds=timeout, handover=handover, exit=True)
+    try:
+        with grpc.insecure_channel(one.address) as channel:
+            reply = shard_pb2_grpc.AdminServiceStub(channel).Drain(request, timeout=CALL_SECONDS)
+    except grpc.RpcError as error:
+        _failed(one, error)
+        return
+    progress = decode_progress(reply)
+    one.phase = progress.phase.value
+    one.facts = {
+        "phase": one.phase,
+        "seconds": round(progress.seconds, 3),
+        "blocks_total": progress.blocks_total,
+        "blocks_handed": progress.blocks_handed,
+        "blocks_elsewhere": progress.blocks_elsewhere,
+        "blocks_lost": max(progress.blocks_lost, 0),
+        "bytes_handed": progress.bytes_handed,
+        "receivers": dict(progress.receivers),
+        "leases": progress.leases,
+        "note": progress.note,
+    }
+    one.done = progress.phase is DrainPhase.GONE
+
+
+def _failed(one: Drained, error: grpc.RpcError) -> None:
+    code = getattr(error, "code", lambda: None)()
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and one.phase:
+        return  # busy: asked again until the time is up
+    one.done = True
+    if one.phase in ENDING:  # it ended between two questions, as it should
+        one.facts["phase"] = "gone"
+        return
+    details = getattr(error, "details", lambda: None)() or "no answer"
+    one.error = f"its shard ended in the middle ({one.phase})" if one.phase else str(details)
+
+
+def _undo(chosen: list[Drained]) -> bool:
+    from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
+
+    console = Console(stderr=True)
+    for one in chosen:
+        try:
+            with grpc.insecure_channel(one.address) as channel:
+                stub = shard_pb2_grpc.AdminServiceStub(channel)
+                reply = stub.Drain(shard_pb2.DrainRequest(undo=True), timeout=CALL_SECONDS)
+            one.phase = reply.phase
+        except grpc.RpcError as error:
+            _failed(one, error)
+        stays = one.phase == "serving"
+        console.print(f"node {one.node} " + ("serves again" if stays else f"cannot stay: {one.error or one.phase}"))
+    return all(one.phase == "serving" for one in chosen)
+
+
+def _progress_line(one: Drained) -> str:
+    if not one.facts:
+        return f"{one.node}: {one.error or 'asking'}"
+    done = one.facts["blocks_handed"] + one.facts["blocks_elsewhere"]
+    return f"{one.node}: {one.phase.replace('_', ' ')}, {done} of {one.facts['blocks_total']} blocks safe"
+
+
+def _result_line(one: Drained) -> str:
+    if one.error:
+        return f"[red]node {one.node} did not leave:[/] {one.error}"
+    facts = one.facts
+    if not facts["blocks_total"]:
+        return f"node {one.node} left; it held no blocks"
+    receivers = ", ".join(f"{node}: {count}" for node, count in facts["receivers"].items())
+    parts = [f"{facts['blocks_handed']} handed over ({format_bytes(facts['bytes_handed'])}" + (
+        f"; {receivers})" if receivers else ")"
+    )]  # fmt: skip
+    parts.append(f"{facts['blocks_elsewhere']} on other nodes anyway")
+    parts.append(f"{facts['blocks_lost']} lost")
+    note = f" ({facts['note']})" if facts["note"] else ""
+    return (
+        f"node {one.node} left after {facts['seconds']:.1f} s. Of {facts['blocks_total']} blocks: "
+        + ", ".join(parts)
+        + note
+    )
+
+
+def check_timeout(seconds: float) -> float:
+    """Raises ConfigError for what no drain can take."""
+    if not 0 < seconds <= 3600:
+        raise ConfigError(f"a drain takes more than 0 and at most 3600 seconds, not {seconds}")
+    return seconds

@@ -1,0 +1,286 @@
+"""`kvservice explain REQUEST_ID`: asks every shard for the request, then every node what became of the missing blocks.
+
+Needs no Ray. Nothing here is asked while requests run; shards keep records for some minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+
+from kvservice.errors import Unavailable
+
+CALL_SECONDS = 3.0
+ASKED_AT_ONCE = 16
+KEY_BYTES = 16
+PLAIN_WIDTH = 120
+LISTED_MAX = 16
+_ENGINES_PART = re.compile(r"-[0-9a-f]{8}$")
+COLOURS = {"engine": "green", "local": "green", "fetched": "cyan", "missed": "yellow"}
+
+
+@dataclass(slots=True)
+class Answers:
+    """What the shards said about an id."""
+
+    replies: dict[str, Any]  # ExplainReply by node
+    heard_at: dict[str, float]  # when each came, on this machine's clock
+    silent: list[str]
+
+    def records(self) -> list[tuple[str, Any]]:
+        return [(node, record) for node, reply in sorted(self.replies.items()) for record in reply.records]
+
+    @property
+    def keep_seconds(self) -> float:
+        return max((reply.keep_seconds for reply in self.replies.values()), default=0.0)
+
+
+def run(service: str, request_id: str, *, as_json: bool) -> bool:
+    """Prints. False when the request is not known, or not clearly one. Raises Unavailable when there is no service."""
+    state = explain(service, request_id)
+    if as_json:
+        print(json.dumps(state, indent=2))
+    else:
+        show(state)
+    return bool(state["requests"])
+
+
+def explain(service: str, request_id: str) -> dict[str, Any]:
+    """Everything `show` prints, with stable keys. Blocks for RPCs."""
+    from kvservice.cli.members import find_members
+
+    members = find_members(service)
+    if members is None:
+        raise Unavailable(f"no service {service!r} is registered on this machine")
+    answers = _ask_shards(members.shards, request_id)
+    records = answers.records()
+    ids, chosen = choose([record.request_id for _, record in records], request_id)
+    records = [(node, record) for node, record in records if record.request_id in chosen]
+    requests: list[dict[str, Any]] = []
+    if len(ids) == 1:
+        requests = [_explain_record(members, answers, node, record) for node, record in records]
+        requests.sort(key=lambda row: -row["age_seconds"])
+    return {
+        "asked_for": request_id,
+        "request_id": ids[0] if len(ids) == 1 else None,
+        "candidates": ids[:LISTED_MAX] if len(ids) > 1 else [],
+        "requests": requests,
+        "keep_seconds": answers.keep_seconds,
+        "refused_engines": [
+            {
+                "node": node, "model": row.model, "namespace": row.namespace,
+                "age_seconds": round(row.age_seconds, 1), "message": row.message,
+            }
+            for node, reply in sorted(answers.replies.items())
+            for row in reply.refused
+        ],
+        "silent_nodes": sorted(answers.silent),
+        "silent_lookups": list(members.silent),
+    }  # fmt: skip
+
+
+def choose(found: Sequence[str], wanted: str) -> tuple[list[str], set[str]]:
+    """(the requests that are meant, the engines' ids of them). vLLM adds a random part to the id of a request in each
+    engine that works on it, so ids that differ only there are one request."""
+    if wanted in found:
+        return [wanted], {wanted}
+    requests: dict[str, set[str]] = {}
+    for one in found:
+        requests.setdefault(_ENGINES_PART.sub("", one), set()).add(one)
+    if wanted in requests:
+        requests = {wanted: requests[wanted]}
+    names = sorted(next(iter(ids)) if len(ids) == 1 else name for name, ids in requests.items())
+    return names, {one for ids in requests.values() for one in ids}
+
+
+def _ask_shards(shards: dict[str, str], request_id: str) -> Answers:
+    from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
+
+    request = shard_pb2.ExplainRequest(request_id=request_id)
+    found = _ask_all(shards, lambda channel: shard_pb2_grpc.AdminServiceStub(channel).Explain(
+        request, timeout=CALL_SECONDS
+    ))  # fmt: skip
+    answered = {node: reply for node, (reply, _) in found.items() if reply is not None}
+    silent = [node for node in found if node not in answered]
+    return Answers(answered, {node: at for node, (_, at) in found.items()}, silent)
+
+
+def _ask_all(addresses: dict[str, str], call: Callable[[grpc.Channel], Any]) -> dict[str, tuple[Any, float]]:
+    """(the answer of each or None, when it came)."""
+
+    def ask(address: str) -> tuple[Any, float]:
+        try:
+            with grpc.insecure_channel(address) as channel:
+                return call(channel), time.monotonic()
+        except grpc.RpcError:
+            return None, time.monotonic()
+
+    names = sorted(addresses)
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+        return dict(zip(names, pool.map(ask, [addresses[name] for name in names]), strict=True))
+
+
+def _explain_record(members: Any, answers: Answers, node: str, record: Any) -> dict[str, Any]:
+    from kvservice.core.verdicts import counts, judge
+
+    asked = _asked(node, record)
+    missing = list(range(min(asked.skip + asked.promised, asked.block_count), asked.block_count))
+    facts = _facts(members, answers, node, record, missing)
+    verdicts = judge(asked, facts)
+    report = asked.report
+    return {
+        "node": node,
+        "model": record.model,
+        "namespace": record.namespace,
+        "age_seconds": round(record.age_seconds, 3),
+        "took_seconds": round(record.took_seconds, 6),
+        "answered": record.answered,
+        "blocks": counts(verdicts),
+        "blocks_asked": asked.block_count,
+        "finished": report is not None,
+        "report": None if report is None else {
+            "prompt_blocks": report.prompt_blocks,
+            "engine_blocks": report.engine_blocks,
+            "loaded_blocks": report.loaded_blocks,
+            "computed_blocks": report.computed_blocks,
+            "load_failed": report.load_failed,
+            "gave_up": report.gave_up,
+        },
+        "verdicts": [
+            {
+                "start": one.start, "count": one.count, "outcome": one.outcome.value, "node": one.node,
+                "why": None if one.why is None else one.why.value, "text": one.text,
+            }
+            for one in verdicts
+        ],
+    }  # fmt: skip
+
+
+def _asked(node: str, record: Any) -> Any:
+    from kvservice.core.explain import SourceRun
+    from kvservice.core.messages import MissReason
+    from kvservice.core.verdicts import Asked
+    from kvservice.wire.explain import decode_report
+
+    report = decode_report(record.report) if record.HasField("report") else None
+    blocks = len(record.keys) // KEY_BYTES
+    if not blocks and report is not None:
+        blocks = report.prompt_blocks  # it never asked
+    try:
+        miss = MissReason(record.miss)
+    except ValueError:
+        miss = MissReason.NEVER_STORED  # of a newer shard
+    runs = tuple(SourceRun(run.start, run.count, run.source) for run in record.runs)
+    return Asked(
+        node, record.age_seconds, blocks, record.skip, record.promised, runs, miss, record.miss_node,
+        record.answered, report, record.sought,
+    )  # fmt: skip
+
+
+def _facts(members: Any, answers: Answers, node: str, record: Any, missing: Sequence[int]) -> Any:
+    """Ask every shard, and the directory, about the blocks that were missed."""
+    from kvservice.core.verdicts import Facts, Fate
+    from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
+
+    packed = record.keys[missing[0] * KEY_BYTES :] if missing else b""
+    asked_at = answers.heard_at[node]  # ages of later answers are counted from when the record's age was told
+    fates: dict[int, list[Fate]] = {}
+    lost: dict[int, Fate] = {}
+    if packed:
+        recall = shard_pb2.RecallRequest(keys=packed)
+        found = _ask_all(members.shards, lambda channel: shard_pb2_grpc.AdminServiceStub(channel).Recall(
+            recall, timeout=CALL_SECONDS
+        ))  # fmt: skip
+        for name, (reply, at) in found.items():
+            for row in reply.fates if reply is not None else ():
+                fate = Fate(name, row.state, row.age_seconds - (at - asked_at), row.cause, row.by)
+                fates.setdefault(missing[0] + row.index, []).append(fate)
+        ask_lost = lookup_pb2.RecallLostRequest(keys=packed)
+        directories = {address: address for address in members.lookups}
+        found = _ask_all(directories, lambda channel: lookup_pb2_grpc.LookupServiceStub(channel).RecallLost(
+            ask_lost, timeout=CALL_SECONDS
+        ))  # fmt: skip
+        for reply, at in found.values():
+            for row in reply.lost if reply is not None else ():
+                age = row.age_seconds - (at - asked_at)
+                lost[missing[0] + row.index] = Fate(row.node_id, "gone", age, row.cause)
+    return Facts(fates, lost, _strangers(answers, node, record))
+
+
+def _strangers(answers: Answers, node: str, record: Any) -> tuple[str, ...]:
+    """Nodes that serve the same model under another fingerprint, and in what it differs."""
+    from kvservice.core.fingerprint import Fingerprint
+
+    def of(row: Any) -> Fingerprint:
+        return Fingerprint.of({field.name: field.value for field in row.fingerprint.fields})
+
+    models = [(name, row, of(row)) for name, reply in sorted(answers.replies.items()) for row in reply.models]
+    mine = next((print_ for _, _, print_ in models if print_.digest.hex() == record.fingerprint), None)
+    found = [
+        f"node {name} serves {row.model} with another one: {print_.difference(mine)}"
+        for name, row, print_ in models
+        if row.model == record.model and mine is not None and print_ != mine
+    ]
+    return tuple(found)
+
+
+def show(state: dict[str, Any]) -> None:
+    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    for row in state["requests"]:
+        _show_record(console, state["request_id"], row)
+    if state["candidates"]:
+        console.print(f"several requests begin with {state['asked_for']!r}; say more of the id:", highlight=False)
+        for candidate in state["candidates"]:
+            console.print(f"  {candidate}", highlight=False)
+    elif not state["requests"]:
+        minutes = state["keep_seconds"] / 60
+        console.print(
+            f"no shard remembers a request {state['asked_for']!r}. Records are kept for {minutes:.0f} minutes, the "
+            "latest 4096 a node; a request appears when it asks for its prefix. The id is the engine's: what the API "
+            "returned, or its beginning.",
+            highlight=False,
+        )  # fmt: skip
+        for refused in state["refused_engines"]:
+            console.print(
+                f"[yellow]an engine of {refused['model']} was refused at node {refused['node']} "
+                f"{refused['age_seconds']:.0f} s ago, and serves without the cache:[/] {refused['message']}",
+                highlight=False,
+            )
+    for node in state["silent_nodes"]:
+        console.print(f"[red]node {node} did not answer: what it knows is missing here[/]", highlight=False)
+    for address in state["silent_lookups"]:
+        console.print(f"[red]lookup shard {address} did not answer[/]", highlight=False)
+
+
+def _show_record(console: Console, request_id: str, row: dict[str, Any]) -> None:
+    blocks = row["blocks"]
+    took = f", answered after {row['took_seconds'] * 1000:.1f} ms" if row["answered"] else ", never answered"
+    table = Table(
+        title=f"{request_id}\non node {row['node']}, model {row['model']}, {row['age_seconds']:.1f} s ago{took}",
+        title_justify="left",
+    )
+    for column in ("blocks", "", "from", "why"):
+        table.add_column(column, overflow="fold")
+    for one in row["verdicts"]:
+        last = one["start"] + one["count"] - 1
+        span = f"{one['start']}" if last == one["start"] else f"{one['start']}-{last}"
+        outcome = f"[{COLOURS[one['outcome']]}]{one['outcome']}[/]"
+        why = "" if one["why"] is None else f"{one['why'].replace('_', ' ')}: {one['text']}"
+        table.add_row(f"{span} ({one['count']})", outcome, one["node"], why)
+    console.print(table)
+    end = "" if row["finished"] else "; it has not ended yet, or its engine has not reported"
+    console.print(
+        f"{row['blocks_asked']} blocks asked: {blocks['engine']} in the engine, {blocks['local']} local, "
+        f"{blocks['fetched']} fetched, {blocks['missed']} recomputed{end}",
+        highlight=False,
+    )

@@ -1,0 +1,51 @@
+"""Which nodes a service has and where their shards listen, from any machine of it. Needs no Ray. Blocks for RPCs."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import grpc
+
+CALL_SECONDS = 3.0
+ASKED_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Addresses are gRPC targets. A shard of this machine is reached by its socket."""
+
+    shards: dict[str, str]  # by node
+    local: tuple[str, ...]  # nodes whose shards are registered on this machine
+    lookups: tuple[str, ...]
+    silent: tuple[str, ...]  # lookup shards that did not answer
+
+
+def find_members(service: str) -> Members | None:
+    """None when this machine knows no such service."""
+    from kvservice.client.discovery import find_shards, is_listening
+    from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
+
+    records = find_shards(service, live_only=False)
+    if not records:
+        return None
+    newest = max(records, key=lambda record: (is_listening(record.socket), record.epoch))
+    shards: dict[str, str] = {}
+    silent: list[str] = []
+
+    def ask(address: str) -> list[tuple[str, str]]:
+        try:
+            with grpc.insecure_channel(address) as channel:
+                stub = lookup_pb2_grpc.LookupServiceStub(channel)
+                reply = stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=CALL_SECONDS)
+        except grpc.RpcError:
+            silent.append(address)
+            return []
+        return [(row.node.node_id, row.node.peer_address) for row in reply.nodes if row.alive]
+
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+        for found in pool.map(ask, newest.lookup_addresses):
+            shards.update(found)
+    live = [record for record in records if is_listening(record.socket)]
+    shards.update({record.node_id: f"unix:{record.socket}" for record in live})
+    return Members(shards, tuple(r.node_id for r in live), newest.lookup_addresses, tuple(silent))

@@ -1,0 +1,347 @@
+"""A shard that leaves: what it hands to whom, and when it may go. Pure; core.takeover is the receiving side.
+
+    serving -> surveying -> handing_over -> settling -> gone
+
+surveying and handing over still serve everything but writes. Settling promises nothing new: the directory has been told
+that the node leaves, and what is leased is read to its end. A drain that is undone before settling never happened.
+
+Who gets what (`plan`): the hottest blocks first. A block follows its parent as long as the parent's node is not far
+above its share, so that a prefix stays one run on one node; the first block of a chain goes to the node furthest
+from its share. Shares are by room, and grow with a shard's age: one that has just joined has the most room of all and
+would otherwise be given everything at once. Where it is the only other node, it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvservice.core.actions import Action, Farewell, Offer, Survey
+from kvservice.core.blocks import Block, BlockStore
+from kvservice.core.messages import Holder, Peer, TakeOverItem, TakeOverResult
+from kvservice.units import BlockKey, NodeId
+
+RAMP_SECONDS = 300.0  # until a shard that joined is given its whole share
+RAMP_FLOOR = 0.1  # of its share, from the first moment
+OCCUPIED_WEIGHT = 0.25  # of room that is in use: only blocks colder than the offered ones give way
+OFFER_BLOCKS_MAX = 64
+OFFER_BYTES_MAX = 64 << 20  # of one offer: it is read within seconds also over a slow link
+OFFERS_PER_PEER = 2  # one is read while the next is on its way
+OFFER_SECONDS_MAX = 10.0
+SURVEY_SECONDS = 3.0
+SETTLE_SHARE = 0.3  # of the time for a drain is kept for readers to finish
+SURVEYED_MAX = 262_144  # blocks that are looked up; a drain of more hands over the hottest of them
+
+
+class DrainPhase(Enum):
+    SERVING = "serving"
+    CLOSED = "closed"  # takes no writes, and stays
+    SURVEYING = "surveying"
+    HANDING_OVER = "handing_over"
+    SETTLING = "settling"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class DrainProgress:
+    """How far it is. Blocks are counted once: handed over, elsewhere anyway, or lost when it is gone."""
+
+    phase: DrainPhase
+    leases: int = 0
+    blocks_total: int = 0
+    blocks_handed: int = 0
+    blocks_elsewhere: int = 0
+    bytes_handed: int = 0
+    seconds: float = 0.0
+    note: str = ""
+    receivers: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def blocks_lost(self) -> int:
+        """What nobody else has, so far."""
+        return self.blocks_total - self.blocks_handed - self.blocks_elsewhere
+
+
+@dataclass(slots=True)
+class _Share:
+    peer: Peer
+    weight: float
+    left_bytes: int
+    queue: deque[Block] = field(default_factory=deque)
+    out: int = 0  # offers under way
+    full: set[int] = field(default_factory=set)  # payload sizes that it has no more room for
+    failed: bool = False
+
+
+def ramp(age_seconds: float) -> float:
+    """How much of its share a shard of this age is given, between RAMP_FLOOR and 1."""
+    return min(1.0, max(RAMP_FLOOR, age_seconds / RAMP_SECONDS))
+
+
+def weights(peers: Sequence[Peer]) -> list[float]:
+    """Shares of what is handed over, summing to 1; all 0 when nobody may be given anything."""
+    raw: list[float] = []
+    for peer in peers:
+        occupied = max(peer.capacity_bytes - peer.free_bytes, 0)
+        room = peer.free_bytes + OCCUPIED_WEIGHT * occupied
+        raw.append(0.0 if peer.draining else room * ramp(peer.age_seconds))
+    total = sum(raw)
+    return [one / total if total else 0.0 for one in raw]
+
+
+def plan(
+    blocks: Sequence[Block], parents: Mapping[BlockKey, BlockKey | None], shares: Sequence[tuple[NodeId, float, int]]
+) -> dict[NodeId, list[Block]]:
+    """Who is offered what. `blocks`: hottest first; `shares`: (node, weight, bytes it can hold at most)."""
+    left = {node: room for node, _, room in shares}
+    given: dict[NodeId, int] = {node: 0 for node, _, _ in shares}
+    weight = {node: max(part, 1e-9) for node, part, _ in shares}
+    # A chain may take its node a little over its share, or no chain would stay whole.
+    total = sum(block.payload_bytes for block in blocks)
+    cap = {node: 1.25 * weight[node] * total for node in left}
+    place: dict[BlockKey, NodeId] = {}
+    found: dict[NodeId, list[Block]] = {node: [] for node in left}
+    for block in blocks:
+        size = block.payload_bytes
+        parent = parents.get(block.key)
+        node = None if parent is None else place.get(parent)
+        if node is None or left[node] < size or given[node] + size > max(cap[node], size):
+            open_nodes = [one for one in left if left[one] >= size]
+            if not open_nodes:
+                break
+            node = min(open_nodes, key=lambda one: ((given[one] + size) / weight[one], one))
+        place[block.key] = node
+        found[node].append(block)
+        left[node] -= size
+        given[node] += size
+    return {node: mine for node, mine in found.items() if mine}
+
+
+class Leaving:
+    """One drain of this shard, from its begin to its end."""
+
+    def __init__(self, store: BlockStore, actions: list[Action], counters: Counter[str]) -> None:
+        self._store = store
+        self._actions = actions
+        self._counters = counters
+        self.phase = DrainPhase.SERVING
+        self._began = 0.0
+        self._deadline = math.inf
+        self._step_until = math.inf  # of the survey, then of the hand-over
+        self._total = 0
+        self._used_at: dict[BlockKey, float] = {}  # when it began: being read by a receiver is no use
+        self._elsewhere: set[BlockKey] = set()
+        self._handed: set[BlockKey] = set()
+        self._handed_bytes = 0
+        self._shares: dict[NodeId, _Share] = {}
+        self._offers: dict[int, tuple[NodeId, tuple[Block, ...]]] = {}
+        self._next = 1
+        self._notes: list[str] = []
+        self._received: Counter[str] = Counter()
+
+    @property
+    def is_open(self) -> bool:
+        """May still be undone."""
+        return self.phase in (DrainPhase.CLOSED, DrainPhase.SURVEYING, DrainPhase.HANDING_OVER)
+
+    @property
+    def promises_nothing(self) -> bool:
+        return self.phase in (DrainPhase.SETTLING, DrainPhase.GONE)
+
+    def close(self) -> None:
+        if self.phase is DrainPhase.SERVING:
+            self.phase = DrainPhase.CLOSED
+
+    def undo(self) -> None:
+        self.phase = DrainPhase.SERVING
+        self._offers, self._shares = {}, {}
+        self._step_until = self._deadline = math.inf
+
+    def begin(self, timeout_seconds: float, handover: bool, has_directory: bool, now: float) -> None:
+        """A second begin only brings the end nearer."""
+        if self.phase is DrainPhase.GONE:
+            return
+        if self.phase not in (DrainPhase.SERVING, DrainPhase.CLOSED):
+            self._deadline = min(self._deadline, now + timeout_seconds)
+            self._step_until = min(self._step_until, now + timeout_seconds * (1 - SETTLE_SHARE))
+            return
+        self._began, self._deadline = now, now + timeout_seconds
+        self._elsewhere, self._handed, self._handed_bytes = set(), set(), 0
+        self._notes, self._received = [], Counter()
+        self._total = len(self._store)
+        self._counters["drains_begun"] += 1
+        if not handover or not has_directory or self._total == 0:
+            if self._total and not handover:
+                self._notes.append("asked not to hand over")
+            elif self._total:
+                self._notes.append("this node is alone")
+            self._settle()
+            return
+        self.phase = DrainPhase.SURVEYING
+        self._step_until = min(now + SURVEY_SECONDS, now + timeout_seconds * (1 - SETTLE_SHARE))
+        blocks = self._store.by_heat()[:SURVEYED_MAX]
+        self._actions.append(Survey(tuple((block.key, block.route) for block in blocks)))
+
+    def surveyed(self, peers: Sequence[Peer], holders: Mapping[BlockKey, tuple[Holder, ...]], now: float) -> None:
+        """`holders`: which other nodes hold what was asked about, as far as the directory knows."""
+        if self.phase is not DrainPhase.SURVEYING:
+            return
+        self.phase = DrainPhase.HANDING_OVER
+        self._step_until = self._began + (self._deadline - self._began) * (1 - SETTLE_SHARE)
+        staying = {peer.holder.node_id: peer for peer in peers if not peer.draining}
+        if not staying:
+            self._notes.append("no other node stays")
+            self._settle()
+            return
+        for peer, weight in zip(staying.values(), weights(list(staying.values())), strict=True):
+            self._shares[peer.holder.node_id] = _Share(peer, weight, peer.capacity_bytes)
+        unheld: list[Block] = []
+        blocks = self._store.by_heat()[:SURVEYED_MAX]
+        self._used_at = {block.key: now - self._store.idle_seconds(block) for block in blocks}
+        for block in blocks:
+            keeper = next((one for one in holders.get(block.key, ()) if one.node_id in staying), None)
+            if keeper is None:
+                unheld.append(block)
+            else:  # offered there all the same: a copy becomes the original, and nothing is read
+                self._elsewhere.add(block.key)
+                self._shares[keeper.node_id].queue.append(block)
+        self._distribute(unheld)
+        self._offer_more(now)
+
+    def offered(self, number: int, result: TakeOverResult | None, now: float) -> None:
+        """A peer's answer; None when it failed or refused."""
+        node, blocks = self._offers.pop(number, (NodeId(""), ()))
+        share = self._shares.get(node)
+        if share is None or self.phase is not DrainPhase.HANDING_OVER:
+            return
+        share.out -= 1
+        kept = () if result is None else result.kept
+        for block, held in zip(blocks, kept, strict=False):
+            if not held:
+                self._elsewhere.discard(block.key)  # the directory was behind
+            elif block.key not in self._elsewhere and block.key not in self._handed:
+                self._handed.add(block.key)
+                self._handed_bytes += block.payload_bytes
+                self._received[node] += 1
+        if result is None or result.full:
+            rest = [block for place, block in enumerate(blocks) if not (place < len(kept) and kept[place])]
+            self._ask_others(share, rest, failed=result is None)
+        self._offer_more(now)
+
+    def tick(self, lease_count: int, now: float) -> None:
+        if now >= self._step_until and self.phase in (DrainPhase.SURVEYING, DrainPhase.HANDING_OVER):
+            what = "the directory did not answer" if self.phase is DrainPhase.SURVEYING else "out of time"
+            self._notes.append(what)
+            self._settle()
+        self.look(lease_count, now)
+
+    def look(self, lease_count: int, now: float) -> None:
+        """Readers may have finished."""
+        if self.phase is DrainPhase.SETTLING and (lease_count == 0 or now >= self._deadline):
+            if lease_count:
+                self._notes.append(f"{lease_count} leases were still out")
+            self.phase = DrainPhase.GONE
+            self._step_until = self._deadline = math.inf
+            self._counters["drains_done"] += 1
+
+    def next_deadline(self) -> float | None:
+        until = min(self._step_until, self._deadline)
+        return None if until == math.inf else until
+
+    def progress(self, lease_count: int, now: float) -> DrainProgress:
+        if self.phase in (DrainPhase.SERVING, DrainPhase.CLOSED):
+            return DrainProgress(self.phase, lease_count)
+        return DrainProgress(
+            self.phase, lease_count, self._total, len(self._handed), len(self._elsewhere), self._handed_bytes,
+            now - self._began, "; ".join(self._notes), tuple(sorted(self._received.items())),
+        )  # fmt: skip
+
+    # -- inside ----
+
+    def _distribute(self, blocks: list[Block]) -> None:
+        """Queue blocks for those peers that may still have room for them, each size for itself."""
+        parents = {block.key: self._store.parent_of(block) for block in blocks if block.key in self._store}
+        for size in sorted({block.payload_bytes for block in blocks}):
+            part = [block for block in blocks if block.payload_bytes == size and block.key in parents]
+            shares = [
+                (node, share.weight, share.left_bytes)
+                for node, share in self._shares.items()
+                if not share.failed and size not in share.full
+            ]
+            for node, mine in plan(part, parents, shares).items():
+                self._shares[node].queue += mine
+                self._shares[node].left_bytes -= len(mine) * size
+
+    def _ask_others(self, share: _Share, rest: list[Block], *, failed: bool) -> None:
+        """What this peer did not take, and would not, is offered to the others."""
+        node, size = share.peer.holder.node_id, rest[0].payload_bytes if rest else 0
+        if failed:
+            note = f"node {node} did not answer"
+            rest, share.failed, left = rest + list(share.queue), True, []
+        else:
+            note = f"node {node} has no room for more"
+            rest = rest + [block for block in share.queue if block.payload_bytes == size]
+            left = [block for block in share.queue if block.payload_bytes != size]
+            share.full.add(size)
+        share.queue = deque(left)
+        if note not in self._notes:
+            self._notes.append(note)
+        self._distribute([block for block in rest if block.key not in self._elsewhere])
+
+    def _offer_more(self, now: float) -> None:
+        left = self._step_until - now
+        for node, share in self._shares.items():
+            while share.queue and share.out < OFFERS_PER_PEER and left > 0:
+                batch = self._next_batch(share)
+                if not batch:
+                    continue
+                items = tuple(
+                    TakeOverItem(
+                        block.key, self._store.parent_of(block), block.position, block.route,
+                        max(now - self._used_at.get(block.key, now), 0.0),
+                    )
+                    for block in batch
+                )  # fmt: skip
+                number = self._next
+                self._next += 1
+                self._offers[number] = (node, batch)
+                share.out += 1
+                wait = min(left, OFFER_SECONDS_MAX)
+                self._actions.append(Offer(number, share.peer.holder, batch[0].payload_bytes, items, wait))
+        if not self._offers and not any(share.queue for share in self._shares.values()):
+            self._settle()
+
+    def _next_batch(self, share: _Share) -> tuple[Block, ...]:
+        """Blocks of one size that are still here, from the front of its queue."""
+        batch: list[Block] = []
+        size = 0
+        while share.queue and len(batch) < OFFER_BLOCKS_MAX:
+            block = share.queue[0]
+            if self._store.get(block.key) is None:
+                share.queue.popleft()
+                continue
+            if batch and (
+                block.payload_bytes != batch[0].payload_bytes or size + block.payload_bytes > OFFER_BYTES_MAX
+            ):
+                break
+            batch.append(share.queue.popleft())
+            size += block.payload_bytes
+        return tuple(batch)
+
+    def _settle(self) -> None:
+        self.phase = DrainPhase.SETTLING
+        self._step_until = math.inf
+        self._offers, self._shares = {}, {}
+        lost = self._total - len(self._handed) - len(self._elsewhere)
+        self._counters["drain_blocks_handed"] += len(self._handed)
+        self._counters["drain_blocks_lost"] += max(lost, 0)
+        self._actions.append(Farewell())
+
+    def check_invariants(self) -> None:
+        out = Counter(node for node, _ in self._offers.values())
+        for node, share in self._shares.items():
+            assert share.out == out[node], "offers under way are miscounted"
+        assert not self._offers or self.phase is DrainPhase.HANDING_OVER

@@ -1,0 +1,98 @@
+"""Blocks that are gone: which, since when, why, and for whom. A ring of fixed size that forgets the oldest.
+
+Costs 29 bytes an entry. Adding is cheap, because it happens at every eviction; finding walks the ring, because it
+happens when a person asks. Pure, with one caller.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from kvservice.core.keys import KEY_BYTES
+from kvservice.units import BlockKey
+
+GHOSTS_MAX = 65_536  # 1.9 MB; what a shard of 64 GiB with blocks of 2 MiB evicts before everything in it is new twice
+KEEP_SECONDS = 3600.0
+CULPRITS_MAX = 4096  # distinct names of those who needed the room
+
+
+class Cause(Enum):
+    """Why a block is not held any more."""
+
+    PRESSURE = "pressure"  # evicted for another block of its size
+    SLAB_MOVED = "slab_moved"  # evicted with its slab, for blocks of another size
+    DRAIN = "drain"  # its node left; nobody took the block over
+    OWNER_DIED = "owner_died"  # its node fell silent
+    RESTARTED = "restarted"  # its node came back without it
+    CORRUPT = "corrupt"  # its bytes were wrong
+
+
+_CAUSES = tuple(Cause)
+
+
+@dataclass(frozen=True, slots=True)
+class Ghost:
+    """The last thing known of a block. `at` is on the clock of the caller."""
+
+    cause: Cause
+    at: float
+    by: str  # who needed the room, or whose block it was; "" when nobody in particular
+
+
+class GhostTable:
+    def __init__(self, capacity: int = GHOSTS_MAX, keep_seconds: float = KEEP_SECONDS) -> None:
+        assert capacity > 0
+        self._capacity = capacity
+        self._keep_seconds = keep_seconds
+        self._keys = bytearray()
+        self._at = array("d")
+        self._cause = array("B")
+        self._by = array("I")
+        self._next = 0
+        self._names: list[str] = [""]
+        self._number_of: dict[str, int] = {"": 0}
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def add(self, key: BlockKey, cause: Cause, by: str, now: float) -> None:
+        place = self._next
+        code, culprit = _CAUSES.index(cause), self._number(by)
+        if place == len(self._at):
+            self._keys += key
+            self._at.append(now)
+            self._cause.append(code)
+            self._by.append(culprit)
+        else:
+            self._keys[place * KEY_BYTES : (place + 1) * KEY_BYTES] = key
+            self._at[place], self._cause[place], self._by[place] = now, code, culprit
+        self._next = (place + 1) % self._capacity
+
+    def find(self, keys: Iterable[BlockKey], now: float) -> dict[BlockKey, Ghost]:
+        """The latest of each of these keys, as far as it is remembered. O(capacity)."""
+        wanted = set(keys)
+        found: dict[BlockKey, int] = {}
+        packed, count = bytes(self._keys), len(self._at)
+        first = self._next if count == self._capacity else 0  # the oldest
+        for step in range(count if wanted else 0):
+            place = (first + step) % count
+            key = packed[place * KEY_BYTES : (place + 1) * KEY_BYTES]
+            if key in wanted:
+                found[BlockKey(key)] = place
+        return {
+            key: Ghost(_CAUSES[self._cause[place]], self._at[place], self._names[self._by[place]])
+            for key, place in found.items()
+            if now - self._at[place] <= self._keep_seconds
+        }
+
+    def _number(self, by: str) -> int:
+        number = self._number_of.get(by)
+        if number is None:
+            if len(self._names) >= CULPRITS_MAX:
+                return 0
+            number = self._number_of[by] = len(self._names)
+            self._names.append(by)
+        return number

@@ -1,0 +1,136 @@
+"""What other shards ask of this one: leases on blocks to read, blocks as they are sealed, and to take blocks over.
+
+Part of core.shard, which routes the events here; each ends in one Reply, or raises what the caller is refused with.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from kvservice.core import events as ev
+from kvservice.core.actions import Action, Reply
+from kvservice.core.blocks import BlockStore
+from kvservice.core.drain import DrainPhase, Leaving
+from kvservice.core.geometry import Geometry
+from kvservice.core.handoff import Handoffs, check_handoff_id
+from kvservice.core.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX
+from kvservice.core.leases import Lease, LeaseTable
+from kvservice.core.messages import LocateResult
+from kvservice.core.takeover import ITEMS_MAX, TakeOvers
+from kvservice.errors import InvalidRequest, StaleEpoch, Unavailable, UnsupportedLayout
+from kvservice.units import BlockKey, BootEpoch, LeaseId, NodeId
+
+TIMEOUT_SECONDS_MAX = 600.0
+
+
+def check_keys(keys: tuple[BlockKey, ...]) -> None:
+    for key in keys:
+        if len(key) != KEY_BYTES:
+            raise InvalidRequest(f"a block key is {KEY_BYTES} bytes, not {len(key)}", length=len(key))
+
+
+class PeerCalls:
+    def __init__(
+        self,
+        node_id: NodeId,
+        epoch: BootEpoch,
+        geometry: Geometry,
+        store: BlockStore,
+        leases: LeaseTable,
+        handoffs: Handoffs,
+        takeovers: TakeOvers,
+        leaving: Leaving,
+        actions: list[Action],
+        counters: Counter[str],
+        lease_seconds: float,
+    ) -> None:
+        self._node_id = node_id
+        self._epoch = epoch
+        self._geometry = geometry
+        self._store = store
+        self._leases = leases
+        self._handoffs = handoffs
+        self._takeovers = takeovers
+        self._leaving = leaving
+        self._actions = actions
+        self._counters = counters
+        self._lease_seconds = lease_seconds
+
+    def handlers(self) -> dict[type, Callable[..., None]]:
+        return {
+            ev.PeerFollow: self._follow,
+            ev.PeerLocate: self._locate,
+            ev.PeerRelease: self._release,
+            ev.PeerValidate: self._validate,
+            ev.PeerTakeOver: self._take_over,
+        }
+
+    def _follow(self, event: ev.PeerFollow, now: float) -> None:
+        self._check_epoch(event.epoch)
+        check_handoff_id(event.handoff)
+        check_keys(event.keys)
+        if not 0 < len(event.keys) <= KEYS_PER_REQUEST_MAX or len(set(event.keys)) != len(event.keys):
+            raise InvalidRequest(f"{len(event.keys)} keys: 1 to {KEYS_PER_REQUEST_MAX}, each once")
+        if not 0 <= event.wait_seconds <= TIMEOUT_SECONDS_MAX:
+            raise InvalidRequest(f"wait {event.wait_seconds} s is not within 0 to {TIMEOUT_SECONDS_MAX} s")
+        if self._leaving.promises_nothing:
+            raise Unavailable(f"shard {self._node_id} is leaving")
+        self._handoffs.follow(event.op, event.reader, event.handoff, event.keys, event.wait_seconds, now)
+
+    def _check_epoch(self, epoch: BootEpoch) -> None:
+        if epoch != self._epoch:
+            raise StaleEpoch(
+                f"shard {self._node_id} is in epoch {self._epoch}, not {epoch}", epoch=self._epoch, asked_epoch=epoch
+            )
+
+    def _locate(self, event: ev.PeerLocate, now: float) -> None:
+        self._check_epoch(event.epoch)
+        going = self._leaving.promises_nothing
+        blocks = [None if going else self._store.get(key) for key in event.keys]
+        held = [block for block in blocks if block is not None]
+        self._store.touch(event.keys)
+        lease_id = LeaseId(0)
+        if held:
+            for block in held:
+                self._store.pin(block)
+            slots = tuple(block.slot for block in held)
+            lease_id = self._leases.grant(("peer", event.reader), slots, now, self._lease_seconds).lease_id
+        self._counters["peer_located_blocks"] += len(held)
+        self._counters["peer_absent_blocks"] += len(blocks) - len(held)
+        handles = tuple(None if block is None else self._store.handle(block) for block in blocks)
+        self._actions.append(Reply(event.op, LocateResult(self._epoch, lease_id, self._lease_seconds, handles)))
+
+    def _release(self, event: ev.PeerRelease, now: float) -> None:
+        self._check_epoch(event.epoch)
+        lease = self._leases.release(event.lease_id, ("peer", event.reader))
+        if lease is not None:
+            self._unpin(lease)
+        self._actions.append(Reply(event.op, None))
+
+    def _validate(self, event: ev.PeerValidate, now: float) -> None:
+        self._check_epoch(event.epoch)
+        if len(event.keys) != len(event.refs):
+            raise InvalidRequest(f"{len(event.keys)} keys with {len(event.refs)} slots: one slot for each key")
+        answers: list[bool] = []
+        for key, ref in zip(event.keys, event.refs, strict=True):
+            block = self._store.get(key)
+            answers.append(block is not None and self._store.ref(block) == ref)
+        self._actions.append(Reply(event.op, answers))
+
+    def _take_over(self, event: ev.PeerTakeOver, now: float) -> None:
+        self._check_epoch(event.epoch)
+        check_keys(tuple(item.key for item in event.items))
+        if self._leaving.phase is not DrainPhase.SERVING:
+            raise Unavailable(f"shard {self._node_id} is draining itself")
+        if not 0 < len(event.items) <= ITEMS_MAX or len({item.key for item in event.items}) != len(event.items):
+            raise InvalidRequest(f"{len(event.items)} blocks: 1 to {ITEMS_MAX}, each once")
+        if event.payload_bytes <= 0 or self._geometry.slots_per_slab(event.payload_bytes) == 0:
+            raise UnsupportedLayout(f"blocks of {event.payload_bytes} bytes do not fit a slab here")
+        if not 0 <= event.wait_seconds <= TIMEOUT_SECONDS_MAX or event.leaver.node_id == self._node_id:
+            raise InvalidRequest(f"wait {event.wait_seconds} s, or an offer to oneself")
+        self._takeovers.start(event.op, event.leaver, event.payload_bytes, event.items, event.wait_seconds, now)
+
+    def _unpin(self, lease: Lease) -> None:
+        for slot in lease.slots:
+            self._store.unpin(slot)

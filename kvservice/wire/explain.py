@@ -1,0 +1,113 @@
+"""Records of requests, and fates of blocks <-> protobuf messages. Times travel as ages, because clocks differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvservice.core.explain import REQUEST_ID_CHARS_MAX, Explanation, KeyFate, RequestRecord
+from kvservice.core.fingerprint import Fingerprint
+from kvservice.core.messages import RequestReport
+from kvservice.wire.v1 import common_pb2, shard_pb2
+
+U32_MAX = (1 << 32) - 1
+REPORTS_MAX = 4096
+
+
+def encode_report(report: RequestReport) -> shard_pb2.RequestReport:
+    return shard_pb2.RequestReport(
+        request_id=report.request_id[:REQUEST_ID_CHARS_MAX],
+        prompt_blocks=report.prompt_blocks,
+        engine_blocks=report.engine_blocks,
+        loaded_blocks=report.loaded_blocks,
+        computed_blocks=report.computed_blocks,
+        load_failed=report.load_failed,
+        gave_up=report.gave_up,
+        asked=report.asked,
+        salted=report.salted,
+    )
+
+
+def decode_report(message: shard_pb2.RequestReport) -> RequestReport:
+    return RequestReport(
+        message.request_id[:REQUEST_ID_CHARS_MAX],
+        message.prompt_blocks,
+        message.engine_blocks,
+        message.loaded_blocks,
+        message.computed_blocks,
+        message.load_failed,
+        message.gave_up,
+        message.asked,
+        message.salted,
+    )
+
+
+def decode_reports(messages: Sequence[shard_pb2.RequestReport]) -> tuple[RequestReport, ...]:
+    """What is too much is left out: reports are for people, and nothing may fail for them."""
+    return tuple(decode_report(message) for message in messages[:REPORTS_MAX])
+
+
+def encode_explanation(
+    found: Explanation,
+    models: Iterable[tuple[str, str, Fingerprint, int]],
+    node_id: str,
+    keep_seconds: float,
+    now: float,
+) -> shard_pb2.ExplainReply:
+    """`models`: (namespace, model, fingerprint, engines) of the attached engines."""
+    return shard_pb2.ExplainReply(
+        records=[_encode_record(record, now) for record in found.records],
+        matching=found.matching,
+        remembered=found.remembered,
+        keep_seconds=keep_seconds,
+        refused=[
+            shard_pb2.RefusedAttach(
+                age_seconds=now - refused.at, model=refused.model, namespace=refused.namespace, message=refused.message
+            )
+            for refused in found.refused
+        ],
+        models=[
+            shard_pb2.AttachedModel(
+                model=model,
+                namespace=namespace,
+                fingerprint=common_pb2.Fingerprint(
+                    fields=[common_pb2.FingerprintField(name=name, value=value) for name, value in fingerprint.fields]
+                ),
+                engines=engines,
+            )
+            for namespace, model, fingerprint, engines in models
+        ],
+        node_id=node_id,
+    )
+
+
+def _encode_record(record: RequestRecord, now: float) -> shard_pb2.RequestRecord:
+    answered = record.answered_at
+    return shard_pb2.RequestRecord(
+        request_id=record.request_id,
+        model=record.spec.model,
+        namespace=record.spec.namespace,
+        fingerprint=record.spec.fingerprint.digest.hex(),
+        age_seconds=now - record.asked_at,
+        took_seconds=0.0 if answered is None else answered - record.asked_at,
+        answered=answered is not None,
+        keys=record.keys,
+        skip=record.skip,
+        promised=record.promised,
+        runs=[shard_pb2.Run(start=run.start, count=run.count, source=run.source) for run in record.runs],
+        miss=record.miss.value,
+        miss_at=record.miss_at,
+        miss_node=record.miss_node,
+        sought=record.sought,
+        report=None if record.report is None else encode_report(record.report),
+    )
+
+
+def encode_fates(fates: Iterable[KeyFate], now: float) -> shard_pb2.RecallReply:
+    return shard_pb2.RecallReply(
+        fates=[
+            shard_pb2.KeyFate(
+                index=fate.index, state=fate.state, age_seconds=now - fate.at, cause=fate.cause, by=fate.by
+            )
+            for fate in fates
+        ]
+    )

@@ -1,0 +1,89 @@
+"""What shards say to each other and to operators when one leaves <-> protobuf messages. Decoding validates.
+
+Every `decode_*` raises InvalidRequest for values that no honest peer sends; nothing else is raised for any message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from kvservice.core.blocks import NO_KEY
+from kvservice.core.drain import DrainPhase, DrainProgress
+from kvservice.core.keys import pack_keys, unpack_keys
+from kvservice.core.messages import Holder, TakeOverItem, TakeOverResult
+from kvservice.errors import InvalidRequest
+from kvservice.units import BootEpoch, SpanRoute
+from kvservice.wire.codec import encode_holder
+from kvservice.wire.v1 import shard_pb2
+
+
+def encode_take_over(
+    leaver: Holder, epoch: BootEpoch, payload_bytes: int, items: Sequence[TakeOverItem], wait_seconds: float
+) -> shard_pb2.TakeOverRequest:
+    return shard_pb2.TakeOverRequest(
+        leaver=encode_holder(leaver),
+        epoch=epoch,
+        payload_bytes=payload_bytes,
+        keys=pack_keys(item.key for item in items),
+        parents=pack_keys(item.parent or NO_KEY for item in items),
+        positions=[item.position for item in items],
+        routes=[item.route for item in items],
+        idle_seconds=[item.idle_seconds for item in items],
+        wait_seconds=wait_seconds,
+    )
+
+
+def decode_items(message: shard_pb2.TakeOverRequest) -> tuple[TakeOverItem, ...]:
+    keys, parents = unpack_keys(message.keys), unpack_keys(message.parents)
+    count = len(keys)
+    if not count == len(parents) == len(message.positions) == len(message.routes) == len(message.idle_seconds):
+        raise InvalidRequest(f"{count} blocks are offered with lists of other lengths")
+    if not all(0 <= idle < math.inf for idle in message.idle_seconds):
+        raise InvalidRequest("a block's idle time is a number of seconds, not negative")
+    return tuple(
+        TakeOverItem(key, None if parent == NO_KEY else parent, position, SpanRoute(route), idle)
+        for key, parent, position, route, idle in zip(
+            keys, parents, message.positions, message.routes, message.idle_seconds, strict=True
+        )
+    )
+
+
+def decode_taken(message: shard_pb2.TakeOverReply, count: int) -> TakeOverResult:
+    if len(message.kept) != count:
+        raise InvalidRequest(f"a peer answered {len(message.kept)} times for {count} offered blocks")
+    return TakeOverResult(tuple(message.kept), message.full)
+
+
+def encode_progress(progress: DrainProgress) -> shard_pb2.DrainReply:
+    return shard_pb2.DrainReply(
+        leases=progress.leases,
+        phase=progress.phase.value,
+        blocks_total=progress.blocks_total,
+        blocks_handed=progress.blocks_handed,
+        blocks_elsewhere=progress.blocks_elsewhere,
+        blocks_lost=max(progress.blocks_lost, 0),
+        bytes_handed=progress.bytes_handed,
+        seconds=progress.seconds,
+        note=progress.note,
+        receivers=[f"{node} {count}" for node, count in progress.receivers],
+    )
+
+
+def decode_progress(message: shard_pb2.DrainReply) -> DrainProgress:
+    try:
+        phase = DrainPhase(message.phase)
+    except ValueError as error:
+        raise InvalidRequest(f"a shard answered drain phase {message.phase[:64]!r}") from error
+    receivers = [line.rpartition(" ") for line in message.receivers]
+    return DrainProgress(
+        phase,
+        message.leases,
+        message.blocks_total,
+        message.blocks_handed,
+        message.blocks_elsewhere,
+        message.bytes_handed,
+        message.seconds,
+        message.note,
+        tuple((node, int(count)) for node, _, count in receivers if count.isdigit()),
+    )

@@ -1,0 +1,202 @@
+"""`kvservice explain` against real shards: the reason for each way a block can be missed, and the sources of hits.
+
+One cluster for the file; every request has an id of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvservice.cli import drain, explain
+from kvservice.client.shard import ShardClient
+from kvservice.core.messages import AcquireRequest, RequestReport
+from kvservice.errors import KVServiceError, Unavailable
+from kvservice.testing.cluster import LocalCluster
+from kvservice.units import MiB
+from tests.integration.engine import Engine, chain, spec
+
+POOL_BYTES = 8 * MiB
+ALL = 160  # more blocks than fit
+seeds = iter(range(50_000, 51_000))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(nodes=3, transport="shm", lease_seconds=2.0, pool_bytes=POOL_BYTES) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def runtime(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(cluster.root))
+    yield
+    for node in cluster.nodes:
+        if not cluster._records(node):
+            cluster.start_shard(node)
+
+
+class At:
+    """An engine of a node, for the length of a block."""
+
+    def __init__(self, cluster: LocalCluster, node: str, **fields: object) -> None:
+        self._socket, self._spec = cluster.socket(node), spec(**fields) if fields else None
+
+    async def __aenter__(self) -> Engine:
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                self._engine = await Engine.attach(ShardClient(self._socket), self._spec)
+                return self._engine
+            except Unavailable:  # gRPC remembers for a second that nobody listened at an address
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.2)
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._engine.pool.close()
+        self._engine.let_go()
+
+
+def explained(cluster: LocalCluster, request_id: str) -> dict[str, Any]:
+    state = explain.explain(cluster.service, request_id)
+    (request,) = state["requests"]
+    found: dict[str, Any] = request
+    return found
+
+
+def reasons(request: dict[str, Any]) -> list[tuple[str, int, str | None, str]]:
+    return [(one["outcome"], one["count"], one["why"], one["node"]) for one in request["verdicts"]]
+
+
+async def test_every_block_of_a_request_is_accounted_for(cluster: LocalCluster) -> None:
+    keys = chain(next(seeds), 20)
+    async with At(cluster, "n0") as writer, At(cluster, "n1") as reader:
+        await writer.store(keys[:12])
+        await reader.store(keys[:5])
+        cluster.wait_until_known(keys[:12])
+        await reader.read_all(keys, request_id="cmpl-all-0-1234")
+        report = RequestReport("cmpl-all-0-1234", 20, 2, 10, 8)
+        await reader.pool.renew(reader.attachment.attachment_id, [], [report])
+    request = explained(cluster, "cmpl-all")
+    assert reasons(request) == [
+        ("engine", 2, None, ""), ("local", 3, None, ""), ("fetched", 7, None, "n0"), ("missed", 8, "never_stored", ""),
+    ]  # fmt: skip
+    assert request["blocks"] == {"engine": 2, "local": 3, "fetched": 7, "missed": 8}
+    assert (request["node"], request["finished"]) == ("n1", True)
+
+
+async def test_an_eviction_is_told_with_the_node_and_who_needed_the_room(cluster: LocalCluster) -> None:
+    keys, others = chain(next(seeds), 6), chain(next(seeds), ALL)
+    async with At(cluster, "n0") as writer, At(cluster, "n1") as reader:
+        await writer.store(keys)
+        await writer.store(others)
+        await asyncio.sleep(0.1)
+        await reader.read_all(keys, request_id="evicted")
+        name = f"stores of test-model by engine {(await _engine_id(writer)).hex()[:8]}"
+    (verdict,) = explained(cluster, "evicted")["verdicts"]
+    assert (verdict["why"], verdict["node"], verdict["count"]) == ("evicted", "n0", 6)
+    assert name in verdict["text"]
+
+
+async def _engine_id(engine: Engine) -> bytes:
+    return bytes.fromhex(engine.attachment.liveness_path.rsplit("/", 1)[1].removesuffix(".lock"))
+
+
+async def test_a_block_that_is_sealed_after_it_was_asked_for_was_not_sealed_yet(cluster: LocalCluster) -> None:
+    keys = chain(next(seeds), 3)
+    async with At(cluster, "n0") as writer, At(cluster, "n1") as reader:
+        await reader.read_all(keys, request_id="early")
+        await asyncio.sleep(0.1)
+        await writer.store(keys)
+    assert reasons(explained(cluster, "early")) == [("missed", 3, "not_sealed_yet", "n0")]
+
+
+async def test_an_owner_that_died_and_one_that_left_are_told_apart(cluster: LocalCluster) -> None:
+    died, left = chain(next(seeds), 4), chain(next(seeds), 4)
+    async with At(cluster, "n2") as writer:
+        await writer.store(left)
+        cluster.wait_until_known(left)
+    assert await asyncio.to_thread(drain.run, cluster.service, "n2", False, 5.0, False, False, False)
+    cluster.exit_code("n2")
+    cluster.start_shard("n2")
+    async with At(cluster, "n2") as writer:
+        await writer.store(died)
+        cluster.wait_until_known(died)
+    cluster.kill("n2", signal.SIGKILL)
+    async with At(cluster, "n1") as reader:
+        await reader.read_all(died, request_id="died", timeout=3.0)
+        await reader.read_all(left, request_id="left")
+    assert reasons(explained(cluster, "died")) == [("missed", 4, "owner_gone", "n2")]
+    request = explained(cluster, "left")
+    assert reasons(request) == [("missed", 4, "owner_gone", "n2")]
+    assert "left the service" in request["verdicts"][0]["text"]
+
+
+async def test_a_deadline_is_told(cluster: LocalCluster) -> None:
+    keys = chain(next(seeds), 4)
+    async with At(cluster, "n0") as writer:
+        await writer.store(keys)
+        cluster.wait_until_known(keys)
+    await asyncio.sleep(0.1)
+    cluster.kill("n0", signal.SIGSTOP)
+    try:
+        async with At(cluster, "n1") as reader:
+            await reader.read_all(keys, request_id="late", timeout=0.3)
+    finally:
+        cluster.kill("n0", signal.SIGCONT)
+    assert reasons(explained(cluster, "late")) == [("missed", 4, "deadline", "")]
+
+
+async def test_another_fingerprint_is_named_with_the_field_that_differs(cluster: LocalCluster) -> None:
+    keys = chain(next(seeds), 2)
+    async with At(cluster, "n0", dtype="fp8"), At(cluster, "n1") as reader:
+        await reader.read_all(keys, request_id="mismatch")
+        (verdict,) = explained(cluster, "mismatch")["verdicts"]
+        with pytest.raises(KVServiceError):
+            await Engine.attach(ShardClient(cluster.socket("n1")), spec(dtype="int4"))
+    assert verdict["why"] == "other_fingerprint"
+    assert "n0" in verdict["text"] and "dtype" in verdict["text"]
+    refused = explain.explain(cluster.service, "nobody")["refused_engines"]
+    assert any(row["node"] == "n1" and "dtype" in row["message"] for row in refused)
+
+
+async def test_a_tenants_own_blocks_are_said_to_be_its_own(cluster: LocalCluster) -> None:
+    keys = chain(next(seeds), 2)
+    async with At(cluster, "n1") as reader:
+        await reader.read_all(keys, request_id="salted")
+        report = RequestReport("salted", 2, 0, 0, 2, salted=True)
+        await reader.pool.renew(reader.attachment.attachment_id, [], [report])
+    assert reasons(explained(cluster, "salted")) == [("missed", 2, "other_tenant", "")]
+
+
+async def test_an_unknown_request_and_an_unclear_one_say_what_to_do(
+    cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with At(cluster, "n0") as first, At(cluster, "n1") as second:
+        for number, engine in enumerate((first, second)):
+            request = AcquireRequest(chain(1, 1), 0, 1.0, request_id=f"chatcmpl-9-{number}")
+            await engine.pool.acquire(engine.attachment.attachment_id, request)
+    assert not explain.run(cluster.service, "chatcmpl-9", as_json=False)
+    assert "chatcmpl-9-0" in capsys.readouterr().out
+    assert not explain.run(cluster.service, "nobody", as_json=False)
+    assert "15 minutes" in capsys.readouterr().out
+    assert explain.run(cluster.service, "chatcmpl-9-1", as_json=True)
+    state = json.loads(capsys.readouterr().out)
+    assert (state["request_id"], state["requests"][0]["node"]) == ("chatcmpl-9-1", "n1")
+
+
+async def test_asking_why_does_not_hold_up_a_shard(cluster: LocalCluster) -> None:
+    keys = chain(next(seeds), ALL)
+    async with At(cluster, "n0") as engine:
+        for _ in range(3):
+            await engine.store(chain(next(seeds), ALL))
+        await engine.acquire(keys, request_id="slow")
+        started = time.monotonic()
+        await asyncio.to_thread(explain.explain, cluster.service, "slow")
+        assert time.monotonic() - started < 2.0
+    assert sum(one["count"] for one in explained(cluster, "slow")["verdicts"]) == ALL

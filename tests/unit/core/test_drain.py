@@ -1,0 +1,426 @@
+"""A shard that leaves: what it offers to whom, what ends its wait, and what it promises meanwhile."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from kvservice.core import events as ev
+from kvservice.core.blocks import Block
+from kvservice.core.drain import RAMP_FLOOR, RAMP_SECONDS, DrainPhase, plan, ramp, weights
+from kvservice.core.messages import Holder, MissReason, Peer, TakeOverItem, TakeOverResult
+from kvservice.errors import InvalidRequest, Unavailable
+from kvservice.testing.builders import LARGE, SMALL, CoreHarness, make_chain, make_holder, make_located, make_spec
+from kvservice.units import AttachmentId, BlockKey, MiB, NodeId, SlotIndex, SpanRoute
+
+CHAIN = make_chain(4)
+OTHER = make_chain(3, "other")
+PEER, SECOND = make_holder("peer"), make_holder("second")
+
+
+def peer(holder: Holder = PEER, *, free: int = 64 * MiB, age: float = math.inf, draining: bool = False) -> Peer:
+    return Peer(holder, free, 64 * MiB, age, draining)
+
+
+class Leaver(CoreHarness):
+    def begin(self, timeout: float = 30.0, *, handover: bool = True) -> None:
+        self.send(ev.Drain(timeout_seconds=timeout, handover=handover))
+
+    def survey(self, *peers: Peer, holders: dict[BlockKey, tuple[Holder, ...]] | None = None) -> None:
+        self.send(ev.Surveyed(peers, holders or {}))
+
+    def answer(self, place: int = -1, *, kept: bool = True, full: bool = False) -> None:
+        offer = self.offers[place]
+        self.send(ev.Offered(offer.offer, TakeOverResult((kept,) * len(offer.items), full)))
+
+    @property
+    def phase(self) -> DrainPhase:
+        return self.state.drain_phase
+
+    def offered(self) -> list[BlockKey]:
+        return [item.key for offer in self.offers for item in offer.items]
+
+
+@pytest.fixture
+def shard() -> Leaver:
+    return Leaver(slab_count=4)
+
+
+@pytest.fixture
+def engine(shard: Leaver) -> AttachmentId:
+    return shard.attach()
+
+
+def test_everything_is_offered_the_last_used_first_and_prefixes_before_their_ends(
+    shard: Leaver, engine: AttachmentId
+) -> None:
+    shard.store(engine, CHAIN)
+    shard.store(engine, OTHER)
+    shard.release(engine, shard.hit(engine, CHAIN[:2]).lease_id)
+    shard.begin()
+    shard.survey(peer())
+    assert shard.offered() == [*CHAIN[:2], *OTHER, *CHAIN[2:]]
+    assert [item.parent for item in shard.offers[0].items[:2]] == [None, CHAIN[0]]
+    shard.answer()
+    assert shard.phase is DrainPhase.GONE
+    progress = shard.state.progress(shard.now)
+    assert (progress.blocks_handed, progress.blocks_lost, progress.bytes_handed) == (7, 0, 7 * SMALL)
+    assert shard.farewells == 1
+
+
+def test_what_another_node_holds_is_offered_to_that_node_only(shard: Leaver, engine: AttachmentId) -> None:
+    shard.store(engine, CHAIN)
+    shard.begin()
+    shard.survey(peer(), peer(SECOND, free=0), holders={CHAIN[0]: (SECOND,)})
+    assert {offer.peer: [item.key for item in offer.items] for offer in shard.offers}[SECOND][0] == CHAIN[0]
+    while shard.phase is DrainPhase.HANDING_OVER:
+        for place in range(len(shard.offers)):
+            shard.answer(place)
+    progress = shard.state.progress(shard.now)
+    assert (progress.blocks_handed, progress.blocks_elsewhere) == (3, 1)
+
+
+def test_nothing_is_stored_or_attached_while_it_leaves_but_everything_is_read(
+    shard: Leaver, engine: AttachmentId
+) -> None:
+    shard.store(engine, CHAIN)
+    shard.begin()
+    shard.survey(peer())
+    assert shard.reserve(engine) == []
+    with pytest.raises(Unavailable):
+        shard.attach(make_spec("second"))
+    assert len(shard.hit(engine, CHAIN).blocks) == 4
+    op = shard.next_op()
+    shard.send(ev.PeerLocate(op, NodeId("reader"), shard.state.epoch, CHAIN))
+    located = shard.reply(op)
+    assert [handle is not None for handle in located.handles] == [True] * 4  # type: ignore[attr-defined]
+
+
+def test_after_its_farewell_it_promises_nothing_and_waits_for_its_readers(shard: Leaver, engine: AttachmentId) -> None:
+    shard.store(engine, CHAIN)
+    held = shard.hit(engine, CHAIN)
+    shard.begin(handover=False)
+    assert shard.phase is DrainPhase.SETTLING
+    result = shard.result(shard.acquire(engine, CHAIN))
+    assert (result.blocks, result.miss) == ((), MissReason.DRAINING)
+    op = shard.next_op()
+    shard.send(ev.PeerLocate(op, NodeId("reader"), shard.state.epoch, CHAIN))
+    assert shard.reply(op).lease_id == 0  # type: ignore[attr-defined]
+    shard.release(engine, held.lease_id)
+    assert shard.phase is DrainPhase.GONE
+
+
+def test_a_lease_does_not_hold_it_longer_than_its_time(shard: Leaver, engine: AttachmentId) -> None:
+    shard.store(engine, CHAIN)
+    held = shard.hit(engine, CHAIN)
+    shard.begin(timeout=5.0, handover=False)
+    for _ in range(4):
+        op = shard.next_op()
+        shard.send(ev.Renew(op, engine, (held.lease_id,)))
+        shard.advance(1.0)
+    assert shard.phase is DrainPhase.SETTLING
+    shard.advance(1.1)
+    assert shard.phase is DrainPhase.GONE
+    assert "still out" in shard.state.progress(shard.now).note
+
+
+def test_a_peer_that_is_full_or_silent_leaves_its_part_to_the_others(shard: Leaver, engine: AttachmentId) -> None:
+    shard.store(engine, CHAIN)
+    shard.begin()
+    shard.survey(peer(), peer(SECOND, free=0))
+    first = shard.offers[0]
+    shard.send(ev.Offered(first.offer, None))
+    assert {offer.peer for offer in shard.offers[1:]} <= {PEER, SECOND}
+    while shard.phase is DrainPhase.HANDING_OVER:
+        shard.answer()
+    assert set(shard.offered()) == set(CHAIN)
+    progress = shard.state.progress(shard.now)
+    assert (progress.blocks_handed, progress.blocks_lost) == (4, 0)
+    assert "did not answer" in progress.note
+
+
+def test_when_nobody_takes_anything_it_leaves_all_the_same(shard: Leaver, engine: AttachmentId) -> None:
+    shard.store(engine, CHAIN)
+    shard.begin()
+    shard.survey(peer())
+    shard.answer(kept=False, full=True)
+    assert shard.phase is DrainPhase.GONE
+    assert shard.state.progress(shard.now).blocks_lost == 4
+
+
+def test_the_last_node_leaves_without_a_receiver(shard: Leaver, engine: AttachmentId) -> None:
+    shard.store(engine, CHAIN)
+    shard.begin()
+    shard.survey(peer(draining=True))
+    progress = shard.state.progress(shard.now)
+    assert (progress.phase, progress.blocks_lost) == (DrainPhase.GONE, 4)
+    assert progress.note == "no other node stays"
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_neither_a_silent_directory_nor_silent_peers_hold_it_for_ever(
+    shard: Leaver, engine: AttachmentId, answered: bool
+) -> None:
+    shard.store(engine, CHAIN)
+    shard.begin(timeout=10.0)
+    if answered:
+        shard.survey(peer())
+    shard.advance(7.1)
+    assert shard.phase is DrainPhase.GONE
+    assert shard.state.progress(shard.now).note
+    shard.send(ev.Offered(1, TakeOverResult((True,) * 4, full=False)))  # too late
+    shard.survey(peer())
+    assert shard.phase is DrainPhase.GONE
+
+
+def test_it_can_be_undone_until_the_directory_was_told(shard: Leaver, engine: AttachmentId) -> None:
+    shard.store(engine, CHAIN)
+    shard.begin()
+    shard.survey(peer())
+    shard.send(ev.Drain(undo=True))
+    assert shard.phase is DrainPhase.SERVING
+    assert len(shard.reserve(engine)) == 1
+    shard.answer()  # of the offer that was out
+    assert shard.phase is DrainPhase.SERVING
+    shard.begin(handover=False)
+    shard.send(ev.Drain(undo=True))
+    assert shard.phase is DrainPhase.GONE
+    assert shard.state.draining
+
+
+def test_a_second_drain_only_shortens_the_first(shard: Leaver, engine: AttachmentId) -> None:
+    shard.store(engine, CHAIN)
+    shard.begin(timeout=100.0)
+    shard.survey(peer())
+    shard.begin(timeout=1.0)
+    shard.advance(0.8)
+    assert shard.phase is DrainPhase.GONE
+    assert len(shard.surveys) == 1
+
+
+# -- who gets what ----
+
+
+def block(key: BlockKey, size: int = SMALL) -> Block:
+    return Block(key, SlotIndex(0), size, 0, 0, SpanRoute(0), is_copy=False)
+
+
+def test_a_chain_stays_on_one_node() -> None:
+    chains = [make_chain(10, f"chain {number}") for number in range(8)]
+    blocks = [block(key) for one in chains for key in one]
+    parents: dict[BlockKey, BlockKey | None] = {}
+    for one in chains:
+        parents.update(zip(one, (None, *one), strict=False))
+    shares = [(NodeId("a"), 0.5, 64 * MiB), (NodeId("b"), 0.5, 64 * MiB)]
+    found = {node: {one.key for one in mine} for node, mine in plan(blocks, parents, shares).items()}
+    assert all(set(one) <= found[NodeId("a")] or set(one) <= found[NodeId("b")] for one in chains)
+    assert len(found[NodeId("a")]) == len(found[NodeId("b")])
+
+
+def test_a_chain_larger_than_a_share_is_split_and_none_gets_more_than_its_room() -> None:
+    chain = make_chain(40)
+    parents: dict[BlockKey, BlockKey | None] = dict(zip(chain, (None, *chain), strict=False))
+    shares = [(NodeId("a"), 0.5, 10 * SMALL), (NodeId("b"), 0.5, 20 * SMALL)]
+    found = plan([block(key) for key in chain], parents, shares)
+    assert {node: len(mine) for node, mine in found.items()} == {"a": 10, "b": 20}
+    given = [one.key for mine in found.values() for one in mine]
+    assert set(given) == set(chain[:30])  # the hottest
+
+
+def test_a_shard_that_just_joined_is_given_less_although_it_has_the_most_room() -> None:
+    fresh, old = peer(PEER, free=64 * MiB, age=1.0), peer(SECOND, free=16 * MiB)
+    share = weights([fresh, old])
+    assert sum(share) == pytest.approx(1.0)
+    assert share[0] < share[1]
+    grown = weights([peer(PEER, free=64 * MiB), old])
+    assert grown[0] > grown[1]
+    assert weights([fresh])[0] == 1.0  # the only other node takes everything
+    assert ramp(0.0) == RAMP_FLOOR
+    assert ramp(RAMP_SECONDS) == 1.0
+
+
+def test_a_node_that_leaves_too_is_given_nothing() -> None:
+    assert weights([peer(draining=True), peer(SECOND)]) == [0.0, 1.0]
+
+
+# -- the receiver ----
+
+
+class Receiver(CoreHarness):
+    def offer(self, keys: tuple[BlockKey, ...], *, idle: float = 0.0, size: int = SMALL, wait: float = 5.0) -> int:
+        items = tuple(
+            TakeOverItem(key, keys[i - 1] if i else None, i, SpanRoute(1), idle) for i, key in enumerate(keys)
+        )
+        op = self.next_op()
+        self.send(ev.PeerTakeOver(op, self.state.epoch, make_holder("leaver"), size, items, wait))
+        return op
+
+    def taken(self, op: int) -> TakeOverResult:
+        value = self.reply(op)
+        assert isinstance(value, TakeOverResult)
+        return value
+
+    def finish(self, verdict: ev.PullVerdict = ev.PullVerdict.OK) -> None:
+        self.located(self.locates[-1], make_located(self.locates[-1].keys))
+        self.pulled(self.pulls[-1], verdict)
+
+
+def test_offered_blocks_are_read_verified_and_kept_as_originals() -> None:
+    receiver = Receiver()
+    op = receiver.offer(CHAIN)
+    assert receiver.open(op)
+    receiver.finish()
+    assert receiver.taken(op) == TakeOverResult((True,) * 4, full=False)
+    assert receiver.keys_held() == set(CHAIN)
+    assert not any(one.is_copy for one in receiver.state.blocks())
+    assert receiver.announced[CHAIN[3]] == 1
+    assert len(receiver.remote_releases) == 1
+    engine = receiver.attach()
+    assert len(receiver.hit(engine, CHAIN).blocks) == 4
+
+
+def test_a_copy_becomes_the_original_without_being_read_again() -> None:
+    receiver = Receiver()
+    engine = receiver.attach()
+    op = receiver.acquire(engine, CHAIN)
+    receiver.fetch_all(op, CHAIN)
+    receiver.release(engine, receiver.result(op).lease_id)
+    asked = len(receiver.locates)
+    assert receiver.taken(receiver.offer(CHAIN)).kept == (True,) * 4
+    assert len(receiver.locates) == asked
+    assert not any(one.is_copy for one in receiver.state.blocks())
+
+
+def test_room_is_made_only_of_what_was_used_earlier() -> None:
+    receiver = Receiver(slab_count=2)  # 8 slots
+    engine = receiver.attach()
+    old, new = make_chain(4, "old"), make_chain(4, "new")
+    receiver.store(engine, old)
+    receiver.now += 100.0
+    receiver.store(engine, new)
+    receiver.now += 10.0
+    op = receiver.offer(make_chain(6, "offered"), idle=50.0)
+    receiver.finish()
+    assert receiver.taken(op) == TakeOverResult((True,) * 4 + (False,) * 2, full=True)
+    assert set(new) <= receiver.keys_held()
+    assert not set(old) & receiver.keys_held()
+
+
+def test_a_shard_full_of_what_was_used_later_takes_nothing() -> None:
+    receiver = Receiver(slab_count=1)
+    engine = receiver.attach()
+    receiver.store(engine, CHAIN)
+    op = receiver.offer(OTHER, idle=1.0)
+    receiver.located(receiver.locates[-1], make_located(OTHER))
+    assert receiver.taken(op) == TakeOverResult((False,) * 3, full=True)
+    assert receiver.keys_held() == set(CHAIN)
+    assert len(receiver.remote_releases) == 1
+
+
+@pytest.mark.parametrize("verdict", [v for v in ev.PullVerdict if v is not ev.PullVerdict.OK])
+def test_what_does_not_arrive_well_is_not_kept(verdict: ev.PullVerdict) -> None:
+    receiver = Receiver()
+    op = receiver.offer(CHAIN)
+    receiver.finish(verdict)
+    assert receiver.taken(op).kept == (False,) * 4
+    assert receiver.keys_held() == set()
+    receiver.send(ev.Quiesced(receiver.pulls[-1].job))
+    receiver.advance(61.0)
+    assert receiver.slots("free") == receiver.state.capacity
+
+
+def test_an_offer_is_answered_in_time_whatever_the_leaver_does() -> None:
+    receiver = Receiver()
+    silent = receiver.offer(CHAIN, wait=2.0)
+    slow = receiver.offer(OTHER, wait=2.0)
+    receiver.located(receiver.locates[-1], make_located(OTHER))
+    receiver.advance(2.1)
+    assert receiver.taken(silent).kept == (False,) * 4
+    assert receiver.taken(slow).kept == (False,) * 3
+    receiver.pulled(receiver.pulls[-1], ev.PullVerdict.OK)  # it goes on, and what arrives is kept
+    receiver.located(receiver.locates[0], None)
+    assert receiver.keys_held() == set(OTHER)
+
+
+def test_an_engine_that_stores_the_same_block_meanwhile_wins() -> None:
+    receiver = Receiver()
+    engine = receiver.attach()
+    op = receiver.offer(CHAIN[:2])
+    receiver.located(receiver.locates[-1], make_located(CHAIN[:2]))
+    receiver.store(engine, CHAIN[:1])
+    receiver.pulled(receiver.pulls[-1], ev.PullVerdict.OK)
+    assert receiver.taken(op).kept == (True, True)
+    assert receiver.announced[CHAIN[0]] == 1
+
+
+def test_a_request_for_blocks_that_are_being_taken_over_is_answered_and_the_next_one_hits() -> None:
+    receiver = Receiver()
+    engine = receiver.attach()
+    take = receiver.offer(CHAIN)
+    receiver.located(receiver.locates[-1], make_located(CHAIN))
+    op = receiver.acquire(engine, CHAIN)
+    receiver.resolved(op, *[])
+    receiver.pulled(receiver.pulls[0], ev.PullVerdict.OK)
+    assert receiver.taken(take).kept == (True,) * 4
+    assert len(receiver.hit(engine, CHAIN).blocks) == 4
+    assert not receiver.open(op)
+
+
+@pytest.mark.parametrize(
+    ("keys", "size", "wait"),
+    [((), SMALL, 1.0), ((CHAIN[0], CHAIN[0]), SMALL, 1.0), (CHAIN, SMALL, -1.0), (CHAIN, SMALL, math.nan)],
+)
+def test_malformed_offers_are_refused(keys: tuple[BlockKey, ...], size: int, wait: float) -> None:
+    receiver = Receiver()
+    with pytest.raises(InvalidRequest):
+        receiver.taken(receiver.offer(keys, size=size, wait=wait))
+
+
+def test_a_shard_that_leaves_itself_takes_nothing() -> None:
+    receiver = Receiver()
+    receiver.send(ev.Drain())
+    with pytest.raises(Unavailable):
+        receiver.taken(receiver.offer(CHAIN))
+
+
+def test_being_read_by_a_receiver_does_not_make_a_block_hotter_for_the_next_one() -> None:
+    shard = Leaver(slab_count=4)
+    engine = shard.attach()
+    shard.store(engine, CHAIN)
+    shard.now += 50.0
+    shard.begin()
+    shard.survey(peer(), peer(SECOND, free=0))
+    op = shard.next_op()
+    shard.send(ev.PeerLocate(op, NodeId("peer"), shard.state.epoch, CHAIN))
+    shard.answer(0, kept=False, full=True)
+    assert {item.idle_seconds for offer in shard.offers for item in offer.items} == {50.0}
+
+
+def test_a_copy_that_its_node_does_not_have_any_more_is_not_counted_as_safe(
+    shard: Leaver, engine: AttachmentId
+) -> None:
+    shard.store(engine, CHAIN[:1])
+    shard.begin()
+    shard.survey(peer(), peer(SECOND), holders={CHAIN[0]: (SECOND,)})
+    shard.answer(kept=False, full=True)
+    assert shard.offers[-1].peer == PEER
+    shard.answer()
+    progress = shard.state.progress(shard.now)
+    assert (progress.blocks_elsewhere, progress.blocks_handed, progress.blocks_lost) == (0, 1, 0)
+
+
+def test_a_peer_that_is_full_for_one_size_is_offered_the_others(shard: Leaver, engine: AttachmentId) -> None:
+    other = shard.attach(make_spec("other", "large", payload_bytes=LARGE))
+    large = make_chain(2, "large", "large")
+    shard.store(engine, CHAIN)
+    shard.store(other, large)
+    shard.begin()
+    shard.survey(peer())
+    by_size = {offer.payload_bytes: offer for offer in shard.offers}
+    assert set(by_size) == {SMALL, LARGE}
+    shard.send(ev.Offered(by_size[SMALL].offer, TakeOverResult((False,) * 4, full=True)))
+    shard.send(ev.Offered(by_size[LARGE].offer, TakeOverResult((True,) * 2, full=False)))
+    progress = shard.state.progress(shard.now)
+    assert (progress.blocks_handed, progress.blocks_lost) == (2, 4)
+    assert shard.phase is DrainPhase.GONE

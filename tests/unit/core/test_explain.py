@@ -1,0 +1,133 @@
+"""What a shard remembers of requests and of blocks that went: complete, bounded, and never in a request's way."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvservice.core import events as ev
+from kvservice.core.explain import ANSWERED_MAX, KEEP_SECONDS, KEYS_MAX, RECORDS_MAX, RequestRecords, SourceRun
+from kvservice.core.messages import AcquireRequest, MissReason, RequestReport
+from kvservice.errors import FingerprintMismatch
+from kvservice.testing.builders import CoreHarness, make_chain, make_located, make_spec, run_of
+from kvservice.units import AttachmentId
+
+CHAIN = make_chain(4)
+
+
+def ask(shard: CoreHarness, engine: AttachmentId, request_id: str, keys: tuple = CHAIN, timeout: float = 5.0) -> int:
+    op = shard.next_op()
+    shard.send(ev.Acquire(op, engine, AcquireRequest(keys, 0, timeout, request_id=request_id)))
+    return op
+
+
+def record_of(shard: CoreHarness, request_id: str):  # type: ignore[no-untyped-def]
+    found = shard.state.explain(request_id, shard.now)
+    assert found.matching == 1
+    return found.records[-1]
+
+
+def test_a_record_says_where_each_promised_block_came_from() -> None:
+    shard = CoreHarness()
+    engine = shard.attach()
+    shard.store(engine, CHAIN[:1])
+    op = ask(shard, engine, "r")
+    shard.resolved(op, run_of(1, 2))
+    shard.located(shard.locates[-1], make_located(shard.locates[-1].keys))
+    shard.pulled(shard.pulls[-1], ev.PullVerdict.OK)
+    record = record_of(shard, "r")
+    assert record.runs == (SourceRun(0, 1, "local"), SourceRun(1, 2, "peer"))
+    assert (record.promised, record.miss, record.miss_at) == (3, MissReason.NEVER_STORED, 3)
+
+
+def test_a_record_names_the_node_that_was_asked_in_vain() -> None:
+    shard = CoreHarness()
+    engine = shard.attach()
+    op = ask(shard, engine, "r")
+    shard.resolved(op, run_of(0, 4))
+    shard.located(shard.locates[-1], None)
+    assert (record_of(shard, "r").miss, record_of(shard, "r").miss_node) == (MissReason.PEER_FAILED, "peer")
+
+
+def test_a_deadline_is_recorded_and_a_cancelled_call_stays_unanswered() -> None:
+    shard = CoreHarness()
+    engine = shard.attach()
+    ask(shard, engine, "late", timeout=1.0)
+    cancelled = ask(shard, engine, "cancelled")
+    shard.send(ev.Cancel(cancelled))
+    shard.advance(1.1)
+    assert record_of(shard, "late").miss is MissReason.DEADLINE
+    assert record_of(shard, "cancelled").answered_at is None
+
+
+def test_the_engines_report_joins_the_record_or_makes_one() -> None:
+    shard = CoreHarness()
+    engine = shard.attach()
+    shard.store(engine, CHAIN)
+    ask(shard, engine, "r")
+    reports = (RequestReport("r", 5, 1, 3, 1), RequestReport("unasked", 2, 0, 0, 2, asked=False))
+    shard.send(ev.Renew(shard.next_op(), engine, (), reports))
+    assert record_of(shard, "r").report == reports[0]
+    assert record_of(shard, "unasked").report == reports[1]
+    assert record_of(shard, "unasked").keys == b""
+
+
+def test_a_request_is_found_by_its_beginning_and_exactly_first() -> None:
+    shard = CoreHarness()
+    engine = shard.attach()
+    for name in ("cmpl-1-0-aa", "cmpl-1-1-bb", "cmpl-2-0-cc", "cmpl-2"):
+        ask(shard, engine, name)
+    assert shard.state.explain("cmpl-2", shard.now).matching == 1
+    assert shard.state.explain("cmpl-1", shard.now).matching == 2
+    assert shard.state.explain("cmpl-1-1", shard.now).records[0].request_id == "cmpl-1-1-bb"
+    assert shard.state.explain("chat", shard.now).matching == 0
+    assert shard.state.explain("", shard.now).records == ()
+
+
+def test_records_are_bounded_by_time_number_and_keys() -> None:
+    records, spec = RequestRecords(), make_spec()
+    long = AcquireRequest(make_chain(2000), 0, 1.0)
+    for number in range(200):
+        records.asked(number, spec, AcquireRequest(long.keys, 0, 1.0, request_id=f"r{number}"), 0.0)
+        records.answered(number, 0, {}, MissReason.NONE, "", 0.0)
+        records.check_invariants()
+    assert len(records) == KEYS_MAX // 2000
+    for number in range(RECORDS_MAX + 100):
+        records.asked(number, spec, AcquireRequest(CHAIN, 0, 1.0, request_id=f"s{number}"), 1.0)
+    assert len(records) == RECORDS_MAX
+    assert len(records.find("s", 1.0).records) == ANSWERED_MAX
+    assert records.find("s", 2.0 + KEEP_SECONDS).matching == 0
+    assert len(records) == 0
+    records.check_invariants()
+
+
+def test_engines_that_were_refused_are_remembered() -> None:
+    shard = CoreHarness()
+    shard.attach()
+    with pytest.raises(FingerprintMismatch):
+        shard.attach(make_spec("other", dtype="fp8"))
+    (refused,) = shard.state.explain("x", shard.now).refused
+    assert refused.model == "model"
+    assert "dtype" in refused.message
+
+
+def test_what_became_of_a_block_is_known_with_who_needed_the_room() -> None:
+    shard = CoreHarness(slab_count=1)
+    engine = shard.attach()
+    shard.store(engine, CHAIN)
+    held = shard.state.recall(CHAIN, shard.now)
+    assert [(fate.index, fate.state) for fate in held] == [(i, "held") for i in range(4)]
+    assert shard.state.recall(make_chain(2, "unknown"), shard.now) == ()
+    shard.now += 7.0
+    shard.reserve(engine, 1)
+    (fate,) = [fate for fate in shard.state.recall(CHAIN, shard.now) if fate.state == "gone"]
+    assert (fate.index, fate.cause, fate.at) == (3, "pressure", shard.now)
+    assert fate.by.startswith("stores of model by engine ")
+
+
+def test_a_block_that_is_being_digested_is_not_sealed_yet() -> None:
+    shard = CoreHarness()
+    engine = shard.attach()
+    refs = shard.reserve(engine, 1)
+    shard.write(refs[0], CHAIN[0])
+    shard.begin_seal(engine, shard.items(refs, CHAIN))
+    assert [fate.state for fate in shard.state.recall(CHAIN, shard.now)] == ["sealing"]
