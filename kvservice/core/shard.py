@@ -21,7 +21,15 @@ from kvservice.core.geometry import Geometry
 from kvservice.core.handoff import Handoffs, check_handoff_id
 from kvservice.core.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX
 from kvservice.core.leases import Lease, LeaseTable
-from kvservice.core.messages import BlockRef, EngineSpec, LocateResult, SealItem, SealStatus
+from kvservice.core.messages import (
+    BlockRef,
+    EngineGroup,
+    EngineSpec,
+    LocateResult,
+    SealItem,
+    SealStatus,
+    Survey,
+)
 from kvservice.core.slots import Slot, SlotState
 from kvservice.errors import (
     Exhausted,
@@ -55,6 +63,7 @@ class AttachReply:
 class _Attached:
     attachment: AttachmentId
     spec: EngineSpec
+    seconds_per_block: float = 0.0  # of prefill, as the engine said last
 
 
 @dataclass(slots=True)
@@ -191,6 +200,18 @@ class ShardState:
         )
         return sorted((n, m, f, count) for (n, m, f), count in rows.items())
 
+    def survey(self) -> Survey:
+        """What a router wants to know, sorted."""
+        groups: dict[tuple[str, str, Fingerprint], list[_Attached]] = {}
+        for attached in self._attached.values():
+            spec = attached.spec
+            groups.setdefault((spec.namespace, spec.model, spec.fingerprint), []).append(attached)
+        engines = [
+            EngineGroup(*name, members[0].spec.layout, len(members), max(m.seconds_per_block for m in members))
+            for name, members in sorted(groups.items(), key=lambda item: (*item[0][:2], item[0][2].fields))
+        ]
+        return Survey(tuple(engines), self._acquisitions.peer_speeds(), self.draining)
+
     def all_counters(self) -> dict[str, int]:
         return dict(self.counters + self._store.counters + self._leases.counters)
 
@@ -302,6 +323,7 @@ class ShardState:
         handoff = request.handoff
         if handoff is not None:
             check_handoff_id(handoff.handoff_id)
+        attached.seconds_per_block = request.recompute_seconds_per_block or attached.seconds_per_block
         self._acquisitions.start(event.op, event.attachment, request, attached.spec.layout.payload_bytes, now)
         if handoff is not None and handoff.node_id == self.node_id and self._acquisitions.is_following(event.op):
             self._handoffs.watch(event.op, handoff.handoff_id, now)

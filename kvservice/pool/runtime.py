@@ -32,6 +32,7 @@ from kvservice.core.messages import (
     PoolStats,
     SealItem,
     SealStatus,
+    Survey,
 )
 from kvservice.core.shard import AttachReply, ShardState
 from kvservice.errors import KVServiceError, Unavailable
@@ -273,6 +274,9 @@ class PoolRuntime:
             f"{namespace or '-'}/{model} {fingerprint.digest.hex()[:12]} {count}"
             for namespace, model, fingerprint, count in self._state.models()
         ]
+
+    def survey(self) -> Survey:
+        return self._state.survey()
 
     def accounting(self) -> tuple[dict[str, int], int, str, int, int]:
         """(slots by state, capacity, violation or '', leases, attachments), after a full check."""

@@ -1,7 +1,8 @@
 """What one router has sent where: work not done yet, and prefixes an engine has seen. Pure: `now` is passed in.
 
 Both are guesses that end by themselves: work by its own estimate, a prefix after some time, and both with the replica.
-A replica that was restarted has another name, so nothing is believed of an engine that is new. Runs on the router's loop.
+A replica that was restarted has another name, so nothing is believed of an engine that is new. Runs on the router's
+loop.
 """
 
 from __future__ import annotations

@@ -169,5 +169,8 @@ class AdminServicer:
             attachments=attachments,
         )
 
+    async def survey(self, request: shard_pb2.SurveyRequest, context: Context) -> shard_pb2.SurveyReply:
+        return codec.encode_survey(self._holder(), self._pool.survey())
+
     async def drain(self, request: shard_pb2.DrainRequest, context: Context) -> shard_pb2.DrainReply:
         return shard_pb2.DrainReply(leases=self._pool.drain(request.undo))
