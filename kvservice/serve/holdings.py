@@ -35,7 +35,7 @@ class Facts:
     nodes: Mapping[NodeId, NodeSurvey]
 
     def node_of(self, ray_node: str | None, host: str | None) -> NodeId | None:
-        """The shard that an engine on this Ray node uses: the one that Ray placed there, or the only one of the host."""
+        """The shard that an engine on this Ray node uses: the one Ray placed there, or the only one of the host."""
         if ray_node and NodeId(ray_node[:NODE_ID_CHARS]) in self.nodes:
             return NodeId(ray_node[:NODE_ID_CHARS])
         if ray_node and NodeId(ray_node) in self.nodes:
@@ -53,6 +53,16 @@ class Facts:
         if model:
             groups = tuple(group for group in groups if group.model == PurePosixPath(model).name)
         return groups[0] if len(groups) == 1 else None
+
+    def seconds_per_token(self, digest: bytes | None) -> float:
+        """Mean of what engines with this fingerprint, or any, measured of their prefill; 0 when none did."""
+        measured = [
+            group.seconds_per_block / group.layout.block_tokens
+            for found in self.nodes.values()
+            for group in found.survey.engines
+            if group.seconds_per_block > 0 and digest in (None, group.fingerprint.digest)
+        ]
+        return sum(measured) / len(measured) if measured else 0.0
 
 
 class Holdings:
@@ -143,24 +153,20 @@ class Holdings:
 
 
 def find_lookups(service: str, addresses: Sequence[str] = ()) -> tuple[str, ...]:
-    """Addresses of the lookup shards: as given, from a shard of this machine, or from the service's supervisor on Ray.
+    """Addresses of the lookup shards: as given, from the service's supervisor on Ray, or from a shard of this machine.
 
     () when there is no service, or more than one and no name. Blocks. Raises KVServiceError or OSError.
     """
     if addresses:
         return tuple(addresses)
-    records = find_shards(service or None, live_only=False)
-    found = {record.lookup_addresses for record in records if record.lookup_addresses}
-    if len(found) == 1:
-        return found.pop()
     import ray
 
-    from kvservice.actors import deploy
-    from kvservice.config import ServiceConfig
+    if ray.is_initialized():
+        from kvservice.actors import deploy
+        from kvservice.config import ServiceConfig
 
-    if not ray.is_initialized():
-        return ()
-    handle = deploy.find(service or ServiceConfig().service)
-    if handle is None:
-        return ()
-    return tuple(row["address"] for row in handle.describe()["lookups"])
+        handle = deploy.find(service or ServiceConfig().service)
+        if handle is not None:
+            return tuple(row["address"] for row in handle.describe()["lookups"])
+    found = {record.lookup_addresses for record in find_shards(service or None) if record.lookup_addresses}
+    return found.pop() if len(found) == 1 else ()

@@ -16,6 +16,7 @@ from kvservice.units import BlockHash
 
 WEIGHT = 0.1  # of the newest request in the average
 FIRST_REQUEST_SECONDS = 0.05  # before anything was routed
+REQUEST_SECONDS_MAX = 3600.0  # one whose end nobody told is forgotten
 UNCONFIRMED_SECONDS = 5.0  # a decision that was not followed by a request counts no longer
 
 
@@ -107,7 +108,7 @@ class LoadBook:
         late = [
             name
             for name, sent in queue.requests.items()
-            if not sent.confirmed and now - sent.decided_at > UNCONFIRMED_SECONDS
+            if now - sent.decided_at > (REQUEST_SECONDS_MAX if sent.confirmed else UNCONFIRMED_SECONDS)
         ]
         for name in late:
             sent = queue.requests.pop(name)
