@@ -1,4 +1,4 @@
-"""Turns prompts into tokens and block keys, off the event loop: one thread per tokenizer, shared by a process's routers.
+"""Turns prompts into tokens and block keys, off the event loop: one thread per tokenizer, shared by its routers.
 
 A fast tokenizer must not be used by two threads at once, and needs seconds to load: it is loaded in that thread, and
 prompts are unknown until then. So much may wait for the thread, more is refused at once.
@@ -77,15 +77,17 @@ class PromptReader:
         """See that the tokenizer is loaded, soon. Returns at once."""
         with self._guard:
             busy = self._loading is not None and not self._loading.done()
-            if self._loaded or busy or not self._named or time.monotonic() < self._load_again_at:
+            if self._loaded or busy or time.monotonic() < self._load_again_at:
                 return
             self._load_again_at = time.monotonic() + RETRY_SECONDS
             self._loading = self._thread.submit(self._load)
 
     async def read(self, question: Question, engines: Mapping[bytes, EngineGroup]) -> Named:
         """Raises Unknown, at once when too much is waiting."""
-        if question.token_ids is None and not self._loaded:
-            raise Unknown("tokenizer_loading" if self._named else "no_tokenizer")
+        if question.token_ids is None and not self._named:
+            raise Unknown("no_tokenizer")
+        if not self._loaded:
+            raise Unknown("tokenizer_loading")
         with self._guard:
             if self._jobs >= JOBS_MAX:
                 raise Unknown("busy")
@@ -102,7 +104,8 @@ class PromptReader:
         try:
             import kvservice.connector.naming  # noqa: F401  vLLM takes a while, too
 
-            self._tokenizer.load()
+            if self._named:
+                self._tokenizer.load()
             self._loaded = True
         except Exception as error:  # noqa: BLE001  thread boundary: libraries raise anything here; it is tried again
             log.error("no prompt is known to the router: its tokenizer could not be loaded: %s", error)

@@ -1,8 +1,8 @@
 """The KV-aware request router of Ray Serve: asks who holds a prompt, lets `routing` decide, falls back to Serve's own.
 
 One instance per deployment handle, on the handle's router loop. For each request: the prompt's tokens and block names
-in a thread, one question to the lookup service, a decision. All of it has a budget (20 ms); what is not known by then, or
-at all, is routed by Serve's power of two choices, and the reason is counted. Nothing here can fail or hold a request.
+in a thread, one question to the lookup service, a decision. All of it has a budget (20 ms); what is not known by then,
+or at all, is routed by Serve's power of two choices, and the reason is counted. Nothing here fails or holds a request.
 
 Serve's FIFO mix-in is left out on purpose: it may hand the replica chosen for one request to another one.
 """
@@ -78,9 +78,9 @@ class _Plan:
         return found or []
 
 
-class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):
+class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]
     """For `request_router_config`: `{"request_router_class": "kvservice.serve.router.KvAwareRouter",
-    "request_router_kwargs": {"tokenizer": "<folder or hub name>"}}`. The keyword arguments are those of RouterOptions."""
+    "request_router_kwargs": {"tokenizer": "<folder or hub name>"}}`. The keyword arguments are RouterOptions."""
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Raises ConfigError for a keyword that is unknown or has a value of no use. Does not block."""
@@ -145,7 +145,7 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     # -- one decision ----
 
     async def _default(self, candidates: list[RunningReplica], pending: PendingRequest | None) -> Ranks:
-        found: Ranks = await PowerOfTwoChoicesRequestRouter.choose_replicas(self, candidates, pending)  # type: ignore[arg-type]
+        found: Ranks = await PowerOfTwoChoicesRequestRouter.choose_replicas(self, candidates, pending)
         return found
 
     async def _choose(self, pending: PendingRequest) -> Ranks | None:
@@ -204,7 +204,8 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         )
 
     def _reported(self, replica: RunningReplica) -> int | None:
-        return self._replica_queue_len_cache.get(replica.replica_id)
+        reported: int | None = self._replica_queue_len_cache.get(replica.replica_id)
+        return reported
 
     # -- what is known of a prompt ----
 
@@ -242,6 +243,8 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):
 
     async def _look_up(self, question: Question, engines: Mapping[bytes, EngineGroup], deadline: float) -> _Plan:
         named = await self._reader.read(question, engines)
+        if len({group.layout.block_tokens for group in engines.values()}) > 1:
+            raise Unknown("mixed_block_sizes")
         prompts = [
             Prompt(named.tokens, tokens, blocks_of(named.tokens, tokens, len(named.keys[digest])))
             for digest, tokens in ((digest, group.layout.block_tokens) for digest, group in engines.items())
