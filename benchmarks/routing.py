@@ -3,7 +3,7 @@
     python -m benchmarks.routing [--replicas 8] [--out PATH]
 
 A simulation: arrivals, engines and links are modelled with the costs given on the command line; the choice is made by
-the code that runs in production (kvservice.serve.routing, kvservice.serve.load), in two routers that do not know of each
+the code that runs in production (kvservice.serve.routing and load), in two routers that do not know of each
 other. Conversations share a few system prompts and grow turn by turn. The same seeded workload for each way:
 
     round_robin      one after the other
@@ -31,6 +31,7 @@ from kvservice.units import BlockHash, BootEpoch, NodeId
 
 BLOCK_TOKENS = 16
 ROUTERS = 2
+COLUMNS = ("hit_rate", "fetched_rate", "ttft_p50_ms", "ttft_p99_ms", "ttft_mean_ms", "busiest_over_mean")
 POLICIES = ("round_robin", "power_of_two", "prefix_affinity", "kv_aware")
 
 
@@ -85,8 +86,9 @@ def leading(cache: OrderedDict[BlockHash, None], hashes: tuple[BlockHash, ...]) 
     return next((index for index, block_hash in enumerate(hashes) if block_hash not in cache), len(hashes))
 
 
-def workload(noise: random.Random, rate: float, seconds: float, users: int, turns: int) -> list[Request]:
-    """Poisson arrivals of turns; a user whose conversation ended begins another one."""
+def workload(noise: random.Random, rate: float, seconds: float, users: int, turns: int, fan_out: int) -> list[Request]:
+    """Poisson arrivals of turns; a user whose conversation ended begins another one. With `fan_out`, every tenth turn
+    is so many requests at once, as agents send them: the same conversation with different last questions."""
     conversations: dict[int, tuple[int, int, int, int]] = {}  # user -> (id, system prompt, turn, tokens)
     found: list[Request] = []
     at, next_id = 0.0, 0
@@ -100,7 +102,11 @@ def workload(noise: random.Random, rate: float, seconds: float, users: int, turn
         tokens += noise.randint(100, 600)
         shared = (1500 + 300 * system) // BLOCK_TOKENS
         names = [f"s{system}/{i}" if i < shared else f"c{identity}/{i}" for i in range(tokens // BLOCK_TOKENS)]
-        found.append(Request(at, identity, tokens, tuple(BlockHash(name.encode()) for name in names)))
+        hashes = tuple(BlockHash(name.encode()) for name in names)
+        found.append(Request(at, identity, tokens, hashes))
+        for other in range(fan_out - 1 if noise.random() < 0.1 else 0):
+            own = tuple(BlockHash(f"f{identity}/{turn}/{other}/{i}".encode()) for i in range(8))
+            found.append(Request(at, identity, tokens, (*hashes[:-8], *own)))
         conversations[user] = (identity, system, turn + 1, tokens + noise.randint(50, 300))
     return found
 
@@ -135,7 +141,7 @@ class Cluster:
         candidates = [
             Candidate(
                 replica.name,
-                book.wait(replica.name, replica.in_flight, now).seconds(book.request_seconds, 0.1),
+                book.wait(replica.name, replica.in_flight, now).seconds(book.request_seconds, 0.02),
                 self.model.speeds,
                 replica.node,
                 sent.leading(replica.name, request.hashes[:count], now),
@@ -225,28 +231,32 @@ def simulate(model: Model, policy: str, requests: list[Request], seed: int) -> d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=300.0, help="of simulated time")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of simulated time")
     parser.add_argument("--rate", type=float, default=24.0, help="requests a second, all together")
     parser.add_argument("--users", type=int, default=400)
     parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--fan-out", type=int, default=10, help="requests at once, of agents")
     parser.add_argument("--tokens-per-second", type=float, default=8000.0, help="of prefill, one replica")
     parser.add_argument("--block-kib", type=int, default=2048, help="one block of 16 tokens")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=default_out("routing"))
     given = parser.parse_args()
-    requests = workload(random.Random(given.seed), given.rate, given.seconds, given.users, given.turns)
-    links = {"25 GB/s": 25e9, "1.25 GB/s": 1.25e9, "no other nodes": 1.0}
-    figures: dict[str, object] = {"requests": len(requests), "tokens": sum(r.tokens for r in requests)}
+    links = {"25 GB/s": 25e9, "1.25 GB/s": 1.25e9}
+    figures: dict[str, object] = {}
     rows: list[list[object]] = []
-    for name, bandwidth in links.items():
-        model = Model(
-            given.replicas, given.tokens_per_second, given.block_kib << 10, 50e9, Link(bandwidth, 0.002),
-            engine_blocks=4096, pool_blocks=16_384, step_seconds=0.02, answer_tokens=150,
-        )  # fmt: skip
-        found = {policy: simulate(model, policy, requests, given.seed) for policy in POLICIES}
-        figures[name] = found
-        keys = ("hit_rate", "fetched_rate", "ttft_p50_ms", "ttft_p99_ms", "ttft_mean_ms", "busiest_over_mean")
-        rows += [[f"{name}: {policy}", *[found[policy][key] for key in keys]] for policy in POLICIES]
+    for kind, fan_out in {"chat": 1, "agents": given.fan_out}.items():
+        rate = given.rate / (1 + 0.1 * (fan_out - 1))
+        noise = random.Random(given.seed)
+        requests = workload(noise, rate, given.seconds, given.users, given.turns, fan_out)
+        figures[f"{kind} requests"] = len(requests)
+        for link, bandwidth in links.items():
+            model = Model(
+                given.replicas, given.tokens_per_second, given.block_kib << 10, 50e9, Link(bandwidth, 0.002),
+                engine_blocks=4096, pool_blocks=16_384, step_seconds=0.02, answer_tokens=150,
+            )  # fmt: skip
+            found = {policy: simulate(model, policy, requests, given.seed) for policy in POLICIES}
+            figures[f"{kind}, {link}"] = found
+            rows += [[f"{kind}, {link}: {policy}", *[found[policy][key] for key in COLUMNS]] for policy in POLICIES]
     print_table(["", "hits", "fetched", "TTFT p50 ms", "p99 ms", "mean ms", "busiest/mean"], rows)
     print(write_report("routing", {"seed": given.seed, **figures}, given.out))
 

@@ -83,6 +83,7 @@ class Holdings:
         self._lookup: LookupClient | None = None
         self._surveyor = Surveyor()
         self._answers: OrderedDict[tuple[int, BlockKey], tuple[float, LookupAnswer]] = OrderedDict()
+        self._calls: set[asyncio.Task[LookupAnswer]] = set()
         self._refreshed_at: float | None = None
         self._refreshing: asyncio.Task[None] | None = None
         self.facts = Facts({})
@@ -129,7 +130,16 @@ class Holdings:
         if known is not None and now - known[0] < self._answer_seconds:
             self.counters["answers_reused"] += 1
             return known[1]
-        answer = await self._lookup.resolve(keys, 0, timeout)
+        # A caller that gives up must not cancel the call: only one that runs into its own deadline opens the breaker.
+        call = asyncio.get_running_loop().create_task(self._ask(self._lookup, name, keys, timeout))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return await asyncio.shield(call)
+
+    async def _ask(
+        self, lookup: LookupClient, name: tuple[int, BlockKey], keys: Sequence[BlockKey], timeout: float
+    ) -> LookupAnswer:
+        answer = await lookup.resolve(keys, 0, timeout)
         if answer.complete:
             self._answers[name] = (self._clock(), answer)
             self._answers.move_to_end(name)
@@ -141,6 +151,7 @@ class Holdings:
         if self._refreshing is not None:
             self._refreshing.cancel()
             await asyncio.gather(self._refreshing, return_exceptions=True)
+        await asyncio.gather(*self._calls, return_exceptions=True)  # no longer than their deadlines
         await self._surveyor.close()
         if self._lookup is not None:
             await self._lookup.close()

@@ -7,6 +7,7 @@ loop.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field
 from kvservice.serve.routing import Wait
 from kvservice.units import BlockHash
 
+FADE_SECONDS = 30.0
+UTILIZATION_MAX = 0.9
 WEIGHT = 0.1  # of the newest request in the average
 FIRST_REQUEST_SECONDS = 0.05  # before anything was routed
 REQUEST_SECONDS_MAX = 3600.0  # one whose end nobody told is forgotten
@@ -32,6 +35,13 @@ class _Sent:
 @dataclass(slots=True)
 class _Queue:
     busy_until: float = 0.0
+    work: float = 0.0  # seconds sent, fading out
+    work_at: float = 0.0
+
+    def utilization(self, now: float) -> float:
+        """Share of the last minute or so that its prefills took, by estimate."""
+        return self.work * math.exp((self.work_at - now) / FADE_SECONDS) / FADE_SECONDS
+
     requests: dict[str, _Sent] = field(default_factory=dict)
 
 
@@ -41,6 +51,7 @@ class LoadBook:
     def __init__(self) -> None:
         self._queues: dict[str, _Queue] = {}
         self._where: dict[str, str] = {}  # request -> replica
+        self._share, self._share_at = 1.0, -1.0
         self.request_seconds = FIRST_REQUEST_SECONDS  # moving average of the work of a request
 
     def decided(self, request: str, replica: str, seconds: float, now: float) -> None:
@@ -68,13 +79,26 @@ class LoadBook:
         """`reported`: requests that the replica itself, or Serve, last counted there; None when unknown."""
         queue = self._queues.get(replica)
         if queue is None:
-            return Wait(waiting=reported or 0)
-        self._expire(queue, now)
-        unfinished = sum(sent.done_at > now for sent in queue.requests.values())
-        confirmed = sum(sent.confirmed for sent in queue.requests.values())
-        decoding = sum(sent.confirmed and sent.done_at <= now for sent in queue.requests.values())
-        backlog = max(queue.busy_until - now, 0.0) if unfinished else 0.0
-        return Wait(backlog, max((reported or 0) - confirmed, 0), decoding)
+            backlog, confirmed, decoding = 0.0, 0, 0
+        else:
+            self._expire(queue, now)
+            unfinished = any(sent.done_at > now for sent in queue.requests.values())
+            backlog = max(queue.busy_until - now, 0.0) if unfinished else 0.0
+            confirmed = sum(sent.confirmed for sent in queue.requests.values())
+            decoding = sum(sent.confirmed and sent.done_at <= now for sent in queue.requests.values())
+        others = max((reported or 0) - confirmed, 0)
+        share = self._waiting_share(now) if others else 0.0
+        busy = 0.0 if queue is None else min(queue.utilization(now), UTILIZATION_MAX)
+        return Wait(backlog, others * share, decoding + others * (1 - share), busy / (1 - busy))
+
+    def _waiting_share(self, now: float) -> float:
+        """How much of what is in flight waits for its prefill, told from our own requests: what others sent is taken
+        to be alike. With few requests of our own it is taken to wait, which is the careful guess."""
+        if self._share_at != now:  # asked for each replica of one decision
+            sent = [sent for queue in self._queues.values() for sent in queue.requests.values()]
+            self._share = (1 + sum(one.done_at > now for one in sent)) / (1 + len(sent))
+            self._share_at = now
+        return self._share
 
     def in_flight(self, replica: str) -> int:
         queue = self._queues.get(replica)
@@ -83,6 +107,8 @@ class LoadBook:
     def _add(self, request: str, replica: str, seconds: float, now: float, *, confirmed: bool) -> None:
         queue = self._queues.setdefault(replica, _Queue())
         queue.busy_until = max(queue.busy_until, now) + seconds
+        queue.work = queue.utilization(now) * FADE_SECONDS + seconds
+        queue.work_at = now
         queue.requests[request] = _Sent(replica, seconds, queue.busy_until, confirmed, now)
         self._where[request] = replica
 

@@ -35,7 +35,7 @@ class RouterOptions:
     load_bytes_per_second: float = 5e9  # from the node's pool into the engine
     fetch_bytes_per_second: float = 1e9  # from another node, until a shard has measured it
     fetch_overhead_ms: float = 5.0  # likewise
-    decoding_share: float = 0.1  # of an average prefill that a request being decoded holds up a new one
+    decoding_share: float = 0.02  # of an average prefill that a request being decoded holds up a new one
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> RouterOptions:

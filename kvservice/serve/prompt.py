@@ -8,12 +8,17 @@ the router falls back. A prompt that is turned into other tokens than the engine
 from __future__ import annotations
 
 import json
+import re
+from array import array
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 CHARS_PER_TOKEN = 6  # generous: of a long text so much is looked at for each token that may matter
 CUT_TOKENS = 16  # at the end of a text that was cut: they may be others in the whole text
+CHECKS = 4  # prompts that are tokenised both ways before the parts are trusted
+PARTS_CHARS_MAX = 8 << 20
 TEXT_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"})
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 
@@ -205,6 +210,10 @@ class PromptTokenizer:
         self._trust = trust_remote_code
         self._tokenizer: Any = None
         self._wants_parts = False
+        self._marks: dict[str, int] = {}  # special tokens: a text falls apart there before anything else happens
+        self._checks = CHECKS
+        self._parts: OrderedDict[str, array[int]] = OrderedDict()
+        self._parts_chars = 0
 
     def load(self) -> None:
         """Seconds. Raises OSError or ValueError for a tokenizer that is not there or needs code of its own."""
@@ -215,6 +224,7 @@ class PromptTokenizer:
         if isinstance(template, str):
             self._wants_parts = self._format == "openai" or (self._format == "auto" and _wants_parts(template))
         tokenizer.encode("warm", add_special_tokens=False)
+        self._marks = _marks_of(tokenizer)
         self._tokenizer = tokenizer
 
     def tokens(self, question: Question) -> Tokens:
@@ -225,12 +235,51 @@ class PromptTokenizer:
             raise Unknown("tokenizer_loading")
         text = question.text if question.text is not None else self._render(question)
         kept = _cut(text, self._tokens_max * CHARS_PER_TOKEN)
-        ids: list[int] = self._tokenizer.encode(kept, add_special_tokens=question.add_special_tokens)
+        ids = self._encode(kept, question.add_special_tokens)
         count = len(ids)
         if len(kept) < len(text):
             count = int(count * len(text) / max(len(kept), 1))
             ids = ids[: max(len(ids) - CUT_TOKENS, 0)]
         return Tokens(ids[: self._tokens_max], count)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Part by part where that is the same: of a conversation's next turn only the new messages are work."""
+        if add_special_tokens or not self._marks:
+            return self._whole(text, add_special_tokens)
+        ids = self._by_parts(text)
+        if self._checks:
+            self._checks -= 1
+            whole = self._whole(text, add_special_tokens)
+            if whole != ids:
+                self._marks = {}
+                return whole
+        return ids
+
+    def _whole(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return ids
+
+    def _by_parts(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for part in re.split("(" + "|".join(map(re.escape, self._marks)) + ")", text):
+            mark = self._marks.get(part)
+            if mark is not None:
+                ids.append(mark)
+            elif part:
+                ids.extend(self._part(part))
+        return ids
+
+    def _part(self, part: str) -> array[int]:
+        found = self._parts.get(part)
+        if found is not None:
+            self._parts.move_to_end(part)
+            return found
+        found = self._parts[part] = array("I", self._whole(part, False))
+        self._parts_chars += len(part)
+        while self._parts_chars > PARTS_CHARS_MAX:
+            oldest, _ = self._parts.popitem(last=False)
+            self._parts_chars -= len(oldest)
+        return found
 
     def _render(self, question: Question) -> str:
         assert question.messages is not None
@@ -256,6 +305,18 @@ class PromptTokenizer:
         if self._wants_parts and message["role"] != "tool":
             return {**message, "content": [{"type": "text", "text": text} for text in texts]}
         return {**message, "content": "\n".join(text for text in texts if text)}
+
+
+def _marks_of(tokenizer: Any) -> dict[str, int]:
+    """Special tokens that take nothing of the text around them, longest first; {} for a tokenizer of another kind."""
+    backend = getattr(tokenizer, "_tokenizer", None)
+    added = getattr(backend, "get_added_tokens_decoder", dict)()
+    marks = {
+        token.content: number
+        for number, token in added.items()
+        if token.special and not (token.lstrip or token.rstrip or token.single_word)
+    }
+    return dict(sorted(marks.items(), key=lambda item: -len(item[0])))
 
 
 def _cut(text: str, chars_max: int) -> str:

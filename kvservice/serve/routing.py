@@ -54,12 +54,14 @@ class Wait:
     """What is before a new request. Every field only ever adds to the cost."""
 
     backlog_seconds: float = 0.0  # prefill work this router sent that is not done by its own estimate
-    waiting: int = 0  # requests that others sent
-    decoding: int = 0  # requests past their prefill
+    waiting: float = 0.0  # requests that others sent, as far as they are not past their prefill
+    decoding: float = 0.0  # requests past their prefill
+    expected: float = 0.0  # requests that usually are before a new one, at the utilization there was of late
 
     def seconds(self, request_seconds: float, decoding_share: float) -> float:
         """`request_seconds`: prefill work of an average request; a decoding one counts as `decoding_share` of it."""
-        return self.backlog_seconds + request_seconds * (self.waiting + decoding_share * self.decoding)
+        requests = self.waiting + self.expected + decoding_share * self.decoding
+        return self.backlog_seconds + request_seconds * requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,14 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
+class _Span:
+    start: int
+    end: int
+    holders: frozenset[NodeId]
+    names: tuple[NodeId, ...]  # of the holders, in the order of the lookup service
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """`groups`: every candidate once, best first; within a group the caller takes the shorter queue."""
 
@@ -124,8 +134,10 @@ def decide(prompt: Prompt, candidates: Sequence[Candidate], draws: Sequence[floa
     """Rank the candidates (at least one, distinct names). `draws`: a random number for each, which orders ties."""
     assert candidates and len(draws) == len(candidates)
     drawn = {candidate.replica: draw for candidate, draw in zip(candidates, draws, strict=True)}
+    spans = {id(candidate.runs): _spans(candidate.runs, prompt.block_count) for candidate in candidates}
     found = sorted(
-        (estimate(prompt, candidate) for candidate in candidates), key=lambda e: (e.full, e.seconds, drawn[e.replica])
+        (_estimate(prompt, candidate, spans[id(candidate.runs)]) for candidate in candidates),
+        key=lambda e: (e.full, e.seconds, drawn[e.replica]),
     )
     limit = found[0].seconds * (1 + TIE_SHARE) + TIE_SECONDS
     tied = [e for e in found if e.full == found[0].full and e.seconds <= limit]
@@ -140,6 +152,10 @@ def decide(prompt: Prompt, candidates: Sequence[Candidate], draws: Sequence[floa
 
 def estimate(prompt: Prompt, candidate: Candidate) -> Estimate:
     """The cheapest way for this candidate to have the whole prompt."""
+    return _estimate(prompt, candidate, _spans(candidate.runs, prompt.block_count))
+
+
+def _estimate(prompt: Prompt, candidate: Candidate, spans: Sequence[_Span]) -> Estimate:
     speeds = candidate.speeds
     engine = min(candidate.engine_blocks, prompt.block_count)
     held = engine
@@ -148,24 +164,21 @@ def estimate(prompt: Prompt, candidate: Candidate) -> Estimate:
     visited: set[NodeId] = set()
     best = _cut(prompt, candidate, 0.0, engine, 0, 0)
     load = speeds.block_bytes / speeds.load_bytes_per_second
-    for start, end, holders in _contiguous(candidate.runs, prompt.block_count):
-        count = end - max(start, held)
+    for span in spans if candidate.node is not None else ():  # else nobody knows what its shard could bring
+        count = span.end - max(span.start, held)
         if count <= 0:
             continue
-        if start > held:
+        if span.start > held:
             break
         moved += count * load
-        if candidate.node is not None and candidate.node in holders:
+        if candidate.node in span.holders:
             local += count
-        elif candidate.node is None:
-            break  # nobody knows what its shard could bring
         else:
-            holder, link = _cheapest(holders, speeds, visited, count)
-            moved += (0.0 if holder in visited else link.overhead_seconds) + count * _seconds_per_block(speeds, link)
-            visited.add(holder)
+            moved += _fetch_seconds(span, speeds, visited, count)
             fetched += count
-        held = end
-        best = min(best, _cut(prompt, candidate, moved, engine, local, fetched), key=lambda e: e.seconds)
+        held = span.end
+        cut = _cut(prompt, candidate, moved, engine, local, fetched)
+        best = cut if cut.seconds < best.seconds else best
     return best
 
 
@@ -178,25 +191,28 @@ def _cut(prompt: Prompt, candidate: Candidate, moved: float, engine: int, local:
     )
 
 
-def _contiguous(runs: Sequence[HolderRun], block_count: int) -> list[tuple[int, int, frozenset[NodeId]]]:
-    """(start, end, nodes) of the runs as far as the chain was asked."""
-    return [
-        (run.start, min(run.start + run.count, block_count), frozenset(holder.node_id for holder in run.holders))
-        for run in runs
-    ]
+def _spans(runs: Sequence[HolderRun], block_count: int) -> list[_Span]:
+    """The runs as far as the chain was asked. Made once for all candidates: it may have hundreds of holders."""
+    spans: list[_Span] = []
+    for run in runs:
+        names = tuple(holder.node_id for holder in run.holders)
+        spans.append(_Span(run.start, min(run.start + run.count, block_count), frozenset(names), names))
+    return spans
 
 
-def _cheapest(holders: frozenset[NodeId], speeds: Speeds, visited: set[NodeId], count: int) -> tuple[NodeId, Link]:
-    def seconds(node: NodeId) -> tuple[float, NodeId]:
+def _fetch_seconds(span: _Span, speeds: Speeds, visited: set[NodeId], count: int) -> float:
+    """From the cheapest holder, which is `visited` from then on: its overhead is paid."""
+    measured = speeds.links.keys() & span.holders
+    unmeasured = next((node for node in span.names if node not in measured), None)
+    choices = measured | (visited & span.holders) | ({unmeasured} if unmeasured is not None else set())
+    found: list[tuple[float, NodeId]] = []
+    for node in choices:
         link = speeds.links.get(node, speeds.link)
-        return (0.0 if node in visited else link.overhead_seconds) + count * _seconds_per_block(speeds, link), node
-
-    chosen = min(holders, key=seconds)
-    return chosen, speeds.links.get(chosen, speeds.link)
-
-
-def _seconds_per_block(speeds: Speeds, link: Link) -> float:
-    return speeds.block_bytes / link.bytes_per_second
+        overhead = 0.0 if node in visited else link.overhead_seconds
+        found.append((overhead + count * speeds.block_bytes / link.bytes_per_second, node))
+    seconds, node = min(found)
+    visited.add(node)
+    return seconds
 
 
 def _reason(chosen: Estimate, found: Sequence[Estimate]) -> Reason:

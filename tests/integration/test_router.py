@@ -10,7 +10,7 @@ import signal
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +61,13 @@ def request(prompt: list[int] | str, multiplexed: str = "") -> PendingRequest:
     return PendingRequest(args=[SimpleNamespace(model=MODEL, prompt=prompt)], kwargs={}, metadata=metadata)
 
 
+async def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
 class Handle:
     """One deployment handle's router, and the calls Serve makes around a request."""
 
@@ -91,12 +98,12 @@ async def handle(cluster: LocalCluster | None, *replicas: Replica, **options: An
         deployment_id=DEPLOYMENT, handle_source=DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True
     )
     addresses = [] if cluster is None else cluster.lookup_addresses
-    router.initialize_state(**{"lookup_addresses": addresses, "budget_ms": BUDGET_MS, **DEAR_FETCH, **options})
+    service = "nobody" if cluster is None else cluster.service
+    common = {"lookup_addresses": addresses, "service": service, "budget_ms": BUDGET_MS, **DEAR_FETCH}
+    router.initialize_state(**{**common, **options})
     router.update_replicas(list(replicas))
-    async with asyncio.timeout(60):
-        while not router._reader._loaded or (cluster is not None and not router._holdings.facts.nodes):
-            await asyncio.sleep(0.02)
-    await router._holdings.refresh()
+    await until(lambda: router._reader._loaded and (cluster is None or len(router._holdings.facts.nodes) > 0))
+    await router._probe_queue_lens(list(replicas), 0)  # Serve does so as well, a moment later
     try:
         yield Handle(router)
     finally:
@@ -221,18 +228,16 @@ async def test_a_request_for_an_adapter_goes_where_serve_sends_it(cluster: Local
         assert app.reasons == {"fallback:lora": 4}
 
 
-async def test_by_load_the_shortest_queue_is_taken(cluster: LocalCluster, engines: list[Engine]) -> None:
+async def test_by_load_the_shortest_queue_is_taken() -> None:
     r0, r1 = pair()
+    r0.queue_len, r1.queue_len = 6, 2
     async with handle(None, r0, r1, policy="load") as app:
-        app.router.on_new_queue_len_info(r0.replica_id, 5)
-        app.router.on_new_queue_len_info(r1.replica_id, 2)
         found = Counter([await app.send(request(tokens(1)), keep=True) for _ in range(3)])
         assert found == {"r1": 3}
 
 
-async def test_without_a_service_serve_decides(cluster: LocalCluster) -> None:
+async def test_without_a_service_serve_decides() -> None:
     async with handle(None, *pair()) as app:
-        app.router._holdings._find = lambda: ()
         found = await app.spread([tokens(90)] * 40)
         assert min(found["r0"], found["r1"]) >= 8, "power of two choices"
         assert app.reasons == {"fallback:no_service": 40}
@@ -255,9 +260,10 @@ async def test_a_hanging_service_costs_no_more_than_the_budget_and_soon_nothing(
         assert max(seconds) < 0.3, "40 ms and what a loaded machine adds"
         assert sorted(seconds)[8] < 0.03, "three failures, then it is asked no more"
         assert {reason.partition(":")[0] for reason in app.reasons} == {"fallback"}
-        async with asyncio.timeout(30):
-            while await app.send(request(tokens(100))) != "r0" or "hit" not in app.reasons:
-                await asyncio.sleep(0.1)
+        deadline = time.monotonic() + 30
+        while await app.send(request(tokens(100))) != "r0" or "hit" not in app.reasons:
+            assert time.monotonic() < deadline, "the service is back and is not asked again"
+            await asyncio.sleep(0.1)
 
 
 async def test_a_dead_holder_in_the_directory_fails_no_request(cluster: LocalCluster, engines: list[Engine]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from kvservice.serve.load import FIRST_REQUEST_SECONDS, UNCONFIRMED_SECONDS, LoadBook, SentPrefixes
@@ -11,6 +13,11 @@ from kvservice.units import BlockHash
 
 def hashes(*names: str) -> list[BlockHash]:
     return [BlockHash(name.encode()) for name in names]
+
+
+def waits(book: LoadBook, replica: str, reported: int | None, now: float) -> Wait:
+    """Without what is only expected."""
+    return dataclasses.replace(book.wait(replica, reported, now), expected=0.0)
 
 
 def test_decisions_of_the_same_moment_see_each_other() -> None:
@@ -25,9 +32,9 @@ def test_work_is_done_one_request_after_the_other_and_then_only_decoded() -> Non
     for name in ("q1", "q2"):
         book.decided(name, "a", 1.0, now=0.0)
         book.routed(name, "a", now=0.0)
-    assert book.wait("a", 2, 0.5) == Wait(backlog_seconds=1.5, waiting=0, decoding=0)
-    assert book.wait("a", 2, 1.5) == Wait(backlog_seconds=0.5, waiting=0, decoding=1)
-    assert book.wait("a", 2, 2.5) == Wait(backlog_seconds=0.0, waiting=0, decoding=2)
+    assert waits(book, "a", 2, 0.5) == Wait(backlog_seconds=1.5, waiting=0, decoding=0)
+    assert waits(book, "a", 2, 1.5) == Wait(backlog_seconds=0.5, waiting=0, decoding=1)
+    assert waits(book, "a", 2, 2.5) == Wait(backlog_seconds=0.0, waiting=0, decoding=2)
 
 
 def test_a_request_that_ends_early_takes_its_remaining_work_away() -> None:
@@ -38,7 +45,7 @@ def test_a_request_that_ends_early_takes_its_remaining_work_away() -> None:
     book.completed("q1", now=0.25)
     assert book.wait("a", 1, 0.25).backlog_seconds == pytest.approx(1.0)
     book.completed("q2", now=0.25)
-    assert book.wait("a", 0, 0.25) == Wait()
+    assert waits(book, "a", 0, 0.25) == Wait()
 
 
 def test_requests_of_other_routers_are_what_the_replica_counts_beyond_ours() -> None:
@@ -47,6 +54,15 @@ def test_requests_of_other_routers_are_what_the_replica_counts_beyond_ours() -> 
     book.routed("q1", "a", now=0.0)
     assert book.wait("a", 4, 0.0).waiting == 3
     assert book.wait("b", 4, 0.0).waiting == 4
+
+
+def test_requests_of_other_routers_are_taken_to_be_as_far_as_ours() -> None:
+    book = LoadBook()
+    for index in range(7):
+        book.decided(f"q{index}", "a", 1.0, now=0.0)
+        book.routed(f"q{index}", "a", now=0.0)
+    found = book.wait("b", 8, 7.5)
+    assert (found.waiting, found.decoding) == (1.0, 7.0), "all of ours are past their prefill"
 
 
 def test_a_request_that_went_elsewhere_counts_there_and_only_there() -> None:
@@ -60,7 +76,7 @@ def test_a_request_that_went_elsewhere_counts_there_and_only_there() -> None:
 def test_a_decision_without_a_request_is_forgotten() -> None:
     book = LoadBook()
     book.decided("q1", "a", 60.0, now=0.0)
-    assert book.wait("a", None, UNCONFIRMED_SECONDS + 1) == Wait()
+    assert waits(book, "a", None, UNCONFIRMED_SECONDS + 1) == Wait()
     assert book.in_flight("a") == 0
 
 
@@ -109,3 +125,16 @@ def test_a_restarted_engine_is_believed_to_hold_nothing() -> None:
     sent.keep(["a#2"])
     assert sent.leading("a#1", hashes("x"), now=0.0) == 0
     assert sent.leading("a#2", hashes("x"), now=0.0) == 0
+
+
+def test_a_replica_that_was_busy_of_late_is_expected_to_be_so_again() -> None:
+    book = LoadBook()
+    for index in range(30):
+        book.decided(f"q{index}", "a", 0.5, now=float(index))
+        book.routed(f"q{index}", "a", now=float(index))
+        book.completed(f"q{index}", now=index + 0.5)
+    half_busy = book.wait("a", 0, 30.0)
+    assert (half_busy.backlog_seconds, half_busy.waiting) == (0.0, 0.0)
+    assert 0.3 < half_busy.expected < 1.0
+    assert book.wait("a", 0, 300.0).expected < 0.001
+    assert book.wait("b", 0, 30.0).expected == 0.0
