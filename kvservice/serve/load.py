@@ -56,17 +56,20 @@ class LoadBook:
 
     def decided(self, request: str, replica: str, seconds: float, now: float) -> None:
         """`replica` will probably get this request. Counts at once, for the decisions of the same moment."""
-        self._remove(request, now)
+        self._remove(request, now, undone=True)
         self._add(request, replica, seconds, now, confirmed=False)
         self.request_seconds += WEIGHT * (seconds - self.request_seconds)
 
     def routed(self, request: str, replica: str, now: float) -> None:
         """It went to this replica, whatever had been decided."""
-        sent = self._remove(request, now)
+        if self._where.get(request) == replica:
+            self._queues[replica].requests[request].confirmed = True
+            return
+        sent = self._remove(request, now, undone=True)
         self._add(request, replica, self.request_seconds if sent is None else sent.seconds, now, confirmed=True)
 
     def completed(self, request: str, now: float) -> None:
-        self._remove(request, now)
+        self._remove(request, now, undone=False)
 
     def keep(self, replicas: Iterable[str]) -> None:
         """Forget all others."""
@@ -112,17 +115,20 @@ class LoadBook:
         queue.requests[request] = _Sent(replica, seconds, queue.busy_until, confirmed, now)
         self._where[request] = replica
 
-    def _remove(self, request: str, now: float) -> _Sent | None:
+    def _remove(self, request: str, now: float, *, undone: bool) -> _Sent | None:
+        """`undone`: it was not worked on there at all."""
         replica = self._where.pop(request, None)
         queue = None if replica is None else self._queues.get(replica)
         sent = None if queue is None else queue.requests.pop(request, None)
         if queue is not None and sent is not None:
-            self._give_back(queue, sent, now)
+            self._give_back(queue, sent, now, undone=undone)
         return sent
 
     @staticmethod
-    def _give_back(queue: _Queue, sent: _Sent, now: float) -> None:
+    def _give_back(queue: _Queue, sent: _Sent, now: float, *, undone: bool) -> None:
         """It ended before its estimate: so will what is behind it."""
+        if undone:
+            queue.work, queue.work_at = max(queue.utilization(now) * FADE_SECONDS - sent.seconds, 0.0), now
         left = min(max(sent.done_at - now, 0.0), sent.seconds)
         if left:
             queue.busy_until -= left
@@ -139,7 +145,7 @@ class LoadBook:
         for name in late:
             sent = queue.requests.pop(name)
             self._where.pop(name, None)
-            self._give_back(queue, sent, now)
+            self._give_back(queue, sent, now, undone=not sent.confirmed)
 
 
 class SentPrefixes:

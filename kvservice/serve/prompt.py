@@ -310,7 +310,7 @@ class PromptTokenizer:
 def _marks_of(tokenizer: Any) -> dict[str, int]:
     """Special tokens that take nothing of the text around them, longest first; {} for a tokenizer of another kind."""
     backend = getattr(tokenizer, "_tokenizer", None)
-    added = getattr(backend, "get_added_tokens_decoder", dict)()
+    added: dict[int, Any] = getattr(backend, "get_added_tokens_decoder", dict)()
     marks = {
         token.content: number
         for number, token in added.items()
