@@ -107,8 +107,6 @@ async def test_prompts_go_to_the_node_that_holds_them_and_on_without_the_service
         if answered == asked:
             break
         assert time.monotonic() < deadline, f"{asked} were answered by {answered}"
-    for engine in engines.values():
-        engine.let_go()
     deploy.down(SERVICE)
     begun = time.monotonic()
     after = [await ask(prompts[node]) for node in asked]
