@@ -84,6 +84,8 @@ class Holdings:
         self._surveyor = Surveyor()
         self._answers: OrderedDict[tuple[int, BlockKey], tuple[float, LookupAnswer]] = OrderedDict()
         self._calls: set[asyncio.Task[LookupAnswer]] = set()
+        self._addresses: tuple[str, ...] = ()
+        self._doubted: tuple[str, ...] = ()
         self._refreshed_at: float | None = None
         self._refreshing: asyncio.Task[None] | None = None
         self.facts = Facts({})
@@ -98,7 +100,7 @@ class Holdings:
     async def refresh(self) -> None:
         """Find the service, and ask its nodes. Keeps what was known when nobody answers."""
         try:
-            addresses = tuple(await asyncio.to_thread(self._find))
+            addresses = self._believed(tuple(await asyncio.to_thread(self._find)))
             if addresses:
                 self._connect(addresses)
                 found = await self._surveyor.read(addresses, SURVEY_SECONDS)
@@ -155,6 +157,15 @@ class Holdings:
         await self._surveyor.close()
         if self._lookup is not None:
             await self._lookup.close()
+
+    def _believed(self, found: tuple[str, ...]) -> tuple[str, ...]:
+        """A supervisor that restarts may name only some lookup shards for a moment, and their number places the keys:
+        fewer than before are believed when they are named twice."""
+        doubted, self._doubted = self._doubted, found
+        if len(found) < len(self._addresses) and found != doubted:
+            return self._addresses
+        self._addresses = found or self._addresses
+        return found
 
     def _connect(self, addresses: tuple[str, ...]) -> None:
         if self._lookup is None:

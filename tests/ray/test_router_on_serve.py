@@ -5,6 +5,7 @@ The deployment only says where it runs: what an engine would have stored is stor
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
 import time
@@ -94,7 +95,7 @@ async def test_prompts_go_to_the_node_that_holds_them_and_on_without_the_service
         await engine.store(
             block_keys(SPEC.fingerprint.digest, block_namer(dict(SPEC.fingerprint.fields))(prompts[node]))
         )
-    app = serve.run(Where.bind(), name="routed", route_prefix=None)
+    app = await asyncio.to_thread(serve.run, Where.bind(), name="routed", route_prefix=None)
 
     async def ask(prompt: list[int]) -> str:
         found = await app.completions.remote(SimpleNamespace(model="test-model", prompt=prompt))
@@ -107,7 +108,7 @@ async def test_prompts_go_to_the_node_that_holds_them_and_on_without_the_service
         if answered == asked:
             break
         assert time.monotonic() < deadline, f"{asked} were answered by {answered}"
-    deploy.down(SERVICE)
+    await asyncio.to_thread(deploy.down, SERVICE)
     begun = time.monotonic()
     after = [await ask(prompts[node]) for node in asked]
     assert len(after) == len(asked), "every request is answered"
