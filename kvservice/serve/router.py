@@ -10,6 +10,7 @@ Serve's FIFO mix-in is left out on purpose: it may hand the replica chosen for o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -40,7 +41,8 @@ from kvservice.units import BlockHash, NodeId
 
 log = logging.getLogger("kvservice.serve")
 
-REQUESTS_MAX = 4096  # that are remembered between Serve's calls
+REQUESTS_MAX = 4096  # that are remembered as counted
+PLANS_MAX = 512  # kept until Serve says where the request went
 PLAN_SECONDS = 2.0
 SLACK_SECONDS = 0.002  # for the lookup to fail by its own deadline, which its breaker counts
 NO_WORK = Speeds(1e-6, 0, 1.0, Link(1.0))
@@ -130,7 +132,12 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
             self._remember(plan, replica, now)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        self._book.completed(internal_request_id, time.monotonic())
+        # Serve calls this from whatever thread saw the end; the book belongs to the router's loop.
+        loop = self._lazily_fetched_loop
+        if loop is None or loop.is_closed():
+            return  # nothing was routed, or nothing will be
+        with contextlib.suppress(RuntimeError):  # closed this very moment
+            loop.call_soon_threadsafe(self._book.completed, internal_request_id, time.monotonic())
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
@@ -217,7 +224,7 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
             plan = await self._make_plan(pending, replicas, now)
             plan.made_at = now
             self._plans[request] = plan
-            while len(self._plans) > REQUESTS_MAX:
+            while len(self._plans) > PLANS_MAX:
                 self._plans.popitem(last=False)
         return plan
 

@@ -19,6 +19,7 @@ from kvservice.units import NodeId, div_ceil
 
 TIE_SHARE = 0.05  # of the best cost; estimates are not better than that
 TIE_SECONDS = 0.001
+RANKS_MAX = 8
 
 
 class Reason(Enum):
@@ -121,7 +122,8 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`groups`: every candidate once, best first; within a group the caller takes the shorter queue."""
+    """`groups`: candidates, best first; within a group the caller takes the shorter queue. At most RANKS_MAX groups:
+    when all of them refuse, it is time to decide anew."""
 
     groups: tuple[tuple[str, ...], ...]
     reason: Reason
@@ -146,7 +148,7 @@ def decide(prompt: Prompt, candidates: Sequence[Candidate], draws: Sequence[floa
     # each without knowing of the others, do not all send to the same replica.
     first, rest = tied[:2], tied[2:]
     others = found[len(tied) :]
-    groups = (tuple(e.replica for e in first), *((e.replica,) for e in [*rest, *others]))
+    groups = (tuple(e.replica for e in first), *((e.replica,) for e in [*rest, *others]))[:RANKS_MAX]
     return Decision(groups, _reason(first[0], found), first[0], tuple(found), frozenset(e.replica for e in tied))
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.serve.routing import (
+    RANKS_MAX,
     Candidate,
     Decision,
     Link,
@@ -133,6 +134,11 @@ def test_a_popular_prefix_does_not_draw_all_requests_to_its_holder() -> None:
         sent[decision.best.replica] += 1
     assert sent["a"] > 40, "the holder does most"
     assert min(sent.values()) >= 5, "and the others what would wait too long there"
+
+
+def test_of_many_replicas_only_the_best_are_ranked() -> None:
+    decision = choose(*[replica(f"r{i}", wait=float(i)) for i in range(100)])
+    assert decision.groups == tuple((f"r{i}",) for i in range(RANKS_MAX))
 
 
 # -- over everything ----
