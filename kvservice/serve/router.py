@@ -10,7 +10,6 @@ Serve's FIFO mix-in is left out on purpose: it may hand the replica chosen for o
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
@@ -132,12 +131,7 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
             self._remember(plan, replica, now)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        # Serve calls this from whatever thread saw the end; the book belongs to the router's loop.
-        loop = self._lazily_fetched_loop
-        if loop is None or loop.is_closed():
-            return  # nothing was routed, or nothing will be
-        with contextlib.suppress(RuntimeError):  # closed this very moment
-            loop.call_soon_threadsafe(self._book.completed, internal_request_id, time.monotonic())
+        self._book.completed(internal_request_id, time.monotonic())
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
