@@ -124,11 +124,14 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         now = time.monotonic()
         request, name = pending_request.metadata.internal_request_id, replica_id.to_full_id_str()
-        self._book.routed(request, name, now)
-        plan = self._plans.pop(request, None)
-        replica = self._replicas.get(replica_id)
-        if plan is not None and plan.hashes and replica is not None:
-            self._remember(plan, replica, now)
+        try:
+            self._book.routed(request, name, now)
+            plan = self._plans.pop(request, None)
+            replica = self._replicas.get(replica_id)
+            if plan is not None and plan.hashes and replica is not None:
+                self._remember(plan, replica, now)
+        except Exception as error:  # noqa: BLE001  the request is on its way: what is wrong here is ours alone
+            self._note_failure(error)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         self._book.completed(internal_request_id, time.monotonic())
