@@ -243,6 +243,36 @@ async def test_without_a_service_serve_decides() -> None:
         assert app.reasons == {"fallback:no_service": 40}
 
 
+async def test_a_bug_of_the_router_is_counted_and_the_request_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with handle(None, *pair()) as app:
+
+        def fail(*arguments: object) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(app.router, "_allowed", fail)
+        assert (await app.spread([tokens(1)] * 5)).total() == 5
+        assert app.reasons == {"fallback:error": 5}
+
+
+async def test_after_a_fallback_serve_still_prefers_the_replica_nearby() -> None:
+    async with handle(None, *pair()) as app:
+        app.router._prefer_local_node_routing, app.router._self_node_id = True, "n1"
+        app.router.update_replicas(list(app.router.curr_replicas.values()))
+        assert await app.spread([tokens(1)] * 8) == {"r1": 8}, "no service: as Serve's own router does"
+
+
+async def test_nearby_replicas_come_first_and_among_them_the_holder(
+    cluster: LocalCluster, engines: list[Engine]
+) -> None:
+    await store(cluster, engines[0], tokens(120))
+    replicas = [Replica("r0", "n0"), Replica("r1", "n1"), Replica("r2", "n1")]
+    async with handle(cluster, *replicas, engine_blocks=0) as app:
+        app.router._prefer_local_node_routing, app.router._self_node_id = True, "n1"
+        app.router.update_replicas(list(app.router.curr_replicas.values()))
+        found = await app.spread([tokens(120)] * 8)
+        assert set(found) <= {"r1", "r2"}
+
+
 async def test_a_hanging_service_costs_no_more_than_the_budget_and_soon_nothing(
     cluster: LocalCluster, engines: list[Engine]
 ) -> None:

@@ -11,7 +11,8 @@ from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.messages import EngineGroup, Holder, PeerSpeed, Survey
 from kvservice.serve.holdings import Facts, Holdings
 from kvservice.serve.options import RouterOptions
-from kvservice.serve.router import Place, speeds_of
+from kvservice.serve.router import Place, explain, speeds_of
+from kvservice.serve.routing import Candidate, Prompt, decide
 from kvservice.testing.builders import make_spec
 from kvservice.units import BootEpoch, NodeId
 
@@ -91,3 +92,13 @@ async def test_a_service_that_cannot_be_found_leaves_what_was_known() -> None:
     assert not holdings.connected
     assert dataclasses.is_dataclass(await holdings.resolve([], 0.1))
     await holdings.close()
+
+
+def test_a_decision_explains_itself_in_one_line() -> None:
+    speeds = speeds_of(facts(), Place(None, None), RouterOptions(prefill_tokens_per_second=1000))
+    prompt = Prompt(160, 16, 9)
+    decision = decide(prompt, [Candidate("a", 0.05, speeds), Candidate("b", 0.0, speeds, engine_blocks=4)], [0.1, 0.2])
+    assert explain(decision, prompt) == (
+        "hit of 160 tokens, 9 blocks: b 96.0 ms (wait 0.0, move 0.0, compute 96.0; blocks 4 engine, 0 node, 0 fetched); "
+        "a 210.0 ms (wait 50.0, move 0.0, compute 160.0; blocks 0 engine, 0 node, 0 fetched)"
+    )
