@@ -99,6 +99,7 @@ def test_a_decision_explains_itself_in_one_line() -> None:
     prompt = Prompt(160, 16, 9)
     decision = decide(prompt, [Candidate("a", 0.05, speeds), Candidate("b", 0.0, speeds, engine_blocks=4)], [0.1, 0.2])
     assert explain(decision, prompt) == (
-        "hit of 160 tokens, 9 blocks: b 96.0 ms (wait 0.0, move 0.0, compute 96.0; blocks 4 engine, 0 node, 0 fetched); "
+        "hit of 160 tokens, 9 blocks: "
+        "b 96.0 ms (wait 0.0, move 0.0, compute 96.0; blocks 4 engine, 0 node, 0 fetched); "
         "a 210.0 ms (wait 50.0, move 0.0, compute 160.0; blocks 0 engine, 0 node, 0 fetched)"
     )
