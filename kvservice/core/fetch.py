@@ -38,6 +38,7 @@ from kvservice.core.messages import (
     HolderRun,
     LocateResult,
     MissReason,
+    PeerSpeed,
 )
 from kvservice.core.slots import Slot, SlotState
 from kvservice.units import AttachmentId, BlockKey, LeaseId, NodeId, SlotIndex
@@ -575,6 +576,12 @@ class Acquisitions:
 
     def _estimate(self, holder: Holder) -> FetchEstimate:
         return self._estimates.setdefault(holder.node_id, FetchEstimate())
+
+    def peer_speeds(self) -> tuple[PeerSpeed, ...]:
+        return tuple(
+            PeerSpeed(node, estimate.bytes_per_second or 0.0, estimate.overhead_seconds or 0.0)
+            for node, estimate in sorted(self._estimates.items())
+        )
 
     def pinned(self) -> Counter[SlotIndex]:
         """Slots pinned by open acquisitions, for the pin count check of the shard."""

@@ -225,6 +225,36 @@ class HolderRun:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineGroup:
+    """Engines attached to one shard that name and fill their blocks alike."""
+
+    namespace: str
+    model: str
+    fingerprint: Fingerprint
+    layout: SlotLayout
+    attached: int
+    seconds_per_block: float  # of prefill, as one of them measured it last; 0 = not yet
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSpeed:
+    """How fast one shard reads from another node. 0 = not measured yet."""
+
+    node_id: NodeId
+    bytes_per_second: float
+    overhead_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What a router wants to know of one node."""
+
+    engines: tuple[EngineGroup, ...]
+    peers: tuple[PeerSpeed, ...]
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class PoolStats:
     """One shard's numbers at one moment."""
 

@@ -26,10 +26,12 @@ from kvservice.core.leases import Lease, LeaseTable
 from kvservice.core.messages import (
     AcquireResult,
     BlockRef,
+    EngineGroup,
     EngineSpec,
     MissReason,
     SealItem,
     SealStatus,
+    Survey,
 )
 from kvservice.core.peers import TIMEOUT_SECONDS_MAX, PeerCalls, check_keys
 from kvservice.core.slots import Slot, SlotState
@@ -64,6 +66,7 @@ class AttachReply:
 class _Attached:
     attachment: AttachmentId
     spec: EngineSpec
+    seconds_per_block: float = 0.0  # of prefill, as the engine said last
 
 
 @dataclass(slots=True)
@@ -227,6 +230,18 @@ class ShardState:
         sealing = {key for key in keys if self._acquisitions.is_sealing(key)}
         return find_fates(keys, held, sealing, self._store.ghosts.find(keys, now), now)
 
+    def survey(self) -> Survey:
+        """What a router wants to know, sorted."""
+        groups: dict[tuple[str, str, Fingerprint], list[_Attached]] = {}
+        for attached in self._attached.values():
+            spec = attached.spec
+            groups.setdefault((spec.namespace, spec.model, spec.fingerprint), []).append(attached)
+        engines = [
+            EngineGroup(*name, members[0].spec.layout, len(members), max(m.seconds_per_block for m in members))
+            for name, members in sorted(groups.items(), key=lambda item: (*item[0][:2], item[0][2].fields))
+        ]
+        return Survey(tuple(engines), self._acquisitions.peer_speeds(), self.draining)
+
     def all_counters(self) -> dict[str, int]:
         return dict(self.counters + self._store.counters + self._leases.counters)
 
@@ -339,6 +354,7 @@ class ShardState:
             self.records.answered(event.op, 0, {}, MissReason.DRAINING, str(self.node_id), now)
             self._actions.append(Reply(event.op, AcquireResult(LeaseId(0), (), 0, MissReason.DRAINING)))
             return
+        attached.seconds_per_block = request.recompute_seconds_per_block or attached.seconds_per_block
         self._acquisitions.start(event.op, event.attachment, request, attached.spec.layout.payload_bytes, now)
         if handoff is not None and handoff.node_id == self.node_id and self._acquisitions.is_following(event.op):
             self._handoffs.watch(event.op, handoff.handoff_id, now)

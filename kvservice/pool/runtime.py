@@ -37,6 +37,7 @@ from kvservice.core.messages import (
     RequestReport,
     SealItem,
     SealStatus,
+    Survey,
     TakeOverItem,
     TakeOverResult,
 )
@@ -307,6 +308,9 @@ class PoolRuntime:
             f"{namespace or '-'}/{model} {fingerprint.digest.hex()[:12]} {count}"
             for namespace, model, fingerprint, count in self._state.models()
         ]
+
+    def survey(self) -> Survey:
+        return self._state.survey()
 
     def accounting(self) -> tuple[dict[str, int], int, str, int, int]:
         """(slots by state, capacity, violation or '', leases, attachments), after a full check."""

@@ -186,6 +186,9 @@ class AdminServicer:
             attachments=attachments,
         )
 
+    async def survey(self, request: shard_pb2.SurveyRequest, context: Context) -> shard_pb2.SurveyReply:
+        return codec.encode_survey(self._holder(), self._pool.survey())
+
     async def drain(self, request: shard_pb2.DrainRequest, context: Context) -> shard_pb2.DrainReply:
         if not 0 <= request.timeout_seconds <= DRAIN_SECONDS_MAX:
             raise InvalidRequest(f"a drain takes 0 to {DRAIN_SECONDS_MAX:.0f} s, not {request.timeout_seconds}")

@@ -19,6 +19,7 @@ from kvservice.core.messages import (
     Attachment,
     BlockHandle,
     BlockRef,
+    EngineGroup,
     EngineSpec,
     FollowResult,
     Handoff,
@@ -26,7 +27,9 @@ from kvservice.core.messages import (
     Holder,
     LocateResult,
     MissReason,
+    PeerSpeed,
     SealItem,
+    Survey,
 )
 from kvservice.errors import InvalidRequest, UnsupportedLayout
 from kvservice.units import (
@@ -68,35 +71,48 @@ def decode_geometry(message: shard_pb2.Geometry) -> Geometry:
 
 
 def encode_spec(spec: EngineSpec) -> shard_pb2.AttachRequest:
-    fields = [common_pb2.FingerprintField(name=name, value=value) for name, value in spec.fingerprint.fields]
-    layout = spec.layout
     return shard_pb2.AttachRequest(
         engine_id=spec.engine_id,
         model=spec.model,
         namespace=spec.namespace,
-        fingerprint=common_pb2.Fingerprint(fields=fields),
-        layout=shard_pb2.Layout(
-            layer_count=layout.layer_count,
-            kv_head_count=layout.kv_head_count,
-            cell_bytes=layout.cell_bytes,
-            block_tokens=layout.block_tokens,
-        ),
+        fingerprint=encode_fingerprint(spec.fingerprint),
+        layout=encode_layout(spec.layout),
     )
 
 
 def decode_spec(message: shard_pb2.AttachRequest) -> EngineSpec:
     if not message.model or len(message.model) > NAME_CHARS_MAX or len(message.namespace) > NAME_CHARS_MAX:
         raise InvalidRequest("model and namespace are at most 512 characters, and the model is not empty")
-    names = [pair.name for pair in message.fingerprint.fields]
+    fingerprint = decode_fingerprint(message.fingerprint)
+    return EngineSpec(message.engine_id, message.model, fingerprint, decode_layout(message.layout), message.namespace)
+
+
+def encode_fingerprint(fingerprint: Fingerprint) -> common_pb2.Fingerprint:
+    fields = [common_pb2.FingerprintField(name=name, value=value) for name, value in fingerprint.fields]
+    return common_pb2.Fingerprint(fields=fields)
+
+
+def decode_fingerprint(message: common_pb2.Fingerprint) -> Fingerprint:
+    names = [pair.name for pair in message.fields]
     if len(set(names)) != len(names):
         raise InvalidRequest("a fingerprint field appears twice")
-    layout = message.layout
+    return Fingerprint.of({pair.name: pair.value for pair in message.fields})
+
+
+def encode_layout(layout: SlotLayout) -> shard_pb2.Layout:
+    return shard_pb2.Layout(
+        layer_count=layout.layer_count,
+        kv_head_count=layout.kv_head_count,
+        cell_bytes=layout.cell_bytes,
+        block_tokens=layout.block_tokens,
+    )
+
+
+def decode_layout(layout: shard_pb2.Layout) -> SlotLayout:
     try:
-        slot_layout = SlotLayout(layout.layer_count, layout.kv_head_count, layout.cell_bytes, layout.block_tokens)
+        return SlotLayout(layout.layer_count, layout.kv_head_count, layout.cell_bytes, layout.block_tokens)
     except UnsupportedLayout as error:
         raise InvalidRequest(f"layout: {error.message}") from error
-    fingerprint = Fingerprint.of({pair.name: pair.value for pair in message.fingerprint.fields})
-    return EngineSpec(message.engine_id, message.model, fingerprint, slot_layout, message.namespace)
 
 
 def encode_attachment(attachment: Attachment) -> shard_pb2.Attached:
@@ -258,3 +274,49 @@ def _decode_handles(messages: Iterable[shard_pb2.Handle], keys: tuple[BlockKey, 
         else None
         for key, handle in zip(keys, messages, strict=True)
     )
+
+
+def encode_survey(node: Holder, survey: Survey) -> shard_pb2.SurveyReply:
+    return shard_pb2.SurveyReply(
+        node=encode_holder(node),
+        engines=[
+            shard_pb2.EngineGroup(
+                namespace=group.namespace,
+                model=group.model,
+                fingerprint=encode_fingerprint(group.fingerprint),
+                layout=encode_layout(group.layout),
+                attached=group.attached,
+                seconds_per_block=group.seconds_per_block,
+            )
+            for group in survey.engines
+        ],
+        peers=[
+            shard_pb2.PeerSpeed(
+                node_id=peer.node_id, bytes_per_second=peer.bytes_per_second, overhead_seconds=peer.overhead_seconds
+            )
+            for peer in survey.peers
+        ],
+        draining=survey.draining,
+    )
+
+
+def decode_survey(message: shard_pb2.SurveyReply) -> Survey:
+    speeds = [
+        *(group.seconds_per_block for group in message.engines),
+        *(value for peer in message.peers for value in (peer.bytes_per_second, peer.overhead_seconds)),
+    ]
+    if not all(0 <= value < float("inf") for value in speeds):  # also refuses NaN
+        raise InvalidRequest("a survey has speeds that are no numbers of at least 0")
+    engines = [
+        EngineGroup(
+            group.namespace,
+            group.model,
+            decode_fingerprint(group.fingerprint),
+            decode_layout(group.layout),
+            group.attached,
+            group.seconds_per_block,
+        )
+        for group in message.engines
+    ]
+    peers = [PeerSpeed(NodeId(peer.node_id), peer.bytes_per_second, peer.overhead_seconds) for peer in message.peers]
+    return Survey(tuple(engines), tuple(peers), message.draining)

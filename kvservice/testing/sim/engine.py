@@ -20,7 +20,16 @@ from kvservice.core.checks import is_as_promised, is_reserved
 from kvservice.core.digest import digest_payload
 from kvservice.core.header import SlotHeader
 from kvservice.core.keys import block_keys
-from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, BlockRef, EngineSpec, Handoff, SealItem
+from kvservice.core.messages import (
+    AcquireRequest,
+    AcquireResult,
+    Attachment,
+    BlockRef,
+    EngineSpec,
+    Handoff,
+    RequestReport,
+    SealItem,
+)
 from kvservice.core.shard import AttachReply
 from kvservice.testing.sim.memory import BLANK, content_of
 from kvservice.testing.sim.node import Node
@@ -58,6 +67,7 @@ class SimSession:
         self._answers: deque[Answer] = deque()
         self._asking: dict[str, _Acquire] = {}  # the call of each request that waits for one
         self._leases: set[LeaseId] = set()
+        self._reports: list[RequestReport] = []
         self._seals = 0  # under way
         self._after_seals: list[Callable[[], None]] = []
         engine.after(0.0, self._attach)
@@ -109,7 +119,8 @@ class SimSession:
         if life != self._life or self.attachment is None:
             return
         attachment, leases = self.attachment, tuple(sorted(self._leases))
-        self._call(lambda op: ev.Renew(op, attachment.attachment_id, leases), lambda answer: None)
+        reports, self._reports = tuple(self._reports), []
+        self._call(lambda op: ev.Renew(op, attachment.attachment_id, leases, reports), lambda answer: None)
         self._engine.after(attachment.lease_seconds / 3, self._renew, life)
 
     def _restock(self) -> None:
@@ -216,6 +227,9 @@ class SimSession:
         self._leases.discard(lease_id)
         if self._is_current(attachment):
             self._call(lambda op: ev.Release(op, attachment, (lease_id,)), lambda answer: None)
+
+    def report(self, report: RequestReport) -> None:
+        self._reports.append(report)
 
     def open_handoff(self, handoff: HandoffId) -> AttachmentId | None:
         attachment = self.attachment

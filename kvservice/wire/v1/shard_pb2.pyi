@@ -631,3 +631,45 @@ class RecallReply(_message.Message):
     FATES_FIELD_NUMBER: _ClassVar[int]
     fates: _containers.RepeatedCompositeFieldContainer[KeyFate]
     def __init__(self, fates: _Optional[_Iterable[_Union[KeyFate, _Mapping]]] = ...) -> None: ...
+
+class SurveyRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class EngineGroup(_message.Message):
+    __slots__ = ("namespace", "model", "fingerprint", "layout", "attached", "seconds_per_block")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    model: str
+    fingerprint: _common_pb2.Fingerprint
+    layout: Layout
+    attached: int
+    seconds_per_block: float
+    def __init__(self, namespace: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., attached: _Optional[int] = ..., seconds_per_block: _Optional[float] = ...) -> None: ...
+
+class PeerSpeed(_message.Message):
+    __slots__ = ("node_id", "bytes_per_second", "overhead_seconds")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    OVERHEAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    bytes_per_second: float
+    overhead_seconds: float
+    def __init__(self, node_id: _Optional[str] = ..., bytes_per_second: _Optional[float] = ..., overhead_seconds: _Optional[float] = ...) -> None: ...
+
+class SurveyReply(_message.Message):
+    __slots__ = ("node", "engines", "peers", "draining")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    node: _common_pb2.NodeInfo
+    engines: _containers.RepeatedCompositeFieldContainer[EngineGroup]
+    peers: _containers.RepeatedCompositeFieldContainer[PeerSpeed]
+    draining: bool
+    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[EngineGroup, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[PeerSpeed, _Mapping]]] = ..., draining: bool = ...) -> None: ...

@@ -811,6 +811,11 @@ class AdminServiceStub(object):
                 request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.RecallRequest.SerializeToString,
                 response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.RecallReply.FromString,
                 _registered_method=True)
+        self.Survey = channel.unary_unary(
+                '/kvservice.wire.v1.AdminService/Survey',
+                request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.SurveyRequest.SerializeToString,
+                response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.SurveyReply.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -850,6 +855,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Survey(self, request, context):
+        """For routers: who is attached here, how fast they compute, how fast this shard reads from others.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -877,6 +889,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Recall,
                     request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.RecallRequest.FromString,
                     response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.RecallReply.SerializeToString,
+            ),
+            'Survey': grpc.unary_unary_rpc_method_handler(
+                    servicer.Survey,
+                    request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.SurveyRequest.FromString,
+                    response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.SurveyReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1014,6 +1031,33 @@ class AdminService(object):
             '/kvservice.wire.v1.AdminService/Recall',
             kvservice_dot_wire_dot_v1_dot_shard__pb2.RecallRequest.SerializeToString,
             kvservice_dot_wire_dot_v1_dot_shard__pb2.RecallReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Survey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.wire.v1.AdminService/Survey',
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.SurveyRequest.SerializeToString,
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.SurveyReply.FromString,
             options,
             channel_credentials,
             insecure,

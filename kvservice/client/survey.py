@@ -1,0 +1,92 @@
+"""Asks every node of the service who is attached and how fast things are there; for routers, every few seconds.
+
+One call to a lookup shard names the nodes, then one to each node's shard. Everything runs on the caller's loop; nothing
+raises for a part that is away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from kvservice.core.messages import Holder, Survey
+from kvservice.errors import InvalidRequest
+from kvservice.units import NodeId
+from kvservice.wire.codec import decode_holder, decode_survey
+from kvservice.wire.serving import CHANNEL_OPTIONS
+from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
+
+AT_ONCE_MAX = 32
+CLOSE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSurvey:
+    node: Holder
+    survey: Survey
+
+
+class Surveyor:
+    """Channels stay open between surveys, those of nodes that are gone are closed."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self.counters: Counter[str] = Counter()
+
+    async def read(self, lookup_addresses: Sequence[str], timeout: float) -> dict[NodeId, NodeSurvey] | None:
+        """Every live node that answered; None when no lookup shard did. At most `timeout` seconds for the lookup
+        shards one after the other, and as long for the nodes, together."""
+        nodes = await self._nodes(lookup_addresses, timeout)
+        if nodes is None:
+            return None
+        permits = asyncio.Semaphore(AT_ONCE_MAX)
+
+        async def ask(node: Holder) -> NodeSurvey | None:
+            async with permits:
+                return await self._ask(node, timeout)
+
+        answers = await asyncio.gather(*[ask(node) for node in nodes])
+        await self._close_except({*lookup_addresses, *(node.peer_address for node in nodes)})
+        return {answer.node.node_id: answer for answer in answers if answer is not None}
+
+    async def close(self) -> None:
+        await self._close_except(set())
+
+    async def _nodes(self, addresses: Sequence[str], timeout: float) -> list[Holder] | None:
+        for address in addresses:
+            stub = lookup_pb2_grpc.LookupServiceStub(self._channel(address))
+            try:
+                reply = await stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=timeout / len(addresses))
+                return [decode_holder(row.node) for row in reply.nodes if row.alive]
+            except grpc.aio.AioRpcError as error:
+                self.counters[f"survey_lookup_{error.code().name.lower()}"] += 1
+            except InvalidRequest:
+                self.counters["survey_lookup_malformed"] += 1
+        return None
+
+    async def _ask(self, node: Holder, timeout: float) -> NodeSurvey | None:
+        stub = shard_pb2_grpc.AdminServiceStub(self._channel(node.peer_address))
+        try:
+            reply = await stub.Survey(shard_pb2.SurveyRequest(), timeout=timeout)
+            return NodeSurvey(node, decode_survey(reply))
+        except grpc.aio.AioRpcError as error:
+            self.counters[f"survey_shard_{error.code().name.lower()}"] += 1
+        except InvalidRequest:
+            self.counters["survey_shard_malformed"] += 1
+        return None
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return channel
+
+    async def _close_except(self, kept: set[str]) -> None:
+        for address in [name for name in self._channels if name not in kept]:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await self._channels.pop(address).close(CLOSE_SECONDS)

@@ -1,0 +1,60 @@
+"""Names the blocks of a prompt as a vLLM engine elsewhere will, from its token ids and what its fingerprint says.
+
+For routers: they have the prompt and no engine. vLLM's own hash functions are used, so that they can differ only where
+its chaining does, which a test compares. Whatever adds to the hash (LoRA, images, prompt embeddings) is not covered.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from vllm.utils.hashing import get_hash_fn_by_name
+
+from kvservice.errors import UnsupportedLayout
+from kvservice.units import BlockHash
+
+Namer = Callable[[Sequence[int]], list[BlockHash]]
+
+
+def block_namer(fields: Mapping[str, str], cache_salt: str = "") -> Namer:
+    """Token ids -> hashes of their full blocks, for engines whose fingerprint has these fields.
+
+    Raises UnsupportedLayout when this process cannot make the same hashes.
+    """
+    algorithm, seed = fields.get("hash", ""), fields.get("hash_seed", "")
+    block_tokens = int(fields.get("block_tokens", "0"))
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if fields.get("hash_python", python) != python:
+        raise UnsupportedLayout(
+            f"the engines name blocks with {algorithm!r} on Python {fields['hash_python']}, this is {python}: use the "
+            "same Python, or start vLLM with --prefix-caching-hash-algo sha256_cbor"
+        )
+    try:
+        function = get_hash_fn_by_name(algorithm)
+        root = function(seed)
+    except (ValueError, ModuleNotFoundError) as error:
+        raise UnsupportedLayout(f"the engines name blocks with {algorithm!r}: {error}") from error
+    if block_tokens < 1 or not seed:
+        raise UnsupportedLayout("the engines' fingerprint says nothing of block size or hash seed")
+
+    def name(token_ids: Sequence[int]) -> list[BlockHash]:
+        parent = root
+        extra: tuple[Any, ...] | None = (("cache_salt", cache_salt),) if cache_salt else None
+        names: list[BlockHash] = []
+        for start in range(0, len(token_ids) - block_tokens + 1, block_tokens):
+            parent = function((parent, tuple(token_ids[start : start + block_tokens]), extra))
+            names.append(BlockHash(parent))
+            extra = None  # a salt is only in the first block
+        return names
+
+    return name
+
+
+def template_wants_parts(chat_template: str) -> bool:
+    """Does this template go over a message's content as a list of parts? vLLM then gives it lists instead of text."""
+    from vllm.renderers import hf
+
+    detect = getattr(hf, "_detect_content_format", None)
+    return detect is not None and detect(chat_template, default="string") == "openai"

@@ -1,0 +1,194 @@
+"""Who holds which blocks, and what the nodes are like: the router's side of the lookup service and the shards.
+
+Everything runs on the router's event loop, but for finding the service, which may block and runs in a thread. Nothing
+here raises for a service that is away. Facts of nodes are asked for while there are requests, never in their way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from kvservice.client.discovery import find_shards
+from kvservice.client.lookup import LookupAnswer, LookupClient
+from kvservice.client.survey import NodeSurvey, Surveyor
+from kvservice.core.messages import EngineGroup
+from kvservice.errors import KVServiceError
+from kvservice.units import BlockKey, NodeId
+
+log = logging.getLogger("kvservice.serve")
+
+SURVEY_SECONDS = 2.0
+ANSWERS_MAX = 1024
+NODE_ID_CHARS = 12  # of a Ray node's id, when the service runs on Ray
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The nodes as they were at the last survey."""
+
+    nodes: Mapping[NodeId, NodeSurvey]
+
+    def node_of(self, ray_node: str | None, host: str | None) -> NodeId | None:
+        """The shard that an engine on this Ray node uses: the one Ray placed there, or the only one of the host."""
+        if ray_node and NodeId(ray_node[:NODE_ID_CHARS]) in self.nodes:
+            return NodeId(ray_node[:NODE_ID_CHARS])
+        if ray_node and NodeId(ray_node) in self.nodes:
+            return NodeId(ray_node)
+        here = [node for node, found in self.nodes.items() if found.node.peer_address.rpartition(":")[0] == host]
+        return here[0] if len(here) == 1 else None
+
+    def engines_at(self, node: NodeId | None, model: str, namespace: str) -> EngineGroup | None:
+        """Engines of this model on this node; None when there are none, or several that differ."""
+        if node is None or node not in self.nodes:
+            return None
+        groups = self.nodes[node].survey.engines
+        if namespace:
+            groups = tuple(group for group in groups if group.namespace == namespace)
+        if model:
+            groups = tuple(group for group in groups if group.model == PurePosixPath(model).name)
+        return groups[0] if len(groups) == 1 else None
+
+    def seconds_per_token(self, digest: bytes | None) -> float:
+        """Mean of what engines with this fingerprint, or any, measured of their prefill; 0 when none did."""
+        measured = [
+            group.seconds_per_block / group.layout.block_tokens
+            for found in self.nodes.values()
+            for group in found.survey.engines
+            if group.seconds_per_block > 0 and digest in (None, group.fingerprint.digest)
+        ]
+        return sum(measured) / len(measured) if measured else 0.0
+
+
+class Holdings:
+    """`find` gives the lookup addresses in partition order, () when there is no service; it may block."""
+
+    def __init__(
+        self,
+        find: Callable[[], Sequence[str]],
+        *,
+        refresh_seconds: float,
+        answer_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._find = find
+        self._refresh_seconds = refresh_seconds
+        self._answer_seconds = answer_seconds
+        self._clock = clock
+        self._lookup: LookupClient | None = None
+        self._surveyor = Surveyor()
+        self._answers: OrderedDict[tuple[int, BlockKey], tuple[float, LookupAnswer]] = OrderedDict()
+        self._calls: set[asyncio.Task[LookupAnswer]] = set()
+        self._addresses: tuple[str, ...] = ()
+        self._doubted: tuple[str, ...] = ()
+        self._refreshed_at: float | None = None
+        self._refreshing: asyncio.Task[None] | None = None
+        self.facts = Facts({})
+        self.counters: Counter[str] = Counter()
+
+    def wake(self) -> None:
+        """There are requests: see that the facts are no older than they may be. Returns at once."""
+        late = self._refreshed_at is None or self._clock() - self._refreshed_at >= self._refresh_seconds
+        if late and (self._refreshing is None or self._refreshing.done()):
+            self._refreshing = asyncio.get_running_loop().create_task(self.refresh())
+
+    async def refresh(self) -> None:
+        """Find the service, and ask its nodes. Keeps what was known when nobody answers."""
+        try:
+            addresses = self._believed(tuple(await asyncio.to_thread(self._find)))
+            if addresses:
+                self._connect(addresses)
+                found = await self._surveyor.read(addresses, SURVEY_SECONDS)
+                if found is not None:
+                    self.facts = Facts(found)
+                    self.counters["surveys"] += 1
+            else:
+                self.counters["no_service"] += 1
+        except (KVServiceError, OSError) as error:
+            self.counters["survey_failed"] += 1
+            log.debug("survey failed: %s", error)
+        except Exception:  # task boundary: the next one may go well
+            self.counters["survey_crashed"] += 1
+            log.exception("survey_crashed")
+        finally:
+            self._refreshed_at = self._clock()
+
+    @property
+    def connected(self) -> bool:
+        return self._lookup is not None
+
+    async def resolve(self, keys: Sequence[BlockKey], timeout: float) -> LookupAnswer:
+        """Who holds these blocks; from memory for a moment after it was asked. Answers within `timeout` seconds."""
+        if self._lookup is None or not keys:
+            return LookupAnswer((), not keys)
+        name = (len(keys), keys[-1])  # the last key of a chain stands for all of it
+        now = self._clock()
+        known = self._answers.get(name)
+        if known is not None and now - known[0] < self._answer_seconds:
+            self.counters["answers_reused"] += 1
+            return known[1]
+        # A caller that gives up must not cancel the call: only one that runs into its own deadline opens the breaker.
+        call = asyncio.get_running_loop().create_task(self._ask(self._lookup, name, keys, timeout))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return await asyncio.shield(call)
+
+    async def _ask(
+        self, lookup: LookupClient, name: tuple[int, BlockKey], keys: Sequence[BlockKey], timeout: float
+    ) -> LookupAnswer:
+        answer = await lookup.resolve(keys, 0, timeout)
+        if answer.complete:
+            self._answers[name] = (self._clock(), answer)
+            self._answers.move_to_end(name)
+            while len(self._answers) > ANSWERS_MAX:
+                self._answers.popitem(last=False)
+        return answer
+
+    async def close(self) -> None:
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await asyncio.gather(self._refreshing, return_exceptions=True)
+        await asyncio.gather(*self._calls, return_exceptions=True)  # no longer than their deadlines
+        await self._surveyor.close()
+        if self._lookup is not None:
+            await self._lookup.close()
+
+    def _believed(self, found: tuple[str, ...]) -> tuple[str, ...]:
+        """A supervisor that restarts may name only some lookup shards for a moment, and their number places the keys:
+        fewer than before are believed when they are named twice."""
+        doubted, self._doubted = self._doubted, found
+        if len(found) < len(self._addresses) and found != doubted:
+            return self._addresses
+        self._addresses = found or self._addresses
+        return found
+
+    def _connect(self, addresses: tuple[str, ...]) -> None:
+        if self._lookup is None:
+            self._lookup = LookupClient(addresses)
+        else:
+            self._lookup.set_addresses(addresses)
+
+
+def find_lookups(service: str, addresses: Sequence[str] = ()) -> tuple[str, ...]:
+    """Addresses of the lookup shards: as given, from the service's supervisor on Ray, or from a shard of this machine.
+
+    () when there is no service, or more than one and no name. Blocks. Raises KVServiceError or OSError.
+    """
+    if addresses:
+        return tuple(addresses)
+    import ray
+
+    if ray.is_initialized():
+        from kvservice.actors import deploy
+        from kvservice.config import ServiceConfig
+
+        handle = deploy.find(service or ServiceConfig().service)
+        if handle is not None:
+            return tuple(row["address"] for row in handle.describe()["lookups"])
+    found = {record.lookup_addresses for record in find_shards(service or None) if record.lookup_addresses}
+    return found.pop() if len(found) == 1 else ()

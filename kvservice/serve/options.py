@@ -1,0 +1,88 @@
+"""What `request_router_kwargs` may say, checked when the router is made. Values are JSON."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvservice.core.keys import KEYS_PER_REQUEST_MAX
+from kvservice.errors import ConfigError
+
+POLICIES = ("cost", "load")
+FORMATS = ("auto", "string", "openai")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    tokenizer: str = ""  # folder or hub name; "" = only prompts that come as token ids are known
+    chat_template: str = ""  # text of the template, if the engine was started with another than the tokenizer's
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # the engine's default_chat_template_kwargs
+    content_format: str = "auto"  # as vLLM's --chat-template-content-format
+    trust_remote_code: bool = False
+    policy: str = "cost"  # "load": shortest queue only, for decode replicas
+    service: str = ""  # name of the service; "" = the only one there is
+    namespace: str = ""  # the connectors' namespace, when several fingerprints of a model are attached
+    lookup_addresses: tuple[str, ...] = ()  # in partition order; () = found through the machine's shards or through Ray
+    budget_ms: float = 20.0  # for tokens and lookup together; what takes longer is routed by load
+    tokens_max: int = 8192  # of a prompt that are looked at
+    answer_seconds: float = 0.5  # an answer of the lookup service is used again for so long
+    refresh_seconds: float = 5.0  # between surveys of the nodes, while there are requests
+    engine_blocks: int = 2048  # blocks an engine is believed to remember
+    engine_seconds: float = 300.0  # and for how long
+    prefill_tokens_per_second: float = 5000.0  # until an engine has measured its own
+    load_bytes_per_second: float = 5e9  # from the node's pool into the engine
+    fetch_bytes_per_second: float = 1e9  # from another node, until a shard has measured it
+    fetch_overhead_ms: float = 5.0  # likewise
+    decoding_share: float = 0.02  # of an average prefill that a request being decoded holds up a new one
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> RouterOptions:
+        """Raises ConfigError naming key and value."""
+        known = {item.name: item for item in fields(cls)}
+        checked: dict[str, Any] = {}
+        for key, value in values.items():
+            if key not in known:
+                close = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
+                raise ConfigError(f"request_router_kwargs has unknown key {key!r}{hint}", key=key)
+            checked[key] = _converted(key, known[key].type, value)
+        options = cls(**checked)
+        options._check()
+        return options
+
+    def _check(self) -> None:
+        for key, known in (("policy", POLICIES), ("content_format", FORMATS)):
+            if getattr(self, key) not in known:
+                raise ConfigError(f"{key} is {getattr(self, key)!r}; choose {' or '.join(known)}", key=key)
+        for key in ("prefill_tokens_per_second", "load_bytes_per_second", "fetch_bytes_per_second"):
+            if not 0 < getattr(self, key) < float("inf"):
+                raise ConfigError(f"{key} is {getattr(self, key)}; give a number above 0", key=key)
+        for key in ("fetch_overhead_ms", "decoding_share", "answer_seconds", "engine_seconds", "engine_blocks"):
+            if not 0 <= getattr(self, key) < float("inf"):
+                raise ConfigError(f"{key} is {getattr(self, key)}; give a number of at least 0", key=key)
+        if not 1 <= self.budget_ms <= 10_000:
+            raise ConfigError(f"budget_ms is {self.budget_ms}; give 1 to 10000", key="budget_ms")
+        if not 0.1 <= self.refresh_seconds <= 3600:
+            raise ConfigError(f"refresh_seconds is {self.refresh_seconds}; give 0.1 to 3600", key="refresh_seconds")
+        if not 16 <= self.tokens_max <= KEYS_PER_REQUEST_MAX * 16:
+            limit = KEYS_PER_REQUEST_MAX * 16
+            raise ConfigError(f"tokens_max is {self.tokens_max}; give 16 to {limit}", key="tokens_max")
+
+
+def _converted(key: str, kind: Any, value: Any) -> Any:
+    wanted = str(kind)
+    if wanted == "float" and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if wanted == "int" and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if wanted == "bool" and isinstance(value, bool):
+        return value
+    if wanted == "str" and isinstance(value, str):
+        return value
+    if wanted.startswith("dict") and isinstance(value, Mapping):
+        return dict(value)
+    if wanted.startswith("tuple") and isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
+        return tuple(value)
+    raise ConfigError(f"{key} is {value!r}; a value of type {wanted.split('[')[0]} is needed", key=key)

@@ -1,0 +1,136 @@
+"""Turns prompts into tokens and block keys, off the event loop: one thread per tokenizer, shared by its routers.
+
+A fast tokenizer must not be used by two threads at once, and needs seconds to load: it is loaded in that thread, and
+prompts are unknown until then. So much may wait for the thread, more is refused at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from kvservice.core.keys import block_keys
+from kvservice.core.messages import EngineGroup
+from kvservice.errors import KVServiceError
+from kvservice.serve.options import RouterOptions
+from kvservice.serve.prompt import PromptTokenizer, Question, Unknown
+from kvservice.units import BlockHash, BlockKey
+
+log = logging.getLogger("kvservice.serve")
+
+JOBS_MAX = 64
+RETRY_SECONDS = 30.0  # after a tokenizer that could not be loaded
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A prompt as the engines know it, by the digest of their fingerprint."""
+
+    tokens: int
+    hashes: Mapping[bytes, list[BlockHash]]
+    keys: Mapping[bytes, list[BlockKey]]
+
+
+class PromptReader:
+    """`read` and `wake` are called on event loops, the rest runs in the reader's thread."""
+
+    _readers: dict[tuple[object, ...], PromptReader] = {}
+    _lock = threading.Lock()
+
+    def __init__(self, options: RouterOptions) -> None:
+        self._tokenizer = PromptTokenizer(
+            options.tokenizer,
+            tokens_max=options.tokens_max,
+            chat_template=options.chat_template,
+            template_arguments=options.chat_template_kwargs,
+            content_format=options.content_format,
+            trust_remote_code=options.trust_remote_code,
+        )
+        self._named = bool(options.tokenizer)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvservice-prompts")
+        self._jobs = 0
+        self._guard = threading.Lock()
+        self._loading: Future[None] | None = None
+        self._load_again_at = 0.0
+        self._loaded = False
+        self._refused: set[str] = set()
+
+    @classmethod
+    def shared(cls, options: RouterOptions) -> PromptReader:
+        """The process's reader for these options; nothing is loaded before `wake`."""
+        arguments = tuple(sorted((key, repr(value)) for key, value in options.chat_template_kwargs.items()))
+        name = (
+            options.tokenizer, options.chat_template, arguments, options.content_format, options.trust_remote_code,
+            options.tokens_max,
+        )  # fmt: skip
+        with cls._lock:
+            if name not in cls._readers:
+                cls._readers[name] = PromptReader(options)
+            return cls._readers[name]
+
+    def wake(self) -> None:
+        """See that the tokenizer is loaded, soon. Returns at once."""
+        with self._guard:
+            busy = self._loading is not None and not self._loading.done()
+            if self._loaded or busy or time.monotonic() < self._load_again_at:
+                return
+            self._load_again_at = time.monotonic() + RETRY_SECONDS
+            self._loading = self._thread.submit(self._load)
+
+    async def read(self, question: Question, engines: Mapping[bytes, EngineGroup]) -> Named:
+        """Raises Unknown, at once when too much is waiting."""
+        if question.token_ids is None and not self._named:
+            raise Unknown("no_tokenizer")
+        if not self._loaded:
+            raise Unknown("tokenizer_loading")
+        with self._guard:
+            if self._jobs >= JOBS_MAX:
+                raise Unknown("busy")
+            self._jobs += 1
+        job = self._thread.submit(self._read, question, dict(engines))
+        job.add_done_callback(self._job_done)
+        return await asyncio.wrap_future(job)
+
+    def _job_done(self, job: Future[Named]) -> None:
+        with self._guard:
+            self._jobs -= 1
+
+    def _load(self) -> None:
+        try:
+            import kvservice.connector.naming  # noqa: F401  vLLM takes a while, too
+
+            if self._named:
+                self._tokenizer.load()
+            self._loaded = True
+        except Exception as error:  # noqa: BLE001  thread boundary: libraries raise anything here; it is tried again
+            log.error("no prompt is known to the router: its tokenizer could not be loaded: %s", error)
+
+    def _read(self, question: Question, engines: Mapping[bytes, EngineGroup]) -> Named:
+        from kvservice.connector.naming import block_namer
+
+        tokens = self._tokenizer.tokens(question)
+        hashes: dict[bytes, list[BlockHash]] = {}
+        keys: dict[bytes, list[BlockKey]] = {}
+        done: dict[tuple[str, ...], list[BlockHash]] = {}
+        for digest, group in engines.items():
+            fields = dict(group.fingerprint.fields)
+            kind = tuple(fields.get(name, "") for name in ("hash", "hash_seed", "block_tokens", "hash_python"))
+            if kind not in done:
+                try:
+                    done[kind] = block_namer(fields, question.cache_salt)(tokens.ids)
+                except KVServiceError as error:
+                    self._refuse(error)
+                    raise Unknown("hash_unknown") from error
+            hashes[digest] = done[kind]
+            keys[digest] = block_keys(digest, done[kind])
+        return Named(tokens.count, hashes, keys)
+
+    def _refuse(self, error: KVServiceError) -> None:
+        if error.message not in self._refused:  # once, not for every request
+            self._refused.add(error.message)
+            log.error("no prompt is known to the router: %s", error.message)

@@ -1,0 +1,115 @@
+"""The router in a real Serve application: loaded by name, fed by the service on two Ray nodes, and left alone by it.
+
+The deployment only says where it runs: what an engine would have stored is stored by the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+from ray.serve.config import RequestRouterConfig
+
+from kvservice.actors import deploy, names
+from kvservice.client.discovery import find_shards
+from kvservice.client.shard import ShardClient
+from kvservice.config import ServiceConfig
+from kvservice.connector.naming import block_namer
+from kvservice.core.keys import block_keys
+from kvservice.units import MiB
+from tests.integration.engine import LAYOUT, Engine, spec
+
+pytestmark = pytest.mark.ray
+
+NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * MiB, "include_dashboard": False}
+SERVICE = "routed"
+SPEC = spec("test-model", hash="sha256_cbor", hash_seed="0", block_tokens=LAYOUT.block_tokens)
+ROUTER = RequestRouterConfig(
+    request_router_class="kvservice.serve.router.KvAwareRouter",
+    request_router_kwargs={
+        "service": SERVICE, "budget_ms": 500.0, "refresh_seconds": 0.5, "engine_blocks": 0,
+        "fetch_overhead_ms": 60_000.0, "prefill_tokens_per_second": 1000.0,
+    },
+)  # fmt: skip
+
+
+@serve.deployment(num_replicas=2, ray_actor_options={"num_cpus": 1}, request_router_config=ROUTER)
+class Where:
+    """One replica a node: each takes the node's only CPU."""
+
+    async def completions(self, request: Any) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[None]:
+    with tempfile.TemporaryDirectory(prefix="kvr-") as folder, pytest.MonkeyPatch.context() as patch:
+        for name, value in (("KVSERVICE_RUNTIME_DIR", folder), ("RAY_AUTH_MODE", "disabled")):
+            patch.setenv(name, value)
+        root = str(Path(__file__).resolve().parents[2])
+        patch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
+        cluster = Cluster(initialize_head=True, head_node_args=NODE)
+        try:
+            cluster.add_node(**{**NODE, "include_dashboard": None})
+            deploy.connect(cluster.address)
+            wanted = ServiceConfig(service=SERVICE, pool_bytes=32 * MiB, slab_bytes=8 * MiB, runtime_dir=folder)
+            deploy.up(wanted).wait_complete(150)
+            yield
+        finally:
+            serve.shutdown()
+            if deploy.find(SERVICE) is not None:
+                deploy.down(SERVICE)
+            ray.shutdown()
+            cluster.shutdown()
+
+
+@pytest.fixture
+async def engines(service: None) -> AsyncIterator[dict[str, Engine]]:
+    found = {
+        str(record.node_id): await Engine.attach(ShardClient(record.socket), SPEC) for record in find_shards(SERVICE)
+    }
+    yield found
+    for engine in found.values():
+        engine.let_go()
+        await engine.pool.close()
+
+
+def tokens(seed: int) -> list[int]:
+    return [(seed * 100_003 + index * 7919) % 49_000 for index in range(1024)]
+
+
+async def test_prompts_go_to_the_node_that_holds_them_and_on_without_the_service(engines: dict[str, Engine]) -> None:
+    assert len(engines) == 2
+    prompts = {node: tokens(index) for index, node in enumerate(engines)}
+    for node, engine in engines.items():
+        await engine.store(
+            block_keys(SPEC.fingerprint.digest, block_namer(dict(SPEC.fingerprint.fields))(prompts[node]))
+        )
+    app = await asyncio.to_thread(serve.run, Where.bind(), name="routed", route_prefix=None)
+
+    async def ask(prompt: list[int]) -> str:
+        found = await app.completions.remote(SimpleNamespace(model="test-model", prompt=prompt))
+        return str(names.node_id(found))
+
+    deadline = time.monotonic() + 60
+    while True:  # the first requests come before the router has heard of the nodes
+        asked = [node for node in engines for _ in range(6)]
+        answered = [await ask(prompts[node]) for node in asked]
+        if answered == asked:
+            break
+        assert time.monotonic() < deadline, f"{asked} were answered by {answered}"
+    await asyncio.to_thread(deploy.down, SERVICE)
+    begun = time.monotonic()
+    after = [await ask(prompts[node]) for node in asked]
+    assert len(after) == len(asked), "every request is answered"
+    assert time.monotonic() - begun < 12 * 0.5 + 5

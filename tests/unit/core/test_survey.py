@@ -1,0 +1,59 @@
+"""What a shard tells routers: engines that are alike, what they measured, and how fast other nodes are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from kvservice.core import events as ev
+from kvservice.core.messages import AcquireRequest, Holder, PeerSpeed, Survey
+from kvservice.errors import InvalidRequest
+from kvservice.testing.builders import CoreHarness, make_chain, make_spec
+from kvservice.units import AttachmentId, BootEpoch, NodeId
+from kvservice.wire.codec import decode_survey, encode_survey
+from kvservice.wire.v1 import shard_pb2
+
+
+def ask(harness: CoreHarness, attachment: AttachmentId, seconds_per_block: float) -> None:
+    request = AcquireRequest(tuple(make_chain(1)), 0, 1.0, seconds_per_block)
+    harness.send(ev.Acquire(harness.next_op(), attachment, request))
+
+
+def test_engines_that_are_alike_are_one_group_with_what_one_of_them_measured() -> None:
+    harness = CoreHarness()
+    one, two = harness.attach(make_spec("one")), harness.attach(make_spec("two"))
+    harness.attach(make_spec("other", "another model"))
+    ask(harness, one, 0.25)
+    ask(harness, two, 0.0)
+    groups = {group.model: group for group in harness.state.survey().engines}
+    assert len(groups) == 2
+    assert (groups["another model"].attached, groups["another model"].seconds_per_block) == (1, 0.0)
+    (both,) = [group for name, group in groups.items() if name != "another model"]
+    assert (both.attached, both.seconds_per_block) == (2, 0.25)
+    assert both.fingerprint == make_spec("one").fingerprint
+
+
+def test_an_engine_that_left_is_not_told_of() -> None:
+    harness = CoreHarness()
+    attachment = harness.attach(make_spec("one"))
+    harness.send(ev.Detach(attachment))
+    assert harness.state.survey().engines == ()
+
+
+def test_a_survey_survives_the_wire() -> None:
+    harness = CoreHarness()
+    harness.attach(make_spec("one"))
+    survey = dataclasses.replace(harness.state.survey(), peers=(PeerSpeed(NodeId("b"), 1e9, 0.002),))
+    node = Holder(NodeId("a"), "a:1", BootEpoch(3))
+    data = encode_survey(node, survey).SerializeToString()
+    assert decode_survey(shard_pb2.SurveyReply.FromString(data)) == survey
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_a_speed_that_is_none_is_refused(value: float) -> None:
+    node = Holder(NodeId("a"), "a:1", BootEpoch(3))
+    message = encode_survey(node, Survey((), (PeerSpeed(NodeId("b"), value, 0.0),)))
+    with pytest.raises(InvalidRequest):
+        decode_survey(message)

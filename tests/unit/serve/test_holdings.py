@@ -1,0 +1,105 @@
+"""Which node a replica is on, which engines are like its own, and when addresses of the lookup shards are believed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvservice.client.survey import NodeSurvey
+from kvservice.core.fingerprint import Fingerprint
+from kvservice.core.messages import EngineGroup, Holder, PeerSpeed, Survey
+from kvservice.serve.holdings import Facts, Holdings
+from kvservice.serve.options import RouterOptions
+from kvservice.serve.router import Place, explain, speeds_of
+from kvservice.serve.routing import Candidate, Prompt, decide
+from kvservice.testing.builders import make_spec
+from kvservice.units import BootEpoch, NodeId
+
+LAYOUT = make_spec().layout
+
+
+def group(model: str = "m", seconds_per_block: float = 0.0, namespace: str = "", **fields: object) -> EngineGroup:
+    return EngineGroup(namespace, model, Fingerprint.of({"m": model, **fields}), LAYOUT, 1, seconds_per_block)
+
+
+def node(name: str, host: str, *engines: EngineGroup, peers: tuple[PeerSpeed, ...] = ()) -> NodeSurvey:
+    return NodeSurvey(Holder(NodeId(name), f"{host}:1", BootEpoch(1)), Survey(engines, peers))
+
+
+def facts(*nodes: NodeSurvey) -> Facts:
+    return Facts({found.node.node_id: found for found in nodes})
+
+
+def test_a_replica_belongs_to_the_shard_of_its_ray_node() -> None:
+    known = facts(node("0123456789ab", "10.0.0.1"), node("ba9876543210", "10.0.0.1"))
+    assert known.node_of("0123456789abcdef", "10.0.0.1") == "0123456789ab"
+
+
+def test_else_to_the_only_shard_of_its_host() -> None:
+    known = facts(node("a", "10.0.0.1"), node("b", "10.0.0.2"), node("c", "10.0.0.2"))
+    assert known.node_of("0123", "10.0.0.1") == "a"
+    assert known.node_of("0123", "10.0.0.2") is None, "two: nobody knows which"
+    assert known.node_of(None, None) is None
+
+
+def test_engines_are_told_apart_by_model_and_namespace() -> None:
+    known = facts(node("a", "h", group("one"), group("two"), group("two", namespace="old", dtype="fp16")))
+    engines = known.engines_at(NodeId("a"), "org/one", "")
+    assert engines is not None
+    assert engines.model == "one"
+    assert known.engines_at(NodeId("a"), "org/two", "") is None, "two fingerprints"
+    assert known.engines_at(NodeId("a"), "org/two", "old") is not None
+    assert known.engines_at(NodeId("gone"), "org/one", "") is None
+
+
+def test_a_replica_that_measured_nothing_is_taken_for_one_like_the_others() -> None:
+    options = RouterOptions()
+    fast, new = group(seconds_per_block=0.016), group()
+    known = facts(node("a", "h", fast), node("b", "i", new))
+    measured = speeds_of(known, Place(NodeId("a"), fast), options).seconds_per_token
+    assert measured == pytest.approx(0.016 / LAYOUT.block_tokens)
+    assert speeds_of(known, Place(NodeId("b"), new), options).seconds_per_token == measured
+    assert speeds_of(known, Place(None, None), options).seconds_per_token == measured
+    nobody = speeds_of(facts(node("b", "i", new)), Place(NodeId("b"), new), options)
+    assert nobody.seconds_per_token == 1 / options.prefill_tokens_per_second
+
+
+def test_links_are_those_the_replicas_own_shard_measured() -> None:
+    peers = (PeerSpeed(NodeId("b"), 2e9, 0.001), PeerSpeed(NodeId("c"), 0.0, 0.0))
+    speeds = speeds_of(facts(node("a", "h", group(), peers=peers)), Place(NodeId("a"), group()), RouterOptions())
+    assert list(speeds.links) == ["b"], "nothing was read from c yet"
+    assert speeds.links[NodeId("b")].bytes_per_second == 2e9
+    assert speeds.link.bytes_per_second == RouterOptions().fetch_bytes_per_second
+
+
+async def test_fewer_lookup_shards_are_believed_when_they_are_named_twice() -> None:
+    answers = [("h:1", "h:2"), ("h:1",), ("h:1", "h:2"), ("h:1",), ("h:1",)]
+    holdings = Holdings(lambda: answers.pop(0), refresh_seconds=1, answer_seconds=1)
+    believed = [holdings._believed(holdings._find()) for _ in range(5)]  # type: ignore[arg-type]
+    assert believed == [("h:1", "h:2")] * 4 + [("h:1",)]
+
+
+async def test_a_service_that_cannot_be_found_leaves_what_was_known() -> None:
+    def fail() -> tuple[str, ...]:
+        raise OSError("gone")
+
+    holdings = Holdings(fail, refresh_seconds=1, answer_seconds=1)
+    holdings.facts = before = facts(node("a", "h"))
+    await holdings.refresh()
+    assert holdings.facts is before
+    assert holdings.counters["survey_failed"] == 1
+    assert not holdings.connected
+    assert dataclasses.is_dataclass(await holdings.resolve([], 0.1))
+    await holdings.close()
+
+
+def test_a_decision_explains_itself_in_one_line() -> None:
+    speeds = speeds_of(facts(), Place(None, None), RouterOptions(prefill_tokens_per_second=1000))
+    prompt = Prompt(160, 16, 9)
+    decision = decide(prompt, [Candidate("a", 0.05, speeds), Candidate("b", 0.0, speeds, engine_blocks=4)], [0.1, 0.2])
+    assert explain(decision, prompt) == (
+        "hit of 160 tokens, 9 blocks: "
+        "b 96.0 ms (wait 0.0, move 0.0, compute 96.0; blocks 4 engine, 0 node, 0 fetched); "
+        "a 210.0 ms (wait 50.0, move 0.0, compute 160.0; blocks 0 engine, 0 node, 0 fetched)"
+    )
