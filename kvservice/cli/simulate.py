@@ -5,10 +5,6 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvservice.testing.sim.campaign import Tally, run_campaign
-from kvservice.testing.sim.run import minimise, run_schedule
-from kvservice.testing.sim.schedule import Schedule, make_schedule
-
 NUMBERS = (
     ("blocks stored", "blocks_stored"),
     ("blocks loaded", "blocks_loaded"),
@@ -21,13 +17,21 @@ NUMBERS = (
 
 def tell(seed: int, *, whole: bool) -> bool:
     """One schedule as a story; True when nothing went wrong. A failing one is first cut down, unless `whole`."""
+    from kvservice.testing.sim.run import minimise, run_schedule
+    from kvservice.testing.sim.schedule import make_schedule
+
     console = Console(highlight=False, soft_wrap=True)
     schedule = make_schedule(seed)
     if not whole and run_schedule(schedule).violation:
         with Console(stderr=True).status("looking for the smallest schedule that still fails"):
             schedule = minimise(schedule)
     outcome = run_schedule(schedule, tell=True)
-    _describe(console, schedule)
+    console.print(
+        f"seed {schedule.seed}: {schedule.nodes} nodes of {schedule.slabs * 4} blocks, {schedule.engines} engines, "
+        f"{schedule.lookups} lookup shards, {len(schedule.asks)} requests, {len(schedule.faults)} faults"
+    )
+    for fault in schedule.faults:
+        console.print(f"  {fault}", markup=False)
     for line in outcome.story:
         console.print(line, markup=False)
     if outcome.violation:
@@ -38,6 +42,8 @@ def tell(seed: int, *, whole: bool) -> bool:
 
 
 def campaign(seed: int, count: int, processes: int) -> bool:
+    from kvservice.testing.sim.campaign import Tally, run_campaign
+
     console = Console(highlight=False, soft_wrap=True)
     columns = (TextColumn("schedules"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -59,12 +65,3 @@ def campaign(seed: int, count: int, processes: int) -> bool:
     console.print(f"VIOLATION at seed {first}: {what}", style="bold red", markup=False)
     console.print(f"see it happen: kvservice sim --seed {first}")
     return False
-
-
-def _describe(console: Console, schedule: Schedule) -> None:
-    console.print(
-        f"seed {schedule.seed}: {schedule.nodes} nodes of {schedule.slabs * 4} blocks, {schedule.engines} engines, "
-        f"{schedule.lookups} lookup shards, {len(schedule.asks)} requests, {len(schedule.faults)} faults"
-    )
-    for fault in schedule.faults:
-        console.print(f"  {fault}", markup=False)

@@ -47,7 +47,7 @@ LAYERS: dict[str, frozenset[str]] = {
     ),
     "cli": frozenset(
         {"core", "wire", "memory", "transfer", "lookup", "client", "pool", "shard", "connector", "actors"}
-        | {"mover", "serve", "proxy", "config", "observe"}
+        | {"mover", "serve", "proxy", "testing", "config", "observe"}
     ),
 }
 

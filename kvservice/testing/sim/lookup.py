@@ -64,6 +64,7 @@ class Herald:
         on_fenced: Callable[[], None],
     ) -> None:
         self._process = process
+        self._life = process.life
         self.announcer = announcer
         self._lookups = lookups
         self._node = node
@@ -98,7 +99,8 @@ class Herald:
         lookup, me, world = self._lookups[partition], self._process, self._process.world
 
         def reply(outcome: Outcome, lookup_epoch: int) -> None:
-            me.receive(self._answered, partition, update, outcome, lookup_epoch)
+            if me.life == self._life:
+                me.receive(self._answered, partition, update, outcome, lookup_epoch)
 
         world.send(me.host, lookup.host, lookup.receive, lookup.announce, self._node(), update, reply)
         me.after(CALL_SECONDS, self._timed_out, partition, update)

@@ -1,0 +1,116 @@
+"""The worker half of a simulated engine: copies between slots and blocks, with the checks of the real one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
+from kvservice.core.checks import is_as_promised, is_reserved
+from kvservice.core.digest import digest_payload
+from kvservice.core.header import SlotHeader
+
+if TYPE_CHECKING:
+    from kvservice.testing.sim.engine import Engine
+
+COPY_SECONDS = 0.02
+
+
+class SimWorker:
+    """Copies between slots and the engine's blocks, half by half; survives its scheduler for a moment."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.alive = True
+        self.busy = 0  # copies under way: the liveness lock is held as long
+        self.report = StepReport()
+        self.loaded: set[str] = set()
+        self.failed: set[str] = set()
+
+    def die(self) -> None:
+        """With its host: nothing of it writes any more."""
+        self.alive = False
+        self.busy = 0
+
+    def run(self, plan: StepPlan) -> None:
+        pool = plan.pool
+        for load in plan.loads:
+            self._load(load, pool)
+        for store in plan.stores:
+            self._store(store, pool)
+
+    def _load(self, load: LoadPlan, pool: PoolInfo | None) -> None:
+        memory, world = self._engine.node.memory, self._engine.world
+        good = pool is not None and bool(load.entries)
+        if pool is not None:
+            for entry in load.entries:
+                good &= is_as_promised(memory.read_header(entry.ref.slot), pool.epoch, entry.ref, entry.key)
+        if not good or pool is None:
+            self._end_load(load, False)
+            return
+        headers = [memory.header_bytes(entry.ref.slot) for entry in load.entries]
+        self.busy += 1
+
+        def copy(half: int) -> None:
+            for entry in load.entries:
+                self._engine.write_block(entry.block_id, half, memory.read(entry.ref.slot))
+
+        def end() -> None:
+            if not self.alive:
+                return
+            self.busy -= 1
+            sound = True
+            for entry, before in zip(load.entries, headers, strict=True):
+                header = memory.read_header(entry.ref.slot)
+                if (
+                    memory.header_bytes(entry.ref.slot) != before
+                    or header is None
+                    or (self._engine.verifies_loads and not self._is_genuine(entry, header))
+                ):
+                    sound = False
+                    self.report.suspects.add(entry.ref)
+            self._end_load(load, sound)
+
+        world.at(COPY_SECONDS * world.random.random(), copy, 0)
+        world.at(COPY_SECONDS, copy, 1)
+        world.at(COPY_SECONDS + 0.001, end)
+
+    def _is_genuine(self, entry: CopyEntry, header: SlotHeader) -> bool:
+        return digest_payload(self._engine.read_block(entry.block_id), entry.key) == header.digest
+
+    def _end_load(self, load: LoadPlan, good: bool) -> None:
+        self.loaded.add(load.request_id)
+        if good:
+            self._engine.check_loaded(load)
+        else:
+            self.failed.add(load.request_id)
+            self._engine.world.counters["loads_failed"] += 1
+
+    def _store(self, store: StorePlan, pool: PoolInfo | None) -> None:
+        memory, world = self._engine.node.memory, self._engine.world
+        good = pool is not None and memory.epoch == pool.epoch
+        if pool is not None:
+            for entry in store.entries:
+                good &= is_reserved(memory.read_header(entry.ref.slot), pool.epoch, entry.ref)
+        if not good:
+            self.report.failed[store.store_id] = 1
+            return
+        self.busy += 1
+
+        def copy(half: int) -> None:
+            for entry in store.entries if self.alive else ():
+                memory.write_half(entry.ref.slot, half, self._engine.read_block(entry.block_id))
+
+        def end() -> None:
+            if not self.alive:
+                return
+            self.busy -= 1
+            self.report.stored[store.store_id] = 1
+            world.counters["blocks_stored"] += len(store.entries)
+
+        delay = self._engine.copy_delay
+        world.at(delay + COPY_SECONDS * world.random.random(), copy, 0)
+        world.at(delay + COPY_SECONDS, copy, 1)
+        world.at(delay + COPY_SECONDS + 0.001, end)
+        if self._engine.on_store is not None:
+            call, self._engine.on_store = self._engine.on_store, None
+            world.at(0.0, call)
