@@ -171,13 +171,13 @@ def _unpin(address: int) -> None:
 
 def copy_entries(copier: BlockCopier, pool: PoolInfo, direction: Direction, entries: Sequence[CopyEntry]) -> None:
     """Block by block, through the copier; see its `store` and `load` for when that has ended."""
-    payload_bytes = pool.layout.payload_bytes
     for entry in entries:
-        offset = pool.geometry.payload_offset(entry.ref.slot, payload_bytes)
+        own = copier.of(entry.group)
+        offset = pool.geometry.payload_offset(entry.ref.slot, own.payload_bytes)
         if direction is Direction.LOAD:
-            copier.load(offset, entry.block_id)
+            own.load(offset, entry.block_id, entry.part)
         else:
-            copier.store(entry.block_id, offset)
+            own.store(entry.block_id, offset, entry.part)
 
 
 def in_process_mover(copier: BlockCopier) -> Mover:

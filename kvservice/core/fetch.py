@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvservice.core.acquisition import Acquisition, Fetch, FetchState, longest_run
+from kvservice.core.acquisition import Acquisition, Fetch, FetchState, Then, longest_run
 from kvservice.core.actions import Action, Follow, Locate, Pull, ReleaseRemote, Reply, Resolve
 from kvservice.core.blocks import NO_KEY, BlockStore
 from kvservice.core.estimate import FetchEstimate
@@ -83,13 +83,17 @@ class Acquisitions:
 
     # -- calls ----
 
-    def start(self, op: int, attachment: AttachmentId, request: AcquireRequest, payload_bytes: int, now: float) -> None:
+    def start(
+        self, op: int, attachment: AttachmentId, request: AcquireRequest, payload_bytes: int, now: float,
+        *, base: int = 0, then: Then | None = None,
+    ) -> None:  # fmt: skip
+        """`base`: position of the first key. `then` gets the outcome, pinned, instead of the caller of `op`."""
         count = len(request.keys)
         acquisition = Acquisition(
-            op, attachment, request, payload_bytes, now + request.timeout_seconds, now, break_at=count
+            op, attachment, request, payload_bytes, now + request.timeout_seconds, now, count, base=base, then=then
         )
         self._open[op] = acquisition
-        self._store.touch(request.keys)
+        self._store.touch(request.keys[request.skip :] if base else request.keys)
         first_missing = self._take_local(acquisition, range(request.skip, count))
         if first_missing is not None:
             if self.draining:
@@ -421,7 +425,9 @@ class Acquisitions:
         self, acquisition: Acquisition, holder: Holder, alternates: list[Holder], indices: list[int]
     ) -> Fetch:
         chain = acquisition.request.keys
-        fetch = Fetch(self._next_id, holder, alternates, chain, indices, acquisition.payload_bytes)
+        fetch = Fetch(
+            self._next_id, holder, alternates, chain, indices, acquisition.payload_bytes, acquisition.base
+        )  # fmt: skip
         self._next_id += 1
         self._fetches[fetch.fetch] = fetch
         for index in indices:
@@ -441,7 +447,7 @@ class Acquisitions:
         else:
             parent = fetch.chain[index - 1] if index else None
             route = span_route(fetch.chain, index)
-            self._store.seal(slot, key, parent, index, route, handle.digest, is_copy=True)
+            self._store.seal(slot, key, parent, fetch.base + index, route, handle.digest, is_copy=True)
         if self._arriving.get(key) == fetch.fetch:
             del self._arriving[key]
         self._arrived(key, fetched=True, now=now)
@@ -541,22 +547,25 @@ class Acquisitions:
         promised = [acquisition.held.pop(index) for index in range(skip, end)]
         for index in acquisition.held.values():
             self._store.unpin(index)
+        fetched = sum(1 for index in acquisition.fetched if index < end)
+        if acquisition.then is not None:
+            acquisition.then(promised, fetched, acquisition.reason, now)
+            return
         lease_id = LeaseId(0)
         if promised:
             holder = ("engine", int(acquisition.attachment))
             lease_id = self._leases.grant(holder, tuple(promised), now, self._lease_seconds).lease_id
         refs = tuple(BlockRef(index, self._store.table[index].generation) for index in promised)
-        fetched = sum(1 for index in acquisition.fetched if index < end)
-        self._count_answer(acquisition, len(refs), fetched)
+        self.count_answer(acquisition.request, len(refs), fetched, acquisition.reason)
         self._actions.append(Reply(acquisition.op, AcquireResult(lease_id, refs, fetched, acquisition.reason)))
 
-    def _count_answer(self, acquisition: Acquisition, promised: int, fetched: int) -> None:
+    def count_answer(self, request: AcquireRequest, promised: int, fetched: int, reason: MissReason) -> None:
         self._counters["acquires"] += 1
-        self._counters["asked_blocks"] += len(acquisition.request.keys) - acquisition.request.skip
+        self._counters["asked_blocks"] += len(request.keys) - request.skip
         self._counters["hit_local_blocks"] += promised - fetched
         self._counters["hit_remote_blocks"] += fetched
-        if acquisition.reason is not MissReason.NONE:
-            self._counters[f"miss_{acquisition.reason.value}"] += 1
+        if reason is not MissReason.NONE:
+            self._counters[f"miss_{reason.value}"] += 1
 
     def _release_remote(self, fetch: Fetch) -> None:
         if fetch.lease_id:

@@ -21,8 +21,10 @@ from kvservice.core.geometry import Geometry
 from kvservice.core.handoff import Handoffs, check_handoff_id
 from kvservice.core.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX
 from kvservice.core.leases import Lease, LeaseTable
-from kvservice.core.messages import BlockRef, EngineSpec, LocateResult, SealItem, SealStatus
+from kvservice.core.messages import BlockRef, EngineSpec, Handoff, LocateResult, SealItem, SealStatus
 from kvservice.core.slots import Slot, SlotState
+from kvservice.core.windowed import WindowedAcquisitions
+from kvservice.core.windows import SIDES_MAX
 from kvservice.errors import (
     Exhausted,
     FingerprintMismatch,
@@ -105,6 +107,9 @@ class ShardState:
             epoch, self._store, self._leases, self._actions, self.counters, lease_seconds,
             self._acquisitions.handoff_over,
         )  # fmt: skip
+        self._windowed = WindowedAcquisitions(
+            self._acquisitions, self._store, self._leases, self._actions, self.counters, lease_seconds, self._watch
+        )
         self._attached: dict[AttachmentId, _Attached] = {}
         self._sealing: dict[int, _Sealing] = {}  # by slot
         self._next_attachment = 1
@@ -204,7 +209,9 @@ class ShardState:
             raise Unavailable(f"shard {self.node_id} is draining: attach to another node, or wait until it is back")
         if sum(a.spec.engine_id != spec.engine_id for a in self._attached.values()) >= ATTACHMENTS_MAX:
             raise Exhausted(f"{ATTACHMENTS_MAX} engines are attached to shard {self.node_id} already")
-        payload_bytes = spec.layout.payload_bytes
+        if len(spec.sides) > SIDES_MAX:
+            raise InvalidRequest(f"an engine has at most {SIDES_MAX} sides, not {len(spec.sides)}")
+        payload_bytes = max(layout.payload_bytes for layout in (spec.layout, *(side.layout for side in spec.sides)))
         if self.geometry.slots_per_slab(payload_bytes) == 0:
             raise UnsupportedLayout(
                 f"one block of {spec.model} is {format_bytes(payload_bytes)} and does not fit a slab of "
@@ -262,6 +269,7 @@ class ShardState:
     def _end_attachment(self, attached: _Attached, now: float) -> None:
         del self._attached[attached.attachment]
         self._handoffs.end_attachment(attached.attachment, now)
+        self._windowed.drop_attachment(attached.attachment)
         self._acquisitions.drop_attachment(attached.attachment, now)
         for lease in self._leases.end_holder(("engine", int(attached.attachment))):
             self._unpin(lease)
@@ -302,21 +310,35 @@ class ShardState:
         handoff = request.handoff
         if handoff is not None:
             check_handoff_id(handoff.handoff_id)
+        if attached.spec.sides:
+            self._windowed.start(event.op, event.attachment, request, attached.spec, now)
+            return
         self._acquisitions.start(event.op, event.attachment, request, attached.spec.layout.payload_bytes, now)
-        if handoff is not None and handoff.node_id == self.node_id and self._acquisitions.is_following(event.op):
-            self._handoffs.watch(event.op, handoff.handoff_id, now)
+        if handoff is not None and self._acquisitions.is_following(event.op):
+            self._watch(event.op, handoff, now)
+
+    def _watch(self, op: int, handoff: Handoff, now: float) -> None:
+        """An acquisition follows a writer: hear of its end when it is on this node."""
+        if handoff.node_id == self.node_id:
+            self._handoffs.watch(op, handoff.handoff_id, now)
 
     def _cancel(self, event: ev.Cancel, now: float) -> None:
         self._acquisitions.cancel(event.op)
         self._handoffs.cancel(event.op)
+        part = self._windowed.cancel(event.op)
+        if part:
+            self._handoffs.cancel(part)
 
     def _reserve(self, event: ev.Reserve, now: float) -> None:
         attached = self._require(event.attachment)
         if not 0 < event.count <= RESERVE_COUNT_MAX:
             raise InvalidRequest(f"reserve 1 to {RESERVE_COUNT_MAX} slots, not {event.count}", count=event.count)
+        layouts = (attached.spec.layout, *(side.layout for side in attached.spec.sides))
+        if not 0 <= event.side < len(layouts):
+            raise InvalidRequest(f"this engine has {len(layouts) - 1} sides, not {event.side}", side=event.side)
         slots: list[Slot] = []
         if not self.draining:
-            slots = self._store.reserve(attached.spec.layout.payload_bytes, event.count, attached.spec.engine_id)
+            slots = self._store.reserve(layouts[event.side].payload_bytes, event.count, attached.spec.engine_id)
         self.counters["reserve_shortfall"] += event.count - len(slots)
         self._actions.append(Reply(event.op, [BlockRef(slot.index, slot.generation) for slot in slots]))
 
@@ -495,7 +517,7 @@ class ShardState:
         self._leases.check_invariants()
         self._acquisitions.check_invariants()
         self._handoffs.check_invariants()
-        pins = self._leases.slots() + self._acquisitions.pinned()
+        pins = self._leases.slots() + self._acquisitions.pinned() + self._windowed.pinned()
         for slot in self._store.table.all_slots():
             assert slot.pins == pins[slot.index], f"{slot} has {slot.pins} pins, leases say {pins[slot.index]}"
         for index, sealing in self._sealing.items():

@@ -6,6 +6,7 @@ Every `decode_*` raises InvalidRequest for values that no honest peer sends; not
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate
 
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.geometry import Geometry
@@ -27,6 +28,7 @@ from kvservice.core.messages import (
     MissReason,
     SealItem,
 )
+from kvservice.core.windows import Reach, Side
 from kvservice.errors import InvalidRequest, UnsupportedLayout
 from kvservice.units import (
     AttachmentId,
@@ -68,19 +70,30 @@ def decode_geometry(message: shard_pb2.Geometry) -> Geometry:
 
 def encode_spec(spec: EngineSpec) -> shard_pb2.AttachRequest:
     fields = [common_pb2.FingerprintField(name=name, value=value) for name, value in spec.fingerprint.fields]
-    layout = spec.layout
     return shard_pb2.AttachRequest(
         engine_id=spec.engine_id,
         model=spec.model,
         namespace=spec.namespace,
         fingerprint=common_pb2.Fingerprint(fields=fields),
-        layout=shard_pb2.Layout(
-            layer_count=layout.layer_count,
-            kv_head_count=layout.kv_head_count,
-            cell_bytes=layout.cell_bytes,
-            block_tokens=layout.block_tokens,
-        ),
+        layout=_encode_layout(spec.layout),
+        sides=[
+            shard_pb2.Side(layout=_encode_layout(side.layout), window=side.reach.window, chunk=side.reach.chunk)
+            for side in spec.sides
+        ],
     )
+
+
+def _encode_layout(layout: SlotLayout) -> shard_pb2.Layout:
+    return shard_pb2.Layout(
+        layer_count=layout.layer_count,
+        kv_head_count=layout.kv_head_count,
+        cell_bytes=layout.cell_bytes,
+        block_tokens=layout.block_tokens,
+    )
+
+
+def _decode_layout(message: shard_pb2.Layout) -> SlotLayout:
+    return SlotLayout(message.layer_count, message.kv_head_count, message.cell_bytes, message.block_tokens)
 
 
 def decode_spec(message: shard_pb2.AttachRequest) -> EngineSpec:
@@ -89,13 +102,13 @@ def decode_spec(message: shard_pb2.AttachRequest) -> EngineSpec:
     names = [pair.name for pair in message.fingerprint.fields]
     if len(set(names)) != len(names):
         raise InvalidRequest("a fingerprint field appears twice")
-    layout = message.layout
     try:
-        slot_layout = SlotLayout(layout.layer_count, layout.kv_head_count, layout.cell_bytes, layout.block_tokens)
+        layout = _decode_layout(message.layout)
+        sides = tuple(Side(_decode_layout(s.layout), Reach(s.window, s.chunk)) for s in message.sides)
     except UnsupportedLayout as error:
         raise InvalidRequest(f"layout: {error.message}") from error
     fingerprint = Fingerprint.of({pair.name: pair.value for pair in message.fingerprint.fields})
-    return EngineSpec(message.engine_id, message.model, fingerprint, slot_layout, message.namespace)
+    return EngineSpec(message.engine_id, message.model, fingerprint, layout, message.namespace, sides)
 
 
 def encode_attachment(attachment: Attachment) -> shard_pb2.Attached:
@@ -161,6 +174,8 @@ def encode_acquired(result: AcquireResult) -> shard_pb2.AcquireReply:
         blocks=encode_refs(result.blocks),
         fetched_count=result.fetched_count,
         miss=result.miss.value,
+        side_blocks=encode_refs(ref for side in result.sides for ref in side),
+        side_counts=[len(side) for side in result.sides],
     )
 
 
@@ -169,7 +184,13 @@ def decode_acquired(message: shard_pb2.AcquireReply) -> AcquireResult:
         miss = MissReason(message.miss)
     except ValueError:
         miss = MissReason.NEVER_STORED  # a newer shard's reason: still a miss
-    return AcquireResult(LeaseId(message.lease_id), decode_refs(message.blocks), message.fetched_count, miss)
+    refs, counts = decode_refs(message.side_blocks), message.side_counts
+    if sum(counts) != len(refs):
+        raise InvalidRequest(f"{len(refs)} blocks of sides, counted as {sum(counts)}")
+    ends = list(accumulate(counts))
+    sides = tuple(refs[end - count : end] for end, count in zip(ends, counts, strict=True))
+    blocks = decode_refs(message.blocks)
+    return AcquireResult(LeaseId(message.lease_id), blocks, message.fetched_count, miss, sides)
 
 
 def encode_seal_item(item: SealItem) -> shard_pb2.SealItem:

@@ -86,7 +86,7 @@ class Line:
         self.expected += count
         assert self.expected >= 0
 
-    def take_slots(self, attachment: AttachmentId, count: int) -> list[BlockRef]:
+    def take_slots(self, attachment: AttachmentId, count: int, side: int = 0) -> list[BlockRef]:
         if self.attachment is None or self.attachment.attachment_id != attachment:
             return []
         taken = [BlockRef(slot_index(0, next(self._ids)), Generation(1)) for _ in range(min(count, self.free))]
