@@ -1,7 +1,8 @@
 """Which of the engine's blocks belong to a position of a request, when the model has one cache group or several.
 
-Engine-neutral and pure; used on the scheduler's thread. A *table* is what the engine knows of a request's blocks: with one
-group the list of block ids, with several one list a group, in which NULL_BLOCK stands for a block that a window has left.
+Engine-neutral and pure; used on the scheduler's thread. A *table* is what the engine knows of a request's blocks: with
+one group the list of block ids, with several one list a group, in which NULL_BLOCK stands for a block that a window has
+left.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Table: TypeAlias = "Sequence[Any]"  # of block ids, or of lists of them
 
 
 class Grouping(Protocol):
-    sides: tuple[Side, ...]
+    @property
+    def sides(self) -> tuple[Side, ...]: ...
 
     def length(self, table: Table) -> int:
         """How many positions the table has."""

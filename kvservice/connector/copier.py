@@ -12,11 +12,25 @@ are contiguous runs: only those are copied without a detour, and without the cal
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 
 from kvservice.core.layout import SlotLayout
 from kvservice.errors import UnsupportedLayout
+
+
+class Copier(Protocol):
+    """What movers and the worker half need."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def of(self, group: int) -> BlockCopier: ...
+
+    def bind(self, segment: memoryview, layout: SlotLayout) -> torch.Tensor: ...
+
+    def unbind(self) -> None: ...
 
 
 class BlockCopier:
@@ -126,6 +140,29 @@ class BlockCopier:
     def _per_view(self, slot: torch.Tensor) -> Sequence[torch.Tensor]:
         """A slot's share cut as `_blocks` cuts a block."""
         return [slot] if self._together is not None else slot.unbind(0)
+
+
+class GroupedCopier:
+    """A copier for each cache group of the engine, by its index, with the layout of the slots that it copies to."""
+
+    def __init__(self, copiers: Sequence[tuple[BlockCopier, SlotLayout]]) -> None:
+        self._copiers = list(copiers)
+
+    @property
+    def device(self) -> torch.device:
+        return self._copiers[0][0].device
+
+    def of(self, group: int) -> BlockCopier:
+        return self._copiers[group][0]
+
+    def bind(self, segment: memoryview, layout: SlotLayout) -> torch.Tensor:
+        """Like BlockCopier's; each group has a layout of its own."""
+        bound = [copier.bind(segment, own) for copier, own in self._copiers]
+        return bound[0]
+
+    def unbind(self) -> None:
+        for copier, _ in self._copiers:
+            copier.unbind()
 
 
 def _runs(slot: torch.Tensor, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -548,7 +548,8 @@ class SchedulerHalf:
                 return result
             self.counters["promises_cut_at_suspect"] += 1
             return replace(result, blocks=result.blocks[:index])
-        if index is None and is_whole(self._grouping, result) and self._suspects.isdisjoint(chain.from_iterable(result.sides)):
+        sound = index is None and self._suspects.isdisjoint(chain.from_iterable(result.sides))
+        if sound and is_whole(self._grouping, result):
             return result
         self.counters["promises_dropped"] += 1
         return replace(result, blocks=(), sides=())

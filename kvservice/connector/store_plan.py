@@ -1,4 +1,4 @@
-"""Which blocks of a request are stored next, and into which slots. Engine-neutral and pure, but for the slots it takes."""
+"""Which blocks of a request are stored next, and into which slots. Engine-neutral; without I/O but for taking slots."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from kvservice.connector.copier import BlockCopier
+from kvservice.connector.copier import Copier
 from kvservice.connector.mover import InlineMover, Mover, Ticket
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
@@ -50,7 +50,7 @@ class WorkerHalf:
     """`start_loads` and `store` start copies; what has ended since is found by `take_loaded` and `take_report`."""
 
     def __init__(
-        self, copier: BlockCopier, verify: Verify, mover: Mover | None = None, share: HeadShare | None = None
+        self, copier: Copier, verify: Verify, mover: Mover | None = None, share: HeadShare | None = None
     ) -> None:
         """`share`: whom this rank takes turns with in writing; None when it alone holds its heads."""
         self._share = share

@@ -10,7 +10,6 @@ from kvservice.core.messages import AcquireRequest, BlockHandle, Holder, MissRea
 from kvservice.core.slots import Slot
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, SlotIndex
 
-
 # (slots pinned for it from `skip` on, how many were fetched, why it ends there, now): in place of an answer.
 Then = Callable[[list[SlotIndex], int, MissReason, float], None]
 

@@ -145,7 +145,9 @@ class LeafFirstLru:
 
     def _link(self, entry: _Entry, parent: BlockKey | None) -> None:
         above = self._entries.get(parent) if parent is not None else None
-        if parent is None or entry.position >= SIDE_POSITION or (above is not None and above.position != entry.position - 1):
+        if parent is None or entry.position >= SIDE_POSITION:
+            return
+        if above is not None and above.position != entry.position - 1:
             return  # not a chain: linking it could close a circle that nothing ever evicts
         entry.parent = parent
         if above is not None:

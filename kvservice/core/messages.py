@@ -119,8 +119,8 @@ class AcquireResult:
 
 @dataclass(frozen=True, slots=True)
 class SealItem:
-    """A written slot to publish. `parent` is the previous block of the chain, None for the first and for a side's, whose
-    position has SIDE_POSITION set."""
+    """A written slot to publish. `parent` is the previous block of the chain, None for the first and for a side's,
+    whose positions have SIDE_POSITION set."""
 
     ref: BlockRef
     key: BlockKey

@@ -1,8 +1,8 @@
 """Layers that do not read the whole prefix: which blocks before a hit's end they need, and how long a hit can be then.
 
-A model of several cache groups has one *main* family of groups, whose every block is needed, and *sides*: families whose
-layers see a window or a chunk only. All families are cut at the same tokens, so that a position names the same tokens in
-each; a side's blocks have keys of their own, derived from the main chain. Pure.
+A model of several cache groups has one *main* family of groups, whose every block is needed, and *sides*: families
+whose layers see a window or a chunk only. All families are cut at the same tokens, so that a position names the same
+tokens in each; a side's blocks have keys of their own, derived from the main chain. Pure.
 """
 
 from __future__ import annotations
