@@ -235,6 +235,9 @@ class WorkerHalf:
             if header is None or header.generation != entry.ref.generation or header.epoch != pool.epoch:
                 self._count("store_stale")
                 return False
+            if header.length != self._copier.of(entry.group).payload_bytes:  # its end would be in another slot
+                self._count("store_misfit")
+                return False
         return True
 
     def _to_write(self, store: StorePlan) -> list[CopyEntry]:
