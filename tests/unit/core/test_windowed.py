@@ -256,3 +256,28 @@ def test_promise_is_the_longest_that_is_complete(length: int, here: set[int], wi
     assert len(result.blocks) == wanted
     assert [harness.headers[ref.slot].key for ref in result.sides[0]] == side_keys(chain)[firsts[wanted] : wanted]
     assert harness.slots("leased") == len(result.blocks) + len(result.sides[0])
+
+
+def test_restarted_shard_knows_windows_from_chains(harness: CoreHarness) -> None:
+    chain = make_chain(8)
+    engine = harness.attach(spec())
+    harness.store(engine, chain)
+    store_side(harness, engine, chain, range(8))
+    harness.restart()
+    engine = harness.attach(spec())
+    result = answer(harness, harness.acquire(engine, chain))
+    assert (len(result.blocks), len(result.sides[0])) == (8, 3)
+    harness.release(engine, result.lease_id)
+    assert len(harness.reserve(engine, 3, side=1)) == 3
+    gone = {*chain, *side_keys(chain)} - harness.keys_held()
+    assert gone <= set(side_keys(chain)[:5]), "a chain was cut, or the window of its end"
+
+
+def test_models_with_and_without_windows_share_no_block(harness: CoreHarness) -> None:
+    """Their keys differ by the fingerprint; an equal key of another size is not promised either."""
+    chain = make_chain(3)
+    harness.store(harness.attach(make_spec("plain")), [side_key(key, 1) for key in chain])
+    other = replace(make_spec("windows", "other"), sides=(SIDE,))
+    engine = harness.attach(other)
+    harness.store(engine, chain)
+    assert answer(harness, harness.acquire(engine, chain)).blocks == ()
