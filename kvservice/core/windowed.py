@@ -154,8 +154,8 @@ class WindowedAcquisitions:
         end = hit.end
         base = start - start % SPAN_BLOCKS
         keys = tuple(side_key(key, number + 1) for key in hit.request.keys[base:end])
-        # Only the first end is where a writer's prompt may end.
-        handoff = None if hit.shortened else hit.request.handoff
+        # A chain that ended short was waited for already.
+        handoff = hit.request.handoff if hit.reason is MissReason.NONE else None
         request = AcquireRequest(keys, start - base, max(hit.deadline - now, 0.0), 0.0, handoff)
         then = partial(self._side_done, hit, number, start, end)
         payload_bytes = hit.spec.sides[number].layout.payload_bytes
