@@ -37,8 +37,9 @@ class PoolPort(Protocol):
         """See AcquireRequest. Answers within the request's timeout with what is promised by then."""
         ...
 
-    async def reserve(self, attachment: AttachmentId, count: int) -> list[BlockRef]:
-        """Up to `count` slots to write, each with its odd generation; fewer (even none) when the pool is full."""
+    async def reserve(self, attachment: AttachmentId, count: int, side: int = 0) -> list[BlockRef]:
+        """Up to `count` slots to write, each with its odd generation; fewer (even none) when the pool is full.
+        `side`: for the engine's own layout (0), or for which of its sides, from 1."""
         ...
 
     async def seal(self, attachment: AttachmentId, items: Sequence[SealItem]) -> list[SealStatus]:

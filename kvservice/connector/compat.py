@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import sys
@@ -19,12 +20,15 @@ import vllm
 from vllm.distributed.kv_events import BlockStored, KVCacheEvent
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import BlockHash, get_none_hash_seed, maybe_convert_block_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec, group_kernel_blocks
+from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, group_kernel_blocks
 
-from kvservice.connector.groups import only_group
+from kvservice.connector.cache_groups import Grouping, OneGroup, SeveralGroups
+from kvservice.connector.copier import BlockCopier, GroupedCopier
+from kvservice.connector.groups import Families, Family, Spec, families
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.layout import HeadShare, SlotLayout
 from kvservice.core.messages import EngineSpec
+from kvservice.core.windows import Side
 from kvservice.errors import RandomHashSeed, UnsupportedLayout
 
 MEDIUM = "CPU"  # what vLLM's own offloading calls host memory in its events
@@ -34,11 +38,17 @@ EDGE_BYTES = 1 << 20  # of each weight file that goes into the identity, at both
 
 def engine_spec(vllm_config: Any, cache_config: KVCacheConfig, engine_id: bytes, namespace: str) -> EngineSpec:
     """Who this engine is to the pool. Raises UnsupportedLayout or RandomHashSeed, saying what to change."""
+    found = supported(vllm_config, cache_config)
     layout = slot_layout(vllm_config, cache_config)
+    sides = tuple(
+        Side(_layout_of(vllm_config, cache_config, found, family), family.reach)
+        for family in found.families[1:]
+        if family.reach is not None
+    )
     model = vllm_config.model_config
     names = model.served_model_name
     name = names[0] if isinstance(names, list) else names
-    spec = only_group(cache_config)
+    spec = found.main
     fields: dict[str, object] = {
         "engine": f"vllm {'.'.join(vllm.__version__.split('.')[:2])}",
         "weights": weights_identity(str(model.model), model.revision, getattr(model.hf_config, "_commit_hash", None)),
@@ -53,14 +63,21 @@ def engine_spec(vllm_config: Any, cache_config: KVCacheConfig, engine_id: bytes,
         "cell_format": _cell_format(vllm_config),
         "block_tokens": layout.block_tokens,
         **_packing_fields(vllm_config, cache_config, spec),
+        **_group_fields(vllm_config, cache_config, found, sides),
         **_draft_fields(vllm_config.speculative_config),
         **hash_fields(vllm_config),
     }
-    return EngineSpec(engine_id, Path(str(name)).name or str(name), Fingerprint.of(fields), layout, namespace)
+    return EngineSpec(engine_id, Path(str(name)).name or str(name), Fingerprint.of(fields), layout, namespace, sides)
 
 
 def slot_layout(vllm_config: Any, cache_config: KVCacheConfig) -> SlotLayout:
-    """Raises UnsupportedLayout, naming the cache group, for anything but one full-attention group on one pipeline."""
+    """Of the main family. Raises UnsupportedLayout, naming the cache group or the setting."""
+    found = supported(vllm_config, cache_config)
+    return _layout_of(vllm_config, cache_config, found, found.families[0])
+
+
+def supported(vllm_config: Any, cache_config: KVCacheConfig) -> Families:
+    """What is stored of this engine. Raises UnsupportedLayout, naming the cache group or the setting."""
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise UnsupportedLayout("pipeline parallelism is not supported: start the engine with one pipeline stage")
@@ -75,40 +92,88 @@ def slot_layout(vllm_config: Any, cache_config: KVCacheConfig) -> SlotLayout:
         raise UnsupportedLayout(
             "KV scales calculated at run time differ between replicas: start the engine without --calculate-kv-scales"
         )
-    spec = only_group(cache_config)
+    found = families(cache_config)
     hash_block = cache_config.hash_block_size
-    if hash_block is not None and hash_block != spec.block_size:
-        raise UnsupportedLayout(f"hash block size {hash_block} differs from the block size {spec.block_size}")
+    if hash_block is not None and (
+        found.block_tokens % hash_block or (len(found.families) == 1 and hash_block != found.block_tokens)
+    ):
+        raise UnsupportedLayout(f"hash block size {hash_block} differs from the block size {found.block_tokens}")
+    heads = {int(family.spec.num_heads) for family in found.families}
+    if len(heads) > 1 and parallel.tensor_parallel_size > 1:
+        raise UnsupportedLayout(
+            f"cache groups with different numbers of heads ({sorted(heads)}) are not supported with tensor parallelism"
+        )
+    return found
+
+
+def _layout_of(vllm_config: Any, cache_config: KVCacheConfig, found: Families, family: Family) -> SlotLayout:
+    """One position of a family: all layers of its groups, in their order."""
+    spec = family.spec
     heads = int(spec.num_heads)
     return SlotLayout(
-        layer_count=len(cache_config.kv_cache_groups[0].layer_names),
+        layer_count=sum(len(cache_config.kv_cache_groups[index].layer_names) for index in family.groups),
         kv_head_count=heads * _shard_count(vllm_config, spec),
         # Without the padding that vLLM may put behind a page.
-        cell_bytes=int(spec.unpadded_page_size_bytes) // heads,
-        block_tokens=int(spec.block_size),
+        cell_bytes=int(spec.unpadded_page_size_bytes) // heads * found.parts(family),
+        block_tokens=found.block_tokens,
     )
+
+
+def grouping(vllm_config: Any, cache_config: KVCacheConfig, spec: EngineSpec) -> tuple[Grouping, int]:
+    """How the scheduler half finds the blocks of a position, and how many of the engine's hashes a position has."""
+    found = supported(vllm_config, cache_config)
+    if len(cache_config.kv_cache_groups) == 1:
+        return OneGroup(), 1
+    hash_block = cache_config.hash_block_size or math.gcd(*(int(f.spec.block_size) for f in found.families))
+    return SeveralGroups(found.places(), spec.sides, found.block_tokens), found.block_tokens // hash_block
 
 
 def rank_share(vllm_config: Any, cache_config: KVCacheConfig) -> HeadShare:
     """The kv heads of the model that this worker's tensor-parallel rank holds, and whom it shares them with."""
+    found = supported(vllm_config, cache_config)
+    return _share(vllm_config, cache_config, found, found.families[0])
+
+
+def _share(vllm_config: Any, cache_config: KVCacheConfig, found: Families, family: Family) -> HeadShare:
     parallel = vllm_config.parallel_config
-    layout = slot_layout(vllm_config, cache_config)
+    layout = _layout_of(vllm_config, cache_config, found, family)
     ranks = int(parallel.tensor_parallel_size)
-    return layout.share(int(parallel.rank) % ranks, ranks, _shard_count(vllm_config, only_group(cache_config)))
+    return layout.share(int(parallel.rank) % ranks, ranks, _shard_count(vllm_config, family.spec))
+
+
+def grouped_copier(vllm_config: Any, cache_config: KVCacheConfig, tensors: Mapping[str, torch.Tensor]) -> GroupedCopier:
+    """For a model of several cache groups."""
+    found = supported(vllm_config, cache_config)
+    copiers: dict[int, tuple[BlockCopier, SlotLayout]] = {}
+    for family in found.families:
+        layout = _layout_of(vllm_config, cache_config, found, family)
+        heads = _share(vllm_config, cache_config, found, family).heads
+        first = 0
+        for index in family.groups:
+            layers = ordered_layers(vllm_config, cache_config, tensors, index)
+            copiers[index] = (
+                BlockCopier(
+                    layers, heads, first_layer=first, layers_behind=layout.layer_count - first - len(layers),
+                    slot_parts=found.parts(family),
+                ),
+                layout,
+            )  # fmt: skip
+            first += len(layers)
+    return GroupedCopier([copiers[index] for index in sorted(copiers)])
 
 
 def ordered_layers(
-    vllm_config: Any, cache_config: KVCacheConfig, tensors: Mapping[str, torch.Tensor]
+    vllm_config: Any, cache_config: KVCacheConfig, tensors: Mapping[str, torch.Tensor], group: int = 0
 ) -> Sequence[torch.Tensor]:
     """KV tensors in the order of the cache group, which is the order of layers in a slot."""
-    found = [tensors[name] for name in cache_config.kv_cache_groups[0].layer_names]
+    found = [tensors[name] for name in cache_config.kv_cache_groups[group].layer_names]
     rows = found[0].shape[0]
     if rows != cache_config.num_blocks:
         where = f"{cache_config.num_blocks} blocks in {rows} kernel blocks"
         if vllm_config.device_config.device_type == "cpu":
             # The CPU kernels keep K and V apart within a kernel block, so its size would be part of the format.
             raise UnsupportedLayout(f"{where} are not supported on CPU: use a --block-size of 32 or 128")
-        if _is_packed(only_group(cache_config)):
+        if _is_packed(cache_config.kv_cache_groups[group].kv_cache_spec):
             raise UnsupportedLayout(f"{where} are not supported for a KV format that spans tokens: lower --block-size")
     return [group_kernel_blocks(tensor, cache_config.num_blocks) for tensor in found]
 
@@ -157,7 +222,7 @@ def weights_identity(model: str, revision: str | None, commit: str | None = None
     return f"sha256:{hasher.hexdigest()}"
 
 
-def _shard_count(vllm_config: Any, spec: FullAttentionSpec) -> int:
+def _shard_count(vllm_config: Any, spec: Spec) -> int:
     """Different parts that the tensor-parallel ranks hold; ranks beyond them hold copies."""
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     if spec.max_tp_shards is not None:  # a latent (MLA) is not divided
@@ -174,14 +239,14 @@ def _shard_count(vllm_config: Any, spec: FullAttentionSpec) -> int:
     return shards
 
 
-def _is_packed(spec: FullAttentionSpec) -> bool:
+def _is_packed(spec: Any) -> bool:
     """A cell is not simply K‖V of one head and token, or a latent: what it holds is the attention backend's secret."""
     if isinstance(spec, MLAAttentionSpec) and spec.cache_dtype_str == "fp8_ds_mla":
         return False  # 656 bytes a token, scales among them
     return spec.num_head_slots is not None or spec.state_content_bytes is not None
 
 
-def _packing_fields(vllm_config: Any, cache_config: KVCacheConfig, spec: FullAttentionSpec) -> dict[str, object]:
+def _packing_fields(vllm_config: Any, cache_config: KVCacheConfig, spec: Spec) -> dict[str, object]:
     """What else the bytes depend on. FlashInfer's NVFP4, for one, puts all K heads of a rank before its V heads, so the
     same number of equal cells has another order at each degree."""
     fields: dict[str, object] = {}
@@ -191,6 +256,22 @@ def _packing_fields(vllm_config: Any, cache_config: KVCacheConfig, spec: FullAtt
         fields["packing"] = (
             f"{spec.kv_quant_mode.name} {cache_config.kv_cache_layout} {_shard_count(vllm_config, spec)} shards"
         )
+    return fields
+
+
+def _group_fields(
+    vllm_config: Any, cache_config: KVCacheConfig, found: Families, sides: Sequence[Side]
+) -> dict[str, object]:
+    """Only with several groups: how many layers each has, in the order of the slots."""
+    if len(cache_config.kv_cache_groups) == 1:
+        return {}
+    fields: dict[str, object] = {}
+    for number, family in enumerate(found.families):
+        layers = [len(cache_config.kv_cache_groups[index].layer_names) for index in family.groups]
+        packing = _packing_fields(vllm_config, cache_config, family.spec)
+        fields[f"group_{number}"] = f"layers {layers} block {family.spec.block_size} {family.spec.dtype} {packing}"
+    for number, side in enumerate(sides, 1):
+        fields[f"side_{number}"] = f"{side.reach} {side.layout}"
     return fields
 
 

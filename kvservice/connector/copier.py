@@ -12,6 +12,7 @@ are contiguous runs: only those are copied without a detour, and without the cal
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 
@@ -19,11 +20,34 @@ from kvservice.core.layout import SlotLayout
 from kvservice.errors import UnsupportedLayout
 
 
+class Copier(Protocol):
+    """What movers and the worker half need."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def of(self, group: int) -> BlockCopier: ...
+
+    def bind(self, segment: memoryview, layout: SlotLayout) -> torch.Tensor: ...
+
+    def unbind(self) -> None: ...
+
+
 class BlockCopier:
     """Owned by one worker. `heads` is this rank's range of the model's kv heads. `staged`: use the buffer; by default
-    where the tensors are not in host memory."""
+    where the tensors are not in host memory. `first_layer`, `layers_behind` and `slot_parts`: where a slot holds
+    more than one block, of other cache groups and of this one."""
 
-    def __init__(self, layers: Sequence[torch.Tensor], heads: range, *, staged: bool | None = None) -> None:
+    def __init__(
+        self,
+        layers: Sequence[torch.Tensor],
+        heads: range,
+        *,
+        staged: bool | None = None,
+        first_layer: int = 0,
+        layers_behind: int = 0,
+        slot_parts: int = 1,
+    ) -> None:
         """Raises UnsupportedLayout when the tensors are not alike."""
         layers = [layer.unsqueeze(1) if layer.dim() == 4 else layer for layer in layers]
         first = layers[0]
@@ -32,6 +56,9 @@ class BlockCopier:
             raise UnsupportedLayout(f"KV tensors must be 4-D or 5-D and alike over the layers, not {', '.join(shapes)}")
         self._layers = list(layers)
         self._heads = heads
+        self._slot_layers = slice(first_layer, first_layer + len(layers))
+        self._layers_behind = layers_behind
+        self._slot_parts = slot_parts
         self._staged = first.device.type != "cpu" if staged is None else staged
         self._together = _one_view(layers)
         self._slots: torch.Tensor | None = None  # the segment's bytes
@@ -41,12 +68,22 @@ class BlockCopier:
     def device(self) -> torch.device:
         return self._layers[0].device
 
+    @property
+    def payload_bytes(self) -> int:
+        """Of the slots it is bound to."""
+        assert self._layout is not None
+        return self._layout.payload_bytes
+
+    def of(self, group: int) -> BlockCopier:
+        """The one that copies this cache group's blocks."""
+        return self
+
     def bind(self, segment: memoryview, layout: SlotLayout) -> torch.Tensor:
         """Use this segment from now on. Returns its bytes. Raises UnsupportedLayout when a slot and the tensors do not
         fit."""
         _, parts, head_count, tokens, width = self._layers[0].shape
-        cell_bytes = parts * tokens * width * self._layers[0].element_size()
-        found = (len(self._layers), head_count, cell_bytes)
+        cell_bytes = self._slot_parts * parts * tokens * width * self._layers[0].element_size()
+        found = (self._slot_layers.stop + self._layers_behind, head_count, cell_bytes)
         wanted = (layout.layer_count, len(self._heads), layout.cell_bytes)
         if found != wanted:
             raise UnsupportedLayout(f"(layers, heads of this rank, cell bytes) are {found}, the slot has {wanted}")
@@ -58,37 +95,38 @@ class BlockCopier:
         """Let go of the segment, which can be unmapped then."""
         self._slots = None
 
-    def store(self, block_id: int, payload_offset: int) -> None:
+    def store(self, block_id: int, payload_offset: int, part: int = 0) -> None:
         """Engine block -> slot: done when this returns, or ordered on the current stream of the engine's device."""
-        slot = self._slot_view(payload_offset)
+        slot = self._slot_view(payload_offset, part)
         if self._staged:
             staging = self._staging_like(slot)
-            for part, block in zip(self._per_view(staging), self._blocks(block_id), strict=True):
-                part.copy_(block)
+            for layers, block in zip(self._per_view(staging), self._blocks(block_id), strict=True):
+                layers.copy_(block)
             for there, here in _runs(slot, staging):
                 there.copy_(here, non_blocking=True)
             return
-        for part, block in zip(self._per_view(slot), self._blocks(block_id), strict=True):
-            part.copy_(block)
+        for layers, block in zip(self._per_view(slot), self._blocks(block_id), strict=True):
+            layers.copy_(block)
 
-    def load(self, payload_offset: int, block_id: int) -> None:
+    def load(self, payload_offset: int, block_id: int, part: int = 0) -> None:
         """Slot -> engine block, like `store`."""
-        slot = self._slot_view(payload_offset)
+        slot = self._slot_view(payload_offset, part)
         if self._staged:
             staging = self._staging_like(slot)
             for there, here in _runs(slot, staging):
                 here.copy_(there, non_blocking=True)
             slot = staging
-        for block, part in zip(self._blocks(block_id), self._per_view(slot), strict=True):
-            block.copy_(part)
+        for block, layers in zip(self._blocks(block_id), self._per_view(slot), strict=True):
+            block.copy_(layers)
 
-    def _slot_view(self, payload_offset: int) -> torch.Tensor:
-        """This rank's share of a slot as `[layer, head, part, token, K‖V]`."""
+    def _slot_view(self, payload_offset: int, part: int) -> torch.Tensor:
+        """This rank's share of a slot as `[layer, head, kernel part, token, K‖V]`."""
         assert self._slots is not None and self._layout is not None
         _, parts, _, tokens, width = self._layers[0].shape
         payload = self._slots[payload_offset : payload_offset + self._layout.payload_bytes]
-        shape = (self._layout.layer_count, self._layout.kv_head_count, parts, tokens, width)
-        return payload.view(self._layers[0].dtype).view(shape)[:, self._heads.start : self._heads.stop]
+        shape = (self._layout.layer_count, self._layout.kv_head_count, self._slot_parts, parts, tokens, width)
+        whole = payload.view(self._layers[0].dtype).view(shape)
+        return whole[self._slot_layers, self._heads.start : self._heads.stop, part]
 
     def _staging_like(self, slot: torch.Tensor) -> torch.Tensor:
         return torch.empty(slot.shape, dtype=slot.dtype, device=self.device)
@@ -102,6 +140,29 @@ class BlockCopier:
     def _per_view(self, slot: torch.Tensor) -> Sequence[torch.Tensor]:
         """A slot's share cut as `_blocks` cuts a block."""
         return [slot] if self._together is not None else slot.unbind(0)
+
+
+class GroupedCopier:
+    """A copier for each cache group of the engine, by its index, with the layout of the slots that it copies to."""
+
+    def __init__(self, copiers: Sequence[tuple[BlockCopier, SlotLayout]]) -> None:
+        self._copiers = list(copiers)
+
+    @property
+    def device(self) -> torch.device:
+        return self._copiers[0][0].device
+
+    def of(self, group: int) -> BlockCopier:
+        return self._copiers[group][0]
+
+    def bind(self, segment: memoryview, layout: SlotLayout) -> torch.Tensor:
+        """Like BlockCopier's; each group has a layout of its own."""
+        bound = [copier.bind(segment, own) for copier, own in self._copiers]
+        return bound[0]
+
+    def unbind(self) -> None:
+        for copier, _ in self._copiers:
+            copier.unbind()
 
 
 def _runs(slot: torch.Tensor, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -5,21 +5,30 @@ Written against vLLM 0.32. Called once when an engine attaches; pure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupRole,
     KVCacheGroupSpec,
     KVCacheSpecKind,
     MLAAttentionSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     get_kv_cache_spec_kind,
 )
 
+from kvservice.connector.cache_groups import CacheGroup
+from kvservice.core.windows import SIDES_MAX, Reach
 from kvservice.errors import UnsupportedLayout
 
+Spec: TypeAlias = FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec
 # vLLM can keep layers of these kinds as if they saw every token, which makes one group of them and of full attention.
 LOCAL_KINDS = frozenset(
     {
@@ -31,21 +40,77 @@ LOCAL_KINDS = frozenset(
 FULL_KINDS = frozenset({KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION})
 
 
-def only_group(cache_config: KVCacheConfig) -> FullAttentionSpec:
-    """The spec of the model's one group, whose every block keeps the KV of its tokens for as long as the request runs.
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Cache groups of one spec: what a hit needs of one, it needs of all, so a slot holds the blocks of all of them."""
 
-    Raises UnsupportedLayout for anything else, naming the group, its kind and layers, and what to do.
+    spec: Spec
+    groups: tuple[int, ...]
+    reach: Reach | None  # None: every block of the prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Families:
+    """The main family, then the sides. All are cut every `block_tokens`, the least common multiple of their block
+    sizes, which is where vLLM's hits end, too."""
+
+    families: tuple[Family, ...]
+    block_tokens: int
+
+    @property
+    def main(self) -> FullAttentionSpec:
+        spec = self.families[0].spec
+        assert isinstance(spec, FullAttentionSpec)
+        return spec
+
+    def parts(self, family: Family) -> int:
+        return int(self.block_tokens // family.spec.block_size)
+
+    def places(self) -> tuple[CacheGroup, ...]:
+        """Of each cache group, by its index."""
+        found = {
+            index: CacheGroup(side, self.parts(family))
+            for side, family in enumerate(self.families)
+            for index in family.groups
+        }
+        return tuple(found[index] for index in sorted(found))
+
+
+def families(cache_config: KVCacheConfig) -> Families:
+    """What of the model is stored together.
+
+    Raises UnsupportedLayout for a model that is not stored, naming the group, its kind and layers, why, and what to do.
     """
     groups = cache_config.kv_cache_groups
-    if len(groups) != 1:
-        named = "; ".join(describe(index, group) for index, group in enumerate(groups))
-        raise UnsupportedLayout(f"{len(groups)} KV cache groups are not supported: {named}. {way_out(groups)}")
-    group, spec = groups[0], groups[0].kv_cache_spec
-    reason = _why_not(cache_config, group)
-    if reason is not None:
-        raise UnsupportedLayout(f"{describe(0, group)} is not supported: {reason}")
-    assert isinstance(spec, FullAttentionSpec)
-    return spec
+    if not groups:
+        raise UnsupportedLayout("the model has no KV cache")
+    several = len(groups) > 1
+    for index, group in enumerate(groups):
+        reason = _why_not(cache_config, group, several=several)
+        if reason is not None:
+            advice = f". {way_out(groups)}" if several else ""
+            raise UnsupportedLayout(f"{describe(index, group)} is not supported: {reason}{advice}")
+    found: dict[Spec, list[int]] = {}
+    for index, group in enumerate(groups):
+        spec = group.kv_cache_spec
+        assert isinstance(spec, Spec)
+        found.setdefault(spec, []).append(index)
+    full = [indices[0] for spec, indices in found.items() if isinstance(spec, FullAttentionSpec)]
+    if len(full) != 1 or len(found) > SIDES_MAX + 1:
+        named = "; ".join(describe(index, groups[index]) for index in full or range(len(groups)))
+        reason = "no group keeps every block" if not full else "full attention must have one shape, and windows few"
+        raise UnsupportedLayout(f"these KV cache groups are not supported, {reason}: {named}. {way_out(groups)}")
+    ordered = sorted(found.items(), key=lambda item: (not isinstance(item[0], FullAttentionSpec), item[1][0]))
+    made = tuple(Family(spec, tuple(indices), _reach(spec)) for spec, indices in ordered)
+    return Families(made, math.lcm(*(int(family.spec.block_size) for family in made)))
+
+
+def _reach(spec: Spec) -> Reach | None:
+    if isinstance(spec, SlidingWindowSpec):
+        return Reach(window=int(spec.sliding_window + spec.extra_retained_tokens))
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return Reach(chunk=int(spec.attention_chunk_size))
+    return None
 
 
 def describe(index: int, group: KVCacheGroupSpec) -> str:
@@ -73,22 +138,27 @@ def way_out(groups: Iterable[KVCacheGroupSpec]) -> str:
     return "There is no way around it yet"
 
 
-def _why_not(cache_config: KVCacheConfig, group: KVCacheGroupSpec) -> str | None:
+def _why_not(cache_config: KVCacheConfig, group: KVCacheGroupSpec, *, several: bool) -> str | None:
     spec = group.kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs) or len(cache_config.kv_cache_tensors) > 1:
+    tensors = sum(1 for tensor in cache_config.kv_cache_tensors if set(tensor.layers) & set(group.layer_names))
+    if isinstance(spec, UniformTypeKVCacheSpecs) or tensors > 1:
         # The scheduler half is shown the first layer's spec only, but places of all.
         return "its layers have pages of different shapes"
     kind = get_kv_cache_spec_kind(spec)
-    if kind in LOCAL_KINDS:
-        return "vLLM gives up blocks that have left the window, and a stored prefix would need them"
+    if kind in LOCAL_KINDS and not several:
+        return "vLLM gives up blocks that have left the window, and without another group there is no prefix to find"
+    if kind is KVCacheSpecKind.MAMBA:
+        return "its state is not a block of tokens"
     # Subclasses free, move or rewrite blocks by rules of their own.
-    if type(spec) is not FullAttentionSpec and type(spec) is not MLAAttentionSpec:
-        return "only FullAttentionSpec and MLAAttentionSpec are known to keep every block as it was computed"
+    known = (FullAttentionSpec, MLAAttentionSpec, *((SlidingWindowSpec, ChunkedLocalAttentionSpec) if several else ()))
+    if not isinstance(spec, AttentionSpec) or type(spec) not in known:
+        names = " and ".join(one.__name__ for one in known)
+        return f"only {names} are known to keep blocks as they were computed"
     if not spec.prefix_cacheable or not group.enable_kv_transfer or group.host_resident:
         return "vLLM keeps it out of prefix caching or transfer"
     if group.role is not KVCacheGroupRole.DEFAULT:
         return f"its role is {group.role.value}"
-    if spec.non_causal:
+    if getattr(spec, "non_causal", False):
         return "it attends to later tokens, so equal prefixes do not have equal KV"
     if spec.tokens_per_state != 1:
         return f"one state stands for {spec.tokens_per_state} tokens"

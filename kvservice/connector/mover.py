@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from kvservice.connector.copier import BlockCopier
+from kvservice.connector.copier import Copier
 from kvservice.connector.plan import CopyEntry, PoolInfo
 from kvservice.errors import TransferError
 from kvservice.mover.message import Direction
@@ -112,7 +112,7 @@ class Done:
 class InlineMover:
     """Copies end before `run` returns: for KV tensors in host memory."""
 
-    def __init__(self, copier: BlockCopier) -> None:
+    def __init__(self, copier: Copier) -> None:
         self._copier = copier
         self._pool: PoolInfo | None = None
         self.counters: Counter[str] = Counter()
@@ -168,7 +168,7 @@ class CudaMover(InlineMover):
     Has not run on a GPU yet.
     """
 
-    def __init__(self, copier: BlockCopier) -> None:
+    def __init__(self, copier: Copier) -> None:
         super().__init__(copier)
         self._device = copier.device
         self._stream = torch.cuda.Stream(self._device)
@@ -209,16 +209,16 @@ def _unpin(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def copy_entries(copier: BlockCopier, pool: PoolInfo, direction: Direction, entries: Sequence[CopyEntry]) -> None:
+def copy_entries(copier: Copier, pool: PoolInfo, direction: Direction, entries: Sequence[CopyEntry]) -> None:
     """Block by block, through the copier; see its `store` and `load` for when that has ended."""
-    payload_bytes = pool.layout.payload_bytes
     for entry in entries:
-        offset = pool.geometry.payload_offset(entry.ref.slot, payload_bytes)
+        own = copier.of(entry.group)
+        offset = pool.geometry.payload_offset(entry.ref.slot, own.payload_bytes)
         if direction is Direction.LOAD:
-            copier.load(offset, entry.block_id)
+            own.load(offset, entry.block_id, entry.part)
         else:
-            copier.store(entry.block_id, offset)
+            own.store(entry.block_id, offset, entry.part)
 
 
-def in_process_mover(copier: BlockCopier) -> Mover:
+def in_process_mover(copier: Copier) -> InlineMover:
     return CudaMover(copier) if copier.device.type == "cuda" else InlineMover(copier)

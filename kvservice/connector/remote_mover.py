@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kvservice.connector.copier import BlockCopier
+from kvservice.connector.copier import BlockCopier, Copier
 from kvservice.connector.mover import Done, InlineMover, Loan, Mover, Ticket, in_process_mover
 from kvservice.connector.neighbours import Neighbours, SpreadLoan, lend
 from kvservice.connector.options import MoverChoice
@@ -145,6 +145,15 @@ def mover_for(
         assert isinstance(fallback, InlineMover)
         fallback.counters["mover_not_shared"] += 1
         return fallback
+
+
+def own_mover(choice: MoverChoice, copier: Copier) -> Mover:
+    """For a model of several cache groups: a worker knows one layout only, so copies run in the engine's process."""
+    mover = in_process_mover(copier)
+    if choice is MoverChoice.WORKER:
+        log.warning("copies run in the engine's process: a move worker does not take models of several cache groups")
+        mover.counters["mover_not_shared"] += 1
+    return mover
 
 
 def _host_offer(layers: Sequence[torch.Tensor], heads: range, shared: SharedKV | None) -> KVOffer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from kvservice.core.messages import AcquireResult, Handoff, RequestReport
@@ -50,6 +50,8 @@ TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
 class EngineRequest:
     request_id: str
     keys: list[BlockKey]
+    side_keys: list[list[BlockKey]] = field(default_factory=list)  # of each side, position by position
+    tokens: int = 0  # of its prompt, or of all it has so far
     state: RequestState = RequestState.NEW
     attachment: AttachmentId | None = None  # that holds the lease
     deadline: float = 0.0
@@ -69,6 +71,11 @@ class EngineRequest:
     reads: Handoff | None = None  # another engine computes its prompt
     waits_for_writer: bool = False
     writes: HandoffId | None = None  # it is computed for another engine
+
+    @property
+    def chains(self) -> list[list[BlockKey]]:
+        """Keys of the main family, then of each side."""
+        return [self.keys, *self.side_keys]
 
     def move(self, event: RequestEvent) -> None:
         target = TRANSITIONS.get((self.state, event))

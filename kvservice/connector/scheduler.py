@@ -14,14 +14,18 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from typing import Protocol
 
+from kvservice.connector.cache_groups import Grouping, OneGroup, Table, is_whole, load_entries
 from kvservice.connector.handoff import Prefill, WriterHandoffs
 from kvservice.connector.loan_book import BlockPins, LoanBook
-from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
+from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
 from kvservice.connector.request import EngineRequest, RequestEvent, RequestState
 from kvservice.connector.session import Answer
-from kvservice.core.keys import KEYS_PER_REQUEST_MAX, span_route
+from kvservice.connector.store_plan import plan_store
+from kvservice.core.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
@@ -32,6 +36,7 @@ from kvservice.core.messages import (
     RequestReport,
     SealItem,
 )
+from kvservice.core.windows import side_key
 from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId, LeaseId
 
 log = logging.getLogger("kvservice.connector")
@@ -45,7 +50,7 @@ SUSPECTS_MAX = 4096
 IDLE_SECONDS = 0.002  # a step with nothing to compute waits so long for the pool instead of asking in a circle
 IDLE_SECONDS_HANDOFF = 0.01  # a prompt that is computed elsewhere takes longer than a lookup
 
-BlockIds = Callable[[], Sequence[int]]
+BlockIds = Callable[[], Table]
 
 
 class SessionPort(Protocol):
@@ -62,7 +67,7 @@ class SessionPort(Protocol):
 
     def expect(self, count: int) -> None: ...
 
-    def take_slots(self, attachment: AttachmentId, count: int) -> list[BlockRef]: ...
+    def take_slots(self, attachment: AttachmentId, count: int, side: int = 0) -> list[BlockRef]: ...
 
     def seal(self, attachment: AttachmentId, items: Sequence[SealItem]) -> None: ...
 
@@ -123,7 +128,9 @@ class SchedulerHalf:
         loan_seconds: float = 0.0,
         may_write: bool = True,
         remember_stored: bool = False,
+        grouping: Grouping | None = None,
     ) -> None:
+        self._grouping = grouping or OneGroup()
         self._session = session
         self._make_keys = make_keys
         self._pool_info = pool_info
@@ -166,18 +173,19 @@ class SchedulerHalf:
         hashes: Sequence[BlockHash],
         now: float,
         *,
+        tokens: int = 0,
         may_read: bool = True,
         wants: Prefill | Handoff | None = None,
         salted: bool = False,
     ) -> None:
         """Start asking for the whole prefix at once; the engine's own hit is known only later. `wants`: it is computed
-        for another engine (with an id), or by another one."""
+        for another engine (with an id), or by another one. `tokens`: of the prompt; only with several cache groups."""
         if request_id in self._requests:
             return
-        request = self._requests[request_id] = EngineRequest(request_id, self._make_keys(hashes))
+        request = self._requests[request_id] = EngineRequest(request_id, [], tokens=tokens)
+        request.side_keys = [[] for _ in self._grouping.sides]
+        self._extend_keys(request, hashes)
         request.prompt_blocks, request.salted = len(request.keys), salted
-        if self._may_write:
-            self._expect(request, len(request.keys))
         if isinstance(wants, Handoff):
             request.reads = wants
         elif wants is not None and wants.handoff_id is not None and self._may_write:
@@ -197,6 +205,9 @@ class SchedulerHalf:
     def _ask(self, request: EngineRequest, now: float) -> bool:
         """Post an acquire for the whole chain. False when there is nothing to ask, or nobody."""
         keys = request.keys[:KEYS_PER_REQUEST_MAX]
+        if self._grouping.sides:
+            # The engine computes at least the last token itself: a window that ends behind it may lack its first one.
+            keys = keys[: max(request.tokens - 1, 0) // self._block_tokens]
         if not keys:
             return False
         per_block = (self._seconds_per_token or 0.0) * self._block_tokens
@@ -231,6 +242,7 @@ class SchedulerHalf:
             request.engine_blocks = computed_tokens // self._block_tokens
         if request.state is RequestState.RUNNING and request.scheduled and not request.load_failed:
             request.scheduled = False
+            request.tokens = total_tokens
             self.counters["asked_after_preemption"] += self._ask(request, now)
         if request.state is RequestState.ASKED:
             if now < request.deadline and self._is_current(request.attachment):
@@ -247,7 +259,7 @@ class SchedulerHalf:
         blocks = min(blocks, total_tokens // self._block_tokens - request.local_blocks)
         return Promise(max(blocks, 0) * self._block_tokens)
 
-    def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
+    def allocated(self, request_id: str, block_ids: Table, external_tokens: int) -> None:
         """The engine gave the request blocks: the promise is taken up (external_tokens > 0) or not needed."""
         request = self._requests.get(request_id)
         if request is None:
@@ -266,9 +278,12 @@ class SchedulerHalf:
             self._end_lease(attachment, result.lease_id)
             return
         first = request.local_blocks
-        entries = tuple(CopyEntry(block_ids[i], result.blocks[i], request.keys[i]) for i in range(first, first + count))
+        if self._grouping.sides:
+            assert first + count == len(result.blocks), "the engine takes less than was promised, with another window"
+        taken = replace(result, blocks=result.blocks[: first + count])
+        entries = load_entries(self._grouping, request.chains, taken, block_ids, first)
         request.move(RequestEvent.LOAD)
-        self._loads.append(LoadPlan(request_id, entries, self._borrows and request.waits_for_writer))
+        self._loads.append(LoadPlan(request_id, tuple(entries), self._borrows and request.waits_for_writer))
         self._loading[request_id] = (attachment, result.lease_id)
         request.fetched_blocks = min(result.fetched_count, count)
         request.loaded_blocks = max(request.loaded_blocks, count)
@@ -291,13 +306,15 @@ class SchedulerHalf:
                 self._end_lease(answer.attachment, lease_id)  # too late: nobody waits for it any more
                 continue
             result = answer.result or AcquireResult(LeaseId(0), (), 0, MissReason.DETACHED)
-            request.result = self._without_suspects(result)
+            request.result = self._usable(result)
             request.move(RequestEvent.ANSWER)
-            self._remember(answer.attachment, request.keys[: len(result.blocks)])
-            for key in request.keys[len(result.blocks) :]:
-                # Known before this was asked, and not found: evicted since. Stored after it was asked: still there.
-                if self._known.get(key, request.ask_number) < request.ask_number:
-                    del self._known[key]
+            end = len(result.blocks)
+            for side, keys in enumerate(request.chains):
+                self._remember(answer.attachment, keys[self._grouping.needed_from(side, end) : end])
+                for key in keys[end:]:
+                    # Known before this was asked, and not found: evicted since. Stored after it was asked: still there.
+                    if self._known.get(key, request.ask_number) < request.ask_number:
+                        del self._known[key]
             if result.miss is not MissReason.NONE:
                 self.counters[f"miss_{result.miss.value}"] += 1
 
@@ -350,51 +367,52 @@ class SchedulerHalf:
         request: EngineRequest,
         hashes: Sequence[BlockHash],
         computed_tokens: int,
-        block_ids: Sequence[int],
+        block_ids: Table,
     ) -> StorePlan | None:
         """Plan the copies of what is full and not in the pool; what finds no slot is tried again at the next step."""
-        if len(hashes) > len(request.keys):
-            self._extend_keys(request, hashes)
-        full = min(computed_tokens // self._block_tokens, len(request.keys), len(block_ids))
+        self._extend_keys(request, hashes)
+        full = min(computed_tokens // self._block_tokens, len(request.keys), self._grouping.length(block_ids))
         self._speak_of(attachment.attachment_id)
+        if request.stored >= full or self._blocks_in_flight() >= STORES_IN_FLIGHT_MAX:
+            return None
         # What was evicted since is only noticed by asking; for a hand-off from an engine that never asks, a duplicate
         # costs a copy and a gap costs the reader the rest.
         known = self._known if request.writes is None or request.ask_number else {}
-        while request.stored < full and request.keys[request.stored] in known:
-            request.stored += 1
-        wanted = [i for i in range(request.stored, full) if request.keys[i] not in known]
-        if not wanted or self._blocks_in_flight() >= STORES_IN_FLIGHT_MAX:
+        planned = plan_store(
+            self._grouping, request.chains, block_ids, request.stored, full, known,
+            partial(self._session.take_slots, attachment.attachment_id),
+        )  # fmt: skip
+        if planned.put_off:
+            self.counters["store_blocks_put_off"] += planned.put_off
+        if planned.unused:
+            self._session.abort(attachment.attachment_id, planned.unused)
+        if planned.items:
+            self._expect(request, -(planned.done - request.stored))
+        request.stored = max(request.stored, planned.done)
+        if not planned.items:
             return None
-        slots = self._session.take_slots(attachment.attachment_id, len(wanted))
-        if len(slots) < len(wanted):
-            self.counters["store_blocks_put_off"] += len(wanted) - len(slots)
-        if not slots:
-            return None
-        items: list[SealItem] = []
-        entries: list[CopyEntry] = []
-        for index, ref in zip(wanted, slots, strict=False):
-            key = request.keys[index]
-            parent = request.keys[index - 1] if index else None
-            items.append(SealItem(ref, key, parent, index, span_route(request.keys, index)))
-            entries.append(CopyEntry(block_ids[index], ref, key))
-        done = wanted[len(slots) - 1] + 1
-        self._expect(request, -(done - request.stored))
-        request.stored = done
-        self._remember(attachment.attachment_id, [item.key for item in items])
+        self._remember(attachment.attachment_id, [item.key for item in planned.items])
         store_id = self._next_store
         self._next_store += 1
-        blocks = [StoredBlock(hashes[i], hashes[i - 1] if i else None) for i in wanted[: len(slots)]]
-        read = [entry.block_id for entry in entries]
+        blocks = [StoredBlock(hashes[i], hashes[i - 1] if i else None) for i in planned.positions]
+        read = [entry.block_id for entry in planned.entries]
         if self._pins is not None:
             self._pins.pin(read)
-        self._stores[store_id] = _Store(attachment.attachment_id, items, blocks, read, self._step_began, request.writes)
+        self._stores[store_id] = _Store(
+            attachment.attachment_id, planned.items, blocks, read, self._step_began, request.writes
+        )
         self._handoffs.store_begun(request.writes)
-        self.counters["store_blocks_planned"] += len(items)
-        return StorePlan(store_id, tuple(entries))
+        self.counters["store_blocks_planned"] += len(planned.items)
+        return StorePlan(store_id, tuple(planned.entries))
 
     def _extend_keys(self, request: EngineRequest, hashes: Sequence[BlockHash]) -> None:
+        """Keys of the blocks that have got a hash since."""
+        if len(hashes) <= len(request.keys):
+            return
         new = self._make_keys(hashes[len(request.keys) :])
         request.keys.extend(new)
+        for side, keys in enumerate(request.side_keys, 1):
+            keys.extend(side_key(key, side) for key in new)
         if self._may_write:
             self._expect(request, len(new))
 
@@ -443,7 +461,7 @@ class SchedulerHalf:
             request.load_failed = True
             self.counters["loads_failed"] += 1
             request.stored = 0
-            for key in request.keys:
+            for key in chain.from_iterable(request.chains):
                 self._known.pop(key, None)
 
     def computed(self, tokens: int, seconds: float) -> None:
@@ -460,7 +478,7 @@ class SchedulerHalf:
         request_id: str,
         hashes: Sequence[BlockHash],
         computed_tokens: int,
-        block_ids: Sequence[int],
+        block_ids: Table,
         *,
         store_rest: bool,
     ) -> HandoffId | None:
@@ -539,13 +557,21 @@ class SchedulerHalf:
     def _blocks_in_flight(self) -> int:
         return sum(len(store.items) for store in self._stores.values())
 
-    def _without_suspects(self, result: AcquireResult) -> AcquireResult:
-        """Cut before the first block whose bytes were found wrong: it would only fail again."""
-        for index, ref in enumerate(result.blocks if self._suspects else ()):
-            if ref in self._suspects:
-                self.counters["promises_cut_at_suspect"] += 1
-                return replace(result, blocks=result.blocks[:index])
-        return result
+    def _usable(self, result: AcquireResult) -> AcquireResult:
+        """Cut before the first block whose bytes were found wrong: it would only fail again. With several cache groups
+        another end has other windows, so nothing is left."""
+        suspect = (i for i, ref in enumerate(result.blocks if self._suspects else ()) if ref in self._suspects)
+        index = next(suspect, None)
+        if not self._grouping.sides:
+            if index is None:
+                return result
+            self.counters["promises_cut_at_suspect"] += 1
+            return replace(result, blocks=result.blocks[:index])
+        sound = index is None and self._suspects.isdisjoint(chain.from_iterable(result.sides))
+        if sound and is_whole(self._grouping, result):
+            return result
+        self.counters["promises_dropped"] += 1
+        return replace(result, blocks=(), sides=())
 
     def _remember(self, attachment: AttachmentId, keys: Sequence[BlockKey]) -> None:
         self._speak_of(attachment)

@@ -68,7 +68,8 @@ class Session:
         self._may_reattach = may_reattach
         self._stock_min = min(max(stock_min, STOCK_MIN), STOCK_MAX)
         self._lock = threading.Lock()
-        self._stock: deque[BlockRef] = deque()
+        self._layouts = (spec.layout, *(side.layout for side in spec.sides))
+        self._stocks: list[deque[BlockRef]] = [deque() for _ in self._layouts]  # by side, 0 = the main family
         self._expected = 0  # blocks that requests in flight will want to store
         self._answers: deque[Answer] = deque()
         self._answered = threading.Condition(self._lock)
@@ -146,12 +147,13 @@ class Session:
         if count > 0:
             self._poke()
 
-    def take_slots(self, attachment: AttachmentId, count: int) -> list[BlockRef]:
-        """Up to `count` reserved slots of this attachment; the caller seals or aborts each."""
+    def take_slots(self, attachment: AttachmentId, count: int, side: int = 0) -> list[BlockRef]:
+        """Up to `count` reserved slots of this attachment and side; the caller seals or aborts each."""
         with self._lock:
             if self._attachment is None or self._attachment.attachment_id != attachment:
                 return []
-            taken = [self._stock.popleft() for _ in range(min(count, len(self._stock)))]
+            stock = self._stocks[side]
+            taken = [stock.popleft() for _ in range(min(count, len(stock)))]
         self._poke()
         return taken
 
@@ -264,7 +266,8 @@ class Session:
         report_at = self._loop.time()
         while not self._stopping and not lost:
             self._wake.clear()
-            await self._restock(attachment)
+            for side in range(len(self._stocks)):
+                await self._restock(attachment, side)
             if self._loop.time() >= renew_at or (self._reports and self._loop.time() >= report_at):
                 report_at = self._loop.time() + REPORT_SECONDS
                 renew_at = self._loop.time() + attachment.lease_seconds / 3
@@ -282,24 +285,26 @@ class Session:
             self._reports.clear()
         return lambda pool: pool.renew(attachment.attachment_id, leases, reports)
 
-    async def _restock(self, attachment: Attachment) -> None:
+    async def _restock(self, attachment: Attachment, side: int) -> None:
         """Top the stock up in one call, or give back what an idle engine need not hold."""
         assert self._pool is not None
         geometry = attachment.geometry
-        slots = geometry.slab_count * geometry.slots_per_slab(self._spec.layout.payload_bytes)
+        slots = geometry.slab_count * geometry.slots_per_slab(self._layouts[side].payload_bytes)
+        slots //= len(self._stocks)
         with self._lock:
+            stock = self._stocks[side]
             idle = min(self._stock_min, slots // 8)
             wanted = max(1, min(idle + self._expected, STOCK_MAX, slots // 2))
-            have = len(self._stock)
-            surplus = [self._stock.pop() for _ in range(have - 2 * wanted)] if have > 2 * wanted else []
+            have = len(stock)
+            surplus = [stock.pop() for _ in range(have - 2 * wanted)] if have > 2 * wanted else []
         try:
             if surplus:
                 await self._pool.abort(attachment.attachment_id, surplus)
             elif have * 2 <= wanted:
-                refs = await self._pool.reserve(attachment.attachment_id, wanted - have)
+                refs = await self._pool.reserve(attachment.attachment_id, wanted - have, side)
                 with self._lock:
                     if self._attachment is attachment:
-                        self._stock.extend(refs)
+                        stock.extend(refs)
                         refs = []
                 if refs:
                     await self._pool.abort(attachment.attachment_id, refs)
@@ -425,7 +430,8 @@ class Session:
     def _forget(self) -> None:
         with self._lock:
             self._attachment = None
-            self._stock.clear()
+            for stock in self._stocks:
+                stock.clear()
             self._leases.clear()
 
     def _report_failure(self, error: KVServiceError) -> None:

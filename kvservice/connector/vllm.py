@@ -30,12 +30,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvservice.connector import compat
+from kvservice.connector.cache_groups import Table
 from kvservice.connector.copier import BlockCopier
 from kvservice.connector.handoff import Prefill, decode_params, parse_transfer_params
 from kvservice.connector.options import ConnectorOptions, MoverChoice, Offload
 from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport
 from kvservice.connector.pools import PoolChoice, choose_pool
-from kvservice.connector.remote_mover import mover_for
+from kvservice.connector.remote_mover import mover_for, own_mover
 from kvservice.connector.scheduler import BlockIds, SchedulerHalf, Wait
 from kvservice.connector.session import Session
 from kvservice.connector.shared_kv import SharedKV
@@ -104,6 +105,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._options = ConnectorOptions.parse(self._kv_transfer_config.kv_connector_extra_config or {})
         self._config = kv_cache_config
+        self._stride = 1  # hashes of the engine a position
         self._scheduler: SchedulerHalf | None = None
         self._session: Session | None = None
         self._pool: PoolChoice | None = None
@@ -133,6 +135,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens or 0
         step_blocks = step_tokens // self._spec.layout.block_tokens
         device = vllm_config.device_config.device_type
+        grouping, self._stride = compat.grouping(vllm_config, self._config, self._spec)
         session = Session(self._pool.open, self._pool.spec, lambda: half.may_reattach(), step_blocks)
         half = SchedulerHalf(
             session,
@@ -146,6 +149,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             loan_seconds=self._options.loan_seconds if self._options.loans_on(device) else 0.0,
             may_write=self._kv_transfer_config.is_kv_producer,
             remember_stored=_publishes_events(vllm_config),
+            grouping=grouping,
         )
         self._session, self._scheduler = session, half
         session.start(ATTACH_WAIT_SECONDS)
@@ -178,9 +182,18 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._live[request.request_id] = request
             may_read = self._kv_transfer_config.is_kv_consumer and not request.skip_reading_prefix_cache
             self._scheduler.on_new_request(
-                request.request_id, request.block_hashes, time.monotonic(), may_read=may_read,
-                wants=self._wanted(request), salted=request.cache_salt is not None,
+                request.request_id, self._hashes(request), time.monotonic(), may_read=may_read,
+                tokens=request.num_tokens, wants=self._wanted(request), salted=request.cache_salt is not None,
             )  # fmt: skip
+
+    def _hashes(self, request: Request) -> Any:
+        """One a position: with several cache groups vLLM may hash in smaller steps."""
+        hashes = request.block_hashes
+        return hashes if self._stride == 1 else hashes[self._stride - 1 :: self._stride]
+
+    def _table(self, block_ids: tuple[list[int], ...]) -> Table:
+        """As the scheduler half takes it."""
+        return block_ids[0] if len(self._config.kv_cache_groups) == 1 else block_ids
 
     def _wanted(self, request: Request) -> Prefill | Handoff | None:
         """What the request's parameters ask for; nonsense in them is an ordinary request."""
@@ -214,7 +227,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(lambda: False)
     def _allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> bool:
         assert self._scheduler is not None
-        self._scheduler.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.allocated(request.request_id, self._table(blocks.get_block_ids()), num_external_tokens)
         return True
 
     @guarded(dict)
@@ -251,9 +264,9 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         if state is None:
             return
 
-        def block_ids(request_id: str) -> list[int]:
+        def block_ids(request_id: str) -> Table:
             found = state.get_block_ids(request_id)
-            return found[0] if found else []
+            return self._table(found) if found else self._table(tuple([] for _ in self._config.kv_cache_groups))
 
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
@@ -262,7 +275,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             request = self._live.get(request_id)
             if request is not None:
                 ids = functools.partial(block_ids, request_id)
-                yield request_id, request.block_hashes, computed[request_id] + tokens, ids
+                yield request_id, self._hashes(request), computed[request_id] + tokens, ids
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler is None:
@@ -299,8 +312,9 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         attachment = self._session.attachment
         done = request.status in STORABLE
         handoff = self._scheduler.finished(
-            request.request_id, request.block_hashes, request.num_computed_tokens, block_ids[0], store_rest=done
-        )
+            request.request_id, self._hashes(request), request.num_computed_tokens, self._table(block_ids),
+            store_rest=done,
+        )  # fmt: skip
         answer = None
         if done and handoff is not None and attachment is not None:
             answer = decode_params(Handoff(handoff, attachment.node_id))
@@ -343,6 +357,11 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         if not hasattr(self, "_spec"):
             return
         share = compat.rank_share(self._vllm_config, self._config)
+        if len(self._config.kv_cache_groups) > 1:
+            several = compat.grouped_copier(self._vllm_config, self._config, kv_caches)
+            mover = own_mover(self._options.mover, several)
+            self._worker = WorkerHalf(several, self._options.verify_load, mover, share)
+            return
         layers = compat.ordered_layers(self._vllm_config, self._config, kv_caches)
         copier = BlockCopier(layers, share.heads)
         lends = self._options.loans_on(copier.device.type) and self._kv_transfer_config.is_kv_producer

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from kvservice.connector.copier import BlockCopier
+from kvservice.connector.copier import Copier
 from kvservice.connector.mover import InlineMover, Mover, Ticket
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
@@ -52,7 +52,7 @@ class WorkerHalf:
     """`start_loads` and `store` start copies; what has ended since is found by `take_loaded` and `take_report`."""
 
     def __init__(
-        self, copier: BlockCopier, verify: Verify, mover: Mover | None = None, share: HeadShare | None = None
+        self, copier: Copier, verify: Verify, mover: Mover | None = None, share: HeadShare | None = None
     ) -> None:
         """`share`: whom this rank takes turns with in writing; None when it alone holds its heads."""
         self._share = share
@@ -243,7 +243,8 @@ class WorkerHalf:
             self._count("store_stale", len(store.entries))
             return False
         for entry in store.entries:
-            if not is_reserved(segment.read_header(entry.ref.slot), pool.epoch, entry.ref):
+            header = segment.read_header(entry.ref.slot)
+            if not is_reserved(header, pool.epoch, entry.ref, self._copier.of(entry.group).payload_bytes):
                 self._count("store_stale")
                 return False
         return True

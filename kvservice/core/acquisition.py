@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -25,6 +26,8 @@ class Acquisition:
     started: float
     break_at: int  # index of the first block known not to come
     reason: MissReason = MissReason.NONE
+    base: int = 0  # position of the first key
+    then: Then | None = None  # part of a larger acquisition, which takes over what is pinned
     resolving: bool = False
     follow: int = 0  # the question that is out to the writer's node; 0 = none, -1 = the writer is on this node
     held: dict[int, SlotIndex] = field(default_factory=dict)  # pinned by this acquisition, by index in the chain
@@ -39,6 +42,10 @@ class Acquisition:
             self.break_at, self.reason, self.blamed = index, reason, blamed
 
 
+# In place of an answer: (the part, slots pinned for it from `skip` on, how many were fetched, now).
+Then = Callable[[Acquisition, list[SlotIndex], int, float], None]
+
+
 @dataclass(slots=True)
 class Fetch:
     fetch: int
@@ -47,6 +54,7 @@ class Fetch:
     chain: tuple[BlockKey, ...]
     indices: list[int]  # positions in the chain
     payload_bytes: int
+    base: int = 0  # position of chain[0]
     state: FetchState = FetchState.LOCATING
     started: float = 0.0
     give_up_at: float = 0.0  # nobody waits for its blocks longer than this, even if no answer ever comes

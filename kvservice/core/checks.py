@@ -28,6 +28,11 @@ def is_as_promised(header: SlotHeader | None, epoch: BootEpoch, ref: BlockRef, k
     return header is not None and (header.epoch, header.generation, header.key) == (epoch, ref.generation, key)
 
 
-def is_reserved(header: SlotHeader | None, epoch: BootEpoch, ref: BlockRef) -> bool:
-    """The slot is still the reservation that was given: nobody else may write it."""
-    return header is not None and (header.generation, header.epoch) == (ref.generation, epoch)
+def is_reserved(header: SlotHeader | None, epoch: BootEpoch, ref: BlockRef, payload_bytes: int) -> bool:
+    """The slot is still the reservation that was given, and as large as what is to be written: nobody else may write
+    it, and nothing beyond it is."""
+    return header is not None and (header.generation, header.epoch, header.length) == (
+        ref.generation,
+        epoch,
+        payload_bytes,
+    )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvservice.core.messages import Holder, PeerSpeed
+from kvservice.units import NodeId
+
 WEIGHT = 0.3  # of the newest sample: follows a changed link within a handful of pulls
 REFUSALS_MAX = 32  # then one fetch is tried whatever the estimate says: without samples it would never change again
 
@@ -45,6 +48,22 @@ class FetchEstimate:
         if recompute_seconds > 0 and overhead + count * seconds_per_block > count * recompute_seconds:
             return 0
         return count
+
+
+class FetchEstimates:
+    """One estimate a peer."""
+
+    def __init__(self) -> None:
+        self._by_node: dict[NodeId, FetchEstimate] = {}
+
+    def of(self, holder: Holder) -> FetchEstimate:
+        return self._by_node.setdefault(holder.node_id, FetchEstimate())
+
+    def speeds(self) -> tuple[PeerSpeed, ...]:
+        return tuple(
+            PeerSpeed(node, estimate.bytes_per_second or 0.0, estimate.overhead_seconds or 0.0)
+            for node, estimate in sorted(self._by_node.items())
+        )
 
 
 def _blend(average: float | None, sample: float) -> float:

@@ -62,6 +62,7 @@ class Reserve:
     op: int
     attachment: AttachmentId
     count: int
+    side: int = 0  # which of the engine's sides they are for, from 1; 0 = none
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 Only a block without resident children can be a victim, so a prefix is never torn out from under its suffix. Among
 those, copies go first because their original lives on another node; then the oldest touch; then the deepest position,
-which keeps the order right for blocks whose parent is not known (adopted after a restart).
+which keeps the order right for blocks whose parent is not known (adopted after a restart). Blocks of layers with a
+window are no chain: they have neither parent nor children, and only those that hits end with are touched.
 
 A lazy heap: entries are pushed when a block becomes or stays evictable under a new rank and checked when popped.
 """
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvservice.core.windows import SIDE_POSITION
 from kvservice.units import BlockKey
 
 
@@ -68,7 +70,9 @@ class _Entry:
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        return (not self.is_copy, self.tick, -self.position)
+        # Of a window's blocks the earlier are wanted by shorter hits only; with them gone the chain is still of use.
+        order = self.position - 2 * SIDE_POSITION if self.position >= SIDE_POSITION else -self.position
+        return (not self.is_copy, self.tick, order)
 
 
 class LeafFirstLru:
@@ -174,7 +178,9 @@ class LeafFirstLru:
 
     def _link(self, entry: _Entry, parent: BlockKey | None) -> None:
         above = self._entries.get(parent) if parent is not None else None
-        if parent is None or (above is not None and above.position != entry.position - 1):
+        if parent is None or entry.position >= SIDE_POSITION:
+            return
+        if above is not None and above.position != entry.position - 1:
             return  # not a chain: linking it could close a circle that nothing ever evicts
         entry.parent = parent
         if above is not None:

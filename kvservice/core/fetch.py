@@ -19,10 +19,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvservice.core.acquisition import Acquisition, Fetch, FetchState, longest_run
+from kvservice.core.acquisition import Acquisition, Fetch, FetchState, Then, longest_run
 from kvservice.core.actions import Action, Follow, Locate, Pull, ReleaseRemote, Reply, Resolve
 from kvservice.core.blocks import NO_KEY, BlockStore
-from kvservice.core.estimate import FetchEstimate
+from kvservice.core.estimate import FetchEstimates
 from kvservice.core.events import Followed, PullVerdict
 from kvservice.core.explain import RequestRecords
 from kvservice.core.handoff import APPEAR_SECONDS
@@ -81,19 +81,23 @@ class Acquisitions:
         self._waiters: dict[BlockKey, list[tuple[int, int]]] = {}  # key -> (op, index)
         self._stuck: dict[int, list[SlotIndex]] = {}  # job -> quarantined slots a transfer may still write
         self._suspects: list[tuple[float, SlotIndex]] = []  # (free again at, slot)
-        self._estimates: dict[NodeId, FetchEstimate] = {}
+        self._estimates = FetchEstimates()
         self._next_id = 1
         self.draining = False
 
     # -- calls ----
 
-    def start(self, op: int, attachment: AttachmentId, request: AcquireRequest, payload_bytes: int, now: float) -> None:
+    def start(
+        self, op: int, attachment: AttachmentId, request: AcquireRequest, payload_bytes: int, now: float,
+        *, base: int = 0, then: Then | None = None,
+    ) -> None:  # fmt: skip
+        """`base`: position of the first key. `then` gets the outcome, pinned, instead of the caller of `op`."""
         count = len(request.keys)
         acquisition = Acquisition(
-            op, attachment, request, payload_bytes, now + request.timeout_seconds, now, break_at=count
+            op, attachment, request, payload_bytes, now + request.timeout_seconds, now, count, base=base, then=then
         )
         self._open[op] = acquisition
-        self._store.touch(request.keys)
+        self._store.touch(request.keys[request.skip :] if base else request.keys)
         first_missing = self._take_local(acquisition, range(request.skip, count))
         if first_missing is not None:
             if self.draining:
@@ -187,7 +191,7 @@ class Acquisitions:
         if result is None:
             self._end_fetch(fetch, 0, MissReason.PEER_FAILED, now)
             return
-        self._estimate(fetch.holder).observe_overhead(now - sent_at)
+        self._estimates.of(fetch.holder).observe_overhead(now - sent_at)
         self._pull(fetch, result, sent_at, now)
 
     def _pull(self, fetch: Fetch, result: LocateResult, sent_at: float, now: float) -> None:
@@ -230,7 +234,7 @@ class Acquisitions:
                 reason = self._discard(job, slot, verdict, now)
                 first_bad = first_bad or (position, reason)
         if good:
-            self._estimate(fetch.holder).observe_pull(good * fetch.payload_bytes, now - fetch.started)
+            self._estimates.of(fetch.holder).observe_pull(good * fetch.payload_bytes, now - fetch.started)
             self._counters["fetched_blocks"] += good
             self._counters["fetched_bytes"] += good * fetch.payload_bytes
         if job not in self._stuck:
@@ -289,14 +293,6 @@ class Acquisitions:
     def is_following(self, op: int) -> bool:
         acquisition = self._open.get(op)
         return acquisition is not None and acquisition.follow != 0
-
-    @property
-    def open_count(self) -> int:
-        return len(self._open)
-
-    @property
-    def fetch_count(self) -> int:
-        return len(self._fetches)
 
     # -- inside ----
 
@@ -400,7 +396,7 @@ class Acquisitions:
     ) -> None:
         if not wanted:
             return
-        estimate = self._estimate(holders[wanted[0]][0])
+        estimate = self._estimates.of(holders[wanted[0]][0])
         remaining = acquisition.deadline - now
         recompute = acquisition.request.recompute_seconds_per_block
         count = estimate.worthwhile(len(wanted), acquisition.payload_bytes, recompute, remaining)
@@ -427,7 +423,9 @@ class Acquisitions:
         self, acquisition: Acquisition, holder: Holder, alternates: list[Holder], indices: list[int]
     ) -> Fetch:
         chain = acquisition.request.keys
-        fetch = Fetch(self._next_id, holder, alternates, chain, indices, acquisition.payload_bytes)
+        fetch = Fetch(
+            self._next_id, holder, alternates, chain, indices, acquisition.payload_bytes, acquisition.base
+        )  # fmt: skip
         self._next_id += 1
         self._fetches[fetch.fetch] = fetch
         for index in indices:
@@ -447,7 +445,7 @@ class Acquisitions:
         else:
             parent = fetch.chain[index - 1] if index else None
             route = span_route(fetch.chain, index)
-            self._store.seal(slot, key, parent, index, route, handle.digest, is_copy=True)
+            self._store.seal(slot, key, parent, fetch.base + index, route, handle.digest, is_copy=True)
         if self._arriving.get(key) == fetch.fetch:
             del self._arriving[key]
         self._arrived(key, origin=fetch.holder.node_id, now=now)
@@ -548,40 +546,37 @@ class Acquisitions:
         promised = [acquisition.held.pop(index) for index in range(skip, end)]
         for index in acquisition.held.values():
             self._store.unpin(index)
+        fetched = sum(1 for index in acquisition.fetched if index < end)
+        if acquisition.then is not None:
+            acquisition.then(acquisition, promised, fetched, now)
+            return
         lease_id = LeaseId(0)
         if promised:
             holder = ("engine", int(acquisition.attachment))
             lease_id = self._leases.grant(holder, tuple(promised), now, self._lease_seconds).lease_id
         refs = tuple(BlockRef(index, self._store.table[index].generation) for index in promised)
-        fetched = sum(1 for index in acquisition.fetched if index < end)
-        self._count_answer(acquisition, len(refs), fetched)
+        self.count_answer(acquisition.request, len(refs), fetched, acquisition.reason)
         self._records.answered(
             acquisition.op, len(refs), acquisition.origins, acquisition.reason, acquisition.blamed, now,
             acquisition.sought,
         )  # fmt: skip
         self._actions.append(Reply(acquisition.op, AcquireResult(lease_id, refs, fetched, acquisition.reason)))
 
-    def _count_answer(self, acquisition: Acquisition, promised: int, fetched: int) -> None:
+    def count_answer(self, request: AcquireRequest, promised: int, fetched: int, reason: MissReason) -> None:
         self._counters["acquires"] += 1
-        self._counters["asked_blocks"] += len(acquisition.request.keys) - acquisition.request.skip
+        self._counters["asked_blocks"] += len(request.keys) - request.skip
         self._counters["hit_local_blocks"] += promised - fetched
         self._counters["hit_remote_blocks"] += fetched
-        if acquisition.reason is not MissReason.NONE:
-            self._counters[f"miss_{acquisition.reason.value}"] += 1
+        if reason is not MissReason.NONE:
+            self._counters[f"miss_{reason.value}"] += 1
 
     def _release_remote(self, fetch: Fetch) -> None:
         if fetch.lease_id:
             self._actions.append(ReleaseRemote(fetch.holder, fetch.epoch, fetch.lease_id))
             fetch.lease_id = LeaseId(0)
 
-    def _estimate(self, holder: Holder) -> FetchEstimate:
-        return self._estimates.setdefault(holder.node_id, FetchEstimate())
-
     def peer_speeds(self) -> tuple[PeerSpeed, ...]:
-        return tuple(
-            PeerSpeed(node, estimate.bytes_per_second or 0.0, estimate.overhead_seconds or 0.0)
-            for node, estimate in sorted(self._estimates.items())
-        )
+        return self._estimates.speeds()
 
     def pinned(self) -> Counter[SlotIndex]:
         """Slots pinned by open acquisitions, for the pin count check of the shard."""

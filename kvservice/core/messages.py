@@ -11,6 +11,7 @@ from enum import Enum
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.geometry import Geometry
 from kvservice.core.layout import SlotLayout
+from kvservice.core.windows import Side
 from kvservice.units import (
     AttachmentId,
     BlockKey,
@@ -33,6 +34,7 @@ class EngineSpec:
     fingerprint: Fingerprint
     layout: SlotLayout
     namespace: str = ""  # lets engines of one model with different fingerprints live side by side
+    sides: tuple[Side, ...] = ()  # cache groups with a window; `layout` is then that of the groups without
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class MissReason(Enum):
     PEER_FAILED = "peer_failed"  # the holder is gone, refused, or the transfer failed
     STALE = "stale"  # the holder's slot changed: epoch, generation, key or length differ
     CORRUPT = "corrupt"  # the digest did not match
+    WINDOW = "window"  # the prefix is here, but not what layers with a window need at its end
     NO_ROOM = "no_room"  # no slot could be freed for the fetched block
     DRAINING = "draining"
     DETACHED = "detached"  # the engine was gone before the answer
@@ -104,12 +107,15 @@ class AcquireRequest:
 
 @dataclass(frozen=True, slots=True)
 class AcquireResult:
-    """The longest local, verified run that starts at `skip`, leased. `lease_id` is 0 when `blocks` is empty."""
+    """The longest local, verified run that starts at `skip`, leased. `lease_id` is 0 when `blocks` is empty.
+
+    `sides`: for each side of the engine the blocks that it needs of this prefix, up to its end."""
 
     lease_id: LeaseId
     blocks: tuple[BlockRef, ...]
     fetched_count: int  # how many of `blocks` came from another node for this request
     miss: MissReason
+    sides: tuple[tuple[BlockRef, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +135,8 @@ class RequestReport:
 
 @dataclass(frozen=True, slots=True)
 class SealItem:
-    """A written slot to publish. `parent` is the previous block of the chain, None for the first."""
+    """A written slot to publish. `parent` is the previous block of the chain, None for the first and for a side's,
+    whose positions have SIDE_POSITION set."""
 
     ref: BlockRef
     key: BlockKey

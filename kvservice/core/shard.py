@@ -28,6 +28,7 @@ from kvservice.core.messages import (
     BlockRef,
     EngineGroup,
     EngineSpec,
+    Handoff,
     MissReason,
     SealItem,
     SealStatus,
@@ -36,6 +37,8 @@ from kvservice.core.messages import (
 from kvservice.core.peers import TIMEOUT_SECONDS_MAX, PeerCalls, check_keys
 from kvservice.core.slots import Slot, SlotState
 from kvservice.core.takeover import TakeOvers
+from kvservice.core.windowed import WindowedAcquisitions
+from kvservice.core.windows import SIDES_MAX
 from kvservice.errors import (
     Exhausted,
     FingerprintMismatch,
@@ -118,6 +121,10 @@ class ShardState:
         self._handoffs = Handoffs(
             epoch, self._store, self._leases, self._actions, self.counters, lease_seconds,
             self._acquisitions.handoff_over,
+        )  # fmt: skip
+        self._windowed = WindowedAcquisitions(
+            self._acquisitions, self._store, self._leases, self._actions, self.counters, lease_seconds, self.records,
+            self._watch,
         )  # fmt: skip
         self._takeovers = TakeOvers(self._store, self._actions, self.counters, self._acquisitions.sealed)
         self._leaving = Leaving(self._store, self._actions, self.counters)
@@ -255,7 +262,9 @@ class ShardState:
             raise Unavailable(f"shard {self.node_id} is draining: attach to another node, or wait until it is back")
         if sum(a.spec.engine_id != spec.engine_id for a in self._attached.values()) >= ATTACHMENTS_MAX:
             raise Exhausted(f"{ATTACHMENTS_MAX} engines are attached to shard {self.node_id} already")
-        payload_bytes = spec.layout.payload_bytes
+        if len(spec.sides) > SIDES_MAX:
+            raise InvalidRequest(f"an engine has at most {SIDES_MAX} sides, not {len(spec.sides)}")
+        payload_bytes = max(layout.payload_bytes for layout in (spec.layout, *(side.layout for side in spec.sides)))
         if self.geometry.slots_per_slab(payload_bytes) == 0:
             raise UnsupportedLayout(
                 f"one block of {spec.model} is {format_bytes(payload_bytes)} and does not fit a slab of "
@@ -315,6 +324,7 @@ class ShardState:
     def _end_attachment(self, attached: _Attached, now: float) -> None:
         del self._attached[attached.attachment]
         self._handoffs.end_attachment(attached.attachment, now)
+        self._windowed.drop_attachment(attached.attachment)
         self._acquisitions.drop_attachment(attached.attachment, now)
         for lease in self._leases.end_holder(("engine", int(attached.attachment))):
             self._unpin(lease)
@@ -355,24 +365,38 @@ class ShardState:
             self._actions.append(Reply(event.op, AcquireResult(LeaseId(0), (), 0, MissReason.DRAINING)))
             return
         attached.seconds_per_block = request.recompute_seconds_per_block or attached.seconds_per_block
+        if attached.spec.sides:
+            self._windowed.start(event.op, event.attachment, request, attached.spec, now)
+            return
         self._acquisitions.start(event.op, event.attachment, request, attached.spec.layout.payload_bytes, now)
-        if handoff is not None and handoff.node_id == self.node_id and self._acquisitions.is_following(event.op):
-            self._handoffs.watch(event.op, handoff.handoff_id, now)
+        if handoff is not None and self._acquisitions.is_following(event.op):
+            self._watch(event.op, handoff, now)
+
+    def _watch(self, op: int, handoff: Handoff, now: float) -> None:
+        """An acquisition follows a writer: hear of its end when it is on this node."""
+        if handoff.node_id == self.node_id:
+            self._handoffs.watch(op, handoff.handoff_id, now)
 
     def _cancel(self, event: ev.Cancel, now: float) -> None:
         self._acquisitions.cancel(event.op)
         self._handoffs.cancel(event.op)
         self._takeovers.cancel(event.op)
+        part = self._windowed.cancel(event.op)
+        if part:
+            self._handoffs.cancel(part)
 
     def _reserve(self, event: ev.Reserve, now: float) -> None:
         attached = self._require(event.attachment)
         if not 0 < event.count <= RESERVE_COUNT_MAX:
             raise InvalidRequest(f"reserve 1 to {RESERVE_COUNT_MAX} slots, not {event.count}", count=event.count)
+        layouts = (attached.spec.layout, *(side.layout for side in attached.spec.sides))
+        if not 0 <= event.side < len(layouts):
+            raise InvalidRequest(f"this engine has {len(layouts) - 1} sides, not {event.side}", side=event.side)
         slots: list[Slot] = []
         if not self.draining:
             spec = attached.spec
             room_for = f"stores of {spec.model} by engine {spec.engine_id.hex()[:8]}"
-            slots = self._store.reserve(spec.layout.payload_bytes, event.count, spec.engine_id, room_for)
+            slots = self._store.reserve(layouts[event.side].payload_bytes, event.count, spec.engine_id, room_for)
         self.counters["reserve_shortfall"] += event.count - len(slots)
         self._actions.append(Reply(event.op, [BlockRef(slot.index, slot.generation) for slot in slots]))
 
@@ -529,7 +553,7 @@ class ShardState:
         self._takeovers.check_invariants()
         self._leaving.check_invariants()
         self.records.check_invariants()
-        pins = self._leases.slots() + self._acquisitions.pinned()
+        pins = self._leases.slots() + self._acquisitions.pinned() + self._windowed.pinned()
         for slot in self._store.table.all_slots():
             assert slot.pins == pins[slot.index], f"{slot} has {slot.pins} pins, leases say {pins[slot.index]}"
         for index, sealing in self._sealing.items():

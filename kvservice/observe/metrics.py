@@ -22,6 +22,8 @@ COUNTERS: Mapping[str, str] = {
     "asked_blocks": "blocks in them that the engines did not hold themselves",
     "hit_local_blocks": "blocks promised from this node's own slots",
     "hit_remote_blocks": "blocks promised after fetching them from another node",
+    "side_hit_local_blocks": "blocks of layers with a window found here for hits",
+    "side_hit_remote_blocks": "blocks of layers with a window fetched from another node for hits",
     "blocks_sealed": "blocks that became readable, stored here or fetched",
     "blocks_adopted": "blocks of an earlier boot found intact in the segment",
     "adopt_dropped": "slots of an earlier boot that did not verify",

@@ -56,7 +56,8 @@ class EngineServicer:
 
     async def reserve(self, request: shard_pb2.ReserveRequest, context: Context) -> shard_pb2.ReserveReply:
         attachment = self._attachment(request.attachment_id, request.epoch)
-        return shard_pb2.ReserveReply(blocks=codec.encode_refs(await self._pool.reserve(attachment, request.count)))
+        refs = await self._pool.reserve(attachment, request.count, request.side)
+        return shard_pb2.ReserveReply(blocks=codec.encode_refs(refs))
 
     async def seal(self, request: shard_pb2.SealRequest, context: Context) -> shard_pb2.SealReply:
         attachment = self._attachment(request.attachment_id, request.epoch)

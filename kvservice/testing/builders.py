@@ -234,9 +234,9 @@ class CoreHarness:
         assert isinstance(value, AttachReply)
         return value.attachment
 
-    def reserve(self, attachment: AttachmentId, count: int = 1) -> list[BlockRef]:
+    def reserve(self, attachment: AttachmentId, count: int = 1, side: int = 0) -> list[BlockRef]:
         op = self.next_op()
-        self.send(ev.Reserve(op, attachment, count))
+        self.send(ev.Reserve(op, attachment, count, side))
         value = self.reply(op)
         assert isinstance(value, list)
         return value

@@ -6,6 +6,7 @@ Every `decode_*` raises InvalidRequest for values that no honest peer sends; not
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate
 
 from kvservice.core.explain import check_request_id
 from kvservice.core.fingerprint import Fingerprint
@@ -31,6 +32,7 @@ from kvservice.core.messages import (
     SealItem,
     Survey,
 )
+from kvservice.core.windows import Reach, Side
 from kvservice.errors import InvalidRequest, UnsupportedLayout
 from kvservice.units import (
     AttachmentId,
@@ -77,6 +79,10 @@ def encode_spec(spec: EngineSpec) -> shard_pb2.AttachRequest:
         namespace=spec.namespace,
         fingerprint=encode_fingerprint(spec.fingerprint),
         layout=encode_layout(spec.layout),
+        sides=[
+            shard_pb2.Side(layout=encode_layout(side.layout), window=side.reach.window, chunk=side.reach.chunk)
+            for side in spec.sides
+        ],
     )
 
 
@@ -84,7 +90,12 @@ def decode_spec(message: shard_pb2.AttachRequest) -> EngineSpec:
     if not message.model or len(message.model) > NAME_CHARS_MAX or len(message.namespace) > NAME_CHARS_MAX:
         raise InvalidRequest("model and namespace are at most 512 characters, and the model is not empty")
     fingerprint = decode_fingerprint(message.fingerprint)
-    return EngineSpec(message.engine_id, message.model, fingerprint, decode_layout(message.layout), message.namespace)
+    layout = decode_layout(message.layout)
+    try:
+        sides = tuple(Side(decode_layout(s.layout), Reach(s.window, s.chunk)) for s in message.sides)
+    except UnsupportedLayout as error:
+        raise InvalidRequest(f"layout: {error.message}") from error
+    return EngineSpec(message.engine_id, message.model, fingerprint, layout, message.namespace, sides)
 
 
 def encode_fingerprint(fingerprint: Fingerprint) -> common_pb2.Fingerprint:
@@ -179,6 +190,8 @@ def encode_acquired(result: AcquireResult) -> shard_pb2.AcquireReply:
         blocks=encode_refs(result.blocks),
         fetched_count=result.fetched_count,
         miss=result.miss.value,
+        side_blocks=encode_refs(ref for side in result.sides for ref in side),
+        side_counts=[len(side) for side in result.sides],
     )
 
 
@@ -187,7 +200,13 @@ def decode_acquired(message: shard_pb2.AcquireReply) -> AcquireResult:
         miss = MissReason(message.miss)
     except ValueError:
         miss = MissReason.NEVER_STORED  # a newer shard's reason: still a miss
-    return AcquireResult(LeaseId(message.lease_id), decode_refs(message.blocks), message.fetched_count, miss)
+    refs, counts = decode_refs(message.side_blocks), message.side_counts
+    if sum(counts) != len(refs):
+        raise InvalidRequest(f"{len(refs)} blocks of sides, counted as {sum(counts)}")
+    ends = list(accumulate(counts))
+    sides = tuple(refs[end - count : end] for end, count in zip(ends, counts, strict=True))
+    blocks = decode_refs(message.blocks)
+    return AcquireResult(LeaseId(message.lease_id), blocks, message.fetched_count, miss, sides)
 
 
 def encode_seal_item(item: SealItem) -> shard_pb2.SealItem:

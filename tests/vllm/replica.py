@@ -91,12 +91,12 @@ class Replica:
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
         self._process.stdin.flush()
 
-    def ask(self, prompt: str, max_tokens: int = 8) -> dict[str, Any]:
-        """One prompt; its output, with `seconds`."""
+    def ask(self, prompt: Any, max_tokens: int = 8) -> dict[str, Any]:
+        """One prompt, a text or vLLM's `{"prompt_token_ids": ...}`; its output, with `seconds`."""
         answer = self.ask_all([prompt], max_tokens)
         return {**answer["outputs"][0], "seconds": answer["seconds"]}
 
-    def ask_all(self, prompts: list[str], max_tokens: int = 8) -> dict[str, Any]:
+    def ask_all(self, prompts: list[Any], max_tokens: int = 8) -> dict[str, Any]:
         """All at once, so that the engine batches them."""
         self.send(prompts=prompts, max_tokens=max_tokens)
         return self._read()

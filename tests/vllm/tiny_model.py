@@ -25,3 +25,23 @@ def make_llama(folder: Path, tokenizer: Path, *, attention_heads: int, kv_heads:
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         shutil.copy(tokenizer / name, folder / name)
     return folder
+
+
+def make_gemma3(folder: Path, tokenizer: Path, *, window: int, layers: int = 7) -> Path:
+    """Every fourth layer sees all tokens and the others a window of so many: vLLM makes several cache groups of them,
+    the last of which has fewer layers than the others. SmolLM2's tokenizer. Returns `folder`."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(11)
+    kinds = ["full_attention" if index % 4 == 1 else "sliding_attention" for index in range(layers)]
+    config = Gemma3TextConfig(
+        vocab_size=49152, hidden_size=128, intermediate_size=256, num_hidden_layers=layers, head_dim=32,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096, query_pre_attn_scalar=32,
+        sliding_window=window, layer_types=kinds, bos_token_id=1, eos_token_id=2, pad_token_id=2,
+        initializer_range=SPREAD, tie_word_embeddings=False,
+    )  # fmt: skip
+    Gemma3ForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copy(tokenizer / name, folder / name)
+    return folder

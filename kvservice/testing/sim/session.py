@@ -172,7 +172,7 @@ class SimSession:
     def expect(self, count: int) -> None:
         self._expected = max(0, self._expected + count)
 
-    def take_slots(self, attachment: AttachmentId, count: int) -> list[BlockRef]:
+    def take_slots(self, attachment: AttachmentId, count: int, side: int = 0) -> list[BlockRef]:
         if self.attachment is None or self.attachment.attachment_id != attachment:
             return []
         taken = [self._stock.popleft() for _ in range(min(count, len(self._stock)))]

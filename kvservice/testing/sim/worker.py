@@ -90,7 +90,9 @@ class SimWorker:
         good = pool is not None and memory.epoch == pool.epoch
         if pool is not None:
             for entry in store.entries:
-                good &= is_reserved(memory.read_header(entry.ref.slot), pool.epoch, entry.ref)
+                good &= is_reserved(
+                    memory.read_header(entry.ref.slot), pool.epoch, entry.ref, pool.layout.payload_bytes
+                )
         if not good:
             self.report.failed[store.store_id] = 1
             return

@@ -27,6 +27,16 @@ class Layout(_message.Message):
     block_tokens: int
     def __init__(self, layer_count: _Optional[int] = ..., kv_head_count: _Optional[int] = ..., cell_bytes: _Optional[int] = ..., block_tokens: _Optional[int] = ...) -> None: ...
 
+class Side(_message.Message):
+    __slots__ = ("layout", "window", "chunk")
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    layout: Layout
+    window: int
+    chunk: int
+    def __init__(self, layout: _Optional[_Union[Layout, _Mapping]] = ..., window: _Optional[int] = ..., chunk: _Optional[int] = ...) -> None: ...
+
 class BlockRef(_message.Message):
     __slots__ = ("slot", "generation")
     SLOT_FIELD_NUMBER: _ClassVar[int]
@@ -36,18 +46,20 @@ class BlockRef(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("engine_id", "model", "namespace", "fingerprint", "layout")
+    __slots__ = ("engine_id", "model", "namespace", "fingerprint", "layout", "sides")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    SIDES_FIELD_NUMBER: _ClassVar[int]
     engine_id: bytes
     model: str
     namespace: str
     fingerprint: _common_pb2.Fingerprint
     layout: Layout
-    def __init__(self, engine_id: _Optional[bytes] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ...) -> None: ...
+    sides: _containers.RepeatedCompositeFieldContainer[Side]
+    def __init__(self, engine_id: _Optional[bytes] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., sides: _Optional[_Iterable[_Union[Side, _Mapping]]] = ...) -> None: ...
 
 class Attached(_message.Message):
     __slots__ = ("attachment_id", "node_id", "epoch", "lease_seconds", "segment_path", "geometry", "liveness_path")
@@ -114,26 +126,32 @@ class AcquireRequest(_message.Message):
     def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., recompute_seconds_per_block: _Optional[float] = ..., handoff: _Optional[bytes] = ..., handoff_node: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class AcquireReply(_message.Message):
-    __slots__ = ("lease_id", "blocks", "fetched_count", "miss")
+    __slots__ = ("lease_id", "blocks", "fetched_count", "miss", "side_blocks", "side_counts")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FETCHED_COUNT_FIELD_NUMBER: _ClassVar[int]
     MISS_FIELD_NUMBER: _ClassVar[int]
+    SIDE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SIDE_COUNTS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
     fetched_count: int
     miss: str
-    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., fetched_count: _Optional[int] = ..., miss: _Optional[str] = ...) -> None: ...
+    side_blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
+    side_counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., fetched_count: _Optional[int] = ..., miss: _Optional[str] = ..., side_blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., side_counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("attachment_id", "epoch", "count")
+    __slots__ = ("attachment_id", "epoch", "count", "side")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
+    SIDE_FIELD_NUMBER: _ClassVar[int]
     attachment_id: int
     epoch: int
     count: int
-    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+    side: int
+    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., count: _Optional[int] = ..., side: _Optional[int] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("blocks",)

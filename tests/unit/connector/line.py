@@ -102,7 +102,7 @@ class Line:
         self.expected += count
         assert self.expected >= 0
 
-    def take_slots(self, attachment: AttachmentId, count: int) -> list[BlockRef]:
+    def take_slots(self, attachment: AttachmentId, count: int, side: int = 0) -> list[BlockRef]:
         if self.attachment is None or self.attachment.attachment_id != attachment:
             return []
         taken = [BlockRef(slot_index(0, next(self._ids)), Generation(1)) for _ in range(min(count, self.free))]
@@ -141,8 +141,8 @@ class Line:
 
     # -- the test's side ----
 
-    def answer(self, blocks: int, index: int = 0, *, fetched: int = 0) -> str:
-        """Answer an acquire with this many promised blocks (at most what was asked)."""
+    def answer(self, blocks: int, index: int = 0, *, fetched: int = 0, windows: Sequence[int] = ()) -> str:
+        """Answer an acquire with this many promised blocks (at most what was asked), and so many of each side."""
         request_id, asked_of, request = self.asked.pop(index)
         blocks = 0 if request_id in self.abandoned else min(blocks, len(request.keys))
         refs = tuple(BlockRef(slot_index(1, i), Generation(2)) for i in range(blocks))
@@ -150,7 +150,11 @@ class Line:
         if blocks:
             self.leases[asked_of, lease_id] = blocks
         miss = MissReason.NONE if blocks == len(request.keys) else MissReason.NEVER_STORED
-        self._answers.append(Answer(request_id, asked_of, AcquireResult(lease_id, refs, fetched, miss)))
+        sides = tuple(
+            tuple(BlockRef(slot_index(1 + side, i), Generation(2)) for i in range(window))
+            for side, window in enumerate(windows, 1)
+        )
+        self._answers.append(Answer(request_id, asked_of, AcquireResult(lease_id, refs, fetched, miss, sides)))
         return request_id
 
     def lose(self) -> None:

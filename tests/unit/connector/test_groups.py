@@ -23,7 +23,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvservice.connector.groups import only_group
+from kvservice.connector.groups import families
+from kvservice.core.windows import Reach
 from kvservice.errors import UnsupportedLayout
 
 COMMON: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
@@ -55,7 +56,7 @@ def cache(*specs: Any, **group: Any) -> KVCacheConfig:
     ],
 )
 def test_one_group_that_keeps_every_block_is_stored(spec: FullAttentionSpec) -> None:
-    assert only_group(cache(spec)) == spec
+    assert families(cache(spec)).main == spec
 
 
 @pytest.mark.parametrize(
@@ -79,16 +80,16 @@ def test_one_group_that_keeps_every_block_is_stored(spec: FullAttentionSpec) -> 
 )
 def test_other_single_groups_are_refused_by_name_and_with_the_reason(spec: Any, says: str) -> None:
     with pytest.raises(UnsupportedLayout, match=says):
-        only_group(cache(spec))
+        families(cache(spec))
 
 
 def test_groups_that_vllm_keeps_to_itself_are_refused() -> None:
     with pytest.raises(UnsupportedLayout, match="out of prefix caching or transfer"):
-        only_group(cache(FULL, enable_kv_transfer=False))
+        families(cache(FULL, enable_kv_transfer=False))
     with pytest.raises(UnsupportedLayout, match="out of prefix caching or transfer"):
-        only_group(cache(FULL, host_resident=True))
+        families(cache(FULL, host_resident=True))
     with pytest.raises(UnsupportedLayout, match="its role is hisparse_source"):
-        only_group(cache(FULL, role=KVCacheGroupRole.HISPARSE_SOURCE))
+        families(cache(FULL, role=KVCacheGroupRole.HISPARSE_SOURCE))
 
 
 def test_scheduler_refuses_layers_of_several_shapes_although_it_is_shown_the_first_only() -> None:
@@ -98,23 +99,48 @@ def test_scheduler_refuses_layers_of_several_shapes_although_it_is_shown_the_fir
         KVCacheTensor(size=4096, layers=["layers.0.2"], layer_stride=2048, block_stride=512, offset=2048),
     ]
     with pytest.raises(UnsupportedLayout, match="pages of different shapes"):
-        only_group(found)
+        families(found)
 
 
-def test_several_groups_are_named_by_index_kind_and_layers_with_the_way_out() -> None:
+def test_groups_of_one_spec_are_stored_together_behind_the_full_ones() -> None:
+    found = families(cache(WINDOW, FULL, WINDOW, CHUNKED, FULL))
+    assert [family.groups for family in found.families] == [(1, 4), (0, 2), (3,)]
+    assert [family.reach for family in found.families] == [None, Reach(window=512), Reach(chunk=8192)]
+    assert [place.side for place in found.places()] == [1, 0, 1, 2, 0]
+    assert found.block_tokens == 16
+
+
+def test_groups_of_smaller_blocks_have_several_in_a_slot() -> None:
+    found = families(cache(replace(FULL, block_size=48), replace(WINDOW, block_size=32)))
+    assert found.block_tokens == 96
+    assert [place.parts for place in found.places()] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("specs", "says"),
+    [
+        ((FULL, MAMBA), r"group 1 \(mamba, .*not a block of tokens.*Mamba and linear-attention"),
+        ((FULL, RSWASpec(**COMMON, rswa_window=128)), r"group 1 \(RSWASpec, 3 layers: layers.1.0.*only FullAttention"),
+        (
+            (FULL, replace(FULL, head_size=16)),
+            r"must have one shape.*group 0 \(full_att.*group 1 \(full_att",
+        ),
+        (
+            (WINDOW, replace(WINDOW, sliding_window=64)),
+            r"no group keeps every block.*group 0 .*group 1 .*no way",
+        ),
+        ((FULL, UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": WINDOW})), "group 1 .*different shapes"),
+    ],
+)
+def test_one_group_that_cannot_be_stored_refuses_the_model_by_its_name(specs: tuple[Any, ...], says: str) -> None:
+    with pytest.raises(UnsupportedLayout, match=says):
+        families(cache(*specs))
+
+
+def test_flag_is_advised_only_where_it_helps() -> None:
     with pytest.raises(UnsupportedLayout) as refused:
-        only_group(cache(FULL, WINDOW, CHUNKED))
-    said = str(refused.value)
-    assert "group 0 (full_attention, 3 layers: layers.0.0, layers.0.1, …)" in said
-    assert "group 1 (sliding_window of 512 tokens, 3 layers: layers.1.0, layers.1.1, …)" in said
-    assert "group 2 (chunked_local_attention, 3 layers: layers.2.0" in said
-    assert FLAG in said
-
-
-def test_flag_is_not_advised_where_it_does_not_help() -> None:
-    with pytest.raises(UnsupportedLayout, match=r"group 1 \(mamba, .*Mamba and linear-attention") as refused:
-        only_group(cache(FULL, MAMBA))
-    assert FLAG not in str(refused.value)
-    with pytest.raises(UnsupportedLayout, match="no way around it yet") as refused:
-        only_group(cache(WINDOW, replace(WINDOW, sliding_window=64)))
+        families(cache(FULL, WINDOW, enable_kv_transfer=False))
+    assert FLAG in str(refused.value)
+    with pytest.raises(UnsupportedLayout) as refused:
+        families(cache(FULL, MAMBA))
     assert FLAG not in str(refused.value)

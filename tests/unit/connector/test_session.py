@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from kvservice.client.port import PoolPort
 from kvservice.connector.session import Answer, Session
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.geometry import plan_geometry
-from kvservice.core.messages import AcquireRequest, Attachment, EngineSpec, RequestReport, SealItem
+from kvservice.core.messages import AcquireRequest, Attachment, BlockRef, EngineSpec, RequestReport, SealItem
+from kvservice.core.windows import Reach, Side
 from kvservice.errors import FingerprintMismatch, Unavailable
 from kvservice.testing.fake_pool import FakePool
 from kvservice.units import AttachmentId, BlockKey, HandoffId, MiB, SpanRoute
@@ -27,13 +29,13 @@ KEYS = tuple(BlockKey(bytes([i]) * 16) for i in range(4))
 class Bench:
     """A session over a fake pool on the session's own loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, sides: tuple[Side, ...] = ()) -> None:
         self.path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
         self.pool = FakePool(self.path, plan_geometry(4 * MiB), lease_seconds=0.6)
         self.failures: list[Exception] = []  # of opening, one per attempt
         self.loop: asyncio.AbstractEventLoop | None = None
         self.may_reattach = True
-        self.session = Session(self.open, SPEC, lambda: self.may_reattach)
+        self.session = Session(self.open, replace(SPEC, sides=sides), lambda: self.may_reattach)
 
     async def open(self) -> PoolPort:
         self.loop = asyncio.get_running_loop()
@@ -87,6 +89,26 @@ def test_expected_stores_enlarge_the_stock_and_the_rest_is_given_back(bench: Ben
     until(lambda: len(bench.pool.reserved) > 2 * idle)
     bench.session.expect(-64)
     until(lambda: len(bench.pool.reserved) <= 2 * idle)
+
+
+def test_each_side_has_a_stock_of_its_own() -> None:
+    bench = Bench(sides=(Side(LAYOUT, Reach(window=64)),))
+    asked: list[int] = []
+    reserve = bench.pool.reserve
+
+    async def recorded(attachment: AttachmentId, count: int, side: int = 0) -> list[BlockRef]:
+        asked.append(side)
+        return await reserve(attachment, count, side)
+
+    bench.pool.reserve = recorded  # type: ignore[method-assign]
+    try:
+        attachment = bench.start().attachment_id
+        until(lambda: {0, 1} <= set(asked))
+        mine = bench.session.take_slots(attachment, 2)
+        theirs = bench.session.take_slots(attachment, 2, 1)
+        assert len({*mine, *theirs}) == 4
+    finally:
+        bench.close()
 
 
 def test_acquire_is_answered_through_the_mailbox(bench: Bench) -> None:

@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput
@@ -38,9 +39,11 @@ BLOCK, HEADS, HEAD_SIZE, BLOCKS = 16, 2, 8, 16
 LAYERS = ["model.0", "model.1"]
 
 
-def cache_config(spec: Any = None, groups: int = 1) -> KVCacheConfig:
-    spec = spec or FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16)
-    found = [KVCacheGroupSpec(LAYERS, spec) for _ in range(groups)]
+FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16)
+
+
+def cache_config(*specs: Any) -> KVCacheConfig:
+    found = [KVCacheGroupSpec(LAYERS, spec) for spec in specs or (FULL,)]
     return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=found, hash_block_size=BLOCK)
 
 
@@ -439,13 +442,14 @@ def test_unknown_option_stops_the_engine_at_start(model: Path) -> None:
 WINDOW = SlidingWindowSpec(
     block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16, sliding_window=64
 )
+MAMBA = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
 
 
 @pytest.mark.parametrize(
     ("cache", "changes", "says"),
     [
         (cache_config(WINDOW), {}, "sliding_window of 64 tokens, 2 layers: model.0, model.1"),
-        (cache_config(groups=2), {}, "2 KV cache groups are not supported"),
+        (cache_config(FULL, MAMBA), {}, r"group 1 \(mamba, 2 layers: model.0, model.1\) is not supported"),
         (cache_config(), {"parallel_config__pipeline_parallel_size": 2}, "pipeline"),
         (cache_config(), {"parallel_config__decode_context_parallel_size": 2}, "context"),
         (cache_config(), {"speculative_config": SimpleNamespace(use_eagle=lambda: True)}, "EAGLE"),

@@ -106,6 +106,17 @@ def test_block_survives_the_way_through_a_slot_between_any_two_layouts(
         assert torch.equal(other[layer][others], untouched[layer][others]), "a neighbour was written"
 
 
+def test_slot_of_another_size_is_not_written(segment: Segment) -> None:
+    worker = WorkerHalf(BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.OFF)
+    slot, before = slot_index(0, 0), bytes(segment.payload(slot_index(0, 0), LAYOUT.payload_bytes))
+    small = SlotHeader(
+        BootEpoch(segment.epoch), Generation(1), KEY, LAYOUT.payload_bytes - 64, SpanRoute(0), digest=0, position=0
+    )
+    segment.write_header(slot, small)
+    assert not store(segment, worker, 0, BlockRef(slot, Generation(1)))
+    assert bytes(segment.payload(slot, LAYOUT.payload_bytes)) == before
+
+
 def test_slot_holds_layer_then_head_then_cell_whatever_the_engine_layout(segment: Segment) -> None:
     layers = engine_tensors(ORDERS["LBNHC"])
     worker = WorkerHalf(BlockCopier(layers, range(HEADS)), Verify.OFF)

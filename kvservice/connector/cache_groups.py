@@ -1,0 +1,132 @@
+"""Which of the engine's blocks belong to a position of a request, when the model has one cache group or several.
+
+Engine-neutral and pure; used on the scheduler's thread. A *table* is what the engine knows of a request's blocks: with
+one group the list of block ids, with several one list a group, in which NULL_BLOCK stands for a block that a window has
+left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from kvservice.connector.plan import CopyEntry
+from kvservice.core.messages import AcquireResult, BlockRef
+from kvservice.core.windows import Side
+from kvservice.units import BlockKey
+
+NULL_BLOCK = 0
+Table: TypeAlias = "Sequence[Any]"  # of block ids, or of lists of them
+
+
+class Grouping(Protocol):
+    @property
+    def sides(self) -> tuple[Side, ...]: ...
+
+    def length(self, table: Table) -> int:
+        """How many positions the table has."""
+        ...
+
+    def needed_from(self, side: int, end: int) -> int:
+        """The first position that a hit up to `end` needs; 0 for the main family (side 0)."""
+        ...
+
+    def stored(self, table: Table, side: int, position: int) -> list[tuple[int, int, int]] | None:
+        """(group, part, block id) of all that goes into one slot. None when some of it is gone."""
+        ...
+
+    def loaded(self, table: Table, side: int, position: int, end: int) -> list[tuple[int, int, int]]:
+        """What of a slot a hit up to `end` needs. AssertionError when the engine has no block for some of it."""
+        ...
+
+
+class OneGroup:
+    sides: tuple[Side, ...] = ()
+
+    def length(self, table: Table) -> int:
+        return len(table)
+
+    def needed_from(self, side: int, end: int) -> int:
+        return 0
+
+    def stored(self, table: Table, side: int, position: int) -> list[tuple[int, int, int]] | None:
+        return [(0, 0, table[position])]
+
+    def loaded(self, table: Table, side: int, position: int, end: int) -> list[tuple[int, int, int]]:
+        return [(0, 0, table[position])]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """`parts` of its blocks lie in one slot: groups may have smaller blocks than others."""
+
+    side: int  # that it belongs to, from 1; 0 = the main family
+    parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SeveralGroups:
+    groups: tuple[CacheGroup, ...]  # by the engine's index
+    sides: tuple[Side, ...]
+    block_tokens: int  # of a position
+
+    def length(self, table: Table) -> int:
+        return min(len(ids) // group.parts for ids, group in zip(table, self.groups, strict=True))
+
+    def needed_from(self, side: int, end: int) -> int:
+        return self.sides[side - 1].reach.first_block(end, self.block_tokens) if side else 0
+
+    def stored(self, table: Table, side: int, position: int) -> list[tuple[int, int, int]] | None:
+        found = self._blocks(table, side, position)
+        return None if any(block_id == NULL_BLOCK for _, _, block_id in found) else found
+
+    def loaded(self, table: Table, side: int, position: int, end: int) -> list[tuple[int, int, int]]:
+        found = self._blocks(table, side, position)
+        if not side:
+            assert all(block_id != NULL_BLOCK for _, _, block_id in found), "a block of the prefix is missing"
+            return found
+        first_token = self.sides[side - 1].reach.first_token(end * self.block_tokens)
+        needed: list[tuple[int, int, int]] = []
+        for index, part, block_id in found:
+            tokens = self.block_tokens // self.groups[index].parts
+            if position * self.block_tokens + (part + 1) * tokens > first_token:
+                assert block_id != NULL_BLOCK, "the engine has no block for the window of this hit"
+                needed.append((index, part, block_id))
+        return needed
+
+    def _blocks(self, table: Table, side: int, position: int) -> list[tuple[int, int, int]]:
+        return [
+            (index, part, table[index][position * group.parts + part])
+            for index, group in enumerate(self.groups)
+            if group.side == side
+            for part in range(group.parts)
+        ]
+
+
+def entries_of(places: Sequence[tuple[int, int, int]], ref: BlockRef, key: BlockKey) -> list[CopyEntry]:
+    return [CopyEntry(block_id, ref, key, group, part) for group, part, block_id in places]
+
+
+def load_entries(
+    grouping: Grouping, chains: Sequence[Sequence[BlockKey]], result: AcquireResult, table: Table, local: int
+) -> list[CopyEntry]:
+    """All copies that fill the engine's blocks from position `local` to the end of the hit. `chains`: keys of the main
+    family, then of each side. Raises AssertionError when promise and table do not fit."""
+    end = len(result.blocks)
+    entries: list[CopyEntry] = []
+    for side, refs in enumerate((result.blocks, *result.sides)):
+        start = end - len(refs)
+        assert start == grouping.needed_from(side, end), "a window is promised that this hit does not have"
+        for position in range(max(start, local), end):
+            places = grouping.loaded(table, side, position, end)
+            entries += entries_of(places, refs[position - start], chains[side][position])
+    return entries
+
+
+def is_whole(grouping: Grouping, result: AcquireResult) -> bool:
+    """Every side has what the promised prefix needs."""
+    end = len(result.blocks)
+    return not end or [len(refs) for refs in result.sides] == [
+        end - grouping.needed_from(side, end) for side in range(1, len(grouping.sides) + 1)
+    ]

@@ -1,0 +1,249 @@
+"""Acquisitions of models with sides: a prefix of the main chain, and of each side the blocks that its end needs.
+
+Made of plain acquisitions, one after the other: first of the main chain, then of each side's blocks before the end that
+was found. A gap there moves the end to the left, and what is missing there is looked for, elsewhere too, but only so
+many times: then the longest prefix counts that is complete on this node. What was pinned on the way is leased together,
+or let go.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvservice.core.acquisition import Acquisition
+from kvservice.core.actions import Action, Reply
+from kvservice.core.blocks import BlockStore
+from kvservice.core.explain import RequestRecords
+from kvservice.core.fetch import Acquisitions
+from kvservice.core.keys import SPAN_BLOCKS
+from kvservice.core.leases import LeaseTable
+from kvservice.core.messages import AcquireRequest, AcquireResult, BlockRef, EngineSpec, Handoff, MissReason
+from kvservice.core.windows import SIDE_POSITION, reconcile, side_key
+from kvservice.units import AttachmentId, LeaseId, SlotIndex
+
+SHORTER_HITS_MAX = 2  # that are looked for on other nodes
+
+
+@dataclass(slots=True)
+class _Hit:
+    op: int
+    attachment: AttachmentId
+    request: AcquireRequest
+    spec: EngineSpec
+    deadline: float
+    end: int  # of the prefix that may still be promised
+    part: int = 0  # the plain acquisition under way
+    main: list[SlotIndex] = field(default_factory=list)  # pinned, from `skip` on
+    sides: list[dict[int, SlotIndex]] = field(default_factory=list)  # pinned, by position
+    fetched: int = 0
+    shortened: int = 0
+    reason: MissReason = MissReason.NONE
+    ended: bool = False  # nobody wants it any more
+    chain: Acquisition | None = None  # of the main chain, once it is over
+
+
+class WindowedAcquisitions:
+    """Shares the parts of `Acquisitions`. `watch(op, handoff, now)` is called for parts that follow a writer."""
+
+    def __init__(
+        self,
+        acquisitions: Acquisitions,
+        store: BlockStore,
+        leases: LeaseTable,
+        actions: list[Action],
+        counters: Counter[str],
+        lease_seconds: float,
+        records: RequestRecords,
+        watch: Callable[[int, Handoff, float], None],
+    ) -> None:
+        self._acquisitions = acquisitions
+        self._store = store
+        self._leases = leases
+        self._actions = actions
+        self._counters = counters
+        self._lease_seconds = lease_seconds
+        self._records = records
+        self._watch = watch
+        self._open: dict[int, _Hit] = {}
+        self._last_part = 0  # parts are numbered downwards, calls upwards
+
+    def start(self, op: int, attachment: AttachmentId, request: AcquireRequest, spec: EngineSpec, now: float) -> None:
+        sides: list[dict[int, SlotIndex]] = [{} for _ in spec.sides]
+        hit = _Hit(op, attachment, request, spec, now + request.timeout_seconds, len(request.keys), sides=sides)
+        self._open[op] = hit
+        self._begin(hit, request, spec.layout.payload_bytes, 0, partial(self._main_done, hit), now)
+
+    def cancel(self, op: int) -> int:
+        """Nobody waits for this one any more. Returns the part that was under way, 0 if there was none."""
+        hit = self._open.pop(op, None)
+        if hit is None:
+            return 0
+        self._acquisitions.cancel(hit.part)
+        self._records.cancelled(op)
+        self._let_go(hit, 0)
+        return hit.part
+
+    def drop_attachment(self, attachment: AttachmentId) -> None:
+        """Before Acquisitions hears of it, which ends the parts."""
+        for hit in self._open.values():
+            hit.ended = hit.ended or hit.attachment == attachment
+
+    def pinned(self) -> Counter[SlotIndex]:
+        """Slots pinned here, for the pin count check of the shard."""
+        return Counter(
+            slot
+            for hit in self._open.values()
+            for slots in (hit.main, *(side.values() for side in hit.sides))
+            for slot in slots
+        )
+
+    # -- inside ----
+
+    def _begin(
+        self,
+        hit: _Hit,
+        request: AcquireRequest,
+        payload_bytes: int,
+        base: int,
+        then: Callable[[Acquisition, list[SlotIndex], int, float], None],
+        now: float,
+    ) -> None:
+        self._last_part -= 1
+        part = hit.part = self._last_part
+        self._acquisitions.start(part, hit.attachment, request, payload_bytes, now, base=base, then=then)
+        if request.handoff is not None and self._acquisitions.is_following(part):
+            self._watch(part, request.handoff, now)
+
+    def _main_done(self, hit: _Hit, part: Acquisition, pinned: list[SlotIndex], fetched: int, now: float) -> None:
+        hit.main, hit.fetched, hit.reason, hit.chain = pinned, fetched, part.reason, part
+        hit.end = hit.request.skip + len(pinned)
+        self._go_on(hit, now)
+
+    def _side_done(
+        self,
+        hit: _Hit,
+        side: int,
+        start: int,
+        end: int,
+        part: Acquisition,
+        pinned: list[SlotIndex],
+        fetched: int,
+        now: float,
+    ) -> None:
+        for position, slot in enumerate(pinned, start):
+            hit.sides[side][position] = slot
+        self._counters["side_hit_local_blocks"] += len(pinned) - fetched
+        self._counters["side_hit_remote_blocks"] += fetched
+        gap = start + len(pinned)
+        if gap < end:
+            self._counters[f"window_miss_{part.reason.value}"] += 1
+            hit.reason = MissReason.WINDOW
+            hit.shortened += 1
+            self._cut(hit, gap)
+        self._go_on(hit, now)
+
+    def _go_on(self, hit: _Hit, now: float) -> None:
+        """Ask for the next missing blocks, or answer."""
+        if hit.ended:
+            hit.reason = MissReason.DETACHED
+            self._cut(hit, hit.request.skip)
+        if hit.shortened > SHORTER_HITS_MAX or now >= hit.deadline:
+            self._settle_for_local(hit)
+        missing = self._first_missing(hit)
+        if missing is None:
+            self._answer(hit, now)
+            return
+        number, start = missing
+        end = hit.end
+        base = start - start % SPAN_BLOCKS
+        keys = tuple(side_key(key, number + 1) for key in hit.request.keys[base:end])
+        # A chain that ended short was waited for already.
+        handoff = hit.request.handoff if hit.reason is MissReason.NONE else None
+        request = AcquireRequest(keys, start - base, max(hit.deadline - now, 0.0), 0.0, handoff)
+        then = partial(self._side_done, hit, number, start, end)
+        payload_bytes = hit.spec.sides[number].layout.payload_bytes
+        self._begin(hit, request, payload_bytes, SIDE_POSITION | base, then, now)
+
+    def _first_missing(self, hit: _Hit) -> tuple[int, int] | None:
+        """(side, position) of the first block that is needed and not pinned. Those behind it up to the end are not
+        pinned either, unless an earlier, longer end needed them: they are let go."""
+        if hit.end <= hit.request.skip:
+            return None
+        for number, held in enumerate(hit.sides):
+            first = self._first(hit, number, hit.end)
+            start = next((i for i in range(first, hit.end) if i not in held), None)
+            if start is not None:
+                for position in [i for i in held if i > start]:
+                    self._store.unpin(held.pop(position))
+                return number, start
+        return None
+
+    def _first(self, hit: _Hit, number: int, end: int) -> int:
+        return hit.spec.sides[number].reach.first_block(end, hit.spec.layout.block_tokens)
+
+    def _settle_for_local(self, hit: _Hit) -> None:
+        def is_here(number: int, position: int) -> bool:
+            if position in hit.sides[number]:
+                return True
+            block = self._store.get(side_key(hit.request.keys[position], number + 1))
+            return block is not None and block.payload_bytes == hit.spec.sides[number].layout.payload_bytes
+
+        numbers = range(len(hit.sides))
+        firsts = [partial(self._first, hit, number) for number in numbers]
+        end = reconcile(hit.end, firsts, [partial(is_here, number) for number in numbers])
+        if end < hit.end:
+            hit.reason = MissReason.WINDOW
+            self._cut(hit, end)
+
+    def _cut(self, hit: _Hit, end: int) -> None:
+        """Promise no more than the blocks before `end`."""
+        hit.end = max(min(hit.end, end), hit.request.skip)
+        for slot in hit.main[hit.end - hit.request.skip :]:
+            self._store.unpin(slot)
+        del hit.main[hit.end - hit.request.skip :]
+        for held in hit.sides:
+            for position in [i for i in held if i >= hit.end]:
+                self._store.unpin(held.pop(position))
+
+    def _let_go(self, hit: _Hit, end: int) -> None:
+        hit.end = hit.request.skip + len(hit.main)
+        self._cut(hit, end)
+        for held in hit.sides:
+            for slot in held.values():
+                self._store.unpin(slot)
+            held.clear()
+
+    def _answer(self, hit: _Hit, now: float) -> None:
+        del self._open[hit.op]
+        skip = hit.request.skip
+        promised = hit.end - skip
+        self._acquisitions.count_answer(hit.request, promised, min(hit.fetched, promised), hit.reason)
+        if hit.chain is not None:
+            self._records.answered(
+                hit.op, promised, hit.chain.origins, hit.reason, hit.chain.blamed, now, hit.chain.sought
+            )
+        if promised <= 0:
+            self._let_go(hit, 0)
+            self._reply(hit, LeaseId(0), [], [[] for _ in hit.sides])
+            return
+        sides: list[list[SlotIndex]] = []
+        for number, held in enumerate(hit.sides):
+            first = self._first(hit, number, hit.end)
+            for position in [i for i in held if i < first]:
+                self._store.unpin(held.pop(position))
+            sides.append([held[position] for position in range(first, hit.end)])
+        slots = (*hit.main, *(slot for side in sides for slot in side))
+        lease = self._leases.grant(("engine", int(hit.attachment)), slots, now, self._lease_seconds)
+        self._reply(hit, lease.lease_id, hit.main, sides)
+
+    def _reply(self, hit: _Hit, lease: LeaseId, main: list[SlotIndex], sides: list[list[SlotIndex]]) -> None:
+        fetched = min(hit.fetched, len(main))
+        refs = tuple(tuple(map(self._ref, side)) for side in sides)
+        result = AcquireResult(lease, tuple(map(self._ref, main)), fetched, hit.reason, refs)
+        self._actions.append(Reply(hit.op, result))
+
+    def _ref(self, slot: SlotIndex) -> BlockRef:
+        return BlockRef(slot, self._store.table[slot].generation)

@@ -1,0 +1,70 @@
+"""Blocks of several cache groups in slots of their families: every byte in its place, on any device path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvservice.connector.copier import BlockCopier, GroupedCopier
+from kvservice.core.layout import SlotLayout
+from kvservice.errors import UnsupportedLayout
+
+BLOCKS, HEADS, TOKENS, WIDTH = 6, 2, 8, 4
+
+
+def layers(count: int, tokens: int = TOKENS) -> list[torch.Tensor]:
+    """`[block, head, token, K‖V]` of each layer; no two values alike."""
+    return list(torch.randn(count, BLOCKS, HEADS, tokens, WIDTH).unbind(0))
+
+
+def payload(segment: memoryview, layout: SlotLayout, slot: int) -> torch.Tensor:
+    start = slot * layout.payload_bytes
+    return torch.frombuffer(segment[start : start + layout.payload_bytes], dtype=torch.float32)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_groups_of_a_family_lie_layer_behind_layer_in_one_slot(staged: bool) -> None:
+    layout = SlotLayout(3, HEADS, TOKENS * WIDTH * 4, TOKENS)
+    one, two = layers(2), layers(1)
+    grouped = GroupedCopier([
+        (BlockCopier(one, range(HEADS), staged=staged, layers_behind=1), layout),
+        (BlockCopier(two, range(HEADS), staged=staged, first_layer=2), layout),
+    ])  # fmt: skip
+    segment = memoryview(bytearray(layout.payload_bytes))
+    grouped.bind(segment, layout)
+    grouped.of(0).store(1, 0)
+    grouped.of(1).store(4, 0)
+    wanted = torch.stack([one[0][1], one[1][1], two[0][4]])
+    assert torch.equal(payload(segment, layout, 0), wanted.reshape(-1))
+    grouped.of(1).load(0, 5)
+    grouped.of(0).load(0, 0)
+    assert torch.equal(two[0][5], two[0][4])
+    assert torch.equal(one[1][0], one[1][1])
+    grouped.unbind()
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_parts_of_a_slot_are_blocks_one_after_the_other(staged: bool) -> None:
+    """Two blocks of 8 tokens are one of 16 for whoever has larger blocks."""
+    layout = SlotLayout(2, HEADS, 2 * TOKENS * WIDTH * 4, 2 * TOKENS)
+    small, large = layers(2), layers(2, 2 * TOKENS)
+    split = BlockCopier(small, range(HEADS), staged=staged, slot_parts=2)
+    whole = BlockCopier(large, range(HEADS), staged=staged)
+    segment = memoryview(bytearray(layout.payload_bytes))
+    split.bind(segment, layout)
+    whole.bind(segment, layout)
+    split.store(2, 0, 0)
+    split.store(5, 0, 1)
+    whole.load(0, 3)
+    for layer in range(2):
+        assert torch.equal(large[layer][3], torch.cat([small[layer][2], small[layer][5]], dim=1))
+    split.load(0, 1, 1)
+    assert torch.equal(small[1][1], small[1][5])
+
+
+def test_groups_that_do_not_fill_the_slot_are_refused() -> None:
+    layout = SlotLayout(3, HEADS, TOKENS * WIDTH * 4, TOKENS)
+    with pytest.raises(UnsupportedLayout):
+        BlockCopier(layers(2), range(HEADS)).bind(memoryview(bytearray(layout.payload_bytes)), layout)
+    with pytest.raises(UnsupportedLayout):
+        BlockCopier(layers(3), range(HEADS), slot_parts=2).bind(memoryview(bytearray(layout.payload_bytes)), layout)

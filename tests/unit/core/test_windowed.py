@@ -1,0 +1,283 @@
+"""A shard's promises to an engine with a window: all that a hit needs is leased, or the hit is shorter, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvservice.core import events as ev
+from kvservice.core.messages import AcquireResult, EngineSpec, FollowResult, Handoff, HandoffState, MissReason, SealItem
+from kvservice.core.windows import SIDE_POSITION, Reach, Side, side_key, side_route
+from kvservice.errors import InvalidRequest
+from kvservice.testing.builders import (
+    SMALL,
+    CoreHarness,
+    make_chain,
+    make_holder,
+    make_layout,
+    make_located,
+    make_spec,
+    run_of,
+)
+from kvservice.units import AttachmentId, BlockKey, HandoffId, NodeId
+
+LARGE = 2 * SMALL  # what a side's slot holds here
+REACH = 3  # blocks
+SIDE = Side(make_layout(LARGE), Reach(window=REACH * 16))
+
+
+def spec(name: str = "engine") -> EngineSpec:
+    return replace(make_spec(name), sides=(SIDE,))
+
+
+@pytest.fixture
+def harness() -> CoreHarness:
+    return CoreHarness(slab_count=6)
+
+
+def side_keys(chain: Sequence[BlockKey]) -> list[BlockKey]:
+    return [side_key(key, 1) for key in chain]
+
+
+def store_side(harness: CoreHarness, engine: AttachmentId, chain: Sequence[BlockKey], positions: Sequence[int]) -> None:
+    if not positions:
+        return
+    keys = side_keys(chain)
+    refs = harness.reserve(engine, len(positions), side=1)
+    for ref, i in zip(refs, positions, strict=True):
+        harness.write(ref, keys[i])
+    items = tuple(
+        SealItem(ref, keys[i], None, SIDE_POSITION | i, side_route(chain, i, 1))
+        for ref, i in zip(refs, positions, strict=True)
+    )
+    harness.begin_seal(engine, items)
+    harness.digest_all()
+
+
+def answer(harness: CoreHarness, op: int) -> AcquireResult:
+    """Nobody else holds anything."""
+    while harness.open(op):
+        harness.resolved(harness.resolves[-1].op)
+    return harness.result(op)
+
+
+def test_hit_leases_the_prefix_and_the_window_before_its_end(harness: CoreHarness) -> None:
+    chain = make_chain(8)
+    engine = harness.attach(spec())
+    harness.store(engine, chain)
+    store_side(harness, engine, chain, range(8))
+    result = answer(harness, harness.acquire(engine, chain))
+    assert (len(result.blocks), [len(side) for side in result.sides]) == (8, [REACH])
+    assert result.miss is MissReason.NONE
+    assert harness.slots("leased") == 8 + REACH
+    headers = [harness.headers[ref.slot] for ref in result.sides[0]]
+    assert [header.key for header in headers] == side_keys(chain)[5:]
+    harness.release(engine, result.lease_id)
+    assert harness.slots("leased") == 0
+
+
+@pytest.mark.parametrize(
+    ("stored", "hit", "window"),
+    [
+        ((0, 1, 2, 3, 4, 5, 6), 7, 3),  # the last one is missing
+        ((0, 1, 2, 3, 4, 7), 5, 3),  # two in the window of the end
+        ((0, 1), 2, 2),  # less than a window from the beginning is a whole one
+        ((1, 2, 5), 0, 0),
+        ((), 0, 0),
+        ((5, 6, 7), 8, 3),
+    ],
+)
+def test_gap_in_a_window_shortens_the_hit(harness: CoreHarness, stored: tuple[int, ...], hit: int, window: int) -> None:
+    chain = make_chain(8)
+    engine = harness.attach(spec())
+    harness.store(engine, chain)
+    store_side(harness, engine, chain, stored)
+    result = answer(harness, harness.acquire(engine, chain))
+    assert (len(result.blocks), [len(side) for side in result.sides]) == (hit, [window])
+    assert (result.miss is MissReason.WINDOW) == (hit < 8) == bool(harness.count("miss_window"))
+    assert harness.slots("leased") == hit + window
+    assert bool(result.lease_id) == bool(hit)
+
+
+def test_gap_in_the_chain_ends_the_hit_where_its_window_is(harness: CoreHarness) -> None:
+    chain = make_chain(8)
+    engine = harness.attach(spec())
+    harness.store(engine, chain[:6])
+    store_side(harness, engine, chain, range(8))
+    result = answer(harness, harness.acquire(engine, chain))
+    assert len(result.blocks) == 6
+    assert [harness.headers[ref.slot].key for ref in result.sides[0]] == side_keys(chain)[3:6]
+
+
+def test_chain_and_window_are_fetched_from_a_peer(harness: CoreHarness) -> None:
+    chain = make_chain(8)
+    engine = harness.attach(spec())
+    op = harness.acquire(engine, chain)
+    harness.fetch_all(harness.resolves[-1].op, chain)
+    assert harness.open(op), "promised without the window"
+    resolve = harness.resolves[-1]
+    keys = side_keys(chain)
+    assert (list(resolve.chain), resolve.start) == (keys, 5)
+    harness.resolved(resolve.op, run_of(5, 3))
+    assert list(harness.locates[-1].keys) == keys[5:]
+    harness.located(harness.locates[-1], make_located(keys[5:], length=LARGE))
+    harness.pulled(harness.pulls[-1], ev.PullVerdict.OK)
+    result = harness.result(op)
+    assert (len(result.blocks), len(result.sides[0]), result.fetched_count) == (8, 3, 8)
+    assert {harness.headers[ref.slot].position for ref in result.sides[0]} == {SIDE_POSITION | i for i in (5, 6, 7)}
+
+
+@pytest.mark.parametrize("verdict", [ev.PullVerdict.CORRUPT, ev.PullVerdict.STALE, ev.PullVerdict.FAILED])
+def test_window_that_does_not_arrive_whole_is_not_promised(harness: CoreHarness, verdict: ev.PullVerdict) -> None:
+    chain = make_chain(8)
+    engine = harness.attach(spec())
+    harness.store(engine, chain)
+    store_side(harness, engine, chain, range(5))
+    op = harness.acquire(engine, chain)
+    resolve = harness.resolves[-1]
+    harness.resolved(resolve.op, run_of(5, 3))
+    keys = side_keys(chain)[5:]
+    harness.located(harness.locates[-1], make_located(keys, length=LARGE))
+    harness.pulled(harness.pulls[-1], ev.PullVerdict.OK, verdict, ev.PullVerdict.OK)
+    result = answer(harness, op)
+    assert len(result.blocks) == 6, "the end before the one that did not come"
+    assert len(result.sides[0]) == 3
+
+
+def test_deadline_settles_for_what_is_complete_here(harness: CoreHarness) -> None:
+    chain = make_chain(8)
+    engine = harness.attach(spec())
+    harness.store(engine, chain)
+    store_side(harness, engine, chain, range(5))
+    op = harness.acquire(engine, chain, timeout=2.0)
+    assert harness.open(op)
+    harness.advance(2.0)
+    result = harness.result(op)
+    assert (len(result.blocks), len(result.sides[0])) == (5, 3)
+
+
+def test_gaps_far_away_are_looked_for_so_many_times_only() -> None:
+    chain = make_chain(40)
+    harness = CoreHarness(slab_count=14)
+    engine = harness.attach(spec())
+    harness.store(engine, chain)
+    store_side(harness, engine, chain, (0, 1, 2))
+    op = harness.acquire(engine, chain)
+    asked = 0
+    while harness.open(op):
+        asked += 1
+        harness.resolved(harness.resolves[-1].op)
+    assert len(harness.result(op).blocks) == 3
+    assert asked == 3
+
+
+def test_end_of_the_attachment_or_of_the_caller_lets_everything_go(harness: CoreHarness) -> None:
+    chain = make_chain(8)
+    engine = harness.attach(spec())
+    harness.store(engine, chain)
+    op = harness.acquire(engine, chain)
+    harness.send(ev.Cancel(op))
+    assert harness.slots("leased") == 0
+    assert harness.open(op)
+    op = harness.acquire(engine, chain)
+    harness.send(ev.AttachmentLost(engine))
+    assert harness.result(op).blocks == ()
+    assert harness.result(op).miss is MissReason.DETACHED
+    assert harness.slots("leased") == 0
+
+
+def test_handoff_follows_the_window_too(harness: CoreHarness) -> None:
+    chain = make_chain(8)
+    engine = harness.attach(spec())
+    handoff = Handoff(HandoffId(b"h" * 16), NodeId("peer"))
+    op = harness.acquire(engine, chain, handoff=handoff)
+    harness.followed(harness.follows[-1], 8)
+    harness.pulled(harness.pulls[-1], ev.PullVerdict.OK)
+    follow = harness.follows[-1]
+    assert list(follow.keys) == side_keys(chain)[5:]
+    result = FollowResult(HandoffState.OPEN, make_located(follow.keys, length=LARGE))
+    harness.send(ev.Followed(follow.follow, follow.op, make_holder(), result, harness.now))
+    harness.pulled(harness.pulls[-1], ev.PullVerdict.OK)
+    assert (len(harness.result(op).blocks), len(harness.result(op).sides[0])) == (8, 3)
+
+
+def test_handoff_on_this_node_that_ends_short_is_no_hang(harness: CoreHarness) -> None:
+    chain = make_chain(8)
+    writer, reader = harness.attach(spec("writer")), harness.attach(spec("reader"))
+    identity = HandoffId(b"w" * 16)
+    harness.send(ev.OpenHandoff(harness.next_op(), writer, identity))
+    op = harness.acquire(reader, chain, handoff=Handoff(identity, harness.state.node_id))
+    harness.store(writer, chain[:6])
+    store_side(harness, writer, chain, range(4))
+    assert harness.open(op)
+    harness.send(ev.CloseHandoff(harness.next_op(), writer, identity))
+    result = answer(harness, op)
+    assert (len(result.blocks), len(result.sides[0])) == (4, 3)
+
+
+def test_window_inside_an_extended_prompt_goes_first() -> None:
+    small = CoreHarness(slab_count=5)
+    chain = make_chain(6)
+    engine = small.attach(spec())
+    small.store(engine, chain)
+    store_side(small, engine, chain, range(6))
+    result = answer(small, small.acquire(engine, chain))
+    small.release(engine, result.lease_id)
+    for gone in (1, 2, 3):
+        assert len(small.reserve(engine, 1, side=1)) == 1
+        assert small.keys_held() == {*chain, *side_keys(chain)[gone:]}
+
+
+def test_slots_of_a_side_are_of_its_size_and_unknown_sides_are_refused(harness: CoreHarness) -> None:
+    engine = harness.attach(spec())
+    ref = harness.reserve(engine, 1, side=1)[0]
+    assert harness.headers[ref.slot].length == LARGE
+    with pytest.raises(InvalidRequest, match="1 sides, not 2"):
+        harness.reserve(engine, 1, side=2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 8), st.sets(st.integers(0, 7)), st.integers(1, 100))
+def test_promise_is_the_longest_that_is_complete(length: int, here: set[int], window: int) -> None:
+    harness = CoreHarness(slab_count=8, has_directory=False)
+    side = Side(make_layout(LARGE), Reach(window=window))
+    engine = harness.attach(replace(make_spec(), sides=(side,)))
+    chain = make_chain(8)
+    if length:
+        harness.store(engine, chain[:length])
+    store_side(harness, engine, chain, sorted(here))
+    result = harness.result(harness.acquire(engine, chain))
+    firsts = {end: max(0, end * 16 - window + 1) // 16 for end in range(length + 1)}
+    wanted = max(end for end, first in firsts.items() if set(range(first, end)) <= here)
+    assert len(result.blocks) == wanted
+    assert [harness.headers[ref.slot].key for ref in result.sides[0]] == side_keys(chain)[firsts[wanted] : wanted]
+    assert harness.slots("leased") == len(result.blocks) + len(result.sides[0])
+
+
+def test_restarted_shard_knows_windows_from_chains(harness: CoreHarness) -> None:
+    chain = make_chain(8)
+    engine = harness.attach(spec())
+    harness.store(engine, chain)
+    store_side(harness, engine, chain, range(8))
+    harness.restart()
+    engine = harness.attach(spec())
+    result = answer(harness, harness.acquire(engine, chain))
+    assert (len(result.blocks), len(result.sides[0])) == (8, 3)
+    harness.release(engine, result.lease_id)
+    assert len(harness.reserve(engine, 3, side=1)) == 3
+    gone = {*chain, *side_keys(chain)} - harness.keys_held()
+    assert gone <= set(side_keys(chain)[:5]), "a chain was cut, or the window of its end"
+
+
+def test_models_with_and_without_windows_share_no_block(harness: CoreHarness) -> None:
+    """Their keys differ by the fingerprint; an equal key of another size is not promised either."""
+    chain = make_chain(3)
+    harness.store(harness.attach(make_spec("plain")), [side_key(key, 1) for key in chain])
+    other = replace(make_spec("windows", "other"), sides=(SIDE,))
+    engine = harness.attach(other)
+    harness.store(engine, chain)
+    assert answer(harness, harness.acquire(engine, chain)).blocks == ()
