@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvservice.core.geometry import Geometry
 from kvservice.core.layout import SlotLayout
 from kvservice.core.messages import BlockRef
 from kvservice.units import BlockKey, BootEpoch
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +36,11 @@ class CopyEntry:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
+    """`layered`: copied layer by layer during the forward of this very step, which computes the rest of the request."""
+
     request_id: str
     entries: tuple[CopyEntry, ...]
+    layered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,7 @@ class StepPlan:
     pool: PoolInfo | None = None
     loads: list[LoadPlan] = field(default_factory=list)
     stores: list[StorePlan] = field(default_factory=list)
+    invalid_blocks: list[int] = field(default_factory=list)  # of the engine: promised for this step, and not loaded
 
 
 @dataclass(slots=True)
@@ -59,15 +67,19 @@ class StepReport:
     failed: dict[int, int] = field(default_factory=dict)  # store_id -> workers that did not
     counters: dict[str, int] = field(default_factory=dict)
     suspects: set[BlockRef] = field(default_factory=set)  # did not hold what was promised
+    layered: dict[str, int] = field(default_factory=dict)  # request -> workers whose layered load was sound
+    layered_failed: dict[str, int] = field(default_factory=dict)
 
     def merge(self, other: StepReport) -> StepReport:
-        merged = StepReport(dict(self.stored), dict(self.failed), dict(self.counters), self.suspects | other.suspects)
-        for mine, theirs in (
-            (merged.stored, other.stored),
-            (merged.failed, other.failed),
-        ):
-            for store_id, count in theirs.items():
-                mine[store_id] = mine.get(store_id, 0) + count
-        for name, count in other.counters.items():
-            merged.counters[name] = merged.counters.get(name, 0) + count
-        return merged
+        return StepReport(
+            _sum(self.stored, other.stored),
+            _sum(self.failed, other.failed),
+            _sum(self.counters, other.counters),
+            self.suspects | other.suspects,
+            _sum(self.layered, other.layered),
+            _sum(self.layered_failed, other.layered_failed),
+        )
+
+
+def _sum(one: Mapping[K, int], other: Mapping[K, int]) -> dict[K, int]:
+    return {key: one.get(key, 0) + other.get(key, 0) for key in {**one, **other}}

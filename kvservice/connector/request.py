@@ -55,6 +55,7 @@ class EngineRequest:
     deadline: float = 0.0
     ask_number: int = 0
     result: AcquireResult | None = None
+    layered: bool = False  # what is promised is loaded layer by layer, in the step that computes the rest
     local_blocks: int = 0  # the engine's own hit when the promise was made
     stored: int = 0  # blocks [0, stored) are in the pool, under way to it, or given up
     expected: int = 0  # slots announced to the session and not taken yet

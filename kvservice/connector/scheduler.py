@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvservice.connector.handoff import Prefill, WriterHandoffs
+from kvservice.connector.layered import LayeredLoads
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
 from kvservice.connector.request import EngineRequest, RequestEvent, RequestState
 from kvservice.connector.session import Answer
@@ -80,6 +81,10 @@ class BlockPins(Protocol):
 
     def unpin(self, block_ids: Sequence[int]) -> None: ...
 
+    def forget(self, block_ids: Sequence[int]) -> None:
+        """Nobody shall find these in the engine's prefix cache: their contents are wrong."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Wait:
@@ -88,9 +93,11 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """So many tokens beyond the engine's own hit are local, verified and leased; 0 = nothing."""
+    """So many tokens beyond the engine's own hit are local, verified and leased; 0 = nothing. `layered`: the engine
+    computes the rest in the step that loads them."""
 
     tokens: int
+    layered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +133,7 @@ class SchedulerHalf:
         handoff_timeout_seconds: float = 60.0,
         may_write: bool = True,
         remember_stored: bool = False,
+        layerwise: bool = False,
     ) -> None:
         self._session = session
         self._make_keys = make_keys
@@ -135,6 +143,8 @@ class SchedulerHalf:
         self._lazy = lazy
         self._may_write = may_write
         self._remember_stored = remember_stored
+        self._layerwise = layerwise
+        self._layered = LayeredLoads(worker_count)
         self._stored: list[StoredBlock] = []
         self._pins: BlockPins | None = None
         self._step_began = 0.0
@@ -222,6 +232,8 @@ class SchedulerHalf:
         """What can be promised beyond `computed_tokens` (a multiple of the block size). Changes no ownership: may be
         called any number of times before `allocated`."""
         self.take_answers()
+        if self.must_wait(request_id, computed_tokens):
+            return Wait()
         request = self._requests.get(request_id)
         if request is None:
             return Promise(0)
@@ -240,7 +252,17 @@ class SchedulerHalf:
         request.local_blocks = computed_tokens // self._block_tokens
         blocks = len(request.result.blocks) - request.local_blocks
         blocks = min(blocks, total_tokens // self._block_tokens - request.local_blocks)
-        return Promise(max(blocks, 0) * self._block_tokens)
+        tokens = max(blocks, 0) * self._block_tokens
+        # Without anything to compute there is nothing to load under; a hand-off waits for its stores, not for a load.
+        rest = total_tokens - computed_tokens - tokens
+        request.layered = self._layerwise and tokens > 0 and rest > 0 and request.writes is None
+        return Promise(tokens, request.layered)
+
+    def must_wait(self, request_id: str, computed_tokens: int) -> bool:
+        """The engine's own hit of this request may hold blocks that are loaded in the step being planned."""
+        request = self._requests.get(request_id)
+        keys = self._layered.all_keys() if request is None else request.keys[: computed_tokens // self._block_tokens]
+        return computed_tokens > 0 and self._layered.conceals(keys)
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
         """The engine gave the request blocks: the promise is taken up (external_tokens > 0) or not needed."""
@@ -263,7 +285,9 @@ class SchedulerHalf:
         first = request.local_blocks
         entries = tuple(CopyEntry(block_ids[i], result.blocks[i], request.keys[i]) for i in range(first, first + count))
         request.move(RequestEvent.LOAD)
-        self._loads.append(LoadPlan(request_id, entries))
+        self._loads.append(LoadPlan(request_id, entries, request.layered))
+        if request.layered:
+            self._layered.begin(request_id, request.keys[first : first + count], block_ids[first:])
         self._loading[request_id] = (attachment, result.lease_id)
         request.fetched_blocks = min(result.fetched_count, count)
         self.counters["loads_planned"] += 1
@@ -301,6 +325,7 @@ class SchedulerHalf:
         """Fill in the loads of this step, and what requests that ended have left to store."""
         plan.loads, self._loads = self._loads, []
         plan.stores, self._queued_stores = self._queued_stores, []
+        self._layered.begin_step()
         self._step_began = now
         attachment = self._session.attachment
         if attachment is not None:  # otherwise the workers still have the old mapping, and its headers tell
@@ -402,6 +427,26 @@ class SchedulerHalf:
                     store.reports[outcome] += count
                     self._finish_store(store_id, store)
 
+    def end_layered(self, report: StepReport | None) -> None:
+        """A step has ended; no worker reads a slot for its layered loads any more. Call it with every step's report."""
+        for load, sound in self._layered.end_step(report):
+            if not sound and self._pins is not None:
+                self._pins.forget(load.block_ids)
+            if load.store is not None and sound:
+                self._queued_stores.append(load.store)
+            elif load.store is not None:
+                store = self._stores[load.store.store_id]
+                store.reports["failed"] = self._worker_count
+                self._finish_store(load.store.store_id, store)
+            self.loaded(load.request_id, failed=not sound)
+
+    def unplanned(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """A step computes on a promise that is not in its plan, because something failed: the load must not follow."""
+        self._loads = [load for load in self._loads if load.request_id != request_id]
+        self._layered.begin_step()  # its end finds no report
+        if self._pins is not None:
+            self._pins.forget(block_ids)
+
     def _finish_store(self, store_id: int, store: _Store) -> None:
         if store.reports.total() < self._worker_count:
             return
@@ -463,10 +508,13 @@ class SchedulerHalf:
         if request is None:
             return None
         attachment = self._session.attachment
-        store_rest = store_rest and self._may_write and request.state is RequestState.RUNNING
+        unconfirmed = self._layered.is_open(request_id)
+        store_rest = store_rest and self._may_write and (request.state is RequestState.RUNNING or unconfirmed)
         if store_rest and attachment is not None and self._pins is not None:
             store = self._store_of(attachment, request, hashes, computed_tokens, block_ids)
-            if store is not None:
+            if store is not None and unconfirmed:
+                self._layered.keep(request_id, store)
+            elif store is not None:
                 self._queued_stores.append(store)
         if request.state is RequestState.ANSWERED and request.result is not None and request.attachment is not None:
             self._end_lease(request.attachment, request.result.lease_id)

@@ -40,6 +40,7 @@ class Pins:
 
     def __init__(self) -> None:
         self.pinned: Counter[int] = Counter()
+        self.forgotten: set[int] = set()
 
     def pin(self, block_ids: Sequence[int]) -> None:
         self.pinned.update(block_ids)
@@ -48,6 +49,9 @@ class Pins:
         self.pinned.subtract(block_ids)
         assert min(self.pinned.values()) >= 0, "unpinned more often than pinned"
         self.pinned = +self.pinned
+
+    def forget(self, block_ids: Sequence[int]) -> None:
+        self.forgotten.update(block_ids)
 
 
 class Line:
