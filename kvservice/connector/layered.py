@@ -36,12 +36,9 @@ class LayeredLoads:
         for load in self._loads.values():
             load.in_step = True
 
-    def conceals(self, keys: Sequence[BlockKey]) -> bool:
-        """Some of these blocks, which the engine takes for its own, are not confirmed yet."""
-        return any(not load.keys.isdisjoint(keys) for load in self._loads.values())
-
-    def all_keys(self) -> list[BlockKey]:
-        return [key for load in self._loads.values() for key in load.keys]
+    def conceals(self, keys: Sequence[BlockKey] | None) -> bool:
+        """Some of these blocks (None: unknown ones), which the engine takes for its own, are not confirmed yet."""
+        return any(keys is None or not load.keys.isdisjoint(keys) for load in self._loads.values())
 
     def is_open(self, request_id: str) -> bool:
         return request_id in self._loads

@@ -81,9 +81,7 @@ class BlockPins(Protocol):
 
     def unpin(self, block_ids: Sequence[int]) -> None: ...
 
-    def forget(self, block_ids: Sequence[int]) -> None:
-        """Nobody shall find these in the engine's prefix cache: their contents are wrong."""
-        ...
+    def forget(self, block_ids: Sequence[int]) -> None: ...  # their contents are wrong: nobody shall hit them
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +91,10 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """So many tokens beyond the engine's own hit are local, verified and leased; 0 = nothing. `layered`: the engine
-    computes the rest in the step that loads them."""
+    """So many tokens beyond the engine's own hit are local, verified and leased; 0 = nothing."""
 
     tokens: int
-    layered: bool = False
+    layered: bool = False  # the engine computes the rest in the step that loads them
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +258,8 @@ class SchedulerHalf:
     def must_wait(self, request_id: str, computed_tokens: int) -> bool:
         """The engine's own hit of this request may hold blocks that are loaded in the step being planned."""
         request = self._requests.get(request_id)
-        keys = self._layered.all_keys() if request is None else request.keys[: computed_tokens // self._block_tokens]
-        return computed_tokens > 0 and self._layered.conceals(keys)
+        hit = computed_tokens // self._block_tokens
+        return hit > 0 and self._layered.conceals(None if request is None else request.keys[:hit])
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
         """The engine gave the request blocks: the promise is taken up (external_tokens > 0) or not needed."""
@@ -435,9 +432,7 @@ class SchedulerHalf:
             if load.store is not None and sound:
                 self._queued_stores.append(load.store)
             elif load.store is not None:
-                store = self._stores[load.store.store_id]
-                store.reports["failed"] = self._worker_count
-                self._finish_store(load.store.store_id, store)
+                self.reported(StepReport(failed={load.store.store_id: self._worker_count}))
             self.loaded(load.request_id, failed=not sound)
 
     def unplanned(self, request_id: str, block_ids: Sequence[int]) -> None:

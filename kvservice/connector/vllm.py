@@ -222,9 +222,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._sync_taken[request.request_id] = list(blocks.get_block_ids()[0][first:])
         if self._scheduler is not None and not self._allocated(request, blocks, num_external_tokens):
             self._given_up.add(request.request_id)
-            if (
-                num_external_tokens and first is None
-            ):  # the engine waits for a load: the workers will say that it failed
+            if num_external_tokens and first is None:  # the engine waits: the workers will say that the load failed
                 self._unplanned.add(request.request_id)
 
     @guarded(lambda: False)
@@ -408,7 +406,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: None)
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Unless something is loaded layer by layer, loads are whole blocks, finished before the request is scheduled."""
+        """Loads of whole blocks have ended before their request is scheduled, and are not waited for."""
         if self._layered and self._worker is not None:
             self._worker.begin_layer(layer_name)
 
@@ -420,7 +418,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return extra_config.get("layerwise", Layerwise.OFF.value) != Layerwise.OFF.value
+        return bool(extra_config.get("layerwise", Layerwise.OFF.value) != Layerwise.OFF.value)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Of requests that this step computed on, and whose blocks are not surely what was promised."""
