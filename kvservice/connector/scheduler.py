@@ -251,8 +251,8 @@ class SchedulerHalf:
         blocks = min(blocks, total_tokens // self._block_tokens - request.local_blocks)
         tokens = max(blocks, 0) * self._block_tokens
         # Without anything to compute there is nothing to load under; a hand-off waits for its stores, not for a load.
-        rest = total_tokens - computed_tokens - tokens
-        request.layered = self._layerwise and tokens > 0 and rest > 0 and request.writes is None
+        hides = min(tokens, total_tokens - computed_tokens - tokens) > 0 and request.writes is None
+        request.layered = hides and self._layerwise and self._pins is not None
         return Promise(tokens, request.layered)
 
     def must_wait(self, request_id: str, computed_tokens: int) -> bool:
