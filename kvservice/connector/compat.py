@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import platform
@@ -25,11 +26,14 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, group_ke
 from kvservice.connector.cache_groups import Grouping, OneGroup, SeveralGroups
 from kvservice.connector.copier import BlockCopier, GroupedCopier
 from kvservice.connector.groups import Families, Family, Spec, families
+from kvservice.connector.options import ConnectorOptions, Layerwise, MoverChoice
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.layout import HeadShare, SlotLayout
 from kvservice.core.messages import EngineSpec
 from kvservice.core.windows import Side
 from kvservice.errors import RandomHashSeed, UnsupportedLayout
+
+log = logging.getLogger("kvservice.connector")
 
 MEDIUM = "CPU"  # what vLLM's own offloading calls host memory in its events
 UNIMPORTANT_FIELDS = frozenset({"_name_or_path", "transformers_version", "_commit_hash", "architectures"})
@@ -176,6 +180,32 @@ def ordered_layers(
         if _is_packed(cache_config.kv_cache_groups[group].kv_cache_spec):
             raise UnsupportedLayout(f"{where} are not supported for a KV format that spans tokens: lower --block-size")
     return [group_kernel_blocks(tensor, cache_config.num_blocks) for tensor in found]
+
+
+def layerwise_for(vllm_config: Any, options: ConnectorOptions, group_count: int) -> Layerwise:
+    """What of the option this engine can do; the rest is copied as whole blocks, which is logged."""
+    wanted = options.layerwise
+    if wanted is Layerwise.OFF:
+        return wanted
+    if options.mover is MoverChoice.WORKER:
+        log.warning("layerwise %r is not used: with a move worker, copies are whole blocks", wanted.value)
+        return Layerwise.OFF
+    if group_count > 1:
+        log.warning("layerwise %r is not used: the model has %d cache groups", wanted.value, group_count)
+        return Layerwise.OFF
+    reasons = []
+    if vllm_config.scheduler_config.async_scheduling:
+        reasons.append("vLLM's asynchronous scheduling (use --no-async-scheduling)")
+    if vllm_config.speculative_config is not None:
+        reasons.append("speculative decoding")
+    if wanted.loads and reasons:
+        # The next step would already compute on what the last check of this one refuses.
+        log.warning("blocks are loaded whole, not layer by layer, because of %s", " and ".join(reasons))
+        return Layerwise.SAVE if wanted.saves and vllm_config.speculative_config is None else Layerwise.OFF
+    if vllm_config.speculative_config is not None:
+        log.warning("layerwise %r is not used: a draft model's layers are written after the forward", wanted.value)
+        return Layerwise.OFF
+    return wanted
 
 
 def hash_fields(vllm_config: Any) -> dict[str, object]:

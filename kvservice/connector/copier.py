@@ -65,6 +65,20 @@ class BlockCopier:
         self._layout: SlotLayout | None = None
 
     @property
+    def layers(self) -> Sequence[torch.Tensor]:
+        """`[block, part, kv head, token of the part, K‖V]` each, in the order of the slot."""
+        return self._layers
+
+    @property
+    def heads(self) -> range:
+        return self._heads
+
+    @property
+    def slots(self) -> torch.Tensor | None:
+        """The bytes of the segment in use."""
+        return self._slots
+
+    @property
     def device(self) -> torch.device:
         return self._layers[0].device
 

@@ -28,6 +28,10 @@ class BlockPins(Protocol):
 
     def unpin(self, block_ids: Sequence[int]) -> None: ...
 
+    def forget(self, block_ids: Sequence[int]) -> None:
+        """Their contents are wrong: nobody shall hit them."""
+        ...
+
     def free_share(self) -> float:
         """Free blocks over all blocks."""
         ...

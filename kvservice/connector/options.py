@@ -46,6 +46,23 @@ class HandoffLoans(Enum):
     OFF = "off"
 
 
+class Layerwise(Enum):
+    """What is copied layer by layer during the forward that needs or computes it; the rest goes as whole blocks."""
+
+    OFF = "off"
+    LOAD = "load"
+    SAVE = "save"
+    BOTH = "both"
+
+    @property
+    def loads(self) -> bool:
+        return self in (Layerwise.LOAD, Layerwise.BOTH)
+
+    @property
+    def saves(self) -> bool:
+        return self in (Layerwise.SAVE, Layerwise.BOTH)
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectorOptions:
     mode: Mode = Mode.AUTO
@@ -56,6 +73,7 @@ class ConnectorOptions:
     offload: Offload = Offload.EAGER
     verify_load: Verify = Verify.SAMPLED
     mover: MoverChoice = MoverChoice.AUTO  # where blocks are copied between the engine's KV cache and the pool
+    layerwise: Layerwise = Layerwise.OFF
     namespace: str = ""  # engines in different namespaces never share blocks, nor refuse each other
     fetch_timeout_seconds: float = 5.0  # longest a request waits for blocks of another node
     handoff_timeout_seconds: float = 60.0  # longest a decode request waits for its prefill elsewhere
@@ -94,7 +112,8 @@ class ConnectorOptions:
 
 
 _CHOICES: dict[str, type[Enum]] = {
-    "mode": Mode, "offload": Offload, "verify_load": Verify, "mover": MoverChoice, "handoff_loans": HandoffLoans
+    "mode": Mode, "offload": Offload, "verify_load": Verify, "mover": MoverChoice, "handoff_loans": HandoffLoans,
+    "layerwise": Layerwise,
 }  # fmt: skip
 _MEMORY_MIN = 4 * MiB
 

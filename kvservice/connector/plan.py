@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvservice.core.geometry import Geometry
 from kvservice.core.layout import SlotLayout
 from kvservice.core.messages import BlockRef
 from kvservice.units import BlockKey, BootEpoch
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +38,12 @@ class CopyEntry:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
+    """`layered`: copied layer by layer during the forward of this very step, which computes the rest of the request."""
+
     request_id: str
     entries: tuple[CopyEntry, ...]
     may_borrow: bool = False  # another engine of this node may lend these blocks
+    layered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,7 @@ class StepPlan:
     stores: list[StorePlan] = field(default_factory=list)
     lends: list[LendPlan] = field(default_factory=list)
     recalls: list[int] = field(default_factory=list)  # ids of loans
+    invalid_blocks: list[int] = field(default_factory=list)  # of the engine: promised for this step, and not loaded
 
 
 @dataclass(slots=True)
@@ -73,21 +81,20 @@ class StepReport:
     counters: dict[str, int] = field(default_factory=dict)
     suspects: set[BlockRef] = field(default_factory=set)  # did not hold what was promised
     returned: set[tuple[int, int]] = field(default_factory=set)  # (loan id, worker): nobody reads it there any more
+    layered: dict[str, int] = field(default_factory=dict)  # request -> workers whose layered load was sound
+    layered_failed: dict[str, int] = field(default_factory=dict)
 
     def merge(self, other: StepReport) -> StepReport:
-        merged = StepReport(
-            dict(self.stored),
-            dict(self.failed),
-            dict(self.counters),
+        return StepReport(
+            _sum(self.stored, other.stored),
+            _sum(self.failed, other.failed),
+            _sum(self.counters, other.counters),
             self.suspects | other.suspects,
             self.returned | other.returned,
+            _sum(self.layered, other.layered),
+            _sum(self.layered_failed, other.layered_failed),
         )
-        for mine, theirs in (
-            (merged.stored, other.stored),
-            (merged.failed, other.failed),
-        ):
-            for store_id, count in theirs.items():
-                mine[store_id] = mine.get(store_id, 0) + count
-        for name, count in other.counters.items():
-            merged.counters[name] = merged.counters.get(name, 0) + count
-        return merged
+
+
+def _sum(one: Mapping[K, int], other: Mapping[K, int]) -> dict[K, int]:
+    return {key: one.get(key, 0) + other.get(key, 0) for key in {**one, **other}}

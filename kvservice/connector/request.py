@@ -59,6 +59,7 @@ class EngineRequest:
     result: AcquireResult | None = None
     prompt_blocks: int = 0  # full ones, when it came
     engine_blocks: int = 0  # the engine's own hit, when it was first asked about
+    layered: bool = False  # what is promised is loaded layer by layer, in the step that computes the rest
     local_blocks: int = 0  # the engine's own hit when the promise was made
     loaded_blocks: int = 0
     salted: bool = False

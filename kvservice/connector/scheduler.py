@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Protocol
 
 from kvservice.connector.cache_groups import Grouping, OneGroup, Table, is_whole, load_entries
 from kvservice.connector.handoff import Prefill, WriterHandoffs
+from kvservice.connector.layered import LayeredLoads
 from kvservice.connector.loan_book import BlockPins, LoanBook
 from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
+from kvservice.connector.ports import Promise, SessionPort, StoredBlock, Wait
 from kvservice.connector.request import EngineRequest, RequestEvent, RequestState
-from kvservice.connector.session import Answer
 from kvservice.connector.store_plan import plan_store
 from kvservice.core.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.messages import (
@@ -33,7 +33,6 @@ from kvservice.core.messages import (
     BlockRef,
     Handoff,
     MissReason,
-    RequestReport,
     SealItem,
 )
 from kvservice.core.windows import side_key
@@ -51,55 +50,6 @@ IDLE_SECONDS = 0.002  # a step with nothing to compute waits so long for the poo
 IDLE_SECONDS_HANDOFF = 0.01  # a prompt that is computed elsewhere takes longer than a lookup
 
 BlockIds = Callable[[], Table]
-
-
-class SessionPort(Protocol):
-    """What this half needs of a Session. Nothing blocks."""
-
-    @property
-    def attachment(self) -> Attachment | None: ...
-
-    def acquire(self, request_id: str, request: AcquireRequest) -> AttachmentId | None: ...
-
-    def answers(self) -> list[Answer]: ...
-
-    def abandon(self, request_id: str) -> None: ...
-
-    def expect(self, count: int) -> None: ...
-
-    def take_slots(self, attachment: AttachmentId, count: int, side: int = 0) -> list[BlockRef]: ...
-
-    def seal(self, attachment: AttachmentId, items: Sequence[SealItem]) -> None: ...
-
-    def abort(self, attachment: AttachmentId, refs: Sequence[BlockRef]) -> None: ...
-
-    def release(self, attachment: AttachmentId, lease_id: LeaseId) -> None: ...
-
-    def report(self, report: RequestReport) -> None: ...
-
-    def open_handoff(self, handoff: HandoffId) -> AttachmentId | None: ...
-
-    def close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Ask again at the next step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """So many tokens beyond the engine's own hit are local, verified and leased; 0 = nothing."""
-
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
-    """For the engine's event stream, in its own names."""
-
-    block_hash: BlockHash
-    parent: BlockHash | None
 
 
 @dataclass(slots=True)
@@ -129,6 +79,7 @@ class SchedulerHalf:
         may_write: bool = True,
         remember_stored: bool = False,
         grouping: Grouping | None = None,
+        layerwise: bool = False,
     ) -> None:
         self._grouping = grouping or OneGroup()
         self._session = session
@@ -139,6 +90,8 @@ class SchedulerHalf:
         self._lazy = lazy
         self._may_write = may_write
         self._remember_stored = remember_stored
+        self._layerwise = layerwise
+        self._layered = LayeredLoads(worker_count)
         self._stored: list[StoredBlock] = []
         self._pins: BlockPins | None = None
         self._step_began = 0.0
@@ -235,6 +188,8 @@ class SchedulerHalf:
         """What can be promised beyond `computed_tokens` (a multiple of the block size). Changes no ownership: may be
         called any number of times before `allocated`."""
         self.take_answers()
+        if self.must_wait(request_id, computed_tokens):
+            return Wait()
         request = self._requests.get(request_id)
         if request is None:
             return Promise(0)
@@ -257,7 +212,17 @@ class SchedulerHalf:
         request.local_blocks = computed_tokens // self._block_tokens
         blocks = len(request.result.blocks) - request.local_blocks
         blocks = min(blocks, total_tokens // self._block_tokens - request.local_blocks)
-        return Promise(max(blocks, 0) * self._block_tokens)
+        tokens = max(blocks, 0) * self._block_tokens
+        # Without anything to compute there is nothing to load under; a hand-off waits for its stores, not for a load.
+        hides = min(tokens, total_tokens - computed_tokens - tokens) > 0 and request.writes is None
+        request.layered = hides and self._layerwise and self._pins is not None and not self._grouping.sides
+        return Promise(tokens, request.layered)
+
+    def must_wait(self, request_id: str, computed_tokens: int) -> bool:
+        """The engine's own hit of this request may hold blocks that are loaded in the step being planned."""
+        request = self._requests.get(request_id)
+        hit = computed_tokens // self._block_tokens
+        return hit > 0 and self._layered.conceals(None if request is None else request.keys[:hit])
 
     def allocated(self, request_id: str, block_ids: Table, external_tokens: int) -> None:
         """The engine gave the request blocks: the promise is taken up (external_tokens > 0) or not needed."""
@@ -283,7 +248,10 @@ class SchedulerHalf:
         taken = replace(result, blocks=result.blocks[: first + count])
         entries = load_entries(self._grouping, request.chains, taken, block_ids, first)
         request.move(RequestEvent.LOAD)
-        self._loads.append(LoadPlan(request_id, tuple(entries), self._borrows and request.waits_for_writer))
+        borrows = self._borrows and request.waits_for_writer
+        self._loads.append(LoadPlan(request_id, tuple(entries), borrows, request.layered))
+        if request.layered:
+            self._layered.begin(request_id, request.keys[first : first + count], [entry.block_id for entry in entries])
         self._loading[request_id] = (attachment, result.lease_id)
         request.fetched_blocks = min(result.fetched_count, count)
         request.loaded_blocks = max(request.loaded_blocks, count)
@@ -325,6 +293,7 @@ class SchedulerHalf:
         engine found nothing to compute."""
         plan.loads, self._loads = self._loads, []
         plan.stores, self._queued_stores = self._queued_stores, []
+        self._layered.begin_step()
         self._step_began = now
         attachment = self._session.attachment
         if attachment is not None:  # otherwise the workers still have the old mapping, and its headers tell
@@ -431,6 +400,24 @@ class SchedulerHalf:
                     store.reports[outcome] += count
                     self._finish_store(store_id, store)
 
+    def end_layered(self, report: StepReport | None) -> None:
+        """A step has ended; no worker reads a slot for its layered loads any more. Call it with every step's report."""
+        for load, sound in self._layered.end_step(report):
+            if not sound and self._pins is not None:
+                self._pins.forget(load.block_ids)
+            if load.store is not None and sound:
+                self._queued_stores.append(load.store)
+            elif load.store is not None:
+                self.reported(StepReport(failed={load.store.store_id: self._worker_count}))
+            self.loaded(load.request_id, failed=not sound)
+
+    def unplanned(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """A step computes on a promise that is not in its plan, because something failed: the load must not follow."""
+        self._loads = [load for load in self._loads if load.request_id != request_id]
+        self._layered.begin_step()  # its end finds no report
+        if self._pins is not None:
+            self._pins.forget(block_ids)
+
     def _finish_store(self, store_id: int, store: _Store) -> None:
         if store.reports.total() < self._worker_count:
             return
@@ -492,10 +479,13 @@ class SchedulerHalf:
         if request is None:
             return None
         attachment = self._session.attachment
-        store_rest = store_rest and self._may_write and request.state is RequestState.RUNNING
+        unconfirmed = self._layered.is_open(request_id)
+        store_rest = store_rest and self._may_write and (request.state is RequestState.RUNNING or unconfirmed)
         if store_rest and attachment is not None and self._pins is not None:
             store = self._store_of(attachment, request, hashes, computed_tokens, block_ids)
-            if store is not None:
+            if store is not None and unconfirmed:
+                self._layered.keep(request_id, store)
+            elif store is not None:
                 self._queued_stores.append(store)
             if request.writes is not None:
                 self._loans.lend(request.keys[: computed_tokens // self._block_tokens], block_ids)

@@ -33,11 +33,13 @@ from kvservice.connector import compat
 from kvservice.connector.cache_groups import Table
 from kvservice.connector.copier import BlockCopier
 from kvservice.connector.handoff import Prefill, decode_params, parse_transfer_params
-from kvservice.connector.options import ConnectorOptions, MoverChoice, Offload
+from kvservice.connector.layerwise import LayerwiseWorker
+from kvservice.connector.options import ConnectorOptions, Layerwise, MoverChoice, Offload
 from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport
 from kvservice.connector.pools import PoolChoice, choose_pool
+from kvservice.connector.ports import Wait
 from kvservice.connector.remote_mover import mover_for, own_mover
-from kvservice.connector.scheduler import BlockIds, SchedulerHalf, Wait
+from kvservice.connector.scheduler import BlockIds, SchedulerHalf
 from kvservice.connector.session import Session
 from kvservice.connector.shared_kv import SharedKV
 from kvservice.connector.stats import ConnectorPromMetrics, ConnectorStats
@@ -118,9 +120,15 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._given_up: set[str] = set()  # requests for which some entry failed: nothing more is promised to them
         self._unstarted: set[str] = set()  # loads that were planned and did not get as far as a worker
         self._unstored: set[int] = set()  # likewise stores
+        self._layerwise = self._options.layerwise
+        self._layered: dict[str, LoadPlan] = {}  # worker role: of this step
+        self._layered_sound: set[str] = set()
+        self._sync_promised: dict[str, int] = {}  # scheduler role: blocks of its own the engine had then
+        self._sync_taken: dict[str, list[int]] = {}  # blocks that the step being planned computes on
         self._live: dict[str, Request] = {}  # scheduler role: requests between their first and last call
         _prefer_recompute(vllm_config)
         try:
+            self._layerwise = compat.layerwise_for(vllm_config, self._options, len(kv_cache_config.kv_cache_groups))
             self._spec = compat.engine_spec(vllm_config, kv_cache_config, bytes(16), self._options.namespace)
             if role is KVConnectorRole.SCHEDULER:
                 self._start_scheduler(vllm_config)
@@ -150,6 +158,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             may_write=self._kv_transfer_config.is_kv_producer,
             remember_stored=_publishes_events(vllm_config),
             grouping=grouping,
+            layerwise=self._layerwise.loads,
         )
         self._session, self._scheduler = session, half
         session.start(ATTACH_WAIT_SECONDS)
@@ -207,21 +216,29 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._scheduler is None or request.skip_reading_prefix_cache or request.request_id in self._given_up:
+        if self._scheduler is None or request.skip_reading_prefix_cache:
             return 0, False
+        if request.request_id in self._given_up:
+            return (None if self._scheduler.must_wait(request.request_id, num_computed_tokens) else 0), False
         answer = self._scheduler.matched(request.request_id, num_computed_tokens, request.num_tokens, time.monotonic())
         if isinstance(answer, Wait):
             return None, False
-        return answer.tokens, answer.tokens > 0
+        self._sync_promised.pop(request.request_id, None)
+        if answer.layered:
+            self._sync_promised[request.request_id] = num_computed_tokens // self._spec.layout.block_tokens
+        return answer.tokens, answer.tokens > 0 and not answer.layered
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if self._scheduler is not None:
             self._scheduler.pin_with(_Pins(gpu_block_pool))
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        first = self._sync_promised.pop(request.request_id, None)
+        if first is not None and num_external_tokens:
+            self._sync_taken[request.request_id] = list(blocks.get_block_ids()[0][first:])
         if self._scheduler is not None and not self._allocated(request, blocks, num_external_tokens):
             self._given_up.add(request.request_id)
-            if num_external_tokens:  # the engine waits for a load: the workers will say that it failed
+            if num_external_tokens and first is None:  # the engine waits: the workers will say that the load failed
                 self._unplanned.add(request.request_id)
 
     @guarded(lambda: False)
@@ -245,7 +262,22 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             # Whatever failed above, loads that are in the plan by now are done, and these are answered.
             plan.loads += [LoadPlan(request_id, ()) for request_id in self._unplanned]
             self._unplanned = set()
+            self._refuse_unplanned(plan)
         return Metadata(plan)
+
+    def _refuse_unplanned(self, plan: StepPlan) -> None:
+        """The engine computes in this step on what it was promised for it: it has to know what is not in the plan."""
+        taken, self._sync_taken = self._sync_taken, {}
+        planned = {load.request_id for load in plan.loads}
+        for request_id, block_ids in taken.items():
+            if request_id not in planned:
+                plan.invalid_blocks += block_ids
+                self._forget_load(request_id, block_ids)
+
+    @guarded(lambda: None)
+    def _forget_load(self, request_id: str, block_ids: list[int]) -> None:
+        assert self._scheduler is not None
+        self._scheduler.unplanned(request_id, block_ids)
 
     @guarded(lambda: None)
     def _plan_step(self, plan: StepPlan, output: SchedulerOutput) -> None:
@@ -285,8 +317,10 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.computed(tokens, time.monotonic() - started)
             self._step = None
         report = connector_output.kv_connector_worker_meta
-        if isinstance(report, WorkerMetadata):
-            self._reported_by_workers(report.report)
+        found = report.report if isinstance(report, WorkerMetadata) else None
+        if found is not None:
+            self._reported_by_workers(found)
+        self._end_layered(found)
         failed = connector_output.failed_recving or set()
         for request_id in connector_output.finished_recving or ():
             self._loaded(request_id, request_id in failed)
@@ -295,6 +329,11 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     def _reported_by_workers(self, report: StepReport) -> None:
         assert self._scheduler is not None
         self._scheduler.reported(report)
+
+    @guarded(lambda: None)
+    def _end_layered(self, report: StepReport | None) -> None:
+        assert self._scheduler is not None
+        self._scheduler.end_layered(report)
 
     @guarded(lambda: None)
     def _loaded(self, request_id: str, failed: bool) -> None:
@@ -307,6 +346,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         self._live.pop(request.request_id, None)
         self._given_up.discard(request.request_id)
+        self._sync_promised.pop(request.request_id, None)
         if self._scheduler is None or self._session is None:
             return False, None
         attachment = self._session.attachment
@@ -366,13 +406,19 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         copier = BlockCopier(layers, share.heads)
         lends = self._options.loans_on(copier.device.type) and self._kv_transfer_config.is_kv_producer
         mover = mover_for(self._options.mover, copier, layers, share.heads, self._shared_kv, lends=lends)
-        self._worker = WorkerHalf(copier, self._options.verify_load, mover, share)
+        if self._layerwise is Layerwise.OFF:
+            self._worker = WorkerHalf(copier, self._options.verify_load, mover, share)
+        else:
+            names = self._config.kv_cache_groups[0].layer_names
+            saves = self._layerwise.saves
+            self._worker = LayerwiseWorker(copier, self._options.verify_load, mover, share, names, save=saves)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         plan = self._plan()
         if plan is None:
             return
-        self._unstarted.update(load.request_id for load in plan.loads)
+        self._layered = {load.request_id: load for load in plan.loads if load.layered}
+        self._unstarted.update(load.request_id for load in plan.loads if not load.layered)
         if self._worker is not None:
             self._start_loads(plan)
 
@@ -381,11 +427,35 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None
         self._unstarted -= self._worker.start_loads(plan)
 
+    @guarded(lambda: None)
     def wait_for_layer_load(self, layer_name: str) -> None:
-        return  # loads are whole blocks, finished before the request is scheduled
+        """Loads of whole blocks have ended before their request is scheduled, and are not waited for."""
+        if self._layered and self._worker is not None:
+            self._worker.begin_layer(layer_name)
 
+    @guarded(lambda: None)
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        return  # stores are whole blocks, copied after the step
+        plan = self._plan() if self._layerwise.saves else None
+        if plan is not None and self._worker is not None:
+            self._worker.end_layer(layer_name, plan)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return bool(extra_config.get("layerwise", Layerwise.OFF.value) != Layerwise.OFF.value)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Of requests that this step computed on, and whose blocks are not surely what was promised."""
+        plan = self._plan()
+        invalid = set() if plan is None else set(plan.invalid_blocks)
+        self._layered_sound = self._take_sound() if self._layered else set()
+        for request_id, load in self._layered.items():
+            if request_id not in self._layered_sound:
+                invalid.update(entry.block_id for entry in load.entries)
+        return invalid
+
+    @guarded(set)
+    def _take_sound(self) -> set[str]:
+        return set() if self._worker is None else self._worker.end_layered()
 
     def wait_for_save(self) -> None:
         plan = self._plan()
@@ -416,6 +486,11 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             report = report or StepReport()
             report.failed.update(dict.fromkeys(self._unstored, 1))
             self._unstored = set()
+        if self._layered:
+            report = report or StepReport()
+            report.layered = dict.fromkeys(self._layered_sound, 1)
+            report.layered_failed = dict.fromkeys(self._layered.keys() - self._layered_sound, 1)
+            self._layered = {}
         return None if report is None else WorkerMetadata(report)
 
     def _plan(self) -> StepPlan | None:
@@ -484,6 +559,9 @@ class _Pins:
 
     def free_share(self) -> float:
         return float(self._pool.get_num_free_blocks() / self._pool.num_gpu_blocks)
+
+    def forget(self, block_ids: Sequence[int]) -> None:
+        self._pool.evict_blocks(set(block_ids))
 
 
 def _publishes_events(vllm_config: VllmConfig) -> bool:

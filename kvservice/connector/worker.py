@@ -36,14 +36,16 @@ SAMPLE_ONE_IN = 16  # loaded blocks per digest check under Verify.SAMPLED
 
 
 @dataclass(slots=True)
-class _Load:
+class Copying:
+    """A load under way."""
+
     plan: LoadPlan
     headers: list[SlotHeader]  # as they were before the copies, one per entry
     ticket: Ticket
 
 
 @dataclass(slots=True)
-class _Store:
+class WritingStore:
     plan: StorePlan
     ticket: Ticket
 
@@ -64,8 +66,8 @@ class WorkerHalf:
         self._tried: PoolInfo | None = None  # mapped, or found impossible to map
         self._segment: Segment | None = None
         self._lock: LivenessLock | None = None
-        self._loads: list[_Load] = []  # under way
-        self._stores: list[_Store] = []
+        self._loads: list[Copying] = []  # under way
+        self._stores: list[WritingStore] = []
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
         self._report = StepReport()
@@ -85,6 +87,16 @@ class WorkerHalf:
         self._attempt(self._mover.flush)
         self._poll_loads()
         return {load.request_id for load in plan.loads}
+
+    def begin_layer(self, name: str) -> None:
+        """The forward is about to read this layer: see LayerwiseWorker."""
+
+    def end_layer(self, name: str, plan: StepPlan) -> None:
+        """The forward has written this layer: see LayerwiseWorker."""
+
+    def end_layered(self) -> set[str]:
+        """Requests whose layered load was sound; here none is done so."""
+        return set()
 
     def store(self, plan: StepPlan) -> set[int]:
         """Returns the ids of the plan's stores, each of which some later report will name once."""
@@ -120,18 +132,18 @@ class WorkerHalf:
 
     # -- inside ----
 
-    def _start_load(self, load: LoadPlan) -> _Load | None:
+    def _start_load(self, load: LoadPlan) -> Copying | None:
         headers = self._promised_headers(load)
         if headers is None:
             return None
         # What came from an engine is not what the digests are of.
         may_borrow = load.may_borrow and self._verify is not Verify.FULL
-        return _Load(load, headers, self._mover.run(Direction.LOAD, load.entries, may_borrow=may_borrow))
+        return Copying(load, headers, self._mover.run(Direction.LOAD, load.entries, may_borrow=may_borrow))
 
-    def _start_store(self, store: StorePlan) -> _Store | None:
+    def _start_store(self, store: StorePlan) -> WritingStore | None:
         if not self._may_write(store):
             return None
-        return _Store(store, self._mover.run(Direction.STORE, self._to_write(store)))
+        return WritingStore(store, self._mover.run(Direction.STORE, self._to_write(store)))
 
     def _attempt(self, step: Callable[[], T | None]) -> T | None:
         """None also when it raised: one plan that fails must not leave another, already started, without an answer."""
@@ -204,7 +216,7 @@ class WorkerHalf:
             else:
                 self._loads.append(load)
 
-    def _is_sound(self, load: _Load) -> bool:
+    def _is_sound(self, load: Copying) -> bool:
         """The slots did not change while they were copied, and hold what was once sealed."""
         segment = self._segment
         assert segment is not None

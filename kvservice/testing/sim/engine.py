@@ -13,7 +13,8 @@ from functools import partial
 
 from kvservice.connector.handoff import Prefill
 from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport
-from kvservice.connector.scheduler import Promise, SchedulerHalf, Wait
+from kvservice.connector.ports import Promise, Wait
+from kvservice.connector.scheduler import SchedulerHalf
 from kvservice.core import events as ev
 from kvservice.core.keys import block_keys
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, EngineSpec, Handoff
@@ -102,6 +103,9 @@ class Engine(Process):
                 self._pins[block] = count
             else:
                 self._pins.pop(block, None)
+
+    def forget(self, block_ids: Sequence[int]) -> None:
+        """This engine has no prefix cache of its own."""
 
     def free_share(self) -> float:
         """There is always room."""

@@ -52,6 +52,7 @@ class Pins:
 
     def free_share(self) -> float:
         return self.free
+        self.forgotten: set[int] = set()
 
     def pin(self, block_ids: Sequence[int]) -> None:
         self.pinned.update(block_ids)
@@ -60,6 +61,9 @@ class Pins:
         self.pinned.subtract(block_ids)
         assert min(self.pinned.values()) >= 0, "unpinned more often than pinned"
         self.pinned = +self.pinned
+
+    def forget(self, block_ids: Sequence[int]) -> None:
+        self.forgotten.update(block_ids)
 
 
 class Line:

@@ -6,7 +6,8 @@ import pytest
 
 from kvservice.connector.cache_groups import CacheGroup, OneGroup, SeveralGroups, is_whole, load_entries
 from kvservice.connector.plan import StepPlan, StepReport
-from kvservice.connector.scheduler import Promise, SchedulerHalf, Wait
+from kvservice.connector.ports import Promise, Wait
+from kvservice.connector.scheduler import SchedulerHalf
 from kvservice.connector.store_plan import plan_store
 from kvservice.core.geometry import slot_index
 from kvservice.core.keys import span_route

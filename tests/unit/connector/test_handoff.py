@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from kvservice.connector.handoff import Prefill, decode_params, parse_transfer_params
 from kvservice.connector.plan import StepReport
+from kvservice.connector.ports import Promise, Wait
 from kvservice.connector.request import RequestState
-from kvservice.connector.scheduler import IDLE_SECONDS, IDLE_SECONDS_HANDOFF, Promise, Wait
+from kvservice.connector.scheduler import IDLE_SECONDS, IDLE_SECONDS_HANDOFF
 from kvservice.core.messages import Handoff
 from kvservice.errors import InvalidRequest
 from kvservice.units import BlockKey, HandoffId, NodeId

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvservice.connector.plan import StepPlan, StepReport
-from kvservice.connector.scheduler import REPORT_SECONDS_MAX, Promise, SchedulerHalf, Wait
+from kvservice.connector.ports import Promise, Wait
+from kvservice.connector.scheduler import REPORT_SECONDS_MAX, SchedulerHalf
 from kvservice.units import BlockHash
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
 

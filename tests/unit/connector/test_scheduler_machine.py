@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvservice.connector.handoff import Prefill
 from kvservice.connector.plan import LendPlan, LoadPlan, StepPlan, StepReport, StorePlan
-from kvservice.connector.scheduler import Promise, SchedulerHalf
+from kvservice.connector.ports import Promise
+from kvservice.connector.scheduler import SchedulerHalf
 from kvservice.core.messages import Handoff
 from kvservice.units import BlockHash, HandoffId, NodeId
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info

@@ -1,0 +1,61 @@
+"""What the scheduler half needs of its session, and what it answers the engine. Values and protocols only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvservice.connector.session import Answer
+from kvservice.core.messages import AcquireRequest, Attachment, BlockRef, RequestReport, SealItem
+from kvservice.units import AttachmentId, BlockHash, HandoffId, LeaseId
+
+
+class SessionPort(Protocol):
+    """What this half needs of a Session. Nothing blocks."""
+
+    @property
+    def attachment(self) -> Attachment | None: ...
+
+    def acquire(self, request_id: str, request: AcquireRequest) -> AttachmentId | None: ...
+
+    def answers(self) -> list[Answer]: ...
+
+    def abandon(self, request_id: str) -> None: ...
+
+    def expect(self, count: int) -> None: ...
+
+    def take_slots(self, attachment: AttachmentId, count: int, side: int = 0) -> list[BlockRef]: ...
+
+    def seal(self, attachment: AttachmentId, items: Sequence[SealItem]) -> None: ...
+
+    def abort(self, attachment: AttachmentId, refs: Sequence[BlockRef]) -> None: ...
+
+    def release(self, attachment: AttachmentId, lease_id: LeaseId) -> None: ...
+
+    def report(self, report: RequestReport) -> None: ...
+
+    def open_handoff(self, handoff: HandoffId) -> AttachmentId | None: ...
+
+    def close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Ask again at the next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """So many tokens beyond the engine's own hit are local, verified and leased; 0 = nothing."""
+
+    tokens: int
+    layered: bool = False  # the engine computes the rest in the step that loads them
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """For the engine's event stream, in its own names."""
+
+    block_hash: BlockHash
+    parent: BlockHash | None
