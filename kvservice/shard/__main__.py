@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import signal
 import sys
 from pathlib import Path
 
 from kvservice.errors import KVServiceError
-from kvservice.shard.server import DEV_SHM, ShardServer, ShardServerConfig
+from kvservice.shard.process import serve
+from kvservice.shard.server import DEV_SHM, ShardServerConfig
 from kvservice.units import NodeId, parse_bytes
 
 
@@ -47,25 +47,11 @@ def parse_config(arguments: list[str] | None = None) -> tuple[ShardServerConfig,
     return config, given.keep_segment
 
 
-async def serve(config: ShardServerConfig, keep_segment: bool) -> None:
-    server = ShardServer(config)
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
-    holder = await server.start()
-    print(f"shard {holder.node_id} serves peers at {holder.peer_address}, epoch {holder.epoch}", flush=True)
-    try:
-        await stopped.wait()
-    finally:
-        await server.stop(leaving=True, keep_segment=keep_segment)
-
-
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     config, keep_segment = parse_config()
     try:
-        asyncio.run(serve(config, keep_segment))
+        asyncio.run(serve(config, keep_segment=keep_segment))
     except KVServiceError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 1
