@@ -21,7 +21,7 @@ ASKED_AT_ONCE = 16
 MEMORY_METRIC = "kvservice_segment_bytes{"
 
 
-def run(lookups: Sequence[str], metrics: str | None, nodes: int, wait_seconds: float) -> tuple[list[str], str]:
+def run(lookups: Sequence[str], metrics: Sequence[str], nodes: int, wait_seconds: float) -> tuple[list[str], str]:
     """(what is wrong, or nothing; what was seen), as soon as nothing is wrong or when the time is over. Blocks."""
     if not lookups and not metrics:
         raise ConfigError("nothing to check: give --lookup HOST:PORT of every lookup shard, or --metrics HOST:PORT")
@@ -33,7 +33,7 @@ def run(lookups: Sequence[str], metrics: str | None, nodes: int, wait_seconds: f
         time.sleep(POLL_SECONDS)
 
 
-def _round(lookups: Sequence[str], metrics: str | None, nodes: int) -> tuple[list[str], str]:
+def _round(lookups: Sequence[str], metrics: Sequence[str], nodes: int) -> tuple[list[str], str]:
     problems: list[str] = []
     seen: list[str] = []
     if lookups:
@@ -66,24 +66,29 @@ def _ask_directory(lookups: Sequence[str], nodes: int) -> tuple[list[str], str]:
     return problems, f"{len(lookups)} lookup shards, {len(state['nodes'])} cache shards, {pool >> 20} MiB"
 
 
-def _ask_metrics(metrics: str, nodes: int) -> tuple[list[str], str]:
-    host, _, port = metrics.rpartition(":")
-    try:
-        rows: list[Any] = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except (OSError, ValueError) as error:
-        return [f"{metrics}: {error}"], "no address"
-    addresses = sorted({str(row[4][0]) for row in rows})
+def _ask_metrics(metrics: Sequence[str], nodes: int) -> tuple[list[str], str]:
+    problems: list[str] = []
+    places: set[tuple[str, int]] = set()
+    for name in metrics:
+        host, _, port = name.rpartition(":")
+        try:
+            rows: list[Any] = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        except (OSError, ValueError) as error:
+            problems.append(f"{name}: {error}")
+            continue
+        places |= {(str(row[4][0]), int(port)) for row in rows}
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-        answers = list(pool.map(lambda address: _scrape(address, int(port)), addresses))
-    problems = [f"{address}: {answer}" for address, answer in zip(addresses, answers, strict=True) if answer]
-    good = answers.count("")
+        answers = dict(zip(sorted(places), pool.map(_scrape, sorted(places)), strict=True))
+    problems += [f"{address}: {answer}" for (address, _), answer in answers.items() if answer]
+    good = list(answers.values()).count("")
     if good < nodes:
-        problems.append(f"{good} shards answer at {metrics}, and {nodes} are expected")
-    return problems, f"{good} shards answer at {metrics}"
+        problems.append(f"the metrics of {good} shards answer, and {nodes} are expected")
+    return problems, f"metrics of {good} shards"
 
 
-def _scrape(address: str, port: int) -> str:
-    """Nothing, or what is wrong with this shard's metrics."""
+def _scrape(place: tuple[str, int]) -> str:
+    """Nothing, or what is wrong with the shard's metrics at this address and port."""
+    address, port = place
     host = f"[{address}]" if ":" in address else address
     try:
         with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=CALL_SECONDS) as reply:

@@ -157,7 +157,7 @@ def check(
         list[str] | None, typer.Option("--lookup", help="host:port of a lookup shard; repeat, in their order.")
     ] = None,
     metrics: Annotated[
-        str | None, typer.Option(help="host:port of the shards' metrics; every address of the name is asked.")
+        list[str] | None, typer.Option(help="host:port of shards' metrics; every address of the name is asked. Repeat.")
     ] = None,
     nodes: Annotated[int, typer.Option(min=0, help="Cache shards that must be there.")] = 1,
     wait: Annotated[float, typer.Option(min=0, help="Seconds to go on asking until all is well.")] = 0.0,
@@ -166,7 +166,7 @@ def check(
     from kvservice.cli import check as command
 
     try:
-        problems, seen = command.run(lookup_at or [], metrics, nodes, wait)
+        problems, seen = command.run(lookup_at or [], metrics or [], nodes, wait)
     except KVServiceError as error:
         raise fail(error) from error
     for problem in problems:

@@ -48,7 +48,7 @@ def run_lookup(config: Any, partition: int, host: str, port: int) -> None:
     async def run() -> None:
         server = LookupServer(f"{bracketed(host)}:{port}", partition, count)
         where = f"lookup shard {partition} of {count} serves {bracketed(host)}"
-        await serve(server, where, service=config.service, metrics_port=config.metrics_port)
+        await serve(server, where, service=config.service, host=host.strip("[]"), metrics_port=config.metrics_port)
 
     asyncio.run(run())
 

@@ -13,9 +13,11 @@ from kvservice.observe.lookup_metrics import LookupNumbers, serve_lookup_metrics
 READ_SECONDS = 5.0
 
 
-async def serve(server: LookupServer, where: str, *, service: str = "default", metrics_port: int = 0) -> None:
-    """Returns after a clean stop. `where` names the listener in the one line that is printed when it serves. Raises
-    ConfigError when the address cannot be bound."""
+async def serve(
+    server: LookupServer, where: str, *, service: str = "default", host: str = "", metrics_port: int = 0
+) -> None:
+    """Returns after a clean stop. `where` names the listener in the one line that is printed when it serves; metrics
+    are answered on `host` too. Raises ConfigError when the address cannot be bound."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -34,7 +36,7 @@ async def serve(server: LookupServer, where: str, *, service: str = "default", m
     port = await server.start()
     try:
         if metrics_port:
-            end_metrics = serve_lookup_metrics(service, read, metrics_port)
+            end_metrics = serve_lookup_metrics(service, read, metrics_port, host)
         print(f"{where}:{port}", flush=True)
         await stopped.wait()
     finally:

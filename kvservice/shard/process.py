@@ -46,7 +46,7 @@ async def serve(
     holder = await server.start()
     try:
         if metrics_port:
-            end_metrics = serve_metrics(config.service, read, metrics_port)
+            end_metrics = serve_metrics(config.service, read, metrics_port, config.peer_host.strip("[]"))
         print(f"shard {holder.node_id} serves peers at {holder.peer_address}, epoch {holder.epoch}", flush=True)
         await asked.get()
         await drain(server, asked, grace_seconds)

@@ -2,6 +2,7 @@
 {{- define "kvservice.rayEnv" -}}
 - {name: HOME, value: /home/kvservice}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+- {name: KVSERVICE_SERVICE, value: {{ .Values.cache.service | quote }}}
 {{- if eq .Values.ray.auth.mode "disabled" }}
 # With `token` the operator sets this and the token; without, some of Ray's commands would turn it on by themselves.
 - {name: RAY_AUTH_MODE, value: disabled}
