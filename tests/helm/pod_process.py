@@ -1,8 +1,8 @@
 """Runs the containers of a rendered pod as processes of this machine, as a kubelet would, and asks their probes.
 
 What differs from a pod, and only this: the pod's address is one of loopback; absolute paths of volumes become folders
-under a temporary one, everywhere they occur; cluster names become those addresses; there is no cgroup, no image and no
-namespace. Command, arguments, environment, settings file, ports, probes and hooks are what was rendered.
+under a temporary one, everywhere they occur; cluster names become those addresses; there is no cgroup, no image, no
+namespace, and the user is the one that runs the test. Command, arguments, environment, settings file, ports, probes and hooks are what was rendered.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ class Place:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def local(self, text: str) -> str:
-        for name in sorted(self.names, key=len, reverse=True):
-            text = text.replace(name, self.names[name])
-        for path in sorted(self.paths, key=len, reverse=True):
-            text = re.sub(re.escape(path) + r"(?![\w-])", str(self.paths[path]), text)
-        return text
+        known = {**self.names, **{path: str(target) for path, target in self.paths.items()}}
+        longest_first = "|".join(re.escape(word) for word in sorted(known, key=len, reverse=True))
+        return re.sub(rf"(?:{longest_first})(?![\w-])", lambda found: known[found.group(0)], text)
 
     def field_value(self, path: str) -> str:
         if path.startswith("metadata.labels["):

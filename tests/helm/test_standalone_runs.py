@@ -78,7 +78,8 @@ class Cluster:
         self.names = {f"{service}-{i}.{service}.{NAMESPACE}.svc": ip for i, ip in enumerate(ips)}
         for index, ip in enumerate(ips):
             place = self.place(lookup, labels={"apps.kubernetes.io/pod-index": str(index)}, ip=ip)
-            self.lookups.append(ContainerProcess(lookup.spec["containers"][0], place, self.root / f"lookup-{index}.log"))
+            log = self.root / f"lookup-{index}.log"
+            self.lookups.append(ContainerProcess(lookup.spec["containers"][0], place, log))
             self.lookups[-1].start()
         for node in NODES:
             self.start_shard(shard, node)
