@@ -28,8 +28,8 @@ helm install cache ./helm/kvservice --namespace inference
 helm test cache --namespace inference --logs
 ```
 
-How to choose values, size memory, upgrade and drain: [docs/kubernetes.md](../../docs/kubernetes.md). Whole files of values to
-begin with: [ci/](ci/), which are what the tests render.
+How to choose values, size memory, upgrade and drain: [docs/kubernetes.md](../../docs/kubernetes.md). Whole files of
+values to begin with: [ci/](ci/), which are what the tests render.
 
 | value | default | |
 |---|---|---|
@@ -60,7 +60,7 @@ def comments(text: str) -> dict[tuple[str, ...], str]:
 
 
 def rows(values: Any, described: dict[tuple[str, ...], str], path: tuple[str, ...] = ()) -> list[tuple[str, str, str]]:
-    """(dotted name, default as JSON, comment) of every value, in the file's order. Raises SystemExit for one without."""
+    """(dotted name, default as JSON, comment) of every value, in order. Raises SystemExit for one without."""
     found: list[tuple[str, str, str]] = []
     for key, value in values.items():
         here = (*path, key)

@@ -1,4 +1,4 @@
-"""`kvservice check`: is the whole service there, asked from anywhere that reaches it? For `helm test` and for pipelines.
+"""`kvservice check`: is the whole service there, asked from anywhere that reaches it? For `helm test`, for pipelines.
 
 Unlike `status` it needs no shard on this machine, and it waits.
 """

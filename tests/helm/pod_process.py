@@ -2,7 +2,8 @@
 
 What differs from a pod, and only this: the pod's address is one of loopback; absolute paths of volumes become folders
 under a temporary one, everywhere they occur; cluster names become those addresses; there is no cgroup, no image, no
-namespace, and the user is the one that runs the test. Command, arguments, environment, settings file, ports, probes and hooks are what was rendered.
+namespace, and the user is the one that runs the test. Command, arguments, environment, settings file, ports, probes and
+hooks are what was rendered.
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ class ContainerProcess:
             return self._ask_health(probe["grpc"], timeout)
         where = probe["httpGet"]
         try:
-            with urllib.request.urlopen(f"http://{self.place.ip}:{where['port']}{where['path']}", timeout=timeout) as reply:
+            with urllib.request.urlopen(
+                f"http://{self.place.ip}:{where['port']}{where['path']}", timeout=timeout
+            ) as reply:
                 return 200 <= int(reply.status) < 400
         except (urllib.error.URLError, OSError):
             return False

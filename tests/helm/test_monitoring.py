@@ -99,7 +99,8 @@ def test_panels_do_not_overlap_and_use_the_chosen_source() -> None:
 
 def test_every_alert_has_a_section_in_the_documentation() -> None:
     text = (ROOT / "docs" / "kubernetes.md").read_text()
-    sections = {re.sub(r"[^a-z0-9-]", "", line.lstrip("# ").lower().replace(" ", "-")) for line in text.splitlines() if line.startswith("#")}
+    headings = [line.lstrip("# ").lower().replace(" ", "-") for line in text.splitlines() if line.startswith("#")]
+    sections = {re.sub(r"[^a-z0-9-]", "", heading) for heading in headings}
     found = rules(rendered("standalone-full-values.yaml")) + rules(rendered("ray-full-values.yaml"))
     for rule in found:
         base, _, section = rule["annotations"]["runbook_url"].partition("#")
@@ -130,11 +131,13 @@ def test_monitors_select_the_pods_and_name_their_ports(values: str) -> None:
         assert chosen == (endpoint["port"] in ports) == (each.labels[expression["key"]] != "check"), each.owner
     services = find(objects, "ServiceMonitor")["spec"]
     (expression,) = services["selector"]["matchExpressions"]
+    wanted = services["selector"]["matchLabels"].items()
+    labelled = [(item, item["metadata"]["labels"]) for item in objects if item["kind"] == "Service"]
     found = [
-        item for item in objects
-        if item["kind"] == "Service" and services["selector"]["matchLabels"].items() <= item["metadata"]["labels"].items()
-        and item["metadata"]["labels"][expression["key"]] in expression["values"]
-    ]  # fmt: skip
+        item
+        for item, labels in labelled
+        if wanted <= labels.items() and labels[expression["key"]] in expression["values"]
+    ]
     assert len(found) == (1 if values.startswith("ray") else 2)
     for item in found:
         assert services["endpoints"][0]["port"] in {port["name"] for port in item["spec"]["ports"]}

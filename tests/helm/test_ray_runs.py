@@ -1,4 +1,4 @@
-"""The head pod of `ray` mode, run as local processes: what the operator starts, then the hook that brings the service up.
+"""The head pod of `ray` mode as local processes: what the operator starts, then the hook that brings the service up.
 
 Only what the operator adds is written here: `ray start` with the rendered parameters and its own ports.
 """
@@ -29,7 +29,9 @@ START_SECONDS = 120
 class Head:
     def __init__(self) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="kvr-"))
-        self.ports = {name: free_port() for name in ("gcs", "dashboard", "agent", "client", "export", "cache", "lookup")}
+        self.ports = {
+            name: free_port() for name in ("gcs", "dashboard", "agent", "client", "export", "cache", "lookup")
+        }
         self.service = f"t{uuid.uuid4().hex[:8]}"
         self.objects: tuple[Object, ...] = rendered(
             "ray-cluster-values.yaml", "cache.pool=64Mi", f"cache.service={self.service}", "ray.auth.mode=disabled",

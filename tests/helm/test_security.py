@@ -48,7 +48,7 @@ def test_pods_meet_the_restricted_standard_or_miss_it_as_documented(values: str)
                 expected |= {"prepare-host runs as root", f"prepare-host has capabilities {added}"}
         if component in ("shard", "worker") and "full" in values:  # RDMA pins memory
             name = each.spec["containers"][0]["name"]
-            expected.add(f"{name} has capabilities {({'drop': ['ALL'], 'add': ['IPC_LOCK']})}")
+            expected.add(f"{name} has capabilities { ({'drop': ['ALL'], 'add': ['IPC_LOCK']}) }")
         assert set(violations(each)) == expected, each.owner
 
 
@@ -82,7 +82,7 @@ def allows(policy: dict[str, Any], labels: dict[str, str], port: int) -> bool:
 
 
 def matches(peer: dict[str, Any], labels: dict[str, str]) -> bool:
-    if "namespaceSelector" in peer and peer["namespaceSelector"]:
+    if peer.get("namespaceSelector"):
         return False
     selector = peer.get("podSelector", {})
     return selector.get("matchLabels", {}).items() <= labels.items() and all(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tomllib
 from typing import Any
 
 import pytest
+import tomllib
 import yaml
 
 from kvservice.config import load_config
