@@ -53,8 +53,6 @@ class ServiceConfig:
     # Where lookup shards run that were started apart (`kvservice lookup`): host:port or dns:///host:port of each, in
     # their order, with commas between. Only `kvservice shard` reads it; with Ray the service places its own.
     lookup_addresses: str = ""
-    # Directory in memory for the pool of `kvservice shard`; empty = /dev/shm. Engines need it at the same path.
-    segment_dir: str = ""
     # Directory for sockets and records on every node; empty = /tmp/kvservice-<uid>. Engines need the same one.
     runtime_dir: str = ""
     # HTTP port on every node where Prometheus finds /metrics; 0 = none.
@@ -79,9 +77,8 @@ class ServiceConfig:
             raise ConfigError(f"metrics_port is {self.metrics_port}; choose a TCP port, or 0 for none")
         if self.slab_bytes < 0:
             raise ConfigError(f"slab_bytes is {self.slab_bytes}; give a size such as 64MiB, or 0 to have one chosen")
-        for key, path in (("runtime_dir", self.runtime_dir), ("segment_dir", self.segment_dir)):
-            if path and not Path(path).is_absolute():
-                raise ConfigError(f"{key} is {path!r}; give an absolute path")
+        if self.runtime_dir and not Path(self.runtime_dir).is_absolute():
+            raise ConfigError(f"runtime_dir is {self.runtime_dir!r}; give an absolute path")
         for address in self.lookups_elsewhere:
             if not _ADDRESS.fullmatch(address):
                 raise ConfigError(f"lookup_addresses has {address!r}; write host:port or dns:///host:port, with commas")

@@ -10,10 +10,13 @@ from typing import Any
 from kvservice.errors import ConfigError
 
 
-def run_shard(config: Any, node: str, host: str, port: int, *, keep_blocks: bool, grace_seconds: float) -> None:
-    """One node's shard. `config` is a ServiceConfig; `host` is bound and told to peers. Blocks until a signal."""
+def run_shard(
+    config: Any, node: str, host: str, port: int, memory: Path, *, keep_blocks: bool, grace_seconds: float
+) -> None:
+    """One node's shard. `config` is a ServiceConfig; `host` is bound and told to peers, `memory` is the folder of the
+    pool. Blocks until a signal."""
     from kvservice.shard.process import serve
-    from kvservice.shard.server import DEV_SHM, ShardServerConfig
+    from kvservice.shard.server import ShardServerConfig
     from kvservice.units import NodeId
 
     if not node or "/" in node or node.startswith("."):
@@ -24,7 +27,7 @@ def run_shard(config: Any, node: str, host: str, port: int, *, keep_blocks: bool
         pool_bytes=config.pool_bytes,
         lookup_addresses=config.lookups_elsewhere,
         runtime_root=Path(config.runtime_dir) if config.runtime_dir else None,
-        segment_directory=Path(config.segment_dir) if config.segment_dir else DEV_SHM,
+        segment_directory=memory,
         peer_host=bracketed(host),
         peer_port=port,
         lease_seconds=config.lease_seconds,

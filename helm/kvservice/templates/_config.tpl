@@ -16,7 +16,6 @@ gpu_workers = {{ .Values.ray.gpuWorkers | quote }}
 {{- else }}
 lookup_addresses = {{ include "kvservice.lookupAddresses" . | quote }}
 runtime_dir = {{ .Values.shard.hostRuntimeDir | quote }}
-segment_dir = {{ .Values.shard.hostMemoryDir | quote }}
 {{- end }}
 {{- end -}}
 
