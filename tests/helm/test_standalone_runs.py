@@ -28,7 +28,9 @@ from tests.integration.engine import Engine, chain
 
 SETTINGS = ("cache.pool=64Mi", "cache.drainSeconds=3", "cache.graceSeconds=2", "tests.minNodes=2", "cache.service=k8s")
 NODES = ("node-a", "node-b")
+KEEPER = "node-a"  # its pod is rendered with shard.keepBlocks
 START_SECONDS = 120
+ADOPTED = "kvservice_blocks_adopted_total{"
 
 
 class Cluster:
@@ -72,7 +74,7 @@ class Cluster:
         return place
 
     def start(self) -> None:
-        lookup, shard = pod(self.objects, "lookup"), pod(self.objects, "shard")
+        lookup = pod(self.objects, "lookup")
         service = find(self.objects, "Service", "-lookup")["metadata"]["name"]
         count = find(self.objects, "StatefulSet")["spec"]["replicas"]
         ips = [self.address() for _ in range(count)]
@@ -84,12 +86,13 @@ class Cluster:
             self.lookups.append(ContainerProcess(lookup.spec["containers"][0], place, log))
             self.lookups[-1].start()
         for node in NODES:
-            self.start_shard(shard, node)
+            self.start_shard(node)
         for process in [*self.lookups, *self.shards.values()]:
-            for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-                process.wait_for(probe, START_SECONDS)
+            wait_until_ready(process)
 
-    def start_shard(self, shard: Pod, node: str) -> None:
+    def start_shard(self, node: str) -> None:
+        setting = ("shard.keepBlocks=true",) if node == KEEPER else ()
+        shard = pod(rendered("standalone-values.yaml", *SETTINGS, *setting), "shard")
         place = self.place(shard, node)
         (prepare,) = shard.spec["initContainers"]
         if os.getuid() == 0:  # it gives the folders to the pod's user, which takes root here as there
@@ -109,6 +112,17 @@ class Cluster:
             process.kill()
         shutil.rmtree(self.root)
         shutil.rmtree(self.memory)
+
+
+def wait_until_ready(process: ContainerProcess) -> None:
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        process.wait_for(probe, START_SECONDS)
+
+
+def metrics_of(process: ContainerProcess) -> str:
+    (port,) = (port["containerPort"] for port in process.container["ports"] if port["name"] == "metrics")
+    with urllib.request.urlopen(f"http://{process.place.ip}:{port}/metrics", timeout=5) as reply:
+        return str(reply.read().decode())
 
 
 @pytest.fixture(scope="module")
@@ -162,9 +176,7 @@ def test_metrics_answer_at_the_port_that_monitors_scrape(cluster: Cluster) -> No
     for process, metric in [(cluster.lookups[1], 'kvservice_lookup_keys{partition="1",service="k8s"}')] + [
         (shard, f'kvservice_segment_bytes{{node="{node}",service="k8s"}}') for node, shard in cluster.shards.items()
     ]:
-        (port,) = (port["containerPort"] for port in process.container["ports"] if port["name"] == "metrics")
-        with urllib.request.urlopen(f"http://{process.place.ip}:{port}/metrics", timeout=5) as reply:
-            assert metric in reply.read().decode()
+        assert metric in metrics_of(process)
 
 
 def test_status_works_inside_a_shard_pod(cluster: Cluster) -> None:
@@ -187,6 +199,14 @@ def test_draining_takes_readiness_and_leaves_liveness(cluster: Cluster) -> None:
     assert shard.probe("readinessProbe")
 
 
+def test_the_next_pod_of_a_node_takes_up_the_blocks_that_were_kept(cluster: Cluster) -> None:
+    assert cluster.shards[KEEPER].end(30) == 0
+    cluster.start_shard(KEEPER)
+    wait_until_ready(cluster.shards[KEEPER])
+    (line,) = (line for line in metrics_of(cluster.shards[KEEPER]).splitlines() if line.startswith(ADOPTED))
+    assert float(line.split()[-1]) == 40
+
+
 def test_pods_end_with_zero_in_time_and_leave_nothing(cluster: Cluster) -> None:
     """Last: it ends the pods of this module, as Kubernetes does: preStop, then SIGTERM."""
     shard, lookup = pod(cluster.objects, "shard"), pod(cluster.objects, "lookup")
@@ -204,6 +224,7 @@ def test_pods_end_with_zero_in_time_and_leave_nothing(cluster: Cluster) -> None:
         code = process.end(30) if ended is None else ended
         assert code == 0, process.log.read_text()[-2000:]
         assert time.monotonic() - began < shard.spec["terminationGracePeriodSeconds"]
-        assert not list((cluster.root / node / "runtime").rglob("*")) and not list(cluster.memory.glob(f"{node}/*/*"))
+        assert not list((cluster.root / node / "runtime").rglob("*"))
+        assert len(list(cluster.memory.glob(f"{node}/*/*"))) == (node == KEEPER), "the segment, where it is kept"
     for process in cluster.lookups:
         assert process.end(lookup.spec["terminationGracePeriodSeconds"]) == 0
