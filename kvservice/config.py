@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -23,6 +24,7 @@ else:
 
 ENVIRONMENT_PREFIX = "KVSERVICE_"
 POOL_BYTES_MIN = 4 * MiB
+_ADDRESS = re.compile(r"(dns:///)?([A-Za-z0-9_.-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
 _NOT_CONFIG = frozenset({"NODE", "CONFIG"})  # they pick a shard or a file, they do not configure a service
 _NOT_CONFIG_PREFIX = "TEST_"  # test runs mark their processes with such variables
 
@@ -48,6 +50,9 @@ class ServiceConfig:
     heartbeat_seconds: float = 1.0
     # Bytes of a slab, the unit in which memory is given to block sizes; 0 = choose. One block must fit.
     slab_bytes: int = 0
+    # Where lookup shards run that were started apart (`kvservice lookup`): host:port or dns:///host:port of each, in
+    # their order, with commas between. Only `kvservice shard` reads it; with Ray the service places its own.
+    lookup_addresses: str = ""
     # Directory for sockets and records on every node; empty = /tmp/kvservice-<uid>. Engines need the same one.
     runtime_dir: str = ""
     # HTTP port on every node where Prometheus finds /metrics; 0 = none.
@@ -74,6 +79,9 @@ class ServiceConfig:
             raise ConfigError(f"slab_bytes is {self.slab_bytes}; give a size such as 64MiB, or 0 to have one chosen")
         if self.runtime_dir and not Path(self.runtime_dir).is_absolute():
             raise ConfigError(f"runtime_dir is {self.runtime_dir!r}; give an absolute path")
+        for address in self.lookups_elsewhere:
+            if not _ADDRESS.fullmatch(address):
+                raise ConfigError(f"lookup_addresses has {address!r}; write host:port or dns:///host:port, with commas")
         if self.transport not in ("auto", "nixl", "shm"):
             raise ConfigError(f"transport is {self.transport!r}; choose auto, nixl or shm")
         if self.gpu_workers not in ("auto", "off") and not (
@@ -83,6 +91,11 @@ class ServiceConfig:
         if not 2.0 <= self.lease_seconds <= 600 or not 0.1 <= self.heartbeat_seconds <= 60:
             # A pull stops one second before its lease ends: shorter leases would leave it no time.
             raise ConfigError("lease_seconds must be 2 to 600, heartbeat_seconds 0.1 to 60")
+
+    @property
+    def lookups_elsewhere(self) -> tuple[str, ...]:
+        """`lookup_addresses` one by one, in partition order."""
+        return tuple(address.strip() for address in self.lookup_addresses.split(",") if address.strip())
 
 
 def local() -> ServiceConfig:

@@ -22,8 +22,8 @@ KiB = 1 << 10
 MiB = 1 << 20
 GiB = 1 << 30
 
-_SUFFIXES = {"": 1, "b": 1, "k": KiB, "kib": KiB, "m": MiB, "mib": MiB, "g": GiB, "gib": GiB, "t": GiB << 10}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_SUFFIXES = {"": 1, "k": KiB, "m": MiB, "g": GiB, "t": GiB << 10}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])i?)?b?\s*", re.IGNORECASE)  # 4G, 4GB, 4Gi and 4GiB are one
 
 
 def div_ceil(dividend: int, divisor: int) -> int:
@@ -51,8 +51,6 @@ def parse_bytes(text: str | int) -> int:
     if isinstance(text, int):
         return text
     match = _SIZE.fullmatch(text)
-    if match is None or match.group(2).lower().removesuffix("b") not in {s.removesuffix("b") for s in _SUFFIXES}:
+    if match is None:
         raise ValueError(f"not a size: {text!r} (write it like 512MiB, 4GiB or 1073741824)")
-    unit = match.group(2).lower()
-    scale = _SUFFIXES.get(unit) or _SUFFIXES[unit.removesuffix("b")]
-    return int(float(match.group(1)) * scale)
+    return int(float(match.group(1)) * _SUFFIXES[(match.group(2) or "").lower()])

@@ -1,6 +1,6 @@
-"""Write requirements/cpu-py311.lock from pip's own resolution report.
+"""Write requirements/cpu-py311.lock or cuda-py311.lock from pip's own resolution report.
 
-`make lock` runs pip's resolver in dry-run mode over requirements/cpu.in and pipes the JSON report through this
+`make lock` runs pip's resolver in dry-run mode over requirements/*.in and pipes the JSON report through this
 script. The result lists every distribution with its exact version and SHA-256, and is installed with --no-deps, so
 that an install is the same on every machine and nothing the resolver would drag in later can slip through.
 """
@@ -11,27 +11,28 @@ import json
 import sys
 from pathlib import Path
 
-# Wheels on the public index that are built for another torch: importing transformers fails when they are present.
-# Triton makes vLLM choose a GPU-only model runner on CPU machines.
+# For CPUs. Wheels on the public index that are built for another torch: importing transformers fails when they are
+# present. Triton makes vLLM choose a GPU-only model runner on CPU machines.
 LEFT_OUT = frozenset({"torchvision", "torchaudio", "torchcodec", "triton"})
 
 HEADER = """\
-# CPython 3.11, Linux x86_64. Made by `make lock` from requirements/cpu.in; do not edit.
-# Install with: pip install --no-deps --require-hashes -r requirements/cpu-py311.lock
+# CPython 3.11, Linux x86_64. Made by `make lock` from requirements/{kind}.in; do not edit.
+# Install with: pip install --no-deps --require-hashes -r requirements/{kind}-py311.lock
 """
 
 
 def main(lock_path: str, *report_paths: str) -> None:
     items = [item for path in report_paths for item in json.loads(Path(path).read_text())["install"]]
     lines: list[str] = []
+    kind = Path(lock_path).name.partition("-")[0]
     for item in items:
         name = item["metadata"]["name"].lower().replace("_", "-")
-        if name in LEFT_OUT:
+        if kind == "cpu" and name in LEFT_OUT:
             continue
         version = item["metadata"]["version"]
         digest = item["download_info"]["archive_info"]["hashes"]["sha256"]
         lines.append(f"{name}=={version} --hash=sha256:{digest}")
-    Path(lock_path).write_text(HEADER + "\n".join(sorted(lines)) + "\n")
+    Path(lock_path).write_text(HEADER.format(kind=kind) + "\n".join(sorted(lines)) + "\n")
 
 
 if __name__ == "__main__":

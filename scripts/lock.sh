@@ -18,3 +18,7 @@ fi
 "${resolve[@]}" "${pytorch[@]}" --report "$work/resolved.json" -r requirements/cpu.in
 "${resolve[@]}" --no-deps --report "$work/nodeps.json" -r requirements/cpu-nodeps.in
 "$venv/bin/python" "$here/lock.py" "$lock" "$work/resolved.json" "$work/nodeps.json"
+
+# The CUDA image's, from PyPI alone. Slow: pip reads the metadata of many large wheels.
+"${resolve[@]}" --report "$work/cuda.json" -r requirements/cuda.in
+"$venv/bin/python" "$here/lock.py" requirements/cuda-py311.lock "$work/cuda.json"

@@ -89,7 +89,7 @@ def run_foreground(config: Any) -> None:
 
 async def _foreground(config: Any) -> None:
     from kvservice.lookup.server import LookupServer
-    from kvservice.shard.__main__ import first_of
+    from kvservice.shard.process import first_of
     from kvservice.shard.server import ShardServer, ShardServerConfig
     from kvservice.units import NodeId
 

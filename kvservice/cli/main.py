@@ -1,4 +1,5 @@
-"""`kvservice`: up, down, status, drain, explain, doctor, proxy, sim, demos. Commands import what they need when run.
+"""`kvservice`: up, down, shard, lookup, status, check, drain, explain, doctor, proxy, sim, demos. Commands import what
+they need when they run, so that --help is instant.
 
 Exit codes: 0 all is well, 1 something is wrong, 2 wrong usage, 3 there is no service.
 """
@@ -23,6 +24,10 @@ app = typer.Typer(
 
 Service = Annotated[str | None, typer.Option("--service", help="Name of the installation. Default: 'default'.")]
 Address = Annotated[str | None, typer.Option("--address", help="Ray cluster to join. Default: this machine's.")]
+Config = Annotated[Path | None, typer.Option(help="TOML file with any of the settings.")]
+JsonLogs = Annotated[bool, typer.Option("--json-logs", help="One JSON object a line.")]
+LOOPBACK = "127.0.0.1"
+DEV_SHM = Path("/dev/shm")
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output with stable keys.")]
 
 
@@ -130,6 +135,85 @@ def explain(request_id: str, service: Service = None, as_json: Json = False) -> 
     except KVServiceError as error:
         raise fail(error) from error
     if not known:
+        raise typer.Exit(EXIT_PROBLEM)
+
+
+@app.command()
+def shard(
+    node: Annotated[str, typer.Option(envvar="KVSERVICE_NODE", help="Name of this machine, unique in the service.")],
+    host: Annotated[str, typer.Option(help="Address other nodes reach this one by; bound and announced.")] = LOOPBACK,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port for them; 0: any free one.")] = 0,
+    lookup_at: Annotated[
+        list[str] | None, typer.Option("--lookup", help="host:port of a lookup shard; repeat, in their order.")
+    ] = None,
+    service: Service = None,
+    pool: Annotated[str | None, typer.Option(help="Shared memory to give, e.g. 64GiB. Default: 4GiB.")] = None,
+    config: Config = None,
+    memory: Annotated[Path, typer.Option(help="Folder in memory for the pool; engines need the same.")] = DEV_SHM,
+    keep_blocks: Annotated[
+        bool, typer.Option("--keep-blocks", help="Leave the blocks in memory for the next start on this machine.")
+    ] = False,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds for readers to finish when told to end.")] = 20.0,
+    json_logs: JsonLogs = False,
+) -> None:
+    """This machine's part of a service without Ray, in the foreground. SIGTERM drains it and ends it."""
+    from kvservice.cli import processes
+    from kvservice.config import load_config
+    from kvservice.observe import logs
+
+    logs.configure(json_lines=json_logs)
+    try:
+        addresses = ",".join(lookup_at) if lookup_at else None
+        loaded = load_config(config, service=service, pool_bytes=pool, lookup_addresses=addresses)
+        processes.run_shard(loaded, node, host, port, memory.absolute(), keep_blocks=keep_blocks, grace_seconds=grace)
+    except KVServiceError as error:
+        raise fail(error) from error
+
+
+@app.command()
+def lookup(
+    partition: Annotated[int, typer.Option(min=0, help="Which lookup shard this is, from 0.")] = 0,
+    lookups: Annotated[int | None, typer.Option(help="How many there are. Default: 2.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = LOOPBACK,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one, printed at start.")] = 7400,
+    service: Service = None,
+    config: Config = None,
+    json_logs: JsonLogs = False,
+) -> None:
+    """One lookup shard of a service without Ray, in the foreground, until SIGTERM."""
+    from kvservice.cli import processes
+    from kvservice.config import load_config
+    from kvservice.observe import logs
+
+    logs.configure(json_lines=json_logs)
+    try:
+        processes.run_lookup(load_config(config, service=service, lookup_shards=lookups), partition, host, port)
+    except KVServiceError as error:
+        raise fail(error) from error
+
+
+@app.command()
+def check(
+    lookup_at: Annotated[
+        list[str] | None, typer.Option("--lookup", help="host:port of a lookup shard; repeat, in their order.")
+    ] = None,
+    metrics: Annotated[
+        list[str] | None, typer.Option(help="host:port of shards' metrics; every address of the name is asked. Repeat.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=0, help="Cache shards that must be there.")] = 1,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to go on asking until all is well.")] = 0.0,
+) -> None:
+    """Ask every part of a service from outside whether it is there. Ends with 1 and the reasons when one is not."""
+    from kvservice.cli import check as command
+
+    try:
+        problems, seen = command.run(lookup_at or [], metrics or [], nodes, wait)
+    except KVServiceError as error:
+        raise fail(error) from error
+    for problem in problems:
+        typer.secho(f"problem: {problem}", err=True, fg="red")
+    typer.echo(seen)
+    if problems:
         raise typer.Exit(EXIT_PROBLEM)
 
 

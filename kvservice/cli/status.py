@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,9 +30,15 @@ def collect(service: str) -> dict[str, Any] | None:
     if not local:
         return None
     newest = max(local, key=lambda record: (is_listening(record.socket), record.epoch))
+    return survey(service, newest.lookup_addresses, {record.node_id: record.peer_address for record in local})
+
+
+def survey(service: str, lookup_addresses: Sequence[str], known: Mapping[str, str]) -> dict[str, Any]:
+    """What these lookup shards say, and every shard that they or `known` (node -> peer address) name. Blocks for
+    RPCs."""
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-        lookups = list(pool.map(_lookup_stats, newest.lookup_addresses))
-        peers: dict[str, str] = {record.node_id: record.peer_address for record in local}
+        lookups = list(pool.map(_lookup_stats, lookup_addresses))
+        peers = dict(known)
         for lookup in lookups:
             peers.update({node["node_id"]: node["peer_address"] for node in lookup["nodes"] if node["alive"]})
         names = sorted(peers)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import signal
 import sys
 
 from kvservice.core.membership import FORGET_SECONDS, HIDE_SECONDS
 from kvservice.errors import KVServiceError
+from kvservice.lookup.process import serve
 from kvservice.lookup.server import LookupServer
 
 
@@ -30,7 +30,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-async def serve(given: argparse.Namespace) -> None:
+async def run(given: argparse.Namespace) -> None:
     server = LookupServer(
         given.bind,
         given.partition,
@@ -38,23 +38,14 @@ async def serve(given: argparse.Namespace) -> None:
         hide_seconds=given.hide_seconds,
         forget_seconds=given.forget_seconds,
     )
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
-    port = await server.start()
     host = given.bind.rpartition(":")[0]
-    print(f"lookup shard {given.partition} of {given.partition_count} serves {host}:{port}", flush=True)
-    try:
-        await stopped.wait()
-    finally:
-        await server.stop()
+    await serve(server, f"lookup shard {given.partition} of {given.partition_count} serves {host}")
 
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
-        asyncio.run(serve(parse_arguments()))
+        asyncio.run(run(parse_arguments()))
     except KVServiceError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 1

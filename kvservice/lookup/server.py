@@ -21,6 +21,7 @@ from kvservice.core.membership import FORGET_SECONDS, HIDE_SECONDS
 from kvservice.errors import ConfigError
 from kvservice.lookup.service import LookupServicer
 from kvservice.lookup.watch import WatchHub
+from kvservice.observe.lookup_metrics import LookupNumbers
 from kvservice.wire.serving import SERVER_OPTIONS, service_handler
 from kvservice.wire.v1 import lookup_pb2
 
@@ -52,6 +53,7 @@ class LookupServer:
         if not 0 < hide_seconds < forget_seconds:
             raise ConfigError(f"nodes are hidden after {hide_seconds} s and forgotten after {forget_seconds} s: not so")
         self._bind_address = bind_address
+        self._partition = partition
         self.epoch = epoch if epoch is not None else time.time_ns()
         self._clock = clock
         self._index = DirectoryIndex(hide_seconds, forget_seconds)
@@ -76,7 +78,7 @@ class LookupServer:
         await server.start()
         self._server = server
         self._maintenance = asyncio.get_running_loop().create_task(self._maintain())
-        for name in ("", service.full_name):
+        for name in ("", "live", "ready", service.full_name):  # a shard answers to these as well
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         log.info("lookup_started", extra={"address": self._bind_address, "port": port})
         return port
@@ -93,6 +95,18 @@ class LookupServer:
             self._maintenance.cancel()
             await asyncio.gather(self._maintenance, return_exceptions=True)
             self._maintenance = None
+
+    def numbers(self) -> LookupNumbers:
+        """What its metrics say. Call it on the server's loop."""
+        nodes = self._index.nodes(self._clock())
+        alive = sum(node.visible for node in nodes)
+        gauges = {
+            "boot_epoch": self.epoch,
+            "keys": len(self._index),
+            "nodes_alive": alive,
+            "nodes_silent": len(nodes) - alive,
+        }
+        return LookupNumbers(self._partition, gauges, self._servicer.counters())
 
     async def wait_for_termination(self) -> None:
         if self._server is not None:

@@ -114,9 +114,7 @@ class LookupServicer:
             )
             for summary in self._index.nodes(self._clock())
         ]
-        counters = {**self._index.all_counters(), **self._counters}
-        counters["watchers"] = len(self._hub)
-        counters["watchers_cut_off"] = self._hub.cut_off_count
+        counters = {**self.counters(), "watchers": len(self._hub)}
         return lookup_pb2.LookupStatsReply(
             partition=self._partition,
             partition_count=self._partition_count,
@@ -125,6 +123,12 @@ class LookupServicer:
             nodes=nodes,
             counters=counters,
         )
+
+    def counters(self) -> dict[str, int]:
+        """Of the index, the watchers and the calls."""
+        counters = {**self._index.all_counters(), **self._counters}
+        counters["watchers_cut_off"] = self._hub.cut_off_count
+        return counters
 
 
 def _encode_runs(runs: Sequence[HolderRun]) -> lookup_pb2.ResolveReply:

@@ -70,6 +70,7 @@ COUNTERS: Mapping[str, str] = {
     "transfer_connect_failed": "connections to other nodes that failed",
     "transfer_reads_failed": "reads that the transport reported as failed",
 }
+ANY_ADDRESS = "0.0.0.0"
 _PREFIX = "kvservice"
 _TRANSPORT_BYTES = ("transfer_", "_bytes")  # transfer_<transport>_bytes
 
@@ -151,17 +152,19 @@ def transport_of(counter: str) -> str | None:
     return counter[len(head) : -len(tail)] if counter.startswith(head) and counter.endswith(tail) else None
 
 
-def serve_metrics(service: str, read: Callable[[], ShardNumbers | None], port: int) -> Callable[[], None]:
-    """Answer Prometheus at :port/metrics. Returns what ends it."""
-    return serve_collector(ShardCollector(service, read), port)
+def serve_metrics(
+    service: str, read: Callable[[], ShardNumbers | None], port: int, address: str = ANY_ADDRESS
+) -> Callable[[], None]:
+    """Answer Prometheus at address:port/metrics. Returns what ends it."""
+    return serve_collector(ShardCollector(service, read), port, address)
 
 
-def serve_collector(collector: Collector, port: int) -> Callable[[], None]:
+def serve_collector(collector: Collector, port: int, address: str = ANY_ADDRESS) -> Callable[[], None]:
     """Like `serve_metrics`. A taken port costs the metrics, not what they are about."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     try:
-        server, thread = start_http_server(port, registry=registry)
+        server, thread = start_http_server(port, address, registry)
     except OSError as error:
         log.warning("metrics_port_taken", extra={"port": port, "error": error.strerror})
         return lambda: None

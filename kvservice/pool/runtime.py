@@ -266,6 +266,14 @@ class PoolRuntime:
         return self._state.recall(keys, now), now
 
     @property
+    def draining(self) -> bool:
+        return self._state.draining
+
+    @property
+    def lease_count(self) -> int:
+        return self._state.lease_count
+
+    @property
     def epoch(self) -> BootEpoch:
         return self._state.epoch
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import signal
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 from kvservice.errors import KVServiceError
-from kvservice.shard.server import DEV_SHM, ShardServer, ShardServerConfig
+from kvservice.shard.process import serve
+from kvservice.shard.server import DEV_SHM, ShardServerConfig
 from kvservice.units import NodeId, parse_bytes
 
 
@@ -53,45 +51,11 @@ def parse_config(arguments: list[str] | None = None) -> tuple[ShardServerConfig,
     return config, given.keep_segment, given.drain_seconds
 
 
-async def serve(config: ShardServerConfig, keep_segment: bool, drain_seconds: float = 0.0) -> None:
-    """Until it is told to end (it then drains first, unless its blocks stay for the next start; told twice, it does
-    not) or was drained and told to exit."""
-    server = ShardServer(config)
-    stopped, at_once = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def end() -> None:
-        (at_once if stopped.is_set() else stopped).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, end)
-    holder = await server.start()
-    print(f"shard {holder.node_id} serves peers at {holder.peer_address}, epoch {holder.epoch}", flush=True)
-    try:
-        await first_of(stopped.wait(), server.left.wait())
-        if not server.left.is_set() and drain_seconds > 0 and not keep_segment:
-            await first_of(server.drain(drain_seconds), at_once.wait())
-    finally:
-        await server.stop(leaving=True, keep_segment=keep_segment)
-
-
-async def first_of(*works: Coroutine[Any, Any, object]) -> None:
-    """Until one of them is done; the others are cancelled. Raises what the first one raised."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     config, keep_segment, drain_seconds = parse_config()
     try:
-        asyncio.run(serve(config, keep_segment, drain_seconds))
+        asyncio.run(serve(config, keep_segment=keep_segment, grace_seconds=drain_seconds))
     except KVServiceError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 1

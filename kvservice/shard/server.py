@@ -29,6 +29,7 @@ from kvservice.errors import ConfigError, ServiceConflict, Unavailable
 from kvservice.memory.segment import Segment, segment_path
 from kvservice.pool.runtime import PoolConfig, PoolRuntime
 from kvservice.shard.directory import ShardDirectory
+from kvservice.shard.readiness import LIVE, ReadinessServicer
 from kvservice.shard.service import AdminServicer, EngineServicer, PeerServicer
 from kvservice.transfer.base import Transport
 from kvservice.transfer.nixl import NixlTransport, nixl_available
@@ -69,7 +70,7 @@ class ShardServer:
         self._directory: ShardDirectory | None = None
         self._servers: list[grpc.aio.Server] = []
         self._record: Path | None = None
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
+        self._health = ReadinessServicer(lambda: self._pool is not None and not self._pool.draining)
         self._peer_address = ""
         self._socket_path = ""
         self._leaver: asyncio.Task[None] | None = None
@@ -263,7 +264,7 @@ class ShardServer:
         names = [services[name].full_name for name, _ in parts]
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
         self._health_names |= {name for name in names if not name.endswith(".AdminService")}
-        for name in ["", *names]:
+        for name in ["", LIVE, *names]:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         return server
 

@@ -156,3 +156,16 @@ def test_status_shows_every_node_and_a_dead_one_as_a_problem() -> None:
 
         cluster.kill("n0")  # nobody is left, but the records say that there was a service
         assert command(cluster.root, "status", "--json", **variables).returncode == 1
+
+
+def test_check_names_the_part_that_does_not_answer(runtime: Path) -> None:
+    result = command(runtime, "check", "--lookup", "127.0.0.1:1", "--metrics", "127.0.0.1:1")
+    assert result.returncode == 1
+    assert "lookup shard 127.0.0.1:1: unavailable" in result.stderr and "127.0.0.1: " in result.stderr
+    assert command(runtime, "check").returncode == 2
+
+
+def test_a_shard_with_a_wrong_setting_says_which(runtime: Path) -> None:
+    result = command(runtime, "shard", "--node", "n0", "--lookup", "nowhere")
+    assert result.returncode == 2 and "lookup_addresses has 'nowhere'" in result.stderr
+    assert "node name 'a/b'" in command(runtime, "shard", "--node", "a/b").stderr

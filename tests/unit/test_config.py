@@ -103,3 +103,26 @@ def test_gpu_workers_may_be_a_word_or_a_number(value: str) -> None:
 def test_gpu_workers_says_what_is_allowed(value: str) -> None:
     with pytest.raises(ConfigError, match="auto, off, or a number"):
         load_config(environment={"KVSERVICE_GPU_WORKERS": value})
+
+
+def test_lookup_shards_elsewhere_are_addresses_in_their_order() -> None:
+    config = load_config(None, {"KVSERVICE_LOOKUP_ADDRESSES": "dns:///b.svc:7400, 10.0.0.1:7400,[::1]:7400"})
+    assert config.lookups_elsewhere == ("dns:///b.svc:7400", "10.0.0.1:7400", "[::1]:7400")
+    assert ServiceConfig().lookups_elsewhere == ()
+
+
+@pytest.mark.parametrize("wrong", ["host", "host:", "http://host:1", "::1:7400", "a:1,b"])
+def test_a_wrong_lookup_address_is_named(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="lookup_addresses has"):
+        load_config(None, {}, lookup_addresses=wrong)
+
+
+@pytest.mark.parametrize("text", ["2GiB", "2Gi", "2g", "2 GB", "2147483648"])
+def test_a_size_is_read_in_every_common_form(text: str) -> None:
+    assert load_config(None, {}, pool_bytes=text).pool_bytes == 2 * GiB
+
+
+@pytest.mark.parametrize("text", ["2i", "2X", "GiB", "2GiBi"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="not a size"):
+        load_config(None, {}, pool_bytes=text)

@@ -1,0 +1,25 @@
+{{/* The settings file that shards, lookup shards and `kvservice up` read. */}}
+{{- define "kvservice.toml" -}}
+service = {{ .Values.cache.service | quote }}
+pool_bytes = {{ printf "%sB" .Values.cache.pool | quote }}
+{{- with .Values.cache.slab }}
+slab_bytes = {{ printf "%sB" . | quote }}
+{{- end }}
+transport = {{ .Values.cache.transport | quote }}
+lease_seconds = {{ .Values.cache.leaseSeconds }}
+heartbeat_seconds = {{ .Values.cache.heartbeatSeconds }}
+metrics_port = {{ .Values.cache.metricsPort }}
+lookup_shards = {{ .Values.lookup.shards }}
+{{- if eq .Values.mode "ray" }}
+lookup_port = {{ .Values.lookup.port }}
+gpu_workers = {{ .Values.ray.gpuWorkers | quote }}
+{{- else }}
+lookup_addresses = {{ include "kvservice.lookupAddresses" . | quote }}
+runtime_dir = {{ .Values.shard.hostRuntimeDir | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* The JSON that makes a vLLM engine use the cache. */}}
+{{- define "kvservice.transferConfig" -}}
+{"kv_connector":"KVServiceConnector","kv_connector_module_path":"kvservice.connector.vllm","kv_role":"kv_both","kv_connector_extra_config":{"mode":"service","service":{{ .Values.cache.service | quote }}}}
+{{- end -}}

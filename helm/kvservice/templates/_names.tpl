@@ -1,0 +1,81 @@
+{{- define "kvservice.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What selects pods: never changes over upgrades. */}}
+{{- define "kvservice.selector" -}}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride | trunc 63 }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{/* Labels of every object. */}}
+{{- define "kvservice.labels" -}}
+{{ include "kvservice.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Labels of a pod: dict "root" $ "component" "shard". */}}
+{{- define "kvservice.podLabels" -}}
+{{ include "kvservice.selector" .root }}
+app.kubernetes.io/component: {{ .component }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* What selects Ray pods. The operator labels them too: app.kubernetes.io/name is left to it. */}}
+{{- define "kvservice.raySelector" -}}
+app.kubernetes.io/instance: {{ .Release.Name }}
+kvservice/ray-node: "true"
+{{- end -}}
+
+{{/* Labels of a Ray pod: dict "root" $ "component" "worker". */}}
+{{- define "kvservice.rayLabels" -}}
+{{ include "kvservice.raySelector" .root }}
+app.kubernetes.io/component: {{ .component }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvservice.image" -}}
+{{- if .Values.image.digest -}}
+{{- printf "%s@%s" .Values.image.repository .Values.image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvservice.serviceAccount" -}}
+{{- if .Values.serviceAccount.name -}}
+{{- .Values.serviceAccount.name -}}
+{{- else if .Values.serviceAccount.create -}}
+{{- include "kvservice.fullname" . -}}
+{{- else -}}
+default
+{{- end -}}
+{{- end -}}
+
+{{/* host:port of every lookup shard, in partition order, with commas. */}}
+{{- define "kvservice.lookupAddresses" -}}
+{{- $name := printf "%s-lookup" (include "kvservice.fullname" .) -}}
+{{- $found := list -}}
+{{- range $i := until (int .Values.lookup.shards) -}}
+{{- $found = append $found (printf "dns:///%s-%d.%s.%s.svc:%d" $name $i $name $.Release.Namespace (int $.Values.lookup.port)) -}}
+{{- end -}}
+{{- join "," $found -}}
+{{- end -}}

@@ -1,0 +1,229 @@
+{{/* Environment of every Ray container. */}}
+{{- define "kvservice.rayEnv" -}}
+- {name: HOME, value: /home/kvservice}
+- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+- {name: KVSERVICE_SERVICE, value: {{ .Values.cache.service | quote }}}
+{{- if eq .Values.ray.auth.mode "disabled" }}
+# With `token` the operator sets this and the token; without, some of Ray's commands would turn it on by themselves.
+- {name: RAY_AUTH_MODE, value: disabled}
+{{- end }}
+{{- if .Values.rdma.enabled }}
+{{- with .Values.rdma.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+{{- with .Values.ray.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvservice.rayMounts" -}}
+- {name: config, mountPath: /etc/kvservice, readOnly: true}
+- {name: shm, mountPath: /dev/shm}
+- {name: scratch, mountPath: /tmp, subPath: tmp}
+- {name: scratch, mountPath: /home/kvservice, subPath: home}
+{{- with .Values.ray.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvservice.rayVolumes" -}}
+- name: config
+  configMap: {name: {{ include "kvservice.fullname" . }}}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ include "kvservice.rayShm" . }}}
+- name: scratch
+  emptyDir: {sizeLimit: {{ .Values.security.scratch }}}
+{{- with .Values.ray.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Ray's parameters of every node. The object store is given a size: left alone, it takes a third of the memory. */}}
+{{- define "kvservice.rayStart" -}}
+object-store-memory: {{ mul 1048576 (include "kvservice.mib" .Values.ray.objectStore | int) | quote }}
+{{- end -}}
+
+{{/* Shared by head and workers: dict "root" "component" "own" (values of placement) "spread" "token". */}}
+{{- define "kvservice.rayPod" -}}
+{{- if not .token }}
+serviceAccountName: {{ include "kvservice.serviceAccount" .root }}
+automountServiceAccountToken: false
+{{- end }}
+enableServiceLinks: false # their variables would look like settings
+terminationGracePeriodSeconds: {{ include "kvservice.terminationSeconds" .root }}
+securityContext: {{- include "kvservice.podSecurity" .root | nindent 2 }}
+{{- include "kvservice.pullSecrets" .root }}
+{{- include "kvservice.placement" .own }}
+{{- $labels := printf "%s\napp.kubernetes.io/component: %s" (include "kvservice.raySelector" .root) .component }}
+{{- include "kvservice.spread" (dict "constraints" .spread "labels" $labels) }}
+volumes: {{- include "kvservice.rayVolumes" .root | nindent 2 }}
+{{- end -}}
+
+{{/* Hands blocks over, then lets Ray end its processes. */}}
+{{- define "kvservice.rayPreStop" -}}
+preStop:
+  exec:
+    command:
+      - /bin/sh
+      - -c
+      - kvservice drain --local --timeout {{ .Values.cache.drainSeconds }}; ray stop --grace-period {{ .Values.cache.graceSeconds }}
+{{- end -}}
+
+{{/* The raylet is asked, not the cache: an engine serves without one. */}}
+{{- define "kvservice.raylet" -}}
+httpGet: {path: /api/local_raylet_healthz, port: 52365}
+{{- end -}}
+
+{{- define "kvservice.rayCluster" -}}
+{{- $ := . -}}
+rayVersion: {{ .Values.ray.version | quote }}
+authOptions:
+  mode: {{ .Values.ray.auth.mode }}
+  {{- with .Values.ray.auth.secretName }}
+  secretName: {{ . }}
+  {{- end }}
+{{- if .Values.ray.tls.enabled }}
+tlsOptions: {enabled: true}
+{{- end }}
+{{- if .Values.ray.autoscaling.enabled }}
+enableInTreeAutoscaling: true
+autoscalerOptions:
+  version: v2
+  idleTimeoutSeconds: {{ .Values.ray.autoscaling.idleTimeoutSeconds }}
+  securityContext: {{- include "kvservice.containerSecurity" (dict "root" . "rdma" false) | nindent 4 }}
+  resources:
+    requests: {cpu: 200m, memory: 512Mi}
+    limits: {memory: 1Gi}
+{{- end }}
+{{- with .Values.ray.gcsFaultTolerance }}
+{{- if .enabled }}
+gcsFaultToleranceOptions:
+  backend: redis
+  redisAddress: {{ required "ray.gcsFaultTolerance.redisAddress: give host:port of the Redis" .redisAddress | quote }}
+  {{- if .passwordSecret }}
+  redisPassword:
+    valueFrom:
+      secretKeyRef: {name: {{ .passwordSecret }}, key: {{ .passwordKey }}}
+  {{- end }}
+{{- end }}
+{{- end }}
+headGroupSpec:
+  rayStartParams:
+    dashboard-host: "0.0.0.0"
+    num-cpus: "0"
+    {{- include "kvservice.rayStart" . | nindent 4 }}
+  template:
+    metadata:
+      labels: {{- include "kvservice.rayLabels" (dict "root" . "component" "head") | nindent 8 }}
+      annotations:
+        kvservice/config: {{ include "kvservice.toml" . | sha256sum }}
+    spec:
+      {{- include "kvservice.rayPod" (dict "root" . "component" "head" "own" .Values.ray.head "spread" list "token" .Values.ray.autoscaling.enabled) | nindent 6 }}
+      containers:
+        - name: ray-head
+          image: {{ include "kvservice.image" . }}
+          imagePullPolicy: {{ .Values.image.pullPolicy }}
+          env: {{- include "kvservice.rayEnv" . | nindent 12 }}
+          ports:
+            - {name: gcs-server, containerPort: 6379}
+            - {name: dashboard, containerPort: 8265}
+            - {name: client, containerPort: 10001}
+            - {name: serve, containerPort: 8000}
+            - {name: metrics, containerPort: 8080}
+            - {name: cache-metrics, containerPort: {{ .Values.cache.metricsPort }}}
+          lifecycle:
+            # Every head brings the service up, also one that was restarted or that an upgrade made. It goes on trying in
+            # the background, because the cluster is only there after this hook; its words are in the head's log.
+            postStart:
+              exec:
+                command:
+                  - /bin/sh
+                  - -c
+                  - >-
+                    log=/proc/1/fd/1; test -w $log || log=/tmp/kvservice-up.log;
+                    (until kvservice up --address 127.0.0.1:6379 --config /etc/kvservice/kvservice.toml;
+                    do sleep 5; done) >$log 2>&1 </dev/null &
+            {{- include "kvservice.rayPreStop" . | nindent 12 }}
+          startupProbe:
+            {{- include "kvservice.raylet" . | nindent 12 }}
+            periodSeconds: 5
+            failureThreshold: 60
+          livenessProbe:
+            {{- include "kvservice.raylet" . | nindent 12 }}
+            periodSeconds: 10
+            timeoutSeconds: 5
+            failureThreshold: 12
+          readinessProbe:
+            httpGet: {path: /api/gcs_healthz, port: 8265}
+            periodSeconds: 5
+            timeoutSeconds: 5
+          securityContext: {{- include "kvservice.containerSecurity" (dict "root" . "rdma" false) | nindent 12 }}
+          resources:
+            {{- $memory := include "kvservice.sum" (list .Values.ray.head.memory (include "kvservice.rayShm" .)) }}
+            {{- include "kvservice.resources" (dict "root" . "cpu" .Values.ray.head.cpu "memory" $memory "extra" dict "gpus" 0 "devices" false) | nindent 12 }}
+          volumeMounts: {{- include "kvservice.rayMounts" . | nindent 12 }}
+workerGroupSpecs:
+  {{- range .Values.ray.workerGroups }}
+  - groupName: {{ .name }}
+    replicas: {{ .replicas }}
+    minReplicas: {{ .minReplicas }}
+    maxReplicas: {{ .maxReplicas }}
+    rayStartParams: {{- include "kvservice.rayStart" $ | nindent 6 }}
+    template:
+      metadata:
+        labels: {{- include "kvservice.rayLabels" (dict "root" $ "component" "worker") | nindent 10 }}
+        annotations:
+          kvservice/config: {{ include "kvservice.toml" $ | sha256sum }}
+      spec:
+        {{- $spread := .topologySpreadConstraints | default $.Values.ray.topologySpreadConstraints }}
+        {{- include "kvservice.rayPod" (dict "root" $ "component" "worker" "own" . "spread" $spread "token" false) | nindent 8 }}
+        containers:
+          - name: ray-worker
+            image: {{ include "kvservice.image" $ }}
+            imagePullPolicy: {{ $.Values.image.pullPolicy }}
+            env: {{- include "kvservice.rayEnv" $ | nindent 14 }}
+            ports:
+              - {name: metrics, containerPort: 8080}
+              - {name: serve, containerPort: 8000}
+              - {name: cache-metrics, containerPort: {{ $.Values.cache.metricsPort }}}
+            lifecycle: {{- include "kvservice.rayPreStop" $ | nindent 14 }}
+            startupProbe:
+              {{- include "kvservice.raylet" $ | nindent 14 }}
+              periodSeconds: 5
+              failureThreshold: 60
+            livenessProbe:
+              {{- include "kvservice.raylet" $ | nindent 14 }}
+              periodSeconds: 10
+              timeoutSeconds: 5
+              failureThreshold: 12
+            readinessProbe:
+              {{- if $.Values.ray.serve.enabled }}
+              # Serve's proxy runs where replicas run: elsewhere the pod takes no requests.
+              httpGet: {path: /-/healthz, port: 8000}
+              {{- else }}
+              {{- include "kvservice.raylet" $ | nindent 14 }}
+              {{- end }}
+              periodSeconds: 5
+              timeoutSeconds: 5
+            securityContext: {{- include "kvservice.containerSecurity" (dict "root" $ "rdma" $.Values.rdma.enabled) | nindent 14 }}
+            resources:
+              {{- $memory := include "kvservice.sum" (list .memory (include "kvservice.rayShm" $)) }}
+              {{- include "kvservice.resources" (dict "root" $ "cpu" .cpu "memory" $memory "extra" .extraResources "gpus" .gpus "devices" true) | nindent 14 }}
+            volumeMounts: {{- include "kvservice.rayMounts" $ | nindent 14 }}
+  {{- end }}
+{{- end -}}
+
+{{/* What Serve deploys. */}}
+{{- define "kvservice.serveConfig" -}}
+proxy_location: EveryNode
+http_options: {host: 0.0.0.0, port: 8000}
+applications:
+  - name: {{ .Values.ray.serve.name }}
+    route_prefix: {{ .Values.ray.serve.routePrefix }}
+    import_path: {{ .Values.ray.serve.importPath }}
+    {{- with .Values.ray.serve.runtimeEnv }}
+    runtime_env: {{- toYaml . | nindent 6 }}
+    {{- end }}
+    args: {{- toYaml .Values.ray.serve.args | nindent 6 }}
+{{- end -}}

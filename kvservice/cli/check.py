@@ -1,0 +1,98 @@
+"""`kvservice check`: is the whole service there, asked from anywhere that reaches it? For `helm test`, for pipelines.
+
+Unlike `status` it needs no shard on this machine, and it waits.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from kvservice.errors import ConfigError
+
+CALL_SECONDS = 3.0
+POLL_SECONDS = 1.0
+ASKED_AT_ONCE = 16
+MEMORY_METRIC = "kvservice_segment_bytes{"
+
+
+def run(lookups: Sequence[str], metrics: Sequence[str], nodes: int, wait_seconds: float) -> tuple[list[str], str]:
+    """(what is wrong, or nothing; what was seen), as soon as nothing is wrong or when the time is over. Blocks."""
+    if not lookups and not metrics:
+        raise ConfigError("nothing to check: give --lookup HOST:PORT of every lookup shard, or --metrics HOST:PORT")
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        problems, seen = _round(lookups, metrics, nodes)
+        if not problems or time.monotonic() >= deadline:
+            return problems, seen
+        time.sleep(POLL_SECONDS)
+
+
+def _round(lookups: Sequence[str], metrics: Sequence[str], nodes: int) -> tuple[list[str], str]:
+    problems: list[str] = []
+    seen: list[str] = []
+    if lookups:
+        found, words = _ask_directory(lookups, nodes)
+        problems += found
+        seen.append(words)
+    if metrics:
+        found, words = _ask_metrics(metrics, nodes)
+        problems += found
+        seen.append(words)
+    return problems, "; ".join(seen)
+
+
+def _ask_directory(lookups: Sequence[str], nodes: int) -> tuple[list[str], str]:
+    from kvservice.cli import status
+
+    state = status.survey("", lookups, {})
+    problems = list(state["problems"])
+    for index, row in enumerate(state["lookups"]):
+        if not row["error"] and (row["partition"], row["partition_count"]) != (index, len(lookups)):
+            problems.append(
+                f"lookup shard {row['address']} is {row['partition']} of {row['partition_count']}, "
+                f"and was given as {index} of {len(lookups)}"
+            )
+        alive = {node["node_id"] for node in row["nodes"] if node["alive"]}
+        if not row["error"] and len(alive) < nodes:
+            problems.append(f"lookup shard {row['address']} knows {len(alive)} nodes, and {nodes} are expected")
+    problems += [f"node {row['node_id']} is draining" for row in state["nodes"] if row["draining"]]
+    pool = sum(row["segment_bytes"] for row in state["nodes"])
+    return problems, f"{len(lookups)} lookup shards, {len(state['nodes'])} cache shards, {pool >> 20} MiB"
+
+
+def _ask_metrics(metrics: Sequence[str], nodes: int) -> tuple[list[str], str]:
+    problems: list[str] = []
+    places: set[tuple[str, int]] = set()
+    for name in metrics:
+        host, _, port = name.rpartition(":")
+        try:
+            rows: list[Any] = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        except (OSError, ValueError) as error:
+            problems.append(f"{name}: {error}")
+            continue
+        places |= {(str(row[4][0]), int(port)) for row in rows}
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+        answers = dict(zip(sorted(places), pool.map(_scrape, sorted(places)), strict=True))
+    problems += [f"{address}: {answer}" for (address, _), answer in answers.items() if answer]
+    good = list(answers.values()).count("")
+    if good < nodes:
+        problems.append(f"the metrics of {good} shards answer, and {nodes} are expected")
+    return problems, f"metrics of {good} shards"
+
+
+def _scrape(place: tuple[str, int]) -> str:
+    """Nothing, or what is wrong with the shard's metrics at this address and port."""
+    address, port = place
+    host = f"[{address}]" if ":" in address else address
+    try:
+        with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=CALL_SECONDS) as reply:
+            text = reply.read().decode()
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        return str(error)
+    return "" if MEMORY_METRIC in text else "answers, but has no shard"

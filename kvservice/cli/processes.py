@@ -1,0 +1,61 @@
+"""`kvservice shard` and `kvservice lookup`: the parts of a service as processes of their own, without Ray, for
+Kubernetes and systemd. Each runs in the foreground until SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from kvservice.errors import ConfigError
+
+
+def run_shard(
+    config: Any, node: str, host: str, port: int, memory: Path, *, keep_blocks: bool, grace_seconds: float
+) -> None:
+    """One node's shard. `config` is a ServiceConfig; `host` is bound and told to peers, `memory` is the folder of the
+    pool. Blocks until a signal."""
+    from kvservice.shard.process import serve
+    from kvservice.shard.server import ShardServerConfig
+    from kvservice.units import NodeId
+
+    if not node or "/" in node or node.startswith("."):
+        raise ConfigError(f"node name {node!r}: give the name of this machine, without '/'")
+    server_config = ShardServerConfig(
+        service=config.service,
+        node_id=NodeId(node),
+        pool_bytes=config.pool_bytes,
+        lookup_addresses=config.lookups_elsewhere,
+        runtime_root=Path(config.runtime_dir) if config.runtime_dir else None,
+        segment_directory=memory,
+        peer_host=bracketed(host),
+        peer_port=port,
+        lease_seconds=config.lease_seconds,
+        heartbeat_seconds=config.heartbeat_seconds,
+        transport=config.transport,
+        slab_bytes=config.slab_bytes or None,
+    )
+    served = serve(
+        server_config, keep_segment=keep_blocks, grace_seconds=grace_seconds, metrics_port=config.metrics_port
+    )
+    asyncio.run(served)
+
+
+def run_lookup(config: Any, partition: int, host: str, port: int) -> None:
+    """One lookup shard of `config.lookup_shards`. Blocks until a signal."""
+    from kvservice.lookup.process import serve
+    from kvservice.lookup.server import LookupServer
+
+    count = config.lookup_shards
+
+    async def run() -> None:
+        server = LookupServer(f"{bracketed(host)}:{port}", partition, count)
+        where = f"lookup shard {partition} of {count} serves {bracketed(host)}"
+        await serve(server, where, service=config.service, host=host.strip("[]"), metrics_port=config.metrics_port)
+
+    asyncio.run(run())
+
+
+def bracketed(host: str) -> str:
+    """An IPv6 address as it stands before a port."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -1,0 +1,151 @@
+"""Alerts, dashboard and monitors name what exists: metrics, ports, sections of the documentation."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from typing import Any
+
+import pytest
+from prometheus_client.core import Metric
+
+from kvservice.core.messages import PoolStats
+from kvservice.observe.lookup_metrics import LOOKUP_COUNTERS, LOOKUP_GAUGES, LookupCollector, LookupNumbers
+from kvservice.observe.metrics import COUNTERS, ShardCollector
+from kvservice.observe.mover_metrics import MoverCollector
+from tests.helm.chart import ROOT, TOOLS, Object, find, kinds, pod, pods, rendered
+
+# Parses each expression and tells the metrics in it with the labels that are asked for.
+PARSER = """
+import json, sys, promql_parser
+def walk(node, found):
+    if type(node).__name__ == "VectorSelector":
+        found.append((node.name, [m.name for m in node.matchers.matchers]))
+    for name in ("lhs", "rhs", "expr", "args", "vector_selector", "vs", "param"):
+        child = getattr(node, name, None)
+        for each in child if isinstance(child, list) else [child]:
+            if each is not None and type(each).__module__.startswith("promql_parser"):
+                walk(each, found)
+out = []
+for text in json.load(sys.stdin):
+    found = []
+    walk(promql_parser.parse(text), found)
+    out.append(found)
+json.dump(out, sys.stdout)
+"""
+
+
+def metrics_in(expressions: list[str]) -> list[list[tuple[str, list[str]]]]:
+    done = subprocess.run(
+        [TOOLS / "python", "-c", PARSER], input=json.dumps(expressions), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return [[(name, labels) for name, labels in found] for found in json.loads(done.stdout)]
+
+
+def exported() -> dict[str, set[str]]:
+    """Metric -> its labels, from the collectors themselves."""
+    counters = {**dict.fromkeys(COUNTERS, 1), "transfer_nixl_bytes": 1, "other": 1}
+    stats = PoolStats("n0", 1, 1 << 20, 2, 1, {"free": 1, "quarantined": 0}, counters, False)  # type: ignore[arg-type]
+    lookups = LookupNumbers(0, dict.fromkeys(LOOKUP_GAUGES, 1), dict.fromkeys(LOOKUP_COUNTERS, 1))
+    mover = {"engines": 1, "wedged": 0, "counters": {}}
+    families: list[Metric] = [
+        *ShardCollector("s", lambda: stats).collect(),
+        *LookupCollector("s", lambda: lookups).collect(),
+        *MoverCollector(("s", "n0", "cpu"), lambda: mover).collect(),
+    ]
+    return {sample.name: set(sample.labels) for family in families for sample in family.samples}
+
+
+def rules(objects: tuple[Object, ...]) -> list[dict[str, Any]]:
+    (group,) = find(objects, "PrometheusRule")["spec"]["groups"]
+    found: list[dict[str, Any]] = group["rules"]
+    return found
+
+
+def dashboard(objects: tuple[Object, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(find(objects, "ConfigMap", "-dashboard")["data"]["kvservice.json"])
+    return found
+
+
+@pytest.mark.parametrize("values", ["standalone-full-values.yaml", "ray-full-values.yaml"])
+def test_alerts_and_panels_ask_for_metrics_that_exist(values: str) -> None:
+    expressions = [rule["expr"] for rule in rules(rendered(values))]
+    expressions += [
+        target["expr"].replace("$service", "prod")
+        for panel in dashboard(rendered(values))["panels"]
+        for target in panel["targets"]
+    ]
+    known = exported()
+    for expression, used in zip(expressions, metrics_in(expressions), strict=True):
+        assert used, expression
+        for name, labels in used:
+            assert name in known, f"{name} is not exported: {expression}"
+            assert set(labels) <= known[name] and "service" in labels, expression
+
+
+def test_the_parser_finds_a_metric_that_does_not_exist() -> None:
+    ((found,),) = metrics_in(["sum(rate(kvservice_nothing_total{service='x'}[5m]))"])
+    assert found[0] == "kvservice_nothing_total" and found[0] not in exported()
+
+
+def test_panels_do_not_overlap_and_use_the_chosen_source() -> None:
+    panels = dashboard(rendered("ray-full-values.yaml"))["panels"]
+    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}
+    assert len(places) == len(panels) == len({panel["id"] for panel in panels}) > 10
+    assert {panel["datasource"]["uid"] for panel in panels} == {"${datasource}"}
+
+
+def test_every_alert_has_a_section_in_the_documentation() -> None:
+    text = (ROOT / "docs" / "kubernetes.md").read_text()
+    headings = [line.lstrip("# ").lower().replace(" ", "-") for line in text.splitlines() if line.startswith("#")]
+    sections = {re.sub(r"[^a-z0-9-]", "", heading) for heading in headings}
+    found = rules(rendered("standalone-full-values.yaml")) + rules(rendered("ray-full-values.yaml"))
+    for rule in found:
+        base, _, section = rule["annotations"]["runbook_url"].partition("#")
+        assert section in sections, section
+        assert base in ("https://runbooks.example.com/kubernetes", "docs/kubernetes.md")
+        assert rule["labels"]["severity"] in ("page", "ticket")
+
+
+def test_alerts_know_the_service_and_the_number_of_lookup_shards() -> None:
+    named = {rule["alert"]: rule["expr"] for rule in rules(rendered("standalone-full-values.yaml"))}
+    assert named["KVServiceLookupMissing"].endswith("< 3") and 'service="prod"' in named["KVServiceSlotsQuarantined"]
+    on_ray = {rule["alert"] for rule in rules(rendered("ray-full-values.yaml"))}
+    assert on_ray == set(named) - {"KVServiceLookupMissing"}, "lookup shards on Ray export no metrics"
+
+
+@pytest.mark.parametrize("values", ["standalone-full-values.yaml", "ray-full-values.yaml"])
+def test_monitors_select_the_pods_and_name_their_ports(values: str) -> None:
+    objects = rendered(values)
+    monitor = find(objects, "PodMonitor")["spec"]
+    (expression,) = monitor["selector"]["matchExpressions"]
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    for each in pods(objects):
+        chosen = (
+            monitor["selector"]["matchLabels"].items() <= each.labels.items()
+            and each.labels[expression["key"]] in expression["values"]
+        )
+        ports = {port["name"] for container in each.spec["containers"] for port in container.get("ports", [])}
+        assert chosen == (endpoint["port"] in ports) == (each.labels[expression["key"]] != "check"), each.owner
+    services = find(objects, "ServiceMonitor")["spec"]
+    (expression,) = services["selector"]["matchExpressions"]
+    wanted = services["selector"]["matchLabels"].items()
+    labelled = [(item, item["metadata"]["labels"]) for item in objects if item["kind"] == "Service"]
+    found = [
+        item
+        for item, labels in labelled
+        if wanted <= labels.items() and labels[expression["key"]] in expression["values"]
+    ]
+    assert len(found) == (1 if values.startswith("ray") else 2)
+    for item in found:
+        assert services["endpoints"][0]["port"] in {port["name"] for port in item["spec"]["ports"]}
+        assert any(item["spec"]["selector"].items() <= each.labels.items() for each in pods(objects))
+
+
+def test_monitoring_is_off_unless_asked_for() -> None:
+    assert not kinds(rendered("standalone-values.yaml")) & {"PodMonitor", "ServiceMonitor", "PrometheusRule"}
+    assert find(rendered("ray-full-values.yaml"), "PodMonitor")["metadata"]["labels"].get("release") is None
+    assert find(rendered("standalone-full-values.yaml"), "PodMonitor")["metadata"]["labels"]["release"] == "prometheus"
+    assert pod(rendered("standalone-full-values.yaml"), "shard").labels["team"] == "inference"

@@ -1,0 +1,324 @@
+"""What each value does to what is rendered."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import tomllib
+import yaml
+
+from kvservice.config import load_config
+from kvservice.connector.options import ConnectorOptions, Mode
+from tests.helm.chart import (
+    CHART,
+    ROOT,
+    VALUES,
+    Object,
+    Pod,
+    find,
+    helm,
+    kinds,
+    mebibytes,
+    pod,
+    pods,
+    refusal,
+    rendered,
+    transfer_configs,
+)
+
+STANDALONE, FULL, BARE = "standalone-values.yaml", "standalone-full-values.yaml", "standalone-bare-values.yaml"
+RAY, RAY_FULL, SERVICE = "ray-cluster-values.yaml", "ray-full-values.yaml", "ray-service-values.yaml"
+
+
+def limit(of: Pod) -> int:
+    return mebibytes(of.spec["containers"][0]["resources"]["limits"]["memory"])
+
+
+def settings(objects: tuple[Object, ...]) -> dict[str, Any]:
+    (text,) = (item["data"]["kvservice.toml"] for item in objects if "kvservice.toml" in item.get("data", {}))
+    return tomllib.loads(text)
+
+
+def cluster(objects: tuple[Object, ...]) -> dict[str, Any]:
+    spec: dict[str, Any] = next(item["spec"] for item in objects if item["kind"] in ("RayCluster", "RayService"))
+    return spec.get("rayClusterConfig", spec)
+
+
+# -- memory ----
+
+
+@pytest.mark.parametrize("pool", ["512Mi", "16Gi"])
+def test_pool_counts_in_the_memory_limit(pool: str) -> None:
+    objects = rendered(STANDALONE, f"cache.pool={pool}")
+    assert limit(pod(objects, "shard")) == mebibytes(pool) + 2048
+    assert settings(objects)["pool_bytes"] == f"{pool}B"
+
+
+def test_shared_memory_of_a_ray_pod_holds_pool_object_store_and_engine() -> None:
+    objects = rendered(RAY_FULL)
+    for each in (each for each in pods(objects) if each.owner.startswith("Ray")):
+        (shm,) = (volume["emptyDir"] for volume in each.spec["volumes"] if volume["name"] == "shm")
+        assert (shm["medium"], mebibytes(shm["sizeLimit"])) == ("Memory", (128 + 4 + 16) * 1024)
+        assert {"name": "shm", "mountPath": "/dev/shm"} in each.spec["containers"][0]["volumeMounts"]
+    workers = [each for each in pods(objects) if each.labels["app.kubernetes.io/component"] == "worker"]
+    assert [limit(each) for each in workers] == [(128 + 148) * 1024, (64 + 148) * 1024]
+    starts = [group["rayStartParams"]["object-store-memory"] for group in cluster(objects)["workerGroupSpecs"]]
+    assert starts == [str(4 << 30)] * 2, "left alone, the object store would take shared memory of the pool"
+
+
+def test_requests_of_memory_are_its_limits() -> None:
+    for values in VALUES:
+        for each in pods(rendered(values)):
+            for container in each.spec["containers"]:
+                if container["name"] != "lookup":
+                    resources = container["resources"]
+                    assert resources["requests"]["memory"] == resources["limits"]["memory"] or each.owner.startswith(
+                        "Pod/"
+                    ), each.owner
+
+
+# -- settings ----
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_settings_file_is_what_the_program_takes(values: str, tmp_path: Any) -> None:
+    objects = rendered(values)
+    path = tmp_path / "kvservice.toml"
+    (text,) = (item["data"]["kvservice.toml"] for item in objects if "kvservice.toml" in item.get("data", {}))
+    path.write_text(text)
+    config = load_config(path, {})
+    if "standalone" in values:
+        names = config.lookups_elsewhere
+        assert len(names) == config.lookup_shards == find(objects, "StatefulSet")["spec"]["replicas"]
+        service = find(objects, "Service", "-lookup")["metadata"]["name"]
+        port = find(objects, "Service", "-lookup")["spec"]["ports"][0]["port"]
+        assert names[0] == f"dns:///{service}-0.{service}.team.svc:{port}"
+    else:
+        assert config.lookup_port == 7400 and config.lookup_addresses == ""
+
+
+def test_full_values_reach_the_settings() -> None:
+    given = settings(rendered(FULL))
+    assert (given["service"], given["slab_bytes"], given["transport"], given["lease_seconds"]) == (
+        "prod", "128MiB", "nixl", 15,
+    )  # fmt: skip
+    assert settings(rendered(RAY_FULL))["gpu_workers"] == "auto"
+
+
+def test_changed_settings_restart_pods() -> None:
+    def mark(*changes: str) -> str:
+        template = find(rendered(STANDALONE, *changes), "DaemonSet")["spec"]["template"]
+        return str(template["metadata"]["annotations"]["kvservice/config"])
+
+    assert mark() == mark("tests.minNodes=2") != mark("cache.leaseSeconds=20")
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_variables_of_services_never_look_like_settings(values: str) -> None:
+    assert all(each.spec["enableServiceLinks"] is False for each in pods(rendered(values)))
+
+
+@pytest.mark.parametrize("values", [STANDALONE, RAY])
+def test_the_connector_takes_what_the_notes_tell_engines(values: str) -> None:
+    done = helm("helm4", "install", "rel", str(CHART), "--dry-run=client", "--values", str(CHART / "ci" / values))
+    (config,) = transfer_configs(done.stdout.split("NOTES:")[1])
+    options = ConnectorOptions.parse(config["kv_connector_extra_config"])
+    assert (options.mode, options.service) == (Mode.SERVICE, "default")
+    assert (config["kv_connector"], config["kv_role"]) == ("KVServiceConnector", "kv_both")
+
+
+# -- placement and life ----
+
+
+def test_placement_reaches_the_pods() -> None:
+    objects = rendered(FULL)
+    shard, lookup = pod(objects, "shard").spec, pod(objects, "lookup").spec
+    assert shard["nodeSelector"] == {"nvidia.com/gpu.present": "true"} and "nodeAffinity" in shard["affinity"]
+    assert (shard["priorityClassName"], lookup["nodeSelector"]) == ("system-node-critical", {"pool": "cpu"})
+    assert shard["tolerations"][0]["key"] == "nvidia.com/gpu"
+    update = find(objects, "DaemonSet")["spec"]["updateStrategy"]["rollingUpdate"]
+    assert update == {"maxUnavailable": "10%"}
+    worker = pod(rendered(RAY_FULL), "worker").spec
+    assert worker["nodeSelector"] == {"gpu": "h200"} and worker["tolerations"][0]["effect"] == "NoSchedule"
+
+
+def test_lookup_shards_and_workers_spread() -> None:
+    for each, keys in (
+        (pod(rendered(STANDALONE), "lookup"), ["kubernetes.io/hostname", "topology.kubernetes.io/zone"]),
+        (pod(rendered(RAY), "worker"), ["kubernetes.io/hostname"]),
+    ):
+        spread = each.spec["topologySpreadConstraints"]
+        assert [item["topologyKey"] for item in spread] == keys
+        for item in spread:
+            assert item["labelSelector"]["matchLabels"].items() <= each.labels.items()
+    assert "topologySpreadConstraints" not in pod(rendered(BARE), "lookup").spec
+
+
+@pytest.mark.parametrize(("values", "seconds"), [(STANDALONE, 45), (RAY, 45)])
+def test_a_pod_has_time_for_drain_and_grace(values: str, seconds: int) -> None:
+    component = "shard" if values == STANDALONE else "worker"
+    each = pod(rendered(values), component)
+    assert each.spec["terminationGracePeriodSeconds"] == seconds
+    longer = pod(rendered(values, "cache.drainSeconds=100"), component)
+    assert longer.spec["terminationGracePeriodSeconds"] == 125
+    hook = " ".join(longer.spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"])
+    assert "kvservice drain --local --timeout 100" in hook
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_liveness_and_readiness_ask_different_things_or_differ_in_patience(values: str) -> None:
+    for each in pods(rendered(values)):
+        for container in each.spec["containers"]:
+            if each.owner.startswith("Pod/"):
+                continue
+            live, ready = container["livenessProbe"], container["readinessProbe"]
+            assert (live.get("grpc") or live["httpGet"]) != (ready.get("grpc") or ready["httpGet"]) or (
+                each.labels["app.kubernetes.io/component"] == "worker"
+            )
+            patience = live["periodSeconds"] * live["failureThreshold"]
+            assert patience > ready["periodSeconds"] * 3 and "startupProbe" in container
+
+
+def test_kept_blocks_is_an_argument_of_the_shard() -> None:
+    assert "--keep-blocks" in pod(rendered(FULL), "shard").spec["containers"][0]["args"]
+    assert "--keep-blocks" not in pod(rendered(STANDALONE), "shard").spec["containers"][0]["args"]
+
+
+def test_disruption_budgets_leave_enough_standing() -> None:
+    lookup = find(rendered(STANDALONE), "PodDisruptionBudget")["spec"]
+    assert lookup["maxUnavailable"] == 1
+    assert lookup["selector"]["matchLabels"].items() <= pod(rendered(STANDALONE), "lookup").labels.items()
+    workers = find(rendered(RAY_FULL), "PodDisruptionBudget")["spec"]
+    assert workers["minAvailable"] == 1 + 3 - 1, "of pods of an operator only a number can be kept"
+    assert workers["selector"]["matchLabels"].items() <= pod(rendered(RAY_FULL), "worker").labels.items()
+    assert "PodDisruptionBudget" not in kinds(rendered(BARE))
+
+
+# -- devices ----
+
+
+def test_devices_are_asked_for_where_they_are_set_and_nowhere_else() -> None:
+    for objects in (rendered(FULL), rendered(RAY_FULL)):
+        for each in pods(objects):
+            limits = each.spec["containers"][0]["resources"]["limits"]
+            if each.labels["app.kubernetes.io/component"] in ("shard", "worker"):
+                assert limits["rdma/hca"] == "1" and "hugepages-2Mi" in limits
+                assert each.spec["containers"][0]["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+                assert any(item["name"] == "UCX_TLS" for item in each.spec["containers"][0]["env"])
+            else:
+                assert set(limits) == {"memory"}
+    groups = [each for each in pods(rendered(RAY_FULL)) if each.labels["app.kubernetes.io/component"] == "worker"]
+    limits = [each.spec["containers"][0]["resources"]["limits"] for each in groups]
+    assert [item["nvidia.com/gpu"] for item in limits] == ["8", "4"] and limits[1]["example.com/nic"] == "2"
+    assert set(pod(rendered(RAY), "worker").spec["containers"][0]["resources"]["limits"]) == {"memory"}
+
+
+# -- Ray ----
+
+
+def test_head_survives_with_redis_and_its_password_from_a_secret() -> None:
+    options = cluster(rendered(RAY_FULL))["gcsFaultToleranceOptions"]
+    assert options["redisAddress"] == "redis.redis.svc:6379"
+    assert options["redisPassword"] == {"valueFrom": {"secretKeyRef": {"name": "redis", "key": "password"}}}
+    assert "gcsFaultToleranceOptions" not in cluster(rendered(RAY))
+
+
+def test_ray_asks_for_a_token_unless_told_otherwise() -> None:
+    assert cluster(rendered(RAY))["authOptions"] == {"mode": "token"}
+    assert cluster(rendered(RAY_FULL))["authOptions"] == {"mode": "token", "secretName": "ray-token"}
+    open_cluster = rendered(SERVICE)
+    assert cluster(open_cluster)["authOptions"] == {"mode": "disabled"}
+    assert {"name": "RAY_AUTH_MODE", "value": "disabled"} in pod(open_cluster, "worker").spec["containers"][0]["env"]
+    assert "RAY_AUTH_MODE" not in json.dumps(rendered(RAY))
+
+
+def test_tls_between_ray_processes_is_the_operators() -> None:
+    assert cluster(rendered(RAY_FULL))["tlsOptions"] == {"enabled": True} and "tlsOptions" not in cluster(rendered(RAY))
+
+
+def test_autoscaling_has_limits_and_the_only_token() -> None:
+    scaled = cluster(rendered(RAY_FULL))
+    assert scaled["enableInTreeAutoscaling"] and scaled["autoscalerOptions"]["idleTimeoutSeconds"] == 600
+    assert [(group["minReplicas"], group["maxReplicas"]) for group in scaled["workerGroupSpecs"]] == [(1, 4), (3, 8)]
+    for values in VALUES:
+        for each in pods(rendered(values)):
+            is_scaling_head = values == RAY_FULL and each.labels["app.kubernetes.io/component"] == "head"
+            assert (each.spec.get("automountServiceAccountToken") is False) != is_scaling_head, each.owner
+
+
+def test_serve_app_becomes_a_ray_service() -> None:
+    spec = find(rendered(SERVICE), "RayService")["spec"]
+    serve = yaml.safe_load(spec["serveConfigV2"])
+    (app,) = serve["applications"]
+    assert (app["name"], app["route_prefix"], app["import_path"]) == ("llm", "/", "kvservice.serve:build_openai_app")
+    assert app["args"]["llm_configs"][0]["engine_kwargs"] == {"max_model_len": 4096}
+    assert serve["http_options"]["host"] == "0.0.0.0"
+    ready = pod(rendered(SERVICE), "worker").spec["containers"][0]["readinessProbe"]
+    assert ready["httpGet"] == {"path": "/-/healthz", "port": 8000}
+    assert "RayService" not in kinds(rendered(RAY))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own models
+def test_serve_takes_the_rendered_application() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    text = find(rendered(SERVICE), "RayService")["spec"]["serveConfigV2"]
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(text))
+    assert schema.applications[0].import_path == "kvservice.serve:build_openai_app"
+
+
+# -- refusals, documentation ----
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        (["mode=other"], "mode"),
+        (["cache.pool=16G"], "pool"),
+        (["cache.poool=16Gi"], "poool"),
+        (["lookup.shards=0"], "shards"),
+        (["security.runAsUser=0"], "runAsUser"),
+        (["mode=ray", "ray.serve.enabled=true"], "args"),
+        (["mode=ray", "ray.gcsFaultTolerance.enabled=true"], "redisAddress"),
+        (["image.digest=latest"], "digest"),
+        (["shard.hostMemoryDir=/"], "hostMemoryDir"),
+        (["networkPolicy.clients=x"], "clients"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(settings: list[str], word: str) -> None:
+    assert word in refusal(*settings)
+
+
+def test_schema_knows_exactly_the_values() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+
+    def compare(values: Any, known: dict[str, Any], path: str) -> None:
+        if "properties" not in known:
+            return
+        assert known["additionalProperties"] is False and set(values) == set(known["properties"]) - {"global"}, path
+        for name, value in values.items():
+            compare(value, known["properties"][name], f"{path}.{name}")
+
+    compare(yaml.safe_load((CHART / "values.yaml").read_text()), schema, "values")
+
+
+def test_every_value_has_a_comment_and_the_readme_has_them() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "chart_readme.py"), str(CHART), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_objects_of_bare_values_are_only_the_parts() -> None:
+    assert kinds(rendered(BARE)) == {"ConfigMap", "Service", "StatefulSet", "DaemonSet", "Pod"}
+    assert "initContainers" not in pod(rendered(BARE), "shard").spec
+
+
+def test_versions_agree() -> None:
+    import kvservice
+
+    about = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert about["appVersion"] == kvservice.__version__
