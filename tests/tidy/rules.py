@@ -36,7 +36,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "shard": frozenset({"core", "wire", "memory", "transfer", "client", "pool", "config", "observe"}),
     "mover": frozenset({"core", "memory", "client", "config", "observe"}),
     "connector": frozenset({"client", "core", "memory", "transfer", "pool", "mover", "config", "observe"}),
-    "serve": frozenset({"client", "core", "connector", "config", "observe"}),
+    "serve": frozenset({"client", "core", "connector", "actors", "config", "observe"}),
     "proxy": frozenset({"config", "observe"}),
     "actors": frozenset(
         {"core", "memory", "transfer", "lookup", "shard", "pool", "client", "mover", "config", "observe"},
@@ -73,6 +73,7 @@ HOMES: dict[str, frozenset[str]] = {
     "typer": frozenset({"cli"}),
     "rich": frozenset({"cli"}),
     "matplotlib": frozenset({"cli"}),
+    "pydantic": frozenset({"serve"}),
     "aiohttp": frozenset({"proxy"}),
     "multidict": frozenset({"proxy"}),
 }
