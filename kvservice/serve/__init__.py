@@ -1,6 +1,6 @@
 """Ray Serve: where requests go, and how an app is built with the cache in it.
 
-`build_openai_app` and `build_pd_openai_app` are the import paths of Serve files; what they need is imported when called.
+`build_openai_app` and `build_pd_openai_app` are import paths for Serve files; what they need is imported in the call.
 """
 
 from __future__ import annotations

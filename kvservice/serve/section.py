@@ -30,8 +30,8 @@ class KVServiceSection(BaseModel):
     wait_seconds: float = Field(default=180.0, gt=0, le=3600)
     # Settings to begin from when the service is started: local, single_node or cluster.
     preset: str | None = None
-    # Settings of the service, named as in its TOML file: pool_bytes, lookup_shards, transport, ... A running service with
-    # others is refused; without any, a running service is taken as it is.
+    # Settings of the service, named as in its TOML file: pool_bytes, lookup_shards, transport, ... A running service
+    # with others is refused; without any, a running service is taken as it is.
     settings: dict[str, Any] = Field(default_factory=dict)
     # Options of the connector, as in kv_connector_extra_config: offload, verify_load, namespace, ...
     connector: dict[str, Any] = Field(default_factory=dict)
@@ -84,7 +84,7 @@ class KVServiceSection(BaseModel):
         for key in ("service", "socket", "node"):
             if key in self.connector:
                 raise ConfigError(
-                    f"connector.{key} is filled in for each replica: remove it. The service's name is kvservice.service",
+                    f"connector.{key} is filled in for each replica: remove it; name the service in kvservice.service",
                     key=key,
                 )
         if self.connector.get("mode") == "embedded":

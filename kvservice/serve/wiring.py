@@ -35,8 +35,8 @@ def connector_config(
         return _in_multi(given, section, model, role)
     if kind != CONNECTOR:
         raise ConfigError(
-            f"model {model!r} has {TRANSFER} with {kind}, and an engine has one connector: remove it, or leave the model "
-            f"out of kvservice.models, or list both under {MULTI_CONNECTOR}, {CONNECTOR} with "
+            f"model {model!r} has {TRANSFER} with {kind}, and an engine has one connector: remove it, or leave the "
+            f"model out of kvservice.models, or list both under {MULTI_CONNECTOR}, {CONNECTOR} with "
             f'kv_connector_module_path "{CONNECTOR_MODULE}"',
             model=model,
         )
@@ -102,8 +102,8 @@ def router_config(
     for key, value in section.router_options.items():
         if options.setdefault(key, value) != value:
             raise ConfigError(
-                f"model {model!r}: request_router_kwargs says {key} = {options[key]!r}, the kvservice section {value!r}: "
-                "remove one of them",
+                f"model {model!r}: request_router_kwargs says {key} = {options[key]!r}, the kvservice section "
+                f"{value!r}: remove one of them",
                 model=model,
             )
     found["request_router_class"] = ROUTER_CLASS
