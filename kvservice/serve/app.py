@@ -5,6 +5,7 @@ Runs where the app is built: in the user's process, or in a task of Serve. Block
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Mapping
 from typing import Any
@@ -91,9 +92,7 @@ def _split(config: Mapping[str, Any]) -> tuple[KVServiceSection, dict[str, Any]]
 def _check_router(section: KVServiceSection) -> None:
     if importlib.util.find_spec("kvservice.serve.router") is None:
         raise ConfigError("this kvservice has no KV-aware router: say `router: default`", key="router")
-    from kvservice.serve.options import RouterOptions
-
-    RouterOptions.parse(section.router_options)
+    importlib.import_module("kvservice.serve.options").RouterOptions.parse(section.router_options)
 
 
 def _llm_config(value: Any) -> LLMConfig:

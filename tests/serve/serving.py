@@ -16,6 +16,8 @@ import psutil
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
 
 from kvservice.actors import deploy
 from kvservice.cli.demo.offspring import offspring_ended
@@ -97,6 +99,17 @@ def arguments(**more: Any) -> dict[str, Any]:
         "kvservice": {"service": SERVICE, "settings": settings, "router": "default"},
         **more,
     }
+
+
+def deploy_file(*applications: dict[str, Any]) -> None:
+    """As `serve deploy` does: the controller builds the apps in tasks of its own. Returns at once."""
+    _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": list(applications)}))
+
+
+def known_keys() -> int:
+    """Blocks in the directory."""
+    state = collect(SERVICE)
+    return 0 if state is None else sum(lookup["key_count"] for lookup in state["lookups"])
 
 
 def counters() -> dict[str, int]:

@@ -77,15 +77,16 @@ def test_a_prefill_decode_app_has_a_writer_and_a_reader() -> None:
 @pytest.mark.parametrize("name", ["serve_openai.yaml", "serve_pd.yaml"])
 def test_the_examples_are_what_serve_and_the_builders_take(name: str) -> None:
     text = (EXAMPLES / name).read_text()
-    described = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications[0]
-    again = ServeDeploySchema.model_validate(yaml.safe_load(yaml.safe_dump({"applications": [described.model_dump()]})))
+    described = ServeDeploySchema.model_validate(yaml.safe_load(text))
+    again = ServeDeploySchema.model_validate(yaml.safe_load(yaml.safe_dump(described.model_dump(exclude_unset=True))))
+    assert again == described
     arguments = again.applications[0].args
     arguments["kvservice"]["router"] = "default"
     if "prefill_config" in arguments:
-        assert described.import_path == "kvservice.serve:build_pd_openai_app"
+        assert described.applications[0].import_path == "kvservice.serve:build_pd_openai_app"
         app.wire_pd(arguments)
     else:
-        assert described.import_path == "kvservice.serve:build_openai_app"
+        assert described.applications[0].import_path == "kvservice.serve:build_openai_app"
         app.wire_openai(arguments)
 
 

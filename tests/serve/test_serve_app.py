@@ -17,14 +17,22 @@ import pytest
 pytest.importorskip("ray.serve.llm")
 
 from openai import OpenAI
-from ray import serve
 
 from kvservice.actors import deploy
 from kvservice.cli.demo.serve import MODEL, wait_running
-from kvservice.serve import build_openai_app, build_pd_openai_app
 from kvservice.serve.section import parse_section
 from kvservice.serve.service import ensure_service
-from tests.serve.serving import Serving, arguments, counters, engine, eventually, replica_processes, serving
+from tests.serve.serving import (
+    Serving,
+    arguments,
+    counters,
+    deploy_file,
+    engine,
+    eventually,
+    known_keys,
+    replica_processes,
+    serving,
+)
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -37,9 +45,16 @@ TOKENS = 8
 def apps(model_path: Path) -> Iterator[Serving]:
     with serving() as found:
         plain = arguments(llm_configs=[engine(model_path, "replica", replicas=2)])
-        serve.run(build_openai_app(plain), name="plain", route_prefix="/plain", blocking=False)
         pd = arguments(prefill_config=engine(model_path, "prefill"), decode_config=engine(model_path, "decode"))
-        serve.run(build_pd_openai_app(pd), name="pd", route_prefix="/pd", blocking=False)
+        deploy_file(
+            {
+                "name": "plain",
+                "route_prefix": "/plain",
+                "import_path": "kvservice.serve:build_openai_app",
+                "args": plain,
+            },
+            {"name": "pd", "route_prefix": "/pd", "import_path": "kvservice.serve:build_pd_openai_app", "args": pd},
+        )
         for app in ("plain", "pd"):
             wait_running(app, START_SECONDS)
         yield found
@@ -65,12 +80,21 @@ def cached(answer: Any) -> int:
     return 0 if details is None else details.cached_tokens or 0
 
 
+def handed_over(pd: OpenAI) -> bool:
+    """One request; did its blocks cross?"""
+    before = counters().get("fetched_blocks", 0)
+    ask(pd, prompt(time.time_ns(), 6))
+    return counters().get("fetched_blocks", 0) > before
+
+
 def test_what_one_replica_computed_the_other_one_hits_from_its_node(apps: Serving) -> None:
     with client(apps, "plain") as api:
-        before = counters().get("fetched_blocks", 0)
-        answers = [ask(api, prompt(1)) for _ in range(2)]  # round-robin: one each
+        known, before = known_keys(), counters().get("fetched_blocks", 0)
+        answers = [ask(api, prompt(1))]
         blocks = answers[0].usage.prompt_tokens // 32
         assert blocks >= 8
+        eventually(lambda: known_keys() >= known + blocks, "the prompt's blocks in the directory")
+        answers.append(ask(api, prompt(1)))  # round-robin: by the other replica
         assert cached(answers[0]) == 0
         assert cached(answers[1]) == blocks * 32
         assert counters()["fetched_blocks"] - before == blocks
@@ -79,6 +103,7 @@ def test_what_one_replica_computed_the_other_one_hits_from_its_node(apps: Servin
 
 def test_prefill_and_decode_replicas_answer_as_one_replica_does(apps: Serving) -> None:
     with client(apps, "pd") as pd, client(apps, "plain") as plain:
+        eventually(lambda: handed_over(pd), "a prefill replica known to the decode replica")
         before = counters()
         answer = ask(pd, prompt(2))
         after = counters()
