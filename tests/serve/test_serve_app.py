@@ -47,17 +47,16 @@ def apps(model_path: Path) -> Iterator[Serving]:
         plain = arguments(llm_configs=[engine(model_path, "replica", replicas=2)])
         pd = arguments(prefill_config=engine(model_path, "prefill"), decode_config=engine(model_path, "decode"))
         deploy_file(
-            {
-                "name": "plain",
-                "route_prefix": "/plain",
-                "import_path": "kvservice.serve:build_openai_app",
-                "args": plain,
-            },
-            {"name": "pd", "route_prefix": "/pd", "import_path": "kvservice.serve:build_pd_openai_app", "args": pd},
+            app("plain", "build_openai_app", plain),
+            app("pd", "build_pd_openai_app", pd),
         )
-        for app in ("plain", "pd"):
-            wait_running(app, START_SECONDS)
+        for name in ("plain", "pd"):
+            wait_running(name, START_SECONDS)
         yield found
+
+
+def app(name: str, builder: str, given: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "route_prefix": f"/{name}", "import_path": f"kvservice.serve:{builder}", "args": given}
 
 
 def prompt(number: int, sentences: int = 12) -> str:
@@ -65,8 +64,8 @@ def prompt(number: int, sentences: int = 12) -> str:
     return f"Log number {number}. " + TEXT.format(f"Nr {number}") * sentences + "He said"
 
 
-def client(apps: Serving, app: str) -> OpenAI:
-    return OpenAI(base_url=f"{apps.base_url}/{app}/v1", api_key="none", timeout=90, max_retries=0)
+def client(apps: Serving, name: str) -> OpenAI:
+    return OpenAI(base_url=f"{apps.base_url}/{name}/v1", api_key="none", timeout=90, max_retries=0)
 
 
 def ask(api: OpenAI, text: str) -> Any:
@@ -131,8 +130,8 @@ def test_no_request_fails_while_a_replica_is_killed_and_the_service_restarted(ap
     answered: list[str] = []
     ended = threading.Event()
 
-    def send(app: str, first: int) -> None:
-        with client(apps, app) as api:
+    def send(name: str, first: int) -> None:
+        with client(apps, name) as api:
             number = first
             while not ended.is_set():
                 try:
@@ -146,7 +145,9 @@ def test_no_request_fails_while_a_replica_is_killed_and_the_service_restarted(ap
         eventually(lambda: failed or len(answered) >= wanted, f"{count} more answers", 90)
         assert not failed
 
-    threads = [threading.Thread(target=send, args=(app, 1000 * n)) for n, app in enumerate(("plain", "plain", "pd"), 1)]
+    threads = [
+        threading.Thread(target=send, args=(name, 1000 * n)) for n, name in enumerate(("plain", "plain", "pd"), 1)
+    ]
     for thread in threads:
         thread.start()
     try:
