@@ -34,9 +34,12 @@ try:
     )
     from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
     from ray.llm._internal.serve.serving_patterns.prefill_decode.builder import PDServingArgs
-    from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import PDDecodeServer, PDPrefillServer
+    from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import (
+        PDDecodeServer,
+        PDOrchestratorMixin,
+        PDPrefillServer,
+    )
     from ray.serve._private.http_util import session_id_from_headers
-    from ray.serve.llm.deployment import LLMServer
     from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
 except ImportError as error:
     raise ConfigError(
@@ -127,7 +130,7 @@ class DecodeServer(PDDecodeServer):  # type: ignore[misc]
                 drained = asyncio.get_running_loop().create_task(_drain(answer))
                 stack.push_async_callback(asyncio.shield, drained)  # Serve counts a request until its answer was read
             decode = backend.prepare_decode_request(request=request, peer=peer, prefill_response=None)
-            async for chunk in await getattr(LLMServer, method)(self, decode, raw_request_info):
+            async for chunk in await getattr(super(PDOrchestratorMixin, self), method)(decode, raw_request_info):
                 yield chunk
 
     def _prefill_for(self, raw_request_info: Any) -> Any:
