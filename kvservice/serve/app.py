@@ -18,7 +18,15 @@ from kvservice.errors import ConfigError
 from kvservice.serve import ray_llm
 from kvservice.serve.section import KVServiceSection, parse_section
 from kvservice.serve.service import RunningService, ensure_service
-from kvservice.serve.wiring import ROUTER, ROUTER_CLASS, TRANSFER, connector_config, router_config, router_defaults
+from kvservice.serve.wiring import (
+    MULTI_CONNECTOR,
+    ROUTER,
+    ROUTER_CLASS,
+    TRANSFER,
+    connector_config,
+    router_config,
+    router_defaults,
+)
 
 SECTION = "kvservice"
 PREFILL, DECODE = "prefill_config", "decode_config"
@@ -75,6 +83,11 @@ def wire_pd(config: Mapping[str, Any]) -> tuple[KVServiceSection, dict[str, Any]
             raise ConfigError(f"a prefill/decode app needs {key}", key=key)
     prefill = _wired(_llm_config(rest[PREFILL]), section, "kv_producer")
     decode = _wired(_llm_config(rest[DECODE]), section, "kv_consumer", policy="load")
+    for model in (prefill, decode):
+        if model.engine_kwargs[TRANSFER]["kv_connector"] == MULTI_CONNECTOR:
+            raise ConfigError(
+                "a prefill/decode app uses KVServiceConnector alone: remove the MultiConnector", key=TRANSFER
+            )
     if prefill.model_id != decode.model_id:
         raise ConfigError(f"prefill has model {prefill.model_id!r}, decode {decode.model_id!r}: they must be the same")
     return section, _with_ingress({**rest, PREFILL: prefill, DECODE: decode}, section)

@@ -18,7 +18,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from kvservice.errors import ConfigError
 from kvservice.serve import app
-from kvservice.serve.ray_llm import KVServiceBackend, RetryingIngress, is_replica_loss
+from kvservice.serve.ray_llm import CONNECTOR, KVServiceBackend, RetryingIngress, is_replica_loss
 
 pytestmark = pytest.mark.ray
 
@@ -70,6 +70,12 @@ def test_a_prefill_decode_app_has_a_writer_and_a_reader() -> None:
         app.wire_pd({**given, "decode_config": model("b")})
     with pytest.raises(ConfigError, match="needs decode_config"):
         app.wire_pd({"prefill_config": model("a"), "kvservice": {"router": "default"}})
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": [{"kv_connector": CONNECTOR}]},
+    }
+    with pytest.raises(ConfigError, match="alone"):
+        app.wire_pd({**given, "decode_config": model("a", kv_transfer_config=several)})
     with pytest.raises(ConfigError, match="needs 'eager'"):
         app.wire_pd({**given, "kvservice": {"router": "default", "connector": {"offload": "lazy"}}})
 
