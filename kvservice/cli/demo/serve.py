@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import importlib.util
 import itertools
+import logging
 import os
 import socket
 import sys
@@ -89,8 +90,10 @@ def _measure(steps: Steps, stops: Stops, model: str | None, document: str, shape
     found: list[Played] = []
     # Two vLLM replicas import for seconds on few cores; workers started for nothing would take the time from them.
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", ENVIRONMENT["VLLM_LOGGING_LEVEL"])
     with ray_cluster(stops) as ray_nodes, serve_running() as base_url:
         stops.watch()
+        quiet()
         for name, router in APPS:
             if router == "kv_aware" and not has_router():
                 steps.say(f"left out: {name} (this kvservice has no KV-aware router)")
@@ -110,6 +113,12 @@ def _measure(steps: Steps, stops: Stops, model: str | None, document: str, shape
                 f"{one.first_token_seconds(0.5):.2f} s, p99 {one.first_token_seconds(0.99):.2f} s"
             )
     return found
+
+
+def quiet() -> None:
+    """Only the demo speaks: Serve and vLLM make this process log every deployment and every HTTP request."""
+    for name in ("ray", "ray.serve", "ray.llm", "httpx", "vllm"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager
