@@ -85,9 +85,7 @@ def wire_pd(config: Mapping[str, Any]) -> tuple[KVServiceSection, dict[str, Any]
     decode = _wired(_llm_config(rest[DECODE]), section, "kv_consumer", policy="load")
     for model in (prefill, decode):
         if model.engine_kwargs[TRANSFER]["kv_connector"] == MULTI_CONNECTOR:
-            raise ConfigError(
-                "a prefill/decode app has KVServiceConnector alone: no MultiConnector", key=TRANSFER
-            )
+            raise ConfigError("a prefill/decode app has KVServiceConnector alone: no MultiConnector", key=TRANSFER)
     if prefill.model_id != decode.model_id:
         raise ConfigError(f"prefill has model {prefill.model_id!r}, decode {decode.model_id!r}: they must be the same")
     return section, _with_ingress({**rest, PREFILL: prefill, DECODE: decode}, section)
