@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from kvservice.cli.demo.conversation import Shape, play, warm
+from kvservice.cli.demo.offspring import engine_memory_removed
 from kvservice.cli.demo.replica import DTYPE, ENVIRONMENT
 from kvservice.cli.demo.serve_report import Played, save, shortfalls, show
 from kvservice.cli.demo.stage import (
@@ -55,7 +56,7 @@ def run(model: str | None, out: Path, shape: Shape) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     started = time.perf_counter()
     document, _ = shipped_document(1)
-    with performance(console) as (stack, stops):
+    with engine_memory_removed(), performance(console) as (stack, stops):
         steps = stack.enter_context(Steps(console, total=2 + 2 * len(APPS)))
         found = _measure(steps, stops, model, document, shape)
     show(found, console)
