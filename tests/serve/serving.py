@@ -56,8 +56,8 @@ def serving() -> Iterator[Serving]:
             cluster.add_node(**settings, resources=NODES[1])
             deploy.connect(cluster.address)
             port = free_port()
-            options = {"host": "127.0.0.1", "port": port, "location": "HeadOnly"}
-            serve.start(http_options=options, logging_config={"log_level": "WARNING"})
+            options = {"host": "127.0.0.1", "port": port}
+            serve.start(proxy_location="HeadOnly", http_options=options, logging_config={"log_level": "WARNING"})
             yield Serving(f"http://127.0.0.1:{port}", Path(folder))
         finally:
             if ray.is_initialized():

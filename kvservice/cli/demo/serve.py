@@ -131,7 +131,8 @@ def serve_running() -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     serve.start(
-        http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"},
+        proxy_location="HeadOnly",
+        http_options={"host": "127.0.0.1", "port": port},
         logging_config={"log_level": "WARNING"},
     )
     try:
