@@ -22,7 +22,7 @@ HELM_INSTALLED := $(HELM_VENV)/.installed
 BENCHMARKS := $(filter-out __init__ report,$(basename $(notdir $(wildcard benchmarks/*.py))))
 FAST := not ray and not vllm and not netns and not helm
 
-.PHONY: help install model lock protos check format test-fast test demo demo-pd bench helm chart-readme wheel clean distclean
+.PHONY: help install model lock protos check format test-fast test demo demo-pd demo-serve bench helm chart-readme wheel clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -71,6 +71,9 @@ demo: $(INSTALLED) $(MODEL) ## Two nodes, two replicas, one cache: watch a remot
 
 demo-pd: $(INSTALLED) $(MODEL) ## Prefill on one node, decode on the other: watch the blocks cross meanwhile
 	$(BIN)/python -m kvservice.cli.main demo-pd
+
+demo-serve: $(INSTALLED) $(MODEL) ## Ray Serve without the cache, with it, and with the KV-aware router: conversations, measured
+	$(BIN)/python -m kvservice.cli.main demo-serve
 
 bench: $(INSTALLED) $(MODEL) ## Every benchmark, one after the other; results as JSON
 	for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m "benchmarks.$$name"; done

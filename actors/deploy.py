@@ -44,6 +44,11 @@ class ServiceHandle:
         found: dict[str, Any] = _ask(self.supervisor.describe)
         return found
 
+    def config(self) -> dict[str, Any]:
+        """The settings it runs with, as a ServiceConfig's fields. Blocks as `describe` does."""
+        found: dict[str, Any] = _ask(self.supervisor.config)
+        return found
+
     def wait_complete(
         self, seconds: float = UP_SECONDS, on_progress: Callable[[dict[str, Any]], None] | None = None
     ) -> dict[str, Any]:

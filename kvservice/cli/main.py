@@ -258,6 +258,23 @@ def demo_pd(
         raise fail(error) from error
 
 
+@app.command(name="demo-serve")
+def demo_serve(
+    model: Annotated[str | None, typer.Option(help="Model folder or hub id. Default: a small one, prepared.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the table and the plot.")] = Path("demo-output"),
+    users: Annotated[int, typer.Option(min=2, max=64, help="How many conversations.")] = 8,
+    turns: Annotated[int, typer.Option(min=1, max=5, help="How many turns each has.")] = 4,
+) -> None:
+    """Conversations through Ray Serve: without the cache, with it, and routed to where it is; measured and plotted."""
+    from kvservice.cli.demo.conversation import Shape
+    from kvservice.cli.demo.serve import run
+
+    try:
+        run(model, out, Shape(users, turns))
+    except KVServiceError as error:
+        raise fail(error) from error
+
+
 @app.command()
 def proxy(
     decode: Annotated[list[str], typer.Option(help="Decode server, e.g. http://host:8000. Repeat for more.")],

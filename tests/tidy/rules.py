@@ -73,6 +73,7 @@ HOMES: dict[str, frozenset[str]] = {
     "typer": frozenset({"cli"}),
     "rich": frozenset({"cli"}),
     "matplotlib": frozenset({"cli"}),
+    "pydantic": frozenset({"serve"}),
     "aiohttp": frozenset({"proxy"}),
     "multidict": frozenset({"proxy"}),
 }

@@ -1,0 +1,154 @@
+"""Apps of ray.serve.llm with the cache in them, for `serve run`, `serve deploy` and Python.
+
+Runs where the app is built: in the user's process, or in a task of Serve. Blocks until the service runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from ray.serve.llm import LLMConfig, LLMServingArgs
+from ray.serve.llm import build_openai_app as build_plain_app
+from ray.serve.llm import build_pd_openai_app as build_plain_pd_app
+
+from kvservice.errors import ConfigError
+from kvservice.serve import ray_llm
+from kvservice.serve.section import KVServiceSection, parse_section
+from kvservice.serve.service import RunningService, ensure_service
+from kvservice.serve.wiring import (
+    MULTI_CONNECTOR,
+    ROUTER,
+    ROUTER_CLASS,
+    TRANSFER,
+    connector_config,
+    router_config,
+    router_defaults,
+)
+
+SECTION = "kvservice"
+PREFILL, DECODE = "prefill_config", "decode_config"
+RUNTIME_DIR = "KVSERVICE_RUNTIME_DIR"
+INGRESS = "ingress_cls_config"
+
+
+def build_openai_app(config: Mapping[str, Any]) -> Any:
+    """An OpenAI-compatible Serve application: the arguments of ray.serve.llm.build_openai_app, and a `kvservice`
+    section (KVServiceSection). Finds or starts the service, so it blocks.
+
+    Raises ConfigError for what cannot work, Unavailable and ServiceConflict as `ensure_service` does.
+    """
+    section, arguments = wire_openai(config)
+    _prepare(ensure_service(section), arguments["llm_configs"])
+    return build_plain_app(arguments)
+
+
+def build_pd_openai_app(config: Mapping[str, Any]) -> Any:
+    """Prefill and decode on replicas of their own: the arguments of ray.serve.llm.build_pd_openai_app, and a
+    `kvservice` section. Blocks and raises as build_openai_app."""
+    section, arguments = wire_pd(config)
+    _prepare(ensure_service(section), [arguments[PREFILL], arguments[DECODE]])
+    parallel = any(arguments[key].engine_kwargs.get("data_parallel_size", 1) > 1 for key in (PREFILL, DECODE))
+    if parallel or ray_llm.DIRECT_STREAMING:
+        return build_plain_pd_app(arguments)  # its own decode server: a lost prefill then fails the request
+    return ray_llm.pd_application(arguments)
+
+
+def wire_openai(config: Mapping[str, Any]) -> tuple[KVServiceSection, dict[str, Any]]:
+    """The section, and arguments for ray.serve.llm with connector and router in them; nothing is started."""
+    section, rest = _split(config)
+    models = LLMServingArgs.model_validate(rest).llm_configs
+    ids = [model.model_id for model in models]
+    for name in section.models or ():
+        if name not in ids:
+            raise ConfigError(f"kvservice.models names {name!r}, the app has {', '.join(map(repr, ids))}", key="models")
+    chosen = ids if section.models is None else section.models
+    wired = [_wired(model, section, "kv_both") if model.model_id in chosen else model for model in models]
+    return section, _with_ingress({**rest, "llm_configs": wired}, section)
+
+
+def wire_pd(config: Mapping[str, Any]) -> tuple[KVServiceSection, dict[str, Any]]:
+    """Likewise for build_pd_openai_app: prefill routed by what nodes hold, decode by load."""
+    section, rest = _split(config)
+    if section.models is not None:
+        raise ConfigError("a prefill/decode app has one model: remove kvservice.models", key="models")
+    if section.connector.get("offload") == "lazy":
+        raise ConfigError(
+            "offload 'lazy' stores when a request ends: a prefill/decode app needs 'eager'", key="offload"
+        )
+    for key in (PREFILL, DECODE):
+        if key not in rest:
+            raise ConfigError(f"a prefill/decode app needs {key}", key=key)
+    prefill = _wired(_llm_config(rest[PREFILL]), section, "kv_producer")
+    decode = _wired(_llm_config(rest[DECODE]), section, "kv_consumer", policy="load")
+    for model in (prefill, decode):
+        if model.engine_kwargs[TRANSFER]["kv_connector"] == MULTI_CONNECTOR:
+            raise ConfigError("a prefill/decode app has KVServiceConnector alone: no MultiConnector", key=TRANSFER)
+    if prefill.model_id != decode.model_id:
+        raise ConfigError(f"prefill has model {prefill.model_id!r}, decode {decode.model_id!r}: they must be the same")
+    return section, _with_ingress({**rest, PREFILL: prefill, DECODE: decode}, section)
+
+
+def _split(config: Mapping[str, Any]) -> tuple[KVServiceSection, dict[str, Any]]:
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"the app's arguments are a {type(config).__name__}; write a mapping")
+    section = parse_section(config.get(SECTION))
+    if section.router == "kv_aware":
+        _check_router(section)
+    return section, {key: value for key, value in config.items() if key != SECTION}
+
+
+def _check_router(section: KVServiceSection) -> None:
+    if importlib.util.find_spec("kvservice.serve.router") is None:
+        raise ConfigError("this kvservice has no KV-aware router: say `router: default`", key="router")
+    importlib.import_module("kvservice.serve.options").RouterOptions.parse(section.router_options)
+
+
+def _llm_config(value: Any) -> LLMConfig:
+    if isinstance(value, str):
+        return LLMConfig.from_file(value)
+    return LLMConfig.model_validate(value) if isinstance(value, Mapping) else value
+
+
+def _wired(given: LLMConfig, section: KVServiceSection, role: str, policy: str | None = None) -> LLMConfig:
+    """A copy with connector and router."""
+    model = given.model_copy(deep=True)
+    transfer = connector_config(given.engine_kwargs.get(TRANSFER), section, given.model_id, role)
+    model.update_engine_kwargs(**{TRANSFER: transfer})
+    defaults = router_defaults(given.engine_kwargs, _tokenizer(given), section, policy=policy)
+    router = router_config(given.deployment_config.get(ROUTER), section, given.model_id, defaults)
+    if router is not None:
+        model.deployment_config = {**given.deployment_config, ROUTER: router}
+    return model
+
+
+def _tokenizer(model: LLMConfig) -> str | None:
+    """Folder or hub name; None when the weights come from a bucket, where the router cannot read."""
+    loading = model.model_loading_config
+    source = (
+        loading.tokenizer_source or model.engine_kwargs.get("tokenizer") or loading.model_source or loading.model_id
+    )
+    return source if isinstance(source, str) and "://" not in source else None
+
+
+def _with_ingress(arguments: dict[str, Any], section: KVServiceSection) -> dict[str, Any]:
+    if section.retry and not ray_llm.DIRECT_STREAMING:
+        given = arguments.get(INGRESS) or {}
+        if isinstance(given, Mapping) and "ingress_cls" not in given:
+            arguments[INGRESS] = {**given, "ingress_cls": "kvservice.serve.ray_llm.RetryingIngress"}
+    return arguments
+
+
+def _prepare(service: RunningService, models: list[LLMConfig]) -> None:
+    """What replicas need: the backend by name, and where the shards register."""
+    ray_llm.register_backend()
+    for model in models:
+        if service.runtime_dir and TRANSFER in model.engine_kwargs:
+            environment = dict(model.runtime_env or {})
+            variables = {RUNTIME_DIR: service.runtime_dir, **environment.get("env_vars", {})}
+            model.runtime_env = {**environment, "env_vars": variables}
+
+
+__all__ = ["ROUTER_CLASS", "build_openai_app", "build_pd_openai_app", "wire_openai", "wire_pd"]

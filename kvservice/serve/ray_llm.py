@@ -1,0 +1,219 @@
+"""What is built on parts of ray.serve.llm that Ray calls internal, in one file: the hand-off between prefill and decode
+replicas, and the ingress that asks again. Written for Ray 2.60.
+
+Runs in replicas, on their event loops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from kvservice.actors import names
+from kvservice.errors import ConfigError
+
+try:
+    from ray.llm._internal.common.dict_utils import maybe_apply_llm_deployment_config_defaults
+    from ray.llm._internal.serve.constants import RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING
+    from ray.llm._internal.serve.core.configs.openai_api_models import (
+        ChatCompletionRequest,
+        ErrorResponse,
+        to_model_metadata,
+    )
+    from ray.llm._internal.serve.engines.vllm.kv_transfer.base import (
+        BaseConnectorBackend,
+        clamp_request_to_single_token,
+    )
+    from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
+    from ray.llm._internal.serve.serving_patterns.prefill_decode.builder import PDServingArgs
+    from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import (
+        PDDecodeServer,
+        PDOrchestratorMixin,
+        PDPrefillServer,
+    )
+    from ray.serve._private.http_util import session_id_from_headers
+    from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
+except ImportError as error:
+    raise ConfigError(
+        f"kvservice.serve was written for ray.serve.llm of Ray 2.60; this is Ray {ray.__version__}, where something is "
+        f"missing: {error}. Install `ray[serve]>=2.60,<3` with pyarrow, pandas, fsspec and jsonref, and vLLM"
+    ) from error
+
+log = logging.getLogger("kvservice.serve")
+
+CONNECTOR = "KVServiceConnector"
+BACKEND = "kvservice.serve.ray_llm:KVServiceBackend"
+VERSION = 1  # of the hand-off's parameters, see kvservice.connector.handoff
+HANDOFFS_MAX = 4096
+PREFILL_CHOICE_SECONDS = 2.0  # with no prefill replica free by then, the decode replica computes the prompt itself
+TRIES_MAX = 3
+TRY_AGAIN_SECONDS = 0.2
+
+DIRECT_STREAMING: bool = RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING
+
+
+def register_backend() -> None:
+    """Tell all processes of the connected cluster about KVServiceBackend; again is fine."""
+    if not KVConnectorBackendFactory.is_registered(CONNECTOR):
+        KVConnectorBackendFactory.register_backend(CONNECTOR, BACKEND)
+
+
+class KVServiceBackend(BaseConnectorBackend):  # type: ignore[misc]
+    """One replica's side of the connector: which node it is on, and what a hand-off's two requests say.
+
+    Peer binding because the decode has to name the writer's node; at once because blocks cross while the prefill runs.
+    """
+
+    requires_peer_binding = True
+    concurrent_handoff = True
+
+    def __init__(self, llm_config: Any) -> None:
+        super().__init__(llm_config)
+        self._handoffs: OrderedDict[int, tuple[Any, str]] = OrderedDict()  # by identity of the request, which is kept
+
+    def setup(self) -> None:
+        """In the replica, before its engine is made: several shards may be registered on this machine."""
+        options = self.kv_transfer_config.setdefault("kv_connector_extra_config", {})
+        if options.get("mode") == "service" and "socket" not in options:
+            options.setdefault("node", this_node())
+
+    def replica_metadata(self) -> dict[str, Any]:
+        return {"node": this_node()}
+
+    def prepare_prefill_request(self, *, request: Any, peer: dict[str, Any] | None) -> Any:
+        handoff = secrets.token_hex(16)
+        self._handoffs[id(request)] = (request, handoff)
+        while len(self._handoffs) > HANDOFFS_MAX:
+            self._handoffs.popitem(last=False)
+        prefill = request.model_copy(deep=True)
+        prefill.kv_transfer_params = {"kvservice": {"version": VERSION, "role": "prefill", "handoff": handoff}}
+        clamp_request_to_single_token(prefill)
+        for key, value in (("min_tokens", 0), ("n", 1), ("best_of", None), ("use_beam_search", False)):
+            if hasattr(prefill, key):
+                setattr(prefill, key, value)
+        return prefill
+
+    def prepare_decode_request(self, *, request: Any, peer: dict[str, Any] | None, prefill_response: Any | None) -> Any:
+        """Without a peer, or a hand-off begun, an ordinary request: the replica then computes the prompt itself."""
+        _, handoff = self._handoffs.pop(id(request), (None, ""))
+        node = (peer or {}).get("node")
+        decode = request.model_copy(deep=True)
+        decode.kv_transfer_params = None
+        if handoff and node:
+            ours = {"version": VERSION, "role": "decode", "handoff": handoff, "node": node}
+            decode.kv_transfer_params = {"kvservice": ours}
+        return decode
+
+
+class DecodeServer(PDDecodeServer):  # type: ignore[misc]
+    """Sends a prompt to a prefill replica and to its own engine at once. Whatever becomes of the prefill, the request
+    is answered: its own engine then computes what did not arrive."""
+
+    async def _pd_handle_request(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
+        method = "chat" if isinstance(request, ChatCompletionRequest) else "completions"
+        backend = self._get_connector_backend()
+        call = getattr(self._prefill_for(raw_request_info), method)
+        async with contextlib.AsyncExitStack() as stack:
+            selection = await _choose(stack, call, request)
+            peer = {} if selection is None else selection.replica_metadata or {}
+            if peer.get("node"):
+                prefill = backend.prepare_prefill_request(request=request, peer=peer)
+                answer = call.dispatch(selection, prefill, raw_request_info)
+                drained = asyncio.get_running_loop().create_task(_drain(answer))
+                stack.push_async_callback(asyncio.shield, drained)  # Serve counts a request until its answer was read
+            decode = backend.prepare_decode_request(request=request, peer=peer, prefill_response=None)
+            async for chunk in await getattr(super(PDOrchestratorMixin, self), method)(decode, raw_request_info):
+                yield chunk
+
+    def _prefill_for(self, raw_request_info: Any) -> Any:
+        """The handle, with the adapter and the session of this request."""
+        handle = self._prefill_handle
+        model = ray.serve.get_multiplexed_model_id()
+        if model:
+            handle = handle.options(multiplexed_model_id=model)
+        session = None if raw_request_info is None else session_id_from_headers(raw_request_info.headers)
+        return handle.options(session_id=session) if session else handle
+
+
+async def _choose(stack: contextlib.AsyncExitStack, call: Any, request: Any) -> Any | None:
+    """A prefill replica with room, kept reserved until the stack is left; None when there is none soon."""
+    try:
+        return await asyncio.wait_for(stack.enter_async_context(call.choose_replica(request)), PREFILL_CHOICE_SECONDS)
+    except Exception as error:  # noqa: BLE001  no prefill replica, whatever the reason: the decode does without
+        log.warning("no prefill replica: %s", type(error).__name__)
+        return None
+
+
+async def _drain(answer: Any) -> None:
+    try:
+        async for chunk in answer:
+            if isinstance(chunk, ErrorResponse):
+                log.warning("a prefill failed, its decode computes the prompt: %s", chunk.error.message)
+    except Exception as error:  # noqa: BLE001  task boundary: a prefill replica that died is no matter for the decode
+        log.warning("a prefill was lost, its decode computes the prompt: %s", type(error).__name__)
+
+
+class RetryingIngress(OpenAiIngress):  # type: ignore[misc]
+    """Asks another replica when one died before it answered anything. What has begun to stream cannot be repeated."""
+
+    async def _get_response(self, *, body: Any, call_method: str, raw_request: Any | None = None) -> AsyncIterator[Any]:
+        for number in range(1, TRIES_MAX + 1):
+            begun = False
+            try:
+                async for chunk in super()._get_response(body=body, call_method=call_method, raw_request=raw_request):
+                    begun = True
+                    yield chunk
+                return
+            except Exception as error:
+                if begun or number == TRIES_MAX or not is_replica_loss(error):
+                    raise
+                log.warning("a replica was lost, its request is sent again: %s", type(error).__name__)
+            await asyncio.sleep(TRY_AGAIN_SECONDS)
+
+
+def is_replica_loss(error: BaseException | None) -> bool:
+    """Did the replica or its engine die, rather than refuse the request?"""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, RayActorError) or type(error).__name__ in ("EngineDeadError", "ReplicaUnavailableError"):
+            return True
+        error = getattr(error, "cause", None) or error.__cause__
+    return False
+
+
+def this_node() -> str:
+    """Name of this process's node in the pool."""
+    return str(names.node_id(ray.get_runtime_context().get_node_id()))
+
+
+def pd_application(arguments: dict[str, Any]) -> Any:
+    """As ray.serve.llm.build_pd_openai_app, with DecodeServer."""
+    from ray import serve
+    from ray.serve.llm import build_llm_deployment
+
+    checked = PDServingArgs.model_validate(arguments)
+    prefill, decode = checked.prefill_config, checked.decode_config
+    prefill_app = build_llm_deployment(prefill, name_prefix="Prefill:", deployment_cls=PDPrefillServer)
+    decode_app = build_llm_deployment(
+        decode, name_prefix="Decode:", bind_kwargs={"prefill_server": prefill_app}, deployment_cls=DecodeServer
+    )
+    ingress = checked.ingress_cls_config
+    options = maybe_apply_llm_deployment_config_defaults(
+        ingress.ingress_cls.get_deployment_options([decode]), checked.ingress_deployment_config
+    )
+    model, lora = decode.model_id, decode.lora_config
+    return serve.deployment(make_fastapi_ingress(ingress.ingress_cls), **options).bind(
+        llm_deployments={model: decode_app},
+        model_cards={model: to_model_metadata(model, decode)},
+        lora_paths={} if lora is None else {model: lora.dynamic_lora_loading_path},
+        **ingress.ingress_extra_kwargs,
+    )

@@ -1,0 +1,50 @@
+"""The service behind an app: found on the Ray cluster, or started. Runs in whichever process builds the app."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import ray
+
+from kvservice.actors import deploy
+from kvservice.errors import Unavailable
+from kvservice.serve.section import KVServiceSection
+
+log = logging.getLogger("kvservice.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class RunningService:
+    name: str
+    runtime_dir: str  # "" = the default of every node
+    started: bool  # by this call
+
+
+def ensure_service(section: KVServiceSection) -> RunningService:
+    """Join Ray if this process has not, then find the service or start it. Blocks, at most `wait_seconds` for a service
+    that it starts, and then stops again what does not come up.
+
+    Raises Unavailable without Ray or service, ServiceConflict when it runs with other settings than the section's.
+    """
+    if not ray.is_initialized():
+        deploy.connect(section.address)
+    found = deploy.find(section.service)
+    if found is not None:
+        if section.has_settings:
+            deploy.up(section.service_config())  # refuses others
+        return RunningService(section.service, found.config()["runtime_dir"], started=False)
+    if not section.start:
+        raise Unavailable(
+            f"no service {section.service!r} runs on this Ray cluster and kvservice.start is false: start it with "
+            f"`kvservice up --service {section.service}`, or remove `start: false`"
+        )
+    config = section.service_config()
+    handle = deploy.up(config)
+    try:
+        handle.wait_complete(section.wait_seconds)
+    except BaseException:
+        deploy.down(config.service)
+        raise
+    log.info("service %s started", config.service)
+    return RunningService(config.service, config.runtime_dir, started=True)

@@ -1,0 +1,129 @@
+"""Puts the connector and the router into an LLMConfig's dictionaries. What a user wrote is kept, completed or refused,
+never changed.
+
+Pure: dictionaries in, new dictionaries out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from kvservice.errors import ConfigError
+from kvservice.serve.section import KVServiceSection
+
+CONNECTOR = "KVServiceConnector"
+CONNECTOR_MODULE = "kvservice.connector.vllm"
+MULTI_CONNECTOR = "MultiConnector"
+ROUTER_CLASS = "kvservice.serve.router.KvAwareRouter"
+TRANSFER, ROUTER = "kv_transfer_config", "request_router_config"
+ROLES = ("kv_both", "kv_producer", "kv_consumer")
+
+
+def connector_config(
+    given: Mapping[str, Any] | None, section: KVServiceSection, model: str, role: str
+) -> dict[str, Any]:
+    """kv_transfer_config of one model: the user's with ours filled in. Raises ConfigError where the two contradict, and
+    for a connector of another kind."""
+    if given is None:
+        given = {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"model {model!r}: {TRANSFER} is a {type(given).__name__}; write a mapping", model=model)
+    kind = given.get("kv_connector", CONNECTOR)
+    if kind == MULTI_CONNECTOR:
+        return _in_multi(given, section, model, role)
+    if kind != CONNECTOR:
+        raise ConfigError(
+            f"model {model!r} has {TRANSFER} with {kind}, and an engine has one connector: remove it, or leave the "
+            f"model out of kvservice.models, or list both under {MULTI_CONNECTOR}, {CONNECTOR} with "
+            f'kv_connector_module_path "{CONNECTOR_MODULE}"',
+            model=model,
+        )
+    found = _filled(given, section, model)
+    if found.setdefault("kv_role", role) not in (role, "kv_both"):
+        raise ConfigError(
+            f"model {model!r}: kv_role is {found['kv_role']!r}, here {role!r} or 'kv_both' is needed", model=model
+        )
+    return found
+
+
+def _filled(given: Mapping[str, Any], section: KVServiceSection, model: str) -> dict[str, Any]:
+    found = copy.deepcopy(dict(given))
+    found.setdefault("kv_connector", CONNECTOR)
+    found.setdefault("kv_connector_module_path", CONNECTOR_MODULE)
+    found.setdefault("kv_load_failure_policy", "recompute")
+    options = found.setdefault("kv_connector_extra_config", {})
+    for key, value in section.connector_options().items():
+        said_here = key in section.connector or key == "service"
+        if options.setdefault(key, value) != value and said_here:
+            raise ConfigError(
+                f"model {model!r}: kv_connector_extra_config says {key} = {options[key]!r}, the kvservice section "
+                f"{value!r}: remove one of them",
+                model=model,
+            )
+    return found
+
+
+def _in_multi(given: Mapping[str, Any], section: KVServiceSection, model: str, role: str) -> dict[str, Any]:
+    found = copy.deepcopy(dict(given))
+    children = found.get("kv_connector_extra_config", {}).get("connectors", [])
+    ours = [index for index, child in enumerate(children) if child.get("kv_connector") == CONNECTOR]
+    if len(ours) != 1:
+        raise ConfigError(
+            f"model {model!r}: its {MULTI_CONNECTOR} lists {CONNECTOR} {len(ours)} times; list it once, or leave the "
+            "model out of kvservice.models",
+            model=model,
+        )
+    children[ours[0]] = _filled(children[ours[0]], section, model)
+    children[ours[0]].setdefault("kv_role", role)
+    found.setdefault("kv_role", role)
+    return found
+
+
+def router_config(
+    given: Mapping[str, Any] | None, section: KVServiceSection, model: str, defaults: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """request_router_config of one model; None where nothing is to be set. `defaults`: router options that follow from
+    the model. Raises ConfigError when both the user and the section chose a router."""
+    if section.router == "default":
+        return None if given is None else dict(given)
+    found = dict(given or {})
+    chosen = found.get("request_router_class")
+    if chosen not in (None, ROUTER_CLASS):
+        if "router" in section.model_fields_set or section.router_options:
+            raise ConfigError(
+                f"model {model!r} has a {ROUTER} with another class: remove it, or say `router: default` in the "
+                "kvservice section",
+                model=model,
+            )
+        return found
+    options = dict(found.get("request_router_kwargs") or {})
+    for key, value in section.router_options.items():
+        if options.setdefault(key, value) != value:
+            raise ConfigError(
+                f"model {model!r}: request_router_kwargs says {key} = {options[key]!r}, the kvservice section "
+                f"{value!r}: remove one of them",
+                model=model,
+            )
+    found["request_router_class"] = ROUTER_CLASS
+    found["request_router_kwargs"] = {**defaults, **options}
+    return found
+
+
+def router_defaults(
+    engine_kwargs: Mapping[str, Any], tokenizer: str | None, section: KVServiceSection, *, policy: str | None = None
+) -> dict[str, Any]:
+    """Router options that follow from the model, as far as they are known."""
+    options: dict[str, Any] = {"service": section.service}
+    if tokenizer:
+        options["tokenizer"] = tokenizer
+    if section.connector.get("namespace"):
+        options["namespace"] = section.connector["namespace"]
+    if isinstance(engine_kwargs.get("chat_template"), str):
+        options["chat_template"] = engine_kwargs["chat_template"]
+    if engine_kwargs.get("trust_remote_code"):
+        options["trust_remote_code"] = True
+    if policy is not None:
+        options["policy"] = policy
+    return options

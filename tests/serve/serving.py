@@ -1,0 +1,147 @@
+"""Ray Serve on a cluster of two nodes of this machine, for the tests of its apps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+
+from kvservice.actors import deploy
+from kvservice.cli.demo.offspring import offspring_ended
+from kvservice.cli.demo.serve import ROUND_ROBIN, model_config
+from kvservice.cli.status import collect
+from kvservice.units import MiB
+from tests.vllm.shared_memory import vllm_segments_removed
+
+SERVICE = "serve-test"
+POOL_BYTES = 192 * MiB
+# Marks that let each engine run on one node only: the replicas spread, prefill on the one, decode on the other.
+NODES = ({"replica": 1, "prefill": 1}, {"replica": 1, "decode": 1})
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    base_url: str  # without the app's prefix
+    runtime: Path
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[Serving]:
+    """Everything that runs within is gone afterwards, with its shared memory."""
+    settings: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 * MiB}
+    variables = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0"}
+    with (
+        tempfile.TemporaryDirectory(prefix="kvs-") as folder,
+        environment(KVSERVICE_RUNTIME_DIR=folder, PYTHONPATH=str(Path(__file__).parents[2]), **variables),
+        vllm_segments_removed(),
+        offspring_ended(),
+    ):
+        cluster = Cluster(
+            initialize_head=True, head_node_args={**settings, "include_dashboard": False, "resources": NODES[0]}
+        )
+        try:
+            cluster.add_node(**settings, resources=NODES[1])
+            deploy.connect(cluster.address)
+            port = free_port()
+            options = {"host": "127.0.0.1", "port": port}
+            serve.start(proxy_location="HeadOnly", http_options=options, logging_config={"log_level": "WARNING"})
+            yield Serving(f"http://127.0.0.1:{port}", Path(folder))
+        finally:
+            if ray.is_initialized():
+                with contextlib.suppress(ray.exceptions.RayError):
+                    serve.shutdown()
+                deploy.down(SERVICE)
+            ray.shutdown()
+            cluster.shutdown()
+
+
+@contextlib.contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    before = {key: os.environ.get(key) for key in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+def engine(model: Path, mark: str, replicas: int = 1, router: str | None = ROUND_ROBIN) -> dict[str, Any]:
+    """An LLMConfig of the tests' model, on the nodes with this mark."""
+    found = model_config(
+        str(model), {"request_router_class": router} if router else {}, replicas, max_num_batched_tokens=512
+    )
+    found["placement_group_config"] = {"bundles": [{"CPU": 1, mark: 1}]}
+    return found
+
+
+def arguments(**more: Any) -> dict[str, Any]:
+    """The section and the ingress, for any app."""
+    settings = {"pool_bytes": POOL_BYTES, "slab_bytes": 16 * MiB, "lookup_shards": 1}
+    return {
+        "ingress_deployment_config": {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0}},
+        "kvservice": {"service": SERVICE, "settings": settings, "router": "default"},
+        **more,
+    }
+
+
+def deploy_file(*applications: dict[str, Any]) -> None:
+    """As `serve deploy` does: the controller builds the apps in tasks of its own. Returns at once."""
+    _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": list(applications)}))
+
+
+def known_keys() -> int:
+    """Blocks in the directory."""
+    state = collect(SERVICE)
+    return 0 if state is None else sum(lookup["key_count"] for lookup in state["lookups"])
+
+
+def counters() -> dict[str, int]:
+    """Of all shards, added."""
+    state = collect(SERVICE)
+    found: dict[str, int] = {}
+    for node in [] if state is None else state["nodes"]:
+        for key, value in node["counters"].items():
+            found[key] = found.get(key, 0) + value
+    return found
+
+
+def replica_processes(deployment: str) -> list[psutil.Process]:
+    """Processes of a deployment's replicas."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "ServeReplica" in " ".join(process.cmdline()) and deployment in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def eventually(read: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := read()):
+        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
+        time.sleep(0.2)
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

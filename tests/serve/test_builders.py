@@ -1,0 +1,144 @@
+"""What the builders make of an app's arguments, with Ray's own models of them; nothing is started.
+
+Marked as the other tests with Ray: importing ray.serve.llm takes seconds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("ray.serve.llm")
+
+from ray.serve.llm import LLMConfig
+from ray.serve.schema import ServeDeploySchema
+
+from kvservice.errors import ConfigError
+from kvservice.serve import app
+from kvservice.serve.ray_llm import CONNECTOR, KVServiceBackend, RetryingIngress, is_replica_loss
+
+pytestmark = pytest.mark.ray
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def model(name: str, **engine: Any) -> dict[str, Any]:
+    return {
+        "model_loading_config": {"model_id": name, "model_source": f"models/{name}"},
+        "placement_group_config": {"bundles": [{"CPU": 1}]},
+        "engine_kwargs": {"max_model_len": 512, **engine},
+    }
+
+
+def connector_of(config: LLMConfig) -> dict[str, Any]:
+    found: dict[str, Any] = config.engine_kwargs.get("kv_transfer_config", {})
+    return found
+
+
+def test_every_model_of_an_app_gets_the_connector() -> None:
+    given = LLMConfig(**model("b"))
+    section, arguments = app.wire_openai({"llm_configs": [model("a"), given], "kvservice": {"router": "default"}})
+    assert section.service == "default"
+    assert [connector_of(c)["kv_role"] for c in arguments["llm_configs"]] == ["kv_both", "kv_both"]
+    assert arguments["ingress_cls_config"]["ingress_cls"].endswith(RetryingIngress.__name__)
+    assert connector_of(given) == {}  # the user's own is as it was
+
+
+def test_models_that_are_not_named_stay_without() -> None:
+    wanted = {"router": "default", "models": ["b"]}
+    _, arguments = app.wire_openai({"llm_configs": [model("a"), model("b")], "kvservice": wanted})
+    assert [bool(connector_of(c)) for c in arguments["llm_configs"]] == [False, True]
+    with pytest.raises(ConfigError, match="names 'c', the app has 'a', 'b'"):
+        app.wire_openai({"llm_configs": [model("a"), model("b")], "kvservice": {**wanted, "models": ["c"]}})
+
+
+def test_a_users_ingress_is_kept() -> None:
+    theirs = {"ingress_cls": "ray.serve.llm.ingress:OpenAiIngress"}
+    given = {"llm_configs": [model("a")], "ingress_cls_config": theirs, "kvservice": {"router": "default"}}
+    assert app.wire_openai(given)[1]["ingress_cls_config"] == theirs
+
+
+def test_a_prefill_decode_app_has_a_writer_and_a_reader() -> None:
+    given = {"prefill_config": model("a"), "decode_config": model("a"), "kvservice": {"router": "default"}}
+    _, arguments = app.wire_pd(given)
+    assert connector_of(arguments["prefill_config"])["kv_role"] == "kv_producer"
+    assert connector_of(arguments["decode_config"])["kv_role"] == "kv_consumer"
+    with pytest.raises(ConfigError, match="must be the same"):
+        app.wire_pd({**given, "decode_config": model("b")})
+    with pytest.raises(ConfigError, match="needs decode_config"):
+        app.wire_pd({"prefill_config": model("a"), "kvservice": {"router": "default"}})
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": [{"kv_connector": CONNECTOR}]},
+    }
+    with pytest.raises(ConfigError, match="alone"):
+        app.wire_pd({**given, "decode_config": model("a", kv_transfer_config=several)})
+    with pytest.raises(ConfigError, match="needs 'eager'"):
+        app.wire_pd({**given, "kvservice": {"router": "default", "connector": {"offload": "lazy"}}})
+
+
+@pytest.mark.parametrize("name", ["serve_openai.yaml", "serve_pd.yaml"])
+def test_the_examples_are_what_serve_and_the_builders_take(name: str) -> None:
+    text = (EXAMPLES / name).read_text()
+    described = ServeDeploySchema.model_validate(yaml.safe_load(text))
+    again = ServeDeploySchema.model_validate(yaml.safe_load(yaml.safe_dump(described.model_dump(exclude_unset=True))))
+    assert again == described
+    arguments = again.applications[0].args
+    arguments["kvservice"]["router"] = "default"
+    if "prefill_config" in arguments:
+        assert described.applications[0].import_path == "kvservice.serve:build_pd_openai_app"
+        app.wire_pd(arguments)
+    else:
+        assert described.applications[0].import_path == "kvservice.serve:build_openai_app"
+        app.wire_openai(arguments)
+
+
+class Request:
+    """As much of vLLM's requests as a hand-off touches."""
+
+    def __init__(self) -> None:
+        self.max_tokens: int | None = 8
+        self.min_tokens = 4
+        self.stream = True
+        self.kv_transfer_params: Any = {"kvservice": {"node": "chosen by the client"}}
+
+    def model_copy(self, deep: bool) -> Request:
+        assert deep
+        copied = Request()
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+
+def test_both_halves_of_a_handoff_are_told_the_same_id_and_the_writers_node() -> None:
+    backend = KVServiceBackend(LLMConfig(**model("a")))
+    ids = set()
+    for _ in range(2):
+        request = Request()
+        prefill = backend.prepare_prefill_request(request=request, peer={"node": "n1"})
+        decode = backend.prepare_decode_request(request=request, peer={"node": "n1"}, prefill_response=None)
+        ours, theirs = (half.kv_transfer_params["kvservice"] for half in (prefill, decode))
+        assert ours == {"version": 1, "role": "prefill", "handoff": theirs["handoff"]}
+        assert theirs == {"version": 1, "role": "decode", "handoff": ours["handoff"], "node": "n1"}
+        assert (prefill.max_tokens, prefill.min_tokens, prefill.stream) == (1, 0, False)
+        assert (decode.max_tokens, decode.stream) == (8, True)
+        ids.add(ours["handoff"])
+    assert len(ids) == 2
+
+
+def test_a_decode_without_a_prefill_replica_is_an_ordinary_request() -> None:
+    backend = KVServiceBackend(LLMConfig(**model("a")))
+    assert backend.prepare_decode_request(request=Request(), peer={}, prefill_response=None).kv_transfer_params is None
+
+
+def test_only_the_loss_of_a_replica_is_asked_again() -> None:
+    from ray.exceptions import ActorDiedError, RayTaskError
+
+    assert is_replica_loss(ActorDiedError())
+    wrapped = RuntimeError("outer")
+    wrapped.__cause__ = ActorDiedError()
+    assert is_replica_loss(wrapped)
+    assert not is_replica_loss(ValueError("bad request"))
+    assert not is_replica_loss(RayTaskError("f", "trace", ValueError("bad request")))

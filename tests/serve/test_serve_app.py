@@ -1,0 +1,171 @@
+"""Apps of kvservice.serve on a real Ray Serve with real engines: remote hits, prefill/decode, losses under requests.
+
+One cluster of two nodes for the file, with both apps: "plain" has a replica on each node, "pd" a prefill replica on the
+one and a decode replica on the other. All four engines share one service, so what one stored the others hit.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray.serve.llm")
+
+from openai import OpenAI
+
+from kvservice.actors import deploy
+from kvservice.cli.demo.serve import MODEL, wait_running
+from kvservice.serve.section import parse_section
+from kvservice.serve.service import ensure_service
+from tests.serve.serving import (
+    Serving,
+    arguments,
+    counters,
+    deploy_file,
+    engine,
+    eventually,
+    known_keys,
+    replica_processes,
+    serving,
+)
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(400)]
+
+START_SECONDS = 300.0
+TEXT = "The pilot of the supply boat {} knew every rock by its name and told the keeper which ones had moved. "
+TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def apps(model_path: Path) -> Iterator[Serving]:
+    with serving() as found:
+        plain = arguments(llm_configs=[engine(model_path, "replica", replicas=2)])
+        pd = arguments(prefill_config=engine(model_path, "prefill"), decode_config=engine(model_path, "decode"))
+        deploy_file(
+            app("plain", "build_openai_app", plain),
+            app("pd", "build_pd_openai_app", pd),
+        )
+        for name in ("plain", "pd"):
+            wait_running(name, START_SECONDS)
+        yield found
+
+
+def app(name: str, builder: str, given: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "route_prefix": f"/{name}", "import_path": f"kvservice.serve:{builder}", "args": given}
+
+
+def prompt(number: int, sentences: int = 12) -> str:
+    """About 25 tokens a sentence; no two share a block."""
+    return f"Log number {number}. " + TEXT.format(f"Nr {number}") * sentences + "He said"
+
+
+def client(apps: Serving, name: str) -> OpenAI:
+    return OpenAI(base_url=f"{apps.base_url}/{name}/v1", api_key="none", timeout=90, max_retries=0)
+
+
+def ask(api: OpenAI, text: str) -> Any:
+    return api.completions.create(
+        model=MODEL, prompt=text, max_tokens=TOKENS, temperature=0, extra_body={"ignore_eos": True}
+    )
+
+
+def cached(answer: Any) -> int:
+    details = answer.usage.prompt_tokens_details
+    return 0 if details is None else details.cached_tokens or 0
+
+
+def handed_over(pd: OpenAI) -> bool:
+    """One request; did its blocks cross?"""
+    before = counters().get("fetched_blocks", 0)
+    ask(pd, prompt(time.time_ns(), 6))
+    return counters().get("fetched_blocks", 0) > before
+
+
+def test_what_one_replica_computed_the_other_one_hits_from_its_node(apps: Serving) -> None:
+    with client(apps, "plain") as api:
+        known, before = known_keys(), counters().get("fetched_blocks", 0)
+        answers = [ask(api, prompt(1))]
+        blocks = answers[0].usage.prompt_tokens // 32
+        assert blocks >= 8
+        eventually(lambda: known_keys() >= known + blocks, "the prompt's blocks in the directory")
+        answers.append(ask(api, prompt(1)))  # round-robin: by the other replica
+        assert cached(answers[0]) == 0
+        assert cached(answers[1]) == blocks * 32
+        assert counters()["fetched_blocks"] - before == blocks
+        assert answers[0].choices[0].text == answers[1].choices[0].text
+
+
+def test_prefill_and_decode_replicas_answer_as_one_replica_does(apps: Serving) -> None:
+    with client(apps, "pd") as pd, client(apps, "plain") as plain:
+        eventually(lambda: handed_over(pd), "a prefill replica known to the decode replica")
+        before = counters()
+        answer = ask(pd, prompt(2))
+        after = counters()
+        blocks = answer.usage.prompt_tokens // 32
+        assert after["fetched_blocks"] - before.get("fetched_blocks", 0) == blocks  # by the decode's node
+        assert cached(answer) == blocks * 32
+        talk = [{"role": "user", "content": prompt(3)}]
+        words: list[str] = []
+        stream = pd.chat.completions.create(
+            model=MODEL,
+            messages=talk,
+            max_tokens=TOKENS,
+            temperature=0,
+            stream=True,  # type: ignore[arg-type]
+        )
+        for chunk in stream:
+            words += [choice.delta.content or "" for choice in chunk.choices]
+        whole = plain.chat.completions.create(model=MODEL, messages=talk, max_tokens=TOKENS, temperature=0)  # type: ignore[arg-type]
+        assert "".join(words) == whole.choices[0].message.content
+        assert answer.choices[0].text == ask(plain, prompt(2)).choices[0].text
+
+
+def test_no_request_fails_while_a_replica_is_killed_and_the_service_restarted(apps: Serving) -> None:
+    failed: list[BaseException] = []
+    answered: list[str] = []
+    ended = threading.Event()
+
+    def send(name: str, first: int) -> None:
+        with client(apps, name) as api:
+            number = first
+            while not ended.is_set():
+                try:
+                    answered.append(ask(api, prompt(number, 6)).choices[0].text)
+                except Exception as error:  # noqa: BLE001  whatever a client sees is a failed request
+                    failed.append(error)
+                number += 1
+
+    def more_answers(count: int) -> None:
+        wanted = len(answered) + count
+        eventually(lambda: failed or len(answered) >= wanted, f"{count} more answers", 90)
+        assert not failed
+
+    threads = [
+        threading.Thread(target=send, args=(name, 1000 * n)) for n, name in enumerate(("plain", "plain", "pd"), 1)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        more_answers(4)
+        replica_processes("LLMServer")[0].kill()
+        more_answers(6)
+        replica_processes("Prefill")[0].kill()
+        more_answers(6)
+        section = parse_section(arguments()["kvservice"])
+        assert deploy.down(section.service)
+        more_answers(4)
+        assert ensure_service(section).started
+        stored = time.monotonic()
+        more_answers(6)
+        eventually(lambda: counters().get("blocks_sealed", 0) > 0, "engines that store again", 30)
+        assert time.monotonic() - stored < 60
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join(120)
+    assert not failed

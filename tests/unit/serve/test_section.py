@@ -1,0 +1,119 @@
+"""The kvservice section of an app, and what becomes of a user's own kv_transfer_config and router."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from kvservice.errors import ConfigError
+from kvservice.serve.section import parse_section
+from kvservice.serve.wiring import CONNECTOR, CONNECTOR_MODULE, ROUTER_CLASS, connector_config, router_config
+from kvservice.units import GiB
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+
+
+def test_without_a_section_the_default_service_is_found_or_started() -> None:
+    section = parse_section(None)
+    assert (section.service, section.start, section.has_settings) == ("default", True, False)
+    assert section.connector_options() == {"mode": "service", "service": "default"}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"rooter": "default"}, "did you mean 'router'"),
+        ({"router": "round_robin"}, "'kv_aware' or 'default'"),
+        ({"preset": "big"}, "choose local, single_node, cluster"),
+        ({"settings": {"pool_byte": "1GiB"}}, "did you mean 'pool_bytes'"),
+        ({"settings": {"pool_bytes": "1KiB"}}, "give at least 4.0 MiB"),
+        ({"settings": {"service": "x"}}, "belongs in kvservice.service"),
+        ({"connector": {"ofload": "lazy"}}, "did you mean 'offload'"),
+        ({"connector": {"mode": "embedded"}}, "uses no service"),
+        ({"connector": {"node": "n1"}}, "remove it"),
+        ({"router": "default", "router_options": {"budget_ms": 5}}, "say `router: kv_aware`"),
+        ({"service": "a b"}, "letters, digits"),
+        ({"wait_seconds": 0}, "greater than 0"),
+        ("default", "dictionary"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_to_do(given: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_section(given)
+
+
+def test_settings_are_those_of_the_services_file() -> None:
+    section = parse_section({"service": "a", "preset": "cluster", "settings": {"pool_bytes": "2GiB"}})
+    config = section.service_config()
+    assert (config.service, config.pool_bytes, config.lookup_shards) == ("a", 2 * GiB, 2)
+
+
+def test_a_model_without_a_connector_gets_ours() -> None:
+    found = connector_config(None, parse_section({"connector": {"offload": "lazy"}}), "m", "kv_both")
+    assert (found["kv_connector"], found["kv_connector_module_path"]) == (CONNECTOR, CONNECTOR_MODULE)
+    assert found["kv_load_failure_policy"] == "recompute"
+    assert found["kv_connector_extra_config"] == {"mode": "service", "service": "default", "offload": "lazy"}
+
+
+def test_what_a_user_set_of_our_connector_is_kept() -> None:
+    given = {
+        "kv_connector": CONNECTOR, "kv_role": "kv_both", "engine_id": "mine",
+        "kv_connector_extra_config": {"verify_load": "full", "mode": "auto"},
+    }  # fmt: skip
+    before = copy.deepcopy(given)
+    found = connector_config(given, parse_section({"connector": {"offload": "lazy"}}), "m", "kv_producer")
+    assert given == before
+    assert (found["kv_role"], found["engine_id"]) == ("kv_both", "mine")
+    options = {"verify_load": "full", "mode": "auto", "offload": "lazy", "service": "default"}
+    assert found["kv_connector_extra_config"] == options
+
+
+def test_a_contradiction_between_model_and_section_is_refused() -> None:
+    given = {"kv_connector_extra_config": {"offload": "eager"}}
+    with pytest.raises(ConfigError, match="offload = 'eager', the kvservice section 'lazy'"):
+        connector_config(given, parse_section({"connector": {"offload": "lazy"}}), "m", "kv_both")
+    with pytest.raises(ConfigError, match="service = 'other'"):
+        connector_config({"kv_connector_extra_config": {"service": "other"}}, parse_section(None), "m", "kv_both")
+    with pytest.raises(ConfigError, match="kv_role is 'kv_consumer'"):
+        connector_config({"kv_role": "kv_consumer"}, parse_section(None), "m", "kv_producer")
+
+
+def test_another_connector_is_refused_and_never_replaced() -> None:
+    with pytest.raises(ConfigError, match=r"NixlConnector.*leave the model out of kvservice.models"):
+        connector_config(NIXL, parse_section(None), "m", "kv_both")
+    with pytest.raises(ConfigError, match="lists KVServiceConnector 0 times"):
+        connector_config(multi(NIXL), parse_section(None), "m", "kv_both")
+
+
+def test_our_connector_among_several_is_filled_in_and_the_others_stay() -> None:
+    found = connector_config(multi({"kv_connector": CONNECTOR}, NIXL), parse_section(None), "m", "kv_both")
+    ours, theirs = found["kv_connector_extra_config"]["connectors"]
+    assert theirs == NIXL
+    assert (ours["kv_connector_module_path"], ours["kv_role"]) == (CONNECTOR_MODULE, "kv_both")
+
+
+def multi(*children: dict[str, Any]) -> dict[str, Any]:
+    extra = {"connectors": [dict(child) for child in children]}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def test_the_router_is_set_with_what_follows_from_the_model() -> None:
+    section = parse_section({"router_options": {"budget_ms": 5}})
+    found = router_config({"request_routing_stats_period_s": 2}, section, "m", {"tokenizer": "t", "budget_ms": 9})
+    assert found == {
+        "request_routing_stats_period_s": 2,
+        "request_router_class": ROUTER_CLASS,
+        "request_router_kwargs": {"tokenizer": "t", "budget_ms": 5},
+    }
+
+
+def test_a_users_router_is_kept_unless_the_section_asks_for_another() -> None:
+    theirs = {"request_router_class": "my.Router"}
+    assert router_config(theirs, parse_section(None), "m", {}) == theirs
+    assert router_config(theirs, parse_section({"router": "default"}), "m", {}) == theirs
+    assert router_config(None, parse_section({"router": "default"}), "m", {}) is None
+    with pytest.raises(ConfigError, match="say `router: default`"):
+        router_config(theirs, parse_section({"router": "kv_aware"}), "m", {})
