@@ -13,7 +13,7 @@ from kvservice.testing.sim.schedule import FAULTS, make_schedule
 from tests.sim.mutants import MUTANTS
 from tests.sim.mutation import Mutant, planted
 
-SCHEDULES = int(os.environ.get("KVSERVICE_SIM_SCHEDULES", "10000"))
+SCHEDULES = int(os.environ.get("KVSERVICE_SIM_SCHEDULES", "2500"))
 SEARCH = 2_000  # schedules in which a planted bug must show
 REACHED = ("blocks_stored", "blocks_loaded", "blocks_pulled", "loads_failed", "pulls_stuck", "messages_lost")
 
