@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from typing import cast
 
 from kvservice.connector.cache_groups import Grouping, OneGroup, Table, is_whole, load_entries
 from kvservice.connector.handoff import Prefill, WriterHandoffs
@@ -251,7 +252,8 @@ class SchedulerHalf:
         borrows = self._borrows and request.waits_for_writer
         self._loads.append(LoadPlan(request_id, tuple(entries), borrows, request.layered))
         if request.layered:
-            self._layered.begin(request_id, request.keys[first : first + count], [entry.block_id for entry in entries])
+            mine = cast("Sequence[int]", block_ids)  # of one group, or it would not be layered
+            self._layered.begin(request_id, request.keys[first : first + count], mine[first:])
         self._loading[request_id] = (attachment, result.lease_id)
         request.fetched_blocks = min(result.fetched_count, count)
         request.loaded_blocks = max(request.loaded_blocks, count)

@@ -9,6 +9,7 @@ the waiting. A shard that was told to leave from outside ends as well.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 from collections.abc import Callable, Coroutine
@@ -20,6 +21,7 @@ from kvservice.shard.server import ShardServer, ShardServerConfig
 
 log = logging.getLogger("kvservice.shard")
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 READ_SECONDS = 5.0
 POLL_SECONDS = 0.1
 
@@ -32,8 +34,14 @@ async def serve(
     server = ShardServer(config)
     asked: asyncio.Queue[None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked.put_nowait, None)
+
+    def ask(*_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(asked.put_nowait, None)
+
+    # Not the loop's own handlers: they end with it, and a signal that comes then would be the exit status.
+    for number in SIGNALS:
+        signal.signal(number, ask)
 
     def read() -> PoolStats | None:  # on a thread of the metrics server
         try:
@@ -58,6 +66,8 @@ async def serve(
     finally:
         await asyncio.to_thread(end_metrics)
         await server.stop(leaving=True, keep_segment=keep_segment)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 async def first_of(*works: Coroutine[Any, Any, object]) -> None:

@@ -11,7 +11,6 @@ CHECKS = "kvservice.core.checks"
 FETCH = "kvservice.core.fetch"
 SHARD = "kvservice.core.shard"
 BLOCKS = "kvservice.core.blocks"
-SLOTS = "kvservice.core.slots"
 LEASES = "kvservice.core.leases"
 KEYS = "kvservice.core.keys"
 DIGEST = "kvservice.core.digest"
@@ -19,15 +18,9 @@ MEMBERSHIP = "kvservice.core.membership"
 INDEX = "kvservice.core.index"
 ANNOUNCE = "kvservice.core.announce"
 SCHEDULER = "kvservice.connector.scheduler"
-EVICTION = "kvservice.core.eviction"
+STORE_PLAN = "kvservice.connector.store_plan"
 
 MUTANTS = (
-    Mutant(
-        "a load checks the generation",
-        CHECKS,
-        "(header.epoch, header.generation, header.key) == (epoch, ref.generation, key)",
-        "True",
-    ),
     Mutant("a digest is bound to its key", DIGEST, 'int.from_bytes(key[8:16], "big")', "0"),
     Mutant(
         "the fingerprint is in the key",
@@ -65,15 +58,14 @@ MUTANTS = (
     Mutant(
         "what an acquisition held beyond its promise is let go",
         FETCH,
-        "        for index in acquisition.held.values():\n            self._store.unpin(index)\n        lease_id",
-        "        lease_id",
+        "        for index in acquisition.held.values():\n            self._store.unpin(index)\n        fetched",
+        "        fetched",
     ),
     Mutant(
         "a cancelled call lets its blocks go",
         FETCH,
-        "        for slot in acquisition.held.values():\n            self._store.unpin(slot)\n"
-        "        self._forget_waits",
-        "        acquisition.held.clear()\n        self._forget_waits",
+        "        for slot in acquisition.held.values():\n            self._store.unpin(slot)\n        self._records",
+        "        acquisition.held.clear()\n        self._records",
     ),
     Mutant(
         "slots of an engine that vanished rest until its last process is gone",
@@ -106,12 +98,6 @@ MUTANTS = (
         "if header.key in self._blocks or header.length != payload_bytes:",
     ),
     Mutant(
-        "a slot that was being written at a crash is not free",
-        BLOCKS,
-        "            self.table.adopt(index, header.generation, owner=bytes(header.key))\n            return None",
-        "            self._actions.append(ClearHeader(index))\n            return None",
-    ),
-    Mutant(
         "an evicted block is taken out of the directory",
         BLOCKS,
         "        self._actions.append(Retract(key, block.route))\n",
@@ -139,12 +125,6 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "an old announcement is not news",
-        MEMBERSHIP,
-        "if sequence <= member.last_sequence and not (repeated and known):",
-        "if False:",
-    ),
-    Mutant(
         "removals wait until the full announcement is out",
         INDEX,
         "        for key in removed:\n            mask = masks.get(key, 0)\n            if mask & bit:",
@@ -153,21 +133,23 @@ MUTANTS = (
     Mutant(
         "a node's old blocks are forgotten when it announces itself anew",
         INDEX,
-        "        if verdict.forget:\n            self._retire(node.node_id)\n",
-        "",
+        "        if verdict.forget:\n            self._retire(",
+        "        if verdict.forget and leaving:\n            self._retire(",
     ),
     Mutant(
         "what is stored is stored under its own key",
-        SCHEDULER,
-        "            key = request.keys[index]\n            parent",
-        "            key = request.keys[index - 1]\n            parent",
+        STORE_PLAN,
+        "        ref, key = slots[side].pop(), chains[side][position]\n        planned.items"
+        ".append(_seal_item(ref, chains[side], side, position))",
+        "        ref, key = slots[side].pop(), chains[side][position - 1]\n        planned.items"
+        ".append(_seal_item(ref, chains[side], side, position - 1))",
     ),
     Mutant(
         "a block is sealed after it was copied",
         SCHEDULER,
-        "        return StorePlan(store_id, tuple(entries))",
-        "        self._session.seal(attachment.attachment_id, items)\n"
-        "        return StorePlan(store_id, tuple(entries))",
+        "        return StorePlan(store_id, tuple(planned.entries))",
+        "        self._session.seal(attachment.attachment_id, planned.items)\n"
+        "        return StorePlan(store_id, tuple(planned.entries))",
     ),
     Mutant(
         "a block that is being copied is pinned",

@@ -49,10 +49,10 @@ class Pins:
     def __init__(self) -> None:
         self.pinned: Counter[int] = Counter()
         self.free = 1.0
+        self.forgotten: set[int] = set()
 
     def free_share(self) -> float:
         return self.free
-        self.forgotten: set[int] = set()
 
     def pin(self, block_ids: Sequence[int]) -> None:
         self.pinned.update(block_ids)

@@ -120,7 +120,12 @@ def test_load_that_is_not_in_the_plan_makes_the_promised_blocks_wrong(
 def test_what_the_engine_cannot_do_by_layers_is_done_with_whole_blocks(
     model: Any, extra: dict[str, object], changes: dict[str, Any], wanted: Layerwise
 ) -> None:
-    assert layerwise_for(vllm_config(model, extra, **changes), ConnectorOptions.parse(extra)) is wanted
+    assert layerwise_for(vllm_config(model, extra, **changes), ConnectorOptions.parse(extra), 1) is wanted
+
+
+def test_several_cache_groups_are_copied_whole(model: Any) -> None:
+    extra: dict[str, object] = {"layerwise": "both"}
+    assert layerwise_for(vllm_config(model, extra, **SYNCHRONOUS), ConnectorOptions.parse(extra), 2) is Layerwise.OFF
 
 
 def test_only_engines_with_the_option_are_kept_from_whole_graphs() -> None:

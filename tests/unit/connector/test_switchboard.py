@@ -93,6 +93,7 @@ class Request:
     skip_reading_prefix_cache: bool = False
     status: RequestStatus = RequestStatus.RUNNING
     kv_transfer_params: Any = None
+    cache_salt: str | None = None
 
 
 @dataclass
