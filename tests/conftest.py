@@ -21,6 +21,9 @@ SHARED_MEMORY = Path("/dev/shm")
 SEGMENT_PATTERN = "kvservice-*"
 GRACE_SECONDS = 10.0  # detached processes may still be ending when the last test returns
 
+# Half a minute, Ray's own, is not always enough for its control plane beside other tests on two cores.
+os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
+
 # These belong to the interpreter that runs pytest and end with it.
 OWN_HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver", b"tests.vllm.nursery")
 

@@ -216,6 +216,7 @@ def test_recall_waits_for_readers_under_way_and_for_no_others(
         reading = load(first)
         assert device.reading.acquire(timeout=10)
         lender.link.recall(lent)
+        eventually(lambda: not gate[1].loans._open, "the recall at the worker")  # the reader has a line of its own
         late = load(second)
         late.synchronize()
         assert late.succeeded() and late.borrowed == 0 and from_slots(second), "a recalled block was lent again"
