@@ -128,8 +128,8 @@ class WatchEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
-    """Who else is there, with how much room, and who of them holds these blocks; comes back as Surveyed."""
+class FindTakers:
+    """Who else is there, with how much room, and who of them holds these blocks; comes back as TakersFound."""
 
     blocks: tuple[tuple[BlockKey, SpanRoute], ...]
 
@@ -165,7 +165,7 @@ Action = (
     | Pull
     | ReleaseRemote
     | WatchEngine
-    | Survey
+    | FindTakers
     | Offer
     | Farewell
 )

@@ -1,9 +1,9 @@
 """A shard that leaves: what it hands to whom, and when it may go. Pure; core.takeover is the receiving side.
 
-    serving -> surveying -> handing_over -> settling -> gone
+    serving -> finding_takers -> handing_over -> settling -> gone
 
-surveying and handing over still serve everything but writes. Settling promises nothing new: the directory has been told
-that the node leaves, and what is leased is read to its end. A drain that is undone before settling never happened.
+Finding takers and handing over still serve everything but writes. Settling promises nothing new: the directory has been
+told that the node leaves, and what is leased is read to its end. A drain that is undone before settling never happened.
 
 Who gets what (`plan`): the hottest blocks first. A block follows its parent as long as the parent's node is not far
 above its share, so that a prefix stays one run on one node; the first block of a chain goes to the node furthest
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvservice.core.actions import Action, Farewell, Offer, Survey
+from kvservice.core.actions import Action, Farewell, FindTakers, Offer
 from kvservice.core.blocks import Block, BlockStore
 from kvservice.core.messages import Holder, Peer, TakeOverItem, TakeOverResult
 from kvservice.units import BlockKey, NodeId
@@ -31,15 +31,15 @@ OFFER_BLOCKS_MAX = 64
 OFFER_BYTES_MAX = 64 << 20  # of one offer: it is read within seconds also over a slow link
 OFFERS_PER_PEER = 2  # one is read while the next is on its way
 OFFER_SECONDS_MAX = 10.0
-SURVEY_SECONDS = 3.0
+FIND_SECONDS = 3.0
 SETTLE_SHARE = 0.3  # of the time for a drain is kept for readers to finish
-SURVEYED_MAX = 262_144  # blocks that are looked up; a drain of more hands over the hottest of them
+LOOKED_UP_MAX = 262_144  # blocks that are looked up; a drain of more hands over the hottest of them
 
 
 class DrainPhase(Enum):
     SERVING = "serving"
     CLOSED = "closed"  # takes no writes, and stays
-    SURVEYING = "surveying"
+    FINDING_TAKERS = "finding_takers"
     HANDING_OVER = "handing_over"
     SETTLING = "settling"
     GONE = "gone"
@@ -130,7 +130,7 @@ class Leaving:
         self.phase = DrainPhase.SERVING
         self._began = 0.0
         self._deadline = math.inf
-        self._step_until = math.inf  # of the survey, then of the hand-over
+        self._step_until = math.inf  # of finding takers, then of the hand-over
         self._total = 0
         self._used_at: dict[BlockKey, float] = {}  # when it began: being read by a receiver is no use
         self._elsewhere: set[BlockKey] = set()
@@ -145,7 +145,7 @@ class Leaving:
     @property
     def is_open(self) -> bool:
         """May still be undone."""
-        return self.phase in (DrainPhase.CLOSED, DrainPhase.SURVEYING, DrainPhase.HANDING_OVER)
+        return self.phase in (DrainPhase.CLOSED, DrainPhase.FINDING_TAKERS, DrainPhase.HANDING_OVER)
 
     @property
     def promises_nothing(self) -> bool:
@@ -180,14 +180,14 @@ class Leaving:
                 self._notes.append("this node is alone")
             self._settle()
             return
-        self.phase = DrainPhase.SURVEYING
-        self._step_until = min(now + SURVEY_SECONDS, now + timeout_seconds * (1 - SETTLE_SHARE))
-        blocks = self._store.by_heat()[:SURVEYED_MAX]
-        self._actions.append(Survey(tuple((block.key, block.route) for block in blocks)))
+        self.phase = DrainPhase.FINDING_TAKERS
+        self._step_until = min(now + FIND_SECONDS, now + timeout_seconds * (1 - SETTLE_SHARE))
+        blocks = self._store.by_heat()[:LOOKED_UP_MAX]
+        self._actions.append(FindTakers(tuple((block.key, block.route) for block in blocks)))
 
-    def surveyed(self, peers: Sequence[Peer], holders: Mapping[BlockKey, tuple[Holder, ...]], now: float) -> None:
+    def takers_found(self, peers: Sequence[Peer], holders: Mapping[BlockKey, tuple[Holder, ...]], now: float) -> None:
         """`holders`: which other nodes hold what was asked about, as far as the directory knows."""
-        if self.phase is not DrainPhase.SURVEYING:
+        if self.phase is not DrainPhase.FINDING_TAKERS:
             return
         self.phase = DrainPhase.HANDING_OVER
         self._step_until = self._began + (self._deadline - self._began) * (1 - SETTLE_SHARE)
@@ -199,7 +199,7 @@ class Leaving:
         for peer, weight in zip(staying.values(), weights(list(staying.values())), strict=True):
             self._shares[peer.holder.node_id] = _Share(peer, weight, peer.capacity_bytes)
         unheld: list[Block] = []
-        blocks = self._store.by_heat()[:SURVEYED_MAX]
+        blocks = self._store.by_heat()[:LOOKED_UP_MAX]
         self._used_at = {block.key: now - self._store.idle_seconds(block) for block in blocks}
         for block in blocks:
             keeper = next((one for one in holders.get(block.key, ()) if one.node_id in staying), None)
@@ -232,8 +232,8 @@ class Leaving:
         self._offer_more(now)
 
     def tick(self, lease_count: int, now: float) -> None:
-        if now >= self._step_until and self.phase in (DrainPhase.SURVEYING, DrainPhase.HANDING_OVER):
-            what = "the directory did not answer" if self.phase is DrainPhase.SURVEYING else "out of time"
+        if now >= self._step_until and self.phase in (DrainPhase.FINDING_TAKERS, DrainPhase.HANDING_OVER):
+            what = "the directory did not answer" if self.phase is DrainPhase.FINDING_TAKERS else "out of time"
             self._notes.append(what)
             self._settle()
         self.look(lease_count, now)

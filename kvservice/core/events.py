@@ -231,7 +231,7 @@ class PeerTakeOver:
 
 
 @dataclass(frozen=True, slots=True)
-class Surveyed:
+class TakersFound:
     peers: tuple[Peer, ...]
     holders: Mapping[BlockKey, tuple[Holder, ...]]  # other nodes, as far as the directory knows
 
@@ -284,7 +284,7 @@ Event = (
     | Quiesced
     | Adopt
     | PeerTakeOver
-    | Surveyed
+    | TakersFound
     | Offered
     | Drain
     | Tick

@@ -156,7 +156,7 @@ class ShardState:
             ev.Followed: lambda e, now: self._acquisitions.followed(e, now),
             ev.Pulled: self._pulled,
             ev.Quiesced: self._quiesced,
-            ev.Surveyed: lambda e, now: self._leaving.surveyed(e.peers, e.holders, now),
+            ev.TakersFound: lambda e, now: self._leaving.takers_found(e.peers, e.holders, now),
             ev.Offered: lambda e, now: self._leaving.offered(e.offer, e.result, now),
             ev.Adopt: self._adopt,
             ev.Drain: self._drain,

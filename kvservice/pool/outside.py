@@ -25,7 +25,7 @@ RELEASE_SECONDS = 2.0
 FIND_NODE_SECONDS = 0.5
 FOLLOW_SLACK_SECONDS = 1.0  # for the way there and back
 WRITERS_MAX = 4096
-SURVEY_SECONDS = 2.0  # for each of its questions
+FIND_SECONDS = 2.0  # for each of its questions
 OFFER_SLACK_SECONDS = 1.0
 
 
@@ -130,18 +130,18 @@ class Outside:
             log.info("follow_failed", extra={"node": holder.node_id, "error": str(error)})
         return ev.Followed(action.follow, action.op, holder, result, sent_at)
 
-    async def survey(self, action: act.Survey) -> ev.Event:
+    async def find_takers(self, action: act.FindTakers) -> ev.Event:
         """Nodes that do not answer are left out."""
         directory, ports = self._directory, self._peers
         if directory is None or ports is None:
-            return ev.Surveyed((), {})
-        members = [one for one in await directory.members(SURVEY_SECONDS) if one.node_id != self._node_id]
-        asked = asyncio.gather(*[ports.room(one, SURVEY_SECONDS) for one in members], return_exceptions=True)
-        holders = await directory.holders_of(action.blocks, SURVEY_SECONDS)
+            return ev.TakersFound((), {})
+        members = [one for one in await directory.members(FIND_SECONDS) if one.node_id != self._node_id]
+        asked = asyncio.gather(*[ports.room(one, FIND_SECONDS) for one in members], return_exceptions=True)
+        holders = await directory.holders_of(action.blocks, FIND_SECONDS)
         peers = tuple(answer for answer in await asked if isinstance(answer, Peer))
-        self._counters["survey_failed"] += len(members) - len(peers)
+        self._counters["find_takers_failed"] += len(members) - len(peers)
         others = {key: tuple(h for h in of if h.node_id != self._node_id) for key, of in holders.items()}
-        return ev.Surveyed(peers, {key: of for key, of in others.items() if of})
+        return ev.TakersFound(peers, {key: of for key, of in others.items() if of})
 
     async def offer(self, action: act.Offer) -> ev.Event:
         result: TakeOverResult | None = None

@@ -398,8 +398,8 @@ class PoolRuntime:
                 self._spawn(self._report(self._outside.follow(action)))
             elif isinstance(action, act.ReleaseRemote):
                 self._spawn(self._outside.release(action))
-            elif isinstance(action, act.Survey):
-                self._spawn(self._report(self._outside.survey(action)))
+            elif isinstance(action, act.FindTakers):
+                self._spawn(self._report(self._outside.find_takers(action)))
             elif isinstance(action, act.Offer):
                 self._spawn(self._report(self._outside.offer(action)))
             elif isinstance(action, act.Farewell):

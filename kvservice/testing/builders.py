@@ -133,7 +133,7 @@ class CoreHarness:
         self.pulls: list[act.Pull] = []
         self.remote_releases: list[act.ReleaseRemote] = []
         self.watched: list[bytes] = []
-        self.surveys: list[act.Survey] = []
+        self.searches: list[act.FindTakers] = []
         self.offers: list[act.Offer] = []
         self.farewells = 0
 
@@ -191,8 +191,8 @@ class CoreHarness:
             self.pulls.append(action)
         elif isinstance(action, act.ReleaseRemote):
             self.remote_releases.append(action)
-        elif isinstance(action, act.Survey):
-            self.surveys.append(action)
+        elif isinstance(action, act.FindTakers):
+            self.searches.append(action)
         elif isinstance(action, act.Offer):
             self.offers.append(action)
         elif isinstance(action, act.Farewell):

@@ -122,13 +122,13 @@ class LeavingRules(RuleBasedStateMachine):
         self.harness.send(ev.Drain(timeout_seconds=timeout, handover=handover))
         assert self.harness.state.draining
 
-    @precondition(lambda self: self.harness.surveys)
+    @precondition(lambda self: self.harness.searches)
     @rule(found=st.lists(st.sampled_from(PEERS), max_size=3, unique=True), draining=st.booleans(), which=any_index)
-    def survey(self, found: list[Holder], draining: bool, which: int) -> None:
+    def takers_found(self, found: list[Holder], draining: bool, which: int) -> None:
         peers = tuple(Peer(one, 1 << 20, 1 << 21, 10.0 * place, draining) for place, one in enumerate(found))
-        keys = [key for key, _ in self.harness.surveys[-1].blocks]
+        keys = [key for key, _ in self.harness.searches[-1].blocks]
         held = {key: tuple(found) for place, key in enumerate(keys) if found and which >> place & 1}
-        self.harness.send(ev.Surveyed(peers, held))
+        self.harness.send(ev.TakersFound(peers, held))
 
     @precondition(lambda self: self.harness.offers)
     @rule(

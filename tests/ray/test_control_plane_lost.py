@@ -30,6 +30,7 @@ from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
 from kvservice.units import MiB
 from tests.integration.engine import Engine, chain
+from tests.ray_nodes import ray_nodes
 
 pytestmark = pytest.mark.ray
 
@@ -52,10 +53,8 @@ def runtime() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def cluster(runtime: Path) -> Iterator[Cluster]:
-    made = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
-    try:
-        second = made.add_node(**NODE)
-        deploy.connect(made.address)
+    with ray_nodes(NODE, NODE) as made:
+        (second,) = made.worker_nodes
         config = ServiceConfig(service=SERVICE, pool_bytes=32 * MiB, slab_bytes=8 * MiB, runtime_dir=str(runtime))
         # As `up` does it, but on the node that the first test takes away.
         ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=8)(Supervisor).options(
@@ -66,9 +65,6 @@ def cluster(runtime: Path) -> Iterator[Cluster]:
         ).remote(config)
         deploy.up(config).wait_complete(WAIT_SECONDS)
         yield made
-    finally:
-        ray.shutdown()
-        made.shutdown()
 
 
 def agents(cluster: Cluster) -> dict[int, str]:

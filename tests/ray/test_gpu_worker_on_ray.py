@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
-from ray.cluster_utils import Cluster
 
 from kvservice.actors import deploy
 from kvservice.actors.supervisor import gpu_worker_devices
@@ -35,6 +33,7 @@ from kvservice.mover.message import CopyRow, Direction, MemoryKind, PoolSource
 from kvservice.units import MiB
 from tests.integration.engine import LAYOUT, Engine, chain, content
 from tests.integration.test_move_worker import WALL, stop_thread
+from tests.ray_nodes import ray_nodes
 
 pytestmark = pytest.mark.ray
 
@@ -64,10 +63,7 @@ def runtime() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def config(runtime: Path) -> Iterator[ServiceConfig]:
-    settings = {"num_cpus": 1, "object_store_memory": 80 * MiB, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=settings)
-    try:
-        deploy.connect(cluster.address)
+    with ray_nodes({"num_cpus": 1, "object_store_memory": 80 * MiB}):
         wanted = ServiceConfig(
             service="gw", pool_bytes=32 * MiB, slab_bytes=8 * MiB, lookup_shards=1, runtime_dir=str(runtime),
             gpu_workers="1",
@@ -75,9 +71,6 @@ def config(runtime: Path) -> Iterator[ServiceConfig]:
         deploy.up(wanted).wait_complete(150)
         yield wanted
         deploy.down("gw")
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 def eventually(read: Callable[[], Any], what: str, seconds: float = 90.0) -> Any:

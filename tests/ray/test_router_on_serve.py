@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import ray
 from ray import serve
-from ray.cluster_utils import Cluster
 from ray.serve.config import RequestRouterConfig
 
 from kvservice.actors import deploy, names
@@ -28,10 +27,11 @@ from kvservice.connector.naming import block_namer
 from kvservice.core.keys import block_keys
 from kvservice.units import MiB
 from tests.integration.engine import LAYOUT, Engine, spec
+from tests.ray_nodes import ray_nodes
 
 pytestmark = pytest.mark.ray
 
-NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * MiB, "include_dashboard": False}
+NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * MiB}
 SERVICE = "routed"
 SPEC = spec("test-model", hash="sha256_cbor", hash_seed="0", block_tokens=LAYOUT.block_tokens)
 ROUTER = RequestRouterConfig(
@@ -58,19 +58,15 @@ def service() -> Iterator[None]:
             patch.setenv(name, value)
         root = str(Path(__file__).resolve().parents[2])
         patch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
-        cluster = Cluster(initialize_head=True, head_node_args=NODE)
-        try:
-            cluster.add_node(**{**NODE, "include_dashboard": None})
-            deploy.connect(cluster.address)
-            wanted = ServiceConfig(service=SERVICE, pool_bytes=32 * MiB, slab_bytes=8 * MiB, runtime_dir=folder)
-            deploy.up(wanted).wait_complete(150)
-            yield
-        finally:
-            serve.shutdown()
-            if deploy.find(SERVICE) is not None:
-                deploy.down(SERVICE)
-            ray.shutdown()
-            cluster.shutdown()
+        with ray_nodes(NODE, NODE):
+            try:
+                wanted = ServiceConfig(service=SERVICE, pool_bytes=32 * MiB, slab_bytes=8 * MiB, runtime_dir=folder)
+                deploy.up(wanted).wait_complete(150)
+                yield
+            finally:
+                serve.shutdown()
+                if deploy.find(SERVICE) is not None:
+                    deploy.down(SERVICE)
 
 
 @pytest.fixture

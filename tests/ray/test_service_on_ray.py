@@ -30,10 +30,11 @@ from kvservice.config import ServiceConfig
 from kvservice.errors import ServiceConflict, Unavailable
 from kvservice.units import GiB, MiB
 from tests.integration.engine import Engine, chain
+from tests.ray_nodes import ray_nodes
 
 pytestmark = pytest.mark.ray
 
-NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * MiB, "include_dashboard": False}
+NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * MiB}
 WAIT_SECONDS = 150.0
 PREEMPTION = 2  # autoscaler.proto: DrainNodeReason
 
@@ -53,14 +54,8 @@ def runtime() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def cluster(runtime: Path) -> Iterator[Cluster]:
-    made = Cluster(initialize_head=True, head_node_args=NODE)
-    try:
-        made.add_node(**{**NODE, "include_dashboard": None})
-        deploy.connect(made.address)
+    with ray_nodes(NODE, NODE) as made:
         yield made
-    finally:
-        ray.shutdown()
-        made.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +220,7 @@ def test_a_budget_larger_than_the_shared_memory_is_said_soon_and_leaves_nothing(
 def test_nodes_that_join_get_a_shard_and_lookup_shards_of_lost_nodes_move(
     config: ServiceConfig, cluster: Cluster
 ) -> None:
-    joined = cluster.add_node(**{**NODE, "include_dashboard": None})
+    joined = cluster.add_node(**NODE)
     eventually(lambda: len(find_shards("rt")) == 3 and described()["complete"], "a shard on the new node")
     leaving = next(node for node in cluster.worker_nodes if node is not joined)
     lost = leaving.node_id

@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import ray
 from ray import serve
-from ray.cluster_utils import Cluster
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
@@ -24,6 +23,7 @@ from kvservice.cli.demo.offspring import offspring_ended
 from kvservice.cli.demo.serve import ROUND_ROBIN, model_config
 from kvservice.cli.status import collect
 from kvservice.units import MiB
+from tests.ray_nodes import ray_nodes
 from tests.vllm.shared_memory import vllm_segments_removed
 
 SERVICE = "serve-test"
@@ -48,13 +48,9 @@ def serving() -> Iterator[Serving]:
         environment(KVSERVICE_RUNTIME_DIR=folder, PYTHONPATH=str(Path(__file__).parents[2]), **variables),
         vllm_segments_removed(),
         offspring_ended(),
+        ray_nodes(*({**settings, "resources": marks} for marks in NODES)),
     ):
-        cluster = Cluster(
-            initialize_head=True, head_node_args={**settings, "include_dashboard": False, "resources": NODES[0]}
-        )
         try:
-            cluster.add_node(**settings, resources=NODES[1])
-            deploy.connect(cluster.address)
             port = free_port()
             options = {"host": "127.0.0.1", "port": port}
             serve.start(proxy_location="HeadOnly", http_options=options, logging_config={"log_level": "WARNING"})
@@ -64,8 +60,6 @@ def serving() -> Iterator[Serving]:
                 with contextlib.suppress(ray.exceptions.RayError):
                     serve.shutdown()
                 deploy.down(SERVICE)
-            ray.shutdown()
-            cluster.shutdown()
 
 
 @contextlib.contextmanager

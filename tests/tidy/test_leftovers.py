@@ -15,7 +15,7 @@ from tests.conftest import SESSION_VARIABLE
 ROOT = Path(__file__).resolve().parents[2]
 LEAKS = {
     "shared_memory": "open('/dev/shm/{name}', 'w').close()",
-    "process": "import subprocess; subprocess.Popen(['sleep', '20'], start_new_session=True)",
+    "process": "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)",
 }
 
 
@@ -40,7 +40,7 @@ def test_a_session_that_leaks_fails_and_says_what(tmp_path: Path, kind: str) -> 
         for pid in leaked_sleepers(tmp_path):
             subprocess.run(["kill", str(pid)], check=False)
     assert result.returncode == 1, result.stdout
-    assert {"shared_memory": segment.name, "process": "sleep 20"}[kind] in result.stdout
+    assert {"shared_memory": segment.name, "process": "sleep 600"}[kind] in result.stdout
 
 
 def leaked_sleepers(folder: Path) -> list[int]:

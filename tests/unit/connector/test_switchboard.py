@@ -131,6 +131,15 @@ class Pair:
         self.scheduler = KVServiceConnector(config, KVConnectorRole.SCHEDULER, cache_config())
         self.block_pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=BLOCK)
         self.scheduler.bind_gpu_block_pool(self.block_pool)
+        self._wait_for_slots()
+
+    def _wait_for_slots(self) -> None:
+        """What is computed before the pool is there is not stored."""
+        session = self.scheduler._session
+        deadline = time.monotonic() + 60
+        while session is not None and not all(session._stocks):
+            assert time.monotonic() < deadline, self.scheduler.counters()
+            time.sleep(0.01)
 
     def step(self, output: StepOutput) -> Any:
         metadata = self.scheduler.build_connector_meta(output)

@@ -27,8 +27,8 @@ class Leaver(CoreHarness):
     def begin(self, timeout: float = 30.0, *, handover: bool = True) -> None:
         self.send(ev.Drain(timeout_seconds=timeout, handover=handover))
 
-    def survey(self, *peers: Peer, holders: dict[BlockKey, tuple[Holder, ...]] | None = None) -> None:
-        self.send(ev.Surveyed(peers, holders or {}))
+    def find(self, *peers: Peer, holders: dict[BlockKey, tuple[Holder, ...]] | None = None) -> None:
+        self.send(ev.TakersFound(peers, holders or {}))
 
     def answer(self, place: int = -1, *, kept: bool = True, full: bool = False) -> None:
         offer = self.offers[place]
@@ -59,7 +59,7 @@ def test_everything_is_offered_the_last_used_first_and_prefixes_before_their_end
     shard.store(engine, OTHER)
     shard.release(engine, shard.hit(engine, CHAIN[:2]).lease_id)
     shard.begin()
-    shard.survey(peer())
+    shard.find(peer())
     assert shard.offered() == [*CHAIN[:2], *OTHER, *CHAIN[2:]]
     assert [item.parent for item in shard.offers[0].items[:2]] == [None, CHAIN[0]]
     shard.answer()
@@ -72,7 +72,7 @@ def test_everything_is_offered_the_last_used_first_and_prefixes_before_their_end
 def test_what_another_node_holds_is_offered_to_that_node_only(shard: Leaver, engine: AttachmentId) -> None:
     shard.store(engine, CHAIN)
     shard.begin()
-    shard.survey(peer(), peer(SECOND, free=0), holders={CHAIN[0]: (SECOND,)})
+    shard.find(peer(), peer(SECOND, free=0), holders={CHAIN[0]: (SECOND,)})
     assert {offer.peer: [item.key for item in offer.items] for offer in shard.offers}[SECOND][0] == CHAIN[0]
     while shard.phase is DrainPhase.HANDING_OVER:
         for place in range(len(shard.offers)):
@@ -86,7 +86,7 @@ def test_nothing_is_stored_or_attached_while_it_leaves_but_everything_is_read(
 ) -> None:
     shard.store(engine, CHAIN)
     shard.begin()
-    shard.survey(peer())
+    shard.find(peer())
     assert shard.reserve(engine) == []
     with pytest.raises(Unavailable):
         shard.attach(make_spec("second"))
@@ -128,7 +128,7 @@ def test_a_lease_does_not_hold_it_longer_than_its_time(shard: Leaver, engine: At
 def test_a_peer_that_is_full_or_silent_leaves_its_part_to_the_others(shard: Leaver, engine: AttachmentId) -> None:
     shard.store(engine, CHAIN)
     shard.begin()
-    shard.survey(peer(), peer(SECOND, free=0))
+    shard.find(peer(), peer(SECOND, free=0))
     first = shard.offers[0]
     shard.send(ev.Offered(first.offer, None))
     assert {offer.peer for offer in shard.offers[1:]} <= {PEER, SECOND}
@@ -143,7 +143,7 @@ def test_a_peer_that_is_full_or_silent_leaves_its_part_to_the_others(shard: Leav
 def test_when_nobody_takes_anything_it_leaves_all_the_same(shard: Leaver, engine: AttachmentId) -> None:
     shard.store(engine, CHAIN)
     shard.begin()
-    shard.survey(peer())
+    shard.find(peer())
     shard.answer(kept=False, full=True)
     assert shard.phase is DrainPhase.GONE
     assert shard.state.progress(shard.now).blocks_lost == 4
@@ -152,7 +152,7 @@ def test_when_nobody_takes_anything_it_leaves_all_the_same(shard: Leaver, engine
 def test_the_last_node_leaves_without_a_receiver(shard: Leaver, engine: AttachmentId) -> None:
     shard.store(engine, CHAIN)
     shard.begin()
-    shard.survey(peer(draining=True))
+    shard.find(peer(draining=True))
     progress = shard.state.progress(shard.now)
     assert (progress.phase, progress.blocks_lost) == (DrainPhase.GONE, 4)
     assert progress.note == "no other node stays"
@@ -165,19 +165,19 @@ def test_neither_a_silent_directory_nor_silent_peers_hold_it_for_ever(
     shard.store(engine, CHAIN)
     shard.begin(timeout=10.0)
     if answered:
-        shard.survey(peer())
+        shard.find(peer())
     shard.advance(7.1)
     assert shard.phase is DrainPhase.GONE
     assert shard.state.progress(shard.now).note
     shard.send(ev.Offered(1, TakeOverResult((True,) * 4, full=False)))  # too late
-    shard.survey(peer())
+    shard.find(peer())
     assert shard.phase is DrainPhase.GONE
 
 
 def test_it_can_be_undone_until_the_directory_was_told(shard: Leaver, engine: AttachmentId) -> None:
     shard.store(engine, CHAIN)
     shard.begin()
-    shard.survey(peer())
+    shard.find(peer())
     shard.send(ev.Drain(undo=True))
     assert shard.phase is DrainPhase.SERVING
     assert len(shard.reserve(engine)) == 1
@@ -192,11 +192,11 @@ def test_it_can_be_undone_until_the_directory_was_told(shard: Leaver, engine: At
 def test_a_second_drain_only_shortens_the_first(shard: Leaver, engine: AttachmentId) -> None:
     shard.store(engine, CHAIN)
     shard.begin(timeout=100.0)
-    shard.survey(peer())
+    shard.find(peer())
     shard.begin(timeout=1.0)
     shard.advance(0.8)
     assert shard.phase is DrainPhase.GONE
-    assert len(shard.surveys) == 1
+    assert len(shard.searches) == 1
 
 
 # -- who gets what ----
@@ -390,7 +390,7 @@ def test_being_read_by_a_receiver_does_not_make_a_block_hotter_for_the_next_one(
     shard.store(engine, CHAIN)
     shard.now += 50.0
     shard.begin()
-    shard.survey(peer(), peer(SECOND, free=0))
+    shard.find(peer(), peer(SECOND, free=0))
     op = shard.next_op()
     shard.send(ev.PeerLocate(op, NodeId("peer"), shard.state.epoch, CHAIN))
     shard.answer(0, kept=False, full=True)
@@ -402,7 +402,7 @@ def test_a_copy_that_its_node_does_not_have_any_more_is_not_counted_as_safe(
 ) -> None:
     shard.store(engine, CHAIN[:1])
     shard.begin()
-    shard.survey(peer(), peer(SECOND), holders={CHAIN[0]: (SECOND,)})
+    shard.find(peer(), peer(SECOND), holders={CHAIN[0]: (SECOND,)})
     shard.answer(kept=False, full=True)
     assert shard.offers[-1].peer == PEER
     shard.answer()
@@ -416,7 +416,7 @@ def test_a_peer_that_is_full_for_one_size_is_offered_the_others(shard: Leaver, e
     shard.store(engine, CHAIN)
     shard.store(other, large)
     shard.begin()
-    shard.survey(peer())
+    shard.find(peer())
     by_size = {offer.payload_bytes: offer for offer in shard.offers}
     assert set(by_size) == {SMALL, LARGE}
     shard.send(ev.Offered(by_size[SMALL].offer, TakeOverResult((False,) * 4, full=True)))
