@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -148,10 +149,11 @@ class ClientExchange:
 
     async def _perform(self, action: Action) -> None:
         if isinstance(action, SendPrefill):
-            self._start(action.attempt, action.server, self._prefill(action), handoff=True)
+            self._start(action.attempt, action.server, partial(self._prefill, action), handoff=True)
         elif isinstance(action, SendDecode):
             self._go_ahead[action.attempt] = asyncio.Event()
-            self._start(action.attempt, action.server, self._decode(action), handoff=action.handoff is not None)
+            work = partial(self._decode, action)
+            self._start(action.attempt, action.server, work, handoff=action.handoff is not None)
         elif isinstance(action, Cancel):
             self._around.metrics.cancelled(self._servers[action.attempt])
             self._tasks[action.attempt].cancel()
@@ -169,15 +171,15 @@ class ClientExchange:
             await self._last_write(self._streamed.write_eof())
             self._answer = self._streamed
 
-    def _start(self, attempt: int, server: Server, work: Coroutine[Any, Any, None], *, handoff: bool) -> None:
+    def _start(self, attempt: int, server: Server, work: Callable[[], Awaitable[None]], *, handoff: bool) -> None:
         self._around.metrics.sent(server, handoff=handoff)
         self._servers[attempt] = server
         self._tasks[attempt] = asyncio.create_task(self._guarded(attempt, server, work))
 
-    async def _guarded(self, attempt: int, server: Server, work: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, attempt: int, server: Server, work: Callable[[], Awaitable[None]]) -> None:
         """Whatever goes wrong in a task becomes an event: nothing may leave the client waiting."""
         try:
-            await work
+            await work()
             return
         except ClientGone:
             self._events.put_nowait(ClientLeft())
