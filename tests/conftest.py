@@ -39,6 +39,14 @@ def model_path() -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def shallow_model(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its first layers: a fifth of the computing, for tests whose point is what happens between the computing."""
+    from tests.vllm.tiny_model import make_shallow
+
+    return make_shallow(tmp_path_factory.mktemp("shallow"), model_path, layers=6)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Ends the session with an error when a shared-memory file or a process of the tests outlives it.

@@ -42,10 +42,10 @@ TOKENS = 8
 
 
 @pytest.fixture(scope="module")
-def apps(model_path: Path) -> Iterator[Serving]:
+def apps(shallow_model: Path) -> Iterator[Serving]:
     with serving() as found:
-        plain = arguments(llm_configs=[engine(model_path, "replica", replicas=2)])
-        pd = arguments(prefill_config=engine(model_path, "prefill"), decode_config=engine(model_path, "decode"))
+        plain = arguments(llm_configs=[engine(shallow_model, "replica", replicas=2)])
+        pd = arguments(prefill_config=engine(shallow_model, "prefill"), decode_config=engine(shallow_model, "decode"))
         deploy_file(
             app("plain", "build_openai_app", plain),
             app("pd", "build_pd_openai_app", pd),

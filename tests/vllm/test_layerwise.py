@@ -30,18 +30,16 @@ def cluster() -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="module")
 def replicas(
-    cluster: LocalCluster, model_path: Path, tmp_path_factory: pytest.TempPathFactory
+    cluster: LocalCluster, without_cache: Replica, shallow_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Replica, Replica]]:
     """One that works layer by layer, one without a cache."""
     logs = tmp_path_factory.mktemp("replicas")
     extra = {"mode": "service", "socket": cluster.socket("n0"), "verify_load": "full", "layerwise": "both"}
-    layerwise = Replica(model_path, extra, logs / "layerwise.log", async_scheduling=False, **ENGINE)
-    without = Replica(model_path, None, logs / "off.log", **ENGINE)
+    layerwise = Replica(shallow_model, extra, logs / "layerwise.log", async_scheduling=False, **ENGINE)
     try:
-        yield layerwise.ready(), without.ready()
+        yield layerwise.ready(), without_cache.ready()
     finally:
         layerwise.close()
-        without.close()
 
 
 @pytest.fixture(scope="module")

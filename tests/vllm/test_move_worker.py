@@ -28,11 +28,11 @@ def cluster() -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="module")
 def replica(
-    cluster: LocalCluster, without_cache: Replica, model_path: Path, tmp_path_factory: pytest.TempPathFactory
+    cluster: LocalCluster, without_cache: Replica, shallow_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Replica]:
     """With its copies in the worker."""
     extra = {"mode": "service", "socket": cluster.socket("n0"), "verify_load": "full", "mover": "worker"}
-    started = Replica(model_path, extra, tmp_path_factory.mktemp("replica") / "worker.log", **ENGINE)
+    started = Replica(shallow_model, extra, tmp_path_factory.mktemp("replica") / "worker.log", **ENGINE)
     try:
         yield started.ready()
     finally:

@@ -30,12 +30,12 @@ def cluster() -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="module")
 def replicas(
-    cluster: LocalCluster, without_cache: Replica, model_path: Path, tmp_path_factory: pytest.TempPathFactory
+    cluster: LocalCluster, without_cache: Replica, shallow_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Replica]]:
     logs = tmp_path_factory.mktemp("replicas")
     started = {
         node: Replica(
-            model_path, {"mode": "service", "socket": cluster.socket(node), "verify_load": "full"},
+            shallow_model, {"mode": "service", "socket": cluster.socket(node), "verify_load": "full"},
             logs / f"{node}.log", **ENGINE,
         )
         for node in cluster.nodes

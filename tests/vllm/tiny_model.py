@@ -1,13 +1,34 @@
-"""A small model with random weights, for numbers of kv heads that SmolLM2 does not have."""
+"""Models smaller than SmolLM2: some of its layers, or random weights where other shapes are wanted."""
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from pathlib import Path
 
 # Standard deviation of every matrix: wider than at the start of a training, so that the likeliest token depends on the
 # whole prompt and leads by far more than the rounding of two engines differs.
 SPREAD = 0.2
+
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+def make_shallow(folder: Path, model: Path, *, layers: int) -> Path:
+    """The first layers of the model in that folder, with its weights and tokenizer. Returns `folder`."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+    with safe_open(model / "model.safetensors", framework="pt") as weights:
+        numbers = {name: re.search(r"\.layers\.(\d+)\.", name) for name in weights.keys()}  # noqa: SIM118  no mapping
+        kept = [name for name, number in numbers.items() if number is None or int(number[1]) < layers]
+        save_file({name: weights.get_tensor(name) for name in kept}, folder / "model.safetensors", {"format": "pt"})
+    for name in (*TOKENIZER, "generation_config.json"):
+        shutil.copy(model / name, folder / name)
+    return folder
 
 
 def make_llama(folder: Path, tokenizer: Path, *, attention_heads: int, kv_heads: int) -> Path:
@@ -22,7 +43,7 @@ def make_llama(folder: Path, tokenizer: Path, *, attention_heads: int, kv_heads:
         bos_token_id=1, eos_token_id=2, pad_token_id=2, initializer_range=SPREAD,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+    for name in TOKENIZER:
         shutil.copy(tokenizer / name, folder / name)
     return folder
 
@@ -42,6 +63,6 @@ def make_gemma3(folder: Path, tokenizer: Path, *, window: int, layers: int = 7) 
         initializer_range=SPREAD, tie_word_embeddings=False,
     )  # fmt: skip
     Gemma3ForCausalLM(config).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+    for name in TOKENIZER:
         shutil.copy(tokenizer / name, folder / name)
     return folder

@@ -177,8 +177,10 @@ def application(folder: str, router: str | None) -> Any:
 def model_config(folder: str, router_config: dict[str, Any], replicas: int = 2, **engine: Any) -> dict[str, Any]:
     """An LLMConfig, as a mapping, of the demo's model on CPUs."""
     variables = {**ENVIRONMENT, "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    here: dict[str, Any] = {}
     if Path(folder).exists():
         variables["HF_HUB_OFFLINE"] = "1"
+        here["callback_config"] = {"callback_class": "kvservice.cli.demo.model_is_here.ModelIsHere"}
     deployment: dict[str, Any] = {"num_replicas": replicas, "ray_actor_options": {"num_cpus": 0}}
     if router_config:
         deployment["request_router_config"] = router_config
@@ -188,6 +190,7 @@ def model_config(folder: str, router_config: dict[str, Any], replicas: int = 2, 
         "runtime_env": {"env_vars": variables},
         "deployment_config": deployment,
         "log_engine_metrics": False,
+        **here,
         "engine_kwargs": {
             "dtype": DTYPE,
             "max_model_len": MODEL_LENGTH,

@@ -1,0 +1,12 @@
+"""Tells Ray Serve's LLM deployments that there is nothing to download, so that no node starts a process to find out."""
+
+from __future__ import annotations
+
+from ray.llm._internal.common.callbacks.base import CallbackBase
+
+
+class ModelIsHere(CallbackBase):
+    """For a model in a folder that every node sees."""
+
+    async def on_before_node_init(self) -> None:
+        self.ctx.run_init_node = False
