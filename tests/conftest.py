@@ -23,6 +23,7 @@ GRACE_SECONDS = 10.0  # detached processes may still be ending when the last tes
 
 # Half a minute, Ray's own, is not always enough for its control plane beside other tests on two cores.
 os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
+os.environ.setdefault("RAY_worker_niceness", "0")  # actors are what is tested here, no job behind other work
 
 # These belong to the interpreter that runs pytest and end with it.
 OWN_HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver", b"tests.vllm.nursery")

@@ -23,6 +23,8 @@ class SlotState(Enum):
     LEASED = "leased"  # holds a verified block that at least one lease covers
     QUARANTINED = "quarantined"  # somebody may still write it, or its bytes failed verification
 
+    __hash__ = object.__hash__  # each exists once; Enum's own is slow, and every change of a slot looks two of them up
+
 
 class SlotEvent(Enum):
     RESERVE = "reserve"
@@ -35,6 +37,8 @@ class SlotEvent(Enum):
     QUIESCE = "quiesce"  # nothing can write the slot any more
     ADOPT = "adopt"  # a sealed block found in the segment after a restart
     ADOPT_WRITING = "adopt_writing"  # a half-written one: its writer may be alive
+
+    __hash__ = object.__hash__
 
 
 TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {

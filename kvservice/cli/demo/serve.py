@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import itertools
 import logging
 import os
@@ -72,10 +71,6 @@ def run(model: str | None, out: Path, shape: Shape) -> None:
         raise KVServiceError("not better in everything. " + ". ".join(worse))
 
 
-def has_router() -> bool:
-    return importlib.util.find_spec("kvservice.serve.router") is not None
-
-
 # Name, and the kvservice section's router; None is an app without the cache.
 APPS: tuple[tuple[str, str | None], ...] = (
     ("round-robin, no cache", None),
@@ -96,9 +91,6 @@ def _measure(steps: Steps, stops: Stops, model: str | None, document: str, shape
         stops.watch()
         quiet()
         for name, router in APPS:
-            if router == "kv_aware" and not has_router():
-                steps.say(f"left out: {name} (this kvservice has no KV-aware router)")
-                continue
             steps.begin(f"{name}: starting the app, two replicas load the model")
             with deployed(folder, router):
                 asyncio.run(warm(base_url, MODEL, WARM_REQUESTS))
@@ -118,7 +110,7 @@ def _measure(steps: Steps, stops: Stops, model: str | None, document: str, shape
 
 def quiet() -> None:
     """Only the demo speaks: Serve and vLLM make this process log every deployment and every HTTP request."""
-    for name in ("ray", "ray.serve", "ray.llm", "httpx", "vllm"):
+    for name in ("ray", "ray.serve", "ray.llm", "httpx", "vllm", "kvservice"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
@@ -127,6 +119,7 @@ def serve_running() -> Iterator[str]:
     """Ray Serve on the connected cluster; yields the base URL of its OpenAI API."""
     from ray import serve
 
+    quiet()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -48,7 +48,7 @@ def run_campaign(first: int, count: int, processes: int, on_progress: Callable[[
     tally = Tally()
     context = multiprocessing.get_context("spawn")
     # Pure computing, for minutes: whatever else the machine does goes first.
-    with ProcessPoolExecutor(processes, context, initializer=os.nice, initargs=(10,)) as pool:
+    with ProcessPoolExecutor(processes, context, initializer=os.nice, initargs=(19,)) as pool:
         for part in pool.map(run_seeds, _chunks(first, count)):
             tally.add(part)
             if on_progress is not None:

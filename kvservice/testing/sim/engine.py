@@ -26,6 +26,7 @@ from kvservice.testing.sim.world import Process, Violation, World
 from kvservice.units import BlockHash, BlockKey
 
 STEP_SECONDS = 0.01
+WAITING_SECONDS = 0.025  # of a step that computes nothing: it waits for answers and copies
 BLOCKS_PER_STEP = 2  # that a request computes
 BLOCK_TOKENS = 16
 FETCH_TIMEOUT_SECONDS = 0.5
@@ -58,6 +59,7 @@ class Engine(Process):
         self.verifies_loads = verifies_loads
         self.copy_delay = copy_delay
         self.requests: dict[str, SimRequest] = {}
+        self.unfinished: dict[str, SimRequest] = {}
         self.waiting: deque[str] = deque()
         self._blocks: dict[int, bytearray] = {}
         self._pins: dict[int, int] = {}
@@ -150,7 +152,8 @@ class Engine(Process):
 
     def submit(self, request_id: str, hashes: list[BlockHash], wants: Prefill | Handoff | None) -> None:
         keys = block_keys(self.spec.fingerprint.digest, hashes)
-        self.requests[request_id] = SimRequest(request_id, hashes, keys, wants, arrived_at=self.world.now)
+        request = SimRequest(request_id, hashes, keys, wants, arrived_at=self.world.now)
+        self.requests[request_id] = self.unfinished[request_id] = request
         for block_hash, key in zip(hashes, keys, strict=True):
             self.world.right[key] = content_of(self.spec.fingerprint.digest, block_hash)
         self.waiting.append(request_id)
@@ -167,7 +170,7 @@ class Engine(Process):
 
     @property
     def is_idle(self) -> bool:
-        return all(request.is_over for request in self.requests.values())
+        return not self.unfinished
 
     def _step(self) -> None:
         now = self.clock()
@@ -175,9 +178,7 @@ class Engine(Process):
         plan = StepPlan()
         self.half.begin_step(plan, now)
         running = [
-            request
-            for request in self.requests.values()
-            if not request.is_over and request.block_ids and not request.is_loading
+            request for request in self.unfinished.values() if request.block_ids and not request.is_loading
         ]
         scheduled = []
         for request in running:
@@ -191,7 +192,7 @@ class Engine(Process):
                     self._blocks[request.block_ids[position]][:] = self._right(request, position)
             request.written = request.computed
         self.worker.run(plan)
-        self.after(STEP_SECONDS, self._end_step)
+        self.after(STEP_SECONDS if running else WAITING_SECONDS, self._end_step)
 
     def _end_step(self) -> None:
         worker = self.worker
@@ -201,9 +202,9 @@ class Engine(Process):
         worker.loaded, worker.failed = set(), set()
         for request_id in sorted(loaded):
             self._loaded(request_id, request_id in failed)
-        for request in list(self.requests.values()):
+        for request in list(self.unfinished.values()):
             is_computed = bool(request.block_ids) and request.computed >= len(request.keys)
-            if is_computed and not request.is_over and not request.is_loading:
+            if is_computed and not request.is_loading:
                 self._finish(request, store_rest=True)
         self._is_stepping = not self.is_idle or self.half.has_pending_work(self.clock()) or worker.busy > 0
         if self._is_stepping:
@@ -237,6 +238,7 @@ class Engine(Process):
 
     def _finish(self, request: SimRequest, store_rest: bool) -> None:
         request.is_over = True
+        del self.unfinished[request.request_id]
         if request.request_id in self.waiting:
             self.waiting.remove(request.request_id)
         self.half.finished(

@@ -27,7 +27,7 @@ from kvservice.testing.sim.world import Violation, World
 from kvservice.units import HandoffId, MiB, NodeId
 
 CONVERGE_SECONDS = 40.0  # of virtual time, after healing
-CHECK_EVERY = 16  # events between full checks of all states
+CHECK_EVERY = 24  # events between full checks of all states
 EVENTS_MAX = 400_000
 BITES = {"flip", "flip_header", "swap", "transplant"}  # need engines that verify what they load
 
@@ -86,7 +86,7 @@ class Run:
         end = self.world.now + CONVERGE_SECONDS
         self._until(end, self._is_quiet)
         if not self._is_quiet():
-            open_requests = [r for e in self.engines for r in e.requests.values() if not r.is_over]
+            open_requests = [request for engine in self.engines for request in engine.unfinished.values()]
             raise Violation(f"after healing, {len(open_requests)} requests never end: {open_requests[:2]}")
         self._until(self.world.now + 4 * LEASE_SECONDS, lambda: False)
         bytes_were_wrong = self.verifies or self.world.counters["fault_garble"]
@@ -222,7 +222,7 @@ class Run:
 
     def _abort(self, fault: Fault) -> None:
         engine = self.engines[fault.target % len(self.engines)]
-        open_requests = [r.request_id for r in engine.requests.values() if not r.is_over]
+        open_requests = list(engine.unfinished)
         if engine.alive and open_requests:
             engine.abort(open_requests[fault.number % len(open_requests)])
 
