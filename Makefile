@@ -20,9 +20,9 @@ HELM_VENV := .venv-helm
 HELM_INSTALLED := $(HELM_VENV)/.installed
 
 BENCHMARKS := $(filter-out __init__ report,$(basename $(notdir $(wildcard benchmarks/*.py))))
-FAST := not ray and not vllm and not netns and not helm
+FAST := not ray and not vllm and not netns and not helm and not sim
 
-.PHONY: help install model lock protos check format test-fast test demo demo-pd demo-serve bench helm chart-readme wheel clean distclean
+.PHONY: help install model lock protos check format test-fast test sim demo demo-pd demo-serve bench helm chart-readme wheel clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -63,8 +63,11 @@ format: $(INSTALLED) ## Format the code and fix what the linter can fix
 test-fast: $(INSTALLED) ## The tests that need neither Ray nor vLLM
 	$(BIN)/python -m pytest -m "$(FAST)" tests
 
-test: $(INSTALLED) $(MODEL) ## The whole suite, the tests without an engine in two lanes side by side
+test: $(INSTALLED) $(MODEL) ## The whole suite, in lanes side by side
 	$(BIN)/python -m tests.lanes
+
+sim: $(INSTALLED) ## The simulator: thousands of schedules of faults, and the planted bugs that it must find
+	$(BIN)/python -m pytest -m sim tests/sim
 
 demo: $(INSTALLED) $(MODEL) ## Two nodes, two replicas, one cache: watch a remote prefix hit
 	$(BIN)/python -m kvservice.cli.main demo

@@ -13,12 +13,14 @@ from kvservice.testing.sim.schedule import FAULTS, make_schedule
 from tests.sim.mutants import MUTANTS
 from tests.sim.mutation import Mutant, planted
 
-SCHEDULES = int(os.environ.get("KVSERVICE_SIM_SCHEDULES", "2500"))
+pytestmark = pytest.mark.sim
+
+SCHEDULES = int(os.environ.get("KVSERVICE_SIM_SCHEDULES", "10000"))
 SEARCH = 2_000  # schedules in which a planted bug must show
 REACHED = ("blocks_stored", "blocks_loaded", "blocks_pulled", "loads_failed", "pulls_stuck", "messages_lost")
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_no_schedule_breaks_a_promise() -> None:
     tally = run_campaign(0, SCHEDULES, processes=2)
     assert not tally.violations, f"see it happen: kvservice sim --seed {min(tally.violations)[0]}\n{tally.violations}"

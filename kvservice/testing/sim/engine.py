@@ -177,9 +177,7 @@ class Engine(Process):
         self._schedule(now)
         plan = StepPlan()
         self.half.begin_step(plan, now)
-        running = [
-            request for request in self.unfinished.values() if request.block_ids and not request.is_loading
-        ]
+        running = [request for request in self.unfinished.values() if request.block_ids and not request.is_loading]
         scheduled = []
         for request in running:
             request.computed = min(request.computed + BLOCKS_PER_STEP, len(request.keys))
