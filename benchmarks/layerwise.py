@@ -116,11 +116,13 @@ def main() -> None:
                 replica.ready()
             rows = measure(ways, link, options)
             together = batches(ways, link, options.rounds)
-            loaded = {way: replica.counters()["loaded_blocks_layerwise"] for way, replica in ways.items()}
+            counters = {way: replica.counters() for way, replica in ways.items()}
         finally:
             for replica in ways.values():
                 replica.close()
-    assert loaded["load"] and not loaded["off"], "the engines did not do what was to be compared"
+    for way, found in counters.items():
+        assert found["load_blocks"] and not found["loads_failed"], f"{way} computed what it was to load: {found}"
+        assert bool(found["loaded_blocks_layerwise"]) == (way == "load"), f"{way} did not load its way: {found}"
     names = ("link_gb_per_second", "hit_tokens", "rest_tokens", "off_seconds", "load_seconds", "saved")
     print_table(
         ("GB/s", "hit", "rest", "whole s", "layers s", "saved"), [[row[name] for name in names] for row in rows]

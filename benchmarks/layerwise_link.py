@@ -33,9 +33,9 @@ def _paced_layer(self: HostLayers, direction: Direction, layer: int, runs: Seque
         _pace(sum(run.count for run in runs) * self._layout.layer_bytes, started)
 
 
-def _paced_blocks(self: InlineMover, direction: Direction, entries: Sequence[CopyEntry]) -> Ticket:
+def _paced_blocks(self: InlineMover, direction: Direction, entries: Sequence[CopyEntry], **how: bool) -> Ticket:
     started = time.perf_counter()
-    ticket = _run(self, direction, entries)
+    ticket = _run(self, direction, entries, **how)
     if direction is Direction.LOAD and self._pool is not None:
         _pace(len(entries) * self._pool.layout.payload_bytes, started)
     return ticket

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import ray
 from ray import serve
+from ray.cluster_utils import Cluster
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
@@ -28,33 +29,38 @@ from tests.vllm.shared_memory import vllm_segments_removed
 
 SERVICE = "serve-test"
 POOL_BYTES = 192 * MiB
+
+
+def node(**marks: int) -> dict[str, Any]:
+    return {"num_cpus": 2, "object_store_memory": 80 * MiB, "resources": marks}
+
+
 # Marks that let each engine run on one node only: the replicas spread, prefill on the one, decode on the other.
-NODES = ({"replica": 1, "prefill": 1}, {"replica": 1, "decode": 1})
+NODES = (node(replica=1, prefill=1), node(replica=1, decode=1))
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
     base_url: str  # without the app's prefix
-    runtime: Path
+    cluster: Cluster
 
 
 @contextlib.contextmanager
 def serving() -> Iterator[Serving]:
     """Everything that runs within is gone afterwards, with its shared memory."""
-    settings: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 * MiB}
     variables = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0"}
     with (
         tempfile.TemporaryDirectory(prefix="kvs-") as folder,
         environment(KVSERVICE_RUNTIME_DIR=folder, PYTHONPATH=str(Path(__file__).parents[2]), **variables),
         vllm_segments_removed(),
         offspring_ended(),
-        ray_nodes(*({**settings, "resources": marks} for marks in NODES)),
+        ray_nodes(*NODES) as cluster,
     ):
         try:
             port = free_port()
             options = {"host": "127.0.0.1", "port": port}
             serve.start(proxy_location="HeadOnly", http_options=options, logging_config={"log_level": "WARNING"})
-            yield Serving(f"http://127.0.0.1:{port}", Path(folder))
+            yield Serving(f"http://127.0.0.1:{port}", cluster)
         finally:
             if ray.is_initialized():
                 with contextlib.suppress(ray.exceptions.RayError):
@@ -116,10 +122,11 @@ def counters() -> dict[str, int]:
     return found
 
 
-def replica_processes(deployment: str) -> list[psutil.Process]:
-    """Processes of a deployment's replicas."""
+def replica_processes(deployment: str, node: Any = None) -> list[psutil.Process]:
+    """Processes of a deployment's replicas, all or those of one of the cluster's nodes."""
+    above = psutil.Process() if node is None else psutil.Process(node.all_processes["raylet"][0].process.pid)
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for process in above.children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if "ServeReplica" in " ".join(process.cmdline()) and deployment in " ".join(process.cmdline()):
                 found.append(process)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 pytest.importorskip("ray.serve.llm")
 
@@ -23,6 +24,7 @@ from kvservice.cli.demo.serve import MODEL, wait_running
 from kvservice.serve.section import parse_section
 from kvservice.serve.service import ensure_service
 from tests.serve.serving import (
+    SERVICE,
     Serving,
     arguments,
     counters,
@@ -30,6 +32,7 @@ from tests.serve.serving import (
     engine,
     eventually,
     known_keys,
+    node,
     replica_processes,
     serving,
 )
@@ -37,6 +40,7 @@ from tests.serve.serving import (
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(400)]
 
 START_SECONDS = 300.0
+PREEMPTION = 2  # autoscaler.proto: DrainNodeReason
 TEXT = "The pilot of the supply boat {} knew every rock by its name and told the keeper which ones had moved. "
 TOKENS = 8
 
@@ -125,47 +129,78 @@ def test_prefill_and_decode_replicas_answer_as_one_replica_does(apps: Serving) -
         assert answer.choices[0].text == ask(plain, prompt(2)).choices[0].text
 
 
-def test_no_request_fails_while_a_replica_is_killed_and_the_service_restarted(apps: Serving) -> None:
-    failed: list[BaseException] = []
-    answered: list[str] = []
-    ended = threading.Event()
+class Asking:
+    """Both apps are asked all the time, until the end of the context; no request may have failed by then."""
 
-    def send(name: str, first: int) -> None:
-        with client(apps, name) as api:
-            number = first
-            while not ended.is_set():
+    def __init__(self, apps: Serving, seed: int) -> None:
+        self._apps = apps
+        self._failed: list[BaseException] = []
+        self._answered: list[str] = []
+        self._ended = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._send, args=(name, seed + 1000 * n))
+            for n, name in enumerate(("plain", "plain", "pd"))
+        ]
+
+    def __enter__(self) -> Asking:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *why: object) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(120)
+        assert not self._failed
+
+    def more_answers(self, count: int) -> None:
+        wanted = len(self._answered) + count
+        eventually(lambda: self._failed or len(self._answered) >= wanted, f"{count} more answers", 90)
+        assert not self._failed
+
+    def _send(self, name: str, number: int) -> None:
+        with client(self._apps, name) as api:
+            while not self._ended.is_set():
                 try:
-                    answered.append(ask(api, prompt(number, 6)).choices[0].text)
+                    self._answered.append(ask(api, prompt(number, 6)).choices[0].text)
                 except Exception as error:  # noqa: BLE001  whatever a client sees is a failed request
-                    failed.append(error)
+                    self._failed.append(error)
                 number += 1
 
-    def more_answers(count: int) -> None:
-        wanted = len(answered) + count
-        eventually(lambda: failed or len(answered) >= wanted, f"{count} more answers", 90)
-        assert not failed
 
-    threads = [
-        threading.Thread(target=send, args=(name, 1000 * n)) for n, name in enumerate(("plain", "plain", "pd"), 1)
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        more_answers(4)
+def shards_that_left() -> list[str]:
+    supervisor = deploy.find(SERVICE)
+    return [] if supervisor is None else list(supervisor.describe()["left"])
+
+
+def test_no_request_fails_while_ray_takes_a_node_away(apps: Serving) -> None:
+    """Serve starts the node's replicas on another one first, and its shard hands its blocks over."""
+    cluster = apps.cluster
+    (leaving,) = cluster.worker_nodes
+    cluster.add_node(**node(replica=1, decode=1))
+    with Asking(apps, 10_000) as asking:
+        asking.more_answers(4)
+        accepted, why = ray._raylet.GcsClient(address=cluster.address).drain_node(
+            leaving.node_id, PREEMPTION, "scale-down in a test", int((time.time() + 240) * 1000)
+        )
+        assert accepted, why
+        eventually(lambda: shards_that_left(), "the shard of the draining node to leave")
+        eventually(lambda: not replica_processes("LLMServer", leaving), "the replica that leaves to be replaced", 200)
+        eventually(lambda: not replica_processes("Decode", leaving), "the decode replica to be replaced", 100)
+        cluster.remove_node(leaving)
+        asking.more_answers(6)
+
+
+def test_no_request_fails_while_a_replica_is_killed_and_the_service_restarted(apps: Serving) -> None:
+    with Asking(apps, 20_000) as asking:
+        asking.more_answers(4)
         replica_processes("LLMServer")[0].kill()
-        more_answers(6)
+        asking.more_answers(6)
         replica_processes("Prefill")[0].kill()
-        more_answers(6)
+        asking.more_answers(6)
         section = parse_section(arguments()["kvservice"])
         assert deploy.down(section.service)
-        more_answers(4)
+        asking.more_answers(4)
         assert ensure_service(section).started
-        stored = time.monotonic()
-        more_answers(6)
-        eventually(lambda: counters().get("blocks_sealed", 0) > 0, "engines that store again", 30)
-        assert time.monotonic() - stored < 60
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join(120)
-    assert not failed
+        asking.more_answers(6)
+        eventually(lambda: counters().get("blocks_sealed", 0) > 0, "engines that store again", 60)
