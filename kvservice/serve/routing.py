@@ -143,10 +143,14 @@ def decide(prompt: Prompt, candidates: Sequence[Candidate], draws: Sequence[floa
     )
     limit = found[0].seconds * (1 + TIE_SHARE) + TIE_SECONDS
     tied = [e for e in found if e.full == found[0].full and e.seconds <= limit]
-    tied.sort(key=lambda e: drawn[e.replica])
+    # A conversation stays where most of it lies, a second copy would take the room of another one; what has only its
+    # beginning in common with others may go on anywhere, or all would go where the first one went.
+    moves = {e.replica: 2 * e.fetched_blocks > prompt.block_count for e in tied}
+    tied.sort(key=lambda e: (moves[e.replica], drawn[e.replica]))
     # Two random ones of those that are as good, and of them the shorter queue: routers that decide at the same moment,
     # each without knowing of the others, do not all send to the same replica.
-    first, rest = tied[:2], tied[2:]
+    first = [e for e in tied if moves[e.replica] == moves[tied[0].replica]][:2]
+    rest = tied[len(first) :]
     others = found[len(tied) :]
     groups = (tuple(e.replica for e in first), *((e.replica,) for e in [*rest, *others]))[:RANKS_MAX]
     return Decision(groups, _reason(first[0], found), first[0], tuple(found), frozenset(e.replica for e in tied))

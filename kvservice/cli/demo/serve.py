@@ -43,7 +43,7 @@ ROUND_ROBIN = "ray.serve.experimental.round_robin_router:RoundRobinRouter"
 BLOCK_TOKENS = 32
 MODEL_LENGTH = 2048
 ENGINE_BLOCKS = 112  # 3,584 tokens: about three of the conversations at their end
-POOL_BYTES = 320 * MiB
+SLAB_BYTES = 8 * MiB
 WARM_REQUESTS = 6
 START_SECONDS = 400.0
 PLAIN_WIDTH = 120
@@ -92,7 +92,7 @@ def _measure(steps: Steps, stops: Stops, model: str | None, document: str, shape
         quiet()
         for name, router in APPS:
             steps.begin(f"{name}: starting the app, two replicas load the model")
-            with deployed(folder, router):
+            with deployed(folder, router, pool_bytes_for(shape)):
                 asyncio.run(warm(base_url, MODEL, WARM_REQUESTS))
                 steps.begin(f"{name}: {shape.users} users, {shape.turns} turns each")
                 before = _fetched(ray_nodes, router)
@@ -135,15 +135,16 @@ def serve_running() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def deployed(folder: str, router: str | None) -> Iterator[None]:
+def deployed(folder: str, router: str | None, pool_bytes: int) -> Iterator[None]:
     """One app, until its replicas answer; gone at the end, with its cache."""
     from ray import serve
 
     from kvservice.actors import deploy
 
     try:
-        serve.run(application(folder, router), name=APP, route_prefix="/", blocking=False)
+        serve.run(application(folder, router, pool_bytes), name=APP, route_prefix="/", blocking=False)
         wait_running(APP, START_SECONDS)
+        quiet()  # again: what building the app has imported has set levels of its own
         yield
     finally:
         serve.delete(APP)
@@ -151,7 +152,12 @@ def deployed(folder: str, router: str | None) -> Iterator[None]:
             deploy.down(SERVICE)
 
 
-def application(folder: str, router: str | None) -> Any:
+def pool_bytes_for(shape: Shape) -> int:
+    """Of a node: both together hold all conversations once and not twice, as the pools of a busy cluster do."""
+    return shape.users * (8 + 4 * shape.turns) * MiB
+
+
+def application(folder: str, router: str | None, pool_bytes: int) -> Any:
     """Two replicas, each on a node of its own because it takes all of the node's CPUs."""
     arguments: dict[str, Any] = {
         "llm_configs": [model_config(folder, {} if router == "kv_aware" else {"request_router_class": ROUND_ROBIN})],
@@ -163,7 +169,7 @@ def application(folder: str, router: str | None) -> Any:
         return build_plain_app(arguments)
     from kvservice.serve import build_openai_app
 
-    section = {"service": SERVICE, "settings": {"pool_bytes": POOL_BYTES}, "router": router}
+    section = {"service": SERVICE, "settings": {"pool_bytes": pool_bytes, "slab_bytes": SLAB_BYTES}, "router": router}
     return build_openai_app({**arguments, "kvservice": section})
 
 

@@ -70,6 +70,25 @@ def test_cheap_fetching_makes_the_idle_replica_as_good_as_the_holder() -> None:
     assert (decision.best.fetched_blocks, decision.best.node_blocks) == (90, 0)
 
 
+def test_a_conversation_stays_where_most_of_it_lies_even_if_fetching_costs_next_to_nothing() -> None:
+    free = dataclasses.replace(SPEEDS, link=Link(1e12))
+    runs = held((0, 9, "ab"), (9, 80, "a"))
+    for draws in ((0.1, 0.9), (0.9, 0.1)):
+        decision = choose(replica("a", runs, speeds=free), replica("b", runs, speeds=free), draws=draws)
+        assert decision.tied == {"a", "b"}
+        assert decision.groups == (("a",), ("b",))
+
+
+def test_prompts_with_a_common_beginning_do_not_all_go_where_the_first_one_went() -> None:
+    free = dataclasses.replace(SPEEDS, link=Link(1e12))
+    runs = held((0, 40, "a"))
+    chosen = {
+        choose(replica("a", runs, speeds=free), replica("b", runs, speeds=free), draws=draws).best.replica
+        for draws in ((0.1, 0.9), (0.9, 0.1))
+    }
+    assert chosen == {"a", "b"}
+
+
 def test_nothing_is_fetched_over_a_link_slower_than_recomputing() -> None:
     speeds = dataclasses.replace(SPEEDS, links={NodeId("a"): Link(1000 / 0.5)})  # 0.5 s a block, 16 ms to compute it
     found = estimate(PROMPT, replica("b", held((0, 90, "a")), speeds=speeds))
