@@ -307,8 +307,8 @@ def name_of(replica: RunningReplica) -> str:
 
 
 def speeds_of(facts: Facts, place: Place, options: RouterOptions) -> Speeds:
-    """Measured where something was measured. A replica that has not measured yet is taken for one like the others: a
-    default next to measured speeds would draw all prompts to it, or none."""
+    """Prefill as the engines of this fingerprint measured it, on average, for all of them. What one measured itself is
+    old where few prompts came lately, and slow where the first ones did: such a replica would get none ever again."""
     default = Link(options.fetch_bytes_per_second, options.fetch_overhead_ms / 1e3)
     per_token = 1 / options.prefill_tokens_per_second
     if place.engines is None or place.node is None:
@@ -318,9 +318,8 @@ def speeds_of(facts: Facts, place: Place, options: RouterOptions) -> Speeds:
         for peer in facts.nodes[place.node].survey.peers
         if peer.bytes_per_second > 0
     }
-    measured = place.engines.seconds_per_block / place.engines.layout.block_tokens
     return Speeds(
-        seconds_per_token=measured or facts.seconds_per_token(place.digest) or per_token,
+        seconds_per_token=facts.seconds_per_token(place.digest) or per_token,
         block_bytes=place.engines.layout.payload_bytes,
         load_bytes_per_second=options.load_bytes_per_second,
         link=default,

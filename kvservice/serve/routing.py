@@ -19,6 +19,7 @@ from kvservice.units import NodeId, div_ceil
 
 TIE_SHARE = 0.05  # of the best cost; estimates are not better than that
 TIE_SECONDS = 0.001
+BEGIN_SHARE = 0.25  # the same, for a prompt most of which is new to every node
 RANKS_MAX = 8
 
 
@@ -141,12 +142,15 @@ def decide(prompt: Prompt, candidates: Sequence[Candidate], draws: Sequence[floa
         (_estimate(prompt, candidate, spans[id(candidate.runs)]) for candidate in candidates),
         key=lambda e: (e.full, e.seconds, drawn[e.replica]),
     )
-    limit = found[0].seconds * (1 + TIE_SHARE) + TIE_SECONDS
+    # What has only its beginning in common with others may go on almost anywhere: the turns that follow will go there
+    # too, and if all went where the first one went, one pool would be full and the others empty.
+    begins = 2 * found[0].hit_blocks < prompt.block_count
+    limit = found[0].seconds * (1 + (BEGIN_SHARE if begins else TIE_SHARE)) + TIE_SECONDS
     tied = [e for e in found if e.full == found[0].full and e.seconds <= limit]
-    # A conversation stays where most of it lies, a second copy would take the room of another one; what has only its
-    # beginning in common with others may go on anywhere, or all would go where the first one went.
+    # A conversation stays where most of it lies: a second copy would take the room of another one.
     moves = {e.replica: 2 * e.fetched_blocks > prompt.block_count for e in tied}
-    tied.sort(key=lambda e: (moves[e.replica], drawn[e.replica]))
+    waits = {e.replica: e.wait_seconds if begins else 0.0 for e in tied}
+    tied.sort(key=lambda e: (moves[e.replica], waits[e.replica], drawn[e.replica]))
     # Two random ones of those that are as good, and of them the shorter queue: routers that decide at the same moment,
     # each without knowing of the others, do not all send to the same replica.
     first = [e for e in tied if moves[e.replica] == moves[tied[0].replica]][:2]

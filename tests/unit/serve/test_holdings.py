@@ -53,7 +53,7 @@ def test_engines_are_told_apart_by_model_and_namespace() -> None:
     assert known.engines_at(NodeId("gone"), "org/one", "") is None
 
 
-def test_a_replica_that_measured_nothing_is_taken_for_one_like_the_others() -> None:
+def test_replicas_of_a_model_are_taken_to_be_alike() -> None:
     options = RouterOptions()
     fast, new = group(seconds_per_block=0.016), group()
     known = facts(node("a", "h", fast), node("b", "i", new))
@@ -61,6 +61,11 @@ def test_a_replica_that_measured_nothing_is_taken_for_one_like_the_others() -> N
     assert measured == pytest.approx(0.016 / LAYOUT.block_tokens)
     assert speeds_of(known, Place(NodeId("b"), new), options).seconds_per_token == measured
     assert speeds_of(known, Place(None, None), options).seconds_per_token == measured
+    slow = group(seconds_per_block=0.048)
+    both = facts(node("a", "h", fast), node("b", "i", slow))
+    for name, own in (("a", fast), ("b", slow)):
+        found = speeds_of(both, Place(NodeId(name), own), options).seconds_per_token
+        assert found == pytest.approx(0.032 / LAYOUT.block_tokens), "who looks slow would get no prompt ever again"
     nobody = speeds_of(facts(node("b", "i", new)), Place(NodeId("b"), new), options)
     assert nobody.seconds_per_token == 1 / options.prefill_tokens_per_second
 
