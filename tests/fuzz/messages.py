@@ -22,7 +22,7 @@ import kvservice.wire.v1
 
 VALID, ABSENT = 0.75, 0.08  # of the fields that have a valid value; the rest is hostile
 FEW = (0, 1, 1, 1, 2, 2, 3, 7)
-MANY = (63, 512, 4097, 9000, 70_000)
+MANY = (63, 512, 4097, 9000, 70_000, 400_000)
 MANY_ODDS = 0.02
 _F = FieldDescriptor
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
