@@ -18,16 +18,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from kvservice.connector.copier import BlockCopier
 from kvservice.connector.options import Verify
-from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan
 from kvservice.connector.worker import Copying, WorkerHalf
 from kvservice.core.geometry import slot_index
 from kvservice.core.messages import BlockRef
 from kvservice.memory.segment import Segment
+from kvservice.units import BlockKey
 from tests.integration.engine import content
+from tests.integration.loader import Loader
 from tests.integration.slot_writer import GEOMETRY, KEYS, LAYOUT
 
 READS = int(os.environ.get("KVSERVICE_TORN_READS", "100000"))
@@ -71,44 +70,34 @@ class Reader:
     """Loads whatever is sealed at the moment into an engine's tensors, and judges every byte."""
 
     def __init__(self, segment: Segment, kind: type[WorkerHalf]) -> None:
-        shape = (LOADS, LAYOUT.layer_count, LAYOUT.kv_head_count, LAYOUT.block_tokens, LAYOUT.cell_bytes // 16)
-        self._memory = torch.zeros(shape, dtype=torch.uint8)
-        self._rows = [memoryview(row.numpy().reshape(-1)) for row in self._memory]
-        self._half = kind(BlockCopier(list(self._memory.unbind(1)), range(LAYOUT.kv_head_count)), Verify.SAMPLED)
+        self._loader = Loader(segment, LAYOUT, LOADS, Verify.SAMPLED, kind)
         self._segment = segment
-        self._info = PoolInfo(str(segment.path), GEOMETRY, segment.epoch, LAYOUT, "")
         self._random = random.Random(1)
         self._slots = [slot_index(0, i) for i in range(GEOMETRY.slots_per_slab(LAYOUT.payload_bytes))]
-        self._before = [bytes(row) for row in self._rows]
+        self._before = [self._loader.row(place) for place in range(LOADS)]
         self.counts: Counter[str] = Counter()
 
     def step(self) -> None:
         """One step of an engine: LOADS requests of one block each."""
-        entries: dict[str, CopyEntry] = {}
-        while len(entries) < LOADS:
+        wanted: list[tuple[BlockRef, BlockKey]] = []
+        while len(wanted) < LOADS:
             slot = self._random.choice(self._slots)
             header = self._segment.read_header(slot)
             if header is not None and header.is_stable:
-                ref, row = BlockRef(slot, header.generation), len(entries)
-                entries[str(row)] = CopyEntry(row, ref, header.key)
-        loads = [LoadPlan(request, (entry,)) for request, entry in entries.items()]
-        self._half.start_loads(StepPlan(pool=self._info, loads=loads))
-        loaded, failed = self._half.take_loaded()
-        assert loaded == entries.keys()
-        for request, entry in entries.items():
-            row, wanted = bytes(self._rows[entry.block_id]), CONTENTS[entry.key]
-            verdict = "refused" if request in failed else "accepted"
-            if row == wanted or row == self._before[entry.block_id]:  # the latter: refused before it was copied
-                self.counts[f"{verdict}_right" if row == wanted else f"{verdict}_old"] += 1
+                wanted.append((BlockRef(slot, header.generation), header.key))
+        for place, accepted in enumerate(self._loader.load(wanted)):
+            row, right = self._loader.row(place), CONTENTS[wanted[place][1]]
+            verdict = "accepted" if accepted else "refused"
+            if row == right or row == self._before[place]:  # the latter: refused before it was copied
+                self.counts[f"{verdict}_right" if row == right else f"{verdict}_old"] += 1
             else:
                 self.counts[f"{verdict}_wrong"] += 1
-                self.counts[f"{verdict}_torn"] += row[:EDGE] == wanted[:EDGE] or row[-EDGE:] == wanted[-EDGE:]
-            self._before[entry.block_id] = row
-        report = self._half.take_report()
-        self.counts.update({} if report is None else report.counters)
+                self.counts[f"{verdict}_torn"] += row[:EDGE] == right[:EDGE] or row[-EDGE:] == right[-EDGE:]
+            self._before[place] = row
 
     def close(self) -> None:
-        self._half.close()
+        self.counts.update(self._loader.counters)
+        self._loader.close()
 
 
 def test_no_read_of_a_slot_that_is_reused_meanwhile_is_accepted(segment: Segment) -> None:
