@@ -19,7 +19,7 @@ import grpc
 import pytest
 from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvservice.client.shard import ShardClient
@@ -42,7 +42,7 @@ SEED = os.environ.get("KVSERVICE_FUZZ_SEED", "1")
 ROUNDS = 6
 AT_ONCE = 32
 CALL_SECONDS = 1.0
-GROWTH_BYTES_MAX = 96 * MiB  # of memory of its own, from the first round on
+GROWTH_BYTES_MAX = 32 * MiB  # of memory of its own, from the first round on
 WAIT_SECONDS = 3.0  # of an ordinary call meanwhile, on a busy machine
 READ_EVENTS = 3  # of a stream
 ENDS_THE_SHARD = "kvservice.wire.v1.AdminService.Drain"
@@ -58,6 +58,24 @@ DOCUMENTED = {
 }
 LEAVING = DOCUMENTED | {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}  # its process may end meanwhile
 WITHOUT_REASON = {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+VALUES: dict[str, list[object]] = {
+    "handoff_node": ["n0", "n1"],
+    "node_id": ["n0", "n1", "n7"],
+    "reader": ["n1"],
+    "request_id": ["r1", "r2"],
+    "model": ["fuzzed0", "fuzzed1", "other"],
+    "timeout_seconds": [0.01, 0.1],
+    "wait_seconds": [0.01, 0.1],
+    "count": [1, 2],
+    "skip": [0, 1],
+    "side": [0],
+    "partition": [0],
+    "partition_count": [1],
+    "sequence": [1, 2, 3],
+    "payload_bytes": [LAYOUT.payload_bytes],
+    "cell_bytes": [8192],
+    "layer_count": [4],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,61 +198,53 @@ async def busy_engines(cluster: LocalCluster, round_index: int) -> AsyncIterator
 
 
 async def add_to_menu(menu: Menu, engine: Engine, seed: int, cluster: LocalCluster) -> None:
+    """Of this engine: what it holds, as values of fields, as parts of messages, and as whole requests."""
     keys = chain(seed=seed + 5000, count=12)
     await engine.store(keys[:8])
     lease = await engine.acquire(keys[:4])
     refs = await engine.pool.reserve(engine.id, 4)
-    handoff = HandoffId(bytes([1 + seed % 255]) * 16)
-    await engine.pool.open_handoff(engine.id, handoff)
+    handoff = bytes([1 + seed % 255]) * 16
+    await engine.pool.open_handoff(engine.id, HandoffId(handoff))
     n0, n1 = cluster.record("n0"), cluster.record("n1")
-    nodes = [common_pb2.NodeInfo(node_id=n.node_id, peer_address=n.peer_address, epoch=n.epoch) for n in (n0, n1)]
-    add = {
-        "attachment_id": [engine.id],
-        "epoch": [n0.epoch],
-        "keys": list(keys),
-        "key": list(keys),
-        "parents": list(keys),
-        "parent": list(keys),
-        "added": list(keys),
-        "removed": list(keys),
-        "lease_id": [lease.lease_id],
-        "lease_ids": [lease.lease_id],
-        "handoff": [bytes(handoff)],
-        "handoff_node": ["n0", "n1"],
-        "node_id": ["n0", "n1", "n7"],
-        "reader": ["n1"],
-        "request_id": ["r1", "r2"],
+    ids = {"attachment_id": engine.id, "epoch": n0.epoch}
+    for name, values in {
+        **VALUES,
+        **{name: [value] for name, value in ids.items()},
+        **{key: list(keys) for key in ("keys", "key", "parents", "parent", "added", "removed")},
+        **{key: [lease.lease_id] for key in ("lease_id", "lease_ids")},
+        "handoff": [handoff],
         "engine_id": [os.urandom(16)],
-        "model": [f"fuzzed{seed % 3}", "other"],
-        "timeout_seconds": [0.01, 0.1],
-        "wait_seconds": [0.01, 0.1],
-        "count": [1, 2],
-        "skip": [0, 1],
-        "side": [0],
-        "partition": [0],
-        "partition_count": [1],
-        "sequence": [1, 2, 3],
-        "payload_bytes": [LAYOUT.payload_bytes],
-        "cell_bytes": [8192],
-        "layer_count": [4],
-    }
-    for name, values in add.items():
+    }.items():
         menu.fields.setdefault(name, []).extend(values)
     items = [
         shard_pb2.SealItem(block=ref, key=key, parent=keys[0], position=8 + i, route=1)
         for i, (ref, key) in enumerate(zip(encode_refs(refs), keys[8:], strict=True))
     ]
+    nodes = [common_pb2.NodeInfo(node_id=n.node_id, peer_address=n.peer_address, epoch=n.epoch) for n in (n0, n1)]
     whole = [
-        encode_spec(spec("another")),
-        encode_spec(replace(spec("sided"), sides=(Side(LAYOUT, Reach(window=40)), Side(LAYOUT, Reach(chunk=64))))),
-        shard_pb2.SealRequest(attachment_id=engine.id, epoch=n0.epoch, items=items),
-        shard_pb2.CloseHandoffRequest(attachment_id=engine.id, epoch=n0.epoch, handoff=handoff),
+        shard_pb2.SealRequest(**ids, items=items),
+        shard_pb2.ValidateRequest(epoch=n0.epoch, keys=b"".join(keys[:4]), blocks=encode_refs(lease.blocks)),
         encode_take_over(Holder(NodeId("n1"), n1.peer_address, n1.epoch), n0.epoch, LAYOUT.payload_bytes,
                          [TakeOverItem(key, None, i, SpanRoute(1), 1.0) for i, key in enumerate(keys)], 0.1),
         encode_fingerprint(spec(f"fuzzed{seed % 3}").fingerprint),
+        *requests_about(ids, b"".join(keys), handoff),
     ]  # fmt: skip
     for message in [*encode_refs([*refs, *lease.blocks]), *items, *nodes, encode_layout(LAYOUT), *whole]:
         menu.messages.setdefault(message.DESCRIPTOR.full_name, []).append(message)
+
+
+def requests_about(ids: dict[str, int], keys: bytes, handoff: bytes) -> list[Message]:
+    epoch = ids["epoch"]
+    return [
+        encode_spec(spec("another")),
+        encode_spec(replace(spec("sided"), sides=(Side(LAYOUT, Reach(window=40)), Side(LAYOUT, Reach(chunk=64))))),
+        shard_pb2.AcquireRequest(**ids, keys=keys, skip=1, timeout_seconds=0.1, request_id="r1"),
+        shard_pb2.AcquireRequest(**ids, keys=keys, timeout_seconds=0.1, handoff=handoff, handoff_node="n0"),
+        shard_pb2.LocateRequest(epoch=epoch, keys=keys, reader="n1"),
+        shard_pb2.FollowRequest(epoch=epoch, handoff=handoff, keys=keys, reader="n1", wait_seconds=0.1),
+        shard_pb2.OpenHandoffRequest(**ids, handoff=os.urandom(16)),
+        shard_pb2.CloseHandoffRequest(**ids, handoff=handoff),
+    ]
 
 
 async def still_serves(cluster: LocalCluster, seed: int) -> None:
