@@ -237,6 +237,7 @@ def requests_about(ids: dict[str, int], keys: bytes, handoff: bytes) -> list[Mes
     epoch = ids["epoch"]
     return [
         encode_spec(spec("another")),
+        encode_spec(spec("fuzzed0", **{f"field{i}": "x" * 4096 for i in range(40)})),  # to be refused, with its reasons
         encode_spec(replace(spec("sided"), sides=(Side(LAYOUT, Reach(window=40)), Side(LAYOUT, Reach(chunk=64))))),
         shard_pb2.AcquireRequest(**ids, keys=keys, skip=1, timeout_seconds=0.1, request_id="r1"),
         shard_pb2.AcquireRequest(**ids, keys=keys, timeout_seconds=0.1, handoff=handoff, handoff_node="n0"),
