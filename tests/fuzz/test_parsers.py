@@ -29,6 +29,7 @@ from kvservice.memory.segment import Segment
 from kvservice.mover import message
 from kvservice.mover.message import CopyRow, Direction, Ended, Job, Kind, Outcome, PackedJob, PoolSource
 from kvservice.units import BlockKey, BootEpoch, Generation, HandoffId, MiB, NodeId, SlotIndex, SpanRoute
+from tests.fuzz.damage import damaged
 
 COUNT = 1200
 ALLOCATED_MAX = 4 * MiB  # at once, for one input of at most 128 KiB
@@ -56,21 +57,6 @@ HOSTILE_VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 1 << 64, 10**4299, 1.5, float("nan"), "", "\0", "\ud800", "x" * 10_000, [], [[]], {}, [1] * 5000,
     {"a": {"b": []}}, "/dev/null", "../../x",
 )  # fmt: skip
-
-
-def damaged(draw: random.Random, data: bytes) -> bytes:
-    found = bytearray(data)
-    for _ in range(draw.choice((1, 1, 1, 2, 6))):
-        at, kind = draw.randrange(len(found) + 1), draw.randrange(4)
-        if kind == 0 and found:
-            found[at % len(found)] ^= 1 << draw.randrange(8)
-        elif kind == 1:
-            del found[at : at + draw.choice((1, 4, 1 << 20))]
-        elif kind == 2:
-            found[at:at] = draw.randbytes(draw.choice((1, 2, 8, 300)))
-        else:
-            found[at : at + 4] = draw.choice((b"\xff\xff\xff\xff", bytes(4), b"\xff\xff", b"\x00\x00\x00\x80"))
-    return bytes(found[: 128 << 10])
 
 
 def changed(draw: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
