@@ -137,7 +137,7 @@ def load_config(
             values.update(tomllib.loads(path.read_text()))
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number without end
             raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for name, text in (os.environ if environment is None else environment).items():
         key = name.removeprefix(ENVIRONMENT_PREFIX)

@@ -46,6 +46,9 @@ def format_bytes(count: int) -> str:
     return f"{size:.1f} TiB"
 
 
+BYTES_MAX = 1 << 60
+
+
 def parse_bytes(text: str | int) -> int:
     """Bytes from '512MiB', '4g', '1.5 GiB' or a plain count. Raises ValueError naming the text."""
     if isinstance(text, int):
@@ -53,4 +56,7 @@ def parse_bytes(text: str | int) -> int:
     match = _SIZE.fullmatch(text)
     if match is None:
         raise ValueError(f"not a size: {text!r} (write it like 512MiB, 4GiB or 1073741824)")
-    return int(float(match.group(1)) * _SUFFIXES[(match.group(2) or "").lower()])
+    size = float(match.group(1)) * _SUFFIXES[(match.group(2) or "").lower()]
+    if size > BYTES_MAX:
+        raise ValueError(f"{text[:80]!r} is more than any machine has")
+    return int(size)

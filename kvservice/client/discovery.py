@@ -14,6 +14,7 @@ import json
 import os
 import socket
 import stat
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from kvservice.units import BootEpoch, NodeId
 RECORD_NAME = "shard.json"
 SOCKET_NAME = "shard.sock"
 MOVER_PREFIX = "mover-"
+RECORD_BYTES_MAX = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +82,40 @@ def find_shards(
     """Registered shards of this machine, by service and node. Blocks for a connect per record at most."""
     found: list[ShardRecord] = []
     for path in sorted((runtime_root or default_runtime_root()).glob(f"{service or '*'}/*/{RECORD_NAME}")):
-        try:
-            fields = json.loads(path.read_text())
-            record = ShardRecord(**{**fields, "lookup_addresses": tuple(fields.get("lookup_addresses", ()))})
-        except (OSError, ValueError, TypeError):
-            continue  # half-removed or foreign file: as good as absent
-        if not live_only or is_listening(record.socket):
+        fields = _read_fields(path)
+        record = None if fields is None else _shard_record(fields)
+        if record is not None and (not live_only or is_listening(record.socket)):
             found.append(record)
     return found
+
+
+def _shard_record(fields: Mapping[str, object]) -> ShardRecord | None:
+    addresses = fields.get("lookup_addresses", [])
+    texts = ("service", "node_id", "socket", "peer_address")
+    if not isinstance(addresses, list) or not all(isinstance(address, str) for address in addresses):
+        return None
+    if not _are(str, fields, *texts) or not _are(int, fields, "pid", "epoch"):
+        return None
+    try:
+        return ShardRecord(**{**fields, "lookup_addresses": tuple(addresses)})  # type: ignore[arg-type]
+    except TypeError:  # other fields: of another version
+        return None
+
+
+def _are(kind: type, fields: Mapping[str, object], *names: str) -> bool:
+    return all(type(fields.get(name)) is kind for name in names)
+
+
+def _read_fields(path: Path) -> dict[str, object] | None:
+    """The JSON object in this file; None for a half-removed or foreign file, which is as good as none."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(RECORD_BYTES_MAX + 1)
+        fields = json.loads(data) if len(data) <= RECORD_BYTES_MAX else None
+        json.dumps(fields, ensure_ascii=False).encode()  # halves of surrogate pairs are no text to anybody else
+    except (OSError, ValueError, RecursionError):
+        return None
+    return fields if isinstance(fields, dict) else None
 
 
 def is_listening(socket_path: str) -> bool:
@@ -95,7 +123,7 @@ def is_listening(socket_path: str) -> bool:
         probe.settimeout(1.0)
         try:
             probe.connect(socket_path)
-        except OSError:
+        except (OSError, ValueError):  # the latter: no path at all
             return False
         return True
 
@@ -137,9 +165,16 @@ def write_mover(record: MoverRecord, directory: Path) -> Path:
 
 def read_mover(path: Path) -> MoverRecord | None:
     """The record in this file; None when there is none that can be read."""
+    fields = _read_fields(path)
+    if (
+        fields is None
+        or not _are(str, fields, "service", "node_id", "device", "socket")
+        or not _are(int, fields, "pid")
+    ):
+        return None
     try:
-        return MoverRecord(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        return MoverRecord(**fields)  # type: ignore[arg-type]
+    except TypeError:
         return None
 
 

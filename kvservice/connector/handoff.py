@@ -56,8 +56,10 @@ def parse_transfer_params(params: object) -> Prefill | Handoff | None:
     if role != "decode":
         raise InvalidRequest(f'kv_transfer_params.{NAME}.role is neither "prefill" nor "decode"')
     node = ours.get("node")
-    if not isinstance(node, str) or not 0 < len(node) <= NODE_CHARS_MAX:
-        raise InvalidRequest(f"kv_transfer_params.{NAME}.node is not a node's id (1 to {NODE_CHARS_MAX} characters)")
+    if not isinstance(node, str) or not 0 < len(node) <= NODE_CHARS_MAX or not node.isprintable():
+        raise InvalidRequest(
+            f"kv_transfer_params.{NAME}.node is not a node's id: 1 to {NODE_CHARS_MAX} printable characters"
+        )
     return Handoff(handoff_id, NodeId(node))
 
 

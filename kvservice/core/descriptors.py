@@ -21,6 +21,7 @@ from kvservice.errors import InvalidRequest, UnsupportedLayout
 Offsets: TypeAlias = "npt.NDArray[np.int64]"
 
 LAYERS_MAX = 4096
+BYTES_MAX = 1 << 56
 RUNS_MAX = 1 << 20  # of one block: more is not a layout, but a mistake
 
 
@@ -48,6 +49,8 @@ class RegionLayout:
     def __post_init__(self) -> None:
         sizes = (self.region_bytes, self.block_count, self.parts, self.heads, self.tokens, self.cell_bytes)
         strides = (self.block_stride, self.part_stride, self.head_stride, self.token_stride, self.first_head)
+        if max(*sizes, *strides, *self.layer_offsets) > BYTES_MAX:
+            raise UnsupportedLayout("a layout of KV memory is larger than any memory")
         if not self.layer_offsets or len(self.layer_offsets) > LAYERS_MAX or min(sizes) <= 0 or min(strides) < 0:
             raise UnsupportedLayout(f"not a layout of KV memory: {self}")
         if len(self.layer_offsets) * self.parts * self.heads * self.tokens > RUNS_MAX:

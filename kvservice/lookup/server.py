@@ -22,7 +22,7 @@ from kvservice.errors import ConfigError
 from kvservice.lookup.service import LookupServicer
 from kvservice.lookup.watch import WatchHub
 from kvservice.observe.lookup_metrics import LookupNumbers
-from kvservice.wire.serving import SERVER_OPTIONS, service_handler
+from kvservice.wire.serving import MESSAGE_BYTES_MAX, server_options, service_handler
 from kvservice.wire.v1 import lookup_pb2
 
 log = logging.getLogger("kvservice.lookup")
@@ -65,7 +65,9 @@ class LookupServer:
 
     async def start(self) -> int:
         """Returns the port. Raises ConfigError when the address cannot be bound."""
-        server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=CONCURRENT_CALLS_MAX)
+        server = grpc.aio.server(
+            options=server_options(MESSAGE_BYTES_MAX), maximum_concurrent_rpcs=CONCURRENT_CALLS_MAX
+        )
         service = lookup_pb2.DESCRIPTOR.services_by_name["LookupService"]
         server.add_generic_rpc_handlers((service_handler(service, self._servicer),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

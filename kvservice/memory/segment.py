@@ -209,6 +209,8 @@ def _open(path: Path, flags: int) -> int:
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise SegmentError(f"cannot open the segment {path}: {error.strerror}", path=path) from error
+    except ValueError as error:  # a zero byte in it, or what no file name can say
+        raise SegmentError(f"{str(path)!a} is no path of a segment", path=ascii(str(path))) from error
     if os.fstat(descriptor).st_uid != os.getuid():
         os.close(descriptor)
         raise SegmentError(f"the segment {path} belongs to another user", path=path)

@@ -35,6 +35,8 @@ VERSION = 2
 MESSAGE_BYTES_MAX = 128 << 10  # below what a socket takes without settings of the system
 ROWS_MAX = 2048  # of one COPIES message
 NO_EVENT = 0xFFFF
+U64_MAX = (1 << 64) - 1
+SEGMENT_BYTES_MAX = 1 << 56
 
 # A row of a copy job. The key is a void, because numpy's byte strings lose trailing zeros.
 ROW = np.dtype([("block", "<u4"), ("zero", "<u4"), ("slot", "<u8"), ("generation", "<u8"), ("key", "V16")])
@@ -192,7 +194,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
     """Raises InvalidRequest."""
     try:
         fields = json.loads(data[1:])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter: nested a thousand times
         raise InvalidRequest(f"not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise InvalidRequest("not a JSON object")
@@ -210,17 +212,30 @@ def kind_of(data: bytes) -> Kind:
 def number(fields: dict[str, Any], name: str) -> int:
     """Raises InvalidRequest."""
     value = fields.get(name)
-    if type(value) is not int or value < 0:
-        raise InvalidRequest(f"{name} is {value!r}, not a whole number")
+    if type(value) is not int or not 0 <= value <= U64_MAX:
+        raise InvalidRequest(f"{name} is not a whole number of 64 bits: {_shown(value)}")
     return value
 
 
 def text(fields: dict[str, Any], name: str) -> str:
     """Raises InvalidRequest."""
     value = fields.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequest(f"{name} is {value!r}, not a text")
+    if not isinstance(value, str) or "\0" in value or not _is_unicode(value):  # it may become a path
+        raise InvalidRequest(f"{name} is not a text: {_shown(value)}")
     return value
+
+
+def _shown(value: object) -> str:
+    return ascii(value)[:80] if isinstance(value, str | float | bool | None) else type(value).__name__
+
+
+def _is_unicode(value: str) -> bool:
+    """JSON can spell halves of surrogate pairs, which nothing else takes."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def pack_pool(pool: PoolSource) -> bytes:
@@ -251,6 +266,8 @@ def parse_pool(fields: dict[str, Any]) -> PoolSource:
         geometry = Geometry(slab_bytes=number(fields, "slab_bytes"), slab_count=number(fields, "slab_count"))
     except (UnsupportedLayout, ConfigError) as error:
         raise InvalidRequest(error.message) from error
+    if geometry.segment_bytes > SEGMENT_BYTES_MAX or geometry.slots_per_slab(slot.payload_bytes) == 0:
+        raise InvalidRequest(f"a slab of {geometry.slab_bytes} bytes holds no block of {slot.payload_bytes}")
     return PoolSource(
         number(fields, "pool_id"),
         text(fields, "segment_path"),

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,7 @@ class EngineSession:
                 if not data:
                     break
                 if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                    _close_all(descriptors)
                     raise InvalidRequest("a message is longer than allowed")
                 self._handle(data, descriptors)
         except OSError as error:
@@ -107,15 +108,17 @@ class EngineSession:
             self._end()
 
     def _handle(self, data: bytes, descriptors: list[int]) -> None:
-        kind = kind_of(data)
+        try:
+            kind = kind_of(data)
+            fields = parse_json(data) if kind in (Kind.HELLO, Kind.POOL) else {}
+        except InvalidRequest:
+            _close_all(descriptors)
+            raise
         if kind is Kind.HELLO:
-            fields = parse_json(data)
             self._answer({"to": "hello"}, lambda: self._hello(fields, descriptors))
             return
-        for descriptor in descriptors:
-            os.close(descriptor)
+        _close_all(descriptors)
         if kind is Kind.POOL:
-            fields = parse_json(data)
             self._answer({"to": "pool", "pool_id": number(fields, "pool_id")}, lambda: self._use(fields))
         elif kind is Kind.LEAVE:
             self._leave()
@@ -154,8 +157,8 @@ class EngineSession:
             taken = True
             self._kv, self._region = self._device.import_kv(memory, descriptors, region), region
         finally:
-            for descriptor in () if taken else descriptors:
-                os.close(descriptor)
+            if not taken:
+                _close_all(descriptors)
 
     def _use(self, fields: dict[str, Any]) -> None:
         pool = parse_pool(fields)
@@ -248,3 +251,8 @@ class EngineSession:
             except OSError:  # gone, or it has not read for too long: the reading thread ends the session
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RD)  # the other half says that nothing is copied any more
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

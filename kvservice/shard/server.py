@@ -35,7 +35,7 @@ from kvservice.transfer.base import Transport
 from kvservice.transfer.nixl import NixlTransport, nixl_available
 from kvservice.transfer.shm import SharedMemoryTransport
 from kvservice.units import BlockKey, NodeId, SpanRoute
-from kvservice.wire.serving import SERVER_OPTIONS, service_handler
+from kvservice.wire.serving import LISTS_BYTES_MAX, server_options, service_handler
 from kvservice.wire.v1 import shard_pb2
 
 log = logging.getLogger("kvservice.shard")
@@ -250,7 +250,7 @@ class ShardServer:
         self._peer_address = f"{config.peer_host}:{port}"
 
     async def _server(self, *, with_engines: bool) -> grpc.aio.Server:
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = grpc.aio.server(options=server_options(LISTS_BYTES_MAX))
         services = shard_pb2.DESCRIPTOR.services_by_name
         parts: list[tuple[str, object]] = [
             ("PeerService", PeerServicer(self.pool, self.holder)),

@@ -71,7 +71,7 @@ class EngineServicer:
 
     async def release(self, request: shard_pb2.ReleaseRequest, context: Context) -> shard_pb2.ReleaseReply:
         attachment = self._attachment(request.attachment_id, request.epoch)
-        await self._pool.release(attachment, [LeaseId(lease_id) for lease_id in request.lease_ids])
+        await self._pool.release(attachment, codec.decode_lease_ids(request.lease_ids))
         return shard_pb2.ReleaseReply()
 
     async def open_handoff(self, request: shard_pb2.OpenHandoffRequest, context: Context) -> shard_pb2.OpenHandoffReply:
@@ -88,7 +88,7 @@ class EngineServicer:
 
     async def renew(self, request: shard_pb2.RenewRequest, context: Context) -> shard_pb2.RenewReply:
         attachment = self._attachment(request.attachment_id, request.epoch)
-        leases = [LeaseId(lease_id) for lease_id in request.lease_ids]
+        leases = codec.decode_lease_ids(request.lease_ids)
         await self._pool.renew(attachment, leases, decode_reports(request.reports))
         return shard_pb2.RenewReply()
 

@@ -5,11 +5,12 @@ Every `decode_*` raises InvalidRequest for values that no honest peer sends; not
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable
 from itertools import accumulate
 
 from kvservice.core.explain import check_request_id
-from kvservice.core.fingerprint import Fingerprint
+from kvservice.core.fingerprint import FIELDS_MAX, Fingerprint
 from kvservice.core.geometry import Geometry
 from kvservice.core.handoff import check_handoff_id
 from kvservice.core.keys import KEY_BYTES, unpack_keys
@@ -32,7 +33,7 @@ from kvservice.core.messages import (
     SealItem,
     Survey,
 )
-from kvservice.core.windows import Reach, Side
+from kvservice.core.windows import SIDES_MAX, Reach, Side
 from kvservice.errors import InvalidRequest, UnsupportedLayout
 from kvservice.units import (
     AttachmentId,
@@ -48,6 +49,7 @@ from kvservice.wire.v1 import common_pb2, shard_pb2
 
 NAME_CHARS_MAX = 512
 BLOCKS_PER_MESSAGE_MAX = 8192
+LEASES_PER_MESSAGE_MAX = 65_536
 
 
 def encode_holder(holder: Holder) -> common_pb2.NodeInfo:
@@ -89,6 +91,8 @@ def encode_spec(spec: EngineSpec) -> shard_pb2.AttachRequest:
 def decode_spec(message: shard_pb2.AttachRequest) -> EngineSpec:
     if not message.model or len(message.model) > NAME_CHARS_MAX or len(message.namespace) > NAME_CHARS_MAX:
         raise InvalidRequest("model and namespace are at most 512 characters, and the model is not empty")
+    if len(message.sides) > SIDES_MAX:
+        raise InvalidRequest(f"an engine has at most {SIDES_MAX} sides, not {len(message.sides)}")
     fingerprint = decode_fingerprint(message.fingerprint)
     layout = decode_layout(message.layout)
     try:
@@ -104,6 +108,8 @@ def encode_fingerprint(fingerprint: Fingerprint) -> common_pb2.Fingerprint:
 
 
 def decode_fingerprint(message: common_pb2.Fingerprint) -> Fingerprint:
+    if len(message.fields) > FIELDS_MAX:
+        raise InvalidRequest(f"a fingerprint has 1 to {FIELDS_MAX} fields, not {len(message.fields)}")
     names = [pair.name for pair in message.fields]
     if len(set(names)) != len(names):
         raise InvalidRequest("a fingerprint field appears twice")
@@ -154,11 +160,16 @@ def encode_refs(refs: Iterable[BlockRef]) -> list[shard_pb2.BlockRef]:
     return [shard_pb2.BlockRef(slot=ref.slot, generation=ref.generation) for ref in refs]
 
 
-def decode_refs(messages: Iterable[shard_pb2.BlockRef]) -> tuple[BlockRef, ...]:
-    refs = tuple(decode_ref(message) for message in messages)
-    if len(refs) > BLOCKS_PER_MESSAGE_MAX:
-        raise InvalidRequest(f"{len(refs)} blocks in one message, at most {BLOCKS_PER_MESSAGE_MAX}")
-    return refs
+def decode_refs(messages: Collection[shard_pb2.BlockRef]) -> tuple[BlockRef, ...]:
+    if len(messages) > BLOCKS_PER_MESSAGE_MAX:
+        raise InvalidRequest(f"{len(messages)} blocks in one message, at most {BLOCKS_PER_MESSAGE_MAX}")
+    return tuple(decode_ref(message) for message in messages)
+
+
+def decode_lease_ids(lease_ids: Collection[int]) -> list[LeaseId]:
+    if len(lease_ids) > LEASES_PER_MESSAGE_MAX:
+        raise InvalidRequest(f"{len(lease_ids)} leases in one message, at most {LEASES_PER_MESSAGE_MAX}")
+    return [LeaseId(lease_id) for lease_id in lease_ids]
 
 
 def decode_ref(message: shard_pb2.BlockRef) -> BlockRef:
@@ -166,7 +177,7 @@ def decode_ref(message: shard_pb2.BlockRef) -> BlockRef:
 
 
 def decode_acquire(message: shard_pb2.AcquireRequest) -> AcquireRequest:
-    if not message.timeout_seconds >= 0 or not message.recompute_seconds_per_block >= 0:  # also refuses NaN
+    if not message.timeout_seconds >= 0 or not 0 <= message.recompute_seconds_per_block < math.inf:  # also refuses NaN
         raise InvalidRequest("timeout and recompute time are seconds, not negative")
     return AcquireRequest(
         tuple(unpack_keys(message.keys)),
@@ -219,7 +230,9 @@ def encode_seal_item(item: SealItem) -> shard_pb2.SealItem:
     )
 
 
-def decode_seal_items(messages: Iterable[shard_pb2.SealItem]) -> tuple[SealItem, ...]:
+def decode_seal_items(messages: Collection[shard_pb2.SealItem]) -> tuple[SealItem, ...]:
+    if len(messages) > BLOCKS_PER_MESSAGE_MAX:
+        raise InvalidRequest(f"{len(messages)} items in one Seal, at most {BLOCKS_PER_MESSAGE_MAX}")
     items: list[SealItem] = []
     for message in messages:
         if len(message.key) != KEY_BYTES or len(message.parent) not in (0, KEY_BYTES):
@@ -230,8 +243,6 @@ def decode_seal_items(messages: Iterable[shard_pb2.SealItem]) -> tuple[SealItem,
                 decode_ref(message.block), BlockKey(message.key), parent, message.position, SpanRoute(message.route)
             )
         )
-    if len(items) > BLOCKS_PER_MESSAGE_MAX:
-        raise InvalidRequest(f"{len(items)} items in one Seal, at most {BLOCKS_PER_MESSAGE_MAX}")
     return tuple(items)
 
 

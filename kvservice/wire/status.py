@@ -13,6 +13,7 @@ from kvservice.errors import DeadlineExceeded, InvalidRequest, KVServiceError, U
 REASON_KEY = "kvservice-reason"
 ATTRIBUTES_KEY = "kvservice-attributes"
 ATTRIBUTES_BYTES_MAX = 2048
+TEXT_BYTES_MAX = 4096  # as gRPC sends it; with more than 8 KiB of headers in all, a client gets no status at all
 
 _BY_CODE: dict[grpc.StatusCode, type[KVServiceError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
@@ -24,6 +25,17 @@ _BY_CODE: dict[grpc.StatusCode, type[KVServiceError]] = {
 
 def status_code(error: KVServiceError) -> grpc.StatusCode:
     return grpc.StatusCode[error.grpc_code]
+
+
+def status_text(error: KVServiceError) -> str:
+    """The error's text, cut where it is too long to travel: it may hold what the client sent."""
+    length = 0
+    for index, character in enumerate(error.message):
+        plain = character.isascii() and character.isprintable() and character != "%"
+        length += 1 if plain else 3 * len(character.encode(errors="replace"))  # percent-encoded
+        if length > TEXT_BYTES_MAX:
+            return error.message[:index] + " …"
+    return error.message
 
 
 def trailing_metadata(error: KVServiceError) -> tuple[tuple[str, str], ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -37,6 +38,7 @@ from kvservice.mover.device import HOST, HostDevice
 from kvservice.mover.link import ROWS_OUTSTANDING_MAX, Copies, KVOffer, WorkerLink
 from kvservice.mover.memory import SharedMemory
 from kvservice.mover.message import (
+    MESSAGE_BYTES_MAX,
     VERSION,
     CopyRow,
     Direction,
@@ -52,6 +54,7 @@ from kvservice.mover.message import (
 )
 from kvservice.mover.server import MoverConfig, MoverServer
 from kvservice.units import BlockKey, BootEpoch, Generation, MiB, NodeId, SlotIndex, SpanRoute
+from tests.fuzz.damage import damaged
 
 LAYERS, HEADS, TOKENS, CELL, BLOCKS = 3, 2, 16, 64, 40
 SLOT = SlotLayout(LAYERS, HEADS, TOKENS * CELL, TOKENS)
@@ -362,6 +365,56 @@ def test_one_engines_nonsense_does_not_reach_another(bench: Bench, worker: Worke
     ticket = bench.copy(Direction.STORE, row(3, slot_index(0, 0), 1))
     ticket.synchronize()
     assert ticket.succeeded()
+
+
+@contextlib.contextmanager
+def stranger(bench: Bench) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as engine:
+        engine.connect(str(mover_socket(bench.directory, HOST)))
+        engine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        engine.settimeout(20)
+        yield engine
+
+
+def say_hello(bench: Bench, engine: socket.socket) -> None:
+    memory = {"kind": MemoryKind.MEMFD.value, "bytes": LAYOUT.region_bytes}
+    hello = {"version": VERSION, "device": HOST, "memory": memory, "layout": LAYOUT.fields()}
+    socket.send_fds(engine, [pack_json(Kind.HELLO, hello)], [bench.kv.descriptor])
+
+
+def test_descriptors_that_come_with_nonsense_are_closed(bench: Bench, worker: Worker) -> None:
+    def open_files() -> int:
+        return len(list(Path(f"/proc/{worker.process.pid}/fd").iterdir()))
+
+    bench.follow()
+    before = open_files()
+    for garbage in (b"\x01{", b"\x63", b"\x02[]", b"\x01" + b"[" * 100_000) * 3:
+        with stranger(bench) as engine:
+            socket.send_fds(engine, [garbage], [bench.kv.descriptor] * 2)
+            with contextlib.suppress(ConnectionError):
+                while engine.recv(1 << 16):
+                    pass
+    eventually(lambda: open_files() <= before, "closed descriptors")
+
+
+def test_damaged_copies_of_a_stranger_copy_nothing_and_harm_nobody(bench: Bench, worker: Worker) -> None:
+    """Its pool and its memory are real ones, so that what is still whole is looked at in full."""
+    bench.follow()
+    before = bytes(bench.bytes)
+    rows = pack_rows(CopyRow(i, slot_index(0, i), Generation(4), KEY) for i in range(8))
+    whole = pack_copies([PackedJob(1, Direction.LOAD, rows), PackedJob(2, Direction.STORE, rows)])
+    draw = random.Random(1)
+    for _ in range(40):
+        with stranger(bench) as engine, contextlib.suppress(OSError):
+            say_hello(bench, engine)
+            engine.send(pack_pool(bench.pool()))
+            for _ in range(5):
+                engine.send(damaged(draw, whole)[:MESSAGE_BYTES_MAX])
+    bench.header(slot_index(0, 0), 1)
+    ticket = bench.copy(Direction.STORE, row(3, slot_index(0, 0), 1))
+    ticket.synchronize()
+    assert ticket.succeeded()
+    assert bytes(bench.bytes) == before
 
 
 def test_engine_that_reads_no_answers_is_left_and_its_slots_are_let_go(bench: Bench, worker: Worker) -> None:

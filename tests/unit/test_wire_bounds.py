@@ -1,0 +1,75 @@
+"""What is too much is refused by its count, before anything is made of it; what a refusal says can travel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from urllib.parse import quote
+
+import pytest
+
+from kvservice.core.fingerprint import FIELDS_MAX
+from kvservice.core.windows import SIDES_MAX
+from kvservice.errors import FingerprintMismatch, InvalidRequest
+from kvservice.wire import codec
+from kvservice.wire.serving import LISTS_BYTES_MAX
+from kvservice.wire.status import ATTRIBUTES_BYTES_MAX, TEXT_BYTES_MAX, status_text
+from kvservice.wire.v1 import common_pb2, shard_pb2
+
+HEADERS_BYTES_MAX = 8192  # of gRPC, with which a client may refuse the whole answer
+
+
+class Counted(list[object]):
+    """Can be counted, but not looked at."""
+
+    def __iter__(self) -> Iterator[object]:
+        raise AssertionError("looked at what is too much")
+
+
+@pytest.mark.parametrize(
+    ("decode", "most"),
+    [
+        (codec.decode_refs, codec.BLOCKS_PER_MESSAGE_MAX),
+        (codec.decode_seal_items, codec.BLOCKS_PER_MESSAGE_MAX),
+        (codec.decode_lease_ids, codec.LEASES_PER_MESSAGE_MAX),
+    ],
+)
+def test_lists_are_counted_before_they_are_decoded(decode: Callable[[object], object], most: int) -> None:
+    with pytest.raises(InvalidRequest):
+        decode(Counted([None] * (most + 1)))
+    with pytest.raises(AssertionError):
+        decode(Counted([None] * most))
+
+
+def test_a_fingerprint_and_the_sides_of_an_engine_are_counted_first() -> None:
+    message = shard_pb2.AttachRequest(model="m")
+    message.sides.extend([shard_pb2.Side()] * (SIDES_MAX + 1))
+    with pytest.raises(InvalidRequest, match="sides"):
+        codec.decode_spec(message)
+    fields = [common_pb2.FingerprintField(name="same")] * (FIELDS_MAX + 1)
+    with pytest.raises(InvalidRequest, match="fields"):
+        codec.decode_fingerprint(common_pb2.Fingerprint(fields=fields))
+
+
+@pytest.mark.parametrize("seconds", [math.inf, -math.inf, math.nan, -1.0])
+def test_an_engines_speed_is_a_number_because_routers_read_it_with_all_others(seconds: float) -> None:
+    with pytest.raises(InvalidRequest):
+        codec.decode_acquire(shard_pb2.AcquireRequest(keys=bytes(16), recompute_seconds_per_block=seconds))
+
+
+def test_the_largest_seal_that_is_meant_fits_a_request() -> None:
+    item = shard_pb2.SealItem(
+        block=shard_pb2.BlockRef(slot=(1 << 48) - 1, generation=(1 << 64) - 1), key=bytes(16), parent=bytes(16),
+        position=(1 << 32) - 1, route=(1 << 32) - 1,
+    )  # fmt: skip
+    request = shard_pb2.SealRequest(attachment_id=1 << 60, epoch=1 << 60, items=[item] * codec.BLOCKS_PER_MESSAGE_MAX)
+    assert request.ByteSize() < LISTS_BYTES_MAX
+
+
+@pytest.mark.parametrize("text", ["short", "x" * 100_000, "é" * 100_000, "%" * 100_000, "\U0001f980\0" * 5000])
+def test_the_text_of_a_refusal_fits_the_headers_of_an_answer(text: str) -> None:
+    """It names what the engine sent: two fingerprints of 64 long fields, for one."""
+    shown = status_text(FingerprintMismatch(text))
+    assert shown == text if len(text) < 100 else shown.endswith(" …")
+    assert len(quote(shown, safe="")) <= TEXT_BYTES_MAX + 16
+    assert TEXT_BYTES_MAX + 16 + ATTRIBUTES_BYTES_MAX + 1024 < HEADERS_BYTES_MAX
