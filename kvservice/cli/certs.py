@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from kvservice.errors import ConfigError
-from kvservice.wire.tls import AUTHORITY_NAME, CERTIFICATE_NAME, KEY_NAME, SERVER_NAME, open_tls
 
 AUTHORITY_KEY_NAME = "ca.key"
 AUTHORITY_DAYS = 3650
@@ -35,6 +34,8 @@ class Authority:
 def run(directory: Path, days: int, *, renew: bool) -> str:
     """Write ca.crt, ca.key, tls.crt and tls.key, or with `renew` only the last two, signed by the CA that is there.
     Returns what to do next. Raises ConfigError when files would be lost, or there is no CA to renew with."""
+    from kvservice.wire.tls import AUTHORITY_NAME, CERTIFICATE_NAME, KEY_NAME, open_tls
+
     directory = directory.absolute()
     found = [name for name in (AUTHORITY_NAME, AUTHORITY_KEY_NAME, CERTIFICATE_NAME) if (directory / name).exists()]
     if renew:
@@ -71,8 +72,12 @@ def make_authority(name: str) -> Authority:
     return Authority(key, builder.sign(key, hashes.SHA256()))
 
 
-def issue(authority: Authority, *, days: float = LEAF_DAYS, name: str = SERVER_NAME) -> tuple[bytes, bytes]:
-    """(certificate, key), PEM, for servers and clients. With negative `days` it ended that long ago."""
+def issue(authority: Authority, *, days: float = LEAF_DAYS, name: str = "") -> tuple[bytes, bytes]:
+    """(certificate, key), PEM, for servers and clients, with the name that clients of the service check, or another.
+    With negative `days` it ended that long ago."""
+    from kvservice.wire.tls import SERVER_NAME
+
+    name = name or SERVER_NAME
     x509, _, hashes, ec = _library()
     key = ec.generate_private_key(ec.SECP256R1())
     issuer = authority.certificate
@@ -99,6 +104,8 @@ def write_private(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def _read_authority(directory: Path) -> Authority:
+    from kvservice.wire.tls import AUTHORITY_NAME
+
     x509, serialization, _, _ = _library()
     try:
         key = serialization.load_pem_private_key((directory / AUTHORITY_KEY_NAME).read_bytes(), None)

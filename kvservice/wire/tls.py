@@ -196,8 +196,7 @@ def _take(directory: Path) -> tuple[Stamp, Pems]:
     except ssl.SSLError as error:
         _unusable(directory, error.reason or str(error), error)
     except OSError as error:
-        name = Path(error.filename).name if error.filename else "a file"
-        raise ConfigError(f"cannot read {name} in {directory}: {error.strerror}", key="tls_dir") from error
+        raise ConfigError(f"cannot read the files in {directory}: {error.strerror}", key="tls_dir") from error
     return stamp, pems
 
 
@@ -211,8 +210,11 @@ def _unusable(directory: Path, reason: str, error: Exception) -> NoReturn:
 
 
 def _read(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(FILE_BYTES_MAX)
+    try:
+        with path.open("rb") as file:
+            return file.read(FILE_BYTES_MAX)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path.name} in {path.parent}: {error.strerror}", key="tls_dir") from error
 
 
 def _try(directory: Path) -> None:
