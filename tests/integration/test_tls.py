@@ -96,7 +96,8 @@ async def test_a_client_with_a_certificate_reaches_everything(files: Path, tmp_p
             assert time.monotonic() < deadline
         assert (await asking.resolve(KEYS, 0, CALL_SECONDS)).complete
         assert (await peers.handshake(holder, CALL_SECONDS)).epoch == holder.epoch
-        assert (await peers.locate(holder, KEYS, NodeId("b"), CALL_SECONDS)).located == ()
+        located = await peers.locate(holder, KEYS, NodeId("b"), CALL_SECONDS)
+        assert located.handles == (None,) * len(KEYS)
         assert (await peers.room(holder, CALL_SECONDS)).holder == holder
         assert set(await surveyor.read([lookup], CALL_SECONDS) or {}) == {NODE}
         async with open_channel(lookup, tls) as channel:
