@@ -127,7 +127,7 @@ def tls() -> Iterator[Check]:
     from kvservice.errors import ConfigError
 
     try:
-        files = tls_beside(find_shards(live_only=False))
+        files = tls_beside(next((record for record in find_shards() if record.tls_dir), None))
     except ConfigError as error:
         yield Check("tls", PROBLEM, error.message, "`kvservice certs DIR --renew`, or correct KVSERVICE_TLS_DIR")
         return

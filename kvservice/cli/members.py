@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -30,14 +29,14 @@ class Members:
         return open_blocking_channel(address, self.tls)
 
 
-def tls_beside(records: Sequence[Any]) -> Any:
-    """TlsFiles of KVSERVICE_TLS_DIR, else of a shard of this machine, the first of `records` that has any; None where
-    there is no TLS. Raises ConfigError."""
+def tls_beside(record: Any = None) -> Any:
+    """TlsFiles of KVSERVICE_TLS_DIR, else of the shard with this record; None where there is no TLS. Raises
+    ConfigError."""
     from kvservice.config import tls_of_environment
     from kvservice.wire.tls import open_tls
 
     found, _ = tls_of_environment()
-    return open_tls(found or next((record.tls_dir for record in records if record.tls_dir), ""))
+    return open_tls(found or (record.tls_dir if record is not None else ""))
 
 
 def find_members(service: str) -> Members | None:
@@ -50,7 +49,7 @@ def find_members(service: str) -> Members | None:
     if not records:
         return None
     newest = max(records, key=lambda record: (is_listening(record.socket), record.epoch))
-    tls = tls_beside([newest, *records])
+    tls = tls_beside(newest)
     shards: dict[str, str] = {}
     silent: list[str] = []
 

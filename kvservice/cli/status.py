@@ -32,7 +32,7 @@ def collect(service: str) -> dict[str, Any] | None:
     if not local:
         return None
     newest = max(local, key=lambda record: (is_listening(record.socket), record.epoch))
-    tls = tls_beside([newest, *local])
+    tls = tls_beside(newest)
     return survey(service, newest.lookup_addresses, {record.node_id: record.peer_address for record in local}, tls)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvservice.cli import certs
+from kvservice.cli import certs, doctor
 from kvservice.client.channels import Channels
 from kvservice.config import load_config, tls_of_environment
 from kvservice.errors import ConfigError, KVServiceError
@@ -223,6 +223,18 @@ def test_certs_are_the_services_own_and_their_keys_are_private(tmp_path: Path) -
 def test_renewing_without_the_cas_key_is_refused(files: Path) -> None:
     with pytest.raises(ConfigError, match="no CA to renew with"):
         certs.run(files, 30, renew=True)
+
+
+def test_doctor_tries_the_files_and_says_where_there_are_none(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(tmp_path))
+    found = []
+    for directory in ("", str(files), str(tmp_path / "absent")):
+        monkeypatch.setenv("KVSERVICE_TLS_DIR", directory)
+        found += [(check.status, check.advice) for check in doctor.guarded(doctor.tls)]
+    assert [status for status, _ in found] == [doctor.ABSENT, doctor.OK, doctor.PROBLEM]
+    assert "docs/security.md" in found[0][1] and "KVSERVICE_TLS_DIR" in found[2][1]
 
 
 # -- errors ----
