@@ -152,7 +152,8 @@ class Supervisor:
             # Given to the actor for good: a restarted one must come back where its clients look for it.
             port = self._config.lookup_port + partition if self._config.lookup_port else _free_port_on(ray_node)
             address = f"{nodes[ray_node]}:{port}"
-            arguments = (address, partition, self._config.lookup_shards)
+            config = self._config
+            arguments = (address, partition, config.lookup_shards, config.tls_dir, config.tls_required)
             handle = self._place(LookupNode, ray_node, names.lookup(partition), arguments)
             self._lookups[partition] = _Part(f"lookup shard {partition}", handle, ray_node)
         self._ask(self._lookups.values())
@@ -279,6 +280,8 @@ class Supervisor:
             heartbeat_seconds=config.heartbeat_seconds,
             transport=config.transport,
             slab_bytes=config.slab_bytes or None,
+            tls_dir=config.tls_dir,
+            tls_required=config.tls_required,
         )
 
 

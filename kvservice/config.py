@@ -26,6 +26,7 @@ ENVIRONMENT_PREFIX = "KVSERVICE_"
 POOL_BYTES_MIN = 4 * MiB
 _ADDRESS = re.compile(r"(dns:///)?([A-Za-z0-9_.-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
 _NOT_CONFIG = frozenset({"NODE", "CONFIG"})  # they pick a shard or a file, they do not configure a service
+_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 _NOT_CONFIG_PREFIX = "TEST_"  # test runs mark their processes with such variables
 
 
@@ -60,6 +61,11 @@ class ServiceConfig:
     # Workers that copy between GPUs and the pool, one a GPU: auto = for every GPU, off, or how many a node at most. A
     # number also gives nodes without a GPU one for their CPU engines. Engines use them with "mover": "worker".
     gpu_workers: str = "off"
+    # Directory with tls.crt, tls.key and ca.crt, the same path on every node: with it everything between nodes that is
+    # gRPC is encrypted, and both sides show a certificate. Read again when the files change. Empty = plaintext.
+    tls_dir: str = ""
+    # Refuse to serve beyond loopback without TLS, instead of a warning in the log.
+    tls_required: bool = False
 
     def __post_init__(self) -> None:
         if not self.service or not self.service.replace("-", "").replace("_", "").isalnum() or len(self.service) > 32:
@@ -79,6 +85,8 @@ class ServiceConfig:
             raise ConfigError(f"slab_bytes is {self.slab_bytes}; give a size such as 64MiB, or 0 to have one chosen")
         if self.runtime_dir and not Path(self.runtime_dir).is_absolute():
             raise ConfigError(f"runtime_dir is {self.runtime_dir!r}; give an absolute path")
+        if self.tls_dir and not Path(self.tls_dir).is_absolute():
+            raise ConfigError(f"tls_dir is {self.tls_dir!r}; give an absolute path")
         for address in self.lookups_elsewhere:
             if not _ADDRESS.fullmatch(address):
                 raise ConfigError(f"lookup_addresses has {address!r}; write host:port or dns:///host:port, with commas")
@@ -148,6 +156,14 @@ def load_config(
     return replace(preset or ServiceConfig(), **checked)
 
 
+def tls_of_environment() -> tuple[str, bool]:
+    """(`tls_dir`, `tls_required`) of KVSERVICE_TLS_DIR and KVSERVICE_TLS_REQUIRED, for processes that take nothing else
+    from the environment. Raises ConfigError."""
+    found = {name: text for name, text in os.environ.items() if name.startswith(f"{ENVIRONMENT_PREFIX}TLS_")}
+    config = load_config(environment=found)
+    return config.tls_dir, config.tls_required
+
+
 def _integer(key: str, value: object) -> int:
     if isinstance(value, int):
         return value
@@ -157,6 +173,13 @@ def _integer(key: str, value: object) -> int:
     return parse_bytes(text) if key.endswith("_bytes") else int(text)
 
 
+def _yes_or_no(value: object) -> bool:
+    text = str(value).strip().lower()
+    if text not in _YES and text not in _NO:
+        raise ValueError(f"{value!r} is neither yes nor no; write 1 or 0")
+    return text in _YES
+
+
 def _convert(key: str, value: object) -> object:
     kinds = {field.name: field.type for field in fields(ServiceConfig)}
     if key not in kinds:
@@ -164,6 +187,8 @@ def _convert(key: str, value: object) -> object:
         hint = f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(kinds))}"
         raise ConfigError(f"unknown setting {key!r}{hint}", key=key)
     try:
+        if kinds[key] == "bool":
+            return _yes_or_no(value)
         if isinstance(value, bool):
             raise ValueError(f"{value} is not a setting's value")
         if kinds[key] == "int":

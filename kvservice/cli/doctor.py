@@ -53,8 +53,8 @@ Probe = Callable[[], Iterable[Check]]
 def run_checks() -> list[Check]:
     """Blocks for up to a minute: NIXL moves real bytes."""
     probes: list[Probe] = [
-        python, packages, settings, shared_memory, locked_memory, nixl, block_keys, engine_hash, clock, ray_cluster,
-        service_parts,
+        python, packages, settings, shared_memory, locked_memory, nixl, block_keys, engine_hash, clock, tls,
+        ray_cluster, service_parts,
     ]  # fmt: skip
     return [check for probe in probes for check in guarded(probe)]
 
@@ -119,6 +119,22 @@ def settings() -> Iterator[Check]:
         yield Check("settings", PROBLEM, error.message, "correct or unset the KVSERVICE_* variable")
         return
     yield Check("settings", OK, f"service '{config.service}', {format_bytes(config.pool_bytes)} a node by default")
+
+
+def tls() -> Iterator[Check]:
+    from kvservice.cli.members import tls_beside
+    from kvservice.client.discovery import find_shards
+    from kvservice.errors import ConfigError
+
+    try:
+        files = tls_beside(next((record for record in find_shards() if record.tls_dir), None))
+    except ConfigError as error:
+        yield Check("tls", PROBLEM, error.message, "`kvservice certs DIR --renew`, or correct KVSERVICE_TLS_DIR")
+        return
+    if files is None:
+        yield Check("tls", ABSENT, "no KVSERVICE_TLS_DIR: gRPC between nodes is plaintext", "see docs/security.md")
+    else:
+        yield Check("tls", OK, f"the certificate in {files.directory} works with its key and CA")
 
 
 def shared_memory() -> Iterator[Check]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
@@ -24,7 +26,7 @@ class Drained:
     """One shard on its way out."""
 
     node: str
-    address: str
+    channel: Callable[[], grpc.Channel]  # a new one to its shard, at each call
     phase: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     error: str = ""
@@ -66,7 +68,7 @@ def _choose(service: str, node: str | None, local: bool) -> list[Drained]:
     if local:
         if not members.local:
             raise Unavailable(f"no shard of service {service!r} runs on this machine")
-        return [Drained(name, members.shards[name]) for name in members.local]
+        return [Drained(name, partial(members.channel, members.shards[name])) for name in members.local]
     matching = [name for name in sorted(members.shards) if name == node] or [
         name for name in sorted(members.shards) if name.startswith(node or "")
     ]
@@ -74,7 +76,7 @@ def _choose(service: str, node: str | None, local: bool) -> list[Drained]:
         known = ", ".join(sorted(members.shards)) or "none"
         what = "is no live node" if not matching else "could be several nodes"
         raise ConfigError(f"{node!r} {what} of service {service!r}; there are: {known}")
-    return [Drained(matching[0], members.shards[matching[0]])]
+    return [Drained(matching[0], partial(members.channel, members.shards[matching[0]]))]
 
 
 def _ask(one: Drained, timeout: float, handover: bool) -> None:
@@ -84,7 +86,7 @@ def _ask(one: Drained, timeout: float, handover: bool) -> None:
 
     request = shard_pb2.DrainRequest(timeout_seconds=timeout, handover=handover, exit=True)
     try:
-        with grpc.insecure_channel(one.address) as channel:
+        with one.channel() as channel:
             reply = shard_pb2_grpc.AdminServiceStub(channel).Drain(request, timeout=CALL_SECONDS)
     except grpc.RpcError as error:
         _failed(one, error)
@@ -107,6 +109,8 @@ def _ask(one: Drained, timeout: float, handover: bool) -> None:
 
 
 def _failed(one: Drained, error: grpc.RpcError) -> None:
+    from kvservice.wire.status import connect_hint
+
     code = getattr(error, "code", lambda: None)()
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and one.phase:
         return  # busy: asked again until the time is up
@@ -115,6 +119,7 @@ def _failed(one: Drained, error: grpc.RpcError) -> None:
         one.facts["phase"] = "gone"
         return
     details = getattr(error, "details", lambda: None)() or "no answer"
+    details = connect_hint(details) or details
     one.error = f"its shard ended in the middle ({one.phase})" if one.phase else str(details)
 
 
@@ -124,7 +129,7 @@ def _undo(chosen: list[Drained]) -> bool:
     console = Console(stderr=True)
     for one in chosen:
         try:
-            with grpc.insecure_channel(one.address) as channel:
+            with one.channel() as channel:
                 stub = shard_pb2_grpc.AdminServiceStub(channel)
                 reply = stub.Drain(shard_pb2.DrainRequest(undo=True), timeout=CALL_SECONDS)
             one.phase = reply.phase

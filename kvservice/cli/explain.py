@@ -62,7 +62,7 @@ def explain(service: str, request_id: str) -> dict[str, Any]:
     members = find_members(service)
     if members is None:
         raise Unavailable(f"no service {service!r} is registered on this machine")
-    answers = _ask_shards(members.shards, request_id)
+    answers = _ask_shards(members, request_id)
     records = answers.records()
     ids, chosen = choose([record.request_id for _, record in records], request_id)
     records = [(node, record) for node, record in records if record.request_id in chosen]
@@ -103,11 +103,11 @@ def choose(found: Sequence[str], wanted: str) -> tuple[list[str], set[str]]:
     return names, {one for ids in requests.values() for one in ids}
 
 
-def _ask_shards(shards: dict[str, str], request_id: str) -> Answers:
+def _ask_shards(members: Any, request_id: str) -> Answers:
     from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 
     request = shard_pb2.ExplainRequest(request_id=request_id)
-    found = _ask_all(shards, lambda channel: shard_pb2_grpc.AdminServiceStub(channel).Explain(
+    found = _ask_all(members, members.shards, lambda channel: shard_pb2_grpc.AdminServiceStub(channel).Explain(
         request, timeout=CALL_SECONDS
     ))  # fmt: skip
     answered = {node: reply for node, (reply, _) in found.items() if reply is not None}
@@ -115,12 +115,14 @@ def _ask_shards(shards: dict[str, str], request_id: str) -> Answers:
     return Answers(answered, {node: at for node, (_, at) in found.items()}, silent)
 
 
-def _ask_all(addresses: dict[str, str], call: Callable[[grpc.Channel], Any]) -> dict[str, tuple[Any, float]]:
+def _ask_all(
+    members: Any, addresses: dict[str, str], call: Callable[[grpc.Channel], Any]
+) -> dict[str, tuple[Any, float]]:
     """(the answer of each or None, when it came)."""
 
     def ask(address: str) -> tuple[Any, float]:
         try:
-            with grpc.insecure_channel(address) as channel:
+            with members.channel(address) as channel:
                 return call(channel), time.monotonic()
         except grpc.RpcError:
             return None, time.monotonic()
@@ -198,7 +200,7 @@ def _facts(members: Any, answers: Answers, node: str, record: Any, missing: Sequ
     lost: dict[int, Fate] = {}
     if packed:
         recall = shard_pb2.RecallRequest(keys=packed)
-        found = _ask_all(members.shards, lambda channel: shard_pb2_grpc.AdminServiceStub(channel).Recall(
+        found = _ask_all(members, members.shards, lambda channel: shard_pb2_grpc.AdminServiceStub(channel).Recall(
             recall, timeout=CALL_SECONDS
         ))  # fmt: skip
         for name, (reply, at) in found.items():
@@ -207,7 +209,7 @@ def _facts(members: Any, answers: Answers, node: str, record: Any, missing: Sequ
                 fates.setdefault(missing[0] + row.index, []).append(fate)
         ask_lost = lookup_pb2.RecallLostRequest(keys=packed)
         directories = {address: address for address in members.lookups}
-        found = _ask_all(directories, lambda channel: lookup_pb2_grpc.LookupServiceStub(channel).RecallLost(
+        found = _ask_all(members, directories, lambda channel: lookup_pb2_grpc.LookupServiceStub(channel).RecallLost(
             ask_lost, timeout=CALL_SECONDS
         ))  # fmt: skip
         for reply, at in found.values():

@@ -97,7 +97,7 @@ async def _foreground(config: Any) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    lookup = LookupServer(f"127.0.0.1:{config.lookup_port}")
+    lookup = LookupServer(f"127.0.0.1:{config.lookup_port}", tls_dir=config.tls_dir)
     port = await lookup.start()
     shard = ShardServer(
         ShardServerConfig(
@@ -110,6 +110,8 @@ async def _foreground(config: Any) -> None:
             heartbeat_seconds=config.heartbeat_seconds,
             transport=config.transport,
             slab_bytes=config.slab_bytes or None,
+            tls_dir=config.tls_dir,
+            tls_required=config.tls_required,
         )
     )
     try:

@@ -1,5 +1,5 @@
-"""`kvservice`: up, down, shard, lookup, status, check, drain, explain, doctor, proxy, sim, demos. Commands import what
-they need when they run, so that --help is instant.
+"""`kvservice`: up, down, shard, lookup, status, check, drain, explain, certs, doctor, proxy, sim, demos. Commands
+import what they need when they run, so that --help is instant.
 
 Exit codes: 0 all is well, 1 something is wrong, 2 wrong usage, 3 there is no service.
 """
@@ -215,6 +215,21 @@ def check(
     typer.echo(seen)
     if problems:
         raise typer.Exit(EXIT_PROBLEM)
+
+
+@app.command()
+def certs(
+    directory: Annotated[Path, typer.Argument(help="Folder to make, for KVSERVICE_TLS_DIR.")],
+    days: Annotated[int, typer.Option(min=1, max=3650, help="How long the certificate is valid.")] = 365,
+    renew: Annotated[bool, typer.Option("--renew", help="Another certificate of the CA that is there.")] = False,
+) -> None:
+    """Make a CA and a certificate for TLS between nodes."""
+    from kvservice.cli import certs as command
+
+    try:
+        typer.echo(command.run(directory, days, renew=renew))
+    except KVServiceError as error:
+        raise fail(error) from error
 
 
 @app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -19,23 +20,42 @@ class Members:
     local: tuple[str, ...]  # nodes whose shards are registered on this machine
     lookups: tuple[str, ...]
     silent: tuple[str, ...]  # lookup shards that did not answer
+    tls: Any  # TlsFiles, or None where the service has no TLS
+
+    def channel(self, address: str) -> grpc.Channel:
+        """To any of these addresses. Close it."""
+        from kvservice.wire.tls import open_blocking_channel
+
+        return open_blocking_channel(address, self.tls)
+
+
+def tls_beside(record: Any = None) -> Any:
+    """TlsFiles of KVSERVICE_TLS_DIR, else of the shard with this record; None where there is no TLS. Raises
+    ConfigError."""
+    from kvservice.config import tls_of_environment
+    from kvservice.wire.tls import open_tls
+
+    found, _ = tls_of_environment()
+    return open_tls(found or (record.tls_dir if record is not None else ""))
 
 
 def find_members(service: str) -> Members | None:
-    """None when this machine knows no such service."""
+    """None when this machine knows no such service. Raises ConfigError for TLS files that cannot be used."""
     from kvservice.client.discovery import find_shards, is_listening
+    from kvservice.wire.tls import open_blocking_channel
     from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 
     records = find_shards(service, live_only=False)
     if not records:
         return None
     newest = max(records, key=lambda record: (is_listening(record.socket), record.epoch))
+    tls = tls_beside(newest)
     shards: dict[str, str] = {}
     silent: list[str] = []
 
     def ask(address: str) -> list[tuple[str, str]]:
         try:
-            with grpc.insecure_channel(address) as channel:
+            with open_blocking_channel(address, tls) as channel:
                 stub = lookup_pb2_grpc.LookupServiceStub(channel)
                 reply = stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=CALL_SECONDS)
         except grpc.RpcError:
@@ -48,4 +68,4 @@ def find_members(service: str) -> Members | None:
             shards.update(found)
     live = [record for record in records if is_listening(record.socket)]
     shards.update({record.node_id: f"unix:{record.socket}" for record in live})
-    return Members(shards, tuple(r.node_id for r in live), newest.lookup_addresses, tuple(silent))
+    return Members(shards, tuple(r.node_id for r in live), newest.lookup_addresses, tuple(silent), tls)

@@ -34,6 +34,8 @@ def run_shard(
         heartbeat_seconds=config.heartbeat_seconds,
         transport=config.transport,
         slab_bytes=config.slab_bytes or None,
+        tls_dir=config.tls_dir,
+        tls_required=config.tls_required,
     )
     served = serve(
         server_config, keep_segment=keep_blocks, grace_seconds=grace_seconds, metrics_port=config.metrics_port
@@ -49,7 +51,9 @@ def run_lookup(config: Any, partition: int, host: str, port: int) -> None:
     count = config.lookup_shards
 
     async def run() -> None:
-        server = LookupServer(f"{bracketed(host)}:{port}", partition, count)
+        server = LookupServer(
+            f"{bracketed(host)}:{port}", partition, count, tls_dir=config.tls_dir, tls_required=config.tls_required
+        )
         where = f"lookup shard {partition} of {count} serves {bracketed(host)}"
         await serve(server, where, service=config.service, host=host.strip("[]"), metrics_port=config.metrics_port)
 

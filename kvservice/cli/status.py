@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import grpc
@@ -24,25 +25,27 @@ BAR_CHARS = 24
 
 def collect(service: str) -> dict[str, Any] | None:
     """Everything `show` prints, with stable keys; None when this machine knows no such service. Blocks for RPCs."""
+    from kvservice.cli.members import tls_beside
     from kvservice.client.discovery import find_shards, is_listening
 
     local = find_shards(service, live_only=False)  # a shard that died is a problem to show, not a service to miss
     if not local:
         return None
     newest = max(local, key=lambda record: (is_listening(record.socket), record.epoch))
-    return survey(service, newest.lookup_addresses, {record.node_id: record.peer_address for record in local})
+    tls = tls_beside(newest)
+    return survey(service, newest.lookup_addresses, {record.node_id: record.peer_address for record in local}, tls)
 
 
-def survey(service: str, lookup_addresses: Sequence[str], known: Mapping[str, str]) -> dict[str, Any]:
-    """What these lookup shards say, and every shard that they or `known` (node -> peer address) name. Blocks for
-    RPCs."""
+def survey(service: str, lookup_addresses: Sequence[str], known: Mapping[str, str], tls: Any) -> dict[str, Any]:
+    """What these lookup shards say, and every shard that they or `known` (node -> peer address) name. `tls` is TlsFiles
+    or None. Blocks for RPCs."""
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-        lookups = list(pool.map(_lookup_stats, lookup_addresses))
+        lookups = list(pool.map(partial(_lookup_stats, tls), lookup_addresses))
         peers = dict(known)
         for lookup in lookups:
             peers.update({node["node_id"]: node["peer_address"] for node in lookup["nodes"] if node["alive"]})
         names = sorted(peers)
-        nodes = list(pool.map(_node_stats, names, [peers[name] for name in names]))
+        nodes = list(pool.map(partial(_node_stats, tls), names, [peers[name] for name in names]))
     problems = [f"lookup shard {row['address']}: {row['error']}" for row in lookups if row["error"]]
     problems += [f"node {row['node_id']} at {row['peer_address']}: {row['error']}" for row in nodes if row["error"]]
     totals = {
@@ -120,14 +123,15 @@ def _bar(slots: dict[str, int]) -> str:
     return f"{bar}\n{counts}"
 
 
-def _lookup_stats(address: str) -> dict[str, Any]:
+def _lookup_stats(tls: Any, address: str) -> dict[str, Any]:
+    from kvservice.wire.tls import open_blocking_channel
     from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 
     row: dict[str, Any] = {
         "address": address, "partition": 0, "partition_count": 0, "key_count": 0, "nodes": [], "error": "",
     }  # fmt: skip
     try:
-        with grpc.insecure_channel(address) as channel:
+        with open_blocking_channel(address, tls) as channel:
             stub = lookup_pb2_grpc.LookupServiceStub(channel)
             reply = stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=CALL_SECONDS)
     except grpc.RpcError as error:
@@ -148,7 +152,8 @@ def _lookup_stats(address: str) -> dict[str, Any]:
     return row
 
 
-def _node_stats(node_id: str, address: str) -> dict[str, Any]:
+def _node_stats(tls: Any, node_id: str, address: str) -> dict[str, Any]:
+    from kvservice.wire.tls import open_blocking_channel
     from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 
     row: dict[str, Any] = {
@@ -157,7 +162,7 @@ def _node_stats(node_id: str, address: str) -> dict[str, Any]:
         "models": [], "error": "",
     }  # fmt: skip
     try:
-        with grpc.insecure_channel(address) as channel:
+        with open_blocking_channel(address, tls) as channel:
             stub = shard_pb2_grpc.AdminServiceStub(channel)
             reply = stub.Stats(shard_pb2.StatsRequest(), timeout=CALL_SECONDS)
     except grpc.RpcError as error:
@@ -188,6 +193,11 @@ def pulled_bytes(counters: Mapping[str, int]) -> dict[str, int]:
 
 
 def _short(error: grpc.RpcError) -> str:
-    """'unavailable', 'deadline exceeded': the code says more to an operator than gRPC's paragraph."""
+    """'unavailable', 'deadline exceeded': the code says more to an operator than gRPC's paragraph, unless that is about
+    TLS."""
+    from kvservice.wire.status import connect_hint
+
+    hint = connect_hint(getattr(error, "details", lambda: "")() or "")
     code = getattr(error, "code", None)
-    return "no answer" if code is None else str(code().name).lower().replace("_", " ")
+    name = "no answer" if code is None else str(code().name).lower().replace("_", " ")
+    return f"{name}: {hint}" if hint else name

@@ -15,14 +15,15 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
+from kvservice.client.channels import Channels
 from kvservice.core.announce import Announcer, Update
 from kvservice.core.keys import pack_keys
 from kvservice.core.membership import Outcome
 from kvservice.core.messages import Holder
 from kvservice.errors import ConfigError, KVServiceError
 from kvservice.wire.codec import encode_holder
-from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.status import error_from_rpc
+from kvservice.wire.tls import TlsFiles
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 
 log = logging.getLogger("kvservice.client")
@@ -50,6 +51,7 @@ class AnnouncePump:
         heartbeat_seconds: float,
         on_fenced: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        tls: TlsFiles | None = None,
     ) -> None:
         self._announcer = announcer
         self._addresses = _checked(addresses, announcer)
@@ -57,10 +59,9 @@ class AnnouncePump:
         self._heartbeat_seconds = heartbeat_seconds
         self._on_fenced = on_fenced
         self._clock = clock
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = Channels(tls)
         self._kicks = [asyncio.Event() for _ in self._addresses]
         self._tasks: list[asyncio.Task[None]] = []
-        self._closing: set[asyncio.Task[None]] = set()  # channels to addresses that are no longer used
         self._told_fenced = False
 
     async def run(self) -> None:
@@ -86,11 +87,7 @@ class AnnouncePump:
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """Lookup shards moved; their number stays the same. Takes effect with the next update of each."""
         self._addresses = _checked(addresses, self._announcer)
-        for address in [address for address in self._channels if address not in self._addresses]:
-            # With time to finish: ending a call under way would look like a cancellation of our own task.
-            task = asyncio.get_running_loop().create_task(self._channels.pop(address).close(2 * CALL_SECONDS))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+        self._channels.keep_only(self._addresses)
         self.kick()
 
     async def stop(self, leaving: bool) -> None:
@@ -99,12 +96,7 @@ class AnnouncePump:
         if leaving and not self._announcer.fenced:
             farewells = [self._farewell(partition) for partition in range(len(self._addresses))]
             await asyncio.gather(*farewells)
-        for task in self._closing:
-            task.cancel()
-        await asyncio.gather(*self._closing, return_exceptions=True)
-        channels, self._channels = list(self._channels.values()), {}
-        for channel in channels:
-            await channel.close(None)
+        await self._channels.close()
 
     async def _end_tasks(self) -> None:
         tasks, self._tasks = self._tasks, []
@@ -176,11 +168,7 @@ class AnnouncePump:
             partition_count=len(self._addresses),
             leaving=update.leaving,
         )
-        address = self._addresses[partition]
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        stub = lookup_pb2_grpc.LookupServiceStub(channel)
+        stub = lookup_pb2_grpc.LookupServiceStub(self._channels.get(self._addresses[partition]))
         reply: lookup_pb2.AnnounceReply = await stub.Announce(request, timeout=timeout)
         return reply
 

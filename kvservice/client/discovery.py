@@ -1,7 +1,7 @@
 """Which shards are registered on this machine: small JSON files that shards write when they serve.
 
     <runtime root>/<service>/<node id>/shard.json    {"service", "node_id", "socket", "peer_address", "pid", "epoch",
-                                                     "lookup_addresses"}
+                                                     "lookup_addresses", "tls_dir"}
     <runtime root>/<service>/<node id>/shard.sock    the engines' Unix socket
     <runtime root>/<service>/<node id>/mover-<device>.json, mover-<device>.sock    a move worker of that node, if any
 
@@ -36,6 +36,7 @@ class ShardRecord:
     pid: int
     epoch: BootEpoch
     lookup_addresses: tuple[str, ...] = ()  # host:port of every lookup shard, in partition order
+    tls_dir: str = ""  # where the shard has its certificate from; empty = the service has no TLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,10 @@ def write_record(record: ShardRecord, runtime_root: Path | None = None) -> Path:
     ensure_private_directory(directory)
     target = directory / RECORD_NAME
     draft = directory / f".{RECORD_NAME}.{os.getpid()}"
-    draft.write_text(json.dumps(asdict(record)))
+    fields = asdict(record)
+    if not record.tls_dir:  # engines of an earlier version do not know it
+        del fields["tls_dir"]
+    draft.write_text(json.dumps(fields))
     draft.replace(target)
     return target
 

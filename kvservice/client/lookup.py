@@ -16,6 +16,7 @@ from itertools import pairwise
 import grpc
 
 from kvservice.client.breaker import Breaker
+from kvservice.client.channels import Channels
 from kvservice.core.keys import KEYS_PER_REQUEST_MAX, SPAN_BLOCKS, partition_of, route_of_head
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.errors import InvalidRequest
@@ -23,10 +24,10 @@ from kvservice.units import BlockKey, NodeId, SpanRoute
 from kvservice.wire.codec import decode_holder
 from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.status import error_from_rpc
+from kvservice.wire.tls import TlsFiles
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 
 STATS_SECONDS = 5.0
-RETIRED_SECONDS = 10.0  # time for calls to an old address to finish
 TIMEOUT_SECONDS_MIN = 0.001  # less than this is not worth a call
 OPEN_SECONDS_MAX = 1.0  # a lookup shard restarts fast, and until it is asked again every remote hit is lost
 _CHANNEL_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.max_reconnect_backoff_ms", 1_000)]  # for the same reason
@@ -47,18 +48,20 @@ class LookupAnswer:
 class _Partition:
     address: str
     breaker: Breaker = field(default_factory=lambda: Breaker(open_seconds_max=OPEN_SECONDS_MAX))
-    channel: grpc.aio.Channel | None = None
+    channel: grpc.aio.Channel | None = None  # which the stub was made for
     stub: lookup_pb2_grpc.LookupServiceStub | None = None
 
 
 class LookupClient:
     """`addresses` in partition order. Channels are made on first use, in the loop that runs then."""
 
-    def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic, tls: TlsFiles | None = None
+    ) -> None:
         self._clock = clock
+        self._channels = Channels(tls, _CHANNEL_OPTIONS)
         self._partitions = [_Partition(address) for address in addresses]
         self._counters: Counter[str] = Counter()
-        self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def counters(self) -> dict[str, int]:
@@ -66,14 +69,9 @@ class LookupClient:
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """Lookup shards moved. Calls under way to old addresses may still finish."""
-        retired = [partition for partition in self._partitions if partition.address not in addresses]
         kept = {partition.address: partition for partition in self._partitions}
         self._partitions = [kept.get(address) or _Partition(address) for address in addresses]
-        for partition in retired:
-            if partition.channel is not None:
-                task = asyncio.get_running_loop().create_task(partition.channel.close(RETIRED_SECONDS))
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
+        self._channels.keep_only(addresses)
 
     async def resolve(
         self, chain: Sequence[BlockKey], start: int, timeout: float, exclude: NodeId | None = None
@@ -104,7 +102,7 @@ class LookupClient:
                 continue
             try:
                 request = lookup_pb2.FindNodeRequest(node_id=node_id)
-                reply = await _stub(partition).FindNode(request, timeout=left)
+                reply = await self._stub(partition).FindNode(request, timeout=left)
                 found = decode_holder(reply.node) if reply.HasField("node") else None
             except grpc.aio.AioRpcError as error:
                 self._failed(partition, f"lookup_failed_{error.code().name.lower()}")
@@ -119,7 +117,7 @@ class LookupClient:
     async def members(self, timeout: float) -> list[Holder]:
         """Every live node that some lookup shard knows. Never raises."""
         request = lookup_pb2.LookupStatsRequest()
-        calls = [_stub(partition).LookupStats(request, timeout=timeout) for partition in self._partitions]
+        calls = [self._stub(partition).LookupStats(request, timeout=timeout) for partition in self._partitions]
         found: dict[NodeId, Holder] = {}
         for reply in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(reply, BaseException):
@@ -163,13 +161,7 @@ class LookupClient:
         return list(await asyncio.gather(*[self._stats(partition) for partition in self._partitions]))
 
     async def close(self) -> None:
-        for task in self._closing:
-            task.cancel()
-        await asyncio.gather(*self._closing, return_exceptions=True)
-        for partition in self._partitions:
-            channel, partition.channel, partition.stub = partition.channel, None, None
-            if channel is not None:
-                await channel.close(None)
+        await self._channels.close()
 
     async def _ask(
         self, partition: _Partition, chain: Sequence[BlockKey], segments: Segments, timeout: float
@@ -183,7 +175,7 @@ class LookupClient:
         packed = b"".join([b"".join(chain[first : first + count]) for first, count in segments])
         self._counters["lookup_rpcs"] += 1
         try:
-            reply = await _stub(partition).Resolve(lookup_pb2.ResolveRequest(keys=packed), timeout=timeout)
+            reply = await self._stub(partition).Resolve(lookup_pb2.ResolveRequest(keys=packed), timeout=timeout)
             runs = decode_runs(reply, segments)
         except grpc.aio.AioRpcError as error:
             self._failed(partition, f"lookup_failed_{error.code().name.lower()}")
@@ -203,7 +195,7 @@ class LookupClient:
 
     async def _stats(self, partition: _Partition) -> lookup_pb2.LookupStatsReply | None:
         try:
-            reply: lookup_pb2.LookupStatsReply = await _stub(partition).LookupStats(
+            reply: lookup_pb2.LookupStatsReply = await self._stub(partition).LookupStats(
                 lookup_pb2.LookupStatsRequest(), timeout=STATS_SECONDS
             )
         except grpc.aio.AioRpcError as error:
@@ -211,12 +203,11 @@ class LookupClient:
             return None
         return reply
 
-
-def _stub(partition: _Partition) -> lookup_pb2_grpc.LookupServiceStub:
-    if partition.stub is None:
-        partition.channel = grpc.aio.insecure_channel(partition.address, options=_CHANNEL_OPTIONS)
-        partition.stub = lookup_pb2_grpc.LookupServiceStub(partition.channel)
-    return partition.stub
+    def _stub(self, partition: _Partition) -> lookup_pb2_grpc.LookupServiceStub:
+        channel = self._channels.get(partition.address)
+        if partition.stub is None or partition.channel is not channel:
+            partition.channel, partition.stub = channel, lookup_pb2_grpc.LookupServiceStub(channel)
+        return partition.stub
 
 
 def split_chain(chain: Sequence[BlockKey], start: int, partition_count: int) -> list[tuple[int, Segments]]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 
 from kvservice.client.breaker import Breaker
+from kvservice.client.channels import Channels
 from kvservice.core.geometry import Geometry
 from kvservice.core.keys import pack_keys
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverItem, TakeOverResult
@@ -21,8 +22,8 @@ from kvservice.errors import StaleEpoch, TransferError, Unavailable
 from kvservice.units import BlockKey, BootEpoch, HandoffId, LeaseId, NodeId
 from kvservice.wire.codec import decode_followed, decode_geometry, decode_located
 from kvservice.wire.leaving import decode_taken, encode_take_over
-from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.status import error_from_rpc
+from kvservice.wire.tls import TlsFiles
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 
 T = TypeVar("T")
@@ -67,11 +68,17 @@ class PeerPort(Protocol):
 class PeerClient:
     """PeerPort over gRPC. `transport` is the name of our own transport: both ends must use the same kind."""
 
-    def __init__(self, transport: str, reader: NodeId, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        transport: str,
+        reader: NodeId,
+        clock: Callable[[], float] = time.monotonic,
+        tls: TlsFiles | None = None,
+    ) -> None:
         self._transport = transport
         self._reader = reader
         self._clock = clock
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = Channels(tls)
         self._infos: dict[NodeId, PeerInfo] = {}
         self._breakers: dict[NodeId, Breaker] = {}
 
@@ -127,7 +134,7 @@ class PeerClient:
     async def room(self, holder: Holder, timeout: float) -> Peer:
         """How much a node could take in. Room in slots of other sizes than they are asked for counts as well: an
         estimate, which the node itself corrects when it is offered blocks."""
-        stub = shard_pb2_grpc.AdminServiceStub(self._channel(holder.peer_address))
+        stub = shard_pb2_grpc.AdminServiceStub(self._channels.get(holder.peer_address))
         try:
             stats = await stub.Stats(shard_pb2.StatsRequest(), timeout=timeout)
         except grpc.aio.AioRpcError as error:
@@ -139,9 +146,7 @@ class PeerClient:
         return Peer(holder, int(free), stats.segment_bytes, stats.uptime_seconds, stats.draining)
 
     async def close(self) -> None:
-        channels, self._channels = list(self._channels.values()), {}
-        for channel in channels:
-            await channel.close(None)
+        await self._channels.close()
 
     async def _call(
         self, holder: Holder, call: Callable[[shard_pb2_grpc.PeerServiceStub], Awaitable[Any]], what: str
@@ -160,10 +165,4 @@ class PeerClient:
         return reply
 
     def _stub(self, address: str) -> shard_pb2_grpc.PeerServiceStub:
-        return shard_pb2_grpc.PeerServiceStub(self._channel(address))
-
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        return channel
+        return shard_pb2_grpc.PeerServiceStub(self._channels.get(address))

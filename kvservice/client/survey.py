@@ -7,22 +7,21 @@ raises for a part that is away.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
 
+from kvservice.client.channels import Channels
 from kvservice.core.messages import Holder, Survey
 from kvservice.errors import InvalidRequest
 from kvservice.units import NodeId
 from kvservice.wire.codec import decode_holder, decode_survey
-from kvservice.wire.serving import CHANNEL_OPTIONS
+from kvservice.wire.tls import TlsFiles
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
 
 AT_ONCE_MAX = 32
-CLOSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +33,8 @@ class NodeSurvey:
 class Surveyor:
     """Channels stay open between surveys, those of nodes that are gone are closed."""
 
-    def __init__(self) -> None:
-        self._channels: dict[str, grpc.aio.Channel] = {}
+    def __init__(self, tls: TlsFiles | None = None) -> None:
+        self._channels = Channels(tls)
         self.counters: Counter[str] = Counter()
 
     async def read(self, lookup_addresses: Sequence[str], timeout: float) -> dict[NodeId, NodeSurvey] | None:
@@ -51,15 +50,15 @@ class Surveyor:
                 return await self._ask(node, timeout)
 
         answers = await asyncio.gather(*[ask(node) for node in nodes])
-        await self._close_except({*lookup_addresses, *(node.peer_address for node in nodes)})
+        self._channels.keep_only({*lookup_addresses, *(node.peer_address for node in nodes)})
         return {answer.node.node_id: answer for answer in answers if answer is not None}
 
     async def close(self) -> None:
-        await self._close_except(set())
+        await self._channels.close()
 
     async def _nodes(self, addresses: Sequence[str], timeout: float) -> list[Holder] | None:
         for address in addresses:
-            stub = lookup_pb2_grpc.LookupServiceStub(self._channel(address))
+            stub = lookup_pb2_grpc.LookupServiceStub(self._channels.get(address))
             try:
                 reply = await stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=timeout / len(addresses))
                 return [decode_holder(row.node) for row in reply.nodes if row.alive]
@@ -70,7 +69,7 @@ class Surveyor:
         return None
 
     async def _ask(self, node: Holder, timeout: float) -> NodeSurvey | None:
-        stub = shard_pb2_grpc.AdminServiceStub(self._channel(node.peer_address))
+        stub = shard_pb2_grpc.AdminServiceStub(self._channels.get(node.peer_address))
         try:
             reply = await stub.Survey(shard_pb2.SurveyRequest(), timeout=timeout)
             return NodeSurvey(node, decode_survey(reply))
@@ -79,14 +78,3 @@ class Surveyor:
         except InvalidRequest:
             self.counters["survey_shard_malformed"] += 1
         return None
-
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        return channel
-
-    async def _close_except(self, kept: set[str]) -> None:
-        for address in [name for name in self._channels if name not in kept]:
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                await self._channels.pop(address).close(CLOSE_SECONDS)

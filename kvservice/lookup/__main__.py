@@ -1,4 +1,5 @@
-"""`python -m kvservice.lookup`: one lookup shard as a plain process, without Ray. SIGTERM and Ctrl-C end it cleanly."""
+"""`python -m kvservice.lookup`: one lookup shard as a plain process, without Ray. SIGTERM and Ctrl-C end it cleanly.
+TLS is as KVSERVICE_TLS_DIR and KVSERVICE_TLS_REQUIRED say."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import asyncio
 import logging
 import sys
 
+from kvservice.config import tls_of_environment
 from kvservice.core.membership import FORGET_SECONDS, HIDE_SECONDS
 from kvservice.errors import KVServiceError
 from kvservice.lookup.process import serve
@@ -31,12 +33,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 async def run(given: argparse.Namespace) -> None:
+    tls_dir, tls_required = tls_of_environment()
     server = LookupServer(
         given.bind,
         given.partition,
         given.partition_count,
         hide_seconds=given.hide_seconds,
         forget_seconds=given.forget_seconds,
+        tls_dir=tls_dir,
+        tls_required=tls_required,
     )
     host = given.bind.rpartition(":")[0]
     await serve(server, f"lookup shard {given.partition} of {given.partition_count} serves {host}")

@@ -23,6 +23,7 @@ from kvservice.lookup.service import LookupServicer
 from kvservice.lookup.watch import WatchHub
 from kvservice.observe.lookup_metrics import LookupNumbers
 from kvservice.wire.serving import MESSAGE_BYTES_MAX, server_options, service_handler
+from kvservice.wire.tls import listen, open_tls
 from kvservice.wire.v1 import lookup_pb2
 
 log = logging.getLogger("kvservice.lookup")
@@ -35,7 +36,8 @@ CONCURRENT_CALLS_MAX = 4_096
 
 
 class LookupServer:
-    """Use start/stop on one event loop. `epoch` must differ between two starts; a wall clock in ns does."""
+    """Use start/stop on one event loop. `epoch` must differ between two starts; a wall clock in ns does. `tls_dir` and
+    `tls_required` are ServiceConfig's."""
 
     def __init__(
         self,
@@ -47,12 +49,16 @@ class LookupServer:
         hide_seconds: float = HIDE_SECONDS,
         forget_seconds: float = FORGET_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        tls_dir: str = "",
+        tls_required: bool = False,
     ) -> None:
         if not 0 <= partition < partition_count:
             raise ConfigError(f"partition {partition} of {partition_count}: it must be 0 to {partition_count - 1}")
         if not 0 < hide_seconds < forget_seconds:
             raise ConfigError(f"nodes are hidden after {hide_seconds} s and forgotten after {forget_seconds} s: not so")
         self._bind_address = bind_address
+        self._tls_dir = tls_dir
+        self._tls_required = tls_required
         self._partition = partition
         self.epoch = epoch if epoch is not None else time.time_ns()
         self._clock = clock
@@ -64,7 +70,8 @@ class LookupServer:
         self._maintenance: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
-        """Returns the port. Raises ConfigError when the address cannot be bound."""
+        """Returns the port. Raises ConfigError when the address cannot be bound or the TLS files cannot be used."""
+        tls = open_tls(self._tls_dir)
         server = grpc.aio.server(
             options=server_options(MESSAGE_BYTES_MAX), maximum_concurrent_rpcs=CONCURRENT_CALLS_MAX
         )
@@ -73,10 +80,7 @@ class LookupServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
-        try:
-            port = server.add_insecure_port(self._bind_address)
-        except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {self._bind_address}: {error}") from error
+        port = listen(server, self._bind_address, tls, required=self._tls_required)
         await server.start()
         self._server = server
         self._maintenance = asyncio.get_running_loop().create_task(self._maintain())

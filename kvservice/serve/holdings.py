@@ -17,9 +17,11 @@ from pathlib import PurePosixPath
 from kvservice.client.discovery import find_shards
 from kvservice.client.lookup import LookupAnswer, LookupClient
 from kvservice.client.survey import NodeSurvey, Surveyor
+from kvservice.config import ServiceConfig, tls_of_environment
 from kvservice.core.messages import EngineGroup
 from kvservice.errors import KVServiceError
 from kvservice.units import BlockKey, NodeId
+from kvservice.wire.tls import TlsFiles, open_tls
 
 log = logging.getLogger("kvservice.serve")
 
@@ -66,17 +68,20 @@ class Facts:
 
 
 class Holdings:
-    """`find` gives the lookup addresses in partition order, () when there is no service; it may block."""
+    """`find` gives the lookup addresses in partition order, () when there is no service; `find_tls` what the service
+    serves with, asked once. Both may block."""
 
     def __init__(
         self,
         find: Callable[[], Sequence[str]],
+        find_tls: Callable[[], TlsFiles | None] = lambda: None,
         *,
         refresh_seconds: float,
         answer_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._find = find
+        self._find_tls = find_tls
         self._refresh_seconds = refresh_seconds
         self._answer_seconds = answer_seconds
         self._clock = clock
@@ -102,7 +107,7 @@ class Holdings:
         try:
             addresses = self._believed(tuple(await asyncio.to_thread(self._find)))
             if addresses:
-                self._connect(addresses)
+                await self._connect(addresses)
                 found = await self._surveyor.read(addresses, SURVEY_SECONDS)
                 if found is not None:
                     self.facts = Facts(found)
@@ -167,9 +172,10 @@ class Holdings:
         self._addresses = found or self._addresses
         return found
 
-    def _connect(self, addresses: tuple[str, ...]) -> None:
+    async def _connect(self, addresses: tuple[str, ...]) -> None:
         if self._lookup is None:
-            self._lookup = LookupClient(addresses)
+            tls = await asyncio.to_thread(self._find_tls)
+            self._lookup, self._surveyor = LookupClient(addresses, tls=tls), Surveyor(tls)
         else:
             self._lookup.set_addresses(addresses)
 
@@ -185,10 +191,25 @@ def find_lookups(service: str, addresses: Sequence[str] = ()) -> tuple[str, ...]
 
     if ray.is_initialized():
         from kvservice.actors import deploy
-        from kvservice.config import ServiceConfig
 
         handle = deploy.find(service or ServiceConfig().service)
         if handle is not None:
             return tuple(row["address"] for row in handle.describe()["lookups"])
     found = {record.lookup_addresses for record in find_shards(service or None) if record.lookup_addresses}
     return found.pop() if len(found) == 1 else ()
+
+
+def find_tls(service: str) -> TlsFiles | None:
+    """Of KVSERVICE_TLS_DIR, else of what the service on Ray or a shard of this machine was started with; None for
+    plaintext. The directory must be on this machine, too. Blocks. Raises KVServiceError or OSError."""
+    import ray
+
+    directory, _ = tls_of_environment()
+    if not directory and ray.is_initialized():
+        from kvservice.actors import deploy
+
+        handle = deploy.find(service or ServiceConfig().service)
+        directory = "" if handle is None else handle.config()["tls_dir"]
+    if not directory:
+        directory = next((record.tls_dir for record in find_shards(service or None) if record.tls_dir), "")
+    return open_tls(directory)

@@ -29,7 +29,7 @@ from ray.serve.request_router import (
 )
 
 from kvservice.core.messages import EngineGroup, HolderRun
-from kvservice.serve.holdings import Facts, Holdings, find_lookups
+from kvservice.serve.holdings import Facts, Holdings, find_lookups, find_tls
 from kvservice.serve.load import LoadBook, SentPrefixes
 from kvservice.serve.meters import Meters
 from kvservice.serve.options import RouterOptions
@@ -89,6 +89,7 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
         options = self._options
         self._holdings = Holdings(
             lambda: find_lookups(options.service, options.lookup_addresses),
+            lambda: find_tls(options.service),
             refresh_seconds=options.refresh_seconds,
             answer_seconds=options.answer_seconds,
         )

@@ -1,4 +1,5 @@
-"""`python -m kvservice.shard`: one node's shard as a plain process, without Ray. SIGTERM and Ctrl-C stop it cleanly."""
+"""`python -m kvservice.shard`: one node's shard as a plain process, without Ray. SIGTERM and Ctrl-C stop it cleanly.
+TLS is as KVSERVICE_TLS_DIR and KVSERVICE_TLS_REQUIRED say."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import logging
 import sys
 from pathlib import Path
 
+from kvservice.config import tls_of_environment
 from kvservice.errors import KVServiceError
 from kvservice.shard.process import serve
 from kvservice.shard.server import DEV_SHM, ShardServerConfig
@@ -35,6 +37,7 @@ def parse_config(arguments: list[str] | None = None) -> tuple[ShardServerConfig,
         "--drain-seconds", type=float, default=5.0, help="on SIGTERM, hand hot blocks over for so long; 0 = at once"
     )
     given = parser.parse_args(arguments)
+    tls_dir, tls_required = tls_of_environment()
     config = ShardServerConfig(
         service=given.service,
         node_id=NodeId(given.node),
@@ -47,14 +50,16 @@ def parse_config(arguments: list[str] | None = None) -> tuple[ShardServerConfig,
         lease_seconds=given.lease_seconds,
         transport=given.transport,
         slab_bytes=given.slab_bytes,
+        tls_dir=tls_dir,
+        tls_required=tls_required,
     )
     return config, given.keep_segment, given.drain_seconds
 
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    config, keep_segment, drain_seconds = parse_config()
     try:
+        config, keep_segment, drain_seconds = parse_config()
         asyncio.run(serve(config, keep_segment=keep_segment, grace_seconds=drain_seconds))
     except KVServiceError as error:
         print(f"error: {error.message}", file=sys.stderr)

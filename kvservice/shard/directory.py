@@ -10,15 +10,22 @@ from kvservice.client.lookup import LookupAnswer, LookupClient
 from kvservice.core.announce import Announcer
 from kvservice.core.messages import Holder
 from kvservice.units import BlockKey, NodeId, SpanRoute
+from kvservice.wire.tls import TlsFiles
 
 
 class ShardDirectory:
     """Made before the pool, because the pool needs it; `start` comes after, once the node's address is known."""
 
-    def __init__(self, addresses: Sequence[str], inventory: Callable[[], Iterable[tuple[BlockKey, SpanRoute]]]) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        inventory: Callable[[], Iterable[tuple[BlockKey, SpanRoute]]],
+        tls: TlsFiles | None = None,
+    ) -> None:
+        self._tls = tls
         self._addresses = tuple(addresses)
         self._announcer = Announcer(len(self._addresses), inventory)
-        self._lookup = LookupClient(self._addresses)
+        self._lookup = LookupClient(self._addresses, tls=tls)
         self._pump: AnnouncePump | None = None
         self._node: Callable[[], Holder] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -27,7 +34,7 @@ class ShardDirectory:
 
     def start(self, node: Callable[[], Holder], heartbeat_seconds: float, on_fenced: Callable[[], None]) -> None:
         self._node = node
-        self._pump = AnnouncePump(self._announcer, self._addresses, node, heartbeat_seconds, on_fenced)
+        self._pump = AnnouncePump(self._announcer, self._addresses, node, heartbeat_seconds, on_fenced, tls=self._tls)
         self._task = asyncio.get_running_loop().create_task(self._pump.run())
 
     async def stop(self, leaving: bool) -> None:

@@ -36,6 +36,7 @@ from kvservice.transfer.nixl import NixlTransport, nixl_available
 from kvservice.transfer.shm import SharedMemoryTransport
 from kvservice.units import BlockKey, NodeId, SpanRoute
 from kvservice.wire.serving import LISTS_BYTES_MAX, server_options, service_handler
+from kvservice.wire.tls import TlsFiles, listen, open_tls
 from kvservice.wire.v1 import shard_pb2
 
 log = logging.getLogger("kvservice.shard")
@@ -59,6 +60,8 @@ class ShardServerConfig:
     heartbeat_seconds: float = 1.0  # between signs of life to the lookup service
     transport: str = "auto"  # nixl, shm (peers of this machine only), or auto: NIXL where it is installed
     slab_bytes: int | None = None
+    tls_dir: str = ""  # certificate, key and CA for what goes over TCP; empty = plaintext
+    tls_required: bool = False  # refuse to start without, unless peer_host is loopback
 
 
 class ShardServer:
@@ -66,6 +69,7 @@ class ShardServer:
 
     def __init__(self, config: ShardServerConfig) -> None:
         self._config = config
+        self._tls: TlsFiles | None = None
         self._pool: PoolRuntime | None = None
         self._directory: ShardDirectory | None = None
         self._servers: list[grpc.aio.Server] = []
@@ -92,6 +96,7 @@ class ShardServer:
 
     async def _start(self) -> None:
         config = self._config
+        self._tls = open_tls(config.tls_dir)
         directory = discovery.node_directory(config.service, config.node_id, config.runtime_root)
         discovery.ensure_private_directory(directory)
         discovery.ensure_private_directory(directory / "engines")
@@ -104,7 +109,7 @@ class ShardServer:
                 "with `kvservice down`, or choose another --service name"
             )
         if config.lookup_addresses:
-            self._directory = ShardDirectory(config.lookup_addresses, self._inventory)
+            self._directory = ShardDirectory(config.lookup_addresses, self._inventory, self._tls)
         kind, make_transport = _choose_transport(config)
         self._pool = await PoolRuntime.open(
             PoolConfig(
@@ -118,7 +123,7 @@ class ShardServer:
             ),
             transport=make_transport,
             directory=self._directory,
-            peers=PeerClient(kind, config.node_id),
+            peers=PeerClient(kind, config.node_id, tls=self._tls),
         )
         await self._listen(socket_path)
         self._socket_path = socket_path
@@ -225,6 +230,7 @@ class ShardServer:
             os.getpid(),
             self.pool.epoch,
             tuple(lookup_addresses),
+            config.tls_dir,
         )
         self._record = discovery.write_record(record, config.runtime_root)
 
@@ -241,10 +247,8 @@ class ShardServer:
             os.umask(previous)
         self._servers.append(local)
         remote = await self._server(with_engines=False)
-        try:
-            port = remote.add_insecure_port(f"{config.peer_host}:{config.peer_port}")
-        except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {config.peer_host}:{config.peer_port}: {error}") from error
+        address = f"{config.peer_host}:{config.peer_port}"
+        port = listen(remote, address, self._tls, required=config.tls_required)
         await remote.start()
         self._servers.append(remote)
         self._peer_address = f"{config.peer_host}:{port}"

@@ -29,6 +29,7 @@ from kvservice.client.discovery import ShardRecord, find_movers, find_shards, no
 from kvservice.core.keys import pack_keys
 from kvservice.memory.segment import segment_path
 from kvservice.units import BlockKey, MiB, NodeId
+from kvservice.wire.tls import open_blocking_channel, open_tls
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
 
 START_SECONDS = 120.0  # a loaded machine of two cores starts a process in tens of seconds
@@ -54,6 +55,7 @@ class LocalCluster:
         slab_bytes: int | None = None,
         drain_seconds: float = 0.0,
         environment: Mapping[str, str] | None = None,
+        tls_dir: str = "",
     ) -> None:
         self.service = f"t{uuid.uuid4().hex[:8]}"
         self.nodes = [f"n{i}" for i in range(nodes)]
@@ -64,7 +66,8 @@ class LocalCluster:
         self._lease_seconds = lease_seconds
         self._slab_bytes = slab_bytes
         self._drain_seconds = drain_seconds
-        self._environment = {**os.environ, **(environment or {})}
+        self._environment = {**os.environ, "KVSERVICE_TLS_DIR": tls_dir, **(environment or {})}
+        self._tls = open_tls(tls_dir)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> LocalCluster:
@@ -153,15 +156,19 @@ class LocalCluster:
     def log(self, name: str) -> Path:
         return self.root / f"{name}.log"
 
+    def channel(self, address: str) -> grpc.Channel:
+        """To a part of this cluster, as its own parts would make one. Close it."""
+        return open_blocking_channel(address, self._tls)
+
     def stats(self, node: str) -> shard_pb2.StatsReply:
-        with grpc.insecure_channel(self.record(node).peer_address) as channel:
+        with self.channel(self.record(node).peer_address) as channel:
             reply: shard_pb2.StatsReply = shard_pb2_grpc.AdminServiceStub(channel).Stats(
                 shard_pb2.StatsRequest(), timeout=5
             )
             return reply
 
     def accounting(self, node: str) -> shard_pb2.AccountingReply:
-        with grpc.insecure_channel(self.record(node).peer_address) as channel:
+        with self.channel(self.record(node).peer_address) as channel:
             reply: shard_pb2.AccountingReply = shard_pb2_grpc.AdminServiceStub(channel).Accounting(
                 shard_pb2.AccountingRequest(), timeout=5
             )
@@ -171,7 +178,7 @@ class LocalCluster:
         """How many of these keys the lookup shards, all together, know a live holder of."""
         found = 0
         for address in self.lookup_addresses:
-            with grpc.insecure_channel(address) as channel:
+            with self.channel(address) as channel:
                 stub = lookup_pb2_grpc.LookupServiceStub(channel)
                 reply = stub.Resolve(lookup_pb2.ResolveRequest(keys=pack_keys(keys)), timeout=5)
                 found += sum(run.count for run in reply.runs)

@@ -22,6 +22,27 @@ _BY_CODE: dict[grpc.StatusCode, type[KVServiceError]] = {
     grpc.StatusCode.CANCELLED: Unavailable,
 }
 
+# Texts of gRPC 1.76 and later; tests/integration/test_tls.py meets each of them.
+_TLS_SIGNS = (
+    (
+        "WRONG_VERSION_NUMBER",
+        "this side uses TLS and the other does not: give all parts of the service the same KVSERVICE_TLS_DIR",
+    ),
+    (
+        "CERTIFICATE_VERIFY_FAILED",
+        "the other side's certificate is expired or of another CA: see docs/security.md, rotation",
+    ),
+    (
+        "Hostname Verification Check failed",
+        "the other side's certificate does not have the name DNS:kvservice: see docs/security.md",
+    ),
+    (
+        "failed to connect to all addresses; last error: UNAVAILABLE: ",
+        "the other side closed the connection at once: it wants TLS, with a certificate of its CA that is valid now. "
+        "Set KVSERVICE_TLS_DIR to the same files as there, or renew them",
+    ),
+)
+
 
 def status_code(error: KVServiceError) -> grpc.StatusCode:
     return grpc.StatusCode[error.grpc_code]
@@ -51,13 +72,20 @@ def error_from_rpc(error: grpc.RpcError, what: str) -> KVServiceError:
     """The error the server raised, rebuilt; or the nearest kind for a failure of the channel itself."""
     code = error.code() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else grpc.StatusCode.UNKNOWN
     details = (error.details() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None) or str(error)
+    hint = connect_hint(details)
     metadata = _metadata(error.trailing_metadata() if isinstance(error, grpc.aio.AioRpcError) else ())
     kind = error_types().get(metadata.get(REASON_KEY, "")) or _BY_CODE.get(code, KVServiceError)
     try:
         attributes = json.loads(metadata.get(ATTRIBUTES_KEY, "{}"))
     except ValueError:
         attributes = {}
-    return kind(f"{what}: {details}" if REASON_KEY not in metadata else details, **attributes)
+    return kind(f"{what}: {hint or details}" if REASON_KEY not in metadata else details, **attributes)
+
+
+def connect_hint(details: str) -> str:
+    """What to do about a connection that failed for reasons of TLS; "" for any other failure. gRPC says all of them as
+    UNAVAILABLE with a text of its TLS library."""
+    return next((hint for sign, hint in _TLS_SIGNS if sign in details), "")
 
 
 def _metadata(pairs: Iterable[Any] | None) -> dict[str, str]:

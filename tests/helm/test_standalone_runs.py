@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,8 +22,9 @@ from kvservice.cli.main import app
 from kvservice.client.lookup import LookupClient
 from kvservice.client.shard import ShardClient
 from kvservice.core.messages import MissReason, SealStatus
-from tests.helm.chart import NAMESPACE, Object, Pod, find, pod, rendered
+from tests.helm.chart import NAMESPACE, Pod, find, pod, rendered
 from tests.helm.pod_process import ContainerProcess, Place
+from tests.integration.certificates import write
 from tests.integration.engine import Engine, chain
 
 SETTINGS = ("cache.pool=64Mi", "cache.drainSeconds=3", "cache.graceSeconds=2", "tests.minNodes=2", "cache.service=k8s")
@@ -36,8 +37,9 @@ ADOPTED = "kvservice_blocks_adopted_total{"
 class Cluster:
     """What a cluster gives to pods: addresses, names, folders of nodes. And the pods."""
 
-    def __init__(self, objects: tuple[Object, ...]) -> None:
-        self.objects = objects
+    def __init__(self, *settings: str) -> None:
+        self.settings = (*SETTINGS, *settings)
+        self.objects = rendered("standalone-values.yaml", *self.settings)
         self.root = Path(tempfile.mkdtemp(prefix="kvh-"))
         self.memory = Path(tempfile.mkdtemp(prefix="kvh-", dir="/dev/shm"))
         self._network = f"127.{random.randint(2, 250)}.{random.randint(0, 250)}"
@@ -69,11 +71,13 @@ class Cluster:
                 target.mkdir()
                 for name, text in find(self.objects, "ConfigMap", volume["configMap"]["name"])["data"].items():
                     target.joinpath(name).write_text(place.local(text))
+            elif "secret" in volume:
+                write(target)
             elif "emptyDir" in volume:
                 target.mkdir()
         return place
 
-    def start(self) -> None:
+    def start(self, nodes: Sequence[str] = NODES) -> None:
         lookup = pod(self.objects, "lookup")
         service = find(self.objects, "Service", "-lookup")["metadata"]["name"]
         count = find(self.objects, "StatefulSet")["spec"]["replicas"]
@@ -85,14 +89,14 @@ class Cluster:
             log = self.root / f"lookup-{index}.log"
             self.lookups.append(ContainerProcess(lookup.spec["containers"][0], place, log))
             self.lookups[-1].start()
-        for node in NODES:
+        for node in nodes:
             self.start_shard(node)
         for process in [*self.lookups, *self.shards.values()]:
             wait_until_ready(process)
 
     def start_shard(self, node: str) -> None:
         setting = ("shard.keepBlocks=true",) if node == KEEPER else ()
-        shard = pod(rendered("standalone-values.yaml", *SETTINGS, *setting), "shard")
+        shard = pod(rendered("standalone-values.yaml", *self.settings, *setting), "shard")
         place = self.place(shard, node)
         (prepare,) = shard.spec["initContainers"]
         if os.getuid() == 0:  # it gives the folders to the pod's user, which takes root here as there
@@ -127,7 +131,7 @@ def metrics_of(process: ContainerProcess) -> str:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    made = Cluster(rendered("standalone-values.yaml", *SETTINGS))
+    made = Cluster()
     try:
         made.start()
         yield made
@@ -228,3 +232,22 @@ def test_pods_end_with_zero_in_time_and_leave_nothing(cluster: Cluster) -> None:
         assert len(list(cluster.memory.glob(f"{node}/*/*"))) == (node == KEEPER), "the segment, where it is kept"
     for process in cluster.lookups:
         assert process.end(lookup.spec["terminationGracePeriodSeconds"]) == 0
+
+
+def test_pods_with_a_secret_serve_each_other_and_nobody_in_plaintext() -> None:
+    cluster = Cluster("tls.secretName=certs", "lookup.shards=1", "cache.drainSeconds=1")
+    try:
+        cluster.start(NODES[1:])
+        check = pod(cluster.objects, "check")
+        process = ContainerProcess(check.spec["containers"][0], cluster.place(check), cluster.root / "check.log")
+        command = [*[word for word in process.command() if "-metrics" not in word], "--nodes=1"]
+        done = process.run(command)
+        assert done.returncode == 0 and "1 lookup shards, 1 cache shards" in done.stdout, done.stdout + done.stderr
+        del process.environment["KVSERVICE_TLS_DIR"]
+        without = process.run([*command, "--wait=0"])
+        assert without.returncode == 1 and "it wants TLS" in without.stderr
+        shard = cluster.shards[NODES[1]]
+        drained = shard.run(shard.container["lifecycle"]["preStop"]["exec"]["command"])
+        assert drained.returncode == 0, drained.stderr
+    finally:
+        cluster.close()

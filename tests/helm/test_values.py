@@ -236,6 +236,34 @@ def test_ray_asks_for_a_token_unless_told_otherwise() -> None:
     assert "RAY_AUTH_MODE" not in json.dumps(rendered(RAY))
 
 
+SECRET = "tls.secretName=certs"
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_a_secret_with_certificates_reaches_every_pod_and_is_required(values: str) -> None:
+    objects = rendered(values, SECRET)
+    directory = settings(objects)["tls_dir"]
+    assert settings(objects)["tls_required"] is True
+    for each in pods(objects):
+        volume = {"name": "tls", "secret": {"secretName": "certs", "defaultMode": 0o440}}
+        assert volume in each.spec["volumes"], each.owner
+        container = each.spec["containers"][0]
+        assert {"name": "tls", "mountPath": directory, "readOnly": True} in container["volumeMounts"]
+        assert {"name": "KVSERVICE_TLS_DIR", "value": directory} in container["env"]
+        assert not [name for name, probe in container.items() if name.endswith("Probe") and "grpc" in probe], (
+            "the kubelet's gRPC speaks no TLS"
+        )
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_without_a_secret_nothing_is_about_tls(values: str) -> None:
+    objects = rendered(values)
+    assert not {"tls_dir", "tls_required"} & set(settings(objects))
+    for each in pods(objects):
+        assert "tls" not in {volume["name"] for volume in each.spec["volumes"]}
+        assert "KVSERVICE_TLS_DIR" not in {item["name"] for item in each.spec["containers"][0].get("env", [])}
+
+
 def test_tls_between_ray_processes_is_the_operators() -> None:
     assert cluster(rendered(RAY_FULL))["tlsOptions"] == {"enabled": True} and "tlsOptions" not in cluster(rendered(RAY))
 

@@ -29,6 +29,7 @@ from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
 from kvservice.errors import ServiceConflict, Unavailable
 from kvservice.units import GiB, MiB
+from tests.integration.certificates import write
 from tests.integration.engine import Engine, chain
 from tests.ray_nodes import ray_nodes
 
@@ -53,15 +54,25 @@ def runtime() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        directory = write(tmp_path_factory.mktemp("ray") / "tls")
+        patch.setenv("KVSERVICE_TLS_DIR", str(directory))  # for drivers that bring the service up
+        yield directory
+
+
+@pytest.fixture(scope="module")
 def cluster(runtime: Path) -> Iterator[Cluster]:
     with ray_nodes(NODE, NODE) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def config(cluster: Cluster, runtime: Path) -> Iterator[ServiceConfig]:
-    """The settings of a service that runs."""
-    wanted = ServiceConfig(service="rt", pool_bytes=32 * MiB, slab_bytes=8 * MiB, runtime_dir=str(runtime))
+def config(cluster: Cluster, runtime: Path, certificates: Path) -> Iterator[ServiceConfig]:
+    """The settings of a service that runs, with TLS between its parts."""
+    wanted = ServiceConfig(
+        service="rt", pool_bytes=32 * MiB, slab_bytes=8 * MiB, runtime_dir=str(runtime), tls_dir=str(certificates)
+    )
     deploy.up(wanted).wait_complete(WAIT_SECONDS)
     yield wanted
     deploy.down("rt")

@@ -36,7 +36,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "shard": frozenset({"core", "wire", "memory", "transfer", "client", "pool", "config", "observe"}),
     "mover": frozenset({"core", "memory", "client", "config", "observe"}),
     "connector": frozenset({"client", "core", "memory", "transfer", "pool", "mover", "config", "observe"}),
-    "serve": frozenset({"client", "core", "connector", "actors", "config", "observe"}),
+    "serve": frozenset({"client", "core", "wire", "connector", "actors", "config", "observe"}),
     "proxy": frozenset({"config", "observe"}),
     "actors": frozenset(
         {"core", "memory", "transfer", "lookup", "shard", "pool", "client", "mover", "config", "observe"},
@@ -76,6 +76,7 @@ HOMES: dict[str, frozenset[str]] = {
     "pydantic": frozenset({"serve"}),
     "aiohttp": frozenset({"proxy"}),
     "multidict": frozenset({"proxy"}),
+    "cryptography": frozenset({"cli"}),
 }
 ONE_FILE = ("nixl", "nixl_cu12", "nixl_cu13")
 

@@ -3,6 +3,7 @@
 - {name: HOME, value: /home/kvservice}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: KVSERVICE_SERVICE, value: {{ .Values.cache.service | quote }}}
+{{- with include "kvservice.tlsEnv" . }}{{ . | nindent 0 }}{{ end }}
 {{- if eq .Values.ray.auth.mode "disabled" }}
 # With `token` the operator sets this and the token; without, some of Ray's commands would turn it on by themselves.
 - {name: RAY_AUTH_MODE, value: disabled}
@@ -22,6 +23,7 @@
 - {name: shm, mountPath: /dev/shm}
 - {name: scratch, mountPath: /tmp, subPath: tmp}
 - {name: scratch, mountPath: /home/kvservice, subPath: home}
+{{- with include "kvservice.tlsMount" . }}{{ . | nindent 0 }}{{ end }}
 {{- with .Values.ray.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
@@ -34,6 +36,7 @@
   emptyDir: {medium: Memory, sizeLimit: {{ include "kvservice.rayShm" . }}}
 - name: scratch
   emptyDir: {sizeLimit: {{ .Values.security.scratch }}}
+{{- with include "kvservice.tlsVolume" . }}{{ . | nindent 0 }}{{ end }}
 {{- with .Values.ray.extraVolumes }}
 {{ toYaml . }}
 {{- end }}

@@ -1,0 +1,153 @@
+"""`kvservice certs`: a CA and a certificate, to try TLS out, and for small installations without an issuer.
+
+Everything is in one directory, readable by its owner only. The CA's key is needed again to renew, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvservice.errors import ConfigError
+
+AUTHORITY_KEY_NAME = "ca.key"
+AUTHORITY_DAYS = 3650
+LEAF_DAYS = 365
+BACKDATED = datetime.timedelta(minutes=5)  # clocks of other machines are not ours
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """What signs certificates."""
+
+    key: Any
+    certificate: Any
+
+    @property
+    def pem(self) -> bytes:
+        return bytes(self.certificate.public_bytes(_library()[1].Encoding.PEM))
+
+
+def run(directory: Path, days: int, *, renew: bool) -> str:
+    """Write ca.crt, ca.key, tls.crt and tls.key, or with `renew` only the last two, signed by the CA that is there.
+    Returns what to do next. Raises ConfigError when files would be lost, or there is no CA to renew with."""
+    from kvservice.wire.tls import AUTHORITY_NAME, CERTIFICATE_NAME, KEY_NAME, open_tls
+
+    directory = directory.absolute()
+    found = [name for name in (AUTHORITY_NAME, AUTHORITY_KEY_NAME, CERTIFICATE_NAME) if (directory / name).exists()]
+    if renew:
+        authority = _read_authority(directory)
+    elif found:
+        raise ConfigError(
+            f"{directory} has {' and '.join(found)} already: renew with --renew, or name another directory"
+        )
+    else:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        authority = make_authority("kvservice CA")
+        write_private(directory / AUTHORITY_KEY_NAME, _key_pem(authority.key))
+        write_private(directory / AUTHORITY_NAME, authority.pem, mode=0o644)
+    certificate, key = issue(authority, days=days)
+    write_private(directory / KEY_NAME, key)
+    write_private(directory / CERTIFICATE_NAME, certificate, mode=0o644)
+    open_tls(directory)  # what was written is what the service will take
+    return (
+        f"{directory} has a certificate for {days} days. Copy {CERTIFICATE_NAME}, {KEY_NAME} and {AUTHORITY_NAME}, but "
+        f"not {AUTHORITY_KEY_NAME}, to the same path on every node, and start all with KVSERVICE_TLS_DIR={directory}. "
+        "Running processes take renewed files within seconds."
+    )
+
+
+def make_authority(name: str) -> Authority:
+    """A CA that signs itself, for ten years."""
+    x509, _, hashes, ec = _library()
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = _name(name)
+    builder = _valid(x509.CertificateBuilder(), AUTHORITY_DAYS).subject_name(subject).issuer_name(subject)
+    builder = builder.public_key(key.public_key()).add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
+    builder = builder.add_extension(_usage(signs=True), True)
+    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
+    return Authority(key, builder.sign(key, hashes.SHA256()))
+
+
+def issue(authority: Authority, *, days: float = LEAF_DAYS, name: str = "") -> tuple[bytes, bytes]:
+    """(certificate, key), PEM, for servers and clients, with the name that clients of the service check, or another.
+    With negative `days` it ended that long ago."""
+    from kvservice.wire.tls import SERVER_NAME
+
+    name = name or SERVER_NAME
+    x509, _, hashes, ec = _library()
+    key = ec.generate_private_key(ec.SECP256R1())
+    issuer = authority.certificate
+    builder = _valid(x509.CertificateBuilder(), days).subject_name(_name(name)).issuer_name(issuer.subject)
+    builder = builder.public_key(key.public_key()).add_extension(
+        x509.BasicConstraints(ca=False, path_length=None), True
+    )
+    builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), False)
+    purposes = [x509.ExtendedKeyUsageOID.SERVER_AUTH, x509.ExtendedKeyUsageOID.CLIENT_AUTH]
+    builder = builder.add_extension(x509.ExtendedKeyUsage(purposes), False).add_extension(_usage(signs=False), True)
+    identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
+    signed = builder.add_extension(identifier, False).sign(authority.key, hashes.SHA256())
+    return bytes(signed.public_bytes(_library()[1].Encoding.PEM)), _key_pem(key)
+
+
+def write_private(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Replace the file at once; nobody else could read it at any moment."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        os.fchmod(file.fileno(), mode)  # whatever the umask
+    draft.replace(path)
+
+
+def _read_authority(directory: Path) -> Authority:
+    from kvservice.wire.tls import AUTHORITY_NAME
+
+    x509, serialization, _, _ = _library()
+    try:
+        key = serialization.load_pem_private_key((directory / AUTHORITY_KEY_NAME).read_bytes(), None)
+        certificate = x509.load_pem_x509_certificate((directory / AUTHORITY_NAME).read_bytes())
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"there is no CA to renew with in {directory}: {error}") from error
+    return Authority(key, certificate)
+
+
+def _valid(builder: Any, days: float) -> Any:
+    x509 = _library()[0]
+    end = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(days=days)
+    start = min(datetime.datetime.now(datetime.timezone.utc), end - datetime.timedelta(days=1)) - BACKDATED
+    return builder.serial_number(x509.random_serial_number()).not_valid_before(start).not_valid_after(end)
+
+
+def _usage(*, signs: bool) -> Any:
+    return _library()[0].KeyUsage(
+        digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, content_commitment=False,
+        key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+
+
+def _name(text: str) -> Any:
+    x509 = _library()[0]
+    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
+
+
+def _key_pem(key: Any) -> bytes:
+    form = _library()[1]
+    return bytes(key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption()))
+
+
+def _library() -> tuple[Any, Any, Any, Any]:
+    """x509, serialization, hashes and ec of the one library for this; Ray and vLLM bring it along."""
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "making certificates needs one more package: pip install 'kvservice[certs]'; or make them with openssl, as "
+            "docs/security.md shows"
+        ) from error
+    return x509, serialization, hashes, ec

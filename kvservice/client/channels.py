@@ -1,0 +1,59 @@
+"""Open channels to other parts of the service, one an address, for whoever calls over TCP.
+
+A channel keeps the certificate it was made with. When the files change, every channel is replaced at its next use, and
+calls on the old one may finish: what reconnects after a rotation shows what is valid then. Used on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Container
+
+import grpc
+
+from kvservice.wire.serving import CHANNEL_OPTIONS
+from kvservice.wire.tls import Options, TlsFiles, open_channel
+
+RETIRED_SECONDS = 10.0  # for calls under way on a channel that is no longer used
+
+
+class Channels:
+    """Channels are made on first use, in the loop that runs then."""
+
+    def __init__(self, tls: TlsFiles | None = None, options: Options = CHANNEL_OPTIONS) -> None:
+        self._tls = tls
+        self._options = options
+        self._open: dict[str, grpc.aio.Channel] = {}
+        self._version = 0
+        self._retired: dict[asyncio.Task[None], grpc.aio.Channel] = {}
+
+    def get(self, address: str) -> grpc.aio.Channel:
+        """The same object until the TLS files change or the address is dropped."""
+        if self._tls is not None:
+            version, _ = self._tls.current()
+            if version != self._version:
+                self._version = version
+                self.keep_only(())
+        channel = self._open.get(address)
+        if channel is None:
+            channel = self._open[address] = open_channel(address, self._tls, self._options)
+        return channel
+
+    def keep_only(self, addresses: Container[str]) -> None:
+        """Let go of all others. Returns at once; calls under way may still finish."""
+        for address in [address for address in self._open if address not in addresses]:
+            channel = self._open.pop(address)
+            # With time to finish: ending a call under way would look like a cancellation of the caller's own task.
+            task = asyncio.get_running_loop().create_task(channel.close(RETIRED_SECONDS))
+            self._retired[task] = channel
+            task.add_done_callback(lambda done: self._retired.pop(done, None))
+
+    async def close(self) -> None:
+        """Ends what is under way."""
+        retired, self._retired = self._retired, {}
+        for task in retired:
+            task.cancel()
+        await asyncio.gather(*retired, return_exceptions=True)
+        channels, self._open = [*retired.values(), *self._open.values()], {}
+        for channel in channels:
+            await channel.close(None)

@@ -1,0 +1,243 @@
+"""TLS for everything that is served or called over TCP, from three files that may change while the process runs.
+
+A directory holds `tls.crt`, `tls.key` and `ca.crt`, as a Kubernetes secret does. Both ends show a certificate and check
+the other's against the CA (mTLS). Addresses change and are mostly IPs, so a certificate is not made for them: it has
+the DNS name `kvservice`, and clients check that name. Unix sockets stay as they are: their file's mode protects them.
+
+Files are taken only when a handshake with themselves succeeds, so a pair that is half replaced, expired or of another
+CA never takes the place of one that works. `TlsFiles` may be used from any thread; it reads files where it is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import grpc
+
+from kvservice.errors import ConfigError
+from kvservice.wire.serving import CHANNEL_OPTIONS
+
+log = logging.getLogger("kvservice.wire")
+
+CERTIFICATE_NAME, KEY_NAME, AUTHORITY_NAME = "tls.crt", "tls.key", "ca.crt"
+SERVER_NAME = "kvservice"
+LOOK_SECONDS = 1.0  # how late a change of the files is seen
+RETRY_SECONDS = 10.0  # unchanged files that were no good: a certificate may only become valid
+FILE_BYTES_MAX = 1 << 20
+HANDSHAKE_TURNS_MAX = 16
+WHAT_TO_DO = "make one with `kvservice certs DIR`, or see docs/security.md"
+
+Options = Sequence[tuple[str, str | int]]
+Stamp = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pems:
+    """What one moment's files hold."""
+
+    certificate: bytes
+    key: bytes = field(repr=False)
+    authority: bytes
+
+
+class TlsFiles:
+    """The current certificate, key and CA of a directory."""
+
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises ConfigError for files that are missing, cannot be read, or do not work with each other."""
+        self.directory = directory
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._stamp, self._pems = _take(directory)
+        self._version = 1
+        self._look_at = clock() + LOOK_SECONDS
+        self._refused: Stamp | None = None
+        self._refused_until = 0.0
+
+    def current(self) -> tuple[int, Pems]:
+        """(a number that grows with each change, the files). Looks for a change once a second at most; what does not
+        work is logged and left alone."""
+        with self._lock:
+            now = self._clock()
+            if now >= self._look_at:
+                self._look_at = now + LOOK_SECONDS
+                self._look(now)
+            return self._version, self._pems
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Wants a certificate of the CA from every client. Each new connection is served with the files of then."""
+        told, pems = self.current()
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:  # for every handshake, on a thread of gRPC
+            nonlocal told
+            version, pems = self.current()
+            if version == told:
+                return None
+            told = version
+            return _served(pems)
+
+        return grpc.dynamic_ssl_server_credentials(_served(pems), fetch, require_client_authentication=True)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For a new channel; it keeps these files for as long as it lives."""
+        _, pems = self.current()
+        return grpc.ssl_channel_credentials(pems.authority, pems.key, pems.certificate)
+
+    def _look(self, now: float) -> None:
+        stamp = None
+        try:
+            stamp = _stamp(self.directory)
+            if stamp == self._stamp or (stamp == self._refused and now < self._refused_until):
+                return
+            self._stamp, pems = _take(self.directory)
+        except (ConfigError, OSError) as error:
+            if stamp is None or stamp != self._refused:
+                log.warning("tls_files_not_taken", extra={"reason": str(error), "directory": str(self.directory)})
+            self._refused, self._refused_until = stamp, now + RETRY_SECONDS
+            return
+        self._refused = None
+        if pems != self._pems:
+            self._pems = pems
+            self._version += 1
+            log.info("tls_files_taken", extra={"directory": str(self.directory), "version": self._version})
+
+
+def open_tls(directory: str | Path | None) -> TlsFiles | None:
+    """None for no directory, which means plaintext. Raises ConfigError as TlsFiles does."""
+    return TlsFiles(Path(directory)) if directory else None
+
+
+def listen(server: grpc.aio.Server, address: str, tls: TlsFiles | None, *, required: bool) -> int:
+    """Bind a TCP listener, with TLS where there is any. Returns the port. Plaintext beyond loopback is said in the log,
+    or refused with `required`. Raises ConfigError for that, and for an address that cannot be bound."""
+    if tls is None and not is_loopback(address):
+        if required:
+            raise ConfigError(
+                f"tls_required is set, and {address} would be served without TLS: set tls_dir (KVSERVICE_TLS_DIR) to a "
+                f"directory with {CERTIFICATE_NAME}, {KEY_NAME} and {AUTHORITY_NAME}, {WHAT_TO_DO}; or bind 127.0.0.1"
+            )
+        log.warning(
+            "plaintext_listener: %s is served without TLS, and whoever reaches it can read and remove blocks: set "
+            "KVSERVICE_TLS_DIR everywhere (%s), or keep the network closed",
+            address, WHAT_TO_DO, extra={"address": address},
+        )  # fmt: skip
+    try:
+        if tls is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, tls.server_credentials())
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address}: {error}") from error
+
+
+def open_channel(address: str, tls: TlsFiles | None, options: Options = CHANNEL_OPTIONS) -> grpc.aio.Channel:
+    """A channel for asyncio. `unix:` addresses are never encrypted."""
+    if tls is None or address.startswith("unix:"):
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=_named(options))
+
+
+def open_blocking_channel(address: str, tls: TlsFiles | None, options: Options = ()) -> grpc.Channel:
+    """A channel whose calls block. `unix:` addresses are never encrypted."""
+    if tls is None or address.startswith("unix:"):
+        return grpc.insecure_channel(address, options=tuple(options))
+    return grpc.secure_channel(address, tls.channel_credentials(), options=_named(options))
+
+
+def is_loopback(address: str) -> bool:
+    """Whether nobody outside this machine reaches host:port. A name other than localhost counts as reachable."""
+    host = address.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _named(options: Options) -> tuple[tuple[str, str | int], ...]:
+    return (*options, ("grpc.ssl_target_name_override", SERVER_NAME))
+
+
+def _served(pems: Pems) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(pems.key, pems.certificate)], pems.authority)
+
+
+def _stamp(directory: Path) -> Stamp:
+    """Changes when a file does, also when it is a link that is turned elsewhere, as in a Kubernetes secret."""
+    found = [os.stat(directory / name) for name in (CERTIFICATE_NAME, KEY_NAME, AUTHORITY_NAME)]  # noqa: PTH116
+    return tuple((status.st_mtime_ns, status.st_size, status.st_ino) for status in found)
+
+
+def _take(directory: Path) -> tuple[Stamp, Pems]:
+    """Read and try the files. Raises ConfigError."""
+    if not directory.is_dir():
+        raise ConfigError(f"tls_dir is {directory}, which is no directory: {WHAT_TO_DO}", key="tls_dir")
+    missing = [n for n in (CERTIFICATE_NAME, KEY_NAME, AUTHORITY_NAME) if not (directory / n).is_file()]
+    if missing:
+        raise ConfigError(f"{directory} has no {' and no '.join(missing)}: {WHAT_TO_DO}", key="tls_dir")
+    try:
+        stamp = _stamp(directory)
+        pems = Pems(*[_read(directory / name) for name in (CERTIFICATE_NAME, KEY_NAME, AUTHORITY_NAME)])
+        _try(directory)
+        if _stamp(directory) != stamp:
+            raise ConfigError(f"the files in {directory} are just being replaced: start again", key="tls_dir")
+    except ssl.SSLCertVerificationError as error:
+        _unusable(directory, error.verify_message, error)
+    except ssl.SSLError as error:
+        _unusable(directory, error.reason or str(error), error)
+    except OSError as error:
+        raise ConfigError(f"cannot read the files in {directory}: {error.strerror}", key="tls_dir") from error
+    return stamp, pems
+
+
+def _unusable(directory: Path, reason: str, error: Exception) -> NoReturn:
+    raise ConfigError(
+        f"the certificate in {directory} cannot be used: {reason}. {CERTIFICATE_NAME} must be signed by "
+        f"{AUTHORITY_NAME}, belong to {KEY_NAME} (not encrypted), be valid now, have the name DNS:{SERVER_NAME} and "
+        f"allow server and client use; {WHAT_TO_DO}",
+        key="tls_dir",
+    ) from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(FILE_BYTES_MAX)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path.name} in {path.parent}: {error.strerror}", key="tls_dir") from error
+
+
+def _try(directory: Path) -> None:
+    """A handshake of the files with themselves, in memory, by the rules that gRPC has. Raises ssl.SSLError, OSError."""
+    inward, outward = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = _context(ssl.PROTOCOL_TLS_SERVER, directory).wrap_bio(inward, outward, server_side=True)
+    client = _context(ssl.PROTOCOL_TLS_CLIENT, directory).wrap_bio(outward, inward, server_hostname=SERVER_NAME)
+    waiting = [client, server]
+    for _ in range(HANDSHAKE_TURNS_MAX):
+        for side in list(waiting):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+                waiting.remove(side)
+        if not waiting:
+            return
+    raise ssl.SSLError("the handshake does not end")
+
+
+def _context(protocol: int, directory: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # an issuing CA in ca.crt is enough for gRPC
+    # Without a password OpenSSL would ask on the terminal.
+    context.load_cert_chain(directory / CERTIFICATE_NAME, directory / KEY_NAME, password="")
+    context.load_verify_locations(directory / AUTHORITY_NAME)
+    return context

@@ -1,0 +1,322 @@
+"""Every TCP listener behind real certificates: who gets in, who does not and how that is said, and rotation while
+everything runs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvservice.cli import status
+from kvservice.client.lookup import LookupClient
+from kvservice.client.peer import PeerClient
+from kvservice.client.shard import ShardClient
+from kvservice.client.survey import Surveyor
+from kvservice.core.messages import Holder, MissReason, SealStatus
+from kvservice.errors import ConfigError, Unavailable
+from kvservice.lookup.server import LookupServer
+from kvservice.shard.server import ShardServer, ShardServerConfig
+from kvservice.testing.cluster import LocalCluster
+from kvservice.units import BootEpoch, MiB, NodeId
+from kvservice.wire import tls as wire_tls
+from kvservice.wire.tls import TlsFiles, open_blocking_channel, open_channel
+from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
+from tests.integration.certificates import AUTHORITY, STRANGER, write
+from tests.integration.engine import Engine, chain
+
+NODE = NodeId("n0")
+CALL_SECONDS = 5.0
+KEYS = chain(seed=7, count=4)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    return write(tmp_path / "tls")
+
+
+@asynccontextmanager
+async def one_lookup(directory: Path | None) -> AsyncIterator[str]:
+    server = LookupServer("127.0.0.1:0", tls_dir=str(directory or ""))
+    port = await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def one_shard(root: Path, directory: Path | None, *lookups: str) -> AsyncIterator[Holder]:
+    server = ShardServer(
+        ShardServerConfig(
+            service=f"tls{root.name[:16]}", node_id=NODE, pool_bytes=8 * MiB, slab_bytes=1 * MiB, transport="shm",
+            lookup_addresses=lookups, runtime_root=root, segment_directory=root, heartbeat_seconds=0.1,
+            tls_dir=str(directory or ""),
+        )
+    )  # fmt: skip
+    holder = await server.start()
+    try:
+        yield holder
+    finally:
+        await server.stop()
+
+
+async def resolve(address: str, files: TlsFiles | None) -> None:
+    """One call on a channel of its own. Raises grpc.aio.AioRpcError."""
+    async with open_channel(address, files) as channel:
+        stub = lookup_pb2_grpc.LookupServiceStub(channel)
+        await stub.Resolve(lookup_pb2.ResolveRequest(keys=b"".join(KEYS)), timeout=CALL_SECONDS)
+
+
+async def until(true: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+# -- who gets in ----
+
+
+async def test_a_client_with_a_certificate_reaches_everything(files: Path, tmp_path: Path) -> None:
+    tls = TlsFiles(files)
+    async with one_lookup(files) as lookup, one_shard(tmp_path, files, lookup) as holder:
+        asking, peers, surveyor = (
+            LookupClient([lookup], tls=tls),
+            PeerClient("shm", NodeId("b"), tls=tls),
+            Surveyor(tls),
+        )
+        deadline = time.monotonic() + CALL_SECONDS
+        while not await asking.members(CALL_SECONDS):  # the shard has announced itself, over TLS too
+            assert time.monotonic() < deadline
+        assert (await asking.resolve(KEYS, 0, CALL_SECONDS)).complete
+        assert (await peers.handshake(holder, CALL_SECONDS)).epoch == holder.epoch
+        located = await peers.locate(holder, KEYS, NodeId("b"), CALL_SECONDS)
+        assert located.handles == (None,) * len(KEYS)
+        assert (await peers.room(holder, CALL_SECONDS)).holder == holder
+        assert set(await surveyor.read([lookup], CALL_SECONDS) or {}) == {NODE}
+        async with open_channel(lookup, tls) as channel:
+            watch = lookup_pb2_grpc.LookupServiceStub(channel).Watch(lookup_pb2.WatchRequest(), timeout=CALL_SECONDS)
+            assert (await watch.read()).node.node_id == NODE
+        for address in (lookup, holder.peer_address):
+            async with open_channel(address, tls) as channel:
+                reply = await health_pb2_grpc.HealthStub(channel).Check(
+                    health_pb2.HealthCheckRequest(service="ready"), timeout=CALL_SECONDS
+                )
+                assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+        def stats() -> str:
+            with open_blocking_channel(holder.peer_address, tls) as channel:
+                stub = shard_pb2_grpc.AdminServiceStub(channel)
+                return str(stub.Stats(shard_pb2.StatsRequest(), timeout=CALL_SECONDS).node.node_id)
+
+        assert await asyncio.to_thread(stats) == NODE
+        for client in (asking, peers, surveyor):
+            await client.close()
+
+
+async def test_nobody_else_is_let_in(files: Path, tmp_path: Path) -> None:
+    """Neither on a lookup shard nor on a cache shard, with whatever they show."""
+    good = TlsFiles(files).current()[1]
+    expired, stranger = write(tmp_path / "e", days=-1), write(tmp_path / "s", issuer=STRANGER, trusted=STRANGER.pem)
+    read = {path: [(path / name).read_bytes() for name in ("tls.key", "tls.crt")] for path in (expired, stranger)}
+    shown = {
+        "nothing": grpc.ssl_channel_credentials(good.authority),
+        "an expired certificate": grpc.ssl_channel_credentials(good.authority, *read[expired]),
+        "a certificate of another CA": grpc.ssl_channel_credentials(good.authority, *read[stranger]),
+        "plaintext": None,
+    }
+    options = [("grpc.ssl_target_name_override", wire_tls.SERVER_NAME)]
+    async with one_lookup(files) as lookup, one_shard(tmp_path / "shard", files) as holder:
+        for address in (lookup, holder.peer_address):
+            for what, credentials in shown.items():
+                made = (
+                    grpc.aio.insecure_channel(address)
+                    if credentials is None
+                    else grpc.aio.secure_channel(address, credentials, options=options)
+                )
+                async with made as channel:
+                    with pytest.raises(grpc.aio.AioRpcError) as refused:
+                        await health_pb2_grpc.HealthStub(channel).Check(
+                            health_pb2.HealthCheckRequest(), timeout=CALL_SECONDS
+                        )
+                assert refused.value.code() is grpc.StatusCode.UNAVAILABLE, what
+            await asyncio.wait_for(refuses_bytes(address), CALL_SECONDS)
+        await resolve(lookup, TlsFiles(files))
+
+
+async def refuses_bytes(address: str) -> None:
+    """What is no TLS at all ends the connection, and nothing else."""
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    writer.write(bytes(range(256)) * 64)
+    with_nothing = await reader.read()
+    assert len(with_nothing) < 64, "an alert at most"
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("server", "client", "hint"),
+    [
+        ({}, None, "it wants TLS, with a certificate of its CA"),
+        (None, {}, "this side uses TLS and the other does not"),
+        ({}, {"issuer": STRANGER, "trusted": STRANGER.pem}, "expired or of another CA"),
+        (
+            {},
+            {"issuer": STRANGER, "trusted": STRANGER.pem + AUTHORITY.pem},
+            "it wants TLS, with a certificate of its CA",
+        ),
+    ],
+    ids=["plaintext client", "plaintext server", "another CA", "certificate of another CA"],
+)
+async def test_parts_that_do_not_fit_say_what_to_do(
+    server: dict[str, object] | None, client: dict[str, object] | None, hint: str, tmp_path: Path
+) -> None:
+    served = None if server is None else write(tmp_path / "server", **server)
+    tls = None if client is None else TlsFiles(write(tmp_path / "client", **client))
+    async with one_lookup(served) as lookup, one_shard(tmp_path / "shard", served) as holder:
+        peers = PeerClient("shm", NodeId("b"), tls=tls)
+        with pytest.raises(Unavailable, match=hint):
+            await peers.handshake(holder, CALL_SECONDS)
+        await peers.close()
+        asking = LookupClient([lookup], tls=tls)
+        answer = await asking.resolve(KEYS, 0, CALL_SECONDS)
+        assert (answer.runs, answer.complete) == ((), False), "a miss, and nothing raised"
+        assert asking.counters["lookup_failed_unavailable"] == 1
+        await asking.close()
+        row = await asyncio.to_thread(status._lookup_stats, tls, lookup)
+        assert hint in row["error"]
+
+
+async def test_a_server_with_another_name_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tls = TlsFiles(write(tmp_path / "client"))
+    monkeypatch.setattr(wire_tls, "SERVER_NAME", "another")  # of the server, and of its own trial of the files
+    async with one_shard(tmp_path / "shard", write(tmp_path / "server", name="another")) as holder:
+        monkeypatch.undo()
+        peers = PeerClient("shm", NodeId("b"), tls=tls)
+        with pytest.raises(Unavailable, match="does not have the name DNS:kvservice"):
+            await peers.handshake(holder, CALL_SECONDS)
+        await peers.close()
+
+
+# -- start ----
+
+
+async def test_half_configured_tls_starts_nothing(files: Path, tmp_path: Path) -> None:
+    (files / "ca.crt").unlink()
+    with pytest.raises(ConfigError, match=r"has no ca\.crt"):
+        await LookupServer("127.0.0.1:0", tls_dir=str(files)).start()
+    with pytest.raises(ConfigError, match=r"has no ca\.crt"):
+        async with one_shard(tmp_path / "shard", files):
+            pass
+    assert not [path for path in (tmp_path / "shard").rglob("*") if path.is_file()]
+
+
+async def test_tls_required_refuses_to_serve_others_in_plaintext(files: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tls_required is set.*0\.0\.0\.0.*KVSERVICE_TLS_DIR"):
+        await LookupServer("0.0.0.0:0", tls_required=True).start()
+    config = ShardServerConfig(
+        service="tlsrequired", node_id=NODE, pool_bytes=8 * MiB, slab_bytes=1 * MiB, transport="shm",
+        runtime_root=tmp_path, segment_directory=tmp_path, peer_host="0.0.0.0", tls_required=True,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="tls_required is set"):
+        await ShardServer(config).start()
+    server = LookupServer("127.0.0.1:0", tls_required=True)  # loopback is nobody else
+    assert await server.start()
+    await server.stop(0)
+
+
+# -- rotation ----
+
+
+async def test_open_channels_go_on_and_new_ones_use_the_new_files(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CA changes, too, in the three steps that this takes; no server restarts and no call fails."""
+    monkeypatch.setattr(wire_tls, "LOOK_SECONDS", 0.0)
+    both = AUTHORITY.pem + STRANGER.pem
+    async with one_lookup(files) as lookup:
+        tls, old = TlsFiles(files), TlsFiles(write(tmp_path / "old"))
+        asking = LookupClient([lookup], tls=tls)
+        async with open_channel(lookup, old) as kept:
+            stub = lookup_pb2_grpc.LookupServiceStub(kept)
+            seen: set[int] = set()
+            for issuer, trusted in ((AUTHORITY, both), (STRANGER, both), (STRANGER, STRANGER.pem)):
+                write(files, issuer=issuer, trusted=trusted)
+                assert (await asking.resolve(KEYS, 0, CALL_SECONDS)).complete
+                await stub.Resolve(lookup_pb2.ResolveRequest(keys=b"".join(KEYS)), timeout=CALL_SECONDS)
+                seen.add(tls.current()[0])
+            assert len(seen) == 3
+        await asking.close()
+        with pytest.raises(grpc.aio.AioRpcError):  # the first CA is trusted no longer, for new connections
+            await resolve(lookup, old)
+        await resolve(lookup, tls)
+
+
+async def test_a_broken_rotation_breaks_nothing(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_tls, "LOOK_SECONDS", 0.0)
+    async with one_lookup(files) as lookup:
+        tls = TlsFiles(files)
+        (files / "tls.key").write_text("")
+        await resolve(lookup, tls)
+        (files / "tls.crt").unlink()
+        await resolve(lookup, tls)
+        write(files)
+        await resolve(lookup, tls)
+
+
+# -- a service ----
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    directory = write(tmp_path_factory.mktemp("service") / "tls")
+    with LocalCluster(nodes=2, lookups=1, transport="shm", tls_dir=str(directory)) as running:
+        yield running
+
+
+async def test_nodes_read_each_others_blocks_over_tls(cluster: LocalCluster) -> None:
+    a, b = [await Engine.attach(ShardClient(cluster.socket(node))) for node in ("n0", "n1")]
+    keys = chain(seed=1, count=20)
+    assert await a.store(keys) == [SealStatus.SEALED] * 20
+    await asyncio.to_thread(cluster.wait_until_known, keys)
+    result = await b.read_all(keys)
+    assert (len(result.blocks), result.fetched_count, result.miss) == (20, 20, MissReason.NONE)
+    with grpc.insecure_channel(cluster.record("n1").peer_address) as channel, pytest.raises(grpc.RpcError):
+        shard_pb2_grpc.AdminServiceStub(channel).Stats(shard_pb2.StatsRequest(), timeout=CALL_SECONDS)
+    for engine in (a, b):
+        await engine.pool.close()
+        engine.let_go()
+
+
+def test_the_command_line_beside_a_service_finds_its_files(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(cluster.root))
+    monkeypatch.delenv("KVSERVICE_TLS_DIR", raising=False)
+    state = status.collect(cluster.service)
+    assert state is not None and state["problems"] == [] and len(state["nodes"]) == 2
+
+
+def test_renewed_files_reach_running_processes(cluster: LocalCluster) -> None:
+    """Certificates of another CA alone: whoever still answers has taken the new files by itself."""
+    directory = Path(cluster.record("n0").tls_dir)
+    pids = [cluster.pid(name) for name in ("n0", "n1", "lookup0")]
+    write(directory, issuer=STRANGER, trusted=STRANGER.pem)
+    time.sleep(wire_tls.LOOK_SECONDS + 0.1)
+    found = TlsFiles(directory)
+    for address in (*cluster.lookup_addresses, cluster.record("n0").peer_address, cluster.record("n1").peer_address):
+        with open_blocking_channel(address, found) as channel:
+            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=CALL_SECONDS)
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+    cluster.kill("lookup0")  # the shards must connect anew, and announce themselves
+    cluster.start_lookup(0)
+    keys = chain(seed=1, count=20)
+    cluster._tls = found
+    cluster.wait_until_known(keys)
+    assert [cluster.pid(name) for name in ("n0", "n1")] == pids[:2]
+    assert BootEpoch(cluster.record("n0").epoch)

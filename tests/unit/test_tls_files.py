@@ -1,0 +1,249 @@
+"""TLS files: what is taken, what is refused and how it is said, and what a change of the files does."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvservice.cli import certs, doctor
+from kvservice.client.channels import Channels
+from kvservice.config import load_config, tls_of_environment
+from kvservice.errors import ConfigError, KVServiceError
+from kvservice.wire.status import connect_hint, error_from_rpc
+from kvservice.wire.tls import TlsFiles, is_loopback, listen, open_tls
+from tests.integration.certificates import AUTHORITY, STRANGER, write
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    return write(tmp_path / "tls")
+
+
+# -- what is taken ----
+
+
+def test_files_that_fit_each_other_are_taken(files: Path) -> None:
+    version, pems = TlsFiles(files).current()
+    assert (version, pems.authority) == (1, AUTHORITY.pem)
+    assert b"PRIVATE KEY" in pems.key
+    assert "PRIVATE KEY" not in repr(pems), "a log line must not give the key away"
+
+
+def test_no_directory_means_plaintext() -> None:
+    assert open_tls("") is None and open_tls(None) is None
+
+
+@pytest.mark.parametrize("name", ["tls.crt", "tls.key", "ca.crt"])
+def test_a_missing_file_is_named(files: Path, name: str) -> None:
+    (files / name).unlink()
+    with pytest.raises(ConfigError, match=f"has no {name}: make one with `kvservice certs"):
+        TlsFiles(files)
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="absent, which is no directory"):
+        TlsFiles(tmp_path / "absent")
+
+
+def test_a_file_that_cannot_be_read_is_named(files: Path) -> None:
+    (files / "tls.key").unlink()
+    (files / "tls.key").symlink_to("/proc/self/mem")  # opens, and fails to be read; also for root
+    with pytest.raises(ConfigError, match=r"cannot read tls\.key"):
+        TlsFiles(files)
+
+
+def test_a_certificate_that_cannot_work_is_refused_with_the_reason(tmp_path: Path) -> None:
+    wrong = {
+        "certificate has expired": write(tmp_path / "expired", days=-1),
+        "unable to get local issuer certificate": write(tmp_path / "stranger", issuer=STRANGER),
+        "certificate is not valid for 'kvservice'": write(tmp_path / "name", name="another"),
+    }
+    for reason, directory in wrong.items():
+        with pytest.raises(ConfigError, match=reason):
+            TlsFiles(directory)
+
+
+def test_a_key_of_another_certificate_is_refused(files: Path, tmp_path: Path) -> None:
+    other = write(tmp_path / "other")
+    (files / "tls.key").write_bytes((other / "tls.key").read_bytes())
+    with pytest.raises(ConfigError, match="KEY_VALUES_MISMATCH"):
+        TlsFiles(files)
+
+
+def test_nonsense_is_refused(files: Path) -> None:
+    for name in ("ca.crt", "tls.crt", "tls.key"):
+        (files / name).write_text("nonsense")
+        with pytest.raises(ConfigError, match="cannot be used"):
+            TlsFiles(files)
+
+
+# -- change ----
+
+
+def test_changed_files_are_taken_once_a_second_at_most(files: Path) -> None:
+    clock = Clock()
+    found = TlsFiles(files, clock)
+    _, before = found.current()
+    write(files)
+    assert found.current() == (1, before), "not looked at yet"
+    clock.now += 1.1
+    version, after = found.current()
+    assert version == 2 and after.certificate != before.certificate
+
+
+def test_half_replaced_files_leave_the_old_ones_in_place(files: Path, tmp_path: Path) -> None:
+    clock = Clock()
+    found = TlsFiles(files, clock)
+    before = found.current()
+    new = write(tmp_path / "new")
+    (files / "tls.crt").write_bytes((new / "tls.crt").read_bytes())
+    for _ in range(3):
+        clock.now += 1.1
+        assert found.current() == before
+    (files / "tls.key").write_bytes((new / "tls.key").read_bytes())
+    clock.now += 1.1
+    assert found.current()[0] == 2, "whole again: taken"
+
+
+def test_files_that_vanish_leave_the_old_ones_in_place(files: Path) -> None:
+    clock = Clock()
+    found = TlsFiles(files, clock)
+    before = found.current()
+    (files / "ca.crt").unlink()
+    clock.now += 1.1
+    assert found.current() == before
+
+
+def test_a_link_that_is_turned_is_a_change(tmp_path: Path) -> None:
+    """As the kubelet does it: the names stay links into `..data`, which is replaced as a whole."""
+    write(tmp_path / "one"), write(tmp_path / "two")
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    (mounted / "..data").symlink_to(tmp_path / "one")
+    for name in ("tls.crt", "tls.key", "ca.crt"):
+        (mounted / name).symlink_to(f"..data/{name}")
+    clock = Clock()
+    found = TlsFiles(mounted, clock)
+    (mounted / "..new").symlink_to(tmp_path / "two")
+    (mounted / "..new").rename(mounted / "..data")
+    clock.now += 1.1
+    version, pems = found.current()
+    assert version == 2 and pems.certificate == (tmp_path / "two" / "tls.crt").read_bytes()
+
+
+async def test_a_channel_is_replaced_at_its_next_use_after_a_change(files: Path) -> None:
+    clock = Clock()
+    channels = Channels(TlsFiles(files, clock))
+    first = channels.get("127.0.0.1:1")
+    assert channels.get("127.0.0.1:1") is first
+    write(files)
+    clock.now += 1.1
+    second = channels.get("127.0.0.1:1")
+    assert second is not first and channels.get("127.0.0.1:1") is second
+    await channels.close()
+
+
+# -- listening ----
+
+
+@pytest.mark.parametrize(
+    ("address", "loopback"),
+    [
+        ("127.0.0.1:1", True), ("127.8.8.8:1", True), ("[::1]:1", True), ("localhost:1", True), ("0.0.0.0:1", False),
+        ("[::]:1", False), ("10.0.0.1:1", False), ("node.example:1", False), ("localhost.example:1", False),
+        (":1", False),
+    ],
+)  # fmt: skip
+def test_only_addresses_of_this_machine_are_loopback(address: str, loopback: bool) -> None:
+    assert is_loopback(address) is loopback
+
+
+async def test_plaintext_beyond_loopback_is_said_or_refused(files: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server = grpc.aio.server()
+    with pytest.raises(ConfigError, match=r"KVSERVICE_TLS_DIR.*kvservice certs DIR.*or bind 127\.0\.0\.1"):
+        listen(server, "0.0.0.0:0", None, required=True)
+    assert not caplog.records
+    assert listen(server, "127.0.0.1:0", None, required=True)
+    assert listen(server, "0.0.0.0:0", TlsFiles(files), required=True)
+    assert not caplog.records, "loopback and TLS need no word"
+    assert listen(server, "0.0.0.0:0", None, required=False)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "KVSERVICE_TLS_DIR" in caplog.text
+    await server.stop(0)
+
+
+# -- settings ----
+
+
+def test_tls_is_set_like_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(environment={"KVSERVICE_TLS_DIR": "/a", "KVSERVICE_TLS_REQUIRED": "1"})
+    assert (config.tls_dir, config.tls_required) == ("/a", True)
+    assert load_config(environment={}, tls_required=False).tls_required is False
+    monkeypatch.setenv("KVSERVICE_TLS_DIR", "/b")
+    monkeypatch.setenv("KVSERVICE_TLS_REQUIRED", "no")
+    monkeypatch.setenv("KVSERVICE_NONSENSE", "1")
+    assert tls_of_environment() == ("/b", False)
+
+
+@pytest.mark.parametrize("wrong", [{"tls_dir": "relative"}, {"tls_required": "maybe"}, {"tls_required": 2}])
+def test_a_wrong_tls_setting_is_named(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        load_config(environment={}, **wrong)
+
+
+# -- certificates ----
+
+
+def test_certs_are_the_services_own_and_their_keys_are_private(tmp_path: Path) -> None:
+    directory = tmp_path / "made"
+    words = certs.run(directory, 30, renew=False)
+    assert f"KVSERVICE_TLS_DIR={directory}" in words and "not ca.key" in words
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()}
+    assert modes == {"ca.crt": 0o644, "ca.key": 0o600, "tls.crt": 0o644, "tls.key": 0o600}
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    before = (directory / "tls.crt").read_bytes(), (directory / "ca.crt").read_bytes()
+    with pytest.raises(ConfigError, match="--renew"):
+        certs.run(directory, 30, renew=False)
+    assert ((directory / "tls.crt").read_bytes(), (directory / "ca.crt").read_bytes()) == before
+    certs.run(directory, 30, renew=True)
+    assert (directory / "tls.crt").read_bytes() != before[0] and (directory / "ca.crt").read_bytes() == before[1]
+    TlsFiles(directory)
+
+
+def test_renewing_without_the_cas_key_is_refused(files: Path) -> None:
+    with pytest.raises(ConfigError, match="no CA to renew with"):
+        certs.run(files, 30, renew=True)
+
+
+def test_doctor_tries_the_files_and_says_where_there_are_none(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(tmp_path))
+    found = []
+    for directory in ("", str(files), str(tmp_path / "absent")):
+        monkeypatch.setenv("KVSERVICE_TLS_DIR", directory)
+        found += [(check.status, check.advice) for check in doctor.guarded(doctor.tls)]
+    assert [status for status, _ in found] == [doctor.ABSENT, doctor.OK, doctor.PROBLEM]
+    assert "docs/security.md" in found[0][1] and "KVSERVICE_TLS_DIR" in found[2][1]
+
+
+# -- errors ----
+
+
+def test_other_failures_of_a_connection_have_no_word_about_tls() -> None:
+    refused = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused"
+    assert connect_hint(refused) == "" and connect_hint("") == ""
+    metadata = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata, refused)
+    found: KVServiceError = error_from_rpc(error, "locate at node b")
+    assert found.message == f"locate at node b: {refused}"
