@@ -100,6 +100,8 @@ def _shard_record(fields: Mapping[str, object]) -> ShardRecord | None:
         return None
     if not _are(str, fields, *texts) or not _are(int, fields, "pid", "epoch"):
         return None
+    if not isinstance(fields.get("tls_dir", ""), str):
+        return None
     try:
         return ShardRecord(**{**fields, "lookup_addresses": tuple(addresses)})  # type: ignore[arg-type]
     except TypeError:  # other fields: of another version

@@ -86,7 +86,11 @@ class TlsFiles:
             told = version
             return _served(pems)
 
-        return grpc.dynamic_ssl_server_credentials(_served(pems), fetch, require_client_authentication=True)
+        return grpc.dynamic_ssl_server_credentials(
+            _served(pems),
+            fetch,  # type: ignore[arg-type]  # None for "no change" is gRPC's own, its stubs do not know
+            require_client_authentication=True,
+        )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """For a new channel; it keeps these files for as long as it lives."""
