@@ -30,7 +30,7 @@ from tests.integration.loader import Loader
 from tests.integration.slot_writer import GEOMETRY, KEYS, LAYOUT
 
 READS = int(os.environ.get("KVSERVICE_TORN_READS", "100000"))
-SECONDS_MAX = 12.0 if "KVSERVICE_TORN_READS" not in os.environ else 3600.0
+SECONDS_MAX = 10.0 if "KVSERVICE_TORN_READS" not in os.environ else 3600.0
 READS_MIN = 2_000  # in that time, however busy the machine is
 LOADS = 16  # of one step
 EDGE = 64  # bytes; a read is called torn when one end is of the right block and the whole is not
