@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import grpc
 
@@ -86,11 +86,8 @@ class TlsFiles:
             told = version
             return _served(pems)
 
-        return grpc.dynamic_ssl_server_credentials(
-            _served(pems),
-            fetch,  # type: ignore[arg-type]  # None for "no change" is gRPC's own, its stubs do not know
-            require_client_authentication=True,
-        )
+        fetcher = cast("Callable[[], grpc.ServerCertificateConfiguration]", fetch)  # the stubs forget its None
+        return grpc.dynamic_ssl_server_credentials(_served(pems), fetcher, require_client_authentication=True)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """For a new channel; it keeps these files for as long as it lives."""
