@@ -1,9 +1,8 @@
-"""`python -m tests.lanes [pytest's options]`: the whole suite, in lanes that run one after the other and side by side.
+"""`python -m tests.lanes [pytest's options]`: the whole suite, in lanes that run one after the other or side by side.
 
-About half of the time is waiting, for a lease to end, for Ray to restart an actor, for an engine of one thread. So two
-rows of lanes run at once: the tests that need neither Ray nor an engine and then those with engines; beside them those
-with Ray and then the simulator, which takes what processor time the others leave. The second row's output is shown when
-all have ended. What is left behind is looked for once, at the end of all.
+About half of the time of the tests without an engine is waiting, for a lease to end, for Ray to restart an actor: so
+those with and without Ray run together. Engines and the simulator compute all the time, and what computes beside an
+engine starves its heartbeats: they run alone. What is left behind is looked for once, at the end of all.
 """
 
 from __future__ import annotations
@@ -12,12 +11,9 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -29,57 +25,29 @@ FAST = "not ray and not vllm and not netns and not sim"
 RAY = "(ray or netns) and not vllm and not sim"
 ENGINES = "vllm and not sim"
 SIMULATOR = "sim"
-LANES = (FAST, ENGINES, RAY, SIMULATOR)
+LANES = (FAST, RAY, ENGINES, SIMULATOR)
 NOTHING_SELECTED = pytest.ExitCode.NO_TESTS_COLLECTED  # e.g. by -k
-
-
-class Row:
-    """Lanes one after the other. Ctrl-C reaches each pytest itself; the lanes after it are then left out."""
-
-    def __init__(self, lanes: Sequence[str], options: list[str], environment: dict[str, str]) -> None:
-        self.codes: dict[str, int] = {}
-        self._lanes = lanes
-        self._options = options
-        self._environment = environment
-        self._ended = threading.Event()
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def run(self, output: IO[bytes] | None = None) -> None:
-        for lane in self._lanes:
-            if self._ended.is_set():
-                return
-            command = [sys.executable, "-m", "pytest", "-m", lane, *self._options, "tests"]
-            self._process = subprocess.Popen(command, env=self._environment, cwd=ROOT, stdout=output, stderr=output)
-            self.codes[lane] = self._process.wait()
-            if self.codes[lane] == pytest.ExitCode.INTERRUPTED:
-                return
-
-    def end(self) -> None:
-        self._ended.set()
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
 
 
 def main(options: list[str]) -> int:
     before = segments()
     environment = {**os.environ, SESSION_VARIABLE: uuid.uuid4().hex}
     started = time.monotonic()
-    shown, beside = Row((FAST, ENGINES), options, environment), Row((RAY, SIMULATOR), options, environment)
+    codes: dict[str, int] = {}
     with tempfile.TemporaryFile() as output:
-        thread = threading.Thread(target=beside.run, args=(output,))
-        thread.start()
+        beside = subprocess.Popen(_command(RAY, options), env=environment, cwd=ROOT, stdout=output, stderr=output)
         try:
-            shown.run()
-            thread.join()
+            codes[FAST] = subprocess.call(_command(FAST, options), env=environment, cwd=ROOT)
+            codes[RAY] = beside.wait()
         finally:
-            for row in (shown, beside):
-                row.end()
-            thread.join()
-            output.seek(0)
-            sys.stdout.flush()
-            sys.stdout.buffer.write(output.read())
-            sys.stdout.flush()
-    codes = {**shown.codes, **beside.codes}
+            beside.terminate()
+        output.seek(0)
+        sys.stdout.flush()
+        sys.stdout.buffer.write(output.read())
+        sys.stdout.flush()
+    for lane in (ENGINES, SIMULATOR):
+        if pytest.ExitCode.INTERRUPTED not in codes.values():  # Ctrl-C reaches each pytest by itself
+            codes[lane] = subprocess.call(_command(lane, options), env=environment, cwd=ROOT)
     left = left_behind(before, environment[SESSION_VARIABLE])
     if left:
         print("the tests left behind:\n  " + "\n  ".join(left))
@@ -89,6 +57,10 @@ def main(options: list[str]) -> int:
         print(f"{'left out' if code is None else 'passed' if code in good else f'FAILED ({code})'}: {lane}")
     print(f"took {time.monotonic() - started:.0f} s")
     return 1 if left or any(codes.get(lane) not in good for lane in LANES) else 0
+
+
+def _command(lane: str, options: list[str]) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-m", lane, *options, "tests"]
 
 
 if __name__ == "__main__":
