@@ -64,7 +64,7 @@ test-fast: $(INSTALLED) ## The tests that need neither Ray nor vLLM
 	$(BIN)/python -m pytest -m "$(FAST)" tests
 
 test: $(INSTALLED) $(MODEL) ## The whole suite, in lanes side by side
-	$(BIN)/python -m tests.lanes
+	$(BIN)/python -m tests.lanes $(PYTEST)
 
 sim: $(INSTALLED) ## The simulator: thousands of schedules of faults, and the planted bugs that it must find
 	$(BIN)/python -m pytest -m sim tests/sim
