@@ -54,8 +54,10 @@ class CacheShard:
 
     async def _end_when_left(self) -> None:
         await self._server.left.wait()
-        await self._server.stop(leaving=True)
-        self._left = True
+        try:
+            await self._server.stop(leaving=True)
+        finally:  # the supervisor ends the process then, whatever could not be closed
+            self._left = True
 
     def set_lookup_addresses(self, addresses: list[str]) -> None:
         async def apply() -> None:

@@ -51,7 +51,7 @@ class _Part:
     running: bool = False
     silent_rounds: int = 0  # without an answer, in a row
     dead: bool = False  # Ray gave it up: place it anew
-    leaving: bool = False  # Ray takes its node away: the shard has been told
+    leaving: int | None = None  # the epoch of a shard that was told that Ray takes its node away
     told: tuple[object, ...] = ()  # (epoch, lookup addresses) a shard was last told
 
     def row(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Supervisor:
         lookups = [part.row() for _, part in sorted(dict(self._lookups).items()) if part.facts]
         shards = [part.row() for part in list(self._shards.values()) if part.facts]
         running = {row["ray_node"] for row in shards if row["running"]}
-        going = self._left | {node for node, part in dict(self._shards).items() if part.leaving}
+        going = self._left | {node for node, part in dict(self._shards).items() if part.leaving is not None}
         return {
             "service": self._config.service,
             "complete": sum(row["running"] for row in lookups) == self._config.lookup_shards
@@ -189,10 +189,10 @@ class Supervisor:
                 ray.kill(part.handle, no_restart=True)
                 self._problems.pop(part.what, None)
                 del self._shards[ray_node]
-            elif ray_node in draining and not part.leaving and part.running:
+            elif ray_node in draining and part.running and part.leaving != part.facts["epoch"]:
                 log.info("%s leaves: Ray takes its node away in %.0f s", part.what, draining[ray_node])
-                part.handle.leave.remote(draining[ray_node])
-                part.leaving = True
+                ray.get(part.handle.leave.remote(draining[ray_node]), timeout=CALL_SECONDS)
+                part.leaving = part.facts["epoch"]
 
     def _keep_gpu_workers(self, nodes: dict[str, str]) -> None:
         if self._config.gpu_workers == "off":

@@ -99,6 +99,8 @@ class Worker:
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
+        if number == signal.SIGSTOP:  # a thread that runs on another core goes on until it is told
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def end(self) -> int:
         with contextlib.suppress(ProcessLookupError):
