@@ -19,10 +19,14 @@ PROTOS := $(wildcard protos/kvservice/wire/v1/*.proto)
 HELM_VENV := .venv-helm
 HELM_INSTALLED := $(HELM_VENV)/.installed
 
+AUDIT_VENV := .venv-audit
+AUDIT_INSTALLED := $(AUDIT_VENV)/.installed
+LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/helm.txt
+
 BENCHMARKS := $(filter-out __init__ report,$(basename $(notdir $(wildcard benchmarks/*.py))))
 FAST := not ray and not vllm and not netns and not helm and not sim
 
-.PHONY: help install model lock protos check format test-fast test sim demo demo-pd demo-serve bench helm chart-readme wheel clean distclean
+.PHONY: help install model lock protos check lint format test-fast test sim demo demo-pd demo-serve bench helm chart-readme audit wheel release clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -50,11 +54,21 @@ $(PROTO_INSTALLED): requirements/protos.txt
 	$(PROTO_VENV)/bin/pip install --quiet -r $<
 	touch $@
 
-check: $(INSTALLED) ## Formatting, lint, types (strict) and the layering tests
+check: lint audit ## Formatting, lint, types (strict), the layering tests, and the audit of what is locked
+
+lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/tidy
+
+audit: $(AUDIT_INSTALLED) ## Locked packages: pinned, hashed, above their floors, and asked about at an advisory service
+	$(AUDIT_VENV)/bin/python scripts/audit.py $(LOCKED)
+
+$(AUDIT_INSTALLED): requirements/audit.txt
+	scripts/new-venv.sh "$(PYTHON)" "$(AUDIT_VENV)"
+	$(AUDIT_VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --require-hashes -r $<
+	touch $@
 
 format: $(INSTALLED) ## Format the code and fix what the linter can fix
 	$(BIN)/ruff check --fix .
@@ -96,6 +110,15 @@ chart-readme: $(INSTALLED) ## Write helm/kvservice/README.md from values.yaml
 wheel: $(INSTALLED) ## Build the wheel into dist/
 	rm -rf build dist
 	$(BIN)/python -m build --wheel --no-isolation
+
+release: wheel $(AUDIT_INSTALLED) ## The wheel with its list of parts (CycloneDX), after an audit that had an answer
+	$(AUDIT_VENV)/bin/python scripts/audit.py --strict $(LOCKED)
+	$(MAKE) dist/kvservice-cpu.cdx.json dist/kvservice-cuda.cdx.json
+
+dist/kvservice-%.cdx.json: requirements/%-py311.lock $(AUDIT_INSTALLED) pyproject.toml
+	mkdir -p dist
+	$(AUDIT_VENV)/bin/cyclonedx-py requirements --pyproject pyproject.toml --mc-type library --output-reproducible \
+	  --output-format JSON --output-file $@ $<
 
 clean: ## Remove what building and testing made
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output
