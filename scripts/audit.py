@@ -1,8 +1,8 @@
-"""audit.py [--strict] FILE...: are the locked packages pinned, hashed, above their floors, and without known advisories?
+"""audit.py [--strict] FILE...: are the locked packages pinned, hashed, above their floors, without known advisories?
 
-The first three are answered here, from the files alone. The last one is asked by pip-audit of PyPI's advisory service, or of
-OSV: an answer that knows almost none of the packages, as a mirror gives it, is not taken for "no advisory". Without an answer
-the audit says so and passes, or fails with --strict, which is for releases.
+The first three are answered here, from the files alone. The last one is asked by pip-audit of PyPI's advisory service,
+or of OSV: an answer that knows almost none of the packages, as a mirror gives it, is not taken for "no advisory".
+Without an answer the audit says so and passes, or fails with --strict, which is for releases.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import re
 import subprocess
 import sys
 import tempfile
-import tomllib
 from pathlib import Path
 from typing import Any
 
+import tomllib
 from packaging.version import Version
 
 FLOORS = Path(__file__).parent.parent / "requirements/floors.toml"
@@ -62,7 +62,7 @@ def advisories(answer: dict[str, Any]) -> list[str]:
     if len(known) < KNOWN_SHARE_MIN * len(rows):
         raise NoAnswer(f"the service knows {len(known)} of {len(rows)} packages")
     return [
-        f"{row['name']} {row['version']}: {found['id']}, fixed in {', '.join(found['fix_versions']) or 'no version yet'}"
+        f"{row['name']} {row['version']}: {found['id']}, fixed in {', '.join(found['fix_versions']) or 'none yet'}"
         for row in known
         for found in row["vulns"]
     ]

@@ -1,32 +1,83 @@
-"""`python -m tests.netns.blocks store|read SOCKET SEED COUNT`: a small engine on the host this runs on.
+"""`python -m tests.netns.blocks SOCKET`: a small engine on the host this runs on, asked by JSON lines on its input.
 
-Prints one JSON line: how many blocks were sealed, or promised (each byte checked) and fetched from elsewhere.
+{"verb": "store", "seed": 1, "count": 20} is answered with how many blocks were sealed; "read" with how many were
+promised (each byte checked), how many of them came from elsewhere, why no more, and how long it took; "books" with what
+is taken in its shard.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
+import time
+from types import TracebackType
+from typing import Any
+
+import grpc
 
 from kvservice.client.shard import ShardClient
 from kvservice.core.messages import SealStatus
+from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 from tests.integration.engine import Engine, chain
+from tests.netns.hosts import Host
 
 
-async def work(verb: str, socket: str, seed: int, count: int) -> dict[str, int]:
+async def work(engine: Engine, verb: str, seed: int, count: int, timeout: float = 5.0) -> dict[str, Any]:
+    keys = chain(seed, count)
+    if verb == "store":
+        return {"sealed": (await engine.store(keys)).count(SealStatus.SEALED)}
+    started = time.monotonic()
+    result = await engine.read_all(keys, timeout=timeout)
+    answer = {"promised": len(result.blocks), "fetched": result.fetched_count, "miss": result.miss.value}
+    return {**answer, "seconds": time.monotonic() - started}
+
+
+async def books(socket: str) -> dict[str, Any]:
+    async with grpc.aio.insecure_channel(f"unix:{socket}") as channel:
+        request = shard_pb2.AccountingRequest()
+        reply: shard_pb2.AccountingReply = await shard_pb2_grpc.AdminServiceStub(channel).Accounting(request, timeout=5)
+    return {"balanced": reply.balanced, "leases": reply.leases, "slots": dict(reply.slots)}
+
+
+async def serve(socket: str) -> None:
     client = ShardClient(socket)
     engine = await Engine.attach(client)
-    keys = chain(seed, count)
     try:
-        if verb == "store":
-            return {"sealed": (await engine.store(keys)).count(SealStatus.SEALED)}
-        result = await engine.read_all(keys)
-        return {"promised": len(result.blocks), "fetched": result.fetched_count}
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            order = json.loads(line)
+            answer = await books(socket) if order["verb"] == "books" else await work(engine, **order)
+            print(json.dumps(answer), flush=True)
     finally:
         engine.let_go()
         await client.close()
 
 
+class RemoteEngine:
+    """Such an engine on another host, from here."""
+
+    def __init__(self, host: Host, socket: str) -> None:
+        command = [*host.prefix, sys.executable, "-m", "tests.netns.blocks", socket]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> RemoteEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.communicate(timeout=20)
+
+    def ask(self, verb: str, **order: float) -> dict[str, Any]:
+        """Blocks until it answers. An engine that ended by an exception is an error here, with its last words above."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"verb": verb, **order}) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline() or "{}")
+        assert answer, f"the engine ended: {self._process.wait(10)}"
+        return answer
+
+
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(work(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))))
+    asyncio.run(serve(sys.argv[1]))

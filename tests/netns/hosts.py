@@ -110,6 +110,11 @@ class Hosts:
         _ip("link", "del", self._bridge, check=False)
 
 
+def link(device: str, state: str) -> None:
+    """Set a device of the outer namespace `up` or `down`, as a cable that is pulled."""
+    _ip("link", "set", device, state)
+
+
 def _ip(*words: str, check: bool = True) -> str:
     done = subprocess.run(["ip", *words], capture_output=True, text=True)
     assert not check or done.returncode == 0, f"ip {' '.join(words)}: {done.stderr.strip()}"

@@ -20,6 +20,7 @@ import pytest
 
 from kvservice.transfer.nixl import nixl_available
 from tests.integration.engine import LAYOUT
+from tests.netns.blocks import RemoteEngine
 from tests.netns.hosts import RUNTIME_ROOT, Host, Hosts, wait_for, why_not
 
 REASON = why_not() or (None if nixl_available() else "NIXL is not installed")
@@ -83,12 +84,10 @@ class Site:
         found: dict[str, Any] = json.loads(done.stdout)
         return found
 
-    def blocks(self, verb: str, seed: int) -> dict[str, int]:
+    def blocks(self, verb: str, seed: int) -> dict[str, Any]:
         (socket,) = self.host.output(["find", str(RUNTIME / SERVICE), "-name", "shard.sock"]).split()
-        done = self.run("tests.netns.blocks", verb, socket, str(seed), str(COUNT))
-        assert done.returncode == 0, done.stderr
-        found: dict[str, int] = json.loads(done.stdout)
-        return found
+        with RemoteEngine(self.host, socket) as engine:
+            return engine.ask(verb, seed=seed, count=COUNT)
 
     def received_bytes(self) -> int:
         return int(self.host.output(["cat", f"/sys/class/net/{self.host.device}/statistics/rx_bytes"]))
@@ -136,7 +135,8 @@ def test_service_of_two_hosts_lives_through_the_loss_of_one_and_ends_clean(sites
     assert head.blocks("store", seed=1) == {"sealed": COUNT}
     settled(other.status, lambda now: sum(row["key_count"] for row in now["lookups"]) >= COUNT)
     before = other.received_bytes()
-    assert other.blocks("read", seed=1) == {"promised": COUNT, "fetched": COUNT}
+    read = other.blocks("read", seed=1)
+    assert (read["promised"], read["fetched"]) == (COUNT, COUNT)
     assert other.received_bytes() - before >= COUNT * LAYOUT.payload_bytes, "the blocks did not cross the wire"
 
     other.cut_power()
@@ -150,7 +150,8 @@ def test_service_of_two_hosts_lives_through_the_loss_of_one_and_ends_clean(sites
         ),
     )
     assert hosts_of(state["nodes"], "peer_address") == alone
-    assert head.blocks("read", seed=1) == {"promised": COUNT, "fetched": 0}
+    read = head.blocks("read", seed=1)
+    assert (read["promised"], read["fetched"]) == (COUNT, 0)
 
     down = head.kvservice("down", "--address", head.ray, "--service", SERVICE)
     assert down.returncode == 0, down.stderr

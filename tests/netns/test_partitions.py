@@ -1,0 +1,187 @@
+"""Cut, lossy and slow networks between two hosts: a read ends in time as a miss, what is here is served, and once the
+network is back everything is found again and nothing is left taken. Every promised byte is compared.
+
+The kernel of a test machine may lack netem: routes that drop, a link that goes down and a rate limit are everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from kvservice.transfer.nixl import nixl_available
+from tests.netns.blocks import RemoteEngine
+from tests.netns.hosts import Host, Hosts, link, why_not
+from tests.netns.service import running, socket_on
+
+REASON = why_not() or (None if nixl_available() else "NIXL is not installed")
+pytestmark = [
+    pytest.mark.netns,
+    pytest.mark.nixl,
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+]
+
+COUNT = 20  # 1.25 MiB
+READ_SECONDS = 1.0
+GRACE_SECONDS = 1.0  # of a machine that also runs other tests
+KNOWN_SECONDS = 1.0  # what was sealed is in the directory by then; if not, the read is a miss for another reason
+FLAP_SECONDS = 1.0
+HEALED_SECONDS = 30.0
+STORED = {"sealed": COUNT}
+_seeds = itertools.count(1)
+
+
+@dataclass
+class Pair:
+    """Two hosts with an engine each."""
+
+    hosts: tuple[Host, Host]
+    engines: tuple[RemoteEngine, RemoteEngine]
+
+    def store(self, side: int) -> int:
+        seed = next(_seeds)
+        assert self.engines[side].ask("store", seed=seed, count=COUNT) == STORED
+        return seed
+
+    def read(self, side: int, seed: int) -> tuple[int, int]:
+        """(promised, fetched), in time."""
+        answer = self.engines[side].ask("read", seed=seed, count=COUNT, timeout=READ_SECONDS)
+        assert answer["seconds"] < READ_SECONDS + GRACE_SECONDS, answer
+        assert (answer["miss"] == "none") == (answer["promised"] == COUNT), "a miss has a reason"
+        return answer["promised"], answer["fetched"]
+
+    def heals(self, *wanted: tuple[int, int]) -> None:
+        """Each (side, seed) is read whole from the other host, and no slot or lease stays taken anywhere."""
+        for side, seed in wanted:
+            eventually(lambda side=side, seed=seed: self.read(side, seed)[0] == COUNT, "the healed network to be used")
+        for engine in self.engines:
+            eventually(lambda engine=engine: settled(engine.ask("books")), "leases and slots to be given back")
+
+
+def settled(books: dict[str, object]) -> bool:
+    slots = books["slots"]
+    assert books["balanced"] and isinstance(slots, dict)
+    return books["leases"] == 0 and slots.get("quarantined", 0) == slots.get("leased", 0) == 0
+
+
+def eventually(read: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + HEALED_SECONDS
+    while not read():
+        assert time.monotonic() < deadline, f"{what}: not within {HEALED_SECONDS} s"
+        time.sleep(0.3)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    logs = tmp_path_factory.mktemp("partitions")
+    with (
+        Hosts() as hosts,
+        running(hosts, logs, "--pool", "64MiB", "--lease-seconds", "2"),
+        RemoteEngine(hosts[0], socket_on(0)) as a,
+        RemoteEngine(hosts[1], socket_on(1)) as b,
+    ):
+        yield Pair(hosts, (a, b))
+
+
+@contextlib.contextmanager
+def no_way(host: Host, to: Host) -> Iterator[None]:
+    """Nothing that `host` sends reaches `to`."""
+    host.output(["ip", "route", "add", "blackhole", f"{to.address}/32"])
+    try:
+        yield
+    finally:
+        host.output(["ip", "route", "del", "blackhole", f"{to.address}/32"])
+
+
+@contextlib.contextmanager
+def link_down(host: Host) -> Iterator[None]:
+    link(host.outer, "down")
+    try:
+        yield
+    finally:
+        link(host.outer, "up")
+
+
+@contextlib.contextmanager
+def both_ways(a: Host, b: Host) -> Iterator[None]:
+    with no_way(a, b), no_way(b, a):
+        yield
+
+
+CUTS: dict[str, Callable[[Host, Host], contextlib.AbstractContextManager[None]]] = {
+    "both ways": both_ways,
+    "requests arrive and answers are lost": lambda holder, reader: no_way(holder, reader),
+    "requests are lost": lambda holder, reader: no_way(reader, holder),
+    "the cable is out": lambda holder, reader: link_down(holder),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_cut_network_costs_the_deadline_and_is_found_healed(
+    pair: Pair, cut: Callable[[Host, Host], contextlib.AbstractContextManager[None]]
+) -> None:
+    first = pair.store(0)
+    time.sleep(KNOWN_SECONDS)
+    with cut(*pair.hosts):
+        assert pair.read(1, first) == (0, 0)
+        assert pair.read(0, first) == (COUNT, 0), "what is here needs no network"
+        second = pair.store(1)
+        assert pair.read(1, second) == (COUNT, 0)
+    pair.heals((1, first), (0, second))
+
+
+def opened_connections(host: Host) -> int:
+    lines = host.output(["cat", "/proc/net/snmp"]).splitlines()
+    names, values = (line.split() for line in lines if line.startswith("Tcp:"))
+    return int(values[names.index("ActiveOpens")])
+
+
+def test_flapping_link_makes_no_storm_of_connections(pair: Pair) -> None:
+    seeds = [pair.store(0) for _ in range(4)]
+    time.sleep(KNOWN_SECONDS)
+    before = [opened_connections(host) for host in pair.hosts]
+    started = time.monotonic()
+    for seed in seeds:
+        with both_ways(*pair.hosts):
+            pair.read(1, seed)
+            time.sleep(FLAP_SECONDS)
+        pair.read(1, seed)
+        time.sleep(FLAP_SECONDS)
+    seconds = time.monotonic() - started
+    opened = [opened_connections(host) - count for host, count in zip(pair.hosts, before, strict=True)]
+    print(f"connections opened in {seconds:.1f} s: {opened}")
+    # Each host calls a lookup shard and a shard, and reads blocks: one new attempt a second of each at most.
+    assert max(opened) <= 3 * (seconds + 1), opened
+    pair.heals(*((1, seed) for seed in seeds))
+
+
+def test_lossy_network_costs_hits_and_no_byte(pair: Pair) -> None:
+    seeds = [pair.store(0) for _ in range(6)]
+    time.sleep(KNOWN_SECONDS)
+    for seed in seeds:
+        for _ in range(3):
+            with no_way(pair.hosts[0], pair.hosts[1]):
+                time.sleep(0.03)
+            time.sleep(0.05)
+        pair.read(1, seed)
+    pair.heals(*((1, seed) for seed in seeds))
+
+
+def test_network_that_is_too_slow_is_given_up_and_leaves_nothing_waiting(pair: Pair) -> None:
+    first, holder = pair.store(0), pair.hosts[0]
+    time.sleep(KNOWN_SECONDS)
+    holder.output(["tc", "qdisc", "add", "dev", holder.device, "root", "tbf", "rate", "1mbit", "burst", "32kbit",
+                   "latency", "400ms"])  # fmt: skip
+    try:
+        promised, _ = pair.read(1, first)
+        assert promised < COUNT, "ten seconds of bytes do not come in one"
+        second = pair.store(1)
+        assert pair.read(1, second) == (COUNT, 0)
+    finally:
+        holder.output(["tc", "qdisc", "del", "dev", holder.device, "root"])
+    pair.heals((1, first), (0, second))
