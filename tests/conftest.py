@@ -12,8 +12,12 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.vllm.replica import Replica
 
 ROOT = Path(__file__).resolve().parent.parent
 SESSION_VARIABLE = "KVSERVICE_TEST_SESSION"
@@ -46,6 +50,20 @@ def shallow_model(model_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
     from tests.vllm.tiny_model import make_shallow
 
     return make_shallow(tmp_path_factory.mktemp("shallow"), model_path, layers=6)
+
+
+@pytest.fixture(scope="session")
+def without_cache(shallow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
+    """An engine without our connector: what it says is what everybody with `shallow_model` has to say. Not yet `ready`,
+    so that it loads beside those of the module that asks first."""
+    from tests.vllm.replica import Replica
+
+    log = tmp_path_factory.mktemp("without-cache") / "replica.log"
+    replica = Replica(shallow_model, None, log, max_model_len=2048, max_num_batched_tokens=256)
+    try:
+        yield replica
+    finally:
+        replica.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

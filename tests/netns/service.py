@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 
+import numpy as np
+
+from kvservice.core.geometry import CONTROL_BYTES, SCRATCH_BYTES
 from tests.netns.hosts import RUNTIME_ROOT, Host, wait_for
 
 SERVICE = "netns"
 LOOKUP_PORT = 7400
+READY = "serves peers"
 
 
 def socket_on(index: int) -> str:
@@ -19,30 +23,72 @@ def socket_on(index: int) -> str:
     return str(RUNTIME_ROOT / SERVICE / f"host{index}" / "shard.sock")
 
 
-def lookup_addresses(hosts: Sequence[Host]) -> list[str]:
-    return [f"{host.address}:{LOOKUP_PORT}" for host in hosts]
+class Service:
+    """`with Service(hosts, logs, "--pool", "64MiB"):` the options go to the shards."""
 
+    def __init__(self, hosts: Sequence[Host], logs: Path, *options: str) -> None:
+        self.hosts = hosts
+        self._logs = logs
+        self._options = options
+        self._lookups = [f"{host.address}:{LOOKUP_PORT}" for host in hosts]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._shards: dict[int, subprocess.Popen[bytes]] = {}
 
-@contextlib.contextmanager
-def running(hosts: Sequence[Host], logs: Path, *options: str) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """`options` go to the shards. Yields the lookup shard and the cache shard of the first host, then of the next."""
-    processes: list[subprocess.Popen[bytes]] = []
-    lookups = lookup_addresses(hosts)
-    try:
-        for index, host in enumerate(hosts):
-            lookup = [sys.executable, "-m", "kvservice.lookup", "--bind", lookups[index], "--partition", str(index)]
-            processes.append(host.run([*lookup, "--partition-count", str(len(hosts))], logs / f"lookup{index}.log"))
-            shard = [sys.executable, "-m", "kvservice.shard", "--service", SERVICE, "--node", f"host{index}"]
-            shard += ["--host", host.address, "--transport", "nixl", "--runtime-root", str(RUNTIME_ROOT), *options]
-            shard += [word for address in lookups for word in ("--lookup", address)]
-            environment = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": host.device}
-            processes.append(host.run(shard, logs / f"shard{index}.log", **environment))
-        for index, host in enumerate(hosts):
-            log = logs / f"shard{index}.log"
-            wait_for(lambda log=log: "serves peers" in log.read_text(), f"shard on {host.address}", log)
-        yield processes
-    finally:
-        for process in processes:
+    def __enter__(self) -> Service:
+        try:
+            for index, host in enumerate(self.hosts):
+                lookup = ["--bind", self._lookups[index], "--partition", str(index)]
+                lookup += ["--partition-count", str(len(self.hosts))]
+                command = [sys.executable, "-m", "kvservice.lookup", *lookup]
+                self._processes.append(host.run(command, self._logs / f"lookup{index}.log"))
+                self._start(index)
+            for index in range(len(self.hosts)):
+                self._wait(index, 1)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
             process.terminate()
-        for process in processes:
+        for process in self._processes:
             process.wait(30)
+
+    def kill_shard(self, index: int) -> None:
+        self._shards[index].kill()
+        self._shards[index].wait()
+
+    def start_shard(self, index: int) -> None:
+        """Again, after its end. Blocks until it serves."""
+        times = self._log(index).read_text().count(READY)
+        self._start(index)
+        self._wait(index, times + 1)
+
+    def damage(self, index: int, seed: int, count: int = 200) -> None:
+        """Flip this many bits in what the slabs of a host's segment hold, payloads and headers."""
+        root = Path(f"/proc/{self.hosts[index].pid}/root/dev/shm")
+        (path,) = root.glob(f"kvservice-{SERVICE}-*")
+        memory = np.memmap(path, np.uint8, "r+", CONTROL_BYTES + SCRATCH_BYTES)
+        draw = np.random.default_rng(seed)
+        places = draw.integers(0, memory.size, 50 * count)
+        places = places[memory[places] != 0][:count]
+        memory[places] ^= (1 << draw.integers(0, 8, places.size)).astype(np.uint8)
+
+    def _start(self, index: int) -> None:
+        host = self.hosts[index]
+        shard = [sys.executable, "-m", "kvservice.shard", "--service", SERVICE, "--node", f"host{index}"]
+        shard += ["--host", host.address, "--transport", "nixl", "--runtime-root", str(RUNTIME_ROOT), *self._options]
+        shard += [word for address in self._lookups for word in ("--lookup", address)]
+        environment = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": host.device}
+        self._shards[index] = host.run(shard, self._log(index), **environment)
+        self._processes.append(self._shards[index])
+
+    def _wait(self, index: int, times: int) -> None:
+        log = self._log(index)
+        wait_for(lambda: log.read_text().count(READY) >= times, f"shard on {self.hosts[index].address}", log)
+
+    def _log(self, index: int) -> Path:
+        return self._logs / f"shard{index}.log"

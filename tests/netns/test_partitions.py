@@ -16,8 +16,9 @@ import pytest
 
 from kvservice.transfer.nixl import nixl_available
 from tests.netns.blocks import RemoteEngine
-from tests.netns.hosts import Host, Hosts, link, why_not
-from tests.netns.service import running, socket_on
+from tests.netns.cuts import both_ways, cable_out, no_way
+from tests.netns.hosts import Host, Hosts, why_not
+from tests.netns.service import Service, socket_on
 
 REASON = why_not() or (None if nixl_available() else "NIXL is not installed")
 pytestmark = [
@@ -81,43 +82,18 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     logs = tmp_path_factory.mktemp("partitions")
     with (
         Hosts() as hosts,
-        running(hosts, logs, "--pool", "64MiB", "--lease-seconds", "2"),
+        Service(hosts, logs, "--pool", "64MiB", "--lease-seconds", "2"),
         RemoteEngine(hosts[0], socket_on(0)) as a,
         RemoteEngine(hosts[1], socket_on(1)) as b,
     ):
         yield Pair(hosts, (a, b))
 
 
-@contextlib.contextmanager
-def no_way(host: Host, to: Host) -> Iterator[None]:
-    """Nothing that `host` sends reaches `to`."""
-    host.output(["ip", "route", "add", "blackhole", f"{to.address}/32"])
-    try:
-        yield
-    finally:
-        host.output(["ip", "route", "del", "blackhole", f"{to.address}/32"])
-
-
-@contextlib.contextmanager
-def link_down(host: Host) -> Iterator[None]:
-    link(host.outer, "down")
-    try:
-        yield
-    finally:
-        link(host.outer, "up")
-
-
-@contextlib.contextmanager
-def both_ways(a: Host, b: Host) -> Iterator[None]:
-    with no_way(a, b), no_way(b, a):
-        yield
-
-
 CUTS: dict[str, Callable[[Host, Host], contextlib.AbstractContextManager[None]]] = {
     "both ways": both_ways,
     "requests arrive and answers are lost": lambda holder, reader: no_way(holder, reader),
     "requests are lost": lambda holder, reader: no_way(reader, holder),
-    "the cable is out": lambda holder, reader: link_down(holder),
+    "the cable is out": lambda holder, reader: cable_out(holder),
 }
 
 
