@@ -187,6 +187,21 @@ class LocalCluster:
     def wait_until_known(self, keys: Sequence[BlockKey], seconds: float = 10.0) -> None:
         _wait(lambda: self.known(keys) >= len(keys), f"{len(keys)} keys in the directory", None, seconds)
 
+    def wait_until_announced(self, node: str, seconds: float = 20.0) -> None:
+        """Blocks until the lookup shards, all together, know as many blocks of this node as it holds."""
+
+        def announced() -> bool:
+            slots = self.accounting(node).slots
+            told = 0
+            for address in self.lookup_addresses:
+                with self.channel(address) as channel:
+                    stub = lookup_pb2_grpc.LookupServiceStub(channel)
+                    stats = stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=5)
+                    told += sum(row.block_count for row in stats.nodes if row.node.node_id == node)
+            return told == slots["sealed"] + slots["leased"]
+
+        _wait(announced, f"the blocks of {node} in the directory", None, seconds)
+
     def _records(self, node: str) -> list[ShardRecord]:
         return [record for record in find_shards(self.service, self.root) if record.node_id == node]
 

@@ -70,7 +70,7 @@ class Setup:
                 break
             assert time.monotonic() < deadline, f"never stored: {counters}"
             time.sleep(0.05)
-        time.sleep(0.3)
+        self.cluster.wait_until_announced("n1" if name == "far" else "n0")
 
     def hit(self, name: str, text: Prompt, tokens: int = 16) -> tuple[list[int], int, Counter[str]]:
         """(tokens, prompt tokens that were not computed, what was counted), without the cache of the engine itself."""

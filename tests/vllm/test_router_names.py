@@ -144,3 +144,48 @@ def test_block_keys_are_the_connectors(algorithm: str, salt: str, monkeypatch: p
     mine = block_keys(fingerprint.digest, block_namer(dict(fingerprint.fields), salt)(tokens))
     assert len(mine) == 5
     assert mine == connector_keys
+
+
+def test_whatever_makes_a_prompt_another_one_is_in_its_keys() -> None:
+    """Adapters, images, embeddings and salts: other names from the first block that they change."""
+    import torch
+    from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    function = get_hash_fn_by_name("sha256_cbor")
+    init_none_hash(function)
+
+    def image(identifier: str) -> list[MultiModalFeatureSpec]:
+        return [MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset=2 * BLOCK, length=BLOCK))]
+
+    def embeds(value: float) -> dict[str, Any]:
+        return {"prompt_token_ids": None, "prompt_embeds": torch.full((4 * BLOCK, 8), value)}
+
+    variants: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "salt a": {"cache_salt": "a"},
+        "salt b": {"cache_salt": "b"},
+        "adapter": {"lora_request": LoRARequest("poet", 1, "/adapters/poet")},
+        "adapter of that name elsewhere": {"lora_request": LoRARequest("poet", 1, "/adapters/poet-2")},
+        "image": {"mm_features": image("cat")},
+        "another image": {"mm_features": image("dog")},
+        "embeddings": embeds(0.5),
+        "other embeddings": embeds(0.25),
+    }
+    names: dict[str, list[bytes]] = {}
+    for name, more in variants.items():
+        given = {"prompt_token_ids": list(range(4 * BLOCK)), **more}
+        hasher = get_request_block_hasher(BLOCK, function)
+        request = Request("r", sampling_params=SamplingParams(), pooling_params=None, block_hasher=hasher, **given)
+        names[name] = list(block_keys(bytes(32), request.block_hashes))
+        assert len(names[name]) == 4
+    assert names["image"][:2] == names["another image"][:2] == names["plain"][:2], "an image changes what follows it"
+    for name, keys in names.items():
+        for other, theirs in names.items():
+            if other != name:
+                alike = 2 if {name, other} <= {"plain", "image", "another image"} else 0
+                assert sum(a == b for a, b in zip(keys, theirs, strict=True)) == alike, (name, other)
