@@ -9,7 +9,7 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +51,23 @@ class Where:
         return str(ray.get_runtime_context().get_node_id())
 
 
+@serve.deployment(
+    ray_actor_options={"num_cpus": 1},
+    request_router_config=ROUTER,
+    max_ongoing_requests=20,
+    autoscaling_config={
+        "min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 3, "metrics_interval_s": 0.2,
+        "look_back_period_s": 1.0, "upscale_delay_s": 0.5, "downscale_delay_s": 2.0,
+    },
+)  # fmt: skip
+class Slowly:
+    """Takes its time, so that requests that wait call for a second replica."""
+
+    async def completions(self, request: Any) -> str:
+        await asyncio.sleep(0.2)
+        return str(ray.get_runtime_context().get_node_id())
+
+
 @pytest.fixture(scope="module")
 def service() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="kvr-") as folder, pytest.MonkeyPatch.context() as patch:
@@ -82,6 +99,45 @@ async def engines(service: None) -> AsyncIterator[dict[str, Engine]]:
 
 def tokens(seed: int) -> list[int]:
     return [(seed * 100_003 + index * 7919) % 49_000 for index in range(1024)]
+
+
+def replicas_of(app: str) -> int:
+    (deployment,) = serve.status().applications[app].deployments.values()
+    return int(deployment.replica_states.get("RUNNING", 0))
+
+
+async def test_replicas_that_serve_adds_are_used_and_those_it_takes_away_fail_no_request(
+    engines: dict[str, Engine],
+) -> None:
+    app = await asyncio.to_thread(serve.run, Slowly.bind(), name="scaled", route_prefix=None)
+    answered: list[str] = []
+    busy = asyncio.Event()
+    busy.set()
+
+    async def keep_asking(seed: int) -> None:
+        while busy.is_set():
+            request = SimpleNamespace(model="test-model", prompt=tokens(100 + seed))
+            answered.append(names.node_id(await app.completions.remote(request)))
+
+    async def until(condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + 90
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: not within 90 s"
+            await asyncio.sleep(0.3)
+
+    asking = [asyncio.ensure_future(keep_asking(seed)) for seed in range(12)]
+    try:
+        await until(lambda: set(answered[-50:]) == set(engines), "answers of a second replica")
+        for task in asking[1:]:  # Serve scales down while somebody still asks
+            task.cancel()
+        await until(lambda: replicas_of("scaled") == 1, "the end of the second replica")
+        count = len(answered)
+        await until(lambda: len(answered) > count + 5, "answers of the remaining replica")
+    finally:
+        busy.clear()
+        ends = await asyncio.gather(*asking, return_exceptions=True)
+        await asyncio.to_thread(serve.delete, "scaled")
+    assert [end for end in ends if end is not None and not isinstance(end, asyncio.CancelledError)] == []
 
 
 async def test_prompts_go_to_the_node_that_holds_them_and_on_without_the_service(engines: dict[str, Engine]) -> None:
