@@ -192,15 +192,22 @@ class LocalCluster:
 
         def announced() -> bool:
             slots = self.accounting(node).slots
-            told = 0
-            for address in self.lookup_addresses:
-                with self.channel(address) as channel:
-                    stub = lookup_pb2_grpc.LookupServiceStub(channel)
-                    stats = stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=5)
-                    told += sum(row.block_count for row in stats.nodes if row.node.node_id == node)
-            return told == slots["sealed"] + slots["leased"]
+            rows = [row for stats in self._lookup_stats() for row in stats.nodes if row.node.node_id == node]
+            return sum(row.block_count for row in rows) == slots["sealed"] + slots["leased"]
 
         _wait(announced, f"the blocks of {node} in the directory", None, seconds)
+
+    def directory_size(self) -> int:
+        """Blocks that the lookup shards, all together, know."""
+        return sum(stats.key_count for stats in self._lookup_stats())
+
+    def _lookup_stats(self) -> list[lookup_pb2.LookupStatsReply]:
+        found = []
+        for address in self.lookup_addresses:
+            with self.channel(address) as channel:
+                stub = lookup_pb2_grpc.LookupServiceStub(channel)
+                found.append(stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=5))
+        return found
 
     def _records(self, node: str) -> list[ShardRecord]:
         return [record for record in find_shards(self.service, self.root) if record.node_id == node]

@@ -7,12 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import MiB
-from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 from tests.vllm.replica import Replica, close_all
 
 pytestmark = pytest.mark.vllm
@@ -61,15 +59,6 @@ def during(replica: Replica, action: Callable[[], None], delay: float) -> list[l
     return tokens
 
 
-def known_keys(cluster: LocalCluster) -> int:
-    count = 0
-    for address in cluster.lookup_addresses:
-        with grpc.insecure_channel(address) as channel:
-            stub = lookup_pb2_grpc.LookupServiceStub(channel)
-            count += stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=5).key_count
-    return count
-
-
 def wait_attached(replica: Replica, times: int) -> None:
     deadline = time.monotonic() + 20
     while replica.counters()["attached"] < times:
@@ -82,7 +71,7 @@ def test_what_one_replica_computed_is_a_remote_hit_at_the_other(
 ) -> None:
     assert replicas["n0"].tokens(PROMPTS, 12) == wanted
     deadline = time.monotonic() + 20
-    while known_keys(cluster) < len(PROMPTS) * 9:
+    while cluster.directory_size() < len(PROMPTS) * 9:
         assert time.monotonic() < deadline, "the directory was never told of the blocks"
         time.sleep(0.05)
     before = cluster.stats("n1").counters.get("fetched_blocks", 0)
