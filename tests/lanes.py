@@ -60,7 +60,7 @@ def main(options: list[str]) -> int:
 
 
 def _command(lane: str, options: list[str]) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-m", lane, *options, "tests"]
+    return [sys.executable, "-m", "pytest", "-m", lane, "--durations=15", *options, "tests"]
 
 
 if __name__ == "__main__":

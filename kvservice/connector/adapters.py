@@ -1,0 +1,129 @@
+"""What a LoRA adapter is, by its bytes: two replicas may have different weights at one path.
+
+vLLM names an adapter's blocks with its name and path. The content's digest is mixed into their keys here, so that an
+adapter that was trained again has blocks of its own. Files are read by a thread; until it is through, and for an
+adapter whose files changed while the engine may still have the old ones loaded, requests run without the cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+log = logging.getLogger("kvservice.connector")
+
+LOOK_SECONDS = 1.0  # how late a change of the files is seen
+RETRY_SECONDS = 5.0  # the engine may only be downloading it
+WEIGHTS = frozenset({".safetensors", ".bin", ".pt"})
+CONFIG_NAME = "adapter_config.json"
+PIECE_BYTES = 1 << 20
+ADAPTERS_MAX = 10_000
+
+Stamp = tuple[tuple[str, int, int], ...]  # of each file: name, bytes, time of change in ns
+
+
+@dataclass(slots=True)
+class _Adapter:
+    work: Future[tuple[Stamp, bytes] | None] | None
+    stamp: Stamp = ()
+    identity: bytes | None = None
+    look_at: float = 0.0
+    changed: bool = False
+
+
+class Adapters:
+    """`of` is called by one thread and never waits; `locate` finds the folder of a path or of a name on a hub."""
+
+    def __init__(
+        self, locate: Callable[[str], Path | None], clock: Callable[[], float] = time.monotonic
+    ) -> None:  # fmt: skip
+        self._locate = locate
+        self._clock = clock
+        self._adapters: dict[str, _Adapter] = {}
+        self._reader = ThreadPoolExecutor(1, "kvservice-adapters")
+        self.counters: Counter[str] = Counter()
+
+    def of(self, path: str) -> bytes | None:
+        """32 bytes; None as long as it is not known, counted with the reason."""
+        now = self._clock()
+        adapter = self._adapters.get(path)
+        if adapter is None:
+            if len(self._adapters) >= ADAPTERS_MAX:
+                self.counters["adapter_too_many"] += 1
+                return None
+            adapter = self._adapters[path] = _Adapter(self._reader.submit(self._read, path, None))
+        self._take(path, adapter, now)
+        if adapter.changed:
+            self.counters["adapter_changed"] += 1
+            return None
+        if adapter.work is None and now >= adapter.look_at:
+            adapter.work = self._reader.submit(self._read, path, adapter.stamp or None)
+        if adapter.identity is None:
+            self.counters["adapter_unknown"] += 1
+        return adapter.identity
+
+    def close(self) -> None:
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
+    def _take(self, path: str, adapter: _Adapter, now: float) -> None:
+        if adapter.work is None or not adapter.work.done():
+            return
+        found, adapter.work = adapter.work.result(), None
+        if found is None:
+            if adapter.identity is not None:
+                adapter.changed = True
+            adapter.look_at = now + RETRY_SECONDS
+        elif adapter.identity is None:
+            (adapter.stamp, adapter.identity), adapter.look_at = found, now + LOOK_SECONDS
+        else:
+            adapter.changed = found[0] != adapter.stamp
+            adapter.look_at = now + LOOK_SECONDS
+        if adapter.changed:
+            log.error(
+                "the files of adapter %s changed while it is in use: its requests run without the cache until the "
+                "engine is restarted; give new weights a path of their own", path,
+            )  # fmt: skip
+
+    def _read(self, path: str, known: Stamp | None) -> tuple[Stamp, bytes] | None:
+        """On the thread. Reads the bytes only when nothing is known yet."""
+        try:
+            folder = self._locate(path)
+            stamp = None if folder is None else stamp_of(folder)
+            if folder is None or not stamp:
+                return None
+            if known is not None:
+                return stamp, b""
+            identity = identity_of(folder)
+            return (stamp, identity) if stamp_of(folder) == stamp else None
+        except OSError as error:
+            log.warning("adapter %s cannot be read: %s", path, error)
+            return None
+
+
+def _files(folder: Path) -> list[Path]:
+    weights = sorted(path for path in folder.iterdir() if path.suffix in WEIGHTS)
+    config = folder / CONFIG_NAME
+    return [config, *weights] if config.is_file() and weights else []
+
+
+def stamp_of(folder: Path) -> Stamp:
+    """Empty where there is no adapter. Raises OSError."""
+    found = [(path.name, path.stat()) for path in _files(folder)]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
+def identity_of(folder: Path) -> bytes:
+    """SHA-256 over configuration and weights, every byte of them. Raises OSError."""
+    hasher = hashlib.sha256()
+    for path in _files(folder):
+        hasher.update(f"{path.name}:{path.stat().st_size}:".encode())
+        with path.open("rb") as file:
+            while piece := file.read(PIECE_BYTES):
+                hasher.update(piece)
+    return hasher.digest()

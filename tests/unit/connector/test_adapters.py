@@ -1,0 +1,110 @@
+"""Adapters are told apart by their bytes, and never named as something that they may not be any more."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvservice.connector.adapters import LOOK_SECONDS, RETRY_SECONDS, Adapters
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def adapters(clock: Clock) -> Iterator[Adapters]:
+    made = Adapters(lambda path: Path(path) if Path(path).is_dir() else None, clock)
+    yield made
+    made.close()
+
+
+def adapter(folder: Path, weights: bytes) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text('{"r": 8}')
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return str(folder)
+
+
+def eventually(read: Callable[[], object]) -> object:
+    deadline = time.monotonic() + 10
+    while not (found := read()):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return found
+
+
+def test_equal_bytes_are_one_adapter_and_one_other_byte_is_another(adapters: Adapters, tmp_path: Path) -> None:
+    weights = bytes(3 << 20)
+    paths = [
+        adapter(tmp_path / "a", weights),
+        adapter(tmp_path / "b", weights),
+        adapter(tmp_path / "c", weights[:-1] + b"\x01"),
+        adapter(tmp_path / "d", weights[: 1 << 20] + b"\x01" + weights[(1 << 20) + 1 :]),
+    ]
+    a, b, c, d = (eventually(lambda path=path: adapters.of(path)) for path in paths)
+    assert a == b
+    assert len({a, c, d}) == 3
+
+
+def test_the_first_request_does_not_wait_for_the_reading(adapters: Adapters, tmp_path: Path) -> None:
+    path = adapter(tmp_path / "a", os.urandom(1 << 20))
+    assert adapters.of(path) is None
+    assert adapters.counters["adapter_unknown"] == 1
+    assert eventually(lambda: adapters.of(path))
+
+
+def test_an_adapter_whose_files_changed_has_no_name_any_more(adapters: Adapters, tmp_path: Path, clock: Clock) -> None:
+    path = adapter(tmp_path / "a", b"old")
+    known = eventually(lambda: adapters.of(path))
+    clock.now += LOOK_SECONDS
+    assert adapters.of(path) == known, "it is looked at beside"
+    adapter(tmp_path / "a", b"newer")
+
+    def is_refused() -> bool:
+        clock.now += LOOK_SECONDS
+        return adapters.of(path) is None
+
+    eventually(is_refused)
+    adapter(tmp_path / "a", b"old")
+    clock.now += 10 * LOOK_SECONDS
+    assert adapters.of(path) is None, "the engine may have loaded either"
+    assert adapters.counters["adapter_changed"] > 0
+
+
+def test_an_adapter_that_vanished_has_no_name_any_more(adapters: Adapters, tmp_path: Path, clock: Clock) -> None:
+    path = adapter(tmp_path / "a", b"old")
+    assert eventually(lambda: adapters.of(path))
+    (tmp_path / "a" / "adapter_model.safetensors").unlink()
+
+    def is_refused() -> bool:
+        clock.now += RETRY_SECONDS
+        return adapters.of(path) is None
+
+    eventually(is_refused)
+
+
+def test_an_adapter_that_comes_later_is_found(adapters: Adapters, tmp_path: Path, clock: Clock) -> None:
+    path = str(tmp_path / "a")
+
+    def look() -> object:
+        clock.now += RETRY_SECONDS
+        return adapters.of(path)
+
+    for _ in range(20):
+        assert look() is None
+        time.sleep(0.005)
+    adapter(tmp_path / "a", b"weights")
+    assert len(eventually(look)) == 32  # type: ignore[arg-type]
