@@ -26,7 +26,7 @@ LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/he
 BENCHMARKS := $(filter-out __init__ report,$(basename $(notdir $(wildcard benchmarks/*.py))))
 FAST := not ray and not vllm and not netns and not helm and not sim
 
-.PHONY: help install model lock protos check lint format test-fast test sim demo demo-pd demo-serve bench helm chart-readme audit wheel release clean distclean
+.PHONY: help install model lock protos check lint tidy format test-fast test sim demo demo-pd demo-serve bench helm chart-readme audit wheel release clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -54,12 +54,14 @@ $(PROTO_INSTALLED): requirements/protos.txt
 	$(PROTO_VENV)/bin/pip install --quiet -r $<
 	touch $@
 
-check: lint audit ## Formatting, lint, types (strict), the layering tests, and the audit of what is locked
+check: lint tidy audit ## Formatting, lint, types (strict), the layering tests, and the audit of what is locked
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+tidy: $(INSTALLED)
 	$(BIN)/python -m pytest -q tests/tidy
 
 audit: $(AUDIT_INSTALLED) ## Locked packages: pinned, hashed, above their floors, and asked about at an advisory service
