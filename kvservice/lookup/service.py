@@ -14,6 +14,7 @@ from kvservice.core.keys import unpack_keys
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.errors import InvalidRequest, Refused
 from kvservice.lookup.watch import WatchHub
+from kvservice.observe.failpoints import failpoint
 from kvservice.units import NodeId
 from kvservice.wire.codec import decode_holder, encode_holder
 from kvservice.wire.serving import Context
@@ -49,6 +50,7 @@ class LookupServicer:
     async def resolve(self, request: lookup_pb2.ResolveRequest, context: Context) -> lookup_pb2.ResolveReply:
         keys = unpack_keys(request.keys)
         runs = self._index.resolve(keys, self._clock())
+        failpoint("lookup.resolve")
         counters = self._counters
         counters["resolve_calls"] += 1
         counters["resolve_keys"] += len(keys)
@@ -78,6 +80,7 @@ class LookupServicer:
             leaving=request.leaving,
             now=self._clock(),
         )
+        failpoint("lookup.announce")
         self._counters["announce_calls"] += 1
         self._hub.publish()
         return lookup_pb2.AnnounceReply(outcome=_OUTCOMES[outcome], lookup_epoch=self._epoch)

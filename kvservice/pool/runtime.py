@@ -45,6 +45,7 @@ from kvservice.core.shard import AttachReply, ShardState
 from kvservice.errors import KVServiceError, Unavailable
 from kvservice.memory.liveness import is_free
 from kvservice.memory.segment import Segment
+from kvservice.observe.failpoints import failpoint
 from kvservice.pool.outside import DirectoryPort, Outside
 from kvservice.transfer.base import Transport
 from kvservice.transfer.puller import Puller, PullItem, PullJob
@@ -377,6 +378,7 @@ class PoolRuntime:
         digests: list[act.Digest] = []
         for action in performed:
             if isinstance(action, act.WriteHeader):
+                failpoint("shard.header")
                 self._segment.write_header(action.slot, action.header)
             elif isinstance(action, act.Digest):
                 digests.append(action)
@@ -411,6 +413,7 @@ class PoolRuntime:
             self._digest(digests[start : start + half])
 
     def _answer(self, action: act.Reply | act.Refuse) -> None:
+        failpoint("shard.answer")
         future, attachment = self._calls.pop(action.op, (None, None))  # None: cancelled
         if future is not None and not future.done():
             if isinstance(action, act.Reply):
@@ -432,6 +435,7 @@ class PoolRuntime:
     def _announce(self, action: act.Announce | act.Retract) -> None:
         if self._directory is None:
             return
+        failpoint("shard.announce")
         if isinstance(action, act.Announce):
             self._directory.announce(action.key, action.route)
         else:
@@ -461,6 +465,7 @@ class PoolRuntime:
 
     def _digest(self, batch: list[act.Digest]) -> None:
         def compute() -> list[int | None]:
+            failpoint("shard.digest")
             return [self._digest_one(one.slot, one.payload_bytes, one.key) for one in batch]
 
         def deliver(digests: list[int | None]) -> None:
@@ -497,6 +502,7 @@ class PoolRuntime:
         self._puller.submit(job, self._on_pulled, self._on_quiesced)
 
     def _on_pulled(self, job: int, verdicts: tuple[ev.PullVerdict, ...]) -> None:
+        failpoint("shard.pulled")
         self._from_thread(ev.Pulled(job, verdicts))
 
     def _on_quiesced(self, job: int) -> None:
@@ -536,6 +542,7 @@ class PoolRuntime:
         found = await asyncio.to_thread(lambda: list(self._segment.scan()))
 
         def verify(part: list[Any]) -> list[ev.Adopt]:
+            failpoint("shard.adopt")
             events: list[ev.Adopt] = []
             for slot, payload_bytes, header in part:
                 verified = False

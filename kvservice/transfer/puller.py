@@ -23,6 +23,7 @@ from kvservice.core.events import PullVerdict
 from kvservice.core.geometry import HEADER_BYTES, SCRATCH_BYTES, Geometry
 from kvservice.core.messages import BlockHandle
 from kvservice.memory.segment import Segment
+from kvservice.observe.failpoints import failpoint
 from kvservice.transfer.base import Completion, Copy, PeerHandle, TransferId, TransferOutcome, Transport
 from kvservice.units import BootEpoch, MiB, NodeId, SlotIndex
 
@@ -307,6 +308,7 @@ class Puller:
         copies = _merged(runs, job.payload_bytes)
         active.in_flight[transport.post_read(active.peer, copies)] = batch
         active.next_item = batch.stop
+        failpoint("shard.read")
 
     def _post_headers(self, transport: Transport, active: _Active) -> bool:
         items = active.job.items

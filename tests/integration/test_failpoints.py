@@ -1,0 +1,178 @@
+"""kill -9 and SIGSTOP of real shards and lookup shards, each at a named place in the middle of its work.
+
+Whatever it was in the middle of: the call under way ends in time, every byte that is promised is right, and once the
+part is back everything can be stored and found, with nothing taken for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvservice.client.shard import ShardClient
+from kvservice.errors import KVServiceError
+from kvservice.observe.failpoints import VARIABLE
+from kvservice.testing.cluster import LocalCluster
+from tests.integration.engine import Engine, chain
+from tests.integration.test_two_nodes import eventually, leave
+
+LEASE_SECONDS = 2.0
+STOPPED_SECONDS = 3.0  # longer than a lease, and than the directory believes in a silent node
+CALL_SECONDS = 20.0
+BLOCKS = 12
+_seeds = itertools.count(1)
+
+
+class Failpoints:
+    """The test's side of kvservice.observe.failpoints."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def arm(self, name: str) -> None:
+        (self.folder / f"{name}.arm").touch()
+
+    async def hit(self, name: str) -> int:
+        """The process that is held there."""
+        path = self.folder / f"{name}.hit"
+        deadline = time.monotonic() + CALL_SECONDS
+        while not path.exists():
+            assert time.monotonic() < deadline, f"nobody came to {name}"
+            await asyncio.sleep(0.005)
+        pid = int(path.read_text())
+        path.unlink()
+        return pid
+
+    def release(self, name: str) -> None:
+        (self.folder / f"{name}.release").touch()
+
+
+@dataclass
+class Field:
+    cluster: LocalCluster
+    failpoints: Failpoints
+
+    async def engine(self, node: str) -> Engine:
+        """gRPC remembers for a second that nobody listened there."""
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                return await Engine.attach(ShardClient(self.cluster.socket(node)))
+            except KVServiceError:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.1)
+
+    def name_of(self, pid: int) -> str:
+        return next(name for name in ("n0", "n1", "lookup0") if self.cluster.pid(name) == pid)
+
+    def start(self, name: str) -> None:
+        if name == "lookup0":
+            self.cluster.start_lookup(0)
+        else:
+            self.cluster.start_shard(name)
+
+
+@pytest.fixture(scope="module")
+def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
+    folder = tmp_path_factory.mktemp("failpoints")
+    environment = {VARIABLE: str(folder)}
+    with LocalCluster(nodes=2, lookups=1, lease_seconds=LEASE_SECONDS, environment=environment) as cluster:
+        yield Field(cluster, Failpoints(folder))
+
+
+Work = Callable[[Field, Engine, Engine, int], Awaitable[object]]  # engines of n0 and n1, and a seed
+
+
+async def store(field: Field, a: Engine, b: Engine, seed: int) -> object:
+    return await a.store(chain(seed, BLOCKS))
+
+
+async def read_here(field: Field, a: Engine, b: Engine, seed: int) -> object:
+    return await a.read_all(chain(seed, BLOCKS), timeout=2.0)
+
+
+async def read_there(field: Field, a: Engine, b: Engine, seed: int) -> object:
+    return await b.read_all(chain(seed, BLOCKS), timeout=2.0)
+
+
+async def restart(field: Field, a: Engine, b: Engine, seed: int) -> object:
+    await asyncio.to_thread(field.cluster.kill, "n0")
+    return await asyncio.to_thread(field.cluster.start_shard, "n0", wait=False)
+
+
+# (where, in the middle of what, whether the chain is stored before)
+PLACES: list[tuple[str, Work, bool]] = [
+    ("shard.header", store, False),  # while slots are being reserved
+    ("shard.digest", store, False),
+    ("shard.announce", store, False),
+    ("shard.answer", store, False),
+    ("shard.answer", read_here, True),
+    ("shard.answer", read_there, True),
+    ("shard.read", read_there, True),
+    ("shard.pulled", read_there, True),
+    ("shard.adopt", restart, True),
+    ("lookup.announce", store, False),
+    ("lookup.resolve", read_there, True),
+]
+STOPPED = [("shard.announce", store, False), ("shard.pulled", read_there, True), ("lookup.announce", store, False)]
+CASES = [(*place, signal.SIGKILL) for place in PLACES] + [(*place, signal.SIGSTOP) for place in STOPPED]
+
+
+@pytest.mark.parametrize(
+    "where, work, is_stored, number", CASES, ids=[f"{n.name}-{where}-{work.__name__}" for where, work, _, n in CASES]
+)
+async def test_a_part_that_ends_or_sleeps_in_the_middle_costs_hits_only(
+    field: Field, where: str, work: Work, is_stored: bool, number: signal.Signals
+) -> None:
+    cluster, seed = field.cluster, next(_seeds)
+    keys = chain(seed, BLOCKS)
+    a, b = await field.engine("n0"), await field.engine("n1")
+    if is_stored:
+        await a.store(keys)
+        cluster.wait_until_known(keys)
+    field.failpoints.arm(where)
+    under_way = asyncio.ensure_future(work(field, a, b, seed))
+    name = field.name_of(await field.failpoints.hit(where))
+    await asyncio.to_thread(cluster.kill, name, number)
+    if number is signal.SIGSTOP:
+        await asyncio.sleep(STOPPED_SECONDS)
+        field.failpoints.release(where)
+        cluster.kill(name, signal.SIGCONT)
+    with contextlib.suppress(KVServiceError):
+        await asyncio.wait_for(under_way, CALL_SECONDS)  # reads compare every promised byte themselves
+    if number is signal.SIGKILL:
+        await asyncio.to_thread(field.start, name)
+    await leave(a, b)
+    await heals(field, seed)
+
+
+async def heals(field: Field, seed: int) -> None:
+    keys, fresh = chain(seed, BLOCKS), chain(next(_seeds), BLOCKS)
+    a, b = await field.engine("n0"), await field.engine("n1")
+    for engine in (a, b):
+        if (begin := len((await engine.read_all(keys)).blocks)) < BLOCKS:
+            await engine.store(keys, start=begin)
+    await a.store(fresh)
+    deadline = time.monotonic() + CALL_SECONDS
+    while len((await b.read_all(fresh)).blocks) < BLOCKS:
+        assert time.monotonic() < deadline, "what is stored now is never found"
+        await asyncio.sleep(0.1)
+    assert len((await a.read_all(keys)).blocks) == len((await b.read_all(keys)).blocks) == BLOCKS
+    await leave(a, b)
+    for node in field.cluster.nodes:
+
+        def is_settled(node: str = node) -> bool:
+            books = field.cluster.accounting(node)
+            assert books.balanced, books.violation
+            taken = sum(books.slots[state] for state in ("writing", "leased", "quarantined"))
+            return books.leases == taken == 0
+
+        await eventually(is_settled, seconds=15.0)
