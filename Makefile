@@ -19,14 +19,17 @@ PROTOS := $(wildcard protos/kvservice/wire/v1/*.proto)
 HELM_VENV := .venv-helm
 HELM_INSTALLED := $(HELM_VENV)/.installed
 
+FUZZ_SITE := .venv-fuzz/site
+FUZZ_INSTALLED := .venv-fuzz/.installed
+
 AUDIT_VENV := .venv-audit
 AUDIT_INSTALLED := $(AUDIT_VENV)/.installed
-LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/helm.txt
+LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/helm.txt requirements/fuzz.txt
 
 BENCHMARKS := $(filter-out __init__ report,$(basename $(notdir $(wildcard benchmarks/*.py))))
 FAST := not ray and not vllm and not netns and not helm and not sim
 
-.PHONY: help install model lock protos check lint tidy format test-fast test sim demo demo-pd demo-serve bench helm chart-readme audit wheel release clean distclean
+.PHONY: help install model lock protos check lint tidy format test-fast test sim fuzz demo demo-pd demo-serve bench helm chart-readme audit wheel release clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -84,6 +87,13 @@ test: $(INSTALLED) $(MODEL) ## The whole suite, in lanes side by side
 
 sim: $(INSTALLED) ## The simulator: thousands of schedules of faults, and the planted bugs that it must find
 	$(BIN)/python -m pytest -m sim tests/sim
+
+fuzz: $(INSTALLED) $(FUZZ_INSTALLED) ## Every parser under Atheris, twenty seconds each
+	PYTHONPATH=$(FUZZ_SITE) $(BIN)/python -m tests.fuzz.guided all
+
+$(FUZZ_INSTALLED): requirements/fuzz.txt | $(INSTALLED)
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --require-hashes --upgrade --target $(FUZZ_SITE) -r $<
+	touch $@
 
 demo: $(INSTALLED) $(MODEL) ## Two nodes, two replicas, one cache: watch a remote prefix hit
 	$(BIN)/python -m kvservice.cli.main demo
