@@ -19,7 +19,7 @@ from ray.util import list_named_actors
 from kvservice.actors import names
 from kvservice.actors.supervisor import STARTING, Supervisor
 from kvservice.config import ServiceConfig
-from kvservice.errors import ConfigError, ServiceConflict, Unavailable
+from kvservice.errors import ConfigError, ServiceConflict, Unavailable, plaintext_refused
 
 log = logging.getLogger("kvservice.actors")
 
@@ -78,12 +78,13 @@ class ServiceHandle:
 def up(config: ServiceConfig) -> ServiceHandle:
     """Start the service on the connected Ray cluster, or find it when it runs with the same settings.
 
-    Nodes whose shards were drained get one again. Raises ServiceConflict when a service of this name runs with others.
-    Returns before every shard is up: see
-    `ServiceHandle.wait_complete`.
+    Nodes whose shards were drained get one again. Raises ServiceConflict when a service of this name runs with others,
+    ConfigError when it would be plaintext between machines; nothing is started then. Returns before every shard is up:
+    see `ServiceHandle.wait_complete`.
     """
     found = find(config.service)
     if found is None:
+        _check_door(config)
         supervisor = (
             ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=8)(Supervisor)
             .options(
@@ -107,6 +108,15 @@ def up(config: ServiceConfig) -> ServiceHandle:
         )
     _ask(found.supervisor.readmit)
     return found
+
+
+def _check_door(config: ServiceConfig) -> None:
+    machines = sorted({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
+    if len(machines) > 1 and not config.tls_dir and not config.allow_plaintext:
+        raise plaintext_refused(
+            f"this Ray cluster has {len(machines)} machines ({', '.join(machines[:4])}), and the service between them "
+            "would be plaintext"
+        )
 
 
 def find(service: str) -> ServiceHandle | None:

@@ -55,6 +55,11 @@ def up(config: Any, address: str | None) -> None:
         f"service '{config.service}' runs: {len(state['shards'])} cache shards, {len(state['lookups'])} lookup shards. "
         "Engines on these nodes find it by themselves; see `kvservice status`."
     )
+    if not config.tls_dir and not config.allow_plaintext:
+        console.print(
+            "There are no certificates, so it listens on loopback: machines that join later get no shard until it is "
+            "started with KVSERVICE_TLS_DIR (`kvservice certs DIR`)."
+        )
 
 
 def down(service: str, address: str | None) -> bool:
@@ -111,7 +116,7 @@ async def _foreground(config: Any) -> None:
             transport=config.transport,
             slab_bytes=config.slab_bytes or None,
             tls_dir=config.tls_dir,
-            tls_required=config.tls_required,
+            allow_plaintext=config.allow_plaintext,
         )
     )
     try:

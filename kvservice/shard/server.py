@@ -61,7 +61,7 @@ class ShardServerConfig:
     transport: str = "auto"  # nixl, shm (peers of this machine only), or auto: NIXL where it is installed
     slab_bytes: int | None = None
     tls_dir: str = ""  # certificate, key and CA for what goes over TCP; empty = plaintext
-    tls_required: bool = False  # refuse to start without, unless peer_host is loopback
+    allow_plaintext: bool = False  # start without, although peer_host is not loopback
 
 
 class ShardServer:
@@ -248,7 +248,7 @@ class ShardServer:
         self._servers.append(local)
         remote = await self._server(with_engines=False)
         address = f"{config.peer_host}:{config.peer_port}"
-        port = listen(remote, address, self._tls, required=config.tls_required)
+        port = listen(remote, address, self._tls, allow_plaintext=config.allow_plaintext)
         await remote.start()
         self._servers.append(remote)
         self._peer_address = f"{config.peer_host}:{port}"

@@ -24,7 +24,7 @@ from typing import NoReturn, cast
 
 import grpc
 
-from kvservice.errors import ConfigError
+from kvservice.errors import ConfigError, plaintext_refused
 from kvservice.wire.serving import CHANNEL_OPTIONS
 
 log = logging.getLogger("kvservice.wire")
@@ -118,15 +118,12 @@ def open_tls(directory: str | Path | None) -> TlsFiles | None:
     return TlsFiles(Path(directory)) if directory else None
 
 
-def listen(server: grpc.aio.Server, address: str, tls: TlsFiles | None, *, required: bool) -> int:
-    """Bind a TCP listener, with TLS where there is any. Returns the port. Plaintext beyond loopback is said in the log,
-    or refused with `required`. Raises ConfigError for that, and for an address that cannot be bound."""
+def listen(server: grpc.aio.Server, address: str, tls: TlsFiles | None, *, allow_plaintext: bool) -> int:
+    """Bind a TCP listener, with TLS where there is any. Returns the port. Plaintext beyond loopback is refused, or with
+    `allow_plaintext` said in the log. Raises ConfigError for that, and for an address that cannot be bound."""
     if tls is None and not is_loopback(address):
-        if required:
-            raise ConfigError(
-                f"tls_required is set, and {address} would be served without TLS: set tls_dir (KVSERVICE_TLS_DIR) to a "
-                f"directory with {CERTIFICATE_NAME}, {KEY_NAME} and {AUTHORITY_NAME}, {WHAT_TO_DO}; or bind 127.0.0.1"
-            )
+        if not allow_plaintext:
+            raise plaintext_refused(f"{address} would be served without TLS")
         log.warning(
             "plaintext_listener: %s is served without TLS, and whoever reaches it can read and remove blocks: set "
             "KVSERVICE_TLS_DIR everywhere (%s), or keep the network closed",

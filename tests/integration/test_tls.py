@@ -216,18 +216,19 @@ async def test_half_configured_tls_starts_nothing(files: Path, tmp_path: Path) -
     assert not [path for path in (tmp_path / "shard").rglob("*") if path.is_file()]
 
 
-async def test_tls_required_refuses_to_serve_others_in_plaintext(files: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tls_required is set.*0\.0\.0\.0.*KVSERVICE_TLS_DIR"):
-        await LookupServer("0.0.0.0:0", tls_required=True).start()
+async def test_plaintext_beyond_loopback_is_refused_with_three_ways_out(files: Path, tmp_path: Path) -> None:
+    ways = r"0\.0\.0\.0.*KVSERVICE_TLS_DIR.*kvservice certs.*bind 127\.0\.0\.1.*KVSERVICE_ALLOW_PLAINTEXT=1"
+    with pytest.raises(ConfigError, match=ways):
+        await LookupServer("0.0.0.0:0").start()
     config = ShardServerConfig(
         service="tlsrequired", node_id=NODE, pool_bytes=8 * MiB, slab_bytes=1 * MiB, transport="shm",
-        runtime_root=tmp_path, segment_directory=tmp_path, peer_host="0.0.0.0", tls_required=True,
+        runtime_root=tmp_path, segment_directory=tmp_path, peer_host="0.0.0.0",
     )  # fmt: skip
-    with pytest.raises(ConfigError, match="tls_required is set"):
+    with pytest.raises(ConfigError, match=ways):
         await ShardServer(config).start()
-    server = LookupServer("127.0.0.1:0", tls_required=True)  # loopback is nobody else
-    assert await server.start()
-    await server.stop(0)
+    for server in (LookupServer("127.0.0.1:0"), LookupServer("0.0.0.0:0", allow_plaintext=True)):
+        assert await server.start()
+        await server.stop(0)
 
 
 # -- rotation ----

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvservice.transfer.nixl import nixl_available
+from tests.integration.certificates import write
 from tests.netns.hosts import RUNTIME_ROOT, Host, Hosts, wait_for, why_not
 from tests.vllm.replica import Replica, close_all
 
@@ -35,9 +36,10 @@ def start_service(hosts: tuple[Host, Host], logs: Path) -> list[subprocess.Popen
     """A lookup shard on each host and a cache shard on each host, as `python -m` processes."""
     lookups = [f"{host.address}:7400" for host in hosts]
     processes: list[subprocess.Popen[bytes]] = []
+    tls = {"KVSERVICE_TLS_DIR": str(write(logs / "tls"))}
     for index, host in enumerate(hosts):
         lookup = [sys.executable, "-m", "kvservice.lookup", "--bind", lookups[index], "--partition", str(index)]
-        processes.append(host.run([*lookup, "--partition-count", "2"], logs / f"lookup{index}.log"))
+        processes.append(host.run([*lookup, "--partition-count", "2"], logs / f"lookup{index}.log", **tls))
         shard = [sys.executable, "-m", "kvservice.shard", "--service", "netns", "--node", f"host{index}"]
         shard += [
             "--pool",
@@ -50,7 +52,7 @@ def start_service(hosts: tuple[Host, Host], logs: Path) -> list[subprocess.Popen
             str(RUNTIME_ROOT),
         ]
         shard += [word for address in lookups for word in ("--lookup", address)]
-        environment = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": host.device}
+        environment = {**tls, "UCX_TLS": "tcp", "UCX_NET_DEVICES": host.device}
         processes.append(host.run(shard, logs / f"shard{index}.log", **environment))
     for index, host in enumerate(hosts):
         log = logs / f"shard{index}.log"

@@ -168,15 +168,17 @@ def test_only_addresses_of_this_machine_are_loopback(address: str, loopback: boo
     assert is_loopback(address) is loopback
 
 
-async def test_plaintext_beyond_loopback_is_said_or_refused(files: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_plaintext_beyond_loopback_is_refused_or_said(files: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = grpc.aio.server()
-    with pytest.raises(ConfigError, match=r"KVSERVICE_TLS_DIR.*kvservice certs DIR.*or bind 127\.0\.0\.1"):
-        listen(server, "0.0.0.0:0", None, required=True)
+    with pytest.raises(
+        ConfigError, match=r"KVSERVICE_TLS_DIR.*kvservice certs DIR.*bind 127\.0\.0\.1.*KVSERVICE_ALLOW_PLAINTEXT"
+    ):
+        listen(server, "0.0.0.0:0", None, allow_plaintext=False)
     assert not caplog.records
-    assert listen(server, "127.0.0.1:0", None, required=True)
-    assert listen(server, "0.0.0.0:0", TlsFiles(files), required=True)
+    assert listen(server, "127.0.0.1:0", None, allow_plaintext=False)
+    assert listen(server, "0.0.0.0:0", TlsFiles(files), allow_plaintext=False)
     assert not caplog.records, "loopback and TLS need no word"
-    assert listen(server, "0.0.0.0:0", None, required=False)
+    assert listen(server, "0.0.0.0:0", None, allow_plaintext=True)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "KVSERVICE_TLS_DIR" in caplog.text
     await server.stop(0)
@@ -186,16 +188,16 @@ async def test_plaintext_beyond_loopback_is_said_or_refused(files: Path, caplog:
 
 
 def test_tls_is_set_like_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(environment={"KVSERVICE_TLS_DIR": "/a", "KVSERVICE_TLS_REQUIRED": "1"})
-    assert (config.tls_dir, config.tls_required) == ("/a", True)
-    assert load_config(environment={}, tls_required=False).tls_required is False
+    config = load_config(environment={"KVSERVICE_TLS_DIR": "/a", "KVSERVICE_ALLOW_PLAINTEXT": "1"})
+    assert (config.tls_dir, config.allow_plaintext) == ("/a", True)
+    assert load_config(environment={}, allow_plaintext=False).allow_plaintext is False
     monkeypatch.setenv("KVSERVICE_TLS_DIR", "/b")
-    monkeypatch.setenv("KVSERVICE_TLS_REQUIRED", "no")
+    monkeypatch.setenv("KVSERVICE_ALLOW_PLAINTEXT", "no")
     monkeypatch.setenv("KVSERVICE_NONSENSE", "1")
     assert tls_of_environment() == ("/b", False)
 
 
-@pytest.mark.parametrize("wrong", [{"tls_dir": "relative"}, {"tls_required": "maybe"}, {"tls_required": 2}])
+@pytest.mark.parametrize("wrong", [{"tls_dir": "relative"}, {"allow_plaintext": "maybe"}, {"allow_plaintext": 2}])
 def test_a_wrong_tls_setting_is_named(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         load_config(environment={}, **wrong)
