@@ -108,8 +108,9 @@ class ShardServer:
                 f"a shard of service {config.service!r} already serves node {config.node_id} at {socket_path}: stop it "
                 "with `kvservice down`, or choose another --service name"
             )
+        secret = discovery.node_secret(directory)
         if config.lookup_addresses:
-            self._directory = ShardDirectory(config.lookup_addresses, self._inventory, self._tls)
+            self._directory = ShardDirectory(config.lookup_addresses, self._inventory, self._tls, secret)
         kind, make_transport = _choose_transport(config)
         self._pool = await PoolRuntime.open(
             PoolConfig(
@@ -123,7 +124,7 @@ class ShardServer:
             ),
             transport=make_transport,
             directory=self._directory,
-            peers=PeerClient(kind, config.node_id, tls=self._tls),
+            peers=PeerClient(kind, config.node_id, tls=self._tls, secret=secret),
         )
         await self._listen(socket_path)
         self._socket_path = socket_path
@@ -193,7 +194,8 @@ class ShardServer:
         directory = discovery.node_directory(self._config.service, self._config.node_id, self._config.runtime_root)
         if not leaving or not directory.is_dir():
             return
-        for path in [*directory.glob("engines/*.lock"), directory / discovery.SOCKET_NAME]:
+        own = [directory / discovery.SOCKET_NAME, directory / discovery.SECRET_NAME]
+        for path in [*directory.glob("engines/*.lock"), *own]:
             path.unlink(missing_ok=True)
         for empty in (directory / "engines", directory, directory.parent):
             with contextlib.suppress(OSError):  # somebody else's files: they stay

@@ -1,6 +1,6 @@
 """Turns an object with one coroutine per RPC into gRPC handlers that all behave alike.
 
-For every RPC: the request is parsed here, so malformed bytes answer INVALID_ARGUMENT instead of gRPC's INTERNAL; a
+For every RPC: the caller's certificate must allow it (wire.identity); the request is parsed here, so malformed bytes answer INVALID_ARGUMENT instead of gRPC's INTERNAL; a
 missing deadline is refused; KVServiceError becomes its status; anything else is logged once, counted and becomes
 INTERNAL without its text. The serving object has a coroutine method `snake_case(request, context)` per unary RPC and
 an async generator for server streams.
@@ -19,6 +19,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from kvservice.errors import InvalidRequest, KVServiceError
+from kvservice.wire.identity import caller_of
 from kvservice.wire.status import status_code, status_text, trailing_metadata
 
 log = logging.getLogger("kvservice.wire")
@@ -76,6 +77,7 @@ def _unary(
 
     async def handle(data: bytes, context: Context) -> bytes:
         try:
+            caller_of(context).check_may(method.full_name)
             request = _parse(request_type, data)
             if needs_deadline and context.time_remaining() is None:
                 raise InvalidRequest(f"{method.full_name} needs a deadline: set a timeout on the call")
@@ -94,6 +96,7 @@ def _streaming(method: MethodDescriptor, function: Callable[[Any, Context], Asyn
 
     async def handle(data: bytes, context: Context) -> AsyncIterator[bytes]:
         try:
+            caller_of(context).check_may(method.full_name)
             request = _parse(request_type, data)
             async for event in function(request, context):
                 yield event.SerializeToString()
