@@ -8,7 +8,7 @@
     │   ├── NotAttached            NOT_ATTACHED                                  no such attachment here
     │   ├── UnsupportedLayout      LAYOUT                                        cache groups or layout not supported
     │   └── RandomHashSeed         HASH_SEED                                     the engine's hash differs per process
-    ├── Forbidden                  FORBIDDEN         PERMISSION_DENIED     no    a role's limits, or in another node's name
+    ├── Forbidden                  FORBIDDEN         PERMISSION_DENIED     no    not this role's, or another node's name
     ├── Exhausted                  EXHAUSTED         RESOURCE_EXHAUSTED    yes   no slot, quota, message too large
     ├── Unavailable                UNAVAILABLE       UNAVAILABLE           yes   draining, dead, not started
     ├── DeadlineExceeded           DEADLINE          DEADLINE_EXCEEDED     yes

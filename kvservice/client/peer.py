@@ -67,8 +67,8 @@ class PeerPort(Protocol):
 
 
 class PeerClient:
-    """PeerPort over gRPC. `transport` is the name of our own transport: both ends must use the same kind. Leases are kept
-    by peers for the reader with this `secret`."""
+    """PeerPort over gRPC. `transport` is the name of our own transport: both ends must use the same kind. Peers keep
+    leases for the reader with this `secret`."""
 
     def __init__(
         self,

@@ -152,8 +152,8 @@ class Membership:
         now: float,
         proof: bytes = b"",
     ) -> Verdict:
-        """Judge one announcement and move the member. Raises Exhausted when too many nodes are known, Forbidden when the
-        node is somebody else's."""
+        """Judge one announcement and move the member. Raises Exhausted when too many nodes are known, Forbidden when
+        the node is somebody else's."""
         member = self._owned(node.node_id, proof)
         if member is not None and node.epoch < member.holder.epoch:
             self.counters["announce_stale_epoch"] += 1
@@ -229,8 +229,8 @@ class Membership:
         return forgotten
 
     def _owned(self, node_id: NodeId, proof: bytes) -> Member | None:
-        """A node belongs to whoever announced it first, until it is forgotten. What is remembered of a dead one, such as
-        its epoch, is for its owner: else a forged epoch would outlive the forger."""
+        """A node belongs to whoever announced it first, until it is forgotten. What is remembered of a dead one, its
+        epoch for one, is for its owner: else a forged epoch would outlive the forger."""
         member = self._members.get(node_id)
         if member is None or member.proof == proof:
             return member

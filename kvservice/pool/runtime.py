@@ -239,8 +239,8 @@ class PoolRuntime:
     async def take_over(
         self, epoch: BootEpoch, leaver: Holder, payload_bytes: int, items: tuple[TakeOverItem, ...], wait_seconds: float
     ) -> TakeOverResult:
-        """Read these blocks of a node that leaves, as far as there is room. Raises Refused for a stranger, Forbidden for one
-        that does not leave."""
+        """Read these blocks of a node that leaves, as far as there is room. Raises Refused for a stranger, Forbidden
+        for a node that does not leave."""
         member = await self._outside.leaver(leaver)
         result: TakeOverResult = await self._call(
             lambda op: ev.PeerTakeOver(op, epoch, member, payload_bytes, items, wait_seconds), None

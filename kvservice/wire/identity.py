@@ -1,12 +1,13 @@
 """Who calls: what a connection's certificate says, what its role may do, and in whose name it may speak.
 
-A certificate with the DNS name `kvservice` is a node's and may do everything; one with `client.kvservice` is a client's,
-of routers and commands, and may only ask. URI names `kvservice://node/NAME` and `kvservice://address/HOST` bind a node's
-certificate to that node and those addresses. Unix sockets and plaintext have no certificate: their caller may do
-everything.
+A certificate with the DNS name `kvservice` is a node's and may do everything; one with `client.kvservice` is a
+client's, of routers and commands, and may only ask. URI names `kvservice://node/NAME` and `kvservice://address/HOST`
+bind a node's certificate to that node and those addresses. Unix sockets and plaintext have no certificate: their caller
+may do everything.
 
-Where many nodes share one certificate, or have none, a node is told apart by a secret of its own. It never travels: each
-receiver is sent a proof made for it alone, with which nobody can speak to another. Pure functions of what gRPC knows.
+Where many nodes share one certificate, or have none, a node is told apart by a secret of its own. It never travels:
+each receiver is sent a proof made for it alone, with which nobody can speak to another. Pure functions of what gRPC
+knows.
 """
 
 from __future__ import annotations
