@@ -2,8 +2,8 @@
 
 For every RPC: the caller's certificate must allow it (wire.identity); the request is parsed here, so malformed bytes
 answer INVALID_ARGUMENT instead of gRPC's INTERNAL; a missing deadline is refused; KVServiceError becomes its status;
-anything else is logged once, counted and becomes INTERNAL without its text. The serving object has a coroutine method `snake_case(request, context)` per unary RPC and
-an async generator for server streams.
+anything else is logged once, counted and becomes INTERNAL without its text. The serving object has a coroutine method
+`snake_case(request, context)` per unary RPC and an async generator for server streams.
 """
 
 from __future__ import annotations
