@@ -35,7 +35,7 @@ from kvservice.transfer.base import Transport
 from kvservice.transfer.nixl import NixlTransport, nixl_available
 from kvservice.transfer.shm import SharedMemoryTransport
 from kvservice.units import BlockKey, NodeId, SpanRoute
-from kvservice.wire.serving import LISTS_BYTES_MAX, server_options, service_handler
+from kvservice.wire.serving import CALLS_MAX, LISTS_BYTES_MAX, Gate, server_options, service_handler
 from kvservice.wire.tls import TlsFiles, listen, open_tls
 from kvservice.wire.v1 import shard_pb2
 
@@ -256,7 +256,8 @@ class ShardServer:
         self._peer_address = f"{config.peer_host}:{port}"
 
     async def _server(self, *, with_engines: bool) -> grpc.aio.Server:
-        server = grpc.aio.server(options=server_options(LISTS_BYTES_MAX))
+        server = grpc.aio.server(options=server_options(LISTS_BYTES_MAX), maximum_concurrent_rpcs=CALLS_MAX)
+        gate = Gate()
         services = shard_pb2.DESCRIPTOR.services_by_name
         parts: list[tuple[str, object]] = [
             ("PeerService", PeerServicer(self.pool, self.holder)),
@@ -264,7 +265,7 @@ class ShardServer:
         ]
         if with_engines:
             parts.append(("EngineService", EngineServicer(self.pool)))
-        handlers = [service_handler(services[name], servicer) for name, servicer in parts]
+        handlers = [service_handler(services[name], servicer, gate=gate) for name, servicer in parts]
         server.add_generic_rpc_handlers(tuple(handlers))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = [services[name].full_name for name, _ in parts]
