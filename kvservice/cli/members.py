@@ -74,10 +74,10 @@ def find_members(service: str) -> Members | None:
     return Members(shards, tuple(r.node_id for r in live), newest.lookup_addresses, tuple(silent), tls, hints)
 
 
-def note_hint(hints: dict[str, str], address: str, error: grpc.RpcError) -> None:
+def note_hint(hints: dict[str, str], address: str, error: Any) -> None:
     """Keep what to do about a failed call, when TLS is the reason."""
     from kvservice.wire.status import connect_hint
 
-    hint = connect_hint(str(error.details()) if isinstance(error, grpc.Call) else "")
+    hint = connect_hint(str(error.details()) if isinstance(error, grpc.Call) else str(error))
     if hint:
         hints[address] = hint

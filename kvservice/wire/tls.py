@@ -17,10 +17,10 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import grpc
 
@@ -199,8 +199,8 @@ def _take(directory: Path) -> tuple[Stamp, Pems]:
         raise ConfigError(f"{directory} has no {' and no '.join(missing)}: {WHAT_TO_DO}", key="tls_dir")
     try:
         stamp = _stamp(directory)
-        texts = [_read(directory / name) for name in (CERTIFICATE_NAME, KEY_NAME, AUTHORITY_NAME)]
-        pems = Pems(*texts, serves=_try(directory))
+        certificate, key, authority = [_read(directory / n) for n in (CERTIFICATE_NAME, KEY_NAME, AUTHORITY_NAME)]
+        pems = Pems(certificate, key, authority, _try(directory))
         if _stamp(directory) != stamp:
             raise ConfigError(f"the files in {directory} are just being replaced: start again", key="tls_dir")
     except ssl.SSLCertVerificationError as error:
@@ -259,8 +259,8 @@ def _shake_hands(directory: Path, *, serves: bool) -> set[str]:
                 side.do_handshake()
                 waiting.remove(side)
         if not waiting:
-            seen = server.getpeercert() or {}
-            return {value for kind, value in seen.get("subjectAltName", ()) if kind == "DNS"}
+            seen: Mapping[str, Any] = server.getpeercert() or {}
+            return {str(value) for kind, value in seen.get("subjectAltName", ()) if kind == "DNS"}
     raise ssl.SSLError("the handshake does not end")
 
 
