@@ -20,7 +20,6 @@ from kvservice.errors import ConfigError, Unavailable
 
 RAY_START_SECONDS = 60.0
 RAY_STOP_SECONDS = 30.0
-LOOPBACK = "127.0.0.1"
 _ADDRESS = re.compile(r"--address=['\"]?([^'\"\s]+:\d+)")
 
 
@@ -161,8 +160,7 @@ def _start_head(service: str) -> str:
     words = record.with_suffix(".log")
     with words.open("wb") as log:
         process = subprocess.Popen(
-            [ray, "start", "--head", "--block", "--port=0", "--include-dashboard=false", "--disable-usage-stats",
-             f"--node-ip-address={LOOPBACK}"],
+            [ray, "start", "--head", "--block", "--port=0", "--include-dashboard=false", "--disable-usage-stats"],
             stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment,
         )  # fmt: skip
     deadline = time.monotonic() + RAY_START_SECONDS

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvservice.cli import status
+from kvservice.cli import explain, status
 from kvservice.client.lookup import LookupClient
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
@@ -301,6 +301,17 @@ def test_the_command_line_beside_a_service_finds_its_files(
     monkeypatch.delenv("KVSERVICE_TLS_DIR", raising=False)
     state = status.collect(cluster.service)
     assert state is not None and state["problems"] == [] and len(state["nodes"]) == 2
+
+
+def test_explain_says_what_to_do_about_certificates_that_do_not_fit(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(cluster.root))
+    monkeypatch.delenv("KVSERVICE_TLS_DIR", raising=False)
+    assert explain.explain(cluster.service, "none")["hints"] == []
+    monkeypatch.setenv("KVSERVICE_TLS_DIR", str(write(tmp_path / "s", issuer=STRANGER, trusted=STRANGER.pem)))
+    state = explain.explain(cluster.service, "none")
+    assert state["silent_lookups"] and ["expired or of another CA" in hint for hint in state["hints"]] == [True]
 
 
 def test_renewed_files_reach_running_processes(cluster: LocalCluster) -> None:

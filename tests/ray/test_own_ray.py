@@ -1,5 +1,5 @@
-"""`kvservice up` where there is no Ray: the one that it starts asks for a token, the service stays on loopback, and later
-commands find both."""
+"""`kvservice up` where there is no Ray: the one that it starts asks for a token, the service stays on loopback, and
+later commands find both."""
 
 from __future__ import annotations
 
@@ -75,8 +75,6 @@ def test_the_ray_that_up_starts_asks_for_a_token_and_stays_on_this_machine(machi
     assert state["problems"] == []
     parts = [row["peer_address"] for row in state["nodes"]] + [row["address"] for row in state["lookups"]]
     assert len(parts) == 2 and all(map(is_loopback, parts)), parts
-    assert is_loopback(head["address"])
-
     down = machine.kvservice("down", "--service", SERVICE)
     assert down.returncode == 0, down.stderr
     assert not token.exists() and not psutil.pid_exists(head["pid"])
