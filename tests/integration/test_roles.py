@@ -221,6 +221,10 @@ async def test_a_role_may_do_what_is_listed_and_nothing_else(name: str, may: fro
                 if not await refused(channel, path_of(method), streams=method.server_streaming):
                     allowed.add(method.full_name)
     assert allowed == may
+    if client:
+        closed = {method.name for method in methods()} - {rpc.rpartition(".")[2] for rpc in allowed}
+        changes = {"Announce", "Drain", "Handshake", "Locate", "Follow", "Validate", "ReleaseLocated", "TakeOver"}
+        assert closed >= changes
 
 
 async def test_a_clients_certificate_serves_nothing_and_nobody_believes_it(tmp_path: Path) -> None:
