@@ -90,7 +90,7 @@ class LookupServicer:
         try:
             caller.check_speaks_for(node.node_id, node.peer_address)
         except Forbidden:
-            self._counters["announce_forbidden"] += 1
+            self._counters["announce_wrong_certificate"] += 1
             raise
 
     async def watch(self, request: lookup_pb2.WatchRequest, context: Context) -> AsyncIterator[lookup_pb2.WatchEvent]:

@@ -158,24 +158,18 @@ class Outside:
 
     async def leaver(self, claimed: Holder) -> Holder:
         """The node as the directory knows it: no address that a caller gives is ever connected to. Raises Refused when
-        it is not a live member, or of another epoch, Forbidden when it does not say itself that it leaves."""
+        it is not a live member, or of another epoch, Forbidden when it does not say itself that it leaves, and what
+        `room` raises."""
         found = None
         if self._directory is not None:
             found = await self._directory.find_node(claimed.node_id, FIND_NODE_SECONDS)
         if found is None or found.epoch != claimed.epoch:
             self._counters["takeover_strangers"] += 1
             raise Refused(f"node {claimed.node_id} in epoch {claimed.epoch} is not a member of this service")
-        if not await self._is_leaving(found):
+        if self._peers is None or not (await self._peers.room(found, FIND_SECONDS)).draining:
             self._counters["takeover_forged"] += 1
             raise Forbidden(f"node {claimed.node_id} says that it does not leave: it has offered nothing")
         return found
-
-    async def _is_leaving(self, holder: Holder) -> bool:
-        try:
-            return self._peers is not None and (await self._peers.room(holder, FIND_SECONDS)).draining
-        except KVServiceError as error:
-            log.info("leaver_silent", extra={"node": holder.node_id, "error": str(error)})
-            return False
 
     async def farewell(self) -> None:
         if self._directory is not None:

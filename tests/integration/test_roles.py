@@ -260,6 +260,10 @@ async def test_a_nodes_certificate_speaks_for_that_node_alone(tmp_path: Path) ->
             with pytest.raises(KVServiceError, match="this certificate is of node n1, not of") as error:
                 await attempt
             assert isinstance(error.value, Forbidden), what
+        async with open_channel(lookup, other) as channel:
+            stub = lookup_pb2_grpc.LookupServiceStub(channel)
+            counters = (await stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=CALL_SECONDS)).counters
+        assert counters["announce_wrong_certificate"] == 2
         stranger = PeerClient("shm", N0, tls=other)
         with pytest.raises(Forbidden, match="this certificate is of node n1"):
             await stranger.release(holder, holder.epoch, LeaseId(1), CALL_SECONDS)
