@@ -16,10 +16,10 @@ import ray
 from ray.exceptions import ActorUnavailableError, AuthenticationError, GetTimeoutError, RayError
 from ray.util import list_named_actors
 
-from kvservice.actors import names
+from kvservice.actors import names, ray_auth
 from kvservice.actors.supervisor import STARTING, Supervisor
 from kvservice.config import ServiceConfig
-from kvservice.errors import ConfigError, ServiceConflict, Unavailable
+from kvservice.errors import ConfigError, ServiceConflict, Unavailable, plaintext_refused
 
 log = logging.getLogger("kvservice.actors")
 
@@ -78,12 +78,13 @@ class ServiceHandle:
 def up(config: ServiceConfig) -> ServiceHandle:
     """Start the service on the connected Ray cluster, or find it when it runs with the same settings.
 
-    Nodes whose shards were drained get one again. Raises ServiceConflict when a service of this name runs with others.
-    Returns before every shard is up: see
-    `ServiceHandle.wait_complete`.
+    Nodes whose shards were drained get one again. Raises ServiceConflict when a service of this name runs with others,
+    ConfigError when it would be plaintext between machines; nothing is started then. Returns before every shard is up:
+    see `ServiceHandle.wait_complete`.
     """
     found = find(config.service)
     if found is None:
+        _check_door(config)
         supervisor = (
             ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=8)(Supervisor)
             .options(
@@ -107,6 +108,15 @@ def up(config: ServiceConfig) -> ServiceHandle:
         )
     _ask(found.supervisor.readmit)
     return found
+
+
+def _check_door(config: ServiceConfig) -> None:
+    machines = sorted({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
+    if len(machines) > 1 and not config.tls_dir and not config.allow_plaintext:
+        raise plaintext_refused(
+            f"this Ray cluster has {len(machines)} machines ({', '.join(machines[:4])}), and the service between them "
+            "would be plaintext"
+        )
 
 
 def find(service: str) -> ServiceHandle | None:
@@ -175,13 +185,12 @@ def _stop(service: str, parts: list[str]) -> None:
 def connect(address: str | None) -> None:
     """Join a Ray cluster as a driver. `address` None: RAY_ADDRESS, else the cluster of this machine. Raises
     Unavailable when there is none, ConfigError when there is one that does not let this process in."""
-    # Ray 2.60 turns token auth on by itself in some of its commands and not in others: say what is meant, always.
-    os.environ.setdefault("RAY_AUTH_MODE", "token" if _has_token() else "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if ray.is_initialized():
         return
     wanted = address or os.environ.get("RAY_ADDRESS") or "auto"
     endpoint = _endpoint(wanted)
+    ray_auth.prepare(None if endpoint is None else f"{endpoint[0]}:{endpoint[1]}")
     listens = endpoint is not None and _listens(*endpoint)
     if endpoint is not None and not listens:  # Ray itself would go on trying for minutes
         raise Unavailable(f"no Ray cluster at {wanted}: nothing listens there")
@@ -212,9 +221,3 @@ def _listens(host: str, port: int) -> bool:
             return True
     except OSError:
         return False
-
-
-def _has_token() -> bool:
-    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
-        return True
-    return (Path.home() / ".ray" / "auth_token").is_file()

@@ -10,7 +10,14 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from kvservice.client.discovery import MOVER_PREFIX, RECORD_NAME, SOCKET_NAME, default_runtime_root, is_listening
+from kvservice.client.discovery import (
+    MOVER_PREFIX,
+    RECORD_NAME,
+    SECRET_NAME,
+    SOCKET_NAME,
+    default_runtime_root,
+    is_listening,
+)
 from kvservice.memory.segment import remove_stale, segment_path
 from kvservice.shard.server import DEV_SHM
 from kvservice.units import NodeId
@@ -39,6 +46,7 @@ def _remove_record(directory: Path) -> list[Path]:
         *directory.glob(f"{MOVER_PREFIX}*"),
         directory / SOCKET_NAME,
         directory / RECORD_NAME,
+        directory / SECRET_NAME,
     ]
     removed = [path for path in found if path.exists()]
     for path in removed:

@@ -16,13 +16,13 @@ class LookupNode:
     """Made into a Ray actor by actors.supervisor. Methods block their own thread only."""
 
     def __init__(
-        self, address: str, partition: int, partition_count: int, tls_dir: str = "", tls_required: bool = False
+        self, address: str, partition: int, partition_count: int, tls_dir: str = "", allow_plaintext: bool = False
     ) -> None:
         self._address = address
         self._partition = partition
         # Nanoseconds: two boots within one second must not share an epoch.
         self._server = LookupServer(
-            address, partition, partition_count, time.time_ns(), tls_dir=tls_dir, tls_required=tls_required
+            address, partition, partition_count, time.time_ns(), tls_dir=tls_dir, allow_plaintext=allow_plaintext
         )
         self._hosted = HostedServer(self._server.start)
 

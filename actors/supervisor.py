@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ ANSWER_SECONDS = 5.0  # a part that takes longer is asked again in the next roun
 CALL_SECONDS = 30.0
 SILENT_ROUNDS_MAX = 10
 STARTING = "is starting, or does not answer"
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(slots=True)
@@ -116,7 +117,7 @@ class Supervisor:
 
     def _round(self) -> None:
         try:
-            nodes = _alive_nodes()
+            nodes = listening_hosts(_alive_nodes(), self._config)
             self._drop(nodes)
             if nodes:
                 draining = draining_nodes()
@@ -153,7 +154,7 @@ class Supervisor:
             port = self._config.lookup_port + partition if self._config.lookup_port else _free_port_on(ray_node)
             address = f"{nodes[ray_node]}:{port}"
             config = self._config
-            arguments = (address, partition, config.lookup_shards, config.tls_dir, config.tls_required)
+            arguments = (address, partition, config.lookup_shards, config.tls_dir, config.allow_plaintext)
             handle = self._place(LookupNode, ray_node, names.lookup(partition), arguments)
             self._lookups[partition] = _Part(f"lookup shard {partition}", handle, ray_node)
         self._ask(self._lookups.values())
@@ -281,13 +282,21 @@ class Supervisor:
             transport=config.transport,
             slab_bytes=config.slab_bytes or None,
             tls_dir=config.tls_dir,
-            tls_required=config.tls_required,
+            allow_plaintext=config.allow_plaintext,
         )
 
 
 def _alive_nodes() -> dict[str, str]:
     """Ray node id -> address."""
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+
+
+def listening_hosts(nodes: Mapping[str, str], config: ServiceConfig) -> dict[str, str]:
+    """Ray node id -> the address its parts listen on and are known by. Without TLS a service of one machine stays on
+    loopback, whatever address Ray has; on several machines each part then refuses to start, and says why."""
+    if config.tls_dir or config.allow_plaintext or len(set(nodes.values())) > 1:
+        return dict(nodes)
+    return dict.fromkeys(nodes, LOOPBACK)
 
 
 def _gpus_of_nodes() -> dict[str, int]:

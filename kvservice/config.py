@@ -62,10 +62,12 @@ class ServiceConfig:
     # number also gives nodes without a GPU one for their CPU engines. Engines use them with "mover": "worker".
     gpu_workers: str = "off"
     # Directory with tls.crt, tls.key and ca.crt, the same path on every node: with it everything between nodes that is
-    # gRPC is encrypted, and both sides show a certificate. Read again when the files change. Empty = plaintext.
+    # gRPC is encrypted, and both sides show a certificate. Read again when the files change. Empty = plaintext, served
+    # on loopback only.
     tls_dir: str = ""
-    # Refuse to serve beyond loopback without TLS, instead of a warning in the log.
-    tls_required: bool = False
+    # Serve plaintext beyond loopback all the same: whoever reaches a port can read and remove blocks. For networks that
+    # nobody else is in.
+    allow_plaintext: bool = False
 
     def __post_init__(self) -> None:
         if not self.service or not self.service.replace("-", "").replace("_", "").isalnum() or len(self.service) > 32:
@@ -157,11 +159,11 @@ def load_config(
 
 
 def tls_of_environment() -> tuple[str, bool]:
-    """(`tls_dir`, `tls_required`) of KVSERVICE_TLS_DIR and KVSERVICE_TLS_REQUIRED, for processes that take nothing else
-    from the environment. Raises ConfigError."""
-    found = {name: text for name, text in os.environ.items() if name.startswith(f"{ENVIRONMENT_PREFIX}TLS_")}
-    config = load_config(environment=found)
-    return config.tls_dir, config.tls_required
+    """(`tls_dir`, `allow_plaintext`) of KVSERVICE_TLS_DIR and KVSERVICE_ALLOW_PLAINTEXT, for processes that take
+    nothing else from the environment. Raises ConfigError."""
+    names = (f"{ENVIRONMENT_PREFIX}TLS_DIR", f"{ENVIRONMENT_PREFIX}ALLOW_PLAINTEXT")
+    config = load_config(environment={name: os.environ[name] for name in names if name in os.environ})
+    return config.tls_dir, config.allow_plaintext
 
 
 def _integer(key: str, value: object) -> int:

@@ -8,6 +8,7 @@
     │   ├── NotAttached            NOT_ATTACHED                                  no such attachment here
     │   ├── UnsupportedLayout      LAYOUT                                        cache groups or layout not supported
     │   └── RandomHashSeed         HASH_SEED                                     the engine's hash differs per process
+    ├── Forbidden                  FORBIDDEN         PERMISSION_DENIED     no    not this role's, or another node's name
     ├── Exhausted                  EXHAUSTED         RESOURCE_EXHAUSTED    yes   no slot, quota, message too large
     ├── Unavailable                UNAVAILABLE       UNAVAILABLE           yes   draining, dead, not started
     ├── DeadlineExceeded           DEADLINE          DEADLINE_EXCEEDED     yes
@@ -71,6 +72,11 @@ class RandomHashSeed(Refused):
     reason = "HASH_SEED"
 
 
+class Forbidden(KVServiceError):
+    reason = "FORBIDDEN"
+    grpc_code = "PERMISSION_DENIED"
+
+
 class Exhausted(KVServiceError):
     reason = "EXHAUSTED"
     grpc_code = "RESOURCE_EXHAUSTED"
@@ -97,6 +103,17 @@ class SegmentError(KVServiceError):
 class ConfigError(KVServiceError):
     reason = "CONFIG"
     grpc_code = "INVALID_ARGUMENT"
+
+
+def plaintext_refused(what: str) -> ConfigError:
+    """`what` would be plaintext where others reach it: the three ways out."""
+    return ConfigError(
+        f"{what}: whoever reaches it could read and remove blocks. Either give every part certificates: set tls_dir "
+        "(KVSERVICE_TLS_DIR) to a directory with tls.crt, tls.key and ca.crt, which `kvservice certs DIR` makes; or "
+        "stay on this machine: bind 127.0.0.1; or, on a network that nobody else is in, set allow_plaintext "
+        "(KVSERVICE_ALLOW_PLAINTEXT=1). See docs/security.md",
+        key="tls_dir",
+    )
 
 
 class ServiceConflict(KVServiceError):

@@ -31,28 +31,71 @@ class Authority:
         return bytes(self.certificate.public_bytes(_library()[1].Encoding.PEM))
 
 
-def run(directory: Path, days: int, *, renew: bool) -> str:
-    """Write ca.crt, ca.key, tls.crt and tls.key, or with `renew` only the last two, signed by the CA that is there.
-    Returns what to do next. Raises ConfigError when files would be lost, or there is no CA to renew with."""
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whom a certificate is for: all nodes with one certificate, one node, or a client."""
+
+    client: bool = False
+    nodes: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.client and (self.nodes or self.addresses):
+            raise ConfigError("a client's certificate speaks for no node: leave --node and --address out")
+        for name in (*self.nodes, *self.addresses):
+            if not name or not name.isascii() or not name.isprintable() or " " in name or "/" in name:
+                raise ConfigError(f"{name!r} cannot stand in a certificate: give a node's name or a host's address")
+
+    @property
+    def uris(self) -> list[str]:
+        from kvservice.wire.identity import ADDRESS_URI, NODE_URI
+
+        return [NODE_URI + node for node in self.nodes] + [ADDRESS_URI + address for address in self.addresses]
+
+
+def run(directory: Path, days: int, *, renew: bool, owner: Owner | None = None, ca: Path | None = None) -> str:
+    """Write ca.crt, ca.key, tls.crt and tls.key; with `ca`, a folder that has a CA, all but the CA's key. With `renew`
+    only tls.crt and tls.key, for the owner that the old one was for. Returns what to do next. Raises ConfigError when
+    files would be lost, or there is no CA to sign with."""
     from kvservice.wire.tls import AUTHORITY_NAME, CERTIFICATE_NAME, KEY_NAME, open_tls
 
     directory = directory.absolute()
     found = [name for name in (AUTHORITY_NAME, AUTHORITY_KEY_NAME, CERTIFICATE_NAME) if (directory / name).exists()]
     if renew:
-        authority = _read_authority(directory)
+        authority = _read_authority(ca or directory)
+        owner = owner or _read_owner(directory / CERTIFICATE_NAME)
     elif found:
         raise ConfigError(
             f"{directory} has {' and '.join(found)} already: renew with --renew, or name another directory"
         )
     else:
+        authority = make_authority("kvservice CA") if ca is None else _read_authority(ca)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        authority = make_authority("kvservice CA")
-        write_private(directory / AUTHORITY_KEY_NAME, _key_pem(authority.key))
+        if ca is None:
+            write_private(directory / AUTHORITY_KEY_NAME, _key_pem(authority.key))
         write_private(directory / AUTHORITY_NAME, authority.pem, mode=0o644)
-    certificate, key = issue(authority, days=days)
+    owner = owner or Owner()
+    certificate, key = issue(authority, days=days, owner=owner)
     write_private(directory / KEY_NAME, key)
     write_private(directory / CERTIFICATE_NAME, certificate, mode=0o644)
     open_tls(directory)  # what was written is what the service will take
+    return _what_to_do(directory, days, owner)
+
+
+def _what_to_do(directory: Path, days: int, owner: Owner) -> str:
+    from kvservice.wire.tls import AUTHORITY_NAME, CERTIFICATE_NAME, KEY_NAME
+
+    if owner.client:
+        return (
+            f"{directory} has a client's certificate for {days} days: routers and commands with KVSERVICE_TLS_DIR="
+            f"{directory} may ask, and change nothing. To make the next one, renew with the same --ca."
+        )
+    if owner.uris:
+        return (
+            f"{directory} has a certificate for {days} days, of {', '.join((*owner.nodes, *owner.addresses))} only. "
+            f"Copy {CERTIFICATE_NAME}, {KEY_NAME} and {AUTHORITY_NAME} to that node, to the folder that is "
+            "KVSERVICE_TLS_DIR on all of them."
+        )
     return (
         f"{directory} has a certificate for {days} days. Copy {CERTIFICATE_NAME}, {KEY_NAME} and {AUTHORITY_NAME}, but "
         f"not {AUTHORITY_KEY_NAME}, to the same path on every node, and start all with KVSERVICE_TLS_DIR={directory}. "
@@ -72,12 +115,15 @@ def make_authority(name: str) -> Authority:
     return Authority(key, builder.sign(key, hashes.SHA256()))
 
 
-def issue(authority: Authority, *, days: float = LEAF_DAYS, name: str = "") -> tuple[bytes, bytes]:
-    """(certificate, key), PEM, for servers and clients, with the name that clients of the service check, or another.
-    With negative `days` it ended that long ago."""
-    from kvservice.wire.tls import SERVER_NAME
+def issue(
+    authority: Authority, *, days: float = LEAF_DAYS, name: str = "", owner: Owner | None = None
+) -> tuple[bytes, bytes]:
+    """(certificate, key), PEM, for this owner, all nodes if None; `name` takes the place of the name of its role. With
+    negative `days` it ended that long ago."""
+    from kvservice.wire.identity import CLIENT_NAME, NODE_NAME
 
-    name = name or SERVER_NAME
+    owner = owner or Owner()
+    name = name or (CLIENT_NAME if owner.client else NODE_NAME)
     x509, _, hashes, ec = _library()
     key = ec.generate_private_key(ec.SECP256R1())
     issuer = authority.certificate
@@ -85,8 +131,11 @@ def issue(authority: Authority, *, days: float = LEAF_DAYS, name: str = "") -> t
     builder = builder.public_key(key.public_key()).add_extension(
         x509.BasicConstraints(ca=False, path_length=None), True
     )
-    builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), False)
-    purposes = [x509.ExtendedKeyUsageOID.SERVER_AUTH, x509.ExtendedKeyUsageOID.CLIENT_AUTH]
+    names = [x509.DNSName(name), *map(x509.UniformResourceIdentifier, owner.uris)]
+    builder = builder.add_extension(x509.SubjectAlternativeName(names), False)
+    purposes = [x509.ExtendedKeyUsageOID.CLIENT_AUTH]
+    if not owner.client:
+        purposes.append(x509.ExtendedKeyUsageOID.SERVER_AUTH)
     builder = builder.add_extension(x509.ExtendedKeyUsage(purposes), False).add_extension(_usage(signs=False), True)
     identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
     signed = builder.add_extension(identifier, False).sign(authority.key, hashes.SHA256())
@@ -113,6 +162,22 @@ def _read_authority(directory: Path) -> Authority:
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"there is no CA to renew with in {directory}: {error}") from error
     return Authority(key, certificate)
+
+
+def _read_owner(path: Path) -> Owner:
+    from kvservice.wire.identity import ADDRESS_URI, CLIENT_NAME, NODE_NAME, NODE_URI
+
+    x509 = _library()[0]
+    try:
+        old = x509.load_pem_x509_certificate(path.read_bytes())
+        names = old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (OSError, ValueError, x509.ExtensionNotFound):
+        return Owner()
+    dns, uris = (names.get_values_for_type(kind) for kind in (x509.DNSName, x509.UniformResourceIdentifier))
+    return Owner(
+        CLIENT_NAME in dns and NODE_NAME not in dns,
+        *[tuple(uri.removeprefix(one) for uri in uris if uri.startswith(one)) for one in (NODE_URI, ADDRESS_URI)],
+    )
 
 
 def _valid(builder: Any, days: float) -> Any:

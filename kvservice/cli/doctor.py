@@ -31,6 +31,7 @@ OLDEST = {"protobuf": (6, 33), "grpcio": (1, 76), "ray": (2, 60), "vllm": (0, 32
 SHM_BYTES_MIN = 64 * MiB  # less holds no prompt worth the name
 SHM_ADVICE = "mount -o remount,size=64G /dev/shm; docker run --shm-size=64g; Kubernetes: emptyDir of medium Memory"
 GOLDEN_KEY = "00fb81bf90953c12faab38c669b3ef8b"  # of the second block of tokens 0..63 under a fingerprint of zeros
+TLS_ADVICE = "for several machines: `kvservice certs DIR`, then KVSERVICE_TLS_DIR=DIR everywhere; docs/security.md"
 CLOCK_SECONDS = 0.2
 CLOCK_DRIFT_SECONDS = 0.05
 CONNECT_SECONDS = 1.0
@@ -124,6 +125,7 @@ def settings() -> Iterator[Check]:
 def tls() -> Iterator[Check]:
     from kvservice.cli.members import tls_beside
     from kvservice.client.discovery import find_shards
+    from kvservice.config import tls_of_environment
     from kvservice.errors import ConfigError
 
     try:
@@ -132,7 +134,11 @@ def tls() -> Iterator[Check]:
         yield Check("tls", PROBLEM, error.message, "`kvservice certs DIR --renew`, or correct KVSERVICE_TLS_DIR")
         return
     if files is None:
-        yield Check("tls", ABSENT, "no KVSERVICE_TLS_DIR: gRPC between nodes is plaintext", "see docs/security.md")
+        detail = "no KVSERVICE_TLS_DIR: a service started here is plaintext"
+        if tls_of_environment()[1]:
+            yield Check("tls", WARNING, f"{detail}, also to others, as KVSERVICE_ALLOW_PLAINTEXT says", TLS_ADVICE)
+        else:
+            yield Check("tls", ABSENT, f"{detail} and stays on this machine", TLS_ADVICE)
     else:
         yield Check("tls", OK, f"the certificate in {files.directory} works with its key and CA")
 

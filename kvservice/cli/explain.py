@@ -86,6 +86,7 @@ def explain(service: str, request_id: str) -> dict[str, Any]:
         ],
         "silent_nodes": sorted(answers.silent),
         "silent_lookups": list(members.silent),
+        "hints": sorted(set(members.hints.values())),
     }  # fmt: skip
 
 
@@ -119,12 +120,14 @@ def _ask_all(
     members: Any, addresses: dict[str, str], call: Callable[[grpc.Channel], Any]
 ) -> dict[str, tuple[Any, float]]:
     """(the answer of each or None, when it came)."""
+    from kvservice.cli.members import note_hint
 
     def ask(address: str) -> tuple[Any, float]:
         try:
             with members.channel(address) as channel:
                 return call(channel), time.monotonic()
-        except grpc.RpcError:
+        except grpc.RpcError as error:
+            note_hint(members.hints, address, error)
             return None, time.monotonic()
 
     names = sorted(addresses)
@@ -262,6 +265,8 @@ def show(state: dict[str, Any]) -> None:
         console.print(f"[red]node {node} did not answer: what it knows is missing here[/]", highlight=False)
     for address in state["silent_lookups"]:
         console.print(f"[red]lookup shard {address} did not answer[/]", highlight=False)
+    for hint in state["hints"]:
+        console.print(f"→ {hint}", highlight=False, markup=False)
 
 
 def _show_record(console: Console, request_id: str, row: dict[str, Any]) -> None:

@@ -26,10 +26,11 @@ _ADDRESS = re.compile(r"--address=['\"]?([^'\"\s]+:\d+)")
 def up(config: Any, address: str | None) -> None:
     """Start or find the service on a Ray cluster and wait until it is complete. What this call started is stopped
     again when it fails."""
-    from kvservice.actors import deploy
+    from kvservice.actors import deploy, ray_auth
 
     console = Console(stderr=True)
     started_ray = _connect_or_start(config.service, address, console)
+    _tell_of_tokens(config.service, console, started=started_ray)
     found = started_ray or deploy.find(config.service) is not None
     try:
         if not started_ray and found:
@@ -49,21 +50,26 @@ def up(config: Any, address: str | None) -> None:
             console.print("not complete: what was started is stopped again")
             deploy.down(config.service)
         if started_ray:
-            _stop_head(_head_record(config.service))
+            _stop_head(ray_auth.head_record(config.service))
         raise
     console.print(
         f"service '{config.service}' runs: {len(state['shards'])} cache shards, {len(state['lookups'])} lookup shards. "
         "Engines on these nodes find it by themselves; see `kvservice status`."
     )
+    if not config.tls_dir and not config.allow_plaintext:
+        console.print(
+            "There are no certificates, so it listens on loopback: machines that join later get no shard until it is "
+            "started with KVSERVICE_TLS_DIR (`kvservice certs DIR`)."
+        )
 
 
 def down(service: str, address: str | None) -> bool:
     """Stop the service and remove what earlier ones left on this machine. False when there was neither."""
-    from kvservice.actors import deploy
+    from kvservice.actors import deploy, ray_auth
     from kvservice.actors.leftovers import remove_leftovers
 
     console = Console(stderr=True)
-    head = _head_record(service)
+    head = ray_auth.head_record(service)
     found = head.exists()
     try:
         deploy.connect(address or _recorded_address(head))
@@ -111,7 +117,7 @@ async def _foreground(config: Any) -> None:
             transport=config.transport,
             slab_bytes=config.slab_bytes or None,
             tls_dir=config.tls_dir,
-            tls_required=config.tls_required,
+            allow_plaintext=config.allow_plaintext,
         )
     )
     try:
@@ -125,13 +131,13 @@ async def _foreground(config: Any) -> None:
 
 def _connect_or_start(service: str, address: str | None, console: Console) -> bool:
     """Join a cluster; True when there was none and one was started."""
-    from kvservice.actors import deploy
+    from kvservice.actors import deploy, ray_auth
 
     if address or os.environ.get("RAY_ADDRESS"):
         deploy.connect(address)
         return False
     try:
-        deploy.connect(_recorded_address(_head_record(service)))
+        deploy.connect(_recorded_address(ray_auth.head_record(service)))
     except Unavailable:
         console.print("no Ray cluster on this machine: starting a local one; `kvservice down` stops it again")
         deploy.connect(_start_head(service))
@@ -141,15 +147,16 @@ def _connect_or_start(service: str, address: str | None, console: Console) -> bo
 
 def _start_head(service: str) -> str:
     """`ray start --head` in a session of its own; its address."""
+    from kvservice.actors import ray_auth
     from kvservice.client.discovery import ensure_private_directory
 
-    record = _head_record(service)
+    record = ray_auth.head_record(service)
     ensure_private_directory(record.parent)
     ray = shutil.which("ray", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if ray is None:
         raise ConfigError("the `ray` command is not installed: pip install 'kvservice[ray]', or use --no-ray")
-    environment = {**os.environ, "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled")}
-    environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    auth = ray_auth.of_new_cluster(record.with_suffix(".token"))
+    environment = {"RAY_USAGE_STATS_ENABLED": "0", **os.environ, **auth}
     words = record.with_suffix(".log")
     with words.open("wb") as log:
         process = subprocess.Popen(
@@ -160,12 +167,15 @@ def _start_head(service: str) -> str:
     while time.monotonic() < deadline and process.poll() is None:
         found = _ADDRESS.search(words.read_text(errors="replace"))
         if found is not None:
-            record.write_text(json.dumps({"pid": process.pid, "address": found.group(1)}))
+            token_path = auth.get(ray_auth.TOKEN_PATH, "")
+            note = {"pid": process.pid, "address": found.group(1), "token_path": token_path}
+            record.write_text(json.dumps(note))
             return found.group(1)
         time.sleep(0.2)
     if process.poll() is None:
         process.terminate()
         process.wait(RAY_STOP_SECONDS)
+    record.with_suffix(".token").unlink(missing_ok=True)
     raise Unavailable(f"a local Ray did not start; its words are in {words}")
 
 
@@ -183,7 +193,8 @@ def _stop_head(record: Path) -> None:
     while _is_ray(pid) and time.monotonic() < deadline:
         time.sleep(0.2)
     record.unlink(missing_ok=True)
-    record.with_suffix(".log").unlink(missing_ok=True)
+    for suffix in (".log", ".token"):
+        record.with_suffix(suffix).unlink(missing_ok=True)
 
 
 def _is_ray(pid: int) -> bool:
@@ -194,14 +205,26 @@ def _is_ray(pid: int) -> bool:
         return False
 
 
-def _head_record(service: str) -> Path:
-    from kvservice.client.discovery import default_runtime_root
+def _tell_of_tokens(service: str, console: Console, *, started: bool) -> None:
+    from kvservice.actors import ray_auth
 
-    return default_runtime_root() / f"ray-head-{service}.json"
+    path = ray_auth.read_head(ray_auth.head_record(service)).get("token_path")
+    if started and path:
+        console.print(
+            "This Ray asks for a token, which kvservice's own commands find. Your programs that join it need\n"
+            f"  export {ray_auth.MODE}=token {ray_auth.TOKEN_PATH}={path}",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    elif not started and not ray_auth.asks_for_token():
+        console.print(
+            "warning: this Ray cluster asks for no token, so whoever reaches its ports can run code on it: start Ray "
+            f"with {ray_auth.MODE}=token and {ray_auth.TOKEN_PATH} on every node, see docs/security.md",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
 
 
 def _recorded_address(record: Path) -> str | None:
-    try:
-        return str(json.loads(record.read_text())["address"])
-    except (OSError, ValueError, KeyError):
-        return None
+    from kvservice.actors import ray_auth
+
+    address = ray_auth.read_head(record).get("address")
+    return str(address) if address else None

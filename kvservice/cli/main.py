@@ -222,12 +222,20 @@ def certs(
     directory: Annotated[Path, typer.Argument(help="Folder to make, for KVSERVICE_TLS_DIR.")],
     days: Annotated[int, typer.Option(min=1, max=3650, help="How long the certificate is valid.")] = 365,
     renew: Annotated[bool, typer.Option("--renew", help="Another certificate of the CA that is there.")] = False,
+    role: Annotated[str, typer.Option(help="node: everything; client: ask, for routers and commands.")] = "node",
+    node: Annotated[list[str] | None, typer.Option(help="Of this node only; again for more names.")] = None,
+    address: Annotated[list[str] | None, typer.Option(help="For shards at this address only; again for more.")] = None,
+    ca: Annotated[Path | None, typer.Option(help="Folder of the CA that signs. Default: one is made.")] = None,
 ) -> None:
-    """Make a CA and a certificate for TLS between nodes."""
+    """Make a CA and a certificate for TLS between nodes, or a certificate of one node or client."""
     from kvservice.cli import certs as command
 
     try:
-        typer.echo(command.run(directory, days, renew=renew))
+        if role not in ("node", "client"):
+            raise ConfigError(f"role is {role!r}; choose node or client", key="role")
+        owner = command.Owner(role == "client", tuple(node or ()), tuple(address or ()))
+        given = owner if owner != command.Owner() or not renew else None
+        typer.echo(command.run(directory, days, renew=renew, owner=given, ca=ca))
     except KVServiceError as error:
         raise fail(error) from error
 

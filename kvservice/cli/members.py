@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -21,6 +21,7 @@ class Members:
     lookups: tuple[str, ...]
     silent: tuple[str, ...]  # lookup shards that did not answer
     tls: Any  # TlsFiles, or None where the service has no TLS
+    hints: dict[str, str] = field(default_factory=dict)  # why TLS kept us from an address, and what to do
 
     def channel(self, address: str) -> grpc.Channel:
         """To any of these addresses. Close it."""
@@ -52,14 +53,16 @@ def find_members(service: str) -> Members | None:
     tls = tls_beside(newest)
     shards: dict[str, str] = {}
     silent: list[str] = []
+    hints: dict[str, str] = {}
 
     def ask(address: str) -> list[tuple[str, str]]:
         try:
             with open_blocking_channel(address, tls) as channel:
                 stub = lookup_pb2_grpc.LookupServiceStub(channel)
                 reply = stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=CALL_SECONDS)
-        except grpc.RpcError:
+        except grpc.RpcError as error:
             silent.append(address)
+            note_hint(hints, address, error)
             return []
         return [(row.node.node_id, row.node.peer_address) for row in reply.nodes if row.alive]
 
@@ -68,4 +71,13 @@ def find_members(service: str) -> Members | None:
             shards.update(found)
     live = [record for record in records if is_listening(record.socket)]
     shards.update({record.node_id: f"unix:{record.socket}" for record in live})
-    return Members(shards, tuple(r.node_id for r in live), newest.lookup_addresses, tuple(silent), tls)
+    return Members(shards, tuple(r.node_id for r in live), newest.lookup_addresses, tuple(silent), tls, hints)
+
+
+def note_hint(hints: dict[str, str], address: str, error: Any) -> None:
+    """Keep what to do about a failed call, when TLS is the reason."""
+    from kvservice.wire.status import connect_hint
+
+    hint = connect_hint(str(error.details()) if isinstance(error, grpc.Call) else str(error))
+    if hint:
+        hints[address] = hint

@@ -35,7 +35,7 @@ def run_shard(
         transport=config.transport,
         slab_bytes=config.slab_bytes or None,
         tls_dir=config.tls_dir,
-        tls_required=config.tls_required,
+        allow_plaintext=config.allow_plaintext,
     )
     served = serve(
         server_config, keep_segment=keep_blocks, grace_seconds=grace_seconds, metrics_port=config.metrics_port
@@ -52,7 +52,11 @@ def run_lookup(config: Any, partition: int, host: str, port: int) -> None:
 
     async def run() -> None:
         server = LookupServer(
-            f"{bracketed(host)}:{port}", partition, count, tls_dir=config.tls_dir, tls_required=config.tls_required
+            f"{bracketed(host)}:{port}",
+            partition,
+            count,
+            tls_dir=config.tls_dir,
+            allow_plaintext=config.allow_plaintext,
         )
         where = f"lookup shard {partition} of {count} serves {bracketed(host)}"
         await serve(server, where, service=config.service, host=host.strip("[]"), metrics_port=config.metrics_port)

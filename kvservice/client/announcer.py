@@ -22,6 +22,7 @@ from kvservice.core.membership import Outcome
 from kvservice.core.messages import Holder
 from kvservice.errors import ConfigError, KVServiceError
 from kvservice.wire.codec import encode_holder
+from kvservice.wire.identity import lookup_audience, proofs_of
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.tls import TlsFiles
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
@@ -41,7 +42,8 @@ _OUTCOMES = {
 
 
 class AnnouncePump:
-    """`node` says who this shard is now; `on_fenced` is called once, when a newer boot of this node was heard of."""
+    """`node` says who this shard is now; `on_fenced` is called once, when a newer boot of this node was heard of. Who
+    does not have the node's `secret` cannot announce the node meanwhile."""
 
     def __init__(
         self,
@@ -52,6 +54,7 @@ class AnnouncePump:
         on_fenced: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         tls: TlsFiles | None = None,
+        secret: bytes = b"",
     ) -> None:
         self._announcer = announcer
         self._addresses = _checked(addresses, announcer)
@@ -60,6 +63,7 @@ class AnnouncePump:
         self._on_fenced = on_fenced
         self._clock = clock
         self._channels = Channels(tls)
+        self._proofs = proofs_of(secret)
         self._kicks = [asyncio.Event() for _ in self._addresses]
         self._tasks: list[asyncio.Task[None]] = []
         self._told_fenced = False
@@ -169,7 +173,9 @@ class AnnouncePump:
             leaving=update.leaving,
         )
         stub = lookup_pb2_grpc.LookupServiceStub(self._channels.get(self._addresses[partition]))
-        reply: lookup_pb2.AnnounceReply = await stub.Announce(request, timeout=timeout)
+        reply: lookup_pb2.AnnounceReply = await stub.Announce(
+            request, timeout=timeout, metadata=self._proofs(lookup_audience(partition))
+        )
         return reply
 
     def _fence(self) -> None:

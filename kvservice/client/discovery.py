@@ -3,6 +3,7 @@
     <runtime root>/<service>/<node id>/shard.json    {"service", "node_id", "socket", "peer_address", "pid", "epoch",
                                                      "lookup_addresses", "tls_dir"}
     <runtime root>/<service>/<node id>/shard.sock    the engines' Unix socket
+    <runtime root>/<service>/<node id>/secret        32 bytes by which others know the node, for its shards only
     <runtime root>/<service>/<node id>/mover-<device>.json, mover-<device>.sock    a move worker of that node, if any
 
 A record whose socket nobody listens on is stale and is not returned.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import stat
 from collections.abc import Mapping
@@ -23,7 +25,9 @@ from kvservice.units import BootEpoch, NodeId
 
 RECORD_NAME = "shard.json"
 SOCKET_NAME = "shard.sock"
+SECRET_NAME = "secret"
 MOVER_PREFIX = "mover-"
+SECRET_BYTES = 32
 RECORD_BYTES_MAX = 256 << 10
 
 
@@ -64,6 +68,26 @@ def ensure_private_directory(path: Path) -> None:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise ConfigError(f"{path} is not a directory of this user; set KVSERVICE_RUNTIME_DIR to one that is")
     path.chmod(0o700)
+
+
+def node_secret(directory: Path) -> bytes:
+    """What tells this node from whoever else takes its name: made at the first start, kept for the next one in the
+    node's directory, which must be private. Raises ConfigError when it cannot be kept."""
+    path = directory / SECRET_NAME
+    try:
+        known = path.read_bytes() if path.exists() else b""
+        if len(known) == SECRET_BYTES:
+            return known
+        made = secrets.token_bytes(SECRET_BYTES)
+        draft = directory / f".{SECRET_NAME}.{os.getpid()}"
+        draft.unlink(missing_ok=True)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(made)
+        draft.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot keep the node's secret in {path}: {error.strerror}") from error
+    return made
 
 
 def write_record(record: ShardRecord, runtime_root: Path | None = None) -> Path:

@@ -21,6 +21,7 @@ from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, Ta
 from kvservice.errors import StaleEpoch, TransferError, Unavailable
 from kvservice.units import BlockKey, BootEpoch, HandoffId, LeaseId, NodeId
 from kvservice.wire.codec import decode_followed, decode_geometry, decode_located
+from kvservice.wire.identity import proofs_of, shard_audience
 from kvservice.wire.leaving import decode_taken, encode_take_over
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.tls import TlsFiles
@@ -66,7 +67,8 @@ class PeerPort(Protocol):
 
 
 class PeerClient:
-    """PeerPort over gRPC. `transport` is the name of our own transport: both ends must use the same kind."""
+    """PeerPort over gRPC. `transport` is the name of our own transport: both ends must use the same kind. Peers keep
+    leases for the reader with this `secret`."""
 
     def __init__(
         self,
@@ -74,8 +76,10 @@ class PeerClient:
         reader: NodeId,
         clock: Callable[[], float] = time.monotonic,
         tls: TlsFiles | None = None,
+        secret: bytes = b"",
     ) -> None:
         self._transport = transport
+        self._proofs = proofs_of(secret)
         self._reader = reader
         self._clock = clock
         self._channels = Channels(tls)
@@ -106,7 +110,9 @@ class PeerClient:
 
     async def locate(self, holder: Holder, keys: tuple[BlockKey, ...], reader: NodeId, timeout: float) -> LocateResult:
         request = shard_pb2.LocateRequest(epoch=holder.epoch, keys=pack_keys(keys), reader=reader)
-        reply = await self._call(holder, lambda stub: stub.Locate(request, timeout=timeout), "locate")
+        reply = await self._call(
+            holder, lambda stub: stub.Locate(request, timeout=timeout, metadata=self._proof(holder)), "locate"
+        )
         return decode_located(reply, keys)
 
     async def follow(
@@ -116,12 +122,16 @@ class PeerClient:
         request = shard_pb2.FollowRequest(
             epoch=holder.epoch, handoff=handoff, keys=pack_keys(keys), reader=reader, wait_seconds=wait_seconds
         )
-        reply = await self._call(holder, lambda stub: stub.Follow(request, timeout=timeout), "follow")
+        reply = await self._call(
+            holder, lambda stub: stub.Follow(request, timeout=timeout, metadata=self._proof(holder)), "follow"
+        )
         return decode_followed(reply, keys)
 
     async def release(self, holder: Holder, epoch: BootEpoch, lease_id: LeaseId, timeout: float) -> None:
         request = shard_pb2.ReleaseLocatedRequest(epoch=epoch, lease_id=lease_id, reader=self._reader)
-        await self._call(holder, lambda stub: stub.ReleaseLocated(request, timeout=timeout), "release")
+        await self._call(
+            holder, lambda stub: stub.ReleaseLocated(request, timeout=timeout, metadata=self._proof(holder)), "release"
+        )
 
     async def take_over(
         self, peer: Holder, leaver: Holder, payload_bytes: int, items: Sequence[TakeOverItem], wait_seconds: float,
@@ -163,6 +173,9 @@ class PeerClient:
             raise error_from_rpc(error, f"{what} at node {holder.node_id}") from error
         breaker.succeeded()
         return reply
+
+    def _proof(self, holder: Holder) -> tuple[tuple[str, bytes], ...]:
+        return self._proofs(shard_audience(holder.node_id))
 
     def _stub(self, address: str) -> shard_pb2_grpc.PeerServiceStub:
         return shard_pb2_grpc.PeerServiceStub(self._channels.get(address))

@@ -102,11 +102,13 @@ class DirectoryIndex:
         full_end: bool = False,
         leaving: bool = False,
         now: float,
+        proof: bytes = b"",
     ) -> Outcome:
-        """Take one announcement of a node. Removals come after additions. Raises Exhausted for too many nodes."""
+        """Take one announcement of a node. Removals come after additions. Raises Exhausted for too many nodes,
+        Forbidden for one that belongs to another `proof`."""
         self.expire(now)
         verdict = self._membership.hear(
-            node, sequence, full_begin=full_begin, full_end=full_end, leaving=leaving, now=now
+            node, sequence, full_begin=full_begin, full_end=full_end, leaving=leaving, now=now, proof=proof
         )
         if verdict.forget:
             self._retire(node.node_id, Cause.DRAIN if leaving else Cause.RESTARTED, now)

@@ -48,6 +48,10 @@ class LeaseTable:
         self.counters["leases_granted"] += 1
         return lease
 
+    def is_of_another(self, lease_id: LeaseId, holder: Holder) -> bool:
+        lease = self._leases.get(lease_id)
+        return lease is not None and lease.holder != holder
+
     def release(self, lease_id: LeaseId, holder: Holder) -> Lease | None:
         """End one lease. None, without side effect, when it is unknown or somebody else's."""
         lease = self._leases.get(lease_id)

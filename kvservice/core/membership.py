@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvservice.core.messages import Holder
-from kvservice.errors import Exhausted
+from kvservice.errors import Exhausted, Forbidden
 from kvservice.units import BootEpoch, NodeId
 
 HIDE_SECONDS = 3.0
@@ -100,6 +100,7 @@ class Member:
     state: MemberState
     last_sequence: int  # of the last announcement taken in this epoch; 0 = none
     heard_at: float  # when the last announcement that counts came
+    proof: bytes = b""  # of who announces it
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +142,19 @@ class Membership:
         return member is not None and member.state in VISIBLE
 
     def hear(
-        self, node: Holder, sequence: int, *, full_begin: bool, full_end: bool, leaving: bool, now: float
+        self,
+        node: Holder,
+        sequence: int,
+        *,
+        full_begin: bool,
+        full_end: bool,
+        leaving: bool,
+        now: float,
+        proof: bytes = b"",
     ) -> Verdict:
-        """Judge one announcement and move the member. Raises Exhausted when too many nodes are known."""
-        member = self._members.get(node.node_id)
+        """Judge one announcement and move the member. Raises Exhausted when too many nodes are known, Forbidden when
+        the node is somebody else's."""
+        member = self._owned(node.node_id, proof)
         if member is not None and node.epoch < member.holder.epoch:
             self.counters["announce_stale_epoch"] += 1
             return STALE
@@ -152,7 +162,7 @@ class Membership:
             if not (full_begin or leaving):
                 self.counters["announce_resync_unknown"] += 1
                 return RESYNC
-            member = self._admit(node, now)
+            member = self._admit(node, now, proof)
         replaced = node.epoch > member.holder.epoch
         if replaced:
             self._move(member, MemberEvent.REPLACE)
@@ -218,13 +228,29 @@ class Membership:
         self._next_deadline = deadline
         return forgotten
 
-    def _admit(self, node: Holder, now: float) -> Member:
+    def _owned(self, node_id: NodeId, proof: bytes) -> Member | None:
+        """A node belongs to whoever announced it first, until it is forgotten. What is remembered of a dead one, its
+        epoch for one, is for its owner: else a forged epoch would outlive the forger."""
+        member = self._members.get(node_id)
+        if member is None or member.proof == proof:
+            return member
+        if member.state is not MemberState.DEAD:
+            self.counters["announce_forbidden"] += 1
+            raise Forbidden(
+                f"node {node_id} is announced by another process: give nodes different names; a node that has lost its "
+                "runtime directory is let in when the directory has forgotten it",
+                node=node_id,
+            )
+        del self._members[node_id]
+        return None
+
+    def _admit(self, node: Holder, now: float, proof: bytes) -> Member:
         if len(self._members) >= MEMBERS_MAX:
             dead = [member for member in self._members.values() if member.state is MemberState.DEAD]
             if not dead:
                 raise Exhausted(f"the directory knows {MEMBERS_MAX} nodes already", member_count_max=MEMBERS_MAX)
             del self._members[min(dead, key=lambda member: member.heard_at).holder.node_id]
-        member = self._members[node.node_id] = Member(node, MemberState.DEAD, 0, now)
+        member = self._members[node.node_id] = Member(node, MemberState.DEAD, 0, now, proof)
         return member
 
     def _heard(self, member: Member, node: Holder, now: float) -> None:

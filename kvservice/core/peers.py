@@ -18,7 +18,7 @@ from kvservice.core.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX
 from kvservice.core.leases import Lease, LeaseTable
 from kvservice.core.messages import LocateResult
 from kvservice.core.takeover import ITEMS_MAX, TakeOvers
-from kvservice.errors import InvalidRequest, StaleEpoch, Unavailable, UnsupportedLayout
+from kvservice.errors import Forbidden, InvalidRequest, StaleEpoch, Unavailable, UnsupportedLayout
 from kvservice.units import BlockKey, BootEpoch, LeaseId, NodeId
 
 TIMEOUT_SECONDS_MAX = 600.0
@@ -103,6 +103,9 @@ class PeerCalls:
 
     def _release(self, event: ev.PeerRelease, now: float) -> None:
         self._check_epoch(event.epoch)
+        if self._leases.is_of_another(event.lease_id, ("peer", event.reader)):
+            self._counters["peer_forbidden"] += 1
+            raise Forbidden(f"lease {event.lease_id} is not this reader's")
         lease = self._leases.release(event.lease_id, ("peer", event.reader))
         if lease is not None:
             self._unpin(lease)

@@ -1,5 +1,5 @@
 """`python -m kvservice.lookup`: one lookup shard as a plain process, without Ray. SIGTERM and Ctrl-C end it cleanly.
-TLS is as KVSERVICE_TLS_DIR and KVSERVICE_TLS_REQUIRED say."""
+TLS is as KVSERVICE_TLS_DIR and KVSERVICE_ALLOW_PLAINTEXT say."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 async def run(given: argparse.Namespace) -> None:
-    tls_dir, tls_required = tls_of_environment()
+    tls_dir, allow_plaintext = tls_of_environment()
     server = LookupServer(
         given.bind,
         given.partition,
@@ -41,7 +41,7 @@ async def run(given: argparse.Namespace) -> None:
         hide_seconds=given.hide_seconds,
         forget_seconds=given.forget_seconds,
         tls_dir=tls_dir,
-        tls_required=tls_required,
+        allow_plaintext=allow_plaintext,
     )
     host = given.bind.rpartition(":")[0]
     await serve(server, f"lookup shard {given.partition} of {given.partition_count} serves {host}")

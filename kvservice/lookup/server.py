@@ -37,7 +37,7 @@ CONCURRENT_CALLS_MAX = 4_096
 
 class LookupServer:
     """Use start/stop on one event loop. `epoch` must differ between two starts; a wall clock in ns does. `tls_dir` and
-    `tls_required` are ServiceConfig's."""
+    `allow_plaintext` are ServiceConfig's."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class LookupServer:
         forget_seconds: float = FORGET_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         tls_dir: str = "",
-        tls_required: bool = False,
+        allow_plaintext: bool = False,
     ) -> None:
         if not 0 <= partition < partition_count:
             raise ConfigError(f"partition {partition} of {partition_count}: it must be 0 to {partition_count - 1}")
@@ -58,7 +58,7 @@ class LookupServer:
             raise ConfigError(f"nodes are hidden after {hide_seconds} s and forgotten after {forget_seconds} s: not so")
         self._bind_address = bind_address
         self._tls_dir = tls_dir
-        self._tls_required = tls_required
+        self._allow_plaintext = allow_plaintext
         self._partition = partition
         self.epoch = epoch if epoch is not None else time.time_ns()
         self._clock = clock
@@ -80,7 +80,7 @@ class LookupServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
-        port = listen(server, self._bind_address, tls, required=self._tls_required)
+        port = listen(server, self._bind_address, tls, allow_plaintext=self._allow_plaintext)
         await server.start()
         self._server = server
         self._maintenance = asyncio.get_running_loop().create_task(self._maintain())

@@ -12,11 +12,12 @@ from contextlib import aclosing
 from kvservice.core.index import DirectoryIndex, Outcome
 from kvservice.core.keys import unpack_keys
 from kvservice.core.messages import Holder, HolderRun
-from kvservice.errors import InvalidRequest, Refused
+from kvservice.errors import Forbidden, InvalidRequest, Refused
 from kvservice.lookup.watch import WatchHub
 from kvservice.observe.failpoints import failpoint
 from kvservice.units import NodeId
 from kvservice.wire.codec import decode_holder, encode_holder
+from kvservice.wire.identity import Caller, caller_of, proof_in
 from kvservice.wire.serving import Context
 from kvservice.wire.v1 import lookup_pb2
 
@@ -70,8 +71,10 @@ class LookupServicer:
             )
         if request.sequence == 0:
             raise InvalidRequest("the sequence of announcements starts at 1")
+        node = decode_holder(request.node)
+        self._check_speaks_for(caller_of(context), node)
         outcome = self._index.apply(
-            decode_holder(request.node),
+            node,
             request.sequence,
             unpack_keys(request.added, ANNOUNCED_KEYS_MAX),
             unpack_keys(request.removed, ANNOUNCED_KEYS_MAX),
@@ -79,11 +82,19 @@ class LookupServicer:
             full_end=request.full_end,
             leaving=request.leaving,
             now=self._clock(),
+            proof=proof_in(context),
         )
         failpoint("lookup.announce")
         self._counters["announce_calls"] += 1
         self._hub.publish()
         return lookup_pb2.AnnounceReply(outcome=_OUTCOMES[outcome], lookup_epoch=self._epoch)
+
+    def _check_speaks_for(self, caller: Caller, node: Holder) -> None:
+        try:
+            caller.check_speaks_for(node.node_id, node.peer_address)
+        except Forbidden:
+            self._counters["announce_wrong_certificate"] += 1
+            raise
 
     async def watch(self, request: lookup_pb2.WatchRequest, context: Context) -> AsyncIterator[lookup_pb2.WatchEvent]:
         async with aclosing(self._hub.subscribe()) as events:

@@ -16,7 +16,7 @@ from kvservice.client.peer import PeerInfo, PeerPort
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverResult
-from kvservice.errors import KVServiceError, Refused
+from kvservice.errors import Forbidden, KVServiceError, Refused
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 
 log = logging.getLogger("kvservice.pool")
@@ -156,15 +156,19 @@ class Outside:
             log.info("take_over_failed", extra={"node": action.peer.node_id, "error": str(error)})
         return ev.Offered(action.offer, result)
 
-    async def member(self, claimed: Holder) -> Holder:
+    async def leaver(self, claimed: Holder) -> Holder:
         """The node as the directory knows it: no address that a caller gives is ever connected to. Raises Refused when
-        it is not a live member, or of another epoch."""
+        it is not a live member, or of another epoch, Forbidden when it does not say itself that it leaves, and what
+        `room` raises."""
         found = None
         if self._directory is not None:
             found = await self._directory.find_node(claimed.node_id, FIND_NODE_SECONDS)
         if found is None or found.epoch != claimed.epoch:
             self._counters["takeover_strangers"] += 1
             raise Refused(f"node {claimed.node_id} in epoch {claimed.epoch} is not a member of this service")
+        if self._peers is None or not (await self._peers.room(found, FIND_SECONDS)).draining:
+            self._counters["takeover_forged"] += 1
+            raise Forbidden(f"node {claimed.node_id} says that it does not leave: it has offered nothing")
         return found
 
     async def farewell(self) -> None:

@@ -240,12 +240,17 @@ class PoolRuntime:
     async def take_over(
         self, epoch: BootEpoch, leaver: Holder, payload_bytes: int, items: tuple[TakeOverItem, ...], wait_seconds: float
     ) -> TakeOverResult:
-        """Read these blocks of a node that leaves, as far as there is room. Raises Refused for a stranger."""
-        member = await self._outside.member(leaver)
+        """Read these blocks of a node that leaves, as far as there is room. Raises Refused for a stranger, Forbidden
+        for a node that does not leave."""
+        member = await self._outside.leaver(leaver)
         result: TakeOverResult = await self._call(
             lambda op: ev.PeerTakeOver(op, epoch, member, payload_bytes, items, wait_seconds), None
         )
         return result
+
+    def count(self, name: str) -> None:
+        """Something that happened to a caller, for the counters of `stats`."""
+        self._state.counters[name] += 1
 
     def drain(self, undo: bool = False, timeout_seconds: float = 0.0, handover: bool = True) -> DrainProgress:
         """Take no more writes or fetches (or take them again); with a timeout, also leave within it. Returns at once

@@ -25,7 +25,8 @@ def ensure_service(section: KVServiceSection) -> RunningService:
     """Join Ray if this process has not, then find the service or start it. Blocks, at most `wait_seconds` for a service
     that it starts, and then stops again what does not come up.
 
-    Raises Unavailable without Ray or service, ServiceConflict when it runs with other settings than the section's.
+    Raises Unavailable without Ray or service, ServiceConflict when it runs with other settings than the section's,
+    ConfigError when it would be plaintext between machines.
     """
     if not ray.is_initialized():
         deploy.connect(section.address)

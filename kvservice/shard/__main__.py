@@ -1,5 +1,5 @@
 """`python -m kvservice.shard`: one node's shard as a plain process, without Ray. SIGTERM and Ctrl-C stop it cleanly.
-TLS is as KVSERVICE_TLS_DIR and KVSERVICE_TLS_REQUIRED say."""
+TLS is as KVSERVICE_TLS_DIR and KVSERVICE_ALLOW_PLAINTEXT say."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parse_config(arguments: list[str] | None = None) -> tuple[ShardServerConfig,
         "--drain-seconds", type=float, default=5.0, help="on SIGTERM, hand hot blocks over for so long; 0 = at once"
     )
     given = parser.parse_args(arguments)
-    tls_dir, tls_required = tls_of_environment()
+    tls_dir, allow_plaintext = tls_of_environment()
     config = ShardServerConfig(
         service=given.service,
         node_id=NodeId(given.node),
@@ -51,7 +51,7 @@ def parse_config(arguments: list[str] | None = None) -> tuple[ShardServerConfig,
         transport=given.transport,
         slab_bytes=given.slab_bytes,
         tls_dir=tls_dir,
-        tls_required=tls_required,
+        allow_plaintext=allow_plaintext,
     )
     return config, given.keep_segment, given.drain_seconds
 

@@ -21,8 +21,10 @@ class ShardDirectory:
         addresses: Sequence[str],
         inventory: Callable[[], Iterable[tuple[BlockKey, SpanRoute]]],
         tls: TlsFiles | None = None,
+        secret: bytes = b"",
     ) -> None:
         self._tls = tls
+        self._secret = secret
         self._addresses = tuple(addresses)
         self._announcer = Announcer(len(self._addresses), inventory)
         self._lookup = LookupClient(self._addresses, tls=tls)
@@ -34,7 +36,9 @@ class ShardDirectory:
 
     def start(self, node: Callable[[], Holder], heartbeat_seconds: float, on_fenced: Callable[[], None]) -> None:
         self._node = node
-        self._pump = AnnouncePump(self._announcer, self._addresses, node, heartbeat_seconds, on_fenced, tls=self._tls)
+        self._pump = AnnouncePump(
+            self._announcer, self._addresses, node, heartbeat_seconds, on_fenced, tls=self._tls, secret=self._secret
+        )
         self._task = asyncio.get_running_loop().create_task(self._pump.run())
 
     async def stop(self, leaving: bool) -> None:

@@ -35,7 +35,7 @@ from kvservice.transfer.base import Transport
 from kvservice.transfer.nixl import NixlTransport, nixl_available
 from kvservice.transfer.shm import SharedMemoryTransport
 from kvservice.units import BlockKey, NodeId, SpanRoute
-from kvservice.wire.serving import LISTS_BYTES_MAX, server_options, service_handler
+from kvservice.wire.serving import CALLS_MAX, LISTS_BYTES_MAX, Gate, server_options, service_handler
 from kvservice.wire.tls import TlsFiles, listen, open_tls
 from kvservice.wire.v1 import shard_pb2
 
@@ -61,7 +61,7 @@ class ShardServerConfig:
     transport: str = "auto"  # nixl, shm (peers of this machine only), or auto: NIXL where it is installed
     slab_bytes: int | None = None
     tls_dir: str = ""  # certificate, key and CA for what goes over TCP; empty = plaintext
-    tls_required: bool = False  # refuse to start without, unless peer_host is loopback
+    allow_plaintext: bool = False  # start without, although peer_host is not loopback
 
 
 class ShardServer:
@@ -108,8 +108,9 @@ class ShardServer:
                 f"a shard of service {config.service!r} already serves node {config.node_id} at {socket_path}: stop it "
                 "with `kvservice down`, or choose another --service name"
             )
+        secret = discovery.node_secret(directory)
         if config.lookup_addresses:
-            self._directory = ShardDirectory(config.lookup_addresses, self._inventory, self._tls)
+            self._directory = ShardDirectory(config.lookup_addresses, self._inventory, self._tls, secret)
         kind, make_transport = _choose_transport(config)
         self._pool = await PoolRuntime.open(
             PoolConfig(
@@ -123,7 +124,7 @@ class ShardServer:
             ),
             transport=make_transport,
             directory=self._directory,
-            peers=PeerClient(kind, config.node_id, tls=self._tls),
+            peers=PeerClient(kind, config.node_id, tls=self._tls, secret=secret),
         )
         await self._listen(socket_path)
         self._socket_path = socket_path
@@ -193,7 +194,8 @@ class ShardServer:
         directory = discovery.node_directory(self._config.service, self._config.node_id, self._config.runtime_root)
         if not leaving or not directory.is_dir():
             return
-        for path in [*directory.glob("engines/*.lock"), directory / discovery.SOCKET_NAME]:
+        own = [directory / discovery.SOCKET_NAME, directory / discovery.SECRET_NAME]
+        for path in [*directory.glob("engines/*.lock"), *own]:
             path.unlink(missing_ok=True)
         for empty in (directory / "engines", directory, directory.parent):
             with contextlib.suppress(OSError):  # somebody else's files: they stay
@@ -248,13 +250,14 @@ class ShardServer:
         self._servers.append(local)
         remote = await self._server(with_engines=False)
         address = f"{config.peer_host}:{config.peer_port}"
-        port = listen(remote, address, self._tls, required=config.tls_required)
+        port = listen(remote, address, self._tls, allow_plaintext=config.allow_plaintext)
         await remote.start()
         self._servers.append(remote)
         self._peer_address = f"{config.peer_host}:{port}"
 
     async def _server(self, *, with_engines: bool) -> grpc.aio.Server:
-        server = grpc.aio.server(options=server_options(LISTS_BYTES_MAX))
+        server = grpc.aio.server(options=server_options(LISTS_BYTES_MAX), maximum_concurrent_rpcs=CALLS_MAX)
+        gate = Gate()
         services = shard_pb2.DESCRIPTOR.services_by_name
         parts: list[tuple[str, object]] = [
             ("PeerService", PeerServicer(self.pool, self.holder)),
@@ -262,7 +265,7 @@ class ShardServer:
         ]
         if with_engines:
             parts.append(("EngineService", EngineServicer(self.pool)))
-        handlers = [service_handler(services[name], servicer) for name, servicer in parts]
+        handlers = [service_handler(services[name], servicer, gate=gate) for name, servicer in parts]
         server.add_generic_rpc_handlers(tuple(handlers))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = [services[name].full_name for name, _ in parts]

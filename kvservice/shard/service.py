@@ -10,11 +10,12 @@ from kvservice.core.explain import KEEP_SECONDS, check_request_id
 from kvservice.core.handoff import check_handoff_id
 from kvservice.core.keys import unpack_keys
 from kvservice.core.messages import Holder
-from kvservice.errors import InvalidRequest, StaleEpoch, Unavailable
+from kvservice.errors import Forbidden, InvalidRequest, StaleEpoch, Unavailable
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.units import AttachmentId, BootEpoch, LeaseId, NodeId
 from kvservice.wire import codec
 from kvservice.wire.explain import decode_reports, encode_explanation, encode_fates
+from kvservice.wire.identity import caller_of, proof_in
 from kvservice.wire.leaving import decode_items, encode_progress
 from kvservice.wire.serving import Context
 from kvservice.wire.v1 import shard_pb2
@@ -118,20 +119,22 @@ class PeerServicer:
         )
 
     async def locate(self, request: shard_pb2.LocateRequest, context: Context) -> shard_pb2.LocateReply:
-        reader = NodeId(request.reader[:READER_CHARS_MAX])
+        reader = self._reader(request.reader, context)
         keys = tuple(unpack_keys(request.keys))
         return codec.encode_located(await self._pool.locate(reader, BootEpoch(request.epoch), keys))
 
     async def follow(self, request: shard_pb2.FollowRequest, context: Context) -> shard_pb2.FollowReply:
-        reader = NodeId(request.reader[:READER_CHARS_MAX])
+        reader = self._reader(request.reader, context)
         handoff = check_handoff_id(request.handoff)
         keys = tuple(unpack_keys(request.keys))
         epoch = BootEpoch(request.epoch)
         return codec.encode_followed(await self._pool.follow(reader, epoch, handoff, keys, request.wait_seconds))
 
     async def take_over(self, request: shard_pb2.TakeOverRequest, context: Context) -> shard_pb2.TakeOverReply:
+        leaver = codec.decode_holder(request.leaver)
+        self._check_speaks_for(leaver.node_id, context)
         result = await self._pool.take_over(
-            BootEpoch(request.epoch), codec.decode_holder(request.leaver), request.payload_bytes,
+            BootEpoch(request.epoch), leaver, request.payload_bytes,
             decode_items(request), request.wait_seconds,
         )  # fmt: skip
         return shard_pb2.TakeOverReply(kept=result.kept, full=result.full)
@@ -145,9 +148,23 @@ class PeerServicer:
     async def release_located(
         self, request: shard_pb2.ReleaseLocatedRequest, context: Context
     ) -> shard_pb2.ReleaseLocatedReply:
-        reader = NodeId(request.reader[:READER_CHARS_MAX])
+        reader = self._reader(request.reader, context)
         await self._pool.release_located(reader, BootEpoch(request.epoch), LeaseId(request.lease_id))
         return shard_pb2.ReleaseLocatedReply()
+
+    def _reader(self, name: str, context: Context) -> NodeId:
+        """Whose leases these are: the name that was given, and what only the node of that name can prove. A lease that
+        one caller has is never another's."""
+        name = name[:READER_CHARS_MAX]
+        self._check_speaks_for(name, context)
+        return NodeId(f"{name} {proof_in(context).hex()}")
+
+    def _check_speaks_for(self, node: str, context: Context) -> None:
+        try:
+            caller_of(context).check_speaks_for(node)
+        except Forbidden:
+            self._pool.count("peer_forbidden")
+            raise
 
 
 class AdminServicer:

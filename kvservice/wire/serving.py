@@ -1,16 +1,17 @@
 """Turns an object with one coroutine per RPC into gRPC handlers that all behave alike.
 
-For every RPC: the request is parsed here, so malformed bytes answer INVALID_ARGUMENT instead of gRPC's INTERNAL; a
-missing deadline is refused; KVServiceError becomes its status; anything else is logged once, counted and becomes
-INTERNAL without its text. The serving object has a coroutine method `snake_case(request, context)` per unary RPC and
-an async generator for server streams.
+For every RPC: the caller's certificate must allow it (wire.identity); the request is parsed here, so malformed bytes
+answer INVALID_ARGUMENT instead of gRPC's INTERNAL; a missing deadline is refused; KVServiceError becomes its status;
+anything else is logged once, counted and becomes INTERNAL without its text. The serving object has a coroutine method
+`snake_case(request, context)` per unary RPC and an async generator for server streams.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, NoReturn
 
 import grpc
@@ -18,7 +19,8 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from kvservice.errors import InvalidRequest, KVServiceError
+from kvservice.errors import Exhausted, InvalidRequest, KVServiceError
+from kvservice.wire.identity import caller_of
 from kvservice.wire.status import status_code, status_text, trailing_metadata
 
 log = logging.getLogger("kvservice.wire")
@@ -47,6 +49,11 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.enable_retries", 0),
 ]
 
+# Answered when something has happened, or after seconds.
+LONG_CALLS = frozenset({"Acquire", "Follow", "TakeOver"})
+SHORT_CALLS_MAX, LONG_CALLS_MAX = 1024, 8192
+CALLS_MAX = SHORT_CALLS_MAX + LONG_CALLS_MAX + 1024  # of a server in all, with streams, health and reflection
+
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
@@ -55,31 +62,59 @@ def server_options(request_bytes_max: int) -> list[tuple[str, int]]:
     return [("grpc.max_receive_message_length", request_bytes_max), *_SERVER_OPTIONS]
 
 
+class Gate:
+    """How many calls of one server may be under way, so that a flood is refused instead of remembered. Calls that wait
+    for something by their nature are counted apart: however many wait, the others are served."""
+
+    def __init__(self, short: int = SHORT_CALLS_MAX, long: int = LONG_CALLS_MAX) -> None:
+        self._most = {False: short, True: long}
+        self._now = {False: 0, True: 0}
+
+    @contextlib.contextmanager
+    def passing(self, rpc: str) -> Iterator[None]:
+        """For the length of a call. Raises Exhausted when there are enough of its kind."""
+        kind = rpc in LONG_CALLS
+        if self._now[kind] >= self._most[kind]:
+            raise Exhausted(f"{self._most[kind]} calls like {rpc} are under way here already: try again", rpc=rpc)
+        self._now[kind] += 1
+        try:
+            yield
+        finally:
+            self._now[kind] -= 1
+
+
 def service_handler(
-    service: ServiceDescriptor, implementation: object, needs_deadline: bool = True
+    service: ServiceDescriptor, implementation: object, needs_deadline: bool = True, gate: Gate | None = None
 ) -> grpc.GenericRpcHandler[bytes, bytes]:
-    """Handlers for every RPC of the service. Raises AttributeError when the implementation lacks one."""
+    """Handlers for every RPC of the service. Raises AttributeError when the implementation lacks one. Unary calls pass
+    the gate, one for all services of a server; streams are counted by what they stand for, engines and watchers."""
+    gate = gate or Gate()
     handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {}
     for method in service.methods:
         function = getattr(implementation, _snake_case(method.name))
         if method.server_streaming:
             handlers[method.name] = grpc.unary_stream_rpc_method_handler(_streaming(method, function))
         else:
-            handlers[method.name] = grpc.unary_unary_rpc_method_handler(_unary(method, function, needs_deadline))
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(_unary(method, function, needs_deadline, gate))
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
 def _unary(
-    method: MethodDescriptor, function: Callable[[Any, Context], Awaitable[Message]], needs_deadline: bool
+    method: MethodDescriptor,
+    function: Callable[[Any, Context], Awaitable[Message]],
+    needs_deadline: bool,
+    gate: Gate,
 ) -> Any:
     request_type = message_factory.GetMessageClass(method.input_type)
 
     async def handle(data: bytes, context: Context) -> bytes:
         try:
+            caller_of(context).check_may(method.full_name)
             request = _parse(request_type, data)
             if needs_deadline and context.time_remaining() is None:
                 raise InvalidRequest(f"{method.full_name} needs a deadline: set a timeout on the call")
-            reply = await function(request, context)
+            with gate.passing(method.name):
+                reply = await function(request, context)
             return reply.SerializeToString()
         except KVServiceError as error:
             await _refuse(context, error)
@@ -94,6 +129,7 @@ def _streaming(method: MethodDescriptor, function: Callable[[Any, Context], Asyn
 
     async def handle(data: bytes, context: Context) -> AsyncIterator[bytes]:
         try:
+            caller_of(context).check_may(method.full_name)
             request = _parse(request_type, data)
             async for event in function(request, context):
                 yield event.SerializeToString()

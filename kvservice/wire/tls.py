@@ -17,20 +17,21 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import grpc
 
-from kvservice.errors import ConfigError
+from kvservice.errors import ConfigError, plaintext_refused
+from kvservice.wire.identity import CLIENT_NAME, NODE_NAME
 from kvservice.wire.serving import CHANNEL_OPTIONS
 
 log = logging.getLogger("kvservice.wire")
 
 CERTIFICATE_NAME, KEY_NAME, AUTHORITY_NAME = "tls.crt", "tls.key", "ca.crt"
-SERVER_NAME = "kvservice"
+SERVER_NAME = NODE_NAME
 LOOK_SECONDS = 1.0  # how late a change of the files is seen
 RETRY_SECONDS = 10.0  # unchanged files that were no good: a certificate may only become valid
 FILE_BYTES_MAX = 1 << 20
@@ -48,6 +49,7 @@ class Pems:
     certificate: bytes
     key: bytes = field(repr=False)
     authority: bytes
+    serves: bool = True  # a client's certificate does not
 
 
 class TlsFiles:
@@ -75,8 +77,15 @@ class TlsFiles:
             return self._version, self._pems
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Wants a certificate of the CA from every client. Each new connection is served with the files of then."""
+        """Wants a certificate of the CA from every client. Each new connection is served with the files of then. Raises
+        ConfigError for a client's certificate."""
         told, pems = self.current()
+        if not pems.serves:
+            raise ConfigError(
+                f"{self.directory} has a client's certificate (DNS:{CLIENT_NAME}), which cannot serve: give this "
+                f"process a node's, with DNS:{SERVER_NAME}; {WHAT_TO_DO}",
+                key="tls_dir",
+            )
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:  # for every handshake, on a thread of gRPC
             nonlocal told
@@ -100,7 +109,12 @@ class TlsFiles:
             stamp = _stamp(self.directory)
             if stamp == self._stamp or (stamp == self._refused and now < self._refused_until):
                 return
-            self._stamp, pems = _take(self.directory)
+            stamp, pems = _take(self.directory)
+            if self._pems.serves and not pems.serves:
+                raise ConfigError(
+                    f"a client's certificate does not replace a node's in {self.directory}", key="tls_dir"
+                )
+            self._stamp = stamp
         except (ConfigError, OSError) as error:
             if stamp is None or stamp != self._refused:
                 log.warning("tls_files_not_taken", extra={"reason": str(error), "directory": str(self.directory)})
@@ -118,15 +132,12 @@ def open_tls(directory: str | Path | None) -> TlsFiles | None:
     return TlsFiles(Path(directory)) if directory else None
 
 
-def listen(server: grpc.aio.Server, address: str, tls: TlsFiles | None, *, required: bool) -> int:
-    """Bind a TCP listener, with TLS where there is any. Returns the port. Plaintext beyond loopback is said in the log,
-    or refused with `required`. Raises ConfigError for that, and for an address that cannot be bound."""
+def listen(server: grpc.aio.Server, address: str, tls: TlsFiles | None, *, allow_plaintext: bool) -> int:
+    """Bind a TCP listener, with TLS where there is any. Returns the port. Plaintext beyond loopback is refused, or with
+    `allow_plaintext` said in the log. Raises ConfigError for that, and for an address that cannot be bound."""
     if tls is None and not is_loopback(address):
-        if required:
-            raise ConfigError(
-                f"tls_required is set, and {address} would be served without TLS: set tls_dir (KVSERVICE_TLS_DIR) to a "
-                f"directory with {CERTIFICATE_NAME}, {KEY_NAME} and {AUTHORITY_NAME}, {WHAT_TO_DO}; or bind 127.0.0.1"
-            )
+        if not allow_plaintext:
+            raise plaintext_refused(f"{address} would be served without TLS")
         log.warning(
             "plaintext_listener: %s is served without TLS, and whoever reaches it can read and remove blocks: set "
             "KVSERVICE_TLS_DIR everywhere (%s), or keep the network closed",
@@ -188,8 +199,8 @@ def _take(directory: Path) -> tuple[Stamp, Pems]:
         raise ConfigError(f"{directory} has no {' and no '.join(missing)}: {WHAT_TO_DO}", key="tls_dir")
     try:
         stamp = _stamp(directory)
-        pems = Pems(*[_read(directory / name) for name in (CERTIFICATE_NAME, KEY_NAME, AUTHORITY_NAME)])
-        _try(directory)
+        certificate, key, authority = [_read(directory / n) for n in (CERTIFICATE_NAME, KEY_NAME, AUTHORITY_NAME)]
+        pems = Pems(certificate, key, authority, _try(directory))
         if _stamp(directory) != stamp:
             raise ConfigError(f"the files in {directory} are just being replaced: start again", key="tls_dir")
     except ssl.SSLCertVerificationError as error:
@@ -218,11 +229,29 @@ def _read(path: Path) -> bytes:
         raise ConfigError(f"cannot read {path.name} in {path.parent}: {error.strerror}", key="tls_dir") from error
 
 
-def _try(directory: Path) -> None:
-    """A handshake of the files with themselves, in memory, by the rules that gRPC has. Raises ssl.SSLError, OSError."""
+def _try(directory: Path) -> bool:
+    """Whether the certificate may serve; False for a client's, which is only tried as one. Raises ssl.SSLError, OSError
+    for what is neither."""
+    try:
+        _shake_hands(directory, serves=True)
+        return True
+    except ssl.SSLCertVerificationError:
+        with contextlib.suppress(ssl.SSLError):
+            names = _shake_hands(directory, serves=False)
+            if CLIENT_NAME in names and SERVER_NAME not in names:
+                return False
+        raise
+
+
+def _shake_hands(directory: Path, *, serves: bool) -> set[str]:
+    """A handshake of the files with themselves, in memory, by the rules that gRPC has. Returns the DNS names that the
+    server sees; the client looks at the server's certificate only when it `serves`."""
     inward, outward = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = _context(ssl.PROTOCOL_TLS_SERVER, directory).wrap_bio(inward, outward, server_side=True)
-    client = _context(ssl.PROTOCOL_TLS_CLIENT, directory).wrap_bio(outward, inward, server_hostname=SERVER_NAME)
+    asking = _context(ssl.PROTOCOL_TLS_CLIENT, directory)
+    if not serves:
+        asking.check_hostname, asking.verify_mode = False, ssl.CERT_NONE
+    client = asking.wrap_bio(outward, inward, server_hostname=SERVER_NAME)
     waiting = [client, server]
     for _ in range(HANDSHAKE_TURNS_MAX):
         for side in list(waiting):
@@ -230,7 +259,8 @@ def _try(directory: Path) -> None:
                 side.do_handshake()
                 waiting.remove(side)
         if not waiting:
-            return
+            seen: Mapping[str, Any] = server.getpeercert() or {}
+            return {str(value) for kind, value in seen.get("subjectAltName", ()) if kind == "DNS"}
     raise ssl.SSLError("the handshake does not end")
 
 

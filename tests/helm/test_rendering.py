@@ -31,7 +31,9 @@ def test_both_helms_lint_every_file_of_values(binary: str) -> None:
 
 def test_both_helms_render_the_same() -> None:
     for name in VALUES:
-        first, second = ({json.dumps(item, sort_keys=True) for item in rendered(name, binary=each)} for each in HELMS)
+        # Given a Secret: those that the chart makes are never the same.
+        both = [rendered(name, "tls.secretName=certs", binary=each) for each in HELMS]
+        first, second = ({json.dumps(item, sort_keys=True) for item in objects} for objects in both)
         assert first == second, name
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvservice.wire.tls import TlsFiles
 from tests.helm.chart import VALUES, Pod, find, kinds, pod, pods, rendered
 
 # What the restricted pod security standard allows, https://kubernetes.io/docs/concepts/security/pod-security-standards/
@@ -66,9 +69,21 @@ def test_root_file_systems_are_read_only_and_tmp_is_a_volume(values: str) -> Non
 
 
 def test_secrets_are_not_in_what_is_rendered() -> None:
-    assert "Secret" not in {kind for values in VALUES for kind in kinds(rendered(values))}
+    given = "tls.secretName=certs"
+    assert "Secret" not in {kind for values in VALUES for kind in kinds(rendered(values, given))}
     roles = {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"}
     assert not roles & {kind for values in VALUES for kind in kinds(rendered(values))}
+
+
+def test_without_a_secret_the_chart_makes_certificates_that_the_service_takes(tmp_path: Path) -> None:
+    objects = rendered("standalone-values.yaml")
+    secret = find(objects, "Secret")
+    for name, text in secret["data"].items():
+        (tmp_path / name).write_bytes(base64.b64decode(text))
+    assert TlsFiles(tmp_path).current()[0] == 1  # chain, name, key, both uses
+    for each in pods(objects):
+        volume = {"name": "tls", "secret": {"secretName": secret["metadata"]["name"], "defaultMode": 0o440}}
+        assert volume in each.spec["volumes"], each.owner
 
 
 def allows(policy: dict[str, Any], labels: dict[str, str], port: int) -> bool:

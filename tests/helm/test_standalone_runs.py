@@ -28,6 +28,7 @@ from tests.integration.certificates import write
 from tests.integration.engine import Engine, chain
 
 SETTINGS = ("cache.pool=64Mi", "cache.drainSeconds=3", "cache.graceSeconds=2", "tests.minNodes=2", "cache.service=k8s")
+PLAINTEXT = "tls.allowPlaintext=true"  # of loopback; the probes of gRPC are tried with it
 NODES = ("node-a", "node-b")
 KEEPER = "node-a"  # its pod is rendered with shard.keepBlocks
 START_SECONDS = 120
@@ -131,7 +132,7 @@ def metrics_of(process: ContainerProcess) -> str:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    made = Cluster()
+    made = Cluster(PLAINTEXT)
     try:
         made.start()
         yield made

@@ -171,7 +171,7 @@ def test_a_pod_has_time_for_drain_and_grace(values: str, seconds: int) -> None:
 
 @pytest.mark.parametrize("values", VALUES)
 def test_liveness_and_readiness_ask_different_things_or_differ_in_patience(values: str) -> None:
-    for each in pods(rendered(values)):
+    for each in pods(rendered(values, "tls.allowPlaintext=true")):
         for container in each.spec["containers"]:
             if each.owner.startswith("Pod/"):
                 continue
@@ -243,7 +243,7 @@ SECRET = "tls.secretName=certs"
 def test_a_secret_with_certificates_reaches_every_pod_and_is_required(values: str) -> None:
     objects = rendered(values, SECRET)
     directory = settings(objects)["tls_dir"]
-    assert settings(objects)["tls_required"] is True
+    assert "allow_plaintext" not in settings(objects) and "Secret" not in kinds(objects)
     for each in pods(objects):
         volume = {"name": "tls", "secret": {"secretName": "certs", "defaultMode": 0o440}}
         assert volume in each.spec["volumes"], each.owner
@@ -256,9 +256,10 @@ def test_a_secret_with_certificates_reaches_every_pod_and_is_required(values: st
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_without_a_secret_nothing_is_about_tls(values: str) -> None:
-    objects = rendered(values)
-    assert not {"tls_dir", "tls_required"} & set(settings(objects))
+def test_only_the_override_is_plaintext_and_then_nothing_is_about_tls(values: str) -> None:
+    objects = rendered(values, "tls.allowPlaintext=true")
+    assert settings(objects)["allow_plaintext"] is True and "tls_dir" not in settings(objects)
+    assert "Secret" not in kinds(objects)
     for each in pods(objects):
         assert "tls" not in {volume["name"] for volume in each.spec["volumes"]}
         assert "KVSERVICE_TLS_DIR" not in {item["name"] for item in each.spec["containers"][0].get("env", [])}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvservice.cli.certs import Authority, issue, make_authority, write_private
+from kvservice.cli.certs import Authority, Owner, issue, make_authority, write_private
 
 AUTHORITY = make_authority("test CA")
 STRANGER = make_authority("another CA")
@@ -17,10 +17,13 @@ def write(
     trusted: bytes = AUTHORITY.pem,
     days: float = 1,
     name: str = "",
+    client: bool = False,
+    nodes: tuple[str, ...] = (),
+    addresses: tuple[str, ...] = (),
 ) -> Path:
     """Make or replace the three files. Returns the directory."""
     directory.mkdir(exist_ok=True)
-    certificate, key = issue(issuer, days=days, name=name)
+    certificate, key = issue(issuer, days=days, name=name, owner=Owner(client, nodes, addresses))
     write_private(directory / "tls.key", key)
     write_private(directory / "tls.crt", certificate)
     write_private(directory / "ca.crt", trusted)

@@ -247,11 +247,12 @@ async def reserved(engine: Engine, count: int) -> list[BlockRef]:
     return refs
 
 
-def of_strangers(menu: Menu) -> Menu:
-    """No announcement may speak for the two shards: one of a newer boot rightly makes a shard leave."""
+def with_strangers(menu: Menu) -> Menu:
+    """Beside the two shards, whose announcements are their own, nodes that nobody is."""
     nodes: list[Message] = [common_pb2.NodeInfo(node_id=f"n{i}", peer_address="a:1", epoch=3) for i in (7, 8)]
-    messages = {**menu.messages, nodes[0].DESCRIPTOR.full_name: nodes}
-    return Menu({**menu.fields, "node_id": ["n7", "n8"]}, messages)
+    name = nodes[0].DESCRIPTOR.full_name
+    messages = {**menu.messages, name: [*menu.messages[name], *nodes]}
+    return Menu({**menu.fields, "node_id": ["n0", "n1", "n7", "n8"]}, messages)
 
 
 def requests_about(ids: dict[str, int], keys: bytes, handoff: bytes) -> list[Message]:
@@ -292,6 +293,12 @@ async def still_serves(cluster: LocalCluster, seed: int) -> None:
     assert accounting.balanced, accounting.violation
 
 
+async def drain(cluster: LocalCluster, node: str, *, undo: bool) -> None:
+    """Take no writes, and stay; or take them again."""
+    async with connected(f"unix:{cluster.socket(node)}") as channel:
+        await shard_pb2_grpc.AdminServiceStub(channel).Drain(shard_pb2.DrainRequest(undo=undo), timeout=5)
+
+
 async def can_be_read(channel: grpc.aio.Channel) -> None:
     """What routers and people ask a shard: one engine's nonsense is not their problem."""
     admin = shard_pb2_grpc.AdminServiceStub(channel)
@@ -310,11 +317,12 @@ async def test_no_message_breaks_a_shard_or_its_directory(cluster: LocalCluster)
     shares = [(at_shard, MESSAGES * len(at_shard) // len(rpcs)), (at_lookup, MESSAGES * len(at_lookup) // len(rpcs))]
     addresses = (f"unix:{cluster.socket('n0')}", cluster.lookup_addresses[0])
     async with contextlib.AsyncExitStack() as stack:
+        await drain(cluster, "n1", undo=False)  # otherwise nothing that it offers is taken over
         channels = [await stack.enter_async_context(connected(address)) for address in addresses]
         for index in range(ROUNDS):
             async with busy_engines(cluster, index) as menu:
                 for name, channel, (share, count) in zip("sl", channels, shares, strict=True):
-                    sent = made(share, count // ROUNDS, f"{name}{index}", menu if name == "s" else of_strangers(menu))
+                    sent = made(share, count // ROUNDS, f"{name}{index}", menu if name == "s" else with_strangers(menu))
                     last = [one for one in sent if one.method.name == "Detach"]  # the others need who is attached
                     counts += await campaign(channel, [one for one in sent if one not in last], DOCUMENTED)
                     await can_be_read(channels[0])
@@ -323,7 +331,9 @@ async def test_no_message_breaks_a_shard_or_its_directory(cluster: LocalCluster)
             assert accounting.balanced, f"KVSERVICE_FUZZ_SEED={SEED}, round {index}: {accounting.violation}"
             memory = memory or [own_memory(pid) for pid in pids]
     await what_the_messages_took_comes_back(cluster)
+    await drain(cluster, "n1", undo=True)
     await still_serves(cluster, seed=1)
+    assert counts["Announce", "PERMISSION_DENIED"], "none spoke for a real shard"
     growth = [own_memory(pid) - before for pid, before in zip(pids, memory, strict=True)]
     assert max(growth) < GROWTH_BYTES_MAX, f"KVSERVICE_FUZZ_SEED={SEED}: memory grew by {growth} bytes"
     peak = [own_memory(pid, "VmHWM") - before for pid, before in zip(pids, at_first, strict=True)]

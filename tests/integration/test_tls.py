@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvservice.cli import status
+from kvservice.cli import explain, status
 from kvservice.client.lookup import LookupClient
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
@@ -216,18 +216,19 @@ async def test_half_configured_tls_starts_nothing(files: Path, tmp_path: Path) -
     assert not [path for path in (tmp_path / "shard").rglob("*") if path.is_file()]
 
 
-async def test_tls_required_refuses_to_serve_others_in_plaintext(files: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tls_required is set.*0\.0\.0\.0.*KVSERVICE_TLS_DIR"):
-        await LookupServer("0.0.0.0:0", tls_required=True).start()
+async def test_plaintext_beyond_loopback_is_refused_with_three_ways_out(files: Path, tmp_path: Path) -> None:
+    ways = r"0\.0\.0\.0.*KVSERVICE_TLS_DIR.*kvservice certs.*bind 127\.0\.0\.1.*KVSERVICE_ALLOW_PLAINTEXT=1"
+    with pytest.raises(ConfigError, match=ways):
+        await LookupServer("0.0.0.0:0").start()
     config = ShardServerConfig(
         service="tlsrequired", node_id=NODE, pool_bytes=8 * MiB, slab_bytes=1 * MiB, transport="shm",
-        runtime_root=tmp_path, segment_directory=tmp_path, peer_host="0.0.0.0", tls_required=True,
+        runtime_root=tmp_path, segment_directory=tmp_path, peer_host="0.0.0.0",
     )  # fmt: skip
-    with pytest.raises(ConfigError, match="tls_required is set"):
+    with pytest.raises(ConfigError, match=ways):
         await ShardServer(config).start()
-    server = LookupServer("127.0.0.1:0", tls_required=True)  # loopback is nobody else
-    assert await server.start()
-    await server.stop(0)
+    for server in (LookupServer("127.0.0.1:0"), LookupServer("0.0.0.0:0", allow_plaintext=True)):
+        assert await server.start()
+        await server.stop(0)
 
 
 # -- rotation ----
@@ -300,6 +301,17 @@ def test_the_command_line_beside_a_service_finds_its_files(
     monkeypatch.delenv("KVSERVICE_TLS_DIR", raising=False)
     state = status.collect(cluster.service)
     assert state is not None and state["problems"] == [] and len(state["nodes"]) == 2
+
+
+def test_explain_says_what_to_do_about_certificates_that_do_not_fit(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(cluster.root))
+    monkeypatch.delenv("KVSERVICE_TLS_DIR", raising=False)
+    assert explain.explain(cluster.service, "none")["hints"] == []
+    monkeypatch.setenv("KVSERVICE_TLS_DIR", str(write(tmp_path / "s", issuer=STRANGER, trusted=STRANGER.pem)))
+    state = explain.explain(cluster.service, "none")
+    assert state["silent_lookups"] and ["expired or of another CA" in hint for hint in state["hints"]] == [True]
 
 
 def test_renewed_files_reach_running_processes(cluster: LocalCluster) -> None:

@@ -11,6 +11,7 @@ from types import TracebackType
 import numpy as np
 
 from kvservice.core.geometry import CONTROL_BYTES, SCRATCH_BYTES
+from tests.integration.certificates import write
 from tests.netns.hosts import RUNTIME_ROOT, Host, wait_for
 
 SERVICE = "netns"
@@ -30,6 +31,7 @@ class Service:
         self.hosts = hosts
         self._logs = logs
         self._options = options
+        self._environment = {"KVSERVICE_TLS_DIR": str(write(logs / "tls"))}
         self._lookups = [f"{host.address}:{LOOKUP_PORT}" for host in hosts]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._shards: dict[int, subprocess.Popen[bytes]] = {}
@@ -40,7 +42,7 @@ class Service:
                 lookup = ["--bind", self._lookups[index], "--partition", str(index)]
                 lookup += ["--partition-count", str(len(self.hosts))]
                 command = [sys.executable, "-m", "kvservice.lookup", *lookup]
-                self._processes.append(host.run(command, self._logs / f"lookup{index}.log"))
+                self._processes.append(host.run(command, self._logs / f"lookup{index}.log", **self._environment))
                 self._start(index)
             for index in range(len(self.hosts)):
                 self._wait(index, 1)
@@ -82,7 +84,7 @@ class Service:
         shard = [sys.executable, "-m", "kvservice.shard", "--service", SERVICE, "--node", f"host{index}"]
         shard += ["--host", host.address, "--transport", "nixl", "--runtime-root", str(RUNTIME_ROOT), *self._options]
         shard += [word for address in self._lookups for word in ("--lookup", address)]
-        environment = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": host.device}
+        environment = {**self._environment, "UCX_TLS": "tcp", "UCX_NET_DEVICES": host.device}
         self._shards[index] = host.run(shard, self._log(index), **environment)
         self._processes.append(self._shards[index])
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from kvservice.transfer.nixl import nixl_available
+from tests.integration.certificates import write
 from tests.integration.engine import LAYOUT
 from tests.netns.blocks import RemoteEngine
 from tests.netns.hosts import RUNTIME_ROOT, Host, Hosts, wait_for, why_not
@@ -64,6 +65,10 @@ class Site:
         self.host.run([RAY, "start", *role, *common], self._log, **self._environment)
         wait_for(lambda: "Ray runtime started" in self._log.read_text(), f"Ray on {self.host.address}", self._log, 120)
 
+    def use_certificates(self, directory: Path) -> None:
+        """By the commands from now on; parts on Ray's nodes are told by `up`."""
+        self._environment["KVSERVICE_TLS_DIR"] = str(directory)
+
     @property
     def ray(self) -> str:
         return f"{self._head}:{RAY_PORT}"
@@ -99,6 +104,11 @@ class Site:
 
 
 @pytest.fixture
+def certificates(tmp_path: Path) -> Path:
+    return write(tmp_path / "tls")
+
+
+@pytest.fixture
 def sites(tmp_path: Path) -> Iterator[tuple[Site, Site]]:
     with Hosts() as hosts:
         head, other = (Site(host, hosts[0].address, tmp_path) for host in hosts)
@@ -120,10 +130,18 @@ def hosts_of(rows: list[dict[str, Any]], key: str) -> list[str]:
 
 
 @pytest.mark.timeout(280)
-def test_service_of_two_hosts_lives_through_the_loss_of_one_and_ends_clean(sites: tuple[Site, Site]) -> None:
+def test_service_of_two_hosts_lives_through_the_loss_of_one_and_ends_clean(
+    sites: tuple[Site, Site], certificates: Path
+) -> None:
     head, other = sites
     addresses = [head.host.address, other.host.address]
-    up = head.kvservice("up", "--address", head.ray, "--service", SERVICE, "--pool", "64MiB")
+    words = ("up", "--address", head.ray, "--service", SERVICE, "--pool", "64MiB")
+    refused = head.kvservice(*words)  # before anything is started
+    assert refused.returncode == 2 and "2 machines" in refused.stderr and "kvservice certs DIR" in refused.stderr
+    assert head.host.output(["find", "/dev/shm", str(RUNTIME_ROOT), "-name", "*shard*"]) == ""
+    for site in sites:
+        site.use_certificates(certificates)
+    up = head.kvservice(*words)
     assert up.returncode == 0, up.stderr
 
     state = other.status()

@@ -96,6 +96,13 @@ def test_shared_memory_that_is_too_small_says_how_to_get_more(
     assert ("--shm-size" in check.advice) is (status in (WARNING, PROBLEM))
 
 
+def test_plaintext_is_told_and_warned_of_when_others_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = one(doctor.tls)
+    assert check.status == ABSENT and "stays on this machine" in check.detail and "kvservice certs" in check.advice
+    monkeypatch.setenv("KVSERVICE_ALLOW_PLAINTEXT", "1")
+    assert one(doctor.tls).status == WARNING
+
+
 def test_a_misspelt_setting_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSERVICE_POOL_BYTE", "1GiB")
     check = one(doctor.settings)

@@ -11,7 +11,9 @@ import pytest
 from kvservice.cli import certs, doctor
 from kvservice.client.channels import Channels
 from kvservice.config import load_config, tls_of_environment
-from kvservice.errors import ConfigError, KVServiceError
+from kvservice.errors import ConfigError, Forbidden, KVServiceError
+from kvservice.wire import tls as wire_tls
+from kvservice.wire.identity import Caller, caller_of
 from kvservice.wire.status import connect_hint, error_from_rpc
 from kvservice.wire.tls import TlsFiles, is_loopback, listen, open_tls
 from tests.integration.certificates import AUTHORITY, STRANGER, write
@@ -168,15 +170,17 @@ def test_only_addresses_of_this_machine_are_loopback(address: str, loopback: boo
     assert is_loopback(address) is loopback
 
 
-async def test_plaintext_beyond_loopback_is_said_or_refused(files: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_plaintext_beyond_loopback_is_refused_or_said(files: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = grpc.aio.server()
-    with pytest.raises(ConfigError, match=r"KVSERVICE_TLS_DIR.*kvservice certs DIR.*or bind 127\.0\.0\.1"):
-        listen(server, "0.0.0.0:0", None, required=True)
+    with pytest.raises(
+        ConfigError, match=r"KVSERVICE_TLS_DIR.*kvservice certs DIR.*bind 127\.0\.0\.1.*KVSERVICE_ALLOW_PLAINTEXT"
+    ):
+        listen(server, "0.0.0.0:0", None, allow_plaintext=False)
     assert not caplog.records
-    assert listen(server, "127.0.0.1:0", None, required=True)
-    assert listen(server, "0.0.0.0:0", TlsFiles(files), required=True)
+    assert listen(server, "127.0.0.1:0", None, allow_plaintext=False)
+    assert listen(server, "0.0.0.0:0", TlsFiles(files), allow_plaintext=False)
     assert not caplog.records, "loopback and TLS need no word"
-    assert listen(server, "0.0.0.0:0", None, required=False)
+    assert listen(server, "0.0.0.0:0", None, allow_plaintext=True)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "KVSERVICE_TLS_DIR" in caplog.text
     await server.stop(0)
@@ -186,16 +190,16 @@ async def test_plaintext_beyond_loopback_is_said_or_refused(files: Path, caplog:
 
 
 def test_tls_is_set_like_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(environment={"KVSERVICE_TLS_DIR": "/a", "KVSERVICE_TLS_REQUIRED": "1"})
-    assert (config.tls_dir, config.tls_required) == ("/a", True)
-    assert load_config(environment={}, tls_required=False).tls_required is False
+    config = load_config(environment={"KVSERVICE_TLS_DIR": "/a", "KVSERVICE_ALLOW_PLAINTEXT": "1"})
+    assert (config.tls_dir, config.allow_plaintext) == ("/a", True)
+    assert load_config(environment={}, allow_plaintext=False).allow_plaintext is False
     monkeypatch.setenv("KVSERVICE_TLS_DIR", "/b")
-    monkeypatch.setenv("KVSERVICE_TLS_REQUIRED", "no")
+    monkeypatch.setenv("KVSERVICE_ALLOW_PLAINTEXT", "no")
     monkeypatch.setenv("KVSERVICE_NONSENSE", "1")
     assert tls_of_environment() == ("/b", False)
 
 
-@pytest.mark.parametrize("wrong", [{"tls_dir": "relative"}, {"tls_required": "maybe"}, {"tls_required": 2}])
+@pytest.mark.parametrize("wrong", [{"tls_dir": "relative"}, {"allow_plaintext": "maybe"}, {"allow_plaintext": 2}])
 def test_a_wrong_tls_setting_is_named(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         load_config(environment={}, **wrong)
@@ -247,3 +251,68 @@ def test_other_failures_of_a_connection_have_no_word_about_tls() -> None:
     error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata, refused)
     found: KVServiceError = error_from_rpc(error, "locate at node b")
     assert found.message == f"locate at node b: {refused}"
+
+
+def test_certs_of_clients_and_nodes_are_signed_by_the_ca_that_is_named_and_renewed_as_they_were(tmp_path: Path) -> None:
+    ca, client, node = tmp_path / "ca", tmp_path / "client", tmp_path / "node"
+    certs.run(ca, 30, renew=False)
+    assert "may ask" in certs.run(client, 30, renew=False, owner=certs.Owner(client=True), ca=ca)
+    owner = certs.Owner(nodes=("node-a",), addresses=("10.0.0.7", "fd00::7"))
+    assert "node-a, 10.0.0.7, fd00::7 only" in certs.run(node, 30, renew=False, owner=owner, ca=ca)
+    assert not (client / "ca.key").exists() and (client / "ca.crt").read_bytes() == (ca / "ca.crt").read_bytes()
+    for directory, expected in ((client, certs.Owner(client=True)), (node, owner)):
+        before = (directory / "tls.crt").read_bytes()
+        certs.run(directory, 30, renew=True, ca=ca)
+        assert (directory / "tls.crt").read_bytes() != before
+        assert certs._read_owner(directory / "tls.crt") == expected
+    assert TlsFiles(node).server_credentials() and TlsFiles(client).channel_credentials()
+    with pytest.raises(ConfigError, match="cannot serve"):
+        TlsFiles(client).server_credentials()
+    with pytest.raises(ConfigError, match="no CA to renew with"):
+        certs.run(client, 30, renew=True)
+
+
+@pytest.mark.parametrize(
+    ("owner", "words"),
+    [
+        ({"client": True, "nodes": ("a",)}, "speaks for no node"),
+        ({"nodes": ("a/b",)}, "cannot stand in a certificate"),
+        ({"addresses": ("",)}, "cannot stand in a certificate"),
+    ],
+)
+def test_an_owner_that_cannot_be_is_refused(owner: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        certs.Owner(**owner)  # type: ignore[arg-type]
+
+
+def test_a_clients_certificate_does_not_take_the_place_of_a_nodes(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_tls, "LOOK_SECONDS", 0.0)
+    tls = TlsFiles(files)
+    write(files, client=True)
+    assert tls.current()[0] == 1
+    write(files)
+    assert tls.current()[0] == 2
+
+
+def test_names_in_a_certificate_say_who_it_is() -> None:
+    class Connection:
+        def __init__(self, dns: tuple[bytes, ...], uris: tuple[bytes, ...] = (), kind: bytes = b"ssl") -> None:
+            self.known = {"transport_security_type": (kind,), "peer_dns": dns, "peer_uri": uris}
+
+        def auth_context(self) -> dict[str, tuple[bytes, ...]]:
+            return self.known
+
+        def invocation_metadata(self) -> tuple[()]:
+            return ()
+
+    assert caller_of(Connection((b"kvservice",), kind=b"insecure")) == Caller()
+    node = caller_of(
+        Connection((b"kvservice",), (b"kvservice://node/a", b"kvservice://address/fd00::1", b"spiffe://x"))
+    )
+    assert node == Caller(True, True, False, frozenset({"a"}), frozenset({"fd00::1"}))
+    node.check_speaks_for("a", "[fd00::1]:7401")
+    for name, address in (("b", None), ("a", "10.0.0.1:7401")):
+        with pytest.raises(Forbidden):
+            node.check_speaks_for(name, address)
+    assert caller_of(Connection((b"client.kvservice",))) == Caller(True, False, True)
+    assert caller_of(Connection((b"other", b"xkvservice"))) == Caller(True, False, False)

@@ -10,9 +10,10 @@ lease_seconds = {{ .Values.cache.leaseSeconds }}
 heartbeat_seconds = {{ .Values.cache.heartbeatSeconds }}
 metrics_port = {{ .Values.cache.metricsPort }}
 lookup_shards = {{ .Values.lookup.shards }}
-{{- if .Values.tls.secretName }}
+{{- if include "kvservice.tlsSecret" . }}
 tls_dir = "{{ include "kvservice.tlsDir" . }}"
-tls_required = true
+{{- else }}
+allow_plaintext = true
 {{- end }}
 {{- if eq .Values.mode "ray" }}
 lookup_port = {{ .Values.lookup.port }}

@@ -1,21 +1,30 @@
 {{/* Where the secret is mounted in every pod. */}}
 {{- define "kvservice.tlsDir" -}}/etc/kvservice-tls{{- end -}}
 
+{{/* The Secret: the one that is given, else the chart's own; nothing with `allowPlaintext` alone. */}}
+{{- define "kvservice.tlsSecret" -}}
+{{- if .Values.tls.secretName -}}
+{{- .Values.tls.secretName -}}
+{{- else if not .Values.tls.allowPlaintext -}}
+{{- include "kvservice.fullname" . }}-tls
+{{- end -}}
+{{- end -}}
+
 {{/* Each of these is nothing without a secret. The variable is for commands in the pod and for routers. */}}
 {{- define "kvservice.tlsEnv" -}}
-{{- if .Values.tls.secretName -}}
+{{- if include "kvservice.tlsSecret" . -}}
 - {name: KVSERVICE_TLS_DIR, value: {{ include "kvservice.tlsDir" . }}}
 {{- end }}
 {{- end -}}
 
 {{- define "kvservice.tlsMount" -}}
-{{- if .Values.tls.secretName -}}
+{{- if include "kvservice.tlsSecret" . -}}
 - {name: tls, mountPath: {{ include "kvservice.tlsDir" . }}, readOnly: true}
 {{- end }}
 {{- end -}}
 
 {{- define "kvservice.tlsVolume" -}}
-{{- with .Values.tls.secretName -}}
+{{- with include "kvservice.tlsSecret" . -}}
 - name: tls
   secret: {secretName: {{ . }}, defaultMode: 0440}
 {{- end }}
@@ -23,7 +32,7 @@
 
 {{/* What a probe asks: dict "root" "port" "service". The kubelet's gRPC speaks no TLS, so with it the metrics are asked. */}}
 {{- define "kvservice.health" -}}
-{{- if .root.Values.tls.secretName -}}
+{{- if include "kvservice.tlsSecret" .root -}}
 httpGet: {path: /metrics, port: {{ .root.Values.cache.metricsPort }}}
 {{- else -}}
 grpc: {port: {{ .port }}, service: {{ .service }}}

@@ -7,7 +7,7 @@ import pytest
 from kvservice.core import membership as m
 from kvservice.core.membership import InvalidTransition, Membership, MemberState, Outcome, Verdict
 from kvservice.core.messages import Holder
-from kvservice.errors import Exhausted
+from kvservice.errors import Exhausted, Forbidden
 from kvservice.units import BootEpoch, NodeId
 
 
@@ -216,3 +216,27 @@ def test_invariants_notice_a_missed_deadline() -> None:
     table._next_deadline = 1e9
     with pytest.raises(AssertionError, match="too late"):
         table.check_invariants()
+
+
+def test_a_node_belongs_to_who_announced_it_until_it_is_forgotten() -> None:
+    table = Membership(hide_seconds=3, forget_seconds=30)
+
+    def hear(epoch: int, proof: bytes, now: float, *, leaving: bool = False) -> Outcome:
+        node = Holder(NodeId("n"), "a:1", BootEpoch(epoch))
+        return table.hear(
+            node, 1, full_begin=not leaving, full_end=not leaving, leaving=leaving, now=now, proof=proof
+        ).outcome
+
+    assert hear(5, b"owner", 0.0) is Outcome.APPLIED
+    table.expire(20.0)  # hidden, and still the owner's
+    for epoch, leaving in ((5, False), (9, False), (9, True)):
+        with pytest.raises(Forbidden, match="another process"):
+            hear(epoch, b"thief", 20.0, leaving=leaving)
+    assert table.epoch_of(NodeId("n")) == 5 and table.counters["announce_forbidden"] == 3
+    assert hear(6, b"owner", 21.0) is Outcome.APPLIED
+    assert hear(5, b"owner", 21.0) is Outcome.STALE_EPOCH, "of one owner the older boot is a zombie"
+    table.expire(60.0)
+    assert hear(1 << 60, b"thief", 61.0) is Outcome.APPLIED
+    table.expire(100.0)
+    assert hear(7, b"owner", 101.0) is Outcome.APPLIED, "a forged epoch does not outlive the forger"
+    table.check_invariants()

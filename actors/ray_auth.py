@@ -1,0 +1,103 @@
+"""Ray's token authentication: which token a cluster wants, and the one of a cluster that `kvservice up` started.
+
+Ray is told by its environment variables, for this process and for those that it starts. What the user has set stays as
+it is; what was set here is decided anew for each cluster. Used before connecting, on the main thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from pathlib import Path
+
+from kvservice.client.discovery import default_runtime_root
+
+MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+HEAD_PREFIX = "ray-head-"
+TOKEN_BYTES = 32
+_decided: dict[str, str] = {}  # what this module has put into the environment
+
+
+def head_record(service: str) -> Path:
+    """What `up` notes of the Ray that it started: {"pid", "address", "token_path"}."""
+    return default_runtime_root() / f"{HEAD_PREFIX}{service}.json"
+
+
+def read_head(record: Path) -> dict[str, object]:
+    """Empty for none, or one that cannot be read."""
+    try:
+        found = json.loads(record.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def prepare(address: str | None) -> None:
+    """Before joining the cluster at host:port, or an unknown one. Ray turns its tokens on by itself in some of its
+    commands and not in others: it is always told."""
+    _undo()
+    if MODE in os.environ:
+        return
+    known = _token_of(address)
+    if known is not None and TOKEN not in os.environ and TOKEN_PATH not in os.environ:
+        _decide(TOKEN_PATH, known)
+    _decide(MODE, "token" if known is not None or _has_token() else "disabled")
+    _reread()
+
+
+def of_new_cluster(token_path: Path) -> dict[str, str]:
+    """Variables for a Ray that is about to be started: with a token, the user's or one made in this file, unless the
+    user has said which mode it is to have. The folder of the file must be there, and private."""
+    _undo()
+    if MODE in os.environ:
+        return {}
+    if _has_token():
+        return {MODE: "token"}
+    token_path.unlink(missing_ok=True)
+    descriptor = os.open(token_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(TOKEN_BYTES))
+    return {MODE: "token", TOKEN_PATH: str(token_path)}
+
+
+def asks_for_token() -> bool:
+    """Of the cluster that this process has joined."""
+    return os.environ.get(MODE, "").lower() == "token"
+
+
+def _token_of(address: str | None) -> str | None:
+    """The token's file of a cluster that `up` started on this machine."""
+    if address is None:
+        return None
+    for record in sorted(default_runtime_root().glob(f"{HEAD_PREFIX}*.json")):
+        found = read_head(record)
+        path = found.get("token_path")
+        if found.get("address") == address and isinstance(path, str) and Path(path).is_file():
+            return path
+    return None
+
+
+def _has_token() -> bool:
+    if os.environ.get(TOKEN) or os.environ.get(TOKEN_PATH):
+        return True
+    return (Path.home() / ".ray" / "auth_token").is_file()
+
+
+def _decide(name: str, value: str) -> None:
+    os.environ[name] = _decided[name] = value
+
+
+def _undo() -> None:
+    for name, value in _decided.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    _decided.clear()
+
+
+def _reread() -> None:
+    """Ray keeps mode and token from when it was imported, or first asked."""
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # made by Cython
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()

@@ -1,0 +1,112 @@
+"""`kvservice up` where there is no Ray: the one that it starts asks for a token, which later commands find."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvservice.actors.supervisor import listening_hosts
+from kvservice.cli import lifecycle
+from kvservice.config import ServiceConfig
+
+pytestmark = pytest.mark.ray
+SERVICE = "own"
+# What `up` does before it starts the service.
+START = """
+import ray
+from rich.console import Console
+from kvservice.actors import ray_auth
+from kvservice.actors.supervisor import listening_hosts
+from kvservice.cli import lifecycle
+from kvservice.config import ServiceConfig
+service = {!r}
+started = lifecycle._connect_or_start(service, None, Console(stderr=True))
+lifecycle._tell_of_tokens(service, Console(stderr=True), started=started)
+print(len(ray.nodes()), ray_auth.asks_for_token())
+"""
+
+
+class Machine:
+    """Folders of its own, and no Ray setting of whoever runs the test."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "KVSERVICE_"))}
+        marks = {name: value for name, value in os.environ.items() if name.startswith("KVSERVICE_TEST_")}
+        self.environment = {
+            **kept, **marks, "KVSERVICE_RUNTIME_DIR": str(root / "k"), "RAY_TMPDIR": str(root), "HOME": str(root),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }  # fmt: skip
+
+    def run(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *words], env={**self.environment, **environment}, capture_output=True, text=True,
+            timeout=150, check=False,
+        )  # fmt: skip
+
+    def kvservice(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return self.run("-m", "kvservice.cli.main", *words)
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    root = Path(tempfile.mkdtemp(prefix="kvo-"))
+    found = Machine(root)
+    try:
+        yield found
+    finally:
+        if list(root.glob("k/ray-head-*.json")):  # the test did not come to its end
+            found.kvservice("down", "--service", SERVICE)
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "settings", "expected"),
+    [
+        (("10.0.0.1", "10.0.0.1"), {}, {"127.0.0.1"}),
+        (("10.0.0.1", "10.0.0.2"), {}, {"10.0.0.1", "10.0.0.2"}),  # whose parts refuse to start
+        (("10.0.0.1",), {"tls_dir": "/a"}, {"10.0.0.1"}),
+        (("10.0.0.1",), {"allow_plaintext": True}, {"10.0.0.1"}),
+    ],
+)
+def test_without_certificates_a_service_of_one_machine_stays_on_loopback(
+    hosts: tuple[str, ...], settings: dict[str, Any], expected: set[str]
+) -> None:
+    nodes = {f"node{index}": host for index, host in enumerate(hosts)}
+    found = listening_hosts(nodes, ServiceConfig(**settings))
+    assert found.keys() == nodes.keys() and set(found.values()) == expected
+
+
+@pytest.mark.timeout(280)
+def test_the_ray_that_up_starts_asks_for_a_token_that_later_commands_find(machine: Machine) -> None:
+    started = machine.run("-c", START.format(SERVICE))
+    assert started.returncode == 0, started.stderr
+    head = json.loads((machine.root / "k" / f"ray-head-{SERVICE}.json").read_text())
+    token = Path(head["token_path"])
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert f"RAY_AUTH_TOKEN_PATH={token}" in started.stderr
+    assert started.stdout.split() == ["1", "True"], "the command that started it has joined it"
+    assert not (machine.root / ".ray" / "auth_token").exists(), "the user's own token is the user's"
+
+    # As a driver's first question; Ray's own would try again for half a minute.
+    with grpc.insecure_channel(head["address"]) as channel:
+        ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")
+        for given in ((), (("authorization", "Bearer wrong"),)):
+            with pytest.raises(grpc.RpcError) as refused:
+                ask(b"", timeout=10, metadata=given)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        ask(b"", timeout=10, metadata=(("authorization", f"Bearer {token.read_text()}"),))
+    down = machine.kvservice("down", "--service", SERVICE)  # it joins Ray before it ends it
+    assert down.returncode == 0 and "no Ray cluster" not in down.stderr, down.stderr
+    assert not token.exists() and not lifecycle._is_ray(head["pid"])
