@@ -7,7 +7,8 @@
     │   ├── StaleEpoch             EPOCH                                         the shard restarted: attach again
     │   ├── NotAttached            NOT_ATTACHED                                  no such attachment here
     │   ├── UnsupportedLayout      LAYOUT                                        cache groups or layout not supported
-    │   └── RandomHashSeed         HASH_SEED                                     the engine's hash differs per process
+    │   ├── RandomHashSeed         HASH_SEED                                     the engine's hash differs per process
+    │   └── Unauthenticated        UNAUTHENTICATED   UNAUTHENTICATED             no token of a tenant, or a revoked one
     ├── Exhausted                  EXHAUSTED         RESOURCE_EXHAUSTED    yes   no slot, quota, message too large
     ├── Unavailable                UNAVAILABLE       UNAVAILABLE           yes   draining, dead, not started
     ├── DeadlineExceeded           DEADLINE          DEADLINE_EXCEEDED     yes
@@ -69,6 +70,11 @@ class UnsupportedLayout(Refused):
 
 class RandomHashSeed(Refused):
     reason = "HASH_SEED"
+
+
+class Unauthenticated(Refused):
+    reason = "UNAUTHENTICATED"
+    grpc_code = "UNAUTHENTICATED"
 
 
 class Exhausted(KVServiceError):

@@ -8,7 +8,7 @@ typed error. An AssertionError is a bug; the performer fences the shard when it 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvservice.core import events as ev
@@ -37,6 +37,7 @@ from kvservice.core.messages import (
 from kvservice.core.peers import TIMEOUT_SECONDS_MAX, PeerCalls, check_keys
 from kvservice.core.slots import Slot, SlotState
 from kvservice.core.takeover import TakeOvers
+from kvservice.core.tenants import TenantLimits, TenantUsage
 from kvservice.core.windowed import WindowedAcquisitions
 from kvservice.core.windows import SIDES_MAX
 from kvservice.errors import (
@@ -69,6 +70,7 @@ class AttachReply:
 class _Attached:
     attachment: AttachmentId
     spec: EngineSpec
+    account: str  # the tenant that it belongs to
     seconds_per_block: float = 0.0  # of prefill, as the engine said last
 
 
@@ -102,6 +104,7 @@ class ShardState:
         lease_seconds: float = 10.0,
         has_directory: bool = True,
         policy: EvictionPolicy | None = None,
+        tenants: Mapping[str, TenantLimits] | None = None,
     ) -> None:
         self.node_id = node_id
         self.epoch = epoch
@@ -112,6 +115,7 @@ class ShardState:
         self.counters: Counter[str] = Counter()
         self._actions: list[Action] = []
         self._store = BlockStore(geometry, epoch, policy or LeafFirstLru(), self._actions)
+        self._store.accounts.set_limits(tenants or {})
         self._leases = LeaseTable()
         self.records = RequestRecords()
         self._acquisitions = Acquisitions(
@@ -160,6 +164,7 @@ class ShardState:
             ev.Offered: lambda e, now: self._leaving.offered(e.offer, e.result, now),
             ev.Adopt: self._adopt,
             ev.Drain: self._drain,
+            ev.SetTenants: lambda e, now: self._store.accounts.set_limits(e.limits),
             ev.Tick: self._tick,
         }
 
@@ -249,6 +254,9 @@ class ShardState:
         ]
         return Survey(tuple(engines), self._acquisitions.peer_speeds(), self.draining)
 
+    def tenants(self) -> tuple[TenantUsage, ...]:
+        return tuple(self._store.accounts.usage())
+
     def all_counters(self) -> dict[str, int]:
         return dict(self.counters + self._store.counters + self._leases.counters)
 
@@ -273,19 +281,23 @@ class ShardState:
                 payload_bytes=payload_bytes,
                 slab_bytes=self.geometry.slab_bytes,
             )
-        self._refuse_other_fingerprint(spec, now)
+        if any(a.spec.engine_id == spec.engine_id and a.account != event.account for a in self._attached.values()):
+            raise InvalidRequest("this engine id belongs to another engine: make a random one")
+        self._refuse_other_fingerprint(spec, event.account, now)
         for attached in [a for a in self._attached.values() if a.spec.engine_id == spec.engine_id]:
             self._end_attachment(attached, now)
         # The engine attaches again only once none of its processes can write an old reservation (PoolPort.attach).
         self._free_writes(spec.engine_id)
         attachment = AttachmentId(self._next_attachment)
         self._next_attachment += 1
-        self._attached[attachment] = _Attached(attachment, spec)
+        self._attached[attachment] = _Attached(attachment, spec, event.account)
+        self._acquisitions.accounts[attachment] = event.account
         self.counters["attaches"] += 1
         self._actions.append(Reply(event.op, AttachReply(attachment, self.epoch, self.lease_seconds)))
 
-    def _refuse_other_fingerprint(self, spec: EngineSpec, now: float) -> None:
-        for attached in self._attached.values():
+    def _refuse_other_fingerprint(self, spec: EngineSpec, account: str, now: float) -> None:
+        """Within a tenant: others' engines share nothing with it, and are none of its business."""
+        for attached in [attached for attached in self._attached.values() if attached.account == account]:
             other = attached.spec
             same_place = (other.model, other.namespace) == (spec.model, spec.namespace)
             if same_place and other.engine_id != spec.engine_id and other.fingerprint != spec.fingerprint:
@@ -322,7 +334,7 @@ class ShardState:
             self._free_writes(event.engine_id)
 
     def _end_attachment(self, attached: _Attached, now: float) -> None:
-        del self._attached[attached.attachment]
+        del self._attached[attached.attachment], self._acquisitions.accounts[attached.attachment]
         self._handoffs.end_attachment(attached.attachment, now)
         self._windowed.drop_attachment(attached.attachment)
         self._acquisitions.drop_attachment(attached.attachment, now)
@@ -396,7 +408,8 @@ class ShardState:
         if not self.draining:
             spec = attached.spec
             room_for = f"stores of {spec.model} by engine {spec.engine_id.hex()[:8]}"
-            slots = self._store.reserve(layouts[event.side].payload_bytes, event.count, spec.engine_id, room_for)
+            size = layouts[event.side].payload_bytes
+            slots = self._store.reserve(size, event.count, spec.engine_id, room_for, attached.account)
         self.counters["reserve_shortfall"] += event.count - len(slots)
         self._actions.append(Reply(event.op, [BlockRef(slot.index, slot.generation) for slot in slots]))
 
