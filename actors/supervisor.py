@@ -281,6 +281,7 @@ class Supervisor:
             transport=config.transport,
             slab_bytes=config.slab_bytes or None,
             tls_dir=config.tls_dir,
+            tenants_file=config.tenants_file,
             tls_required=config.tls_required,
         )
 

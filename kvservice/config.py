@@ -25,7 +25,8 @@ else:
 ENVIRONMENT_PREFIX = "KVSERVICE_"
 POOL_BYTES_MIN = 4 * MiB
 _ADDRESS = re.compile(r"(dns:///)?([A-Za-z0-9_.-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
-_NOT_CONFIG = frozenset({"NODE", "CONFIG"})  # they pick a shard or a file, they do not configure a service
+# They pick a shard, a file or a tenant, they do not configure a service.
+_NOT_CONFIG = frozenset({"NODE", "CONFIG", "TOKEN", "TOKEN_FILE"})
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 _NOT_CONFIG_PREFIX = "TEST_"  # test runs mark their processes with such variables
 
@@ -64,6 +65,9 @@ class ServiceConfig:
     # Directory with tls.crt, tls.key and ca.crt, the same path on every node: with it everything between nodes that is
     # gRPC is encrypted, and both sides show a certificate. Read again when the files change. Empty = plaintext.
     tls_dir: str = ""
+    # File that says who may use the service, by hashes of their tokens, and how much each may hold; the same path on
+    # every node, made by `kvservice tenants add`. Read again when it changes. Empty = everybody, as one tenant.
+    tenants_file: str = ""
     # Refuse to serve beyond loopback without TLS, instead of a warning in the log.
     tls_required: bool = False
 
@@ -87,6 +91,8 @@ class ServiceConfig:
             raise ConfigError(f"runtime_dir is {self.runtime_dir!r}; give an absolute path")
         if self.tls_dir and not Path(self.tls_dir).is_absolute():
             raise ConfigError(f"tls_dir is {self.tls_dir!r}; give an absolute path")
+        if self.tenants_file and not Path(self.tenants_file).is_absolute():
+            raise ConfigError(f"tenants_file is {self.tenants_file!r}; give an absolute path")
         for address in self.lookups_elsewhere:
             if not _ADDRESS.fullmatch(address):
                 raise ConfigError(f"lookup_addresses has {address!r}; write host:port or dns:///host:port, with commas")
@@ -162,6 +168,17 @@ def tls_of_environment() -> tuple[str, bool]:
     found = {name: text for name, text in os.environ.items() if name.startswith(f"{ENVIRONMENT_PREFIX}TLS_")}
     config = load_config(environment=found)
     return config.tls_dir, config.tls_required
+
+
+def tenants_of_environment() -> str:
+    """`tenants_file` of KVSERVICE_TENANTS_FILE, likewise. Raises ConfigError."""
+    name = f"{ENVIRONMENT_PREFIX}TENANTS_FILE"
+    return load_config(environment={name: os.environ.get(name, "")}).tenants_file
+
+
+def token_of_environment() -> tuple[str, str]:
+    """(KVSERVICE_TOKEN, KVSERVICE_TOKEN_FILE) of a tenant's engine or command; the file wins."""
+    return os.environ.get(f"{ENVIRONMENT_PREFIX}TOKEN", ""), os.environ.get(f"{ENVIRONMENT_PREFIX}TOKEN_FILE", "")
 
 
 def _integer(key: str, value: object) -> int:

@@ -5,7 +5,8 @@ those, copies go first because their original lives on another node; then the ol
 which keeps the order right for blocks whose parent is not known (adopted after a restart). Blocks of layers with a
 window are no chain: they have neither parent nor children, and only those that hits end with are touched.
 
-Lazy heaps, one for each size and tenant: entries are pushed when a block becomes or stays evictable under a new rank and checked when popped.
+Lazy heaps, one for each size and tenant: entries are pushed when a block becomes or stays evictable under a new rank,
+and checked when popped.
 """
 
 from __future__ import annotations

@@ -247,6 +247,8 @@ class EngineGroup:
     layout: SlotLayout
     attached: int
     seconds_per_block: float  # of prefill, as one of them measured it last; 0 = not yet
+    tenant_key: bytes = field(default=b"", repr=False)  # as in Attachment, for who asked with a tenant's token
+    public_key: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

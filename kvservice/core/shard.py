@@ -139,7 +139,10 @@ class ShardState:
         self._attached: dict[AttachmentId, _Attached] = {}
         self._sealing: dict[int, _Sealing] = {}  # by slot
         self._next_attachment = 1
-        self._handlers: dict[type, Callable[..., None]] = {
+        self._handlers = self._handlers_with(peers)
+
+    def _handlers_with(self, peers: PeerCalls) -> dict[type, Callable[..., None]]:
+        return {
             ev.Attach: self._attach,
             ev.Detach: self._detach,
             ev.AttachmentLost: self._attachment_lost,
@@ -217,10 +220,10 @@ class ShardState:
     def attachment_count(self) -> int:
         return len(self._attached)
 
-    def models(self) -> list[tuple[str, str, Fingerprint, int]]:
-        """(namespace, model, fingerprint, attached engines), sorted."""
+    def models(self, account: str | None = None) -> list[tuple[str, str, Fingerprint, int]]:
+        """(namespace, model, fingerprint, attached engines), sorted; with an account, of its engines."""
         rows: Counter[tuple[str, str, Fingerprint]] = Counter(
-            (a.spec.namespace, a.spec.model, a.spec.fingerprint) for a in self._attached.values()
+            (a.spec.namespace, a.spec.model, a.spec.fingerprint) for a in self._engines_of(account)
         )
         return sorted((n, m, f, count) for (n, m, f), count in rows.items())
 
@@ -231,9 +234,9 @@ class ShardState:
     def progress(self, now: float) -> DrainProgress:
         return self._leaving.progress(len(self._leases), now)
 
-    def explain(self, request_id: str, now: float) -> Explanation:
+    def explain(self, request_id: str, now: float, account: str | None = None) -> Explanation:
         """What is known of the request with this id, or of those whose id begins so."""
-        return self.records.find(request_id, now)
+        return self.records.find(request_id, now, account)
 
     def recall(self, keys: tuple[BlockKey, ...], now: float) -> tuple[KeyFate, ...]:
         """What became of these blocks here. Slow: for people."""
@@ -242,10 +245,13 @@ class ShardState:
         sealing = {key for key in keys if self._acquisitions.is_sealing(key)}
         return find_fates(keys, held, sealing, self._store.ghosts.find(keys, now), now)
 
-    def survey(self) -> Survey:
-        """What a router wants to know, sorted."""
+    def _engines_of(self, account: str | None) -> list[_Attached]:
+        return [attached for attached in self._attached.values() if account is None or attached.account == account]
+
+    def survey(self, account: str | None = None) -> Survey:
+        """What a router wants to know, sorted; with an account, of its engines."""
         groups: dict[tuple[str, str, Fingerprint], list[_Attached]] = {}
-        for attached in self._attached.values():
+        for attached in self._engines_of(account):
             spec = attached.spec
             groups.setdefault((spec.namespace, spec.model, spec.fingerprint), []).append(attached)
         engines = [
@@ -297,7 +303,7 @@ class ShardState:
 
     def _refuse_other_fingerprint(self, spec: EngineSpec, account: str, now: float) -> None:
         """Within a tenant: others' engines share nothing with it, and are none of its business."""
-        for attached in [attached for attached in self._attached.values() if attached.account == account]:
+        for attached in self._engines_of(account):
             other = attached.spec
             same_place = (other.model, other.namespace) == (spec.model, spec.namespace)
             if same_place and other.engine_id != spec.engine_id and other.fingerprint != spec.fingerprint:
@@ -309,7 +315,7 @@ class ShardState:
                     ours=other.fingerprint.digest.hex(),
                     theirs=spec.fingerprint.digest.hex(),
                 )
-                self.records.refused(spec, refusal.message, now)
+                self.records.refused(spec, refusal.message, now, account)
                 raise refusal
 
     def _detach(self, event: ev.Detach, now: float) -> None:
@@ -371,7 +377,7 @@ class ShardState:
         handoff = request.handoff
         if handoff is not None:
             check_handoff_id(handoff.handoff_id)
-        self.records.asked(event.op, attached.spec, request, now)
+        self.records.asked(event.op, attached.spec, request, now, attached.account)
         if self._leaving.promises_nothing:  # nothing new is promised
             self.records.answered(event.op, 0, {}, MissReason.DRAINING, str(self.node_id), now)
             self._actions.append(Reply(event.op, AcquireResult(LeaseId(0), (), 0, MissReason.DRAINING)))
@@ -488,7 +494,7 @@ class ShardState:
     def _renew(self, event: ev.Renew, now: float) -> None:
         attached = self._require(event.attachment)
         for report in event.reports:
-            self.records.reported(attached.spec, report, now)
+            self.records.reported(attached.spec, report, now, attached.account)
         self._leases.renew(("engine", int(event.attachment)), event.lease_ids, now, self.lease_seconds)
         self._actions.append(Reply(event.op, None))
 

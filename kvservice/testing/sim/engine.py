@@ -81,7 +81,7 @@ class Engine(Process):
 
         half = SchedulerHalf(
             self.session,
-            lambda hashes: block_keys(self.spec.fingerprint.digest, hashes),
+            partial(block_keys, self.spec.fingerprint.digest),
             info,
             block_tokens=BLOCK_TOKENS,
             worker_count=1,
