@@ -56,7 +56,7 @@ class Public(Enum):
 @dataclass(frozen=True, slots=True)
 class Tenant:
     name: str
-    tokens: frozenset[bytes] = field(repr=False)  # SHA-256 of each
+    tokens: tuple[bytes, ...] = field(repr=False)  # SHA-256 of each, the newest last
     secret: bytes = field(repr=False)
     quota: str = ""
     in_flight: int = 0
@@ -223,7 +223,7 @@ def parse_tenants(found: object) -> Tenants:
     if len(set(names)) < len(names):
         raise ValueError("a name is there twice")
     if len(set(tokens)) < len(tokens):
-        raise ValueError("two tenants have the same token")
+        raise ValueError("a token is there twice")
     if len({t.secret for t in tenants}) < len(tenants):
         raise ValueError("two tenants have the same secret")
     return Tenants(tenants, _hex(found.get("public_secret"), "public_secret"))
@@ -233,7 +233,7 @@ def dump_tenants(tenants: Tenants) -> str:
     """The file's text. Holds secrets."""
     rows = [
         {
-            "name": tenant.name, "tokens": sorted(token.hex() for token in tenant.tokens),
+            "name": tenant.name, "tokens": [token.hex() for token in tenant.tokens],
             "secret": tenant.secret.hex(), "quota": tenant.quota, "in_flight": tenant.in_flight,
             "public": tenant.public.value, "admin": tenant.admin,
         }
@@ -274,7 +274,7 @@ def _parse_tenant(row: object, place: int) -> Tenant:
         quota_bytes(quota, 1)
     except ValueError as error:
         raise ValueError(f"tenant {name}: {error}") from None
-    hashes = frozenset(_hex(token, f"a token of tenant {name}") for token in tokens)
+    hashes = tuple(_hex(token, f"a token of tenant {name}") for token in tokens)
     secret = _hex(row.get("secret"), f"the secret of tenant {name}")
     return Tenant(name, hashes, secret, quota, in_flight, Public(row.get("public", "no")), admin)
 
