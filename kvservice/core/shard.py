@@ -225,7 +225,8 @@ class ShardState:
         rows: Counter[tuple[str, str, Fingerprint]] = Counter(
             (a.spec.namespace, a.spec.model, a.spec.fingerprint) for a in self._engines_of(account)
         )
-        return sorted((n, m, f, count) for (n, m, f), count in rows.items())
+        named = sorted(rows.items(), key=lambda row: (*row[0][:2], row[0][2].fields))
+        return [(namespace, model, fingerprint, count) for (namespace, model, fingerprint), count in named]
 
     @property
     def drain_phase(self) -> DrainPhase:
