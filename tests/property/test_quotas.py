@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.messages import BlockRef, TakeOverItem
 from kvservice.core.tenants import TenantLimits, tag_of
@@ -108,19 +109,20 @@ class QuotaMachine(RuleBasedStateMachine):
             if harness.open(op) and there:
                 asked = len(harness.locates)
                 harness.resolved(op, run_of(start, len(chain) - start))
-                if len(harness.locates) > asked:
-                    self.fetch(SIZES[who])
+                for locate in harness.locates[asked:]:
+                    self.fetch(locate, SIZES[who])
             if harness.open(op):
                 harness.resolved(op)
+            if harness.open(op):
+                harness.advance(6.0)
             lease = harness.result(op).lease_id
             self.leases[who] += [lease] if lease else []
 
         self.by(who, ask)
 
-    def fetch(self, size: int) -> None:
-        """The peer has what it was asked for last."""
-        harness = self.harness
-        asked, pulls = harness.locates[-1], len(harness.pulls)
+    def fetch(self, asked: act.Locate, size: int) -> None:
+        """The peer has what it was asked for."""
+        harness, pulls = self.harness, len(self.harness.pulls)
         harness.located(asked, make_located(asked.keys, length=size))
         if len(harness.pulls) > pulls:
             harness.pulled(harness.pulls[-1], ev.PullVerdict.OK)
@@ -144,7 +146,7 @@ class QuotaMachine(RuleBasedStateMachine):
             harness.send(ev.PeerTakeOver(op, harness.state.epoch, leaver, SIZES[who], items, 5.0))
             if harness.open(op):
                 harness.now += 0.001
-                self.fetch(SIZES[who])
+                self.fetch(harness.locates[-1], SIZES[who])
 
         self.by(who, offer)
 
