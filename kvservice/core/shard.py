@@ -37,7 +37,7 @@ from kvservice.core.messages import (
 from kvservice.core.peers import TIMEOUT_SECONDS_MAX, PeerCalls, check_keys
 from kvservice.core.slots import Slot, SlotState
 from kvservice.core.takeover import TakeOvers
-from kvservice.core.tenants import TenantLimits, TenantUsage
+from kvservice.core.tenants import NOBODY, TenantLimits, TenantUsage
 from kvservice.core.windowed import WindowedAcquisitions
 from kvservice.core.windows import SIDES_MAX
 from kvservice.errors import (
@@ -260,6 +260,10 @@ class ShardState:
             for name, members in sorted(groups.items(), key=lambda item: (*item[0][:2], item[0][2].fields))
         ]
         return Survey(tuple(engines), self._acquisitions.peer_speeds(), self.draining)
+
+    def account_of(self, attachment: AttachmentId) -> str:
+        """The tenant of an attachment; NOBODY for one that is not known."""
+        return self._acquisitions.accounts.get(attachment, NOBODY)
 
     def tenants(self) -> tuple[TenantUsage, ...]:
         return tuple(self._store.accounts.usage())

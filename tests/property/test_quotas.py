@@ -27,7 +27,7 @@ from kvservice.units import AttachmentId, LeaseId, SpanRoute
 
 TENANTS = ("tight", "roomy", "free")
 SIZES = {"tight": SMALL, "roomy": LARGE, "free": SMALL}
-START = {"tight": TenantLimits(3 * SMALL), "roomy": TenantLimits(2 * LARGE, in_flight=2), "free": TenantLimits()}
+START = {"tight": TenantLimits(2 * SMALL), "roomy": TenantLimits(2 * LARGE, in_flight=2), "free": TenantLimits()}
 CHAINS = {(who, n): make_chain(5, f"{who}{n}") for who in TENANTS for n in range(3)}
 OWNER = {key: who for (who, _), chain in CHAINS.items() for key in chain}
 
@@ -39,7 +39,7 @@ lengths = st.integers(1, 5)
 class QuotaMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.harness = CoreHarness(slab_count=3, tenants=START)
+        self.harness = CoreHarness(slab_count=2, tenants=START)
         self.writes: dict[str, list[BlockRef]] = {who: [] for who in TENANTS}
         self.leases: dict[str, list[LeaseId]] = {who: [] for who in TENANTS}
         self.attach()

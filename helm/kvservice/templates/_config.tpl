@@ -14,6 +14,9 @@ lookup_shards = {{ .Values.lookup.shards }}
 tls_dir = "{{ include "kvservice.tlsDir" . }}"
 tls_required = true
 {{- end }}
+{{- if .Values.tenants.secretName }}
+tenants_file = "{{ include "kvservice.tenantsDir" . }}/tenants.json"
+{{- end }}
 {{- if eq .Values.mode "ray" }}
 lookup_port = {{ .Values.lookup.port }}
 gpu_workers = {{ .Values.ray.gpuWorkers | quote }}
