@@ -52,6 +52,7 @@ class Attachment:
     tenant_key: bytes = field(default=b"", repr=False)  # secret: its blocks' keys derive from it; empty = the default
     public_key: bytes = field(default=b"", repr=False)  # the same for public blocks; empty = it may use none
     may_publish: bool = False
+    quota_bytes: int = 0  # the most its tenant may hold here; 0 = the whole pool
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,17 @@ from kvservice.errors import NotAttached, Unauthenticated
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.units import AttachmentId
 from kvservice.wire.serving import Context
-from kvservice.wire.tenants import METADATA_KEY, WHAT_TO_DO, Caller, Public, Tenants, TenantsFile, caller_of
+from kvservice.wire.tenants import (
+    METADATA_KEY,
+    WHAT_TO_DO,
+    Caller,
+    Public,
+    Tenant,
+    Tenants,
+    TenantsFile,
+    caller_of,
+    quota_bytes,
+)
 
 log = logging.getLogger("kvservice.shard")
 
@@ -82,8 +92,11 @@ class Door:
             return attachment
         self._guests[attachment.attachment_id] = _Guest(caller, turn_out)
         tenant_key, public_key = self._files.current.block_keys_of(caller.tenant)
-        publish = caller.tenant.public is Public.PUBLISH
-        return replace(attachment, tenant_key=tenant_key, public_key=public_key, may_publish=publish)
+        return replace(
+            attachment, tenant_key=tenant_key, public_key=public_key,
+            may_publish=caller.tenant.public is Public.PUBLISH,
+            quota_bytes=quota_bytes(caller.tenant.quota, room_of(attachment.geometry)),
+        )  # fmt: skip
 
     def left(self, attachment: AttachmentId) -> None:
         self._guests.pop(attachment, None)
@@ -120,8 +133,8 @@ class Door:
             new = tenants.by_name.get(old.tenant.name)
             if new is None or not tenants.is_valid(old.tenant.name, old.token):
                 self._turn_out(attachment, f"this tenant's token was revoked: {WHAT_TO_DO}")
-            elif (new.secret, new.public) != (old.tenant.secret, old.tenant.public):
-                self._turn_out(attachment, "this tenant's rights or secret changed: attach again")
+            elif _rights(new) != _rights(old.tenant):
+                self._turn_out(attachment, "this tenant's rights changed: attach again")
             else:
                 guest.caller = Caller(new, old.token)
 
@@ -136,6 +149,11 @@ class Door:
 def room_of(geometry: Geometry) -> int:
     """What shares of the pool are shares of, in bytes."""
     return geometry.slab_bytes * geometry.slab_count
+
+
+def _rights(tenant: Tenant) -> tuple[object, ...]:
+    """What an engine was told when it attached."""
+    return tenant.secret, tenant.public, tenant.quota
 
 
 def is_private(context: Context) -> bool:

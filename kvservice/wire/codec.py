@@ -146,6 +146,7 @@ def encode_attachment(attachment: Attachment) -> shard_pb2.Attached:
         tenant_key=attachment.tenant_key,
         public_key=attachment.public_key,
         may_publish=attachment.may_publish,
+        quota_bytes=attachment.quota_bytes,
     )
 
 
@@ -161,6 +162,7 @@ def decode_attachment(message: shard_pb2.Attached) -> Attachment:
         _decode_secret(message.tenant_key),
         _decode_secret(message.public_key),
         message.may_publish,
+        message.quota_bytes,
     )
 
 

@@ -27,7 +27,7 @@ from kvservice.units import AttachmentId, LeaseId, SpanRoute
 
 TENANTS = ("tight", "roomy", "free")
 SIZES = {"tight": SMALL, "roomy": LARGE, "free": SMALL}
-START = {"tight": TenantLimits(2 * SMALL), "roomy": TenantLimits(2 * LARGE, in_flight=2), "free": TenantLimits()}
+START = {"tight": TenantLimits(2 * SMALL), "roomy": TenantLimits(2 * LARGE), "free": TenantLimits(in_flight=3)}
 CHAINS = {(who, n): make_chain(5, f"{who}{n}") for who in TENANTS for n in range(3)}
 OWNER = {key: who for (who, _), chain in CHAINS.items() for key in chain}
 
