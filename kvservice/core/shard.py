@@ -54,6 +54,7 @@ from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, 
 ENGINE_ID_BYTES = 16
 RESERVE_COUNT_MAX = 4096
 ATTACHMENTS_MAX = 256
+ATTACHMENTS_OF_TENANT_MAX = 128  # so that none keeps all others out
 U32_COUNT = 1 << 32  # positions and routes are 32 bits wide in a slot header
 
 
@@ -279,8 +280,12 @@ class ShardState:
             raise InvalidRequest(f"an engine id is {ENGINE_ID_BYTES} bytes and not zero", length=len(spec.engine_id))
         if self.draining:
             raise Unavailable(f"shard {self.node_id} is draining: attach to another node, or wait until it is back")
-        if sum(a.spec.engine_id != spec.engine_id for a in self._attached.values()) >= ATTACHMENTS_MAX:
-            raise Exhausted(f"{ATTACHMENTS_MAX} engines are attached to shard {self.node_id} already")
+        others = [a for a in self._attached.values() if a.spec.engine_id != spec.engine_id]
+        mine = sum(a.account == event.account for a in others)
+        if len(others) >= ATTACHMENTS_MAX or (event.account and mine >= ATTACHMENTS_OF_TENANT_MAX):
+            raise Exhausted(
+                f"{len(others)} engines are attached to shard {self.node_id} already, {mine} of this tenant"
+            )
         if len(spec.sides) > SIDES_MAX:
             raise InvalidRequest(f"an engine has at most {SIDES_MAX} sides, not {len(spec.sides)}")
         payload_bytes = max(layout.payload_bytes for layout in (spec.layout, *(side.layout for side in spec.sides)))

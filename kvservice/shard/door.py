@@ -87,15 +87,20 @@ class Door:
 
     def let_in(self, caller: Caller | None, attachment: Attachment, turn_out: Callable[[str], None]) -> Attachment:
         """The attachment as its engine gets it, with its tenant's keys. `turn_out(reason)` is called at most once,
-        when the tenant's rights end first. Call `left` in the end."""
+        when the tenant's rights end first. Call `left` in the end. Raises Unauthenticated when they have ended since
+        `caller` was asked."""
         if caller is None or self._files is None:
             return attachment
-        self._guests[attachment.attachment_id] = _Guest(caller, turn_out)
-        tenant_key, public_key = self._files.current.block_keys_of(caller.tenant)
+        tenants = self._files.current
+        if not tenants.is_valid(caller.tenant.name, caller.token):
+            raise Unauthenticated(f"this tenant's token was revoked: {WHAT_TO_DO}")
+        tenant = tenants.by_name[caller.tenant.name]
+        self._guests[attachment.attachment_id] = _Guest(Caller(tenant, caller.token), turn_out)
+        tenant_key, public_key = tenants.block_keys_of(tenant)
         return replace(
             attachment, tenant_key=tenant_key, public_key=public_key,
-            may_publish=caller.tenant.public is Public.PUBLISH,
-            quota_bytes=quota_bytes(caller.tenant.quota, room_of(attachment.geometry)),
+            may_publish=tenant.public is Public.PUBLISH,
+            quota_bytes=quota_bytes(tenant.quota, room_of(attachment.geometry)),
         )  # fmt: skip
 
     def left(self, attachment: AttachmentId) -> None:

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from kvservice.client.shard import ShardClient
+from kvservice.client.survey import Surveyor
 from kvservice.client.token import Token
 from kvservice.core.keys import block_keys, chain_hashes
 from kvservice.core.messages import AcquireResult, MissReason, SealStatus
 from kvservice.errors import NotAttached, Unauthenticated
 from kvservice.testing.cluster import LocalCluster
-from kvservice.units import BlockKey, MiB
+from kvservice.units import BlockKey, MiB, NodeId
 from kvservice.wire.tenants import (
     Public,
     Tenant,
@@ -309,12 +310,14 @@ async def test_what_a_request_did_is_told_to_its_tenant_and_to_admins(cluster: L
 
 async def test_a_router_with_a_token_is_told_how_its_tenants_blocks_are_named(cluster: LocalCluster) -> None:
     mine, other = await enter(cluster, "a"), await enter(cluster, "b")
-    with cluster.channel(cluster.record("n0").peer_address) as channel:
-        stub = shard_pb2_grpc.AdminServiceStub(channel)
-        reply = stub.Survey(shard_pb2.SurveyRequest(), timeout=5, metadata=token_metadata(TOKENS["a"]))
-        plain = stub.Survey(shard_pb2.SurveyRequest(), timeout=5)
-    assert (reply.tenant_key, [group.attached for group in reply.engines]) == (mine.attachment.tenant_key, [1])
-    assert (plain.tenant_key, [group.attached for group in plain.engines]) == (b"", [2])
+    found = []
+    for token in (Token(TOKENS["a"]), Token()):
+        surveyor = Surveyor(token=token)
+        nodes = await surveyor.read(cluster.lookup_addresses, 5.0)
+        await surveyor.close()
+        assert nodes is not None
+        found.append([(group.tenant_key, group.attached) for group in nodes[NodeId("n0")].survey.engines])
+    assert found == [[(mine.attachment.tenant_key, 1)], [(b"", 2)]]
     await leave(mine, other)
 
 

@@ -6,8 +6,9 @@ import pytest
 
 from kvservice.core import events as ev
 from kvservice.core.messages import MissReason, SealStatus, TakeOverItem
+from kvservice.core.shard import ATTACHMENTS_OF_TENANT_MAX
 from kvservice.core.tenants import OTHERS, Accounts, TenantLimits, TenantUsage, tag_of
-from kvservice.errors import FingerprintMismatch, InvalidRequest
+from kvservice.errors import Exhausted, FingerprintMismatch, InvalidRequest
 from kvservice.testing.builders import LARGE, SMALL, CoreHarness, make_chain, make_holder, make_located, make_spec
 from kvservice.units import MiB, SpanRoute
 
@@ -167,3 +168,12 @@ def test_many_tenants_make_a_bounded_number_of_rows() -> None:
     rows = accounts.usage()
     assert len(rows) == 65 and rows[-1].name == OTHERS
     assert rows[-1].counters == {"evicted": 3}
+
+
+def test_one_tenants_engines_leave_room_for_others() -> None:
+    harness = harness_with(1, a=FREE, b=FREE)
+    for number in range(ATTACHMENTS_OF_TENANT_MAX):
+        harness.attach(make_spec(f"a{number}"), "a")
+    with pytest.raises(Exhausted, match="of this tenant"):
+        harness.attach(make_spec("more"), "a")
+    assert harness.attach(make_spec("b"), "b")
