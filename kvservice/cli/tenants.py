@@ -9,14 +9,11 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from kvservice.errors import ConfigError, KVServiceError
-
-if TYPE_CHECKING:
-    from kvservice.wire.tenants import Tenant, Tenants
 
 app = typer.Typer(
     help="Who may use a service: tokens, quotas, public prompts.", no_args_is_help=True, rich_markup_mode=None
@@ -42,7 +39,7 @@ def add(
 
     token = new_token()
 
-    def change(tenants: Tenants) -> None:
+    def change(tenants: Any) -> None:
         if name in tenants.by_name:
             raise ConfigError(f"there is a tenant {name} already: `kvservice tenants rotate` gives it another token")
         fresh = Tenant(check_name(name), (hash_token(token),), new_secret())
@@ -80,7 +77,7 @@ def set_limits(
 ) -> None:  # fmt: skip
     """Change what a tenant may hold or do. What is not given stays."""
 
-    def change(tenants: Tenants) -> None:
+    def change(tenants: Any) -> None:
         tenants.by_name[name] = _with(_known(tenants, name), quota, in_flight, public, admin)
 
     _edit(file, change)
@@ -101,7 +98,7 @@ def rotate(
 
     token = new_token()
 
-    def change(tenants: Tenants) -> None:
+    def change(tenants: Any) -> None:
         tenant = _known(tenants, name)
         tokens = tenant.tokens[-1:] if retire else (*tenant.tokens, hash_token(token))
         if len(tokens) > TOKENS_MAX:
@@ -119,7 +116,7 @@ def rotate(
 def remove(name: Name, file: File) -> None:
     """End a tenant: its engines are turned out within seconds, and its blocks cannot be named any more."""
 
-    def change(tenants: Tenants) -> None:
+    def change(tenants: Any) -> None:
         _known(tenants, name)
         del tenants.by_name[name]
 
@@ -128,8 +125,8 @@ def remove(name: Name, file: File) -> None:
 
 
 def _with(
-    tenant: Tenant, quota: str | None, in_flight: int | None, public: str | None, admin: bool | None
-) -> Tenant:  # fmt: skip
+    tenant: Any, quota: str | None, in_flight: int | None, public: str | None, admin: bool | None
+) -> Any:  # fmt: skip
     from dataclasses import replace
 
     from kvservice.wire.tenants import Public
@@ -145,13 +142,13 @@ def _with(
     )
 
 
-def _known(tenants: Tenants, name: str) -> Tenant:
+def _known(tenants: Any, name: str) -> Any:
     if name not in tenants.by_name:
         raise ConfigError(f"there is no tenant {name!r}; `kvservice tenants list` shows them")
     return tenants.by_name[name]
 
 
-def _edit(path: Path, change: Callable[[Tenants], None], fresh: Tenants | None = None) -> None:
+def _edit(path: Path, change: Callable[[Any], None], fresh: Any = None) -> None:
     """Read, change, check and replace the file, alone. `fresh`: what it is where there is none."""
     import os
 
