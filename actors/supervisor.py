@@ -283,6 +283,7 @@ class Supervisor:
             slab_bytes=config.slab_bytes or None,
             tls_dir=config.tls_dir,
             allow_plaintext=config.allow_plaintext,
+            tenants_file=config.tenants_file,
         )
 
 

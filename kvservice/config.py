@@ -25,7 +25,8 @@ else:
 ENVIRONMENT_PREFIX = "KVSERVICE_"
 POOL_BYTES_MIN = 4 * MiB
 _ADDRESS = re.compile(r"(dns:///)?([A-Za-z0-9_.-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
-_NOT_CONFIG = frozenset({"NODE", "CONFIG"})  # they pick a shard or a file, they do not configure a service
+# They pick a shard, a file or a tenant, they do not configure a service.
+_NOT_CONFIG = frozenset({"NODE", "CONFIG", "TOKEN", "TOKEN_FILE"})
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 _NOT_CONFIG_PREFIX = "TEST_"  # test runs mark their processes with such variables
 
@@ -68,6 +69,9 @@ class ServiceConfig:
     # Serve plaintext beyond loopback all the same: whoever reaches a port can read and remove blocks. For networks that
     # nobody else is in.
     allow_plaintext: bool = False
+    # File that says who may use the service, by hashes of their tokens, and how much each may hold; the same path on
+    # every node, made by `kvservice tenants add`. Read again when it changes. Empty = everybody, as one tenant.
+    tenants_file: str = ""
 
     def __post_init__(self) -> None:
         if not self.service or not self.service.replace("-", "").replace("_", "").isalnum() or len(self.service) > 32:
@@ -89,6 +93,8 @@ class ServiceConfig:
             raise ConfigError(f"runtime_dir is {self.runtime_dir!r}; give an absolute path")
         if self.tls_dir and not Path(self.tls_dir).is_absolute():
             raise ConfigError(f"tls_dir is {self.tls_dir!r}; give an absolute path")
+        if self.tenants_file and not Path(self.tenants_file).is_absolute():
+            raise ConfigError(f"tenants_file is {self.tenants_file!r}; give an absolute path")
         for address in self.lookups_elsewhere:
             if not _ADDRESS.fullmatch(address):
                 raise ConfigError(f"lookup_addresses has {address!r}; write host:port or dns:///host:port, with commas")
@@ -164,6 +170,17 @@ def tls_of_environment() -> tuple[str, bool]:
     names = (f"{ENVIRONMENT_PREFIX}TLS_DIR", f"{ENVIRONMENT_PREFIX}ALLOW_PLAINTEXT")
     config = load_config(environment={name: os.environ[name] for name in names if name in os.environ})
     return config.tls_dir, config.allow_plaintext
+
+
+def tenants_of_environment() -> str:
+    """`tenants_file` of KVSERVICE_TENANTS_FILE, likewise. Raises ConfigError."""
+    name = f"{ENVIRONMENT_PREFIX}TENANTS_FILE"
+    return load_config(environment={name: os.environ.get(name, "")}).tenants_file
+
+
+def token_of_environment() -> tuple[str, str]:
+    """(KVSERVICE_TOKEN, KVSERVICE_TOKEN_FILE) of a tenant's engine or command; the file wins."""
+    return os.environ.get(f"{ENVIRONMENT_PREFIX}TOKEN", ""), os.environ.get(f"{ENVIRONMENT_PREFIX}TOKEN_FILE", "")
 
 
 def _integer(key: str, value: object) -> int:

@@ -7,7 +7,8 @@
     │   ├── StaleEpoch             EPOCH                                         the shard restarted: attach again
     │   ├── NotAttached            NOT_ATTACHED                                  no such attachment here
     │   ├── UnsupportedLayout      LAYOUT                                        cache groups or layout not supported
-    │   └── RandomHashSeed         HASH_SEED                                     the engine's hash differs per process
+    │   ├── RandomHashSeed         HASH_SEED                                     the engine's hash differs per process
+    │   └── Unauthenticated        UNAUTHENTICATED   UNAUTHENTICATED             no token of a tenant, or a revoked one
     ├── Forbidden                  FORBIDDEN         PERMISSION_DENIED     no    not this role's, or another node's name
     ├── Exhausted                  EXHAUSTED         RESOURCE_EXHAUSTED    yes   no slot, quota, message too large
     ├── Unavailable                UNAVAILABLE       UNAVAILABLE           yes   draining, dead, not started
@@ -75,6 +76,11 @@ class RandomHashSeed(Refused):
 class Forbidden(KVServiceError):
     reason = "FORBIDDEN"
     grpc_code = "PERMISSION_DENIED"
+
+
+class Unauthenticated(Refused):
+    reason = "UNAUTHENTICATED"
+    grpc_code = "UNAUTHENTICATED"
 
 
 class Exhausted(KVServiceError):

@@ -18,7 +18,7 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from kvservice.errors import Unavailable
+from kvservice.errors import Unauthenticated, Unavailable
 
 CALL_SECONDS = 3.0
 ASKED_AT_ONCE = 16
@@ -108,8 +108,8 @@ def _ask_shards(members: Any, request_id: str) -> Answers:
     from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 
     request = shard_pb2.ExplainRequest(request_id=request_id)
-    found = _ask_all(members, members.shards, lambda channel: shard_pb2_grpc.AdminServiceStub(channel).Explain(
-        request, timeout=CALL_SECONDS
+    found = _ask_all(members, members.shards, lambda channel, token: shard_pb2_grpc.AdminServiceStub(channel).Explain(
+        request, timeout=CALL_SECONDS, metadata=token
     ))  # fmt: skip
     answered = {node: reply for node, (reply, _) in found.items() if reply is not None}
     silent = [node for node in found if node not in answered]
@@ -117,22 +117,35 @@ def _ask_shards(members: Any, request_id: str) -> Answers:
 
 
 def _ask_all(
-    members: Any, addresses: dict[str, str], call: Callable[[grpc.Channel], Any]
+    members: Any, addresses: dict[str, str], call: Callable[[grpc.Channel, Any], Any]
 ) -> dict[str, tuple[Any, float]]:
-    """(the answer of each or None, when it came)."""
+    """(the answer of each or None, when it came). `call` gets the tenant's token as metadata. Raises Unauthenticated
+    when that is why nobody answers."""
     from kvservice.cli.members import note_hint
+    from kvservice.client.token import Token
+    from kvservice.wire.status import error_from_rpc
+
+    token = Token.of_environment()
+    refusals: list[str] = []
 
     def ask(address: str) -> tuple[Any, float]:
         try:
             with members.channel(address) as channel:
-                return call(channel), time.monotonic()
+                shown = token.metadata_for(address, encrypted=members.tls is not None)
+                return call(channel, shown), time.monotonic()
         except grpc.RpcError as error:
+            refusal = error_from_rpc(error, f"explain at {address}")
+            if isinstance(refusal, Unauthenticated):
+                refusals.append(refusal.message)
             note_hint(members.hints, address, error)
             return None, time.monotonic()
 
     names = sorted(addresses)
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-        return dict(zip(names, pool.map(ask, [addresses[name] for name in names]), strict=True))
+        found = dict(zip(names, pool.map(ask, [addresses[name] for name in names]), strict=True))
+    if refusals and len(refusals) == len(names):
+        raise Unauthenticated(refusals[0])
+    return found
 
 
 def _explain_record(members: Any, answers: Answers, node: str, record: Any) -> dict[str, Any]:
@@ -203,16 +216,15 @@ def _facts(members: Any, answers: Answers, node: str, record: Any, missing: Sequ
     lost: dict[int, Fate] = {}
     if packed:
         recall = shard_pb2.RecallRequest(keys=packed)
-        found = _ask_all(members, members.shards, lambda channel: shard_pb2_grpc.AdminServiceStub(channel).Recall(
-            recall, timeout=CALL_SECONDS
-        ))  # fmt: skip
+        found = _ask_all(members, members.shards, lambda channel, shown: shard_pb2_grpc.AdminServiceStub(channel)
+                         .Recall(recall, timeout=CALL_SECONDS, metadata=shown))  # fmt: skip
         for name, (reply, at) in found.items():
             for row in reply.fates if reply is not None else ():
                 fate = Fate(name, row.state, row.age_seconds - (at - asked_at), row.cause, row.by)
                 fates.setdefault(missing[0] + row.index, []).append(fate)
         ask_lost = lookup_pb2.RecallLostRequest(keys=packed)
         directories = {address: address for address in members.lookups}
-        found = _ask_all(members, directories, lambda channel: lookup_pb2_grpc.LookupServiceStub(channel).RecallLost(
+        found = _ask_all(members, directories, lambda channel, _: lookup_pb2_grpc.LookupServiceStub(channel).RecallLost(
             ask_lost, timeout=CALL_SECONDS
         ))  # fmt: skip
         for reply, at in found.values():

@@ -118,6 +118,7 @@ async def _foreground(config: Any) -> None:
             slab_bytes=config.slab_bytes or None,
             tls_dir=config.tls_dir,
             allow_plaintext=config.allow_plaintext,
+            tenants_file=config.tenants_file,
         )
     )
     try:

@@ -1,5 +1,5 @@
-"""`kvservice`: up, down, shard, lookup, status, check, drain, explain, certs, doctor, proxy, sim, demos. Commands
-import what they need when they run, so that --help is instant.
+"""`kvservice`: up, down, shard, lookup, status, check, drain, explain, certs, tenants, doctor, proxy, sim, demos.
+Commands import what they need when they run, so that --help is instant.
 
 Exit codes: 0 all is well, 1 something is wrong, 2 wrong usage, 3 there is no service.
 """
@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from kvservice.cli import tenants
 from kvservice.errors import ConfigError, KVServiceError
 
 EXIT_PROBLEM = 1
@@ -21,6 +22,7 @@ app = typer.Typer(
     help="A cluster-wide KV cache for LLM inference on Ray.", no_args_is_help=True, add_completion=False,
     rich_markup_mode=None, pretty_exceptions_enable=False,
 )  # fmt: skip
+app.add_typer(tenants.app, name="tenants")
 
 Service = Annotated[str | None, typer.Option("--service", help="Name of the installation. Default: 'default'.")]
 Address = Annotated[str | None, typer.Option("--address", help="Ray cluster to join. Default: this machine's.")]

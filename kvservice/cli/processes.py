@@ -36,6 +36,7 @@ def run_shard(
         slab_bytes=config.slab_bytes or None,
         tls_dir=config.tls_dir,
         allow_plaintext=config.allow_plaintext,
+        tenants_file=config.tenants_file,
     )
     served = serve(
         server_config, keep_segment=keep_blocks, grace_seconds=grace_seconds, metrics_port=config.metrics_port

@@ -90,6 +90,9 @@ def show(state: dict[str, Any], *, as_json: bool) -> None:
     for row in state["nodes"]:
         for model in row["models"]:
             console.print(f"attached at {row['node_id']}: {model}")
+        for tenant in row["tenants"]:
+            quota = f" of {format_bytes(tenant['quota_bytes'])}" if tenant["quota_bytes"] else ""
+            console.print(f"tenant {tenant['name']} at {row['node_id']}: {format_bytes(tenant['used_bytes'])}{quota}")
     for problem in state["problems"]:
         console.print(f"[red]problem:[/] {problem}")
 
@@ -159,7 +162,7 @@ def _node_stats(tls: Any, node_id: str, address: str) -> dict[str, Any]:
     row: dict[str, Any] = {
         "node_id": node_id, "peer_address": address, "epoch": 0, "segment_bytes": 0, "slabs": 0, "slabs_free": 0,
         "slots": {}, "counters": {}, "pulled_bytes": {}, "draining": False, "transport": "", "uptime_seconds": 0.0,
-        "models": [], "error": "",
+        "models": [], "tenants": [], "error": "",
     }  # fmt: skip
     try:
         with open_blocking_channel(address, tls) as channel:
@@ -180,6 +183,16 @@ def _node_stats(tls: Any, node_id: str, address: str) -> dict[str, Any]:
         transport=reply.transport,
         uptime_seconds=round(reply.uptime_seconds, 1),
         models=list(reply.models),
+        tenants=[
+            {
+                "name": tenant.name,
+                "used_bytes": tenant.used_bytes,
+                "quota_bytes": tenant.quota_bytes,
+                "in_flight": tenant.in_flight,
+                "counters": dict(sorted(tenant.counters.items())),
+            }
+            for tenant in reply.tenants
+        ],
     )
     return row
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from kvservice.client.token import Token
 from kvservice.core.explain import REQUEST_ID_CHARS_MAX
 from kvservice.core.keys import pack_keys
 from kvservice.core.messages import (
@@ -53,14 +54,16 @@ STREAM_SILENCE_SECONDS = 15.0  # the shard sends a heartbeat every 2 s; a stoppe
 class ShardClient:
     """Satisfies client.port.PoolPort. One instance serves one engine; `attach` may be called again after a loss."""
 
-    def __init__(self, socket_path: str) -> None:
+    def __init__(self, socket_path: str, token: Token | None = None) -> None:
+        """`token`: of the tenant that the engine belongs to; by default as the environment says. Raises ConfigError."""
         self._socket_path = socket_path
+        self._token = token or Token.of_environment()
         self._channel: grpc.aio.Channel | None = None
         self._epochs: dict[AttachmentId, BootEpoch] = {}
         self._readers: dict[AttachmentId, asyncio.Task[None]] = {}
 
     async def attach(self, spec: EngineSpec, on_lost: Callable[[str], None]) -> Attachment:
-        stream = self._stub().Attach(encode_spec(spec))
+        stream = self._stub().Attach(encode_spec(spec), metadata=self._token.metadata())
         try:
             event = await asyncio.wait_for(stream.read(), ATTACH_SECONDS)
         except grpc.aio.AioRpcError as error:
@@ -185,6 +188,6 @@ class ShardClient:
 
     async def _unary(self, method: str, request: Any, timeout: float) -> Any:
         try:
-            return await getattr(self._stub(), method)(request, timeout=timeout)
+            return await getattr(self._stub(), method)(request, timeout=timeout, metadata=self._token.metadata())
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, f"{method} at {self._socket_path}") from error

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import grpc
 
 from kvservice.client.channels import Channels
+from kvservice.client.token import Token
 from kvservice.core.messages import Holder, Survey
-from kvservice.errors import InvalidRequest
+from kvservice.errors import ConfigError, InvalidRequest
 from kvservice.units import NodeId
 from kvservice.wire.codec import decode_holder, decode_survey
 from kvservice.wire.tls import TlsFiles
@@ -33,8 +34,11 @@ class NodeSurvey:
 class Surveyor:
     """Channels stay open between surveys, those of nodes that are gone are closed."""
 
-    def __init__(self, tls: TlsFiles | None = None) -> None:
+    def __init__(self, tls: TlsFiles | None = None, token: Token | None = None) -> None:
+        """`token`: of the tenant whose engines are looked for; without one, everybody's."""
         self._channels = Channels(tls)
+        self._encrypted = tls is not None
+        self._token = token or Token()
         self.counters: Counter[str] = Counter()
 
     async def read(self, lookup_addresses: Sequence[str], timeout: float) -> dict[NodeId, NodeSurvey] | None:
@@ -71,10 +75,13 @@ class Surveyor:
     async def _ask(self, node: Holder, timeout: float) -> NodeSurvey | None:
         stub = shard_pb2_grpc.AdminServiceStub(self._channels.get(node.peer_address))
         try:
-            reply = await stub.Survey(shard_pb2.SurveyRequest(), timeout=timeout)
+            metadata = self._token.metadata_for(node.peer_address, encrypted=self._encrypted)
+            reply = await stub.Survey(shard_pb2.SurveyRequest(), timeout=timeout, metadata=metadata)
             return NodeSurvey(node, decode_survey(reply))
         except grpc.aio.AioRpcError as error:
             self.counters[f"survey_shard_{error.code().name.lower()}"] += 1
         except InvalidRequest:
             self.counters["survey_shard_malformed"] += 1
+        except ConfigError:
+            self.counters["survey_without_token"] += 1
         return None

@@ -7,6 +7,11 @@ A proxy gives each prompt a random 16-byte id and sends it to two engines, at th
 
 The prefill engine's answer carries the second form, so a proxy that asks one after the other passes it on as it is.
 `{"do_remote_decode": true}` alone, which proxies made for other connectors send, means prefill with an id of our own.
+
+A prompt's first N tokens may be public, alone or beside a hand-off: tenants that may use public blocks share those.
+
+    {"kvservice": {"version": 1, "public_tokens": N}}
+
 Everything else in the parameters is ignored; what is there under "kvservice" comes from outside and is checked in full.
 """
 
@@ -23,6 +28,7 @@ from kvservice.units import AttachmentId, HandoffId, NodeId
 NAME = "kvservice"
 VERSION = 1
 NODE_CHARS_MAX = 512
+PUBLIC_TOKENS_MAX = 1 << 24
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -46,6 +52,8 @@ def parse_transfer_params(params: object) -> Prefill | Handoff | None:
         raise InvalidRequest(f"kv_transfer_params.{NAME} is a {type(ours).__name__}, not an object")
     if ours.get("version") != VERSION:
         raise InvalidRequest(f"kv_transfer_params.{NAME}.version is not {VERSION}, the only one known here")
+    if "public_tokens" in ours and not ours.keys() & {"role", "handoff", "node"}:
+        return None
     given = ours.get("handoff")
     if not isinstance(given, str) or not _ID.fullmatch(given):
         raise InvalidRequest(f"kv_transfer_params.{NAME}.handoff is not 32 lower-case hexadecimal digits")
@@ -61,6 +69,19 @@ def parse_transfer_params(params: object) -> Prefill | Handoff | None:
             f"kv_transfer_params.{NAME}.node is not a node's id: 1 to {NODE_CHARS_MAX} printable characters"
         )
     return Handoff(handoff_id, NodeId(node))
+
+
+def parse_public_tokens(params: object) -> int:
+    """How many leading tokens of the prompt are public; 0 for none. Raises InvalidRequest."""
+    ours = params.get(NAME) if isinstance(params, Mapping) else None
+    if not isinstance(ours, Mapping) or "public_tokens" not in ours:
+        return 0
+    count = ours["public_tokens"]
+    if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= PUBLIC_TOKENS_MAX:
+        raise InvalidRequest(f"kv_transfer_params.{NAME}.public_tokens is not a number of tokens")
+    if ours.get("version") != VERSION:
+        raise InvalidRequest(f"kv_transfer_params.{NAME}.version is not {VERSION}, the only one known here")
+    return count
 
 
 def decode_params(handoff: Handoff) -> dict[str, object]:

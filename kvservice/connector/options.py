@@ -69,6 +69,7 @@ class ConnectorOptions:
     socket: str | None = None  # the shard's Unix socket; None = find it by service and node
     node: str | None = None  # which node's shard, where several are registered on this machine
     service: str | None = None
+    token_file: str | None = None  # of the tenant that the engine belongs to; None = as the environment says
     memory_bytes: int | None = None  # embedded pool; None = 4 GiB, or a quarter of free /dev/shm if that is less
     offload: Offload = Offload.EAGER
     verify_load: Verify = Verify.SAMPLED
@@ -92,8 +93,8 @@ class ConnectorOptions:
                 raise ConfigError(f"kv_connector_extra_config has an unknown key {key!r}{hint}", key=key)
             values["memory_bytes" if key == "memory" else key] = _convert(key, value)
         options = cls(**values)  # type: ignore[arg-type]
-        if options.mode is Mode.EMBEDDED and (options.socket or options.node or options.service):
-            raise ConfigError("mode 'embedded' uses no service: remove socket, node and service, or the mode")
+        if options.mode is Mode.EMBEDDED and (options.socket or options.node or options.service or options.token_file):
+            raise ConfigError("mode 'embedded' uses no service: remove socket, node, service, token_file, or the mode")
         if options.handoff_loans is HandoffLoans.ON and options.mover is not MoverChoice.WORKER:
             raise ConfigError("handoff_loans 'on' needs mover 'worker': only a move worker can copy between engines")
         return options

@@ -12,6 +12,7 @@ from pathlib import Path
 from kvservice.client.discovery import choose_shard, is_listening
 from kvservice.client.port import PoolPort
 from kvservice.client.shard import ShardClient
+from kvservice.client.token import Token
 from kvservice.connector.options import DEV_SHM, ConnectorOptions, Mode
 from kvservice.core.geometry import plan_geometry
 from kvservice.core.messages import EngineSpec
@@ -61,7 +62,7 @@ async def _open_service(options: ConnectorOptions) -> PoolPort:
         socket = record.socket
     if not is_listening(socket):
         raise Unavailable(f"no shard listens at {socket}: start the service with `kvservice up`")
-    return ShardClient(socket)
+    return ShardClient(socket, Token.of_environment(options.token_file))
 
 
 def _embedded(options: ConnectorOptions, spec: EngineSpec) -> PoolChoice:

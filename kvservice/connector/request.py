@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvservice.core.messages import AcquireResult, Handoff, RequestReport
+from kvservice.core.keys import DEFAULT_TENANT_KEY
+from kvservice.core.messages import AcquireResult, Attachment, Handoff, RequestReport
 from kvservice.units import AttachmentId, BlockKey, HandoffId
 
 
@@ -46,6 +47,19 @@ TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """What an attachment says of names. Secret."""
+
+    tenant_key: bytes = field(default=DEFAULT_TENANT_KEY, repr=False)
+    public_key: bytes = field(default=b"", repr=False)
+    may_publish: bool = False
+
+    @classmethod
+    def of(cls, attachment: Attachment) -> Naming:
+        return cls(attachment.tenant_key or DEFAULT_TENANT_KEY, attachment.public_key, attachment.may_publish)
+
+
 @dataclass(slots=True)
 class EngineRequest:
     request_id: str
@@ -65,6 +79,9 @@ class EngineRequest:
     salted: bool = False
     gave_up: bool = False  # the pool's answer was not waited for
     stored: int = 0  # blocks [0, stored) are in the pool, under way to it, or given up
+    public_tokens: int = 0  # leading ones of its prompt that tenants may share, as far as the request says
+    naming: Naming = field(default_factory=Naming)  # that its keys were made with
+    kept_out: int = 0  # leading blocks that are never stored: public ones of a tenant that may only read them
     expected: int = 0  # slots announced to the session and not taken yet
     fetched_blocks: int = 0
     scheduled: bool = False  # the engine has given it blocks; asked about again, it was preempted

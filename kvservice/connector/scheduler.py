@@ -20,6 +20,7 @@ from typing import cast
 
 from kvservice.connector.cache_groups import Grouping, OneGroup, Table, is_whole, load_entries
 from kvservice.connector.handoff import Prefill, WriterHandoffs
+from kvservice.connector.keyring import Keyring, MakeKeys
 from kvservice.connector.layered import LayeredLoads
 from kvservice.connector.loan_book import BlockPins, LoanBook
 from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
@@ -36,7 +37,6 @@ from kvservice.core.messages import (
     MissReason,
     SealItem,
 )
-from kvservice.core.windows import side_key
 from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId, LeaseId
 
 log = logging.getLogger("kvservice.connector")
@@ -68,7 +68,7 @@ class SchedulerHalf:
     def __init__(
         self,
         session: SessionPort,
-        make_keys: Callable[[Sequence[BlockHash]], list[BlockKey]],
+        make_keys: MakeKeys,
         pool_info: Callable[[Attachment], PoolInfo],
         *,
         block_tokens: int,
@@ -84,7 +84,7 @@ class SchedulerHalf:
     ) -> None:
         self._grouping = grouping or OneGroup()
         self._session = session
-        self._make_keys = make_keys
+        self._keyring = Keyring(make_keys, block_tokens)
         self._pool_info = pool_info
         self._block_tokens = block_tokens
         self._worker_count = worker_count
@@ -131,14 +131,16 @@ class SchedulerHalf:
         may_read: bool = True,
         wants: Prefill | Handoff | None = None,
         salted: bool = False,
+        public_tokens: int = 0,
     ) -> None:
         """Start asking for the whole prefix at once; the engine's own hit is known only later. `wants`: it is computed
-        for another engine (with an id), or by another one. `tokens`: of the prompt; only with several cache groups."""
+        for another engine (with an id), or by another one. `tokens`: of the prompt; only with several cache groups.
+        `public_tokens`: of its beginning, shared with other tenants if this one may."""
         if request_id in self._requests:
             return
-        request = self._requests[request_id] = EngineRequest(request_id, [], tokens=tokens)
+        request = self._requests[request_id] = EngineRequest(request_id, [], tokens=tokens, public_tokens=public_tokens)
         request.side_keys = [[] for _ in self._grouping.sides]
-        self._extend_keys(request, hashes)
+        self._extend_keys(request, hashes, self._session.attachment)
         request.prompt_blocks, request.salted = len(request.keys), salted
         if isinstance(wants, Handoff):
             request.reads = wants
@@ -162,7 +164,7 @@ class SchedulerHalf:
         if self._grouping.sides:
             # The engine computes at least the last token itself: a window that ends behind it may lack its first one.
             keys = keys[: max(request.tokens - 1, 0) // self._block_tokens]
-        if not keys:
+        if not keys or not self._keyring.is_current(request, self._session.attachment):
             return False
         per_block = (self._seconds_per_token or 0.0) * self._block_tokens
         timeout = self._fetch_timeout
@@ -341,7 +343,7 @@ class SchedulerHalf:
         block_ids: Table,
     ) -> StorePlan | None:
         """Plan the copies of what is full and not in the pool; what finds no slot is tried again at the next step."""
-        self._extend_keys(request, hashes)
+        self._extend_keys(request, hashes, attachment)
         full = min(computed_tokens // self._block_tokens, len(request.keys), self._grouping.length(block_ids))
         self._speak_of(attachment.attachment_id)
         if request.stored >= full or self._blocks_in_flight() >= STORES_IN_FLIGHT_MAX:
@@ -376,16 +378,15 @@ class SchedulerHalf:
         self.counters["store_blocks_planned"] += len(planned.items)
         return StorePlan(store_id, tuple(planned.entries))
 
-    def _extend_keys(self, request: EngineRequest, hashes: Sequence[BlockHash]) -> None:
+    def _extend_keys(
+        self, request: EngineRequest, hashes: Sequence[BlockHash], attachment: Attachment | None
+    ) -> None:  # fmt: skip
         """Keys of the blocks that have got a hash since."""
-        if len(hashes) <= len(request.keys):
-            return
-        new = self._make_keys(hashes[len(request.keys) :])
-        request.keys.extend(new)
-        for side, keys in enumerate(request.side_keys, 1):
-            keys.extend(side_key(key, side) for key in new)
-        if self._may_write:
-            self._expect(request, len(new))
+        if not self._keyring.is_current(request, attachment):
+            self._expect(request, -request.expected)
+        new = self._keyring.extend(request, hashes, attachment)
+        if new and self._may_write:
+            self._expect(request, new)
 
     def reported(self, report: StepReport) -> None:
         """Copies are done in some workers; a block is sealed when all of them have copied their part."""
@@ -449,7 +450,7 @@ class SchedulerHalf:
         if failed:
             request.load_failed = True
             self.counters["loads_failed"] += 1
-            request.stored = 0
+            request.stored = request.kept_out
             for key in chain.from_iterable(request.chains):
                 self._known.pop(key, None)
 

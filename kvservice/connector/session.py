@@ -289,7 +289,10 @@ class Session:
         """Top the stock up in one call, or give back what an idle engine need not hold."""
         assert self._pool is not None
         geometry = attachment.geometry
-        slots = geometry.slab_count * geometry.slots_per_slab(self._layouts[side].payload_bytes)
+        payload_bytes = self._layouts[side].payload_bytes
+        slots = geometry.slab_count * geometry.slots_per_slab(payload_bytes)
+        if attachment.quota_bytes:  # slots held ready take the place of its tenant's own blocks
+            slots = min(slots, attachment.quota_bytes // payload_bytes)
         slots //= len(self._stocks)
         with self._lock:
             stock = self._stocks[side]

@@ -32,7 +32,7 @@ from vllm.v1.request import RequestStatus
 from kvservice.connector import compat
 from kvservice.connector.cache_groups import Table
 from kvservice.connector.copier import BlockCopier
-from kvservice.connector.handoff import Prefill, decode_params, parse_transfer_params
+from kvservice.connector.handoff import Prefill, decode_params, parse_public_tokens, parse_transfer_params
 from kvservice.connector.layerwise import LayerwiseWorker
 from kvservice.connector.options import ConnectorOptions, Layerwise, MoverChoice, Offload
 from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport
@@ -193,6 +193,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.on_new_request(
                 request.request_id, self._hashes(request), time.monotonic(), may_read=may_read,
                 tokens=request.num_tokens, wants=self._wanted(request), salted=request.cache_salt is not None,
+                public_tokens=self._public(request),
             )  # fmt: skip
 
     def _hashes(self, request: Request) -> Any:
@@ -213,6 +214,14 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             log.warning("request %s is served without a hand-off: %s", request.request_id, error.message)
             return None
         return Prefill(HandoffId(os.urandom(HANDOFF_ID_BYTES))) if wanted == Prefill() else wanted
+
+    def _public(self, request: Request) -> int:
+        try:
+            return parse_public_tokens(request.kv_transfer_params)
+        except KVServiceError as error:
+            self._failures["public_params_refused"] += 1
+            log.warning("request %s shares nothing: %s", request.request_id, error.message)
+            return 0
 
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

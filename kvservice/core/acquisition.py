@@ -8,6 +8,7 @@ from enum import Enum
 
 from kvservice.core.messages import AcquireRequest, BlockHandle, Holder, MissReason
 from kvservice.core.slots import Slot
+from kvservice.core.tenants import NOBODY
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, SlotIndex
 
 
@@ -55,6 +56,7 @@ class Fetch:
     indices: list[int]  # positions in the chain
     payload_bytes: int
     base: int = 0  # position of chain[0]
+    account: str = NOBODY  # who is charged for its blocks
     state: FetchState = FetchState.LOCATING
     started: float = 0.0
     give_up_at: float = 0.0  # nobody waits for its blocks longer than this, even if no answer ever comes

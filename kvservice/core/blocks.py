@@ -7,6 +7,7 @@ or in the directory is appended to `actions`, which the shard hands out. Pure.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvservice.core.actions import Action, Announce, AssignSlab, ClearHeader, Retract, WriteHeader
@@ -14,12 +15,14 @@ from kvservice.core.eviction import EvictionPolicy
 from kvservice.core.geometry import Geometry, slab_of
 from kvservice.core.ghosts import Cause, GhostTable
 from kvservice.core.header import SlotFlags, SlotHeader
-from kvservice.core.messages import BlockHandle, BlockRef
+from kvservice.core.messages import BlockHandle, BlockRef, MissReason
 from kvservice.core.slots import Slot, SlotEvent, SlotState, SlotTable
+from kvservice.core.tenants import NOBODY, tag_of
 from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex, SpanRoute
 
 NO_KEY = BlockKey(bytes(16))
 FETCHES = "blocks fetched from other nodes"
+MayGo = Callable[[str], bool]  # of an account
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class BlockStore:
         self._policy = policy
         self._actions = actions
         self.table = SlotTable(geometry)
+        self.accounts = self.table.accounts
+        self.shortfall = MissReason.NONE  # why the last reservation found less than it wanted
         self._blocks: dict[BlockKey, Block] = {}
         self._key_of: dict[SlotIndex, BlockKey] = {}  # exactly the sealed and leased slots
         self._now = 0.0
@@ -95,20 +100,30 @@ class BlockStore:
         if slot.pins == 0:
             self._policy.unpin(self._key_of[index])
 
-    def reserve(self, payload_bytes: int, count: int, owner: bytes, room_for: str = FETCHES) -> list[Slot]:
+    def reserve(
+        self, payload_bytes: int, count: int, owner: bytes, room_for: str = FETCHES, account: str = NOBODY
+    ) -> list[Slot]:
         """Up to `count` slots in WRITING, evicting as needed. Headers with odd generations are written at once.
-        `room_for`: who is to be named when somebody asks why a block was evicted."""
+        `room_for`: who is to be named when somebody asks why a block was evicted. A tenant that has its quota gives
+        blocks of its own for them; `shortfall` says why there were not enough."""
         self._room_for = room_for
+        self.shortfall = MissReason.NO_ROOM
         reserved: list[Slot] = []
         may_steal = True  # looking for a slab to steal visits every slot, so it is not done again once there was none
-        while len(reserved) < count:
-            slot = self.table.take_free(payload_bytes, owner)
+        wanted = self._within_flight(count, account)
+        while len(reserved) < wanted:
+            if not self._keep_quota(payload_bytes, account):
+                self.shortfall = MissReason.QUOTA
+                self.accounts.count(account, "quota_refused", wanted - len(reserved))
+                self.counters["quota_refused"] += wanted - len(reserved)
+                break
+            slot = self.table.take_free(payload_bytes, owner, account)
             if slot is None:
-                if self._grow(payload_bytes, may_steal):
+                if self._grow(payload_bytes, account, may_steal):
                     continue
                 may_steal = False
                 # With nothing of our own left to give, any slab will do.
-                if not self._evict_one(payload_bytes) and not self._grow(payload_bytes, may_steal=True):
+                if not self._evict_one(payload_bytes, account) and not self._grow(payload_bytes, account, True):
                     break
                 continue
             reserved.append(slot)
@@ -116,23 +131,52 @@ class BlockStore:
         self.counters["slots_reserved"] += len(reserved)
         return reserved
 
-    def reserve_for_handover(self, payload_bytes: int, used_at: float, room_for: str) -> Slot | None:
+    def _within_flight(self, count: int, account: str) -> int:
+        allowed = self.accounts.may_write(account)
+        if allowed is None or allowed >= count:
+            return count
+        self.shortfall = MissReason.QUOTA
+        self.accounts.count(account, "in_flight_refused", count - allowed)
+        self.counters["in_flight_refused"] += count - allowed
+        return allowed
+
+    def _keep_quota(self, payload_bytes: int, account: str) -> bool:
+        """Make room within the account's quota for one more slot, out of its own blocks. False when there is none."""
+        while self.accounts.over_quota(account, payload_bytes):
+            victim = self._policy.victim(None, lambda other: other == account)
+            if victim is None:
+                return False
+            self._evict(victim, Cause.QUOTA)
+        return True
+
+    def reserve_for_handover(
+        self, payload_bytes: int, used_at: float, room_for: str, account: str = NOBODY
+    ) -> Slot | None:
         """A slot in WRITING for a block that was last used then, at the cost of nothing that was used later."""
-        slot = self.table.take_free(payload_bytes, NO_KEY)
+        self._room_for = room_for
+        while self.accounts.over_quota(account, payload_bytes):
+            if not self._evict_older(None, used_at, lambda other: other == account, Cause.QUOTA):
+                return None
+        slot = self.table.take_free(payload_bytes, NO_KEY, account)
         if slot is None:
             slab = self.table.assign_slab(payload_bytes)
             if slab is not None:
                 self._actions.append(AssignSlab(slab, payload_bytes))
             else:
-                victim = self._policy.victim(payload_bytes)
-                if victim is None or self._policy.used_at(victim) >= used_at:
+                may_go = self.accounts.takes_from(account, payload_bytes)
+                if not self._evict_older(payload_bytes, used_at, may_go, Cause.PRESSURE):
                     return None
-                self._room_for = room_for
-                self._evict(victim, Cause.PRESSURE)
-            slot = self.table.take_free(payload_bytes, NO_KEY)
+            slot = self.table.take_free(payload_bytes, NO_KEY, account)
         if slot is not None:
             self._actions.append(WriteHeader(slot.index, self._writing_header(slot, NO_KEY)))
         return slot
+
+    def _evict_older(self, size: int | None, used_at: float, may_go: MayGo | None, cause: Cause) -> bool:
+        victim = self._policy.victim(size, may_go)
+        if victim is None or self._policy.used_at(victim) >= used_at:
+            return False
+        self._evict(victim, cause)
+        return True
 
     def promote(self, key: BlockKey) -> None:
         """The original of this copy goes away. Its header stays as it is: somebody may be reading it."""
@@ -140,6 +184,9 @@ class BlockStore:
         if block.is_copy:
             self._blocks[key] = replace(block, is_copy=False)
             self._policy.promote(key)
+
+    def account_of(self, block: Block) -> str:
+        return self.table[block.slot].account
 
     def by_heat(self) -> list[Block]:
         """All blocks, the last used first, prefixes before what hangs on them."""
@@ -196,11 +243,12 @@ class BlockStore:
         if self.table.get(index) is None and self.table.assign_slab(payload_bytes, slab_of(index)) is None:
             return None
         slot = self.table[index]
+        account = self.accounts.account_of(header.account_tag)
         if not header.is_stable:
             if header.key == NO_KEY:  # our own fetch: its transport died with the process
                 self._actions.append(ClearHeader(index))
                 return None
-            self.table.adopt(index, header.generation, owner=bytes(header.key))
+            self.table.adopt(index, header.generation, owner=bytes(header.key), account=account)
             return None
         if not verified or header.key in self._blocks or header.length != payload_bytes:
             self._actions.append(ClearHeader(index))
@@ -208,7 +256,7 @@ class BlockStore:
             if not verified:
                 self.ghosts.add(header.key, Cause.CORRUPT, "", self._now)
             return None
-        self.table.adopt(index, header.generation, owner=None)
+        self.table.adopt(index, header.generation, owner=None, account=account)
         is_copy = bool(header.flags & SlotFlags.COPY)
         block = Block(header.key, index, payload_bytes, header.digest, header.position, header.route, is_copy,
                       self._now)  # fmt: skip
@@ -221,18 +269,22 @@ class BlockStore:
     def _insert(self, block: Block, parent: BlockKey | None) -> None:
         self._blocks[block.key] = block
         self._key_of[block.slot] = block.key
-        self._policy.add(block.key, parent, block.position, is_copy=block.is_copy, size_class=block.payload_bytes)
+        self._policy.add(
+            block.key, parent, block.position, is_copy=block.is_copy, size_class=block.payload_bytes,
+            account=self.table[block.slot].account,
+        )  # fmt: skip
 
     def _evict(self, key: BlockKey, cause: Cause) -> None:
         self.ghosts.add(key, cause, self._room_for, self._now)
         block = self._blocks.pop(key)
+        self.accounts.count(self.table[block.slot].account, "evicted")
         del self._key_of[block.slot]
         self._policy.remove(key)
         self.table.free(self.table[block.slot], SlotEvent.EVICT)
         self._actions.append(Retract(key, block.route))
         self.counters["evicted_copies" if block.is_copy else "evicted_originals"] += 1
 
-    def _grow(self, payload_bytes: int, may_steal: bool) -> bool:
+    def _grow(self, payload_bytes: int, account: str, may_steal: bool) -> bool:
         """Give this size one more slab: an unused one, or one of another size whose blocks are older than our own."""
         slab = self.table.assign_slab(payload_bytes)
         if slab is not None:
@@ -240,21 +292,22 @@ class BlockStore:
             return True
         if not may_steal:
             return False
-        victim = self._policy.victim(payload_bytes)
-        stolen = self._slab_to_steal(payload_bytes, None if victim is None else self._policy.last_touch(victim))
+        victim = self._policy.victim(payload_bytes, self.accounts.takes_from(account, payload_bytes))
+        own_tick = None if victim is None else self._policy.last_touch(victim)
+        stolen = self._slab_to_steal(payload_bytes, account, own_tick)
         if stolen is None:
             return False
         self._move_slab(stolen, payload_bytes)
         return True
 
-    def _evict_one(self, payload_bytes: int) -> bool:
-        victim = self._policy.victim(payload_bytes)
+    def _evict_one(self, payload_bytes: int, account: str) -> bool:
+        victim = self._policy.victim(payload_bytes, self.accounts.takes_from(account, payload_bytes))
         if victim is None:
             return False
         self._evict(victim, Cause.PRESSURE)
         return True
 
-    def _slab_to_steal(self, payload_bytes: int, own_tick: int | None) -> int | None:
+    def _slab_to_steal(self, payload_bytes: int, account: str, own_tick: int | None) -> int | None:
         """A slab of another size whose newest block is older than our own victim, or the oldest if we have none."""
         best: tuple[int, int] | None = None
         for size in self.table.payload_sizes:
@@ -264,11 +317,20 @@ class BlockStore:
                 slots = self.table.slots_of_slab(slab)
                 if any(slot.state not in (SlotState.FREE, SlotState.SEALED) for slot in slots):
                     continue
+                if not self._all_can_spare(slots, account):
+                    continue
                 keys = [self._key_of[slot.index] for slot in slots if slot.state is SlotState.SEALED]
                 newest = max((self._policy.last_touch(key) for key in keys), default=0)
                 if (own_tick is None or newest < own_tick) and (best is None or newest < best[0]):
                     best = (newest, slab)
         return None if best is None else best[1]
+
+    def _all_can_spare(self, slots: list[Slot], taker: str) -> bool:
+        lost: Counter[str] = Counter()
+        for slot in slots:
+            if slot.account and slot.account != taker:
+                lost[slot.account] += slot.payload_bytes
+        return all(self.accounts.can_spare(account, count) for account, count in lost.items())
 
     def _move_slab(self, slab: int, payload_bytes: int) -> None:
         for slot in self.table.slots_of_slab(slab):
@@ -281,14 +343,16 @@ class BlockStore:
 
     def _writing_header(self, slot: Slot, owner: bytes) -> SlotHeader:
         return SlotHeader(
-            self._epoch, slot.generation, BlockKey(owner), slot.payload_bytes, SpanRoute(0), digest=0, position=0
-        )
+            self._epoch, slot.generation, BlockKey(owner), slot.payload_bytes, SpanRoute(0), digest=0, position=0,
+            account_tag=tag_of(slot.account),
+        )  # fmt: skip
 
     def _sealed_header(self, block: Block, generation: Generation) -> SlotHeader:
         flags = SlotFlags.COPY if block.is_copy else SlotFlags.NONE
         return SlotHeader(
-            self._epoch, generation, block.key, block.payload_bytes, block.route, block.digest, block.position, flags
-        )
+            self._epoch, generation, block.key, block.payload_bytes, block.route, block.digest, block.position, flags,
+            tag_of(self.table[block.slot].account),
+        )  # fmt: skip
 
     def check_invariants(self) -> None:
         self.table.check_invariants()

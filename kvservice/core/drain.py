@@ -22,6 +22,7 @@ from enum import Enum
 from kvservice.core.actions import Action, Farewell, FindTakers, Offer
 from kvservice.core.blocks import Block, BlockStore
 from kvservice.core.messages import Holder, Peer, TakeOverItem, TakeOverResult
+from kvservice.core.tenants import tag_of
 from kvservice.units import BlockKey, NodeId
 
 RAMP_SECONDS = 300.0  # until a shard that joined is given its whole share
@@ -301,7 +302,7 @@ class Leaving:
                 items = tuple(
                     TakeOverItem(
                         block.key, self._store.parent_of(block), block.position, block.route,
-                        max(now - self._used_at.get(block.key, now), 0.0),
+                        max(now - self._used_at.get(block.key, now), 0.0), tag_of(self._store.account_of(block)),
                     )
                     for block in batch
                 )  # fmt: skip

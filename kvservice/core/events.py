@@ -22,13 +22,17 @@ from kvservice.core.messages import (
     TakeOverItem,
     TakeOverResult,
 )
+from kvservice.core.tenants import NOBODY, TenantLimits
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, SlotIndex
 
 
 @dataclass(frozen=True, slots=True)
 class Attach:
+    """`account`: the tenant that the channel says, never a field of the request."""
+
     op: int
     spec: EngineSpec
+    account: str = NOBODY
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +258,13 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class SetTenants:
+    """Who there is now, and what each may hold. No answer."""
+
+    limits: Mapping[str, TenantLimits]
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed; also sent when `ShardState.next_deadline` is reached."""
 
@@ -287,5 +298,6 @@ Event = (
     | TakersFound
     | Offered
     | Drain
+    | SetTenants
     | Tick
 )

@@ -5,16 +5,19 @@ those, copies go first because their original lives on another node; then the ol
 which keeps the order right for blocks whose parent is not known (adopted after a restart). Blocks of layers with a
 window are no chain: they have neither parent nor children, and only those that hits end with are touched.
 
-A lazy heap: entries are pushed when a block becomes or stays evictable under a new rank and checked when popped.
+Lazy heaps, one for each size and tenant: entries are pushed when a block becomes or stays evictable under a new rank,
+and checked when popped.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvservice.core.tenants import NOBODY
 from kvservice.core.windows import SIDE_POSITION
 from kvservice.units import BlockKey
 
@@ -24,7 +27,10 @@ class EvictionPolicy(Protocol):
 
     now: float  # set before each event, seconds
 
-    def add(self, key: BlockKey, parent: BlockKey | None, position: int, *, is_copy: bool, size_class: int) -> None: ...
+    def add(
+        self, key: BlockKey, parent: BlockKey | None, position: int, *, is_copy: bool, size_class: int,
+        account: str = NOBODY,
+    ) -> None: ...  # fmt: skip
 
     def remove(self, key: BlockKey) -> None: ...
 
@@ -36,8 +42,9 @@ class EvictionPolicy(Protocol):
 
     def unpin(self, key: BlockKey) -> None: ...
 
-    def victim(self, size_class: int) -> BlockKey | None:
-        """The block to evict next; it stays until `remove`. None when every block is pinned or has children."""
+    def victim(self, size_class: int | None, may_go: Callable[[str], bool] | None = None) -> BlockKey | None:
+        """The block to evict next, of this size (None: of any); it stays until `remove`. `may_go` says of an account
+        whether its blocks count. None when every block is pinned or has children."""
         ...
 
     def last_touch(self, key: BlockKey) -> int: ...
@@ -57,19 +64,23 @@ class EvictionPolicy(Protocol):
         ...
 
 
+_Rank = tuple[bool, int, int]
+
+
 @dataclass(slots=True)
 class _Entry:
     parent: BlockKey | None  # None: first of a chain, or not known
     position: int
     is_copy: bool
     size_class: int
+    account: str
     tick: int  # logical time of the last touch
     used_at: float  # the same in seconds
     children: int = 0  # resident blocks that name this one as parent
     pinned: bool = False
 
     @property
-    def rank(self) -> tuple[bool, int, int]:
+    def rank(self) -> _Rank:
         # Of a window's blocks the earlier are wanted by shorter hits only; with them gone the chain is still of use.
         order = self.position - 2 * SIDE_POSITION if self.position >= SIDE_POSITION else -self.position
         return (not self.is_copy, self.tick, order)
@@ -80,7 +91,8 @@ class LeafFirstLru:
 
     def __init__(self) -> None:
         self._entries: dict[BlockKey, _Entry] = {}
-        self._heaps: dict[int, list[tuple[tuple[bool, int, int], BlockKey]]] = {}
+        self._heaps: dict[int, dict[str, list[tuple[_Rank, BlockKey]]]] = {}  # by size, then by account
+        self._sizes: Counter[tuple[int, str]] = Counter()  # blocks that each heap is for
         # Children of a block that is not resident, by its key and position: linked if it comes, but only at that
         # position, or two blocks could become each other's parent and never be evicted.
         self._orphans: dict[tuple[BlockKey, int], int] = {}
@@ -90,10 +102,14 @@ class LeafFirstLru:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._entries
 
-    def add(self, key: BlockKey, parent: BlockKey | None, position: int, *, is_copy: bool, size_class: int) -> None:
+    def add(
+        self, key: BlockKey, parent: BlockKey | None, position: int, *, is_copy: bool, size_class: int,
+        account: str = NOBODY,
+    ) -> None:  # fmt: skip
         assert key not in self._entries
         self._tick += 1
-        entry = _Entry(None, position, is_copy, size_class, self._tick, self.now)
+        entry = _Entry(None, position, is_copy, size_class, account, self._tick, self.now)
+        self._sizes[size_class, account] += 1
         entry.children = self._orphans.pop((key, position), 0)
         self._entries[key] = entry
         self._link(entry, parent)
@@ -104,6 +120,11 @@ class LeafFirstLru:
         entry = self._entries.pop(key)
         assert not entry.pinned
         self._unlink(entry)
+        place = (entry.size_class, entry.account)
+        self._sizes[place] -= 1
+        if not self._sizes[place]:  # tenants of long ago are not looked at again
+            del self._sizes[place]
+            self._heaps.get(entry.size_class, {}).pop(entry.account, None)
         if entry.children:
             self._orphans[key, entry.position] = entry.children
 
@@ -127,20 +148,22 @@ class LeafFirstLru:
         entry.pinned = False
         self._offer(key, entry)
 
-    def victim(self, size_class: int) -> BlockKey | None:
-        heap = self._heaps.get(size_class, [])
-        while heap:
-            rank, key = heap[0]
-            entry = self._entries.get(key)
-            if (
-                entry is not None
-                and entry.rank == rank
-                and self._is_evictable(entry)
-                and entry.size_class == size_class
-            ):
-                return key
-            heapq.heappop(heap)
-        return None
+    def victim(self, size_class: int | None, may_go: Callable[[str], bool] | None = None) -> BlockKey | None:
+        best: tuple[_Rank, BlockKey] | None = None
+        for size in list(self._heaps) if size_class is None else [size_class]:
+            for account, heap in self._heaps.get(size, {}).items():
+                if may_go is not None and not may_go(account):
+                    continue
+                while heap and not self._is_true(*heap[0]):
+                    heapq.heappop(heap)
+                if heap and (best is None or heap[0] < best):
+                    best = heap[0]
+        return None if best is None else best[1]
+
+    def _is_true(self, rank: _Rank, key: BlockKey) -> bool:
+        """Whether a heap's entry is not out of date. A block that was gone and is back has a later tick."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.rank == rank and self._is_evictable(entry)
 
     def last_touch(self, key: BlockKey) -> int:
         return self._entries[key].tick
@@ -166,15 +189,13 @@ class LeafFirstLru:
     def _offer(self, key: BlockKey, entry: _Entry) -> None:
         if not self._is_evictable(entry):
             return
-        heap = self._heaps.setdefault(entry.size_class, [])
+        heap = self._heaps.setdefault(entry.size_class, {}).setdefault(entry.account, [])
         heapq.heappush(heap, (entry.rank, key))
-        if len(heap) > 64 + 4 * len(self._entries):  # touches leave dead entries behind; keep memory in proportion
-            self._heaps[entry.size_class] = fresh = [
-                (e.rank, k)
-                for k, e in self._entries.items()
-                if e.size_class == entry.size_class and self._is_evictable(e)
-            ]
+        if len(heap) > 64 + 4 * self._sizes[entry.size_class, entry.account]:
+            # Touches leave dead entries behind; keep memory in proportion.
+            fresh = list(dict.fromkeys(one for one in heap if self._is_true(*one)))
             heapq.heapify(fresh)
+            self._heaps[entry.size_class][entry.account] = fresh
 
     def _link(self, entry: _Entry, parent: BlockKey | None) -> None:
         above = self._entries.get(parent) if parent is not None else None
@@ -225,8 +246,9 @@ class LeafFirstLru:
         for key, entry in self._entries.items():
             assert entry.children == children.pop((key, entry.position), 0), f"child count of {key.hex()} is off"
         assert children == self._orphans, "children of absent parents are miscounted"
-        for size_class in {entry.size_class for entry in self._entries.values()}:
-            listed = {(rank, key) for rank, key in self._heaps.get(size_class, [])}
+        assert self._sizes == Counter((entry.size_class, entry.account) for entry in self._entries.values())
+        for size_class, account in self._sizes:
+            listed = {(rank, key) for rank, key in self._heaps.get(size_class, {}).get(account, [])}
             for key, entry in self._entries.items():
-                if entry.size_class == size_class and self._is_evictable(entry):
+                if (entry.size_class, entry.account) == (size_class, account) and self._is_evictable(entry):
                     assert (entry.rank, key) in listed, f"{key.hex()} is evictable but would never be found"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from kvservice.core.ghosts import Ghost
 from kvservice.core.keys import KEY_BYTES, pack_keys
 from kvservice.core.messages import AcquireRequest, EngineSpec, MissReason, RequestReport
+from kvservice.core.tenants import NOBODY
 from kvservice.units import BlockKey, NodeId
 
 KEEP_SECONDS = 900.0
@@ -50,6 +51,7 @@ class RequestRecord:
     miss_node: str = ""  # the node that was asked for it in vain
     sought: int = 0  # blocks before this index had a holder, said the directory
     report: RequestReport | None = None
+    account: str = NOBODY  # whose request it was
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class RefusedAttach:
     model: str
     namespace: str
     message: str
+    account: str = NOBODY
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +88,14 @@ class RequestRecords:
     def __len__(self) -> int:
         return len(self._records)
 
-    def asked(self, op: int, spec: EngineSpec, request: AcquireRequest, now: float) -> None:
+    def asked(
+        self, op: int, spec: EngineSpec, request: AcquireRequest, now: float, account: str = NOBODY
+    ) -> None:  # fmt: skip
         if not request.request_id:
             return
-        number = self._add(RequestRecord(request.request_id, spec, now, pack_keys(request.keys), request.skip), now)
+        keys = pack_keys(request.keys)
+        record = RequestRecord(request.request_id, spec, now, keys, request.skip, account=account)
+        number = self._add(record, now)
         self._by_op[op] = number
 
     def answered(
@@ -106,27 +113,29 @@ class RequestRecords:
     def cancelled(self, op: int) -> None:
         self._by_op.pop(op, None)
 
-    def reported(self, spec: EngineSpec, report: RequestReport, now: float) -> None:
+    def reported(self, spec: EngineSpec, report: RequestReport, now: float, account: str = NOBODY) -> None:
         """The engine is done with a request. One that never asked gets its record now."""
         number = self._latest.get(report.request_id)
         record = None if number is None else self._records.get(number)
         if record is None or record.spec.engine_id != spec.engine_id:
-            record = self._records[self._add(RequestRecord(report.request_id, spec, now), now)]
+            record = self._records[self._add(RequestRecord(report.request_id, spec, now, account=account), now)]
         record.report = report
 
-    def refused(self, spec: EngineSpec, message: str, now: float) -> None:
-        self._refused.append(RefusedAttach(now, spec.model, spec.namespace, message))
+    def refused(self, spec: EngineSpec, message: str, now: float, account: str = NOBODY) -> None:
+        self._refused.append(RefusedAttach(now, spec.model, spec.namespace, message, account))
 
-    def find(self, wanted: str, now: float) -> Explanation:
-        """Records of the request of this id; else of those whose id begins so, the newest last."""
+    def find(self, wanted: str, now: float, account: str | None = None) -> Explanation:
+        """Records of the request of this id; else of those whose id begins so, the newest last. With an account, as if
+        there were only its requests."""
         self._expire(now)
-        records = list(self._records.values())
+        records = [record for record in self._records.values() if account is None or record.account == account]
+        refused = tuple(refused for refused in self._refused if account is None or refused.account == account)
         matching = [record for record in records if record.request_id == wanted]
         if not matching and wanted:
             matching = [record for record in records if record.request_id.startswith(wanted)]
         found = tuple(replace(record) for record in matching[-ANSWERED_MAX:])
         requests = len({record.request_id for record in matching})
-        return Explanation(found, requests, len({r.request_id for r in records}), tuple(self._refused))
+        return Explanation(found, requests, len({r.request_id for r in records}), refused)
 
     def _add(self, record: RequestRecord, now: float) -> int:
         self._expire(now)

@@ -41,6 +41,7 @@ from kvservice.core.messages import (
     PeerSpeed,
 )
 from kvservice.core.slots import Slot, SlotState
+from kvservice.core.tenants import NOBODY
 from kvservice.units import AttachmentId, BlockKey, LeaseId, NodeId, SlotIndex
 
 LOOKUP_SECONDS_MAX = 0.25  # an absent directory may not use up the engine's deadline
@@ -84,6 +85,7 @@ class Acquisitions:
         self._estimates = FetchEstimates()
         self._next_id = 1
         self.draining = False
+        self.accounts: dict[AttachmentId, str] = {}  # whom a fetch is charged to
 
     # -- calls ----
 
@@ -202,8 +204,8 @@ class Acquisitions:
                 break
             fetch.handles.append(handle)
         usable = len(fetch.handles)
-        fetch.slots = self._store.reserve(fetch.payload_bytes, usable, owner=NO_KEY)
-        reason = MissReason.NO_ROOM if len(fetch.slots) < usable else MissReason.STALE
+        fetch.slots = self._store.reserve(fetch.payload_bytes, usable, owner=NO_KEY, account=fetch.account)
+        reason = self._store.shortfall if len(fetch.slots) < usable else MissReason.STALE
         del fetch.handles[len(fetch.slots) :]
         kept = len(fetch.slots)
         if kept == 0:
@@ -424,7 +426,8 @@ class Acquisitions:
     ) -> Fetch:
         chain = acquisition.request.keys
         fetch = Fetch(
-            self._next_id, holder, alternates, chain, indices, acquisition.payload_bytes, acquisition.base
+            self._next_id, holder, alternates, chain, indices, acquisition.payload_bytes, acquisition.base,
+            self.accounts.get(acquisition.attachment, NOBODY),
         )  # fmt: skip
         self._next_id += 1
         self._fetches[fetch.fetch] = fetch

@@ -28,6 +28,7 @@ class Cause(Enum):
     OWNER_DIED = "owner_died"  # its node fell silent
     RESTARTED = "restarted"  # its node came back without it
     CORRUPT = "corrupt"  # its bytes were wrong
+    QUOTA = "quota"  # evicted for another block of its tenant, which may hold no more
 
 
 _CAUSES = tuple(Cause)

@@ -3,7 +3,8 @@
     offset  size  field
          0     4  magic       0x4B56534C ("KVSL" read as big endian)
          4     2  version     1
-         6     2  flags       bit 0: the block is a copy fetched from another node
+         6     2  flags       bit 0: the block is a copy fetched from another node; bits 1 to 15: whom it is charged to
+                              (core.tenants.tag_of), 0 is nobody
          8     8  epoch       boot epoch of the shard that wrote this header
         16     8  generation  odd while the payload is being written, even when it is stable
         24    16  key         block key; while writing: the writer's engine id
@@ -28,6 +29,7 @@ from kvservice.units import BlockKey, BootEpoch, Generation, SpanRoute
 
 SLOT_MAGIC = 0x4B56534C
 SLOT_VERSION = 1
+_TAG_SHIFT = 1
 
 _BODY = struct.Struct("<IHHQQ16sIIQI")
 _CRC = struct.Struct("<I")
@@ -49,6 +51,7 @@ class SlotHeader:
     digest: int
     position: int
     flags: SlotFlags = SlotFlags.NONE
+    account_tag: int = 0
 
     @property
     def is_stable(self) -> bool:
@@ -59,7 +62,7 @@ def pack_header(header: SlotHeader) -> bytes:
     body = _BODY.pack(
         SLOT_MAGIC,
         SLOT_VERSION,
-        int(header.flags),
+        int(header.flags) | header.account_tag << _TAG_SHIFT,
         header.epoch,
         header.generation,
         header.key,
@@ -88,4 +91,5 @@ def unpack_header(data: bytes | memoryview) -> SlotHeader | None:
         digest=digest,
         position=position,
         flags=SlotFlags(flags & int(SlotFlags.COPY)),
+        account_tag=flags >> _TAG_SHIFT,
     )

@@ -44,6 +44,16 @@ def block_keys(
     return keys
 
 
+def tenant_key(secret: bytes, name: str) -> bytes:
+    """The key that all of a tenant's block keys derive from. Independent of its tokens, which may change."""
+    return hashlib.blake2b(b"kvservice/tenant/1" + name.encode(), key=secret, digest_size=32).digest()
+
+
+def public_key(secret: bytes) -> bytes:
+    """The same for blocks that tenants share on purpose."""
+    return hashlib.blake2b(b"kvservice/public/1", key=secret, digest_size=32).digest()
+
+
 def chain_hashes(token_ids: Sequence[int], block_tokens: int, root: bytes = b"") -> list[BlockHash]:
     """Chained SHA-256 of full token blocks (tokens as little-endian u32), for engines without block hashes.
 

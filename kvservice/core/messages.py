@@ -11,6 +11,7 @@ from enum import Enum
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.geometry import Geometry
 from kvservice.core.layout import SlotLayout
+from kvservice.core.tenants import TenantUsage
 from kvservice.core.windows import Side
 from kvservice.units import (
     AttachmentId,
@@ -48,6 +49,10 @@ class Attachment:
     segment_path: str  # file to map, read and write
     geometry: Geometry
     liveness_path: str  # file every process of the engine holds a shared flock on; "" when in one process
+    tenant_key: bytes = field(default=b"", repr=False)  # secret: its blocks' keys derive from it; empty = the default
+    public_key: bytes = field(default=b"", repr=False)  # the same for public blocks; empty = it may use none
+    may_publish: bool = False
+    quota_bytes: int = 0  # the most its tenant may hold here; 0 = the whole pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,7 @@ class MissReason(Enum):
     CORRUPT = "corrupt"  # the digest did not match
     WINDOW = "window"  # the prefix is here, but not what layers with a window need at its end
     NO_ROOM = "no_room"  # no slot could be freed for the fetched block
+    QUOTA = "quota"  # its tenant may hold, or write, no more blocks
     DRAINING = "draining"
     DETACHED = "detached"  # the engine was gone before the answer
 
@@ -201,6 +207,7 @@ class TakeOverItem:
     position: int
     route: SpanRoute
     idle_seconds: float  # since its last use: a receiver gives no block for it that was used later
+    account_tag: int = 0  # core.tenants.tag_of whom it is charged to
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +248,8 @@ class EngineGroup:
     layout: SlotLayout
     attached: int
     seconds_per_block: float  # of prefill, as one of them measured it last; 0 = not yet
+    tenant_key: bytes = field(default=b"", repr=False)  # as in Attachment, for who asked with a tenant's token
+    public_key: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,3 +282,4 @@ class PoolStats:
     slots: dict[str, int] = field(default_factory=dict)  # by state name; sums to the capacity of the assigned slabs
     counters: dict[str, int] = field(default_factory=dict)
     draining: bool = False
+    tenants: tuple[TenantUsage, ...] = ()

@@ -8,7 +8,7 @@ typed error. An AssertionError is a bug; the performer fences the shard when it 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvservice.core import events as ev
@@ -37,6 +37,7 @@ from kvservice.core.messages import (
 from kvservice.core.peers import TIMEOUT_SECONDS_MAX, PeerCalls, check_keys
 from kvservice.core.slots import Slot, SlotState
 from kvservice.core.takeover import TakeOvers
+from kvservice.core.tenants import NOBODY, TenantLimits, TenantUsage
 from kvservice.core.windowed import WindowedAcquisitions
 from kvservice.core.windows import SIDES_MAX
 from kvservice.errors import (
@@ -53,6 +54,7 @@ from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, 
 ENGINE_ID_BYTES = 16
 RESERVE_COUNT_MAX = 4096
 ATTACHMENTS_MAX = 256
+ATTACHMENTS_OF_TENANT_MAX = 128  # so that none keeps all others out
 U32_COUNT = 1 << 32  # positions and routes are 32 bits wide in a slot header
 
 
@@ -69,6 +71,7 @@ class AttachReply:
 class _Attached:
     attachment: AttachmentId
     spec: EngineSpec
+    account: str  # the tenant that it belongs to
     seconds_per_block: float = 0.0  # of prefill, as the engine said last
 
 
@@ -102,6 +105,7 @@ class ShardState:
         lease_seconds: float = 10.0,
         has_directory: bool = True,
         policy: EvictionPolicy | None = None,
+        tenants: Mapping[str, TenantLimits] | None = None,
     ) -> None:
         self.node_id = node_id
         self.epoch = epoch
@@ -112,6 +116,7 @@ class ShardState:
         self.counters: Counter[str] = Counter()
         self._actions: list[Action] = []
         self._store = BlockStore(geometry, epoch, policy or LeafFirstLru(), self._actions)
+        self._store.accounts.set_limits(tenants or {})
         self._leases = LeaseTable()
         self.records = RequestRecords()
         self._acquisitions = Acquisitions(
@@ -135,7 +140,10 @@ class ShardState:
         self._attached: dict[AttachmentId, _Attached] = {}
         self._sealing: dict[int, _Sealing] = {}  # by slot
         self._next_attachment = 1
-        self._handlers: dict[type, Callable[..., None]] = {
+        self._handlers = self._handlers_with(peers)
+
+    def _handlers_with(self, peers: PeerCalls) -> dict[type, Callable[..., None]]:
+        return {
             ev.Attach: self._attach,
             ev.Detach: self._detach,
             ev.AttachmentLost: self._attachment_lost,
@@ -160,6 +168,7 @@ class ShardState:
             ev.Offered: lambda e, now: self._leaving.offered(e.offer, e.result, now),
             ev.Adopt: self._adopt,
             ev.Drain: self._drain,
+            ev.SetTenants: lambda e, now: self._store.accounts.set_limits(e.limits),
             ev.Tick: self._tick,
         }
 
@@ -212,12 +221,13 @@ class ShardState:
     def attachment_count(self) -> int:
         return len(self._attached)
 
-    def models(self) -> list[tuple[str, str, Fingerprint, int]]:
-        """(namespace, model, fingerprint, attached engines), sorted."""
+    def models(self, account: str | None = None) -> list[tuple[str, str, Fingerprint, int]]:
+        """(namespace, model, fingerprint, attached engines), sorted; with an account, of its engines."""
         rows: Counter[tuple[str, str, Fingerprint]] = Counter(
-            (a.spec.namespace, a.spec.model, a.spec.fingerprint) for a in self._attached.values()
+            (a.spec.namespace, a.spec.model, a.spec.fingerprint) for a in self._engines_of(account)
         )
-        return sorted((n, m, f, count) for (n, m, f), count in rows.items())
+        named = sorted(rows.items(), key=lambda row: (*row[0][:2], row[0][2].fields))
+        return [(namespace, model, fingerprint, count) for (namespace, model, fingerprint), count in named]
 
     @property
     def drain_phase(self) -> DrainPhase:
@@ -226,9 +236,9 @@ class ShardState:
     def progress(self, now: float) -> DrainProgress:
         return self._leaving.progress(len(self._leases), now)
 
-    def explain(self, request_id: str, now: float) -> Explanation:
+    def explain(self, request_id: str, now: float, account: str | None = None) -> Explanation:
         """What is known of the request with this id, or of those whose id begins so."""
-        return self.records.find(request_id, now)
+        return self.records.find(request_id, now, account)
 
     def recall(self, keys: tuple[BlockKey, ...], now: float) -> tuple[KeyFate, ...]:
         """What became of these blocks here. Slow: for people."""
@@ -237,10 +247,13 @@ class ShardState:
         sealing = {key for key in keys if self._acquisitions.is_sealing(key)}
         return find_fates(keys, held, sealing, self._store.ghosts.find(keys, now), now)
 
-    def survey(self) -> Survey:
-        """What a router wants to know, sorted."""
+    def _engines_of(self, account: str | None) -> list[_Attached]:
+        return [attached for attached in self._attached.values() if account is None or attached.account == account]
+
+    def survey(self, account: str | None = None) -> Survey:
+        """What a router wants to know, sorted; with an account, of its engines."""
         groups: dict[tuple[str, str, Fingerprint], list[_Attached]] = {}
-        for attached in self._attached.values():
+        for attached in self._engines_of(account):
             spec = attached.spec
             groups.setdefault((spec.namespace, spec.model, spec.fingerprint), []).append(attached)
         engines = [
@@ -248,6 +261,13 @@ class ShardState:
             for name, members in sorted(groups.items(), key=lambda item: (*item[0][:2], item[0][2].fields))
         ]
         return Survey(tuple(engines), self._acquisitions.peer_speeds(), self.draining)
+
+    def account_of(self, attachment: AttachmentId) -> str:
+        """The tenant of an attachment; NOBODY for one that is not known."""
+        return self._acquisitions.accounts.get(attachment, NOBODY)
+
+    def tenants(self) -> tuple[TenantUsage, ...]:
+        return tuple(self._store.accounts.usage())
 
     def all_counters(self) -> dict[str, int]:
         return dict(self.counters + self._store.counters + self._leases.counters)
@@ -260,8 +280,12 @@ class ShardState:
             raise InvalidRequest(f"an engine id is {ENGINE_ID_BYTES} bytes and not zero", length=len(spec.engine_id))
         if self.draining:
             raise Unavailable(f"shard {self.node_id} is draining: attach to another node, or wait until it is back")
-        if sum(a.spec.engine_id != spec.engine_id for a in self._attached.values()) >= ATTACHMENTS_MAX:
-            raise Exhausted(f"{ATTACHMENTS_MAX} engines are attached to shard {self.node_id} already")
+        others = [a for a in self._attached.values() if a.spec.engine_id != spec.engine_id]
+        mine = sum(a.account == event.account for a in others)
+        if len(others) >= ATTACHMENTS_MAX or (event.account and mine >= ATTACHMENTS_OF_TENANT_MAX):
+            raise Exhausted(
+                f"{len(others)} engines are attached to shard {self.node_id} already, {mine} of this tenant"
+            )
         if len(spec.sides) > SIDES_MAX:
             raise InvalidRequest(f"an engine has at most {SIDES_MAX} sides, not {len(spec.sides)}")
         payload_bytes = max(layout.payload_bytes for layout in (spec.layout, *(side.layout for side in spec.sides)))
@@ -273,19 +297,23 @@ class ShardState:
                 payload_bytes=payload_bytes,
                 slab_bytes=self.geometry.slab_bytes,
             )
-        self._refuse_other_fingerprint(spec, now)
+        if any(a.spec.engine_id == spec.engine_id and a.account != event.account for a in self._attached.values()):
+            raise InvalidRequest("this engine id belongs to another engine: make a random one")
+        self._refuse_other_fingerprint(spec, event.account, now)
         for attached in [a for a in self._attached.values() if a.spec.engine_id == spec.engine_id]:
             self._end_attachment(attached, now)
         # The engine attaches again only once none of its processes can write an old reservation (PoolPort.attach).
         self._free_writes(spec.engine_id)
         attachment = AttachmentId(self._next_attachment)
         self._next_attachment += 1
-        self._attached[attachment] = _Attached(attachment, spec)
+        self._attached[attachment] = _Attached(attachment, spec, event.account)
+        self._acquisitions.accounts[attachment] = event.account
         self.counters["attaches"] += 1
         self._actions.append(Reply(event.op, AttachReply(attachment, self.epoch, self.lease_seconds)))
 
-    def _refuse_other_fingerprint(self, spec: EngineSpec, now: float) -> None:
-        for attached in self._attached.values():
+    def _refuse_other_fingerprint(self, spec: EngineSpec, account: str, now: float) -> None:
+        """Within a tenant: others' engines share nothing with it, and are none of its business."""
+        for attached in self._engines_of(account):
             other = attached.spec
             same_place = (other.model, other.namespace) == (spec.model, spec.namespace)
             if same_place and other.engine_id != spec.engine_id and other.fingerprint != spec.fingerprint:
@@ -297,7 +325,7 @@ class ShardState:
                     ours=other.fingerprint.digest.hex(),
                     theirs=spec.fingerprint.digest.hex(),
                 )
-                self.records.refused(spec, refusal.message, now)
+                self.records.refused(spec, refusal.message, now, account)
                 raise refusal
 
     def _detach(self, event: ev.Detach, now: float) -> None:
@@ -322,7 +350,7 @@ class ShardState:
             self._free_writes(event.engine_id)
 
     def _end_attachment(self, attached: _Attached, now: float) -> None:
-        del self._attached[attached.attachment]
+        del self._attached[attached.attachment], self._acquisitions.accounts[attached.attachment]
         self._handoffs.end_attachment(attached.attachment, now)
         self._windowed.drop_attachment(attached.attachment)
         self._acquisitions.drop_attachment(attached.attachment, now)
@@ -359,7 +387,7 @@ class ShardState:
         handoff = request.handoff
         if handoff is not None:
             check_handoff_id(handoff.handoff_id)
-        self.records.asked(event.op, attached.spec, request, now)
+        self.records.asked(event.op, attached.spec, request, now, attached.account)
         if self._leaving.promises_nothing:  # nothing new is promised
             self.records.answered(event.op, 0, {}, MissReason.DRAINING, str(self.node_id), now)
             self._actions.append(Reply(event.op, AcquireResult(LeaseId(0), (), 0, MissReason.DRAINING)))
@@ -396,7 +424,8 @@ class ShardState:
         if not self.draining:
             spec = attached.spec
             room_for = f"stores of {spec.model} by engine {spec.engine_id.hex()[:8]}"
-            slots = self._store.reserve(layouts[event.side].payload_bytes, event.count, spec.engine_id, room_for)
+            size = layouts[event.side].payload_bytes
+            slots = self._store.reserve(size, event.count, spec.engine_id, room_for, attached.account)
         self.counters["reserve_shortfall"] += event.count - len(slots)
         self._actions.append(Reply(event.op, [BlockRef(slot.index, slot.generation) for slot in slots]))
 
@@ -475,7 +504,7 @@ class ShardState:
     def _renew(self, event: ev.Renew, now: float) -> None:
         attached = self._require(event.attachment)
         for report in event.reports:
-            self.records.reported(attached.spec, report, now)
+            self.records.reported(attached.spec, report, now, attached.account)
         self._leases.renew(("engine", int(event.attachment)), event.lease_ids, now, self.lease_seconds)
         self._actions.append(Reply(event.op, None))
 

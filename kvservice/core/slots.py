@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvservice.core.geometry import Geometry, slab_of, slot_index
+from kvservice.core.tenants import NOBODY, Accounts
 from kvservice.units import Generation, SlotIndex
 
 
@@ -24,6 +25,9 @@ class SlotState(Enum):
     QUARANTINED = "quarantined"  # somebody may still write it, or its bytes failed verification
 
     __hash__ = object.__hash__  # each exists once; Enum's own is slow, and every change of a slot looks two of them up
+
+
+_FREE, _WRITING = SlotState.FREE, SlotState.WRITING
 
 
 class SlotEvent(Enum):
@@ -71,6 +75,7 @@ class Slot:
     state: SlotState = SlotState.FREE
     pins: int = 0  # leases and operations that cover it; > 0 exactly when LEASED
     owner: bytes = b""  # engine id (or b"" for the shard itself) while WRITING or QUARANTINED
+    account: str = NOBODY  # the tenant that is charged for it, unless FREE
 
 
 class SlotTable:
@@ -78,6 +83,7 @@ class SlotTable:
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
+        self.accounts = Accounts(geometry.slab_count * geometry.slab_bytes)
         self._slots: dict[SlotIndex, Slot] = {}
         self._free: dict[int, deque[SlotIndex]] = {}  # by payload size; may hold slots of reclaimed slabs never
         self._free_slabs: deque[int] = deque(range(geometry.slab_count))
@@ -151,21 +157,23 @@ class SlotTable:
         self._free[payload_bytes] = kept
         self._free_slabs.append(slab)
 
-    def take_free(self, payload_bytes: int, owner: bytes) -> Slot | None:
+    def take_free(self, payload_bytes: int, owner: bytes, account: str = NOBODY) -> Slot | None:
         """FREE -> WRITING with the next odd generation; None when no slot of this size is free."""
         free = self._free.get(payload_bytes)
         if not free:
             return None
         slot = self._slots[free.popleft()]
+        slot.account = account
         self._move(slot, SlotEvent.RESERVE)
         slot.generation = Generation(slot.generation + 1 + slot.generation % 2)
         slot.owner = owner
         return slot
 
-    def adopt(self, index: SlotIndex, generation: Generation, owner: bytes | None) -> Slot:
+    def adopt(self, index: SlotIndex, generation: Generation, owner: bytes | None, account: str = NOBODY) -> Slot:
         """Take over a slot found in the segment at start: sealed when owner is None, else still being written."""
         slot = self._slots[index]
         self._free[slot.payload_bytes].remove(index)
+        slot.account = account
         self._move(slot, SlotEvent.ADOPT if owner is None else SlotEvent.ADOPT_WRITING)
         slot.generation = generation
         slot.owner = owner or b""
@@ -190,7 +198,7 @@ class SlotTable:
         """Give a slot back by ABORT, EVICT or QUIESCE."""
         self._move(slot, event)
         assert slot.state is SlotState.FREE
-        slot.owner = b""
+        slot.owner, slot.account = b"", NOBODY
         self._free[slot.payload_bytes].append(slot.index)
 
     def distrust(self, slot: Slot) -> None:
@@ -202,7 +210,16 @@ class SlotTable:
             raise InvalidTransition(f"slot {slot.index} is {slot.state.value}, cannot {event.value}: {slot}")
         self._counts[slot.state] -= 1
         self._counts[target] += 1
+        if slot.account:
+            self._charge(slot, target)
         slot.state = target
+
+    def _charge(self, slot: Slot, target: SlotState) -> None:
+        accounts, account = self.accounts, slot.account
+        accounts.used[account] += slot.payload_bytes * ((target is not _FREE) - (slot.state is not _FREE))
+        accounts.writing[account] += (target is _WRITING) - (slot.state is _WRITING)
+        if target is _FREE and not accounts.used[account]:  # so that tenants of long ago take no room
+            del accounts.used[account], accounts.writing[account]
 
     def check_invariants(self) -> None:
         """Recounts everything. Raises AssertionError naming the first thing that does not add up."""
@@ -220,6 +237,15 @@ class SlotTable:
                 assert slot.generation % 2 == 1, f"written under an even generation: {slot}"
             if slot.state in (SlotState.SEALED, SlotState.LEASED):
                 assert slot.generation % 2 == 0, f"sealed under an odd generation: {slot}"
+        used: Counter[str] = Counter()
+        writing: Counter[str] = Counter()
+        for slot in self._slots.values():
+            assert not (slot.account and slot.state is _FREE), f"somebody is charged for a free slot: {slot}"
+            if slot.account:
+                used[slot.account] += slot.payload_bytes
+                writing[slot.account] += slot.state is _WRITING
+        assert used == self.accounts.used, "what tenants hold does not add up"
+        assert writing == self.accounts.writing, "what tenants write does not add up"
         slabs = set(self._free_slabs) | set(self._slab_payload)
         assert slabs == set(range(self._geometry.slab_count)), "a slab is lost"
         assert not set(self._free_slabs) & set(self._slab_payload), "a slab is free and assigned"

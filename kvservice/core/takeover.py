@@ -127,7 +127,11 @@ class TakeOvers:
             item = take.items[position]
             if handle is None or handle.key != item.key or handle.length != take.payload_bytes:
                 continue  # gone over there meanwhile
-            slot = self._store.reserve_for_handover(take.payload_bytes, take.asked_at - item.idle_seconds, room_for)
+            account = self._store.accounts.account_of(item.account_tag)
+            used_at = take.asked_at - item.idle_seconds
+            slot = self._store.reserve_for_handover(take.payload_bytes, used_at, room_for, account)
+            if slot is None and self._store.accounts.over_quota(account, take.payload_bytes):
+                continue  # others may have room for theirs
             if slot is None:
                 take.full = True
                 break

@@ -42,6 +42,7 @@ class Why(Enum):
     DISTRUSTED = "distrusted"
     LOAD_FAILED = "load_failed"
     NO_ROOM = "no_room"
+    QUOTA = "quota"
     DRAINING = "draining"
     NO_POOL = "no_pool"
     NOT_USED = "not_used"
@@ -55,6 +56,7 @@ _OF_MISS = {
     MissReason.STALE: Why.EVICTED,
     MissReason.CORRUPT: Why.DISTRUSTED,
     MissReason.NO_ROOM: Why.NO_ROOM,
+    MissReason.QUOTA: Why.QUOTA,
     MissReason.DRAINING: Why.DRAINING,
     MissReason.DETACHED: Why.NO_POOL,
 }
@@ -66,6 +68,7 @@ _TEXT = {
     Why.SLOWER_THAN_RECOMPUTE: "fetching it was measured to be slower than recomputing",
     Why.LOOKUP_FAILED: "the lookup service did not answer",
     Why.NO_ROOM: "no slot could be freed for it here",
+    Why.QUOTA: "its tenant had all the slots that it may hold, or fill at once",
     Why.DRAINING: "the node's own shard was leaving",
     Why.NO_POOL: "the engine had no shard to ask, or lost it",
     Why.LOAD_FAILED: "was promised, but the load failed and everything was computed",
@@ -234,6 +237,8 @@ def _evicted(fate: Fate, age_seconds: float) -> str:
     if fate.cause == Cause.CORRUPT.value:
         return f"node {fate.node} found its bytes wrong {_seconds(fate.age_seconds - age_seconds)} before"
     room = f", to make room for {fate.by}" if fate.by else ""
+    if fate.cause == Cause.QUOTA.value:
+        return f"{when}, for another block of the same tenant, which had its quota"
     slab = " of another block size" if fate.cause == Cause.SLAB_MOVED.value else ""
     return f"{when}{room}{slab}"
 

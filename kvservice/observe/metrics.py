@@ -7,7 +7,7 @@ endpoint runs on threads of prometheus_client; `read` is called from them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -61,6 +61,10 @@ COUNTERS: Mapping[str, str] = {
     "leases_granted": "read leases granted",
     "leases_released": "read leases given back",
     "leases_expired": "read leases that ran out",
+    "quota_refused": "slots that tenants did not get because of their quota",
+    "in_flight_refused": "slots that tenants did not get because they fill as many as they may",
+    "calls_unauthenticated": "calls without a tenant's token, or with a wrong one",
+    "attachments_revoked": "engines turned out because their tenant's rights changed",
     "lookup_calls": "questions to the lookup service",
     "lookup_rpcs": "calls they took",
     "lookup_incomplete": "questions that a lookup shard did not answer",
@@ -73,6 +77,21 @@ COUNTERS: Mapping[str, str] = {
 ANY_ADDRESS = "0.0.0.0"
 _PREFIX = "kvservice"
 _TRANSPORT_BYTES = ("transfer_", "_bytes")  # transfer_<transport>_bytes
+
+
+class TenantRow(Protocol):
+    """core.tenants.TenantUsage. There are never more than 65 of them, however many tenants there are."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def quota_bytes(self) -> int: ...
+    @property
+    def in_flight(self) -> int: ...
+    @property
+    def counters(self) -> Mapping[str, int]: ...
 
 
 class ShardNumbers(Protocol):
@@ -94,6 +113,8 @@ class ShardNumbers(Protocol):
     def counters(self) -> Mapping[str, int]: ...
     @property
     def draining(self) -> bool: ...
+    @property
+    def tenants(self) -> Sequence[TenantRow]: ...
 
 
 class ShardCollector(Collector):
@@ -125,6 +146,23 @@ class ShardCollector(Collector):
                 events.add_metric([*labels, name], count)
         yield moved
         yield events
+        yield from self._tenants(numbers, labels)
+
+    @staticmethod
+    def _tenants(numbers: ShardNumbers, labels: list[str]) -> Iterator[Metric]:
+        names = ["service", "node", "tenant"]
+        used = GaugeMetricFamily(f"{_PREFIX}_tenant_used_bytes", "bytes charged to a tenant", labels=names)
+        quota = GaugeMetricFamily(f"{_PREFIX}_tenant_quota_bytes", "most it may hold, 0 = no limit", labels=names)
+        flight = GaugeMetricFamily(f"{_PREFIX}_tenant_in_flight", "slots it fills at the moment", labels=names)
+        events = CounterMetricFamily(f"{_PREFIX}_tenant_events", "what tenants were refused", labels=[*names, "event"])
+        for row in numbers.tenants:
+            used.add_metric([*labels, row.name], row.used_bytes)
+            quota.add_metric([*labels, row.name], row.quota_bytes)
+            flight.add_metric([*labels, row.name], row.in_flight)
+            for name, count in sorted(row.counters.items()):
+                events.add_metric([*labels, row.name, name], count)
+        if numbers.tenants:
+            yield from (used, quota, flight, events)
 
     @staticmethod
     def _gauges(numbers: ShardNumbers, labels: list[str]) -> Iterator[Metric]:

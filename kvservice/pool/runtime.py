@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from kvservice.core.messages import (
     TakeOverResult,
 )
 from kvservice.core.shard import AttachReply, ShardState
+from kvservice.core.tenants import NOBODY, TenantLimits
 from kvservice.errors import KVServiceError, Unavailable
 from kvservice.memory.liveness import is_free
 from kvservice.memory.segment import Segment
@@ -67,6 +68,7 @@ class PoolConfig:
     lease_seconds: float = 10.0
     liveness_directory: Path | None = None  # None: the engine is this very process
     epoch_floor: int = 1  # the boot epoch is at least this; lets a lost segment still get a newer epoch
+    tenants: Mapping[str, TenantLimits] = field(default_factory=dict)  # at start; see PoolRuntime.set_tenants
 
 
 class PoolRuntime:
@@ -93,6 +95,7 @@ class PoolRuntime:
             segment.geometry,
             lease_seconds=config.lease_seconds,
             has_directory=directory is not None,
+            tenants=config.tenants,
         )
         self._outside = Outside(config.node_id, directory, peers, clock, self._state.counters)
         self._digests = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="kvservice-digest")
@@ -143,8 +146,9 @@ class PoolRuntime:
 
     # -- PoolPort ----
 
-    async def attach(self, spec: EngineSpec, on_lost: Callable[[str], None]) -> Attachment:
-        reply: AttachReply = await self._call(lambda op: ev.Attach(op, spec), None)
+    async def attach(self, spec: EngineSpec, on_lost: Callable[[str], None], account: str = NOBODY) -> Attachment:
+        """`account`: the tenant that the engine's channel says."""
+        reply: AttachReply = await self._call(lambda op: ev.Attach(op, spec, account), None)
         self._lost[reply.attachment] = on_lost
         directory = self._config.liveness_directory
         return Attachment(
@@ -261,10 +265,13 @@ class PoolRuntime:
     def drain_progress(self) -> DrainProgress:
         return self._state.progress(self._clock())
 
-    def explain(self, request_id: str) -> tuple[Explanation, list[tuple[str, str, Fingerprint, int]], float]:
-        """(what is known of the request, attached models as in ShardState.models, the time of its clock)."""
+    def explain(
+        self, request_id: str, account: str | None = None
+    ) -> tuple[Explanation, list[tuple[str, str, Fingerprint, int]], float]:
+        """(what is known of the request, attached models as in ShardState.models, the time of its clock). With an
+        account, of that tenant only."""
         now = self._clock()
-        return self._state.explain(request_id, now), self._state.models(), now
+        return self._state.explain(request_id, now, account), self._state.models(account), now
 
     def recall(self, keys: tuple[BlockKey, ...]) -> tuple[tuple[KeyFate, ...], float]:
         """(what became of these blocks here, the time of its clock). Takes milliseconds: for people."""
@@ -315,6 +322,7 @@ class PoolRuntime:
             self._state.slot_counts(),
             counters,
             self._state.draining,
+            self._state.tenants(),
         )
 
     def models(self) -> list[str]:
@@ -323,8 +331,12 @@ class PoolRuntime:
             for namespace, model, fingerprint, count in self._state.models()
         ]
 
-    def survey(self) -> Survey:
-        return self._state.survey()
+    def survey(self, account: str | None = None) -> Survey:
+        return self._state.survey(account)
+
+    def set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
+        """These are the tenants from now on."""
+        self._dispatch(ev.SetTenants(limits))
 
     def accounting(self) -> tuple[dict[str, int], int, str, int, int]:
         """(slots by state, capacity, violation or '', leases, attachments), after a full check."""

@@ -17,6 +17,7 @@ from pathlib import PurePosixPath
 from kvservice.client.discovery import find_shards
 from kvservice.client.lookup import LookupAnswer, LookupClient
 from kvservice.client.survey import NodeSurvey, Surveyor
+from kvservice.client.token import Token
 from kvservice.config import ServiceConfig, tls_of_environment
 from kvservice.core.messages import EngineGroup
 from kvservice.errors import KVServiceError
@@ -69,12 +70,13 @@ class Facts:
 
 class Holdings:
     """`find` gives the lookup addresses in partition order, () when there is no service; `find_tls` what the service
-    serves with, asked once. Both may block."""
+    serves with, asked once. Both may block. `token`: of the tenant whose prompts these are."""
 
     def __init__(
         self,
         find: Callable[[], Sequence[str]],
         find_tls: Callable[[], TlsFiles | None] = lambda: None,
+        token: Token | None = None,
         *,
         refresh_seconds: float,
         answer_seconds: float,
@@ -82,6 +84,7 @@ class Holdings:
     ) -> None:
         self._find = find
         self._find_tls = find_tls
+        self._token = token
         self._refresh_seconds = refresh_seconds
         self._answer_seconds = answer_seconds
         self._clock = clock
@@ -175,7 +178,7 @@ class Holdings:
     async def _connect(self, addresses: tuple[str, ...]) -> None:
         if self._lookup is None:
             tls = await asyncio.to_thread(self._find_tls)
-            self._lookup, self._surveyor = LookupClient(addresses, tls=tls), Surveyor(tls)
+            self._lookup, self._surveyor = LookupClient(addresses, tls=tls), Surveyor(tls, self._token)
         else:
             self._lookup.set_addresses(addresses)
 

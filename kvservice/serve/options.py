@@ -25,6 +25,7 @@ class RouterOptions:
     service: str = ""  # name of the service; "" = the only one there is
     namespace: str = ""  # the connectors' namespace, when several fingerprints of a model are attached
     lookup_addresses: tuple[str, ...] = ()  # in partition order; () = found through the machine's shards or through Ray
+    token_file: str = ""  # of the tenant whose engines these are; "" = as the environment says
     budget_ms: float = 20.0  # for tokens and lookup together; what takes longer is routed by load
     tokens_max: int = 8192  # of a prompt that are looked at
     answer_seconds: float = 0.5  # an answer of the lookup service is used again for so long

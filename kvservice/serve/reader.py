@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kvservice.core.keys import block_keys
+from kvservice.core.keys import DEFAULT_TENANT_KEY, block_keys
 from kvservice.core.messages import EngineGroup
 from kvservice.errors import KVServiceError
 from kvservice.serve.options import RouterOptions
@@ -127,7 +127,7 @@ class PromptReader:
                     self._refuse(error)
                     raise Unknown("hash_unknown") from error
             hashes[digest] = done[kind]
-            keys[digest] = block_keys(digest, done[kind])
+            keys[digest] = block_keys(digest, done[kind], group.tenant_key or DEFAULT_TENANT_KEY)
         return Named(tokens.count, hashes, keys)
 
     def _refuse(self, error: KVServiceError) -> None:

@@ -28,6 +28,7 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
+from kvservice.client.token import Token
 from kvservice.core.messages import EngineGroup, HolderRun
 from kvservice.serve.holdings import Facts, Holdings, find_lookups, find_tls
 from kvservice.serve.load import LoadBook, SentPrefixes
@@ -90,6 +91,7 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
         self._holdings = Holdings(
             lambda: find_lookups(options.service, options.lookup_addresses),
             lambda: find_tls(options.service),
+            Token.of_environment(options.token_file),
             refresh_seconds=options.refresh_seconds,
             answer_seconds=options.answer_seconds,
         )

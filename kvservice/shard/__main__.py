@@ -1,5 +1,5 @@
 """`python -m kvservice.shard`: one node's shard as a plain process, without Ray. SIGTERM and Ctrl-C stop it cleanly.
-TLS is as KVSERVICE_TLS_DIR and KVSERVICE_ALLOW_PLAINTEXT say."""
+TLS is as KVSERVICE_TLS_DIR and KVSERVICE_ALLOW_PLAINTEXT say, tenants as KVSERVICE_TENANTS_FILE says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import logging
 import sys
 from pathlib import Path
 
-from kvservice.config import tls_of_environment
+from kvservice.config import tenants_of_environment, tls_of_environment
 from kvservice.errors import KVServiceError
 from kvservice.shard.process import serve
 from kvservice.shard.server import DEV_SHM, ShardServerConfig
@@ -52,6 +52,7 @@ def parse_config(arguments: list[str] | None = None) -> tuple[ShardServerConfig,
         slab_bytes=given.slab_bytes,
         tls_dir=tls_dir,
         allow_plaintext=allow_plaintext,
+        tenants_file=tenants_of_environment(),
     )
     return config, given.keep_segment, given.drain_seconds
 

@@ -29,6 +29,7 @@ from kvservice.errors import ConfigError, ServiceConflict, Unavailable
 from kvservice.memory.segment import Segment, segment_path
 from kvservice.pool.runtime import PoolConfig, PoolRuntime
 from kvservice.shard.directory import ShardDirectory
+from kvservice.shard.door import Door, room_of
 from kvservice.shard.readiness import LIVE, ReadinessServicer
 from kvservice.shard.service import AdminServicer, EngineServicer, PeerServicer
 from kvservice.transfer.base import Transport
@@ -36,6 +37,7 @@ from kvservice.transfer.nixl import NixlTransport, nixl_available
 from kvservice.transfer.shm import SharedMemoryTransport
 from kvservice.units import BlockKey, NodeId, SpanRoute
 from kvservice.wire.serving import CALLS_MAX, LISTS_BYTES_MAX, Gate, server_options, service_handler
+from kvservice.wire.tenants import open_tenants
 from kvservice.wire.tls import TlsFiles, listen, open_tls
 from kvservice.wire.v1 import shard_pb2
 
@@ -62,6 +64,7 @@ class ShardServerConfig:
     slab_bytes: int | None = None
     tls_dir: str = ""  # certificate, key and CA for what goes over TCP; empty = plaintext
     allow_plaintext: bool = False  # start without, although peer_host is not loopback
+    tenants_file: str = ""  # who may use the pool; empty = everybody on this node, as one tenant
 
 
 class ShardServer:
@@ -70,6 +73,7 @@ class ShardServer:
     def __init__(self, config: ShardServerConfig) -> None:
         self._config = config
         self._tls: TlsFiles | None = None
+        self._door: Door | None = None
         self._pool: PoolRuntime | None = None
         self._directory: ShardDirectory | None = None
         self._servers: list[grpc.aio.Server] = []
@@ -111,21 +115,26 @@ class ShardServer:
         secret = discovery.node_secret(directory)
         if config.lookup_addresses:
             self._directory = ShardDirectory(config.lookup_addresses, self._inventory, self._tls, secret)
+        tenants = open_tenants(config.tenants_file)
+        geometry = plan_geometry(config.pool_bytes, config.slab_bytes)
         kind, make_transport = _choose_transport(config)
         self._pool = await PoolRuntime.open(
             PoolConfig(
                 config.node_id,
                 segment_path(config.service, config.node_id, config.segment_directory),
-                plan_geometry(config.pool_bytes, config.slab_bytes),
+                geometry,
                 config.lease_seconds,
                 directory / "engines",
                 # A new segment (the machine rebooted) must still come after every epoch anybody has seen.
                 epoch_floor=int(time.time()),
+                tenants={} if tenants is None else tenants.current.limits(room_of(geometry)),
             ),
             transport=make_transport,
             directory=self._directory,
             peers=PeerClient(kind, config.node_id, tls=self._tls, secret=secret),
         )
+        self._door = Door(tenants, self._pool)
+        self._door.start()
         await self._listen(socket_path)
         self._socket_path = socket_path
         self._register(config.lookup_addresses)
@@ -180,6 +189,8 @@ class ShardServer:
         if self._directory is not None:
             await self._directory.stop(leaving)
             self._directory = None
+        if self._door is not None:
+            await self._door.stop()
         servers, self._servers = self._servers, []
         for server in servers:
             await server.stop(STOP_GRACE_SECONDS)
@@ -258,13 +269,14 @@ class ShardServer:
     async def _server(self, *, with_engines: bool) -> grpc.aio.Server:
         server = grpc.aio.server(options=server_options(LISTS_BYTES_MAX), maximum_concurrent_rpcs=CALLS_MAX)
         gate = Gate()
+        assert self._door is not None
         services = shard_pb2.DESCRIPTOR.services_by_name
         parts: list[tuple[str, object]] = [
             ("PeerService", PeerServicer(self.pool, self.holder)),
-            ("AdminService", AdminServicer(self.pool, self.holder, self.leave)),
+            ("AdminService", AdminServicer(self.pool, self.holder, self.leave, self._door)),
         ]
         if with_engines:
-            parts.append(("EngineService", EngineServicer(self.pool)))
+            parts.append(("EngineService", EngineServicer(self.pool, self._door)))
         handlers = [service_handler(services[name], servicer, gate=gate) for name, servicer in parts]
         server.add_generic_rpc_handlers(tuple(handlers))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

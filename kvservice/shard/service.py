@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Protocol
 
 from kvservice.core.drain import DrainProgress
 from kvservice.core.explain import KEEP_SECONDS, check_request_id
 from kvservice.core.handoff import check_handoff_id
 from kvservice.core.keys import unpack_keys
 from kvservice.core.messages import Holder
-from kvservice.errors import Forbidden, InvalidRequest, StaleEpoch, Unavailable
+from kvservice.errors import Forbidden, InvalidRequest, KVServiceError, StaleEpoch, Unauthenticated, Unavailable
 from kvservice.pool.runtime import PoolRuntime
+from kvservice.shard.door import Door, account_of, is_private
 from kvservice.units import AttachmentId, BootEpoch, LeaseId, NodeId
 from kvservice.wire import codec
 from kvservice.wire.explain import decode_reports, encode_explanation, encode_fates
@@ -25,82 +28,105 @@ READER_CHARS_MAX = 512
 DRAIN_SECONDS_MAX = 3600.0
 
 
+class _OfEngine(Protocol):
+    """What every message of an attached engine has."""
+
+    @property
+    def attachment_id(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+
+
 class EngineServicer:
     """EngineService: one stream per attached engine, everything else unary."""
 
-    def __init__(self, pool: PoolRuntime) -> None:
+    def __init__(self, pool: PoolRuntime, door: Door) -> None:
         self._pool = pool
+        self._door = door
 
     async def attach(self, request: shard_pb2.AttachRequest, context: Context) -> AsyncIterator[shard_pb2.AttachEvent]:
-        lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        caller = self._door.caller(context)
+        lost: asyncio.Future[KVServiceError] = asyncio.get_running_loop().create_future()
+
+        def end(error: KVServiceError) -> None:
+            if not lost.done():
+                lost.set_result(error)
+
         attachment = await self._pool.attach(
-            codec.decode_spec(request), lambda reason: None if lost.done() else lost.set_result(reason)
+            codec.decode_spec(request), lambda reason: end(Unavailable(reason)), account_of(caller)
         )
         try:
+            attachment = self._door.let_in(caller, attachment, lambda reason: end(Unauthenticated(reason)))
             yield shard_pb2.AttachEvent(attached=codec.encode_attachment(attachment))
             while not lost.done():
                 await asyncio.wait([lost], timeout=HEARTBEAT_SECONDS)
                 if not lost.done():
                     yield shard_pb2.AttachEvent(heartbeat=shard_pb2.Heartbeat())
-            raise Unavailable(lost.result())
+            raise lost.result()
         finally:
+            self._door.left(attachment.attachment_id)
             self._pool.attachment_lost(attachment.attachment_id)
 
     async def detach(self, request: shard_pb2.DetachRequest, context: Context) -> shard_pb2.DetachReply:
         if request.epoch == self._pool.epoch:
+            self._door.check(context, AttachmentId(request.attachment_id))
             await self._pool.detach(AttachmentId(request.attachment_id))
         return shard_pb2.DetachReply()
 
     async def acquire(self, request: shard_pb2.AcquireRequest, context: Context) -> shard_pb2.AcquireReply:
-        attachment = self._attachment(request.attachment_id, request.epoch)
+        attachment = self._attachment(request, context)
         return codec.encode_acquired(await self._pool.acquire(attachment, codec.decode_acquire(request)))
 
     async def reserve(self, request: shard_pb2.ReserveRequest, context: Context) -> shard_pb2.ReserveReply:
-        attachment = self._attachment(request.attachment_id, request.epoch)
+        attachment = self._attachment(request, context)
         refs = await self._pool.reserve(attachment, request.count, request.side)
         return shard_pb2.ReserveReply(blocks=codec.encode_refs(refs))
 
     async def seal(self, request: shard_pb2.SealRequest, context: Context) -> shard_pb2.SealReply:
-        attachment = self._attachment(request.attachment_id, request.epoch)
+        attachment = self._attachment(request, context)
         statuses = await self._pool.seal(attachment, codec.decode_seal_items(request.items))
         return shard_pb2.SealReply(statuses=[status.value for status in statuses])
 
     async def abort(self, request: shard_pb2.AbortRequest, context: Context) -> shard_pb2.AbortReply:
-        attachment = self._attachment(request.attachment_id, request.epoch)
+        attachment = self._attachment(request, context)
         await self._pool.abort(attachment, codec.decode_refs(request.blocks))
         return shard_pb2.AbortReply()
 
     async def release(self, request: shard_pb2.ReleaseRequest, context: Context) -> shard_pb2.ReleaseReply:
-        attachment = self._attachment(request.attachment_id, request.epoch)
+        attachment = self._attachment(request, context)
         await self._pool.release(attachment, codec.decode_lease_ids(request.lease_ids))
         return shard_pb2.ReleaseReply()
 
     async def open_handoff(self, request: shard_pb2.OpenHandoffRequest, context: Context) -> shard_pb2.OpenHandoffReply:
-        attachment = self._attachment(request.attachment_id, request.epoch)
+        attachment = self._attachment(request, context)
         await self._pool.open_handoff(attachment, check_handoff_id(request.handoff))
         return shard_pb2.OpenHandoffReply()
 
     async def close_handoff(
         self, request: shard_pb2.CloseHandoffRequest, context: Context
     ) -> shard_pb2.CloseHandoffReply:
-        attachment = self._attachment(request.attachment_id, request.epoch)
+        attachment = self._attachment(request, context)
         await self._pool.close_handoff(attachment, check_handoff_id(request.handoff))
         return shard_pb2.CloseHandoffReply()
 
     async def renew(self, request: shard_pb2.RenewRequest, context: Context) -> shard_pb2.RenewReply:
-        attachment = self._attachment(request.attachment_id, request.epoch)
+        attachment = self._attachment(request, context)
         leases = codec.decode_lease_ids(request.lease_ids)
         await self._pool.renew(attachment, leases, decode_reports(request.reports))
         return shard_pb2.RenewReply()
 
-    def _attachment(self, attachment_id: int, epoch: int) -> AttachmentId:
-        if epoch != self._pool.epoch:
+    def _attachment(self, request: _OfEngine, context: Context) -> AttachmentId:
+        """Whose call it is. Raises StaleEpoch, Unauthenticated, or NotAttached for another tenant's attachment."""
+        if request.epoch != self._pool.epoch:
             raise StaleEpoch(
-                f"the shard restarted: it is in epoch {self._pool.epoch}, the attachment is of {epoch}; attach again",
+                f"the shard restarted: it is in epoch {self._pool.epoch}, the attachment is of {request.epoch}; attach "
+                "again",
                 epoch=self._pool.epoch,
-                asked_epoch=epoch,
+                asked_epoch=request.epoch,
             )
-        return AttachmentId(attachment_id)
+        attachment = AttachmentId(request.attachment_id)
+        self._door.check(context, attachment)
+        return attachment
 
 
 class PeerServicer:
@@ -171,10 +197,12 @@ class AdminServicer:
     """AdminService: numbers for people, drain, and what is remembered of requests."""
 
     def __init__(
-        self, pool: PoolRuntime, holder: Callable[[], Holder], leave: Callable[[float, bool, bool], DrainProgress]
-    ) -> None:
+        self, pool: PoolRuntime, holder: Callable[[], Holder], leave: Callable[[float, bool, bool], DrainProgress],
+        door: Door,
+    ) -> None:  # fmt: skip
         """`leave(timeout_seconds, handover, exit)` begins a drain, or goes on with one."""
         self._pool = pool
+        self._door = door
         self._holder = holder
         self._leave = leave
 
@@ -191,6 +219,7 @@ class AdminServicer:
             transport=self._pool.transport_name,
             uptime_seconds=self._pool.uptime_seconds,
             models=self._pool.models(),
+            tenants=[codec.encode_tenant(usage) for usage in stats.tenants],
         )
 
     async def accounting(self, request: shard_pb2.AccountingRequest, context: Context) -> shard_pb2.AccountingReply:
@@ -205,7 +234,13 @@ class AdminServicer:
         )
 
     async def survey(self, request: shard_pb2.SurveyRequest, context: Context) -> shard_pb2.SurveyReply:
-        return codec.encode_survey(self._holder(), self._pool.survey())
+        """With a tenant's token, of that tenant, with what its blocks' names derive from where nobody listens."""
+        caller = self._door.caller_if_any(context)
+        survey = self._pool.survey(None if caller is None else caller.tenant.name)
+        reply = codec.encode_survey(self._holder(), survey)
+        if caller is not None and is_private(context):
+            reply.tenant_key, reply.public_key = self._door.keys_for(caller)
+        return reply
 
     async def drain(self, request: shard_pb2.DrainRequest, context: Context) -> shard_pb2.DrainReply:
         if not 0 <= request.timeout_seconds <= DRAIN_SECONDS_MAX:
@@ -215,9 +250,13 @@ class AdminServicer:
         return encode_progress(self._leave(request.timeout_seconds, request.handover, request.exit))
 
     async def explain(self, request: shard_pb2.ExplainRequest, context: Context) -> shard_pb2.ExplainReply:
-        found, models, now = self._pool.explain(check_request_id(request.request_id))
+        account = self._door.account(context)
+        found, models, now = self._pool.explain(check_request_id(request.request_id), account)
         return encode_explanation(found, models, self._holder().node_id, KEEP_SECONDS, now)
 
     async def recall(self, request: shard_pb2.RecallRequest, context: Context) -> shard_pb2.RecallReply:
+        account = self._door.account(context)
         fates, now = self._pool.recall(tuple(unpack_keys(request.keys)))
+        if account is not None:  # who needed the room may be another tenant
+            fates = tuple(replace(fate, by="") for fate in fates)
         return encode_fates(fates, now)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
@@ -34,6 +34,7 @@ from kvservice.core.messages import (
     SealStatus,
 )
 from kvservice.core.shard import AttachReply, ShardState
+from kvservice.core.tenants import NOBODY, TenantLimits
 from kvservice.units import (
     AttachmentId,
     BlockKey,
@@ -102,11 +103,13 @@ class CoreHarness:
     """Every event goes through `send`, which checks all invariants and that no call is answered twice."""
 
     def __init__(
-        self, slab_count: int = 2, *, slab_bytes: int = MiB, lease_seconds: float = 10.0, has_directory: bool = True
-    ) -> None:
+        self, slab_count: int = 2, *, slab_bytes: int = MiB, lease_seconds: float = 10.0, has_directory: bool = True,
+        tenants: Mapping[str, TenantLimits] | None = None,
+    ) -> None:  # fmt: skip
         self.geometry = Geometry(slab_bytes=slab_bytes, slab_count=slab_count)
         self.lease_seconds = lease_seconds
         self.has_directory = has_directory
+        self.tenants = dict(tenants or {})
         self.now = 100.0
         self.headers: dict[SlotIndex, SlotHeader] = {}
         self.contents: dict[SlotIndex, bytes] = {}
@@ -123,6 +126,7 @@ class CoreHarness:
             self.geometry,
             lease_seconds=self.lease_seconds,
             has_directory=self.has_directory,
+            tenants=self.tenants,
         )
         self.answers: dict[int, act.Reply | act.Refuse] = {}
         self.announced: Counter[BlockKey] = Counter()
@@ -227,9 +231,13 @@ class CoreHarness:
 
     # -- an engine's calls ----
 
-    def attach(self, spec: EngineSpec | None = None) -> AttachmentId:
+    def set_tenants(self, **limits: TenantLimits) -> None:
+        self.tenants = limits
+        self.send(ev.SetTenants(limits))
+
+    def attach(self, spec: EngineSpec | None = None, tenant: str = NOBODY) -> AttachmentId:
         op = self.next_op()
-        self.send(ev.Attach(op, spec or make_spec()))
+        self.send(ev.Attach(op, spec or make_spec(tenant or "engine"), tenant))
         value = self.reply(op)
         assert isinstance(value, AttachReply)
         return value.attachment

@@ -33,6 +33,7 @@ from kvservice.core.messages import (
     SealItem,
     Survey,
 )
+from kvservice.core.tenants import TenantUsage
 from kvservice.core.windows import SIDES_MAX, Reach, Side
 from kvservice.errors import InvalidRequest, UnsupportedLayout
 from kvservice.units import (
@@ -50,6 +51,7 @@ from kvservice.wire.v1 import common_pb2, shard_pb2
 NAME_CHARS_MAX = 512
 BLOCKS_PER_MESSAGE_MAX = 8192
 LEASES_PER_MESSAGE_MAX = 65_536
+TENANT_KEY_BYTES_MAX = 64  # what BLAKE2b takes
 
 
 def encode_holder(holder: Holder) -> common_pb2.NodeInfo:
@@ -141,6 +143,10 @@ def encode_attachment(attachment: Attachment) -> shard_pb2.Attached:
         segment_path=attachment.segment_path,
         geometry=encode_geometry(attachment.geometry),
         liveness_path=attachment.liveness_path,
+        tenant_key=attachment.tenant_key,
+        public_key=attachment.public_key,
+        may_publish=attachment.may_publish,
+        quota_bytes=attachment.quota_bytes,
     )
 
 
@@ -153,6 +159,26 @@ def decode_attachment(message: shard_pb2.Attached) -> Attachment:
         message.segment_path,
         decode_geometry(message.geometry),
         message.liveness_path,
+        _decode_secret(message.tenant_key),
+        _decode_secret(message.public_key),
+        message.may_publish,
+        message.quota_bytes,
+    )
+
+
+def _decode_secret(secret: bytes) -> bytes:
+    if len(secret) > TENANT_KEY_BYTES_MAX:
+        raise InvalidRequest(f"a tenant's key has {len(secret)} bytes, at most {TENANT_KEY_BYTES_MAX}")
+    return secret
+
+
+def encode_tenant(usage: TenantUsage) -> shard_pb2.TenantNumbers:
+    return shard_pb2.TenantNumbers(
+        name=usage.name,
+        used_bytes=usage.used_bytes,
+        quota_bytes=usage.quota_bytes,
+        in_flight=max(usage.in_flight, 0),
+        counters=usage.counters,
     )
 
 
@@ -345,6 +371,8 @@ def decode_survey(message: shard_pb2.SurveyReply) -> Survey:
             decode_layout(group.layout),
             group.attached,
             group.seconds_per_block,
+            _decode_secret(message.tenant_key),
+            _decode_secret(message.public_key),
         )
         for group in message.engines
     ]

@@ -12,6 +12,7 @@ from kvservice.core.blocks import NO_KEY
 from kvservice.core.drain import DrainPhase, DrainProgress
 from kvservice.core.keys import pack_keys, unpack_keys
 from kvservice.core.messages import Holder, TakeOverItem, TakeOverResult
+from kvservice.core.tenants import TAG_MAX
 from kvservice.errors import InvalidRequest
 from kvservice.units import BootEpoch, SpanRoute
 from kvservice.wire.codec import encode_holder
@@ -31,6 +32,7 @@ def encode_take_over(
         routes=[item.route for item in items],
         idle_seconds=[item.idle_seconds for item in items],
         wait_seconds=wait_seconds,
+        account_tags=[item.account_tag for item in items] if any(item.account_tag for item in items) else [],
     )
 
 
@@ -39,12 +41,15 @@ def decode_items(message: shard_pb2.TakeOverRequest) -> tuple[TakeOverItem, ...]
     count = len(keys)
     if not count == len(parents) == len(message.positions) == len(message.routes) == len(message.idle_seconds):
         raise InvalidRequest(f"{count} blocks are offered with lists of other lengths")
+    tags = list(message.account_tags) or [0] * count
+    if len(tags) != count or max(tags, default=0) > TAG_MAX:
+        raise InvalidRequest(f"{count} blocks are offered with {len(tags)} account tags, or one beyond {TAG_MAX}")
     if not all(0 <= idle < math.inf for idle in message.idle_seconds):
         raise InvalidRequest("a block's idle time is a number of seconds, not negative")
     return tuple(
-        TakeOverItem(key, None if parent == NO_KEY else parent, position, SpanRoute(route), idle)
-        for key, parent, position, route, idle in zip(
-            keys, parents, message.positions, message.routes, message.idle_seconds, strict=True
+        TakeOverItem(key, None if parent == NO_KEY else parent, position, SpanRoute(route), idle, tag)
+        for key, parent, position, route, idle, tag in zip(
+            keys, parents, message.positions, message.routes, message.idle_seconds, tags, strict=True
         )
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from kvservice.errors import DeadlineExceeded, InvalidRequest, KVServiceError, Unavailable, error_types
+from kvservice.errors import DeadlineExceeded, InvalidRequest, KVServiceError, Unauthenticated, Unavailable, error_types
 
 REASON_KEY = "kvservice-reason"
 ATTRIBUTES_KEY = "kvservice-attributes"
@@ -20,6 +20,7 @@ _BY_CODE: dict[grpc.StatusCode, type[KVServiceError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.CANCELLED: Unavailable,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
 }
 
 # Texts of gRPC 1.76 and later; tests/integration/test_tls.py meets each of them.

@@ -265,6 +265,22 @@ def test_only_the_override_is_plaintext_and_then_nothing_is_about_tls(values: st
         assert "KVSERVICE_TLS_DIR" not in {item["name"] for item in each.spec["containers"][0].get("env", [])}
 
 
+@pytest.mark.parametrize("values", [FULL, RAY_FULL])
+def test_the_tenants_file_reaches_shards_and_a_token_reaches_engines(values: str) -> None:
+    plain = rendered(values)
+    assert "tenants_file" not in settings(plain) and "KVSERVICE_TOKEN_FILE" not in json.dumps(plain)
+    objects = rendered(values, "tenants.secretName=who,tenants.tokenSecretName=mine")
+    file = settings(objects)["tenants_file"]
+    with_file = [each for each in pods(objects) if "tenants" in {volume["name"] for volume in each.spec["volumes"]}]
+    assert with_file and not [each.owner for each in with_file if "lookup" in each.owner]
+    for each in with_file:
+        assert {"name": "tenants", "secret": {"secretName": "who", "defaultMode": 0o440}} in each.spec["volumes"]
+        mount = {"name": "tenants", "mountPath": file.rpartition("/")[0], "readOnly": True}
+        assert mount in each.spec["containers"][0]["volumeMounts"], each.owner
+    ray = values == RAY_FULL
+    assert ray == ("KVSERVICE_TOKEN_FILE" in json.dumps(objects)), "engines run in Ray's pods, and in pods of their own"
+
+
 def test_tls_between_ray_processes_is_the_operators() -> None:
     assert cluster(rendered(RAY_FULL))["tlsOptions"] == {"enabled": True} and "tlsOptions" not in cluster(rendered(RAY))
 

@@ -13,6 +13,7 @@ SHARD = "kvservice.core.shard"
 BLOCKS = "kvservice.core.blocks"
 LEASES = "kvservice.core.leases"
 KEYS = "kvservice.core.keys"
+TENANTS = "kvservice.core.tenants"
 DIGEST = "kvservice.core.digest"
 MEMBERSHIP = "kvservice.core.membership"
 INDEX = "kvservice.core.index"
@@ -28,6 +29,27 @@ MUTANTS = (
         "    base = hashlib.blake2b(fingerprint_digest, key=tenant_key, digest_size=KEY_BYTES)\n    keys",
         "    base = hashlib.blake2b(b'', key=tenant_key, digest_size=KEY_BYTES)\n    keys",
         seed=7,
+    ),
+    Mutant(
+        "the tenant is in the key",
+        KEYS,
+        "    base = hashlib.blake2b(fingerprint_digest, key=tenant_key, digest_size=KEY_BYTES)\n    keys",
+        "    base = hashlib.blake2b(fingerprint_digest, digest_size=KEY_BYTES)\n    keys",
+        seed=13,
+    ),
+    Mutant(
+        "nobody's blocks go below its quota for another tenant",
+        TENANTS,
+        "        return lambda other: other == account or self.can_spare(other, payload_bytes)",
+        "        return None",
+        seed=20,
+    ),
+    Mutant(
+        "a tenant at its quota gives its own blocks",
+        BLOCKS,
+        "            victim = self._policy.victim(None, lambda other: other == account)\n",
+        "            return True\n",
+        seed=6,
     ),
     Mutant(
         "a transfer that did not end keeps its slot",

@@ -141,7 +141,7 @@ def test_status_shows_every_node_and_a_dead_one_as_a_problem() -> None:
         for row in state["nodes"]:
             assert set(row) == {
                 "node_id", "peer_address", "epoch", "segment_bytes", "slabs", "slabs_free", "slots", "counters",
-                "pulled_bytes", "draining", "transport", "uptime_seconds", "models", "error",
+                "pulled_bytes", "draining", "transport", "uptime_seconds", "models", "tenants", "error",
             }  # fmt: skip
         assert [row["partition_count"] for row in state["lookups"]] == [1]
         table = command(cluster.root, "status", COLUMNS="200", **variables)

@@ -8,19 +8,21 @@ import logging
 import re
 import socket
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
 from kvservice.core.messages import PoolStats
+from kvservice.core.tenants import TenantUsage
 from kvservice.observe import logs
 from kvservice.observe.metrics import COUNTERS, ShardCollector, serve_metrics, transport_of
 from kvservice.observe.mover_metrics import MoverCollector
 from kvservice.units import BootEpoch, NodeId
 
 ROOT = Path(__file__).resolve().parents[2]
-COUNTED = re.compile(r"counters\[\"([a-z_]+)\"\] \+=")
+COUNTED = re.compile(r"(?:counters\[|_pool\.count\()\"([a-z_]+)\"(?:\] \+=|\))")
 
 
 def stats(**counters: int) -> PoolStats:
@@ -52,6 +54,16 @@ def test_slots_are_exported_by_state() -> None:
     assert 'kvservice_slots{node="n0",service="s",state="sealed"} 5.0' in exported(stats())
 
 
+def test_tenants_are_labels_and_their_secrets_are_nowhere() -> None:
+    usage = TenantUsage("team-a", 4096, 8192, 3, {"quota_refused": 2})
+    text = exported(replace(stats(), tenants=(usage,)))
+    place = 'node="n0",service="s",tenant="team-a"}'
+    assert f"kvservice_tenant_used_bytes{{{place} 4096.0" in text
+    assert f"kvservice_tenant_quota_bytes{{{place} 8192.0" in text
+    assert f'kvservice_tenant_events_total{{event="quota_refused",{place} 2.0' in text
+    assert "tenant" not in exported(stats())
+
+
 def test_a_shard_that_is_not_running_exports_nothing() -> None:
     assert exported(None) == ""
 
@@ -64,7 +76,7 @@ def test_only_byte_counters_of_the_transfer_name_a_transport() -> None:
 
 def test_the_table_names_no_counter_that_nobody_counts() -> None:
     """A renamed counter would silently fall out of dashboards."""
-    folders = ("core", "pool", "client", "transfer")
+    folders = ("core", "pool", "client", "transfer", "shard")
     text = "\n".join(path.read_text() for folder in folders for path in (ROOT / "kvservice" / folder).rglob("*.py"))
     counted = set(COUNTED.findall(text))
     counted |= {f"transfer_{name}" for name in counted}  # the pool prefixes those of the puller

@@ -15,6 +15,9 @@ tls_dir = "{{ include "kvservice.tlsDir" . }}"
 {{- else }}
 allow_plaintext = true
 {{- end }}
+{{- if .Values.tenants.secretName }}
+tenants_file = "{{ include "kvservice.tenantsDir" . }}/tenants.json"
+{{- end }}
 {{- if eq .Values.mode "ray" }}
 lookup_port = {{ .Values.lookup.port }}
 gpu_workers = {{ .Values.ray.gpuWorkers | quote }}

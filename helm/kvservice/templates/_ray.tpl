@@ -4,6 +4,7 @@
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: KVSERVICE_SERVICE, value: {{ .Values.cache.service | quote }}}
 {{- with include "kvservice.tlsEnv" . }}{{ . | nindent 0 }}{{ end }}
+{{- with include "kvservice.tokenEnv" . }}{{ . | nindent 0 }}{{ end }}
 {{- if eq .Values.ray.auth.mode "disabled" }}
 # With `token` the operator sets this and the token; without, some of Ray's commands would turn it on by themselves.
 - {name: RAY_AUTH_MODE, value: disabled}
@@ -24,6 +25,8 @@
 - {name: scratch, mountPath: /tmp, subPath: tmp}
 - {name: scratch, mountPath: /home/kvservice, subPath: home}
 {{- with include "kvservice.tlsMount" . }}{{ . | nindent 0 }}{{ end }}
+{{- with include "kvservice.tenantsMount" . }}{{ . | nindent 0 }}{{ end }}
+{{- with include "kvservice.tokenMount" . }}{{ . | nindent 0 }}{{ end }}
 {{- with .Values.ray.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
@@ -37,6 +40,8 @@
 - name: scratch
   emptyDir: {sizeLimit: {{ .Values.security.scratch }}}
 {{- with include "kvservice.tlsVolume" . }}{{ . | nindent 0 }}{{ end }}
+{{- with include "kvservice.tenantsVolume" . }}{{ . | nindent 0 }}{{ end }}
+{{- with include "kvservice.tokenVolume" . }}{{ . | nindent 0 }}{{ end }}
 {{- with .Values.ray.extraVolumes }}
 {{ toYaml . }}
 {{- end }}

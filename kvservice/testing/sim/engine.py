@@ -16,8 +16,9 @@ from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport
 from kvservice.connector.ports import Promise, Wait
 from kvservice.connector.scheduler import SchedulerHalf
 from kvservice.core import events as ev
-from kvservice.core.keys import block_keys
+from kvservice.core.keys import DEFAULT_TENANT_KEY, block_keys, tenant_key
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, EngineSpec, Handoff
+from kvservice.core.tenants import NOBODY
 from kvservice.testing.sim.memory import BLANK, content_of
 from kvservice.testing.sim.node import Node
 from kvservice.testing.sim.session import SimSession
@@ -51,11 +52,15 @@ class Engine(Process):
     """`spec` names the engine; a restarted one gets another id. `verifies_loads` is verify_load=full."""
 
     def __init__(
-        self, world: World, name: str, node: Node, spec: EngineSpec, *, verifies_loads: bool, copy_delay: float = 0.0
-    ) -> None:
+        self, world: World, name: str, node: Node, spec: EngineSpec, *, verifies_loads: bool, copy_delay: float = 0.0,
+        tenant: str = NOBODY,
+    ) -> None:  # fmt: skip
         super().__init__(world, name, node.host)
         self.node = node
         self.spec = spec
+        self.tenant = tenant
+        self.tenant_key = tenant_key(b"simulated secret", tenant) if tenant else b""
+        self._contents = tenant.encode() + spec.fingerprint.digest  # the same prompt of another tenant is told apart
         self.verifies_loads = verifies_loads
         self.copy_delay = copy_delay
         self.requests: dict[str, SimRequest] = {}
@@ -81,7 +86,7 @@ class Engine(Process):
 
         half = SchedulerHalf(
             self.session,
-            lambda hashes: block_keys(self.spec.fingerprint.digest, hashes),
+            partial(block_keys, self.spec.fingerprint.digest),
             info,
             block_tokens=BLOCK_TOKENS,
             worker_count=1,
@@ -146,16 +151,16 @@ class Engine(Process):
                 raise Violation(f"{self.name} was promised slot {ref.slot:#x} for another block than it asked for")
 
     def _right(self, request: SimRequest, position: int) -> bytes:
-        return content_of(self.spec.fingerprint.digest, request.hashes[position])
+        return content_of(self._contents, request.hashes[position])
 
     # -- requests ----
 
     def submit(self, request_id: str, hashes: list[BlockHash], wants: Prefill | Handoff | None) -> None:
-        keys = block_keys(self.spec.fingerprint.digest, hashes)
+        keys = block_keys(self.spec.fingerprint.digest, hashes, self.tenant_key or DEFAULT_TENANT_KEY)
         request = SimRequest(request_id, hashes, keys, wants, arrived_at=self.world.now)
         self.requests[request_id] = self.unfinished[request_id] = request
         for block_hash, key in zip(hashes, keys, strict=True):
-            self.world.right[key] = content_of(self.spec.fingerprint.digest, block_hash)
+            self.world.right[key] = content_of(self._contents, block_hash)
         self.waiting.append(request_id)
         self.half.on_new_request(request_id, hashes, self.clock(), wants=wants)
         if not self._is_stepping:

@@ -6,7 +6,7 @@ moments, as a one-sided READ does: without asking whether the other process stil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvservice.core import actions as act
@@ -16,6 +16,7 @@ from kvservice.core.checks import is_as_located
 from kvservice.core.digest import digest_payload
 from kvservice.core.messages import BlockHandle, FollowResult, Holder, HolderRun, LocateResult
 from kvservice.core.shard import ShardState
+from kvservice.core.tenants import TenantLimits
 from kvservice.errors import KVServiceError
 from kvservice.testing.sim.lookup import Herald, LookupShard, ask_directory
 from kvservice.testing.sim.memory import HALF, SegmentMemory
@@ -51,6 +52,7 @@ class Node(Process):
         memory: SegmentMemory,
         lookups: Sequence[LookupShard],
         engines_alive: Callable[[bytes], bool],
+        tenants: Mapping[str, TenantLimits],
     ) -> None:
         super().__init__(world, name, name)
         self.node_id = NodeId(name)
@@ -58,6 +60,7 @@ class Node(Process):
         self.peers: dict[str, Node] = {}
         self._lookups = lookups
         self._engines_alive = engines_alive
+        self._tenants = tenants
         self._calls: dict[int, Reply] = {}
         self._next_op = 1
         self._watched: set[bytes] = set()
@@ -74,7 +77,9 @@ class Node(Process):
         self._calls.clear()
         self._watched.clear()
         self._timer = None
-        self.state = ShardState(self.node_id, self.memory.boot(), self.memory.geometry, lease_seconds=LEASE_SECONDS)
+        self.state = ShardState(
+            self.node_id, self.memory.boot(), self.memory.geometry, lease_seconds=LEASE_SECONDS, tenants=self._tenants
+        )
         self.announcer = Announcer(len(self._lookups), self._inventory)
         self.herald = Herald(self, self.announcer, self._lookups, self._holder, self._fenced)
         for slot, payload_bytes, header in self.memory.scan():
@@ -126,12 +131,28 @@ class Node(Process):
     def handle(self, event: ev.Event) -> None:
         self.world.counters["events"] += 1
         self.is_changed = True
+        before = self._used() if isinstance(event, ev.Reserve) else {}
         performed = self.state.handle(event, self.clock())
+        if before:
+            self._check_quotas(event, before)
         for action in performed:
             self._perform(action)
         if any(isinstance(action, act.Announce | act.Retract) for action in performed):
             self.herald.kick()
         self._arm()
+
+    def _used(self) -> dict[str, int]:
+        return {row.name: row.used_bytes for row in self.state.tenants()}
+
+    def _check_quotas(self, event: ev.Event, before: Mapping[str, int]) -> None:
+        """What a tenant reserves costs no other one that holds no more than its quota."""
+        assert isinstance(event, ev.Reserve)
+        own, used = self.state.account_of(event.attachment), self._used()
+        for tenant, limits in self._tenants.items():
+            if limits.quota_bytes and used[tenant] > max(limits.quota_bytes, before[tenant]):
+                raise Violation(f"{tenant} holds more than its quota on {self.name}")
+            if tenant != own and used[tenant] < min(limits.quota_bytes, before[tenant]):
+                raise Violation(f"{own} took blocks of {tenant}, which was within its quota, on {self.name}")
 
     def _arm(self) -> None:
         due = self.state.next_deadline()

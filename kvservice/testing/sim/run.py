@@ -17,6 +17,7 @@ from kvservice.core import events as ev
 from kvservice.core.fetch import SUSPECT_SECONDS
 from kvservice.core.geometry import Geometry
 from kvservice.core.messages import Handoff
+from kvservice.core.tenants import NOBODY, TenantLimits
 from kvservice.testing.builders import SMALL, make_spec
 from kvservice.testing.sim.engine import BLOCK_TOKENS, Engine
 from kvservice.testing.sim.lookup import LookupShard
@@ -41,6 +42,14 @@ class Outcome:
     virtual_seconds: float
 
 
+def limits_of(schedule: Schedule) -> dict[str, TenantLimits]:
+    """The tenants of a run; none where everybody is one."""
+    if schedule.tenants == 1:
+        return {}
+    quota = schedule.slabs * (MiB // SMALL) // 2 * SMALL
+    return {"guarded": TenantLimits(quota_bytes=quota), "hot": TenantLimits()}
+
+
 class Run:
     def __init__(self, schedule: Schedule, tell: bool = False) -> None:
         self.schedule = schedule
@@ -49,7 +58,10 @@ class Run:
         geometry = Geometry(slab_bytes=MiB, slab_count=schedule.slabs)
         self.nodes: list[Node] = []
         for i in range(schedule.nodes):
-            node = Node(self.world, f"node{i}", SegmentMemory(geometry), self.lookups, self._is_engine_alive)
+            node = Node(
+                self.world, f"node{i}", SegmentMemory(geometry), self.lookups, self._is_engine_alive,
+                limits_of(schedule),
+            )  # fmt: skip
             node.set_clock_rate(schedule.rates[i])
             self.nodes.append(node)
         for node in self.nodes:
@@ -68,8 +80,12 @@ class Run:
         node = self.nodes[index % len(self.nodes)]
         return Engine(
             self.world, f"engine{index}", node, spec, verifies_loads=self.verifies,
-            copy_delay=self.schedule.copy_delay,
+            copy_delay=self.schedule.copy_delay, tenant=self._tenant_of(index),
         )  # fmt: skip
+
+    def _tenant_of(self, index: int) -> str:
+        names = tuple(limits_of(self.schedule))
+        return names[index // self.schedule.models % len(names)] if names else NOBODY
 
     def _is_engine_alive(self, engine_id: bytes) -> bool:
         return any(engine.spec.engine_id == engine_id and engine.holds_lock for engine in self.engines + self.gone)

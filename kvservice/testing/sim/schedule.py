@@ -82,6 +82,7 @@ class Schedule:
     models: int  # engine i serves model i mod models
     copy_delay: float  # of stores
     rates: tuple[float, ...]  # clock rate of each node
+    tenants: int = 1  # 2: engines belong to them in turn, and the first one has a quota
 
 
 def make_schedule(seed: int) -> Schedule:
@@ -111,6 +112,7 @@ def make_schedule(seed: int) -> Schedule:
         tuple(sorted(asks, key=lambda ask: ask.at)), tuple(sorted(faults, key=lambda fault: fault.at)),
         rng.choice((1, 1, 1, 2)), rng.choice((0.0, 0.3, 0.8, 1.6)),
         tuple(round(1 + rng.uniform(-0.005, 0.005), 5) for _ in range(nodes)),
+        2 if seed % 7 == 6 else 1,
     )  # fmt: skip
 
 

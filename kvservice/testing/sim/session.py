@@ -71,7 +71,7 @@ class SimSession:
             else:
                 self._engine.after(RETRY_SECONDS, self._attach)
 
-        self._send(lambda: node.call(lambda op: ev.Attach(op, self._engine.spec), attached))
+        self._send(lambda: node.call(lambda op: ev.Attach(op, self._engine.spec, self._engine.tenant), attached))
         self._engine.after(1.0, self._attach)  # when no answer comes
 
     def _attached(self, reply: AttachReply, boot: int) -> None:
@@ -79,7 +79,14 @@ class SimSession:
             return
         node = self._engine.node
         self.attachment = Attachment(
-            reply.attachment, node.node_id, reply.epoch, reply.lease_seconds, node.name, node.memory.geometry, "lock"
+            reply.attachment,
+            node.node_id,
+            reply.epoch,
+            reply.lease_seconds,
+            node.name,
+            node.memory.geometry,
+            "lock",
+            self._engine.tenant_key,
         )
         self._life += 1
         self._engine.after(reply.lease_seconds / 3, self._renew, self._life)

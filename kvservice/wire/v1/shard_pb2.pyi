@@ -62,7 +62,7 @@ class AttachRequest(_message.Message):
     def __init__(self, engine_id: _Optional[bytes] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., sides: _Optional[_Iterable[_Union[Side, _Mapping]]] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ("attachment_id", "node_id", "epoch", "lease_seconds", "segment_path", "geometry", "liveness_path")
+    __slots__ = ("attachment_id", "node_id", "epoch", "lease_seconds", "segment_path", "geometry", "liveness_path", "tenant_key", "public_key", "may_publish", "quota_bytes")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,10 @@ class Attached(_message.Message):
     SEGMENT_PATH_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     LIVENESS_PATH_FIELD_NUMBER: _ClassVar[int]
+    TENANT_KEY_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
+    MAY_PUBLISH_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
     attachment_id: int
     node_id: str
     epoch: int
@@ -77,7 +81,11 @@ class Attached(_message.Message):
     segment_path: str
     geometry: Geometry
     liveness_path: str
-    def __init__(self, attachment_id: _Optional[int] = ..., node_id: _Optional[str] = ..., epoch: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., segment_path: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., liveness_path: _Optional[str] = ...) -> None: ...
+    tenant_key: bytes
+    public_key: bytes
+    may_publish: bool
+    quota_bytes: int
+    def __init__(self, attachment_id: _Optional[int] = ..., node_id: _Optional[str] = ..., epoch: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., segment_path: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., liveness_path: _Optional[str] = ..., tenant_key: _Optional[bytes] = ..., public_key: _Optional[bytes] = ..., may_publish: bool = ..., quota_bytes: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ()
@@ -400,7 +408,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("node", "segment_bytes", "slab_count", "slab_free_count", "slots", "counters", "draining", "transport", "uptime_seconds", "models")
+    __slots__ = ("node", "segment_bytes", "slab_count", "slab_free_count", "slots", "counters", "draining", "transport", "uptime_seconds", "models", "tenants")
     class SlotsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -425,6 +433,7 @@ class StatsReply(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
     node: _common_pb2.NodeInfo
     segment_bytes: int
     slab_count: int
@@ -435,7 +444,29 @@ class StatsReply(_message.Message):
     transport: str
     uptime_seconds: float
     models: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., segment_bytes: _Optional[int] = ..., slab_count: _Optional[int] = ..., slab_free_count: _Optional[int] = ..., slots: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: bool = ..., transport: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., models: _Optional[_Iterable[str]] = ...) -> None: ...
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantNumbers]
+    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., segment_bytes: _Optional[int] = ..., slab_count: _Optional[int] = ..., slab_free_count: _Optional[int] = ..., slots: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: bool = ..., transport: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., models: _Optional[_Iterable[str]] = ..., tenants: _Optional[_Iterable[_Union[TenantNumbers, _Mapping]]] = ...) -> None: ...
+
+class TenantNumbers(_message.Message):
+    __slots__ = ("name", "used_bytes", "quota_bytes", "in_flight", "counters")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    used_bytes: int
+    quota_bytes: int
+    in_flight: int
+    counters: _containers.ScalarMap[str, int]
+    def __init__(self, name: _Optional[str] = ..., used_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., in_flight: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class AccountingRequest(_message.Message):
     __slots__ = ()
@@ -465,7 +496,7 @@ class AccountingReply(_message.Message):
     def __init__(self, slots: _Optional[_Mapping[str, int]] = ..., capacity: _Optional[int] = ..., balanced: bool = ..., violation: _Optional[str] = ..., leases: _Optional[int] = ..., attachments: _Optional[int] = ...) -> None: ...
 
 class TakeOverRequest(_message.Message):
-    __slots__ = ("leaver", "epoch", "payload_bytes", "keys", "parents", "positions", "routes", "idle_seconds", "wait_seconds")
+    __slots__ = ("leaver", "epoch", "payload_bytes", "keys", "parents", "positions", "routes", "idle_seconds", "wait_seconds", "account_tags")
     LEAVER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -475,6 +506,7 @@ class TakeOverRequest(_message.Message):
     ROUTES_FIELD_NUMBER: _ClassVar[int]
     IDLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ACCOUNT_TAGS_FIELD_NUMBER: _ClassVar[int]
     leaver: _common_pb2.NodeInfo
     epoch: int
     payload_bytes: int
@@ -484,7 +516,8 @@ class TakeOverRequest(_message.Message):
     routes: _containers.RepeatedScalarFieldContainer[int]
     idle_seconds: _containers.RepeatedScalarFieldContainer[float]
     wait_seconds: float
-    def __init__(self, leaver: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., keys: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., positions: _Optional[_Iterable[int]] = ..., routes: _Optional[_Iterable[int]] = ..., idle_seconds: _Optional[_Iterable[float]] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
+    account_tags: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, leaver: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., keys: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., positions: _Optional[_Iterable[int]] = ..., routes: _Optional[_Iterable[int]] = ..., idle_seconds: _Optional[_Iterable[float]] = ..., wait_seconds: _Optional[float] = ..., account_tags: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TakeOverReply(_message.Message):
     __slots__ = ("kept", "full")
@@ -681,13 +714,17 @@ class PeerSpeed(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., bytes_per_second: _Optional[float] = ..., overhead_seconds: _Optional[float] = ...) -> None: ...
 
 class SurveyReply(_message.Message):
-    __slots__ = ("node", "engines", "peers", "draining")
+    __slots__ = ("node", "engines", "peers", "draining", "tenant_key", "public_key")
     NODE_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    TENANT_KEY_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
     node: _common_pb2.NodeInfo
     engines: _containers.RepeatedCompositeFieldContainer[EngineGroup]
     peers: _containers.RepeatedCompositeFieldContainer[PeerSpeed]
     draining: bool
-    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[EngineGroup, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[PeerSpeed, _Mapping]]] = ..., draining: bool = ...) -> None: ...
+    tenant_key: bytes
+    public_key: bytes
+    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[EngineGroup, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[PeerSpeed, _Mapping]]] = ..., draining: bool = ..., tenant_key: _Optional[bytes] = ..., public_key: _Optional[bytes] = ...) -> None: ...

@@ -34,7 +34,7 @@ def pool_info(of: Attachment) -> PoolInfo:
     return PoolInfo(of.segment_path, of.geometry, of.epoch, LAYOUT, of.liveness_path)
 
 
-def keys_of(hashes: Sequence[BlockHash]) -> list[BlockKey]:
+def keys_of(hashes: Sequence[BlockHash], tenant_key: bytes = b"") -> list[BlockKey]:
     return [BlockKey(h[:16]) for h in hashes]
 
 

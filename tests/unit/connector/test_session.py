@@ -91,6 +91,20 @@ def test_expected_stores_enlarge_the_stock_and_the_rest_is_given_back(bench: Ben
     until(lambda: len(bench.pool.reserved) <= 2 * idle)
 
 
+def test_the_stock_leaves_most_of_a_tenants_quota_to_its_blocks(bench: Bench) -> None:
+    attach = bench.pool.attach
+
+    async def limited(spec: EngineSpec, on_lost: Callable[[str], None]) -> Attachment:
+        return replace(await attach(spec, on_lost), quota_bytes=4 * LAYOUT.payload_bytes)
+
+    bench.pool.attach = limited  # type: ignore[method-assign]
+    bench.start()
+    bench.session.expect(64)
+    until(lambda: bench.pool.reserved)
+    until(lambda: bench.session._stocks[0])
+    assert len(bench.pool.reserved) <= 2
+
+
 def test_each_side_has_a_stock_of_its_own() -> None:
     bench = Bench(sides=(Side(LAYOUT, Reach(window=64)),))
     asked: list[int] = []

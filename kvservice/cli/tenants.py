@@ -1,0 +1,217 @@
+"""`kvservice tenants`: who may use a service. Edits the tenants file, which shards read again when it changes.
+
+The file is replaced as a whole, readable by its owner only; tokens are printed once and never kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from kvservice.errors import ConfigError, KVServiceError
+
+app = typer.Typer(
+    help="Who may use a service: tokens, quotas, public prompts.", no_args_is_help=True, rich_markup_mode=None
+)
+File = Annotated[Path, typer.Option("--file", help="The tenants file, as KVSERVICE_TENANTS_FILE names it.")]
+Name = Annotated[str, typer.Argument(help="The tenant.")]
+Quota = Annotated[str | None, typer.Option(help="Most it may hold of each node's pool: 25% or 8GiB; '' = no limit.")]
+InFlight = Annotated[
+    int | None, typer.Option("--in-flight", min=0, help="Most slots reserved and fetched at once; 0 = no limit.")
+]
+PublicRight = Annotated[str | None, typer.Option(help="Public blocks: no, read, or publish.")]
+Admin = Annotated[bool | None, typer.Option("--admin/--no-admin", help="May see what others' requests did.")]
+TokenTo = Annotated[Path | None, typer.Option("--token-to", help="Write the token to this file, not to the terminal.")]
+
+
+@app.command()
+def add(
+    name: Name, file: File, quota: Quota = None, in_flight: InFlight = None, public: PublicRight = None,
+    admin: Admin = None, token_to: TokenTo = None,
+) -> None:  # fmt: skip
+    """Add a tenant, and make the file if there is none. Prints its token."""
+    from kvservice.wire.tenants import Tenant, Tenants, check_name, hash_token, new_secret, new_token
+
+    token = new_token()
+
+    def change(tenants: Any) -> None:
+        if name in tenants.by_name:
+            raise ConfigError(f"there is a tenant {name} already: `kvservice tenants rotate` gives it another token")
+        fresh = Tenant(check_name(name), (hash_token(token),), new_secret())
+        tenants.by_name[name] = _with(fresh, quota, in_flight, public, admin)
+
+    _edit(file, change, Tenants([], new_secret()))
+    _show_token(name, token, token_to)
+
+
+@app.command("list")
+def show(file: File, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """Names and limits; nothing secret."""
+    from kvservice.wire.tenants import read_tenants
+
+    try:
+        tenants = read_tenants(file).by_name.values()
+    except KVServiceError as error:
+        _fail(error)
+    rows = [
+        {"name": t.name, "tokens": len(t.tokens), "quota": t.quota, "in_flight": t.in_flight, "public": t.public.value,
+         "admin": t.admin} for t in tenants
+    ]  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    for row in rows:
+        limits = f"quota {row['quota'] or 'none'}, in flight {row['in_flight'] or 'any'}, public {row['public']}"
+        typer.echo(f"{row['name']}: {row['tokens']} token(s), {limits}{', admin' if row['admin'] else ''}")
+
+
+@app.command("set")
+def set_limits(
+    name: Name, file: File, quota: Quota = None, in_flight: InFlight = None, public: PublicRight = None,
+    admin: Admin = None,
+) -> None:  # fmt: skip
+    """Change what a tenant may hold or do. What is not given stays."""
+
+    def change(tenants: Any) -> None:
+        tenants.by_name[name] = _with(_known(tenants, name), quota, in_flight, public, admin)
+
+    _edit(file, change)
+    typer.echo(f"{name} is changed; shards take it within seconds")
+
+
+@app.command()
+def rotate(
+    name: Name,
+    file: File,
+    retire: Annotated[bool, typer.Option("--retire", help="Make none, but end all tokens except the newest.")] = False,
+    token_to: TokenTo = None,
+) -> None:
+    """Give a tenant one more token; its blocks stay. Once all its engines have it, end the others with --retire."""
+    from dataclasses import replace
+
+    from kvservice.wire.tenants import TOKENS_MAX, hash_token, new_token
+
+    token = new_token()
+
+    def change(tenants: Any) -> None:
+        tenant = _known(tenants, name)
+        tokens = tenant.tokens[-1:] if retire else (*tenant.tokens, hash_token(token))
+        if len(tokens) > TOKENS_MAX:
+            raise ConfigError(f"{name} has {TOKENS_MAX} tokens: end the old ones with --retire first")
+        tenants.by_name[name] = replace(tenant, tokens=tokens)
+
+    _edit(file, change)
+    if retire:
+        typer.echo(f"{name} has one token left; engines with another are turned out within seconds")
+    else:
+        _show_token(name, token, token_to)
+
+
+@app.command()
+def remove(name: Name, file: File) -> None:
+    """End a tenant: its engines are turned out within seconds, and its blocks cannot be named any more."""
+
+    def change(tenants: Any) -> None:
+        _known(tenants, name)
+        del tenants.by_name[name]
+
+    _edit(file, change)
+    typer.echo(f"{name} is removed; shards take it within seconds")
+
+
+def _with(
+    tenant: Any, quota: str | None, in_flight: int | None, public: str | None, admin: bool | None
+) -> Any:  # fmt: skip
+    from dataclasses import replace
+
+    from kvservice.wire.tenants import Public
+
+    if public is not None and public not in [one.value for one in Public]:
+        raise ConfigError(f"public is {public!r}; choose no, read or publish")
+    return replace(
+        tenant,
+        quota=tenant.quota if quota is None else quota,
+        in_flight=tenant.in_flight if in_flight is None else in_flight,
+        public=tenant.public if public is None else Public(public),
+        admin=tenant.admin if admin is None else admin,
+    )
+
+
+def _known(tenants: Any, name: str) -> Any:
+    if name not in tenants.by_name:
+        raise ConfigError(f"there is no tenant {name!r}; `kvservice tenants list` shows them")
+    return tenants.by_name[name]
+
+
+def _edit(path: Path, change: Callable[[Any], None], fresh: Any = None) -> None:
+    """Read, change, check and replace the file, alone. `fresh`: what it is where there is none."""
+    import os
+
+    from kvservice.wire.tenants import dump_tenants, parse_tenants, read_tenants
+
+    path = path.absolute()
+    try:
+        with _alone(path.parent):
+            tenants = read_tenants(path) if fresh is None or path.exists() else fresh
+            change(tenants)
+            text = dump_tenants(tenants)
+            parse_tenants(json.loads(text))
+            draft = path.with_name(f".{path.name}.{os.getpid()}")
+            _write_private(draft, text)
+            draft.replace(path)
+    except ValueError as error:
+        _fail(ConfigError(str(error)))
+    except OSError as error:
+        _fail(ConfigError(f"cannot write {path}: {error.strerror}"))
+    except KVServiceError as error:
+        _fail(error)
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Two of these commands do not undo each other's changes."""
+    import fcntl
+    import os
+
+    opened = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
+
+
+def _write_private(path: Path, text: str) -> None:
+    import os
+
+    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(opened, "w") as file:
+        os.fchmod(opened, 0o600)
+        file.write(text)
+        file.flush()
+        os.fsync(opened)
+
+
+def _show_token(name: str, token: str, token_to: Path | None) -> None:
+    what = f"the token of {name}, shown this once: give its engines a file with it, KVSERVICE_TOKEN_FILE"
+    if token_to is None:
+        typer.echo(what, err=True)
+        typer.echo(token)
+        return
+    try:
+        _write_private(token_to, token + "\n")
+    except OSError as error:
+        typer.echo(f"error: cannot write {token_to}: {error.strerror}. The token is shown instead.", err=True)
+        typer.echo(token)
+        raise typer.Exit(1) from error
+    typer.echo(f"the token of {name} is in {token_to}: start its engines with KVSERVICE_TOKEN_FILE={token_to}")
+
+
+def _fail(error: KVServiceError) -> NoReturn:
+    typer.echo(f"error: {error.message}", err=True)
+    raise typer.Exit(1) from error

@@ -1,0 +1,71 @@
+"""The token that an engine or a command shows to shards, from a file that may be replaced while the process runs.
+
+Used on one event loop or thread; reads the file where it is called, once a second at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvservice.config import token_of_environment
+from kvservice.errors import ConfigError
+from kvservice.wire.tenants import TOKEN_BYTES_MAX, token_metadata
+from kvservice.wire.tls import is_loopback
+
+log = logging.getLogger("kvservice.client")
+
+LOOK_SECONDS = 1.0
+Metadata = tuple[tuple[str, str], ...]
+
+
+class Token:
+    """`metadata` is what every call carries; empty where there is no token."""
+
+    def __init__(self, value: str = "", path: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        """A file wins over a value. Neither means no token."""
+        self._path = Path(path) if path else None
+        self._metadata: Metadata = token_metadata(value) if value and not path else ()
+        self._clock = clock
+        self._look_at = 0.0
+        self._stamp: tuple[int, int, int] | None = None
+        self._complained = ""
+
+    @classmethod
+    def of_environment(cls, path: str | None = None) -> Token:
+        """KVSERVICE_TOKEN_FILE or KVSERVICE_TOKEN, unless a file is named. Raises ConfigError for a malformed token."""
+        value, named = token_of_environment()
+        return cls(value, path or named)
+
+    def metadata(self) -> Metadata:
+        """Raises ConfigError while there is a file to read and none was readable yet."""
+        if self._path is not None and self._clock() >= self._look_at:
+            self._look_at = self._clock() + LOOK_SECONDS
+            self._read(self._path)
+        return self._metadata
+
+    def metadata_for(self, address: str, *, encrypted: bool) -> Metadata:
+        """Likewise, for a call to this address; nothing where somebody could listen."""
+        return self.metadata() if encrypted or address.startswith("unix:") or is_loopback(address) else ()
+
+    def _read(self, path: Path) -> None:
+        try:
+            status = path.stat()
+            stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
+            if stamp == self._stamp:
+                return
+            with path.open(encoding="ascii") as file:
+                text = file.read(TOKEN_BYTES_MAX + 1).strip()
+            self._metadata = token_metadata(text)
+            self._stamp, self._complained = stamp, ""
+        except (OSError, UnicodeDecodeError, ConfigError) as error:
+            reason = error.message if isinstance(error, ConfigError) else f"it cannot be read ({type(error).__name__})"
+            reason = f"token file {path}: {reason}"
+            if not self._metadata:
+                self._look_at = 0.0
+                raise ConfigError(reason, key="token_file") from None
+            if reason != self._complained:
+                self._complained = reason
+                log.warning("token_file_not_taken", extra={"reason": reason})

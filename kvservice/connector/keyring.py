@@ -1,0 +1,54 @@
+"""Names the blocks of requests with the keys of the tenant that the engine is attached as. Pure; without I/O.
+
+A request's first blocks may be public: named with the key that tenants share, if this tenant may use it. What it may
+read and not publish is looked for there, and never stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvservice.connector.request import EngineRequest, Naming
+from kvservice.core.messages import Attachment
+from kvservice.core.windows import side_key
+from kvservice.units import BlockHash, BlockKey
+
+# (hashes, the key that their names derive from) -> names
+MakeKeys = Callable[[Sequence[BlockHash], bytes], list[BlockKey]]
+
+
+class Keyring:
+    """The keys of every request so far, by the naming of the attachment that was current when they were made."""
+
+    def __init__(self, make_keys: MakeKeys, block_tokens: int) -> None:
+        self._make_keys = make_keys
+        self._block_tokens = block_tokens
+        self._naming = Naming()
+
+    def is_current(self, request: EngineRequest, attachment: Attachment | None) -> bool:
+        """Whether the request's keys are of this attachment."""
+        return attachment is None or request.naming == Naming.of(attachment)
+
+    def extend(self, request: EngineRequest, hashes: Sequence[BlockHash], attachment: Attachment | None) -> int:
+        """Give the request a key for each hash. Keys of another naming are made anew: as another tenant, or with
+        another secret, its blocks have other names. Returns how many of the new ones may be stored."""
+        if attachment is not None:
+            self._naming = Naming.of(attachment)
+        if request.naming != self._naming:
+            request.naming = self._naming
+            for keys in request.chains:
+                keys.clear()
+            request.stored = 0
+        naming, begin = self._naming, len(request.keys)
+        if len(hashes) <= begin:
+            return 0
+        public = request.public_tokens // self._block_tokens if naming.public_key else 0
+        middle = min(max(public, begin), len(hashes))
+        new = self._make_keys(hashes[begin:middle], naming.public_key) if middle > begin else []
+        new += self._make_keys(hashes[middle:], naming.tenant_key)
+        request.keys.extend(new)
+        for side, keys in enumerate(request.side_keys, 1):
+            keys.extend(side_key(key, side) for key in new)
+        request.kept_out = 0 if naming.may_publish else public
+        request.stored = max(request.stored, request.kept_out)
+        return len(hashes) - max(begin, min(request.kept_out, len(hashes)))

@@ -1,0 +1,129 @@
+"""Tenants as the pool's decisions see them: accounts that slots are charged to, and what each may hold.
+
+An account is a tenant's name; NOBODY is the account of a service without tenants, and of blocks whose owner is not
+known. A quota is both ends of a promise: a tenant never holds more, and nobody else's need pushes it below. Quotas that
+exceed the pool together are protected in proportion. Pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+NOBODY = ""
+TAG_MAX = (1 << 15) - 1
+TENANTS_LISTED_MAX = 64  # beyond, numbers of tenants are added up under OTHERS
+OTHERS = "(others)"
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """0 means no limit."""
+
+    quota_bytes: int = 0  # of payloads: reserved, being fetched, sealed or set aside
+    in_flight: int = 0  # slots reserved or being fetched at once
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUsage:
+    """One tenant's numbers at one moment."""
+
+    name: str
+    used_bytes: int
+    quota_bytes: int
+    in_flight: int
+    counters: Mapping[str, int]
+
+
+def tag_of(account: str) -> int:
+    """15 bits that stand for this account in a slot header, so that a restarted shard knows whom to charge; 0 is
+    nobody. Two accounts may have the same one."""
+    if account == NOBODY:
+        return 0
+    found = int.from_bytes(hashlib.blake2b(account.encode(), digest_size=4).digest(), "little") % TAG_MAX
+    return found + 1
+
+
+class Accounts:
+    """What each account holds and may hold. Only accounts of tenants are counted; nobody has no limits."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._limits: dict[str, TenantLimits] = {}
+        self._floors: dict[str, int] = {}
+        self._by_tag: dict[int, str] = {}
+        self.used: Counter[str] = Counter()  # bytes of slots that are not free
+        self.writing: Counter[str] = Counter()  # slots
+        self.counters: dict[str, Counter[str]] = {}
+
+    def set_limits(self, limits: Mapping[str, TenantLimits]) -> None:
+        """These are the tenants now. Blocks of others stay until they are evicted, protected by nothing."""
+        self._limits = dict(limits)
+        total = sum(limit.quota_bytes for limit in limits.values())
+        self._floors = {
+            name: limit.quota_bytes * min(total, self._capacity_bytes) // total
+            for name, limit in limits.items()
+            if limit.quota_bytes
+        }
+        self._by_tag = {}
+        for name in limits:
+            tag = tag_of(name)
+            self._by_tag[tag] = NOBODY if tag in self._by_tag else name
+        for name in self.counters.keys() - limits.keys():
+            del self.counters[name]
+
+    def account_of(self, tag: int) -> str:
+        """NOBODY where the tag is not known, or stands for several tenants."""
+        return self._by_tag.get(tag, NOBODY)
+
+    def over_quota(self, account: str, payload_bytes: int) -> bool:
+        """Whether one more slot would be too much."""
+        limit = self._limits.get(account)
+        return limit is not None and 0 < limit.quota_bytes < self.used[account] + payload_bytes
+
+    def may_write(self, account: str) -> int | None:
+        """How many more slots may be reserved or fetched; None is any number."""
+        limit = self._limits.get(account)
+        if limit is None or not limit.in_flight:
+            return None
+        return max(limit.in_flight - self.writing[account], 0)
+
+    def takes_from(self, account: str, payload_bytes: int) -> Callable[[str], bool] | None:
+        """Whose blocks of that size may go for this account's: its own, and those of whoever keeps its quota without.
+        None is everybody's."""
+        if not self._floors:
+            return None
+        return lambda other: other == account or self.can_spare(other, payload_bytes)
+
+    def can_spare(self, account: str, byte_count: int) -> bool:
+        floor = self._floors.get(account)
+        return floor is None or self.used[account] - byte_count >= floor
+
+    def count(self, account: str, name: str, by: int = 1) -> None:
+        if account in self._limits and by:
+            self.counters.setdefault(account, Counter())[name] += by
+
+    def usage(self, count_max: int = TENANTS_LISTED_MAX) -> list[TenantUsage]:
+        """In the order of the limits; what is beyond `count_max` is added up, so that there are never more series."""
+        names = list(self._limits)
+        rows = [self._row(name) for name in names[:count_max]]
+        rest = [self._row(name) for name in names[count_max:]]
+        if rest:
+            counters: Counter[str] = Counter()
+            for row in rest:
+                counters.update(row.counters)
+            rows.append(
+                TenantUsage(
+                    OTHERS, sum(r.used_bytes for r in rest), sum(r.quota_bytes for r in rest),
+                    sum(r.in_flight for r in rest), counters,
+                )
+            )  # fmt: skip
+        return rows
+
+    def _row(self, name: str) -> TenantUsage:
+        counters = self.counters.get(name, Counter())
+        return TenantUsage(
+            name, self.used[name], self._limits[name].quota_bytes, self.writing[name], dict(counters)
+        )  # fmt: skip

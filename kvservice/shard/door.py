@@ -1,0 +1,172 @@
+"""Who may use the pool: names the tenant behind each call by the token of its channel, and ends attachments of tenants
+that are there no more. Runs on the shard's event loop; the tenants file is read on a thread.
+
+Without a tenants file everybody is one tenant, and tokens are not looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvservice.core.geometry import Geometry
+from kvservice.core.messages import Attachment
+from kvservice.core.tenants import NOBODY
+from kvservice.errors import NotAttached, Unauthenticated
+from kvservice.pool.runtime import PoolRuntime
+from kvservice.units import AttachmentId
+from kvservice.wire.serving import Context
+from kvservice.wire.tenants import (
+    METADATA_KEY,
+    WHAT_TO_DO,
+    Caller,
+    Public,
+    Tenant,
+    Tenants,
+    TenantsFile,
+    caller_of,
+    quota_bytes,
+)
+
+log = logging.getLogger("kvservice.shard")
+
+LOOK_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class _Guest:
+    caller: Caller
+    turn_out: Callable[[str], None]
+
+
+class Door:
+    def __init__(self, files: TenantsFile | None, pool: PoolRuntime) -> None:
+        self._files = files
+        self._pool = pool
+        self._guests: dict[AttachmentId, _Guest] = {}
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """No tenants: whoever reaches the socket may come in."""
+        return self._files is None
+
+    def start(self) -> None:
+        if self._files is not None and self._watcher is None:
+            self._watcher = asyncio.get_running_loop().create_task(self._watch(self._files))
+
+    async def stop(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watcher
+            self._watcher = None
+
+    def caller(self, context: Context) -> Caller | None:
+        """Who calls; None where there are no tenants. Raises Unauthenticated."""
+        if self._files is None:
+            return None
+        try:
+            return caller_of(context.invocation_metadata(), self._files.current)  # type: ignore[arg-type]
+        except Unauthenticated:
+            self._pool.count("calls_unauthenticated")
+            raise
+
+    def caller_if_any(self, context: Context) -> Caller | None:
+        """None also for a call without a token, of a node's own parts. Raises Unauthenticated for a wrong one."""
+        metadata = context.invocation_metadata() or ()
+        return self.caller(context) if any(key == METADATA_KEY for key, _ in metadata) else None
+
+    def account(self, context: Context) -> str | None:
+        """The tenant whose requests the caller may see; None is everybody's. Raises Unauthenticated."""
+        caller = self.caller(context)
+        return None if caller is None or caller.tenant.admin else caller.tenant.name
+
+    def let_in(self, caller: Caller | None, attachment: Attachment, turn_out: Callable[[str], None]) -> Attachment:
+        """The attachment as its engine gets it, with its tenant's keys. `turn_out(reason)` is called at most once,
+        when the tenant's rights end first. Call `left` in the end. Raises Unauthenticated when they have ended since
+        `caller` was asked."""
+        if caller is None or self._files is None:
+            return attachment
+        tenants = self._files.current
+        if not tenants.is_valid(caller.tenant.name, caller.token):
+            raise Unauthenticated(f"this tenant's token was revoked: {WHAT_TO_DO}")
+        tenant = tenants.by_name[caller.tenant.name]
+        self._guests[attachment.attachment_id] = _Guest(Caller(tenant, caller.token), turn_out)
+        tenant_key, public_key = tenants.block_keys_of(tenant)
+        return replace(
+            attachment, tenant_key=tenant_key, public_key=public_key,
+            may_publish=tenant.public is Public.PUBLISH,
+            quota_bytes=quota_bytes(tenant.quota, room_of(attachment.geometry)),
+        )  # fmt: skip
+
+    def left(self, attachment: AttachmentId) -> None:
+        self._guests.pop(attachment, None)
+
+    def check(self, context: Context, attachment: AttachmentId) -> None:
+        """Raises Unauthenticated, or NotAttached for another tenant's attachment, as for one that does not exist."""
+        caller = self.caller(context)
+        if caller is None:
+            return
+        guest = self._guests.get(attachment)
+        if guest is None or guest.caller.tenant.name != caller.tenant.name:
+            raise NotAttached(f"attachment {attachment} is not known to this shard: attach again")
+        guest.caller = caller  # with the token that it has now: the one it came with may go
+
+    def keys_for(self, caller: Caller) -> tuple[bytes, bytes]:
+        assert self._files is not None
+        return self._files.current.block_keys_of(caller.tenant)
+
+    # -- the file ----
+
+    async def _watch(self, files: TenantsFile) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            try:
+                if await asyncio.to_thread(files.look):
+                    self._take(files.current)
+            except Exception:  # task boundary: a file that nobody foresaw must not end the watching
+                log.exception("tenants_file_failed")
+
+    def _take(self, tenants: Tenants) -> None:
+        self._pool.set_tenants(tenants.limits(room_of(self._pool.geometry)))
+        for attachment, guest in list(self._guests.items()):
+            old = guest.caller
+            new = tenants.by_name.get(old.tenant.name)
+            if new is None or not tenants.is_valid(old.tenant.name, old.token):
+                self._turn_out(attachment, f"this tenant's token was revoked: {WHAT_TO_DO}")
+            elif _rights(new) != _rights(old.tenant):
+                self._turn_out(attachment, "this tenant's rights changed: attach again")
+            else:
+                guest.caller = Caller(new, old.token)
+
+    def _turn_out(self, attachment: AttachmentId, reason: str) -> None:
+        guest = self._guests.pop(attachment, None)
+        if guest is not None:
+            self._pool.count("attachments_revoked")
+            log.info("attachment_revoked", extra={"tenant": guest.caller.tenant.name, "attachment": int(attachment)})
+            guest.turn_out(reason)
+
+
+def room_of(geometry: Geometry) -> int:
+    """What shares of the pool are shares of, in bytes."""
+    return geometry.slab_bytes * geometry.slab_count
+
+
+def _rights(tenant: Tenant) -> tuple[object, ...]:
+    """What an engine was told when it attached."""
+    return tenant.secret, tenant.public, tenant.quota
+
+
+def is_private(context: Context) -> bool:
+    """Nobody can listen to this channel: TLS, the node's socket, or loopback."""
+    peer = context.peer()
+    encrypted = b"ssl" in context.auth_context().get("transport_security_type", ())
+    return encrypted or peer.startswith(("unix:", "ipv4:127.", "ipv6:%5B::1%5D", "ipv6:[::1]"))
+
+
+def account_of(caller: Caller | None) -> str:
+    return NOBODY if caller is None else caller.tenant.name

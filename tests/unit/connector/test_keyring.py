@@ -1,0 +1,82 @@
+"""Under which names a request's blocks go: by tenant, by what is public, and after an attachment has changed."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvservice.connector.handoff import Prefill, parse_public_tokens, parse_transfer_params
+from kvservice.connector.keyring import Keyring
+from kvservice.connector.request import EngineRequest
+from kvservice.core.geometry import Geometry
+from kvservice.core.keys import DEFAULT_TENANT_KEY, block_keys
+from kvservice.core.messages import Attachment
+from kvservice.core.windows import side_key
+from kvservice.errors import InvalidRequest
+from kvservice.units import AttachmentId, BlockHash, BootEpoch, MiB, NodeId
+from tests.unit.connector.line import BLOCK, hashes
+
+DIGEST = b"d" * 32
+HASHES = hashes(1, 6)
+
+
+def attachment(tenant: bytes = b"mine", public: bytes = b"", *, publishes: bool = False) -> Attachment:
+    geometry = Geometry(slab_bytes=MiB, slab_count=1)
+    return Attachment(AttachmentId(1), NodeId("n"), BootEpoch(1), 9.0, "", geometry, "", tenant, public, publishes)
+
+
+def keyring() -> Keyring:
+    return Keyring(lambda found, key: block_keys(DIGEST, found, key), BLOCK)
+
+
+def names(found: list[BlockHash], key: bytes) -> list[bytes]:
+    return list(block_keys(DIGEST, found, key))
+
+
+def test_without_tenants_the_names_are_those_of_ever() -> None:
+    request = EngineRequest("r", [], public_tokens=2 * BLOCK)
+    assert keyring().extend(request, HASHES, attachment(b"")) == 6
+    assert request.keys == names(HASHES, DEFAULT_TENANT_KEY)
+
+
+def test_only_whole_leading_blocks_are_public_and_only_for_who_may() -> None:
+    mine = names(HASHES, b"mine")
+    request = EngineRequest("r", [], [[]], public_tokens=2 * BLOCK + 1)
+    rings = keyring()
+    assert rings.extend(request, HASHES[:1], attachment(public=b"all", publishes=True)) == 1
+    assert rings.extend(request, HASHES, attachment(public=b"all", publishes=True)) == 5
+    assert request.keys == [*names(HASHES[:2], b"all"), *mine[2:]]
+    assert request.side_keys == [[side_key(key, 1) for key in request.keys]]
+    assert request.stored == 0
+    refused = EngineRequest("s", [], public_tokens=2 * BLOCK)
+    keyring().extend(refused, HASHES, attachment())
+    assert refused.keys == mine
+
+
+def test_public_blocks_that_may_only_be_read_are_never_stored() -> None:
+    request = EngineRequest("r", [], public_tokens=2 * BLOCK)
+    assert keyring().extend(request, HASHES, attachment(public=b"all")) == 4
+    assert (request.stored, request.kept_out) == (2, 2)
+
+
+def test_names_made_before_the_engine_was_attached_are_not_used_after() -> None:
+    request, rings = EngineRequest("r", []), keyring()
+    rings.extend(request, HASHES, None)
+    request.stored = 3
+    assert not rings.is_current(request, attachment())
+    assert rings.extend(request, HASHES, attachment()) == 6
+    assert request.keys == names(HASHES, b"mine") and request.stored == 0
+    assert "mine" not in repr(request.naming)
+
+
+def test_public_tokens_are_asked_for_alone_or_beside_a_hand_off() -> None:
+    assert parse_public_tokens(None) == parse_public_tokens({"kvservice": {"version": 1}}) == 0
+    alone = {"kvservice": {"version": 1, "public_tokens": 64}}
+    assert (parse_public_tokens(alone), parse_transfer_params(alone)) == (64, None)
+    both = {"kvservice": {"version": 1, "public_tokens": 64, "role": "prefill", "handoff": "0" * 32}}
+    assert parse_public_tokens(both) == 64 and isinstance(parse_transfer_params(both), Prefill)
+
+
+@pytest.mark.parametrize("count", [-1, True, "64", 1.5, None, 1 << 40])
+def test_nonsense_for_public_tokens_is_refused(count: object) -> None:
+    with pytest.raises(InvalidRequest, match="public_tokens"):
+        parse_public_tokens({"kvservice": {"version": 1, "public_tokens": count}})

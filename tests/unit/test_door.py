@@ -1,0 +1,92 @@
+"""Rules of shard.door that need a moment no two processes can be made to meet in."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvservice.core.geometry import Geometry
+from kvservice.core.messages import Attachment
+from kvservice.errors import Unauthenticated
+from kvservice.shard.door import Door, is_private
+from kvservice.units import AttachmentId, BootEpoch, MiB, NodeId
+from kvservice.wire.tenants import TenantsFile, hash_token, token_metadata
+
+TOKEN = "kvs_0123456789abcdef"
+GEOMETRY = Geometry(slab_bytes=MiB, slab_count=2)
+ATTACHMENT = Attachment(AttachmentId(1), NodeId("n"), BootEpoch(1), 9.0, "", GEOMETRY, "")
+
+
+class Pool:
+    geometry = GEOMETRY
+
+    def __init__(self) -> None:
+        self.counters: Counter[str] = Counter()
+        self.limits: Any = None
+
+    def count(self, name: str) -> None:
+        self.counters[name] += 1
+
+    def set_tenants(self, limits: Any) -> None:
+        self.limits = limits
+
+
+class Call:
+    def __init__(self, token: str = "", peer: str = "unix:", kind: bytes = b"") -> None:
+        self._metadata, self._peer, self._kind = token_metadata(token) if token else (), peer, kind
+
+    def invocation_metadata(self) -> Any:
+        return self._metadata
+
+    def peer(self) -> str:
+        return self._peer
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {"transport_security_type": [self._kind]} if self._kind else {}
+
+
+def write(path: Path, *tokens: str, quota: str = "") -> None:
+    row = {"name": "a", "tokens": [hash_token(t).hex() for t in tokens], "secret": "5e" * 32, "quota": quota}
+    path.write_text(json.dumps({"version": 1, "public_secret": "07" * 32, "tenants": [row]}))
+
+
+def test_whoever_is_revoked_while_it_attaches_does_not_stay(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    write(path, TOKEN)
+    files = TenantsFile(path)
+    door = Door(files, Pool())  # type: ignore[arg-type]
+    caller = door.caller(Call(TOKEN))  # type: ignore[arg-type]
+    write(path)
+    assert files.look()
+    with pytest.raises(Unauthenticated, match="revoked"):
+        door.let_in(caller, ATTACHMENT, lambda reason: None)
+
+
+def test_an_engine_is_told_of_another_quota_by_attaching_again(tmp_path: Path) -> None:
+    path, pool, said = tmp_path / "t.json", Pool(), []
+    write(path, TOKEN, quota="50%")
+    files = TenantsFile(path)
+    door = Door(files, pool)  # type: ignore[arg-type]
+    attached = door.let_in(door.caller(Call(TOKEN)), ATTACHMENT, said.append)  # type: ignore[arg-type]
+    assert attached.quota_bytes == MiB and attached.tenant_key.hex() not in repr(attached)
+    write(path, TOKEN, "kvs_another-token-1234", quota="50%")
+    files.look()
+    door._take(files.current)
+    assert said == []
+    write(path, TOKEN, quota="25%")
+    files.look()
+    door._take(files.current)
+    assert len(said) == 1 and pool.limits["a"].quota_bytes == MiB // 2
+    assert pool.counters == {"attachments_revoked": 1}
+
+
+def test_secrets_go_where_nobody_listens() -> None:
+    for peer, kind, wanted in (
+        ("unix:/run/x", b"", True), ("ipv4:127.0.0.1:5", b"", True), ("ipv6:%5B::1%5D:5", b"", True),
+        ("ipv4:10.0.0.1:5", b"ssl", True), ("ipv4:10.0.0.1:5", b"", False), ("ipv4:10.127.0.1:5", b"", False),
+    ):  # fmt: skip
+        assert is_private(Call(peer=peer, kind=kind)) is wanted  # type: ignore[arg-type]

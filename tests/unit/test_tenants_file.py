@@ -1,0 +1,191 @@
+"""Rules of the tenants file, of the command that edits it, and of tokens: wire.tenants and client.token."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvservice.cli.main import app
+from kvservice.client.token import Token
+from kvservice.config import load_config
+from kvservice.errors import ConfigError, Unauthenticated
+from kvservice.wire.tenants import (
+    Public,
+    Tenants,
+    TenantsFile,
+    caller_of,
+    hash_token,
+    parse_tenants,
+    quota_bytes,
+    read_tenants,
+    token_metadata,
+)
+
+SECRET, OTHER = "5e" * 32, "07" * 32
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(app, ["tenants", *words])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def row(name: str = "a", **fields: object) -> dict[str, object]:
+    return {"name": name, "tokens": ["ab" * 32], "secret": SECRET, **fields}
+
+
+def whole(*rows: object, **fields: object) -> dict[str, object]:
+    return {"version": 1, "public_secret": OTHER, "tenants": list(rows), **fields}
+
+
+def test_add_rotate_retire_and_remove_change_who_is_let_in(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.json"
+    first = run("add", "team-a", "--file", str(file), "--quota", "25%", "--public", "publish").strip().splitlines()[-1]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    tenants = read_tenants(file)
+    assert first not in file.read_text()
+    caller = tenants.of_token(first)
+    assert caller is not None and (caller.tenant.name, caller.tenant.public) == ("team-a", Public.PUBLISH)
+    second = run("rotate", "team-a", "--file", str(file)).strip().splitlines()[-1]
+    both = read_tenants(file)
+    assert both.of_token(first) and both.of_token(second)
+    assert both.by_name["team-a"].secret == caller.tenant.secret, "rotating a token loses no block"
+    run("rotate", "team-a", "--retire", "--file", str(file))
+    assert read_tenants(file).of_token(first) is None and read_tenants(file).of_token(second)
+    run("set", "team-a", "--file", str(file), "--quota", "", "--in-flight", "8")
+    (shown,) = json.loads(run("list", "--json", "--file", str(file)))
+    assert (shown["quota"], shown["in_flight"], shown["public"]) == ("", 8, "publish")
+    run("remove", "team-a", "--file", str(file))
+    assert read_tenants(file).by_name == {}
+
+
+def test_a_token_goes_to_a_private_file_when_asked(tmp_path: Path) -> None:
+    target = tmp_path / "token"
+    printed = run("add", "a", "--file", str(tmp_path / "t.json"), "--token-to", str(target))
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+    assert target.read_text().strip() not in printed
+    assert Token(path=str(target)).metadata() == token_metadata(target.read_text().strip())
+
+
+@pytest.mark.parametrize("words", [["add", "a"], ["add", "b", "--quota", "lots"], ["remove", "c"], ["add", "../x"]])
+def test_a_refused_command_changes_nothing(tmp_path: Path, words: list[str]) -> None:
+    file = tmp_path / "tenants.json"
+    run("add", "a", "--file", str(file))
+    before = file.read_bytes()
+    result = CliRunner().invoke(app, ["tenants", *words, "--file", str(file)])
+    assert result.exit_code == 1 and "error:" in result.output
+    assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
+
+
+BROKEN = [
+    ("version", whole(version=2)),
+    ("no list", whole() | {"tenants": {}}),
+    ("no object", whole("a")),
+    ("name", whole(row("../a"))),
+    ("name", whole(row(""))),
+    ("twice", whole(row(), row(tokens=[], secret=OTHER))),
+    ("same secret", whole(row(), row("b", tokens=[]))),
+    ("token", whole(row(), row("b", secret=OTHER))),
+    ("token", whole(row(tokens=["xyz"]))),
+    ("tokens", whole(row(tokens=["ab" * 32] * 9))),
+    ("secret", whole(row(secret="short"))),
+    ("public_secret", whole() | {"public_secret": 7}),
+    ("in_flight", whole(row(in_flight=-1))),
+    ("in_flight", whole(row(in_flight=True))),
+    ("admin", whole(row(admin="yes"))),
+    ("public", whole(row(public="all"))),
+    ("quota", whole(row(quota="0%"))),
+    ("quota", whole(row(quota="120%"))),
+    ("unknown field", whole(row(quotas="1%"))),
+]
+
+
+@pytest.mark.parametrize(("word", "found"), BROKEN)
+def test_a_wrong_file_is_refused_by_name_and_quotes_no_secret(word: str, found: object) -> None:
+    with pytest.raises(ValueError, match=word) as refused:
+        parse_tenants(found)
+    assert SECRET not in str(refused.value) and "ab" * 32 not in str(refused.value)
+
+
+def test_a_file_that_is_no_json_is_refused_without_its_text(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    path.write_text('{"version": ' + SECRET)
+    with pytest.raises(ConfigError, match="is not JSON") as refused:
+        read_tenants(path)
+    assert SECRET not in repr(refused.value) and refused.value.__cause__ is None
+    with pytest.raises(ConfigError, match="tenants add"):
+        read_tenants(tmp_path / "absent")
+
+
+def test_a_broken_new_file_leaves_the_old_in_use(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(whole(row())))
+    files = TenantsFile(path)
+    assert not files.look()
+    path.write_text("{")
+    assert not files.look() and "a" in files.current.by_name
+    path.unlink()
+    assert not files.look() and "a" in files.current.by_name
+    path.write_text(json.dumps(whole(row("other"))))
+    assert files.look() and list(files.current.by_name) == ["other"]
+
+
+def test_callers_are_named_by_their_token_only() -> None:
+    token = "kvs_0123456789abcdef"
+    tenants = parse_tenants(whole(row(tokens=[hash_token(token).hex()])))
+    assert caller_of([*token_metadata(token), ("tenant", "other")], tenants).tenant.name == "a"
+    for metadata in ((), [("authorization", token)], [*token_metadata(token)] * 2, token_metadata(token + "x")):
+        with pytest.raises(Unauthenticated) as refused:
+            caller_of(metadata, tenants)
+        assert token not in refused.value.message
+
+
+def test_keys_of_tenants_differ_and_outlive_their_tokens() -> None:
+    tenants: Tenants = parse_tenants(
+        whole(row(public="read"), row("b", tokens=["cd" * 32], secret="11" * 32, public="publish"))
+    )
+    a, b = tenants.by_name.values()
+    keys = [tenants.block_keys_of(tenant) for tenant in (a, b)]
+    assert keys[0][0] != keys[1][0] and keys[0][1] == keys[1][1] != keys[0][0]
+    rotated = parse_tenants(whole(row(public="no", tokens=["ee" * 32])))
+    assert rotated.block_keys_of(rotated.by_name["a"]) == (keys[0][0], b"")
+
+
+@pytest.mark.parametrize(("quota", "wanted"), [("", 0), ("25%", 250), ("12.5%", 125), ("100%", 1000), ("2KiB", 2048)])
+def test_quotas_are_shares_or_sizes(quota: str, wanted: int) -> None:
+    assert quota_bytes(quota, 1000) == wanted
+
+
+def test_a_replaced_token_file_is_read_and_a_broken_one_leaves_the_old_in_use(tmp_path: Path) -> None:
+    now = [0.0]
+    path = tmp_path / "token"
+    token = Token(path=str(path), clock=lambda: now[0])
+    with pytest.raises(ConfigError, match=str(path)):
+        token.metadata()
+    path.write_text("kvs_the-first-token\n")
+    assert token.metadata() == token_metadata("kvs_the-first-token")
+    path.write_text("kvs_the-second-token\n")
+    assert token.metadata() == token_metadata("kvs_the-first-token"), "not at every call"
+    now[0] = 1.5
+    assert token.metadata() == token_metadata("kvs_the-second-token")
+    path.write_text("")
+    now[0] = 3.0
+    assert token.metadata() == token_metadata("kvs_the-second-token")
+
+
+def test_a_token_goes_where_nobody_listens() -> None:
+    token = Token("kvs_0123456789abcdef")
+    assert token.metadata_for("10.0.0.1:7000", encrypted=False) == ()
+    for address, encrypted in (("10.0.0.1:7000", True), ("127.0.0.1:7000", False), ("unix:/run/x", False)):
+        assert token.metadata_for(address, encrypted=encrypted) == token.metadata()
+
+
+def test_the_setting_is_a_path_and_tokens_are_no_settings() -> None:
+    variables = {"KVSERVICE_TENANTS_FILE": "/etc/t.json", "KVSERVICE_TOKEN": "x", "KVSERVICE_TOKEN_FILE": "y"}
+    assert load_config(environment=variables).tenants_file == "/etc/t.json"
+    with pytest.raises(ConfigError, match="absolute"):
+        load_config(environment={"KVSERVICE_TENANTS_FILE": "t.json"})
