@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 from kvservice.client.peer import PeerPort
 from kvservice.core import actions as act
 from kvservice.core import events as ev
-from kvservice.core.digest import digest_payload
 from kvservice.core.drain import DrainPhase, DrainProgress
 from kvservice.core.explain import Explanation, KeyFate
 from kvservice.core.fingerprint import Fingerprint
@@ -47,14 +45,14 @@ from kvservice.errors import KVServiceError, Unavailable
 from kvservice.memory.liveness import is_free
 from kvservice.memory.segment import Segment
 from kvservice.observe.failpoints import failpoint
+from kvservice.pool.digests import Digests
 from kvservice.pool.outside import DirectoryPort, Outside
 from kvservice.transfer.base import Transport
 from kvservice.transfer.puller import Puller, PullItem, PullJob
-from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, SlotIndex, SpanRoute
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, SpanRoute
 
 log = logging.getLogger("kvservice.pool")
 
-DIGEST_THREADS = 2
 LIVENESS_POLL_SECONDS = 0.5
 CHECK_SECONDS = 5.0
 CHECK_SLOTS_MAX = 20_000  # a full check of more slots would hold the loop for too long
@@ -98,7 +96,7 @@ class PoolRuntime:
             tenants=config.tenants,
         )
         self._outside = Outside(config.node_id, directory, peers, clock, self._state.counters)
-        self._digests = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="kvservice-digest")
+        self._digests = Digests(self._segment)
         self._calls: dict[int, tuple[asyncio.Future[Any], AttachmentId | None]] = {}
         self._lost: dict[AttachmentId, Callable[[str], None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -425,9 +423,8 @@ class PoolRuntime:
                 self._spawn(self._outside.farewell())
             else:
                 self._watch_engine(action.engine_id)
-        half = len(digests) // DIGEST_THREADS + 1
-        for start in range(0, len(digests), half):
-            self._digest(digests[start : start + half])
+        for work in self._digests.of(digests):
+            self._spawn(self._digested(work))
 
     def _answer(self, action: act.Reply | act.Refuse) -> None:
         failpoint("shard.answer")
@@ -478,27 +475,9 @@ class PoolRuntime:
             on_lost(reason)
         self._lost.clear()
 
-    # -- digests ----
-
-    def _digest(self, batch: list[act.Digest]) -> None:
-        def compute() -> list[int | None]:
-            failpoint("shard.digest")
-            return [self._digest_one(one.slot, one.payload_bytes, one.key) for one in batch]
-
-        def deliver(digests: list[int | None]) -> None:
-            for one, digest in zip(batch, digests, strict=True):
-                self._dispatch(ev.Digested(one.slot, one.key, digest))
-
-        async def run() -> None:
-            deliver(await self._loop.run_in_executor(self._digests, compute))
-
-        self._spawn(run())
-
-    def _digest_one(self, slot: SlotIndex, payload_bytes: int, key: BlockKey) -> int | None:
-        try:
-            return digest_payload(self._segment.payload(slot, payload_bytes), key)
-        except (ValueError, BufferError):  # the segment was closed under us: shutdown
-            return None
+    async def _digested(self, work: Awaitable[list[ev.Digested]]) -> None:
+        for event in await work:
+            self._dispatch(event)
 
     # -- peers ----
 
@@ -556,22 +535,8 @@ class PoolRuntime:
     async def _adopt(self) -> None:
         """Verify every block an earlier boot left in the segment and take it over."""
         started = self._clock()
-        found = await asyncio.to_thread(lambda: list(self._segment.scan()))
-
-        def verify(part: list[Any]) -> list[ev.Adopt]:
-            failpoint("shard.adopt")
-            events: list[ev.Adopt] = []
-            for slot, payload_bytes, header in part:
-                verified = False
-                if header.is_stable and header.length == payload_bytes:
-                    verified = self._digest_one(slot, payload_bytes, header.key) == header.digest
-                events.append(ev.Adopt(slot, payload_bytes, header, verified))
-            return events
-
-        half = len(found) // DIGEST_THREADS + 1
-        parts = [found[start : start + half] for start in range(0, len(found), half)]
-        verified = await asyncio.gather(*(self._loop.run_in_executor(self._digests, verify, part) for part in parts))
-        for event in (event for part in verified for event in part):
+        found = await self._digests.verified()
+        for event in found:
             self._dispatch(event)
         for engine_id in self._state.watch_list():
             self._watch_engine(engine_id)

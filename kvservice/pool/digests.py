@@ -1,0 +1,71 @@
+"""Digests of slots, on threads of their own: of what an engine sealed, and of what an earlier boot left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from kvservice.core import events as ev
+from kvservice.core.actions import Digest
+from kvservice.core.digest import digest_payload
+from kvservice.core.header import SlotHeader
+from kvservice.memory.segment import Segment
+from kvservice.observe.failpoints import failpoint
+from kvservice.units import BlockKey, SlotIndex
+
+THREADS = 2
+T = TypeVar("T")
+
+
+class Digests:
+    """Called on the loop; what it returns is awaited there."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvservice-digest")
+
+    def of(self, digests: list[Digest]) -> list[Coroutine[None, None, list[ev.Digested]]]:
+        """A piece of the work for each thread; None for a digest where the segment was closed meanwhile."""
+        return [self._piece(batch) for batch in _shares(digests)]
+
+    async def _piece(self, batch: list[Digest]) -> list[ev.Digested]:
+        def compute() -> list[ev.Digested]:
+            failpoint("shard.digest")
+            return [ev.Digested(one.slot, one.key, self._of(one.slot, one.payload_bytes, one.key)) for one in batch]
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, compute)
+
+    async def verified(self) -> list[ev.Adopt]:
+        """Every block in the segment, and whether its bytes are what its header says."""
+        found = await asyncio.to_thread(lambda: list(self._segment.scan()))
+
+        def verify(part: list[tuple[SlotIndex, int, SlotHeader]]) -> list[ev.Adopt]:
+            failpoint("shard.adopt")
+            events: list[ev.Adopt] = []
+            for slot, payload_bytes, header in part:
+                is_whole = header.is_stable and header.length == payload_bytes
+                verified = is_whole and self._of(slot, payload_bytes, header.key) == header.digest
+                events.append(ev.Adopt(slot, payload_bytes, header, verified))
+            return events
+
+        loop = asyncio.get_running_loop()
+        work = [loop.run_in_executor(self._threads, verify, part) for part in _shares(found)]
+        parts = await asyncio.gather(*work)
+        return [event for part in parts for event in part]
+
+    def shutdown(self) -> None:
+        """Waits for what is being computed."""
+        self._threads.shutdown()
+
+    def _of(self, slot: SlotIndex, payload_bytes: int, key: BlockKey) -> int | None:
+        try:
+            return digest_payload(self._segment.payload(slot, payload_bytes), key)
+        except (ValueError, BufferError):  # the segment was closed under us: shutdown
+            return None
+
+
+def _shares(work: list[T]) -> list[list[T]]:
+    half = len(work) // THREADS + 1
+    return [work[start : start + half] for start in range(0, len(work), half)]
