@@ -46,7 +46,7 @@ class Adapters:
         self._locate = locate
         self._clock = clock
         self._adapters: dict[str, _Adapter] = {}
-        self._reader = ThreadPoolExecutor(1, "kvservice-adapters")
+        self._reader = ThreadPoolExecutor(1, "kvservice-adapters")  # its thread starts with the first adapter
         self.counters: Counter[str] = Counter()
 
     def of(self, path: str) -> bytes | None:
@@ -127,3 +127,16 @@ def identity_of(folder: Path) -> bytes:
             while piece := file.read(PIECE_BYTES):
                 hasher.update(piece)
     return hasher.digest()
+
+
+def located(path: str) -> Path | None:
+    """The folder itself, or what the engine has downloaded of this name from a hub. Asks no network."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvservice.connector.request import EngineRequest, Naming
+from kvservice.core.keys import adapter_key
 from kvservice.core.messages import Attachment
 from kvservice.core.windows import side_key
 from kvservice.units import BlockHash, BlockKey
@@ -44,11 +45,15 @@ class Keyring:
             return 0
         public = request.public_tokens // self._block_tokens if naming.public_key else 0
         middle = min(max(public, begin), len(hashes))
-        new = self._make_keys(hashes[begin:middle], naming.public_key) if middle > begin else []
-        new += self._make_keys(hashes[middle:], naming.tenant_key)
+        new = self._make_keys(hashes[begin:middle], _of(request, naming.public_key)) if middle > begin else []
+        new += self._make_keys(hashes[middle:], _of(request, naming.tenant_key))
         request.keys.extend(new)
         for side, keys in enumerate(request.side_keys, 1):
             keys.extend(side_key(key, side) for key in new)
         request.kept_out = 0 if naming.may_publish else public
         request.stored = max(request.stored, request.kept_out)
         return len(hashes) - max(begin, min(request.kept_out, len(hashes)))
+
+
+def _of(request: EngineRequest, key: bytes) -> bytes:
+    return adapter_key(key, request.adapter) if request.adapter else key

@@ -132,13 +132,15 @@ class SchedulerHalf:
         wants: Prefill | Handoff | None = None,
         salted: bool = False,
         public_tokens: int = 0,
+        adapter: bytes = b"",
     ) -> None:
         """Start asking for the whole prefix at once; the engine's own hit is known only later. `wants`: it is computed
         for another engine (with an id), or by another one. `tokens`: of the prompt; only with several cache groups.
-        `public_tokens`: of its beginning, shared with other tenants if this one may."""
+        `public_tokens`: of its beginning, shared with other tenants if this one may. `adapter`: its identity."""
         if request_id in self._requests:
             return
         request = self._requests[request_id] = EngineRequest(request_id, [], tokens=tokens, public_tokens=public_tokens)
+        request.adapter = adapter
         request.side_keys = [[] for _ in self._grouping.sides]
         self._extend_keys(request, hashes, self._session.attachment)
         request.prompt_blocks, request.salted = len(request.keys), salted

@@ -30,6 +30,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvservice.connector import compat
+from kvservice.connector.adapters import Adapters, located
 from kvservice.connector.cache_groups import Table
 from kvservice.connector.copier import BlockCopier
 from kvservice.connector.handoff import Prefill, decode_params, parse_public_tokens, parse_transfer_params
@@ -125,6 +126,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._layered_sound: set[str] = set()
         self._sync_promised: dict[str, int] = {}  # scheduler role: blocks of its own the engine had then
         self._sync_taken: dict[str, list[int]] = {}  # blocks that the step being planned computes on
+        self._adapters = Adapters(located)
         self._live: dict[str, Request] = {}  # scheduler role: requests between their first and last call
         _prefer_recompute(vllm_config)
         try:
@@ -189,12 +191,18 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         if self._scheduler is not None:
             self._live[request.request_id] = request
+            if (adapter := self._adapter(request)) is None:
+                return  # what the engine asks about it later is not known, and answered with nothing
             may_read = self._kv_transfer_config.is_kv_consumer and not request.skip_reading_prefix_cache
             self._scheduler.on_new_request(
                 request.request_id, self._hashes(request), time.monotonic(), may_read=may_read,
                 tokens=request.num_tokens, wants=self._wanted(request), salted=request.cache_salt is not None,
-                public_tokens=self._public(request),
+                public_tokens=self._public(request), adapter=adapter,
             )  # fmt: skip
+
+    def _adapter(self, request: Request) -> bytes | None:
+        """None: which weights it is computed with is not known."""
+        return b"" if request.lora_request is None else self._adapters.of(request.lora_request.lora_path)
 
     def _hashes(self, request: Request) -> Any:
         """One a position: with several cache groups vLLM may hash in smaller steps."""
@@ -511,11 +519,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(lambda: None)
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         """What was counted since the last call."""
-        counters = Counter(self._failures)
-        if self._scheduler is not None:
-            counters.update(self._scheduler.counters)
-        if self._session is not None:
-            counters.update(self._session.counters)
+        counters = Counter(self.counters())
         change = {name: count - self._reported[name] for name, count in counters.items()}
         self._reported = counters
         change = {name: count for name, count in change.items() if count}
@@ -524,7 +528,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     def counters(self) -> dict[str, int]:
         """Everything counted since the start, for tests and benchmarks."""
         found = Counter(self._failures)
-        for part in (self._scheduler, self._session):
+        for part in (self._scheduler, self._session, self._adapters):
             if part is not None:
                 found.update(part.counters)
         return dict(found)
@@ -537,6 +541,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._pool.cleanup()
         if self._worker is not None:
             self._worker.close()
+        self._adapters.close()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats | None:

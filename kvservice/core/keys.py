@@ -54,6 +54,11 @@ def public_key(secret: bytes) -> bytes:
     return hashlib.blake2b(b"kvservice/public/1", key=secret, digest_size=32).digest()
 
 
+def adapter_key(key: bytes, identity: bytes) -> bytes:
+    """The key of a tenant for prompts that are computed with an adapter of these bytes."""
+    return hashlib.blake2b(b"kvservice/adapter/1" + identity, key=key, digest_size=32).digest()
+
+
 def chain_hashes(token_ids: Sequence[int], block_tokens: int, root: bytes = b"") -> list[BlockHash]:
     """Chained SHA-256 of full token blocks (tokens as little-endian u32), for engines without block hashes.
 

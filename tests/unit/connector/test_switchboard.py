@@ -94,6 +94,7 @@ class Request:
     status: RequestStatus = RequestStatus.RUNNING
     kv_transfer_params: Any = None
     cache_salt: str | None = None
+    lora_request: Any = None
 
 
 @dataclass
@@ -241,6 +242,48 @@ def test_blocks_of_one_request_come_back_for_the_next_byte_for_byte(make: Callab
         assert torch.equal(tensor[[7, 8, 10]], wanted[name])
     sources = pair.scheduler.get_external_cache_hit_sources(second, 3 * BLOCK)
     assert {source.value: count for source, count in sources.items()} == {"host": 3 * BLOCK}
+
+
+def adapted(name: str, path: Path) -> Request:
+    found = request(name)
+    found.lora_request = SimpleNamespace(lora_path=str(path))
+    return found
+
+
+def test_adapters_share_blocks_only_with_adapters_of_the_same_bytes(make: Callable[..., Pair], tmp_path: Path) -> None:
+    """vLLM's hashes are equal here, as those of two replicas are that have other weights at the same path."""
+    pair = make()
+    for name, weights in (("poet", b"one"), ("copy", b"one"), ("other", b"two")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(weights)
+        deadline = time.monotonic() + 20
+        while pair.scheduler._adapters.of(str(tmp_path / name)) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    first = adapted("a", tmp_path / "poet")
+    pair.prefill(first, [3, 1, 4, 9])
+    pair.finish(first, [3, 1, 4, 9])
+    wait_for(pair, "stored_blocks", 3)
+    for name, adapter, hit in (("b", "copy", 3), ("c", "other", 0), ("d", "poet", 3)):
+        found = adapted(name, tmp_path / adapter)
+        pair.scheduler.on_new_request(found)
+        assert pair.match(found)[0] == hit * BLOCK, adapter
+    plain = request("e")
+    pair.scheduler.on_new_request(plain)
+    assert pair.match(plain)[0] == 0
+
+
+def test_an_adapter_that_is_not_known_yet_is_served_without_the_cache(
+    make: Callable[..., Pair], tmp_path: Path
+) -> None:
+    pair = make()
+    found = adapted("a", tmp_path / "nowhere")
+    pair.prefill(found, [3, 1, 4, 9])
+    assert pair.finish(found, [3, 1, 4, 9]) is None
+    counters = pair.scheduler.counters()
+    assert counters["adapter_unknown"] == 1
+    assert "store_blocks_planned" not in counters and not any(name.startswith("failed_") for name in counters)
 
 
 def test_lazy_offload_pins_the_blocks_and_lets_go_when_they_are_copied(make: Callable[..., Pair]) -> None:
