@@ -22,12 +22,12 @@ from kvservice.wire.serving import Context
 from kvservice.wire.tenants import (
     METADATA_KEY,
     WHAT_TO_DO,
-    Caller,
+    Bearer,
     Public,
     Tenant,
     Tenants,
     TenantsFile,
-    caller_of,
+    bearer_of,
     quota_bytes,
 )
 
@@ -38,7 +38,7 @@ LOOK_SECONDS = 1.0
 
 @dataclass(slots=True)
 class _Guest:
-    caller: Caller
+    caller: Bearer
     turn_out: Callable[[str], None]
 
 
@@ -65,17 +65,17 @@ class Door:
                 await self._watcher
             self._watcher = None
 
-    def caller(self, context: Context) -> Caller | None:
+    def caller(self, context: Context) -> Bearer | None:
         """Who calls; None where there are no tenants. Raises Unauthenticated."""
         if self._files is None:
             return None
         try:
-            return caller_of(context.invocation_metadata(), self._files.current)  # type: ignore[arg-type]
+            return bearer_of(context.invocation_metadata(), self._files.current)  # type: ignore[arg-type]
         except Unauthenticated:
             self._pool.count("calls_unauthenticated")
             raise
 
-    def caller_if_any(self, context: Context) -> Caller | None:
+    def caller_if_any(self, context: Context) -> Bearer | None:
         """None also for a call without a token, of a node's own parts. Raises Unauthenticated for a wrong one."""
         metadata = context.invocation_metadata() or ()
         return self.caller(context) if any(key == METADATA_KEY for key, _ in metadata) else None
@@ -85,7 +85,7 @@ class Door:
         caller = self.caller(context)
         return None if caller is None or caller.tenant.admin else caller.tenant.name
 
-    def let_in(self, caller: Caller | None, attachment: Attachment, turn_out: Callable[[str], None]) -> Attachment:
+    def let_in(self, caller: Bearer | None, attachment: Attachment, turn_out: Callable[[str], None]) -> Attachment:
         """The attachment as its engine gets it, with its tenant's keys. `turn_out(reason)` is called at most once,
         when the tenant's rights end first. Call `left` in the end. Raises Unauthenticated when they have ended since
         `caller` was asked."""
@@ -95,7 +95,7 @@ class Door:
         if not tenants.is_valid(caller.tenant.name, caller.token):
             raise Unauthenticated(f"this tenant's token was revoked: {WHAT_TO_DO}")
         tenant = tenants.by_name[caller.tenant.name]
-        self._guests[attachment.attachment_id] = _Guest(Caller(tenant, caller.token), turn_out)
+        self._guests[attachment.attachment_id] = _Guest(Bearer(tenant, caller.token), turn_out)
         tenant_key, public_key = tenants.block_keys_of(tenant)
         return replace(
             attachment, tenant_key=tenant_key, public_key=public_key,
@@ -116,7 +116,7 @@ class Door:
             raise NotAttached(f"attachment {attachment} is not known to this shard: attach again")
         guest.caller = caller  # with the token that it has now: the one it came with may go
 
-    def keys_for(self, caller: Caller) -> tuple[bytes, bytes]:
+    def keys_for(self, caller: Bearer) -> tuple[bytes, bytes]:
         assert self._files is not None
         return self._files.current.block_keys_of(caller.tenant)
 
@@ -141,7 +141,7 @@ class Door:
             elif _rights(new) != _rights(old.tenant):
                 self._turn_out(attachment, "this tenant's rights changed: attach again")
             else:
-                guest.caller = Caller(new, old.token)
+                guest.caller = Bearer(new, old.token)
 
     def _turn_out(self, attachment: AttachmentId, reason: str) -> None:
         guest = self._guests.pop(attachment, None)
@@ -168,5 +168,5 @@ def is_private(context: Context) -> bool:
     return encrypted or peer.startswith(("unix:", "ipv4:127.", "ipv6:%5B::1%5D", "ipv6:[::1]"))
 
 
-def account_of(caller: Caller | None) -> str:
+def account_of(caller: Bearer | None) -> str:
     return NOBODY if caller is None else caller.tenant.name

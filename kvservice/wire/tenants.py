@@ -65,7 +65,7 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class Bearer:
     """Whom a channel's token names: the tenant, and which of its tokens it was."""
 
     tenant: Tenant
@@ -80,12 +80,12 @@ class Tenants:
         self._by_token = {token: tenant for tenant in self.by_name.values() for token in tenant.tokens}
         self.public_secret = public_secret
 
-    def of_token(self, token: str) -> Caller | None:
+    def of_token(self, token: str) -> Bearer | None:
         digest = hash_token(token)
         tenant = self._by_token.get(digest)
         # The table is found by a hash nobody can steer; what decides is compared in constant time.
         known = next((known for known in tenant.tokens if hmac.compare_digest(known, digest)), None) if tenant else None
-        return None if tenant is None or known is None else Caller(tenant, digest)
+        return None if tenant is None or known is None else Bearer(tenant, digest)
 
     def is_valid(self, name: str, token: bytes) -> bool:
         """Whether a token with this hash is still one of this tenant's."""
@@ -160,7 +160,7 @@ def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
     return ((METADATA_KEY, _SCHEME + token),)
 
 
-def caller_of(metadata: Sequence[tuple[str, str | bytes]] | None, tenants: Tenants) -> Caller:
+def bearer_of(metadata: Sequence[tuple[str, str | bytes]] | None, tenants: Tenants) -> Bearer:
     """Who calls. Raises Unauthenticated for no token, several, or one that is not known."""
     given = [value for key, value in metadata or () if key == METADATA_KEY]
     if not given:

@@ -17,7 +17,7 @@ from kvservice.wire.tenants import (
     Public,
     Tenants,
     TenantsFile,
-    caller_of,
+    bearer_of,
     hash_token,
     parse_tenants,
     quota_bytes,
@@ -137,10 +137,10 @@ def test_a_broken_new_file_leaves_the_old_in_use(tmp_path: Path) -> None:
 def test_callers_are_named_by_their_token_only() -> None:
     token = "kvs_0123456789abcdef"
     tenants = parse_tenants(whole(row(tokens=[hash_token(token).hex()])))
-    assert caller_of([*token_metadata(token), ("tenant", "other")], tenants).tenant.name == "a"
+    assert bearer_of([*token_metadata(token), ("tenant", "other")], tenants).tenant.name == "a"
     for metadata in ((), [("authorization", token)], [*token_metadata(token)] * 2, token_metadata(token + "x")):
         with pytest.raises(Unauthenticated) as refused:
-            caller_of(metadata, tenants)
+            bearer_of(metadata, tenants)
         assert token not in refused.value.message
 
 
