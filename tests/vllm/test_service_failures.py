@@ -143,3 +143,13 @@ def test_whole_service_killed_while_requests_run(
     replica.reset()
     assert replica.tokens(PROMPTS, 12) == wanted
     assert replicas["n0"].tokens(PROMPTS, 12) == wanted
+
+
+def test_no_prompt_is_in_a_log(cluster: LocalCluster, replicas: dict[str, Replica]) -> None:
+    """After all of the above, which is what is logged most."""
+    logs = [cluster.log(name) for name in ("n0", "n1", "lookup0", "lookup1")]
+    logs += [replicas[node].log for node in cluster.nodes]
+    for log in logs:
+        text = log.read_text(errors="replace")
+        assert text, f"{log} says nothing: this shows nothing"
+        assert "supply boat" not in text, f"a prompt is in {log}"
