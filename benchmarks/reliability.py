@@ -332,7 +332,7 @@ async def dead_service(options: argparse.Namespace) -> list[Row]:
             for number in range(10 * options.rounds):
                 text = " ".join(f"{number}{random.random():.6f}" for _ in range(6))
                 for name, engine in (("without", "without"), ("dead", "dead"), ("again", "without")):
-                    seconds[name].append(engines[engine].ask(text + name, 1)["seconds"])
+                    seconds[name].append(engines[engine].ask(f"{name} {text}", 1)["seconds"])
         finally:
             for engine in engines.values():
                 engine.close()
