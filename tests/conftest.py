@@ -25,8 +25,9 @@ SHARED_MEMORY = Path("/dev/shm")
 SEGMENT_PATTERN = "kvservice-*"
 GRACE_SECONDS = 10.0  # detached processes may still be ending when the last test returns
 
-# Half a minute, Ray's own, is not always enough for its control plane beside other tests on two cores.
-os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
+# Half a minute, Ray's own, is not always enough for its control plane beside other tests on two cores; one that has not
+# come by then never does, and is started again (tests/ray_nodes.py).
+os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "60")
 os.environ.setdefault("RAY_worker_niceness", "0")  # actors are what is tested here, no job behind other work
 
 # These belong to the interpreter that runs pytest and end with it.
