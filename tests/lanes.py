@@ -1,19 +1,22 @@
 """`python -m tests.lanes [pytest's options]`: the whole suite, in lanes that run one after the other or side by side.
 
-About half of the time of the tests without an engine is waiting, for a lease to end, for Ray to restart an actor: so
-those with and without Ray run together. Engines and the simulator compute all the time, and what computes beside an
-engine starves its heartbeats: they run alone. What is left behind is looked for once, at the end of all.
+More than half of the time of the tests without an engine is waiting, for a lease to end, for Ray to restart an actor:
+so those with and without Ray run together, and the simulator computes in what they leave of the processors, behind
+everybody else. Engines run alone: what computes beside an engine starves its heartbeats. What is left behind is looked
+for once, at the end of all.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -34,20 +37,24 @@ def main(options: list[str]) -> int:
     environment = {**os.environ, SESSION_VARIABLE: uuid.uuid4().hex}
     started = time.monotonic()
     codes: dict[str, int] = {}
-    with tempfile.TemporaryFile() as output:
-        beside = subprocess.Popen(_command(RAY, options), env=environment, cwd=ROOT, stdout=output, stderr=output)
+    with tempfile.TemporaryFile() as said_by_ray, tempfile.TemporaryFile() as said_by_simulator:
+        beside = {
+            RAY: _started(RAY, options, environment, said_by_ray),
+            SIMULATOR: _started(SIMULATOR, options, environment, said_by_simulator, behind_all=True),
+        }
         try:
             codes[FAST] = subprocess.call(_command(FAST, options), env=environment, cwd=ROOT)
-            codes[RAY] = beside.wait()
+            codes |= {lane: process.wait() for lane, process in beside.items()}
         finally:
-            beside.terminate()
-        output.seek(0)
-        sys.stdout.flush()
-        sys.stdout.buffer.write(output.read())
-        sys.stdout.flush()
-    for lane in (ENGINES, SIMULATOR):
-        if pytest.ExitCode.INTERRUPTED not in codes.values():  # Ctrl-C reaches each pytest by itself
-            codes[lane] = subprocess.call(_command(lane, options), env=environment, cwd=ROOT)
+            for process in beside.values():
+                process.terminate()
+        for output in (said_by_ray, said_by_simulator):
+            output.seek(0)
+            sys.stdout.flush()
+            sys.stdout.buffer.write(output.read())
+            sys.stdout.flush()
+    if pytest.ExitCode.INTERRUPTED not in codes.values():  # Ctrl-C reaches each pytest by itself
+        codes[ENGINES] = subprocess.call(_command(ENGINES, options), env=environment, cwd=ROOT)
     left = left_behind(before, environment[SESSION_VARIABLE])
     if left:
         print("the tests left behind:\n  " + "\n  ".join(left))
@@ -57,6 +64,16 @@ def main(options: list[str]) -> int:
         print(f"{'left out' if code is None else 'passed' if code in good else f'FAILED ({code})'}: {lane}")
     print(f"took {time.monotonic() - started:.0f} s")
     return 1 if left or any(codes.get(lane) not in good for lane in LANES) else 0
+
+
+def _started(
+    lane: str, options: list[str], environment: dict[str, str], output: IO[bytes], *, behind_all: bool = False
+) -> subprocess.Popen[bytes]:
+    """`behind_all`: it gets the time that nobody else wants, and only that."""
+    command = ["chrt", "--idle", "0"] if behind_all and shutil.which("chrt") else []
+    return subprocess.Popen(
+        [*command, *_command(lane, options)], env=environment, cwd=ROOT, stdout=output, stderr=output
+    )
 
 
 def _command(lane: str, options: list[str]) -> list[str]:
