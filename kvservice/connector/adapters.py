@@ -131,8 +131,9 @@ def identity_of(folder: Path) -> bytes:
 
 def located(path: str) -> Path | None:
     """The folder itself, or what the engine has downloaded of this name from a hub. Asks no network."""
-    if Path(path).is_dir():
-        return Path(path)
+    folder = Path(path).expanduser()  # as vLLM does
+    if folder.is_dir():
+        return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
