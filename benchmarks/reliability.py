@@ -29,10 +29,10 @@ from kvservice.connector.options import Verify
 from kvservice.core.announce import Announcer
 from kvservice.core.layout import SlotLayout
 from kvservice.core.messages import Holder, MissReason
-from kvservice.errors import KVServiceError, Unavailable
+from kvservice.errors import KVServiceError
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import BlockKey, BootEpoch, GiB, MiB, NodeId
-from tests.integration.engine import LAYOUT, Engine, chain
+from tests.integration.engine import LAYOUT, Engine, attached, chain
 from tests.integration.loader import Loader
 from tests.vllm.replica import Replica
 
@@ -66,18 +66,6 @@ def until(condition: Callable[[], bool], seconds: float = 60.0, pause: float = 0
     return time.monotonic() - started
 
 
-async def attached(cluster: LocalCluster, node: str) -> Engine:
-    """gRPC remembers for a second that nobody listened there."""
-    deadline = time.monotonic() + 10
-    while True:
-        try:
-            return await Engine.attach(ShardClient(cluster.socket(node)))
-        except Unavailable:
-            if time.monotonic() > deadline:
-                raise
-            await asyncio.sleep(0.2)
-
-
 async def left(*engines: Engine) -> None:
     for engine in engines:
         await engine.pool.close()
@@ -89,7 +77,7 @@ async def dead_node(options: argparse.Namespace) -> list[Row]:
     seconds = []
     with LocalCluster(nodes=2) as cluster:
         for number in range(options.rounds):
-            engine = await attached(cluster, "n0")
+            engine = await attached(cluster.socket("n0"))
             keys = chain(number, 8)
             await engine.store(keys)
             cluster.wait_until_known(keys)
@@ -187,7 +175,7 @@ async def _known(cluster: LocalCluster, count: int) -> None:
 async def adoption(options: argparse.Namespace) -> list[Row]:
     """kill -9 of a full shard until the next one serves its blocks."""
     with LocalCluster(nodes=1, lookups=1, pool_bytes=options.pool) as cluster:
-        engine = await attached(cluster, "n0")
+        engine = await attached(cluster.socket("n0"))
         for number in range(int(0.9 * options.pool / LAYOUT.payload_bytes / 128)):
             await engine.store(chain(1000 + number, 128))
         sealed = cluster.accounting("n0").slots["sealed"]

@@ -3,14 +3,17 @@ judges itself. Uses only what a real connector uses: PoolPort, the mapped segmen
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from kvservice.client.port import PoolPort
+from kvservice.client.shard import ShardClient
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.keys import block_keys, chain_hashes, span_route
 from kvservice.core.layout import SlotLayout
@@ -24,6 +27,7 @@ from kvservice.core.messages import (
     SealItem,
     SealStatus,
 )
+from kvservice.errors import Unavailable
 from kvservice.memory.liveness import LivenessLock, hold
 from kvservice.memory.segment import Segment
 from kvservice.units import BlockKey
@@ -109,3 +113,18 @@ class Engine:
         self.segment.close()
         if self.lock is not None:
             self.lock.release()
+
+
+async def attached(socket: str, engine_spec: EngineSpec | None = None, seconds: float = 10.0) -> Engine:
+    """An engine at the shard behind this socket, also right after its start: gRPC remembers for a second that nobody
+    listened there."""
+    deadline = time.monotonic() + seconds
+    while True:
+        client = ShardClient(socket)
+        try:
+            return await Engine.attach(client, engine_spec)
+        except Unavailable:
+            await client.close()
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(0.1)

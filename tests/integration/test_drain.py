@@ -15,14 +15,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvservice.cli import drain
-from kvservice.client.shard import ShardClient
 from kvservice.core.messages import MissReason
-from kvservice.errors import ConfigError, KVServiceError, Unavailable
+from kvservice.errors import ConfigError, KVServiceError
 from kvservice.memory.segment import segment_path
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import MiB, NodeId
 from kvservice.wire.v1 import common_pb2, shard_pb2, shard_pb2_grpc
-from tests.integration.engine import Engine, chain
+from tests.integration.engine import Engine, attached, chain
 
 T = TypeVar("T")
 LEASE_SECONDS = 2.0
@@ -65,22 +64,11 @@ def wait(ready: Callable[[], Any], what: str, seconds: float = 15.0) -> None:
         time.sleep(0.02)
 
 
-async def attach(cluster: LocalCluster, node: str) -> Engine:
-    """Tried again for a while, as engines do: gRPC remembers for a second that nobody listened at an address."""
-    deadline = time.monotonic() + 10
-    while True:
-        try:
-            return await Engine.attach(ShardClient(cluster.socket(node)))
-        except Unavailable:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.2)
-
-
 def at(cluster: LocalCluster, node: str, work: Callable[[Engine], Awaitable[T]]) -> T:
     """An engine of this node does something and leaves."""
 
     async def run() -> T:
-        engine = await attach(cluster, node)
+        engine = await attached(cluster.socket(node))
         try:
             return await work(engine)
         finally:
@@ -187,7 +175,7 @@ def test_an_engine_of_the_leaving_node_is_served_until_the_end_and_stores_nothin
         return held, result, refused
 
     async def whole() -> None:
-        engine = await attach(cluster, "n0")
+        engine = await attached(cluster.socket("n0"))
         held, result, refused = await run(engine)
         assert len(held.blocks) == 10
         assert (refused, result.miss) == ([], MissReason.DRAINING)
@@ -220,7 +208,7 @@ def test_a_lease_that_is_never_given_back_holds_a_drain_no_longer_than_its_time(
         return said
 
     async def whole() -> dict[str, Any]:
-        engine = await attach(cluster, "n0")
+        engine = await attached(cluster.socket("n0"))
         said = await hold(engine)
         await engine.pool.close()
         engine.let_go()

@@ -16,10 +16,10 @@ import pytest
 from kvservice.cli import drain, explain
 from kvservice.client.shard import ShardClient
 from kvservice.core.messages import AcquireRequest, RequestReport
-from kvservice.errors import KVServiceError, Unavailable
+from kvservice.errors import KVServiceError
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import MiB
-from tests.integration.engine import Engine, chain, spec
+from tests.integration.engine import Engine, attached, chain, spec
 
 POOL_BYTES = 8 * MiB
 ALL = 160  # more blocks than fit
@@ -48,14 +48,8 @@ class At:
         self._socket, self._spec = cluster.socket(node), spec(**fields) if fields else None
 
     async def __aenter__(self) -> Engine:
-        deadline = time.monotonic() + 10
-        while True:
-            try:
-                self._engine = await Engine.attach(ShardClient(self._socket), self._spec)
-                return self._engine
-            except Unavailable:  # gRPC remembers for a second that nobody listened at an address
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.2)
+        self._engine = await attached(self._socket, self._spec)
+        return self._engine
 
     async def __aexit__(self, *error: object) -> None:
         await self._engine.pool.close()

@@ -17,11 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.client.shard import ShardClient
 from kvservice.errors import KVServiceError
 from kvservice.observe.failpoints import VARIABLE
 from kvservice.testing.cluster import LocalCluster
-from tests.integration.engine import Engine, chain
+from tests.integration.engine import Engine, attached, chain
 from tests.integration.test_two_nodes import eventually, leave
 
 LEASE_SECONDS = 2.0
@@ -59,16 +58,6 @@ class Failpoints:
 class Field:
     cluster: LocalCluster
     failpoints: Failpoints
-
-    async def engine(self, node: str) -> Engine:
-        """gRPC remembers for a second that nobody listened there."""
-        deadline = time.monotonic() + 10
-        while True:
-            try:
-                return await Engine.attach(ShardClient(self.cluster.socket(node)))
-            except KVServiceError:
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.1)
 
     def name_of(self, pid: int) -> str:
         return next(name for name in ("n0", "n1", "lookup0") if self.cluster.pid(name) == pid)
@@ -134,7 +123,7 @@ async def test_a_part_that_ends_or_sleeps_in_the_middle_costs_hits_only(
 ) -> None:
     cluster, seed = field.cluster, next(_seeds)
     keys = chain(seed, BLOCKS)
-    a, b = await field.engine("n0"), await field.engine("n1")
+    a, b = [await attached(field.cluster.socket(node)) for node in ("n0", "n1")]
     if is_stored:
         await a.store(keys)
         cluster.wait_until_known(keys)
@@ -156,7 +145,7 @@ async def test_a_part_that_ends_or_sleeps_in_the_middle_costs_hits_only(
 
 async def heals(field: Field, seed: int) -> None:
     keys, fresh = chain(seed, BLOCKS), chain(next(_seeds), BLOCKS)
-    a, b = await field.engine("n0"), await field.engine("n1")
+    a, b = [await attached(field.cluster.socket(node)) for node in ("n0", "n1")]
     for engine in (a, b):
         if (begin := len((await engine.read_all(keys)).blocks)) < BLOCKS:
             await engine.store(keys, start=begin)
