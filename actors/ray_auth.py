@@ -12,6 +12,7 @@ import secrets
 from pathlib import Path
 
 from kvservice.client.discovery import default_runtime_root
+from kvservice.client.private_files import write_private
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 HEAD_PREFIX = "ray-head-"
@@ -54,10 +55,7 @@ def of_new_cluster(token_path: Path) -> dict[str, str]:
         return {}
     if _has_token():
         return {MODE: "token"}
-    token_path.unlink(missing_ok=True)
-    descriptor = os.open(token_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(TOKEN_BYTES))
+    write_private(token_path, secrets.token_hex(TOKEN_BYTES).encode())
     return {MODE: "token", TOKEN_PATH: str(token_path)}
 
 

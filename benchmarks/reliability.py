@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,13 @@ from kvservice.client.announcer import AnnouncePump
 from kvservice.client.shard import ShardClient
 from kvservice.connector.options import Verify
 from kvservice.core.announce import Announcer
+from kvservice.core.keys import span_route
 from kvservice.core.layout import SlotLayout
-from kvservice.core.messages import Holder, MissReason
+from kvservice.core.messages import AcquireRequest, Holder, MissReason, SealItem
 from kvservice.errors import KVServiceError
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import BlockKey, BootEpoch, GiB, MiB, NodeId
-from tests.integration.engine import LAYOUT, Engine, attached, chain
+from tests.integration.engine import LAYOUT, Engine, attached, chain, spec
 from tests.integration.loader import Loader
 from tests.vllm.replica import Replica
 
@@ -283,12 +284,6 @@ async def verification(options: argparse.Namespace) -> list[Row]:
 
 
 async def _stored(client: ShardClient, layout: SlotLayout, count: int) -> tuple[Engine, list[Any]]:
-    from dataclasses import replace
-
-    from kvservice.core.keys import span_route
-    from kvservice.core.messages import AcquireRequest, SealItem
-    from tests.integration.engine import spec
-
     engine = await Engine.attach(client, replace(spec("large"), layout=layout))
     keys = chain(7, count, "large")
     items = []

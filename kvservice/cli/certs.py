@@ -6,7 +6,6 @@ Everything is in one directory, readable by its owner only. The CA's key is need
 from __future__ import annotations
 
 import datetime
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +56,7 @@ def run(directory: Path, days: int, *, renew: bool, owner: Owner | None = None, 
     """Write ca.crt, ca.key, tls.crt and tls.key; with `ca`, a folder that has a CA, all but the CA's key. With `renew`
     only tls.crt and tls.key, for the owner that the old one was for. Returns what to do next. Raises ConfigError when
     files would be lost, or there is no CA to sign with."""
+    from kvservice.client.private_files import write_private
     from kvservice.wire.tls import AUTHORITY_NAME, CERTIFICATE_NAME, KEY_NAME, open_tls
 
     directory = directory.absolute()
@@ -140,16 +140,6 @@ def issue(
     identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
     signed = builder.add_extension(identifier, False).sign(authority.key, hashes.SHA256())
     return bytes(signed.public_bytes(_library()[1].Encoding.PEM)), _key_pem(key)
-
-
-def write_private(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Replace the file at once; nobody else could read it at any moment."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-        os.fchmod(file.fileno(), mode)  # whatever the umask
-    draft.replace(path)
 
 
 def _read_authority(directory: Path) -> Authority:

@@ -150,8 +150,7 @@ def _known(tenants: Any, name: str) -> Any:
 
 def _edit(path: Path, change: Callable[[Any], None], fresh: Any = None) -> None:
     """Read, change, check and replace the file, alone. `fresh`: what it is where there is none."""
-    import os
-
+    from kvservice.client.private_files import write_private
     from kvservice.wire.tenants import dump_tenants, parse_tenants, read_tenants
 
     path = path.absolute()
@@ -161,9 +160,7 @@ def _edit(path: Path, change: Callable[[Any], None], fresh: Any = None) -> None:
             change(tenants)
             text = dump_tenants(tenants)
             parse_tenants(json.loads(text))
-            draft = path.with_name(f".{path.name}.{os.getpid()}")
-            _write_private(draft, text)
-            draft.replace(path)
+            write_private(path, text.encode())
     except ValueError as error:
         _fail(ConfigError(str(error)))
     except OSError as error:
@@ -186,25 +183,16 @@ def _alone(directory: Path) -> Iterator[None]:
         os.close(opened)
 
 
-def _write_private(path: Path, text: str) -> None:
-    import os
-
-    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(opened, "w") as file:
-        os.fchmod(opened, 0o600)
-        file.write(text)
-        file.flush()
-        os.fsync(opened)
-
-
 def _show_token(name: str, token: str, token_to: Path | None) -> None:
+    from kvservice.client.private_files import write_private
+
     what = f"the token of {name}, shown this once: give its engines a file with it, KVSERVICE_TOKEN_FILE"
     if token_to is None:
         typer.echo(what, err=True)
         typer.echo(token)
         return
     try:
-        _write_private(token_to, token + "\n")
+        write_private(token_to, f"{token}\n".encode())
     except OSError as error:
         typer.echo(f"error: cannot write {token_to}: {error.strerror}. The token is shown instead.", err=True)
         typer.echo(token)

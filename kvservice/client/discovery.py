@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kvservice.client.private_files import write_private
 from kvservice.errors import ConfigError
 from kvservice.units import BootEpoch, NodeId
 
@@ -79,12 +80,7 @@ def node_secret(directory: Path) -> bytes:
         if len(known) == SECRET_BYTES:
             return known
         made = secrets.token_bytes(SECRET_BYTES)
-        draft = directory / f".{SECRET_NAME}.{os.getpid()}"
-        draft.unlink(missing_ok=True)
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(made)
-        draft.replace(path)
+        write_private(path, made)
     except OSError as error:
         raise ConfigError(f"cannot keep the node's secret in {path}: {error.strerror}") from error
     return made

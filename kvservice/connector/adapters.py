@@ -40,9 +40,7 @@ class _Adapter:
 class Adapters:
     """`of` is called by one thread and never waits; `locate` finds the folder of a path or of a name on a hub."""
 
-    def __init__(
-        self, locate: Callable[[str], Path | None], clock: Callable[[], float] = time.monotonic
-    ) -> None:  # fmt: skip
+    def __init__(self, locate: Callable[[str], Path | None], clock: Callable[[], float] = time.monotonic) -> None:
         self._locate = locate
         self._clock = clock
         self._adapters: dict[str, _Adapter] = {}
