@@ -25,17 +25,21 @@ class Keyring:
         self._make_keys = make_keys
         self._block_tokens = block_tokens
         self._naming = Naming()
+        self._read: tuple[Attachment | None, Naming] = (None, self._naming)
 
     def is_current(self, request: EngineRequest, attachment: Attachment | None) -> bool:
         """Whether the request's keys are of this attachment."""
-        return attachment is None or request.naming == Naming.of(attachment)
+        if attachment is None:
+            return True
+        naming = self._naming_of(attachment)
+        return request.naming is naming or request.naming == naming
 
     def extend(self, request: EngineRequest, hashes: Sequence[BlockHash], attachment: Attachment | None) -> int:
         """Give the request a key for each hash. Keys of another naming are made anew: as another tenant, or with
         another secret, its blocks have other names. Returns how many of the new ones may be stored."""
         if attachment is not None:
-            self._naming = Naming.of(attachment)
-        if request.naming != self._naming:
+            self._naming = self._naming_of(attachment)
+        if request.naming is not self._naming and request.naming != self._naming:
             request.naming = self._naming
             for keys in request.chains:
                 keys.clear()
@@ -53,6 +57,12 @@ class Keyring:
         request.kept_out = 0 if naming.may_publish else public
         request.stored = max(request.stored, request.kept_out)
         return len(hashes) - max(begin, min(request.kept_out, len(hashes)))
+
+    def _naming_of(self, attachment: Attachment) -> Naming:
+        """Asked for every request of every step: read once for each attachment."""
+        if self._read[0] is not attachment:
+            self._read = attachment, Naming.of(attachment)
+        return self._read[1]
 
 
 def _of(request: EngineRequest, key: bytes) -> bytes:
