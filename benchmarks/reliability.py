@@ -35,6 +35,7 @@ from kvservice.testing.cluster import LocalCluster
 from kvservice.units import BlockKey, BootEpoch, GiB, MiB, NodeId
 from tests.integration.engine import LAYOUT, Engine, attached, chain, spec
 from tests.integration.loader import Loader
+from tests.integration.test_two_nodes import leave
 from tests.vllm.replica import Replica
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,12 +66,6 @@ def until(condition: Callable[[], bool], seconds: float = 60.0, pause: float = 0
             raise SystemExit(f"not within {seconds} s")
         time.sleep(pause)
     return time.monotonic() - started
-
-
-async def left(*engines: Engine) -> None:
-    for engine in engines:
-        await engine.pool.close()
-        engine.let_go()
 
 
 async def dead_node(options: argparse.Namespace) -> list[Row]:
@@ -274,7 +269,7 @@ async def verification(options: argparse.Namespace) -> list[Row]:
                 bandwidth[verify].append(len(blocks) * layout.payload_bytes / (time.perf_counter() - started))
         for loader in loaders.values():
             loader.close()
-        await left(engine)
+        await leave(engine)
     best = {verify: percentile(found[1:], 0.5) for verify, found in bandwidth.items()}  # the first touches the memory
     return [
         Row(f"loads with verify_load {verify.value} to those without", best[verify] / best[Verify.OFF], "ratio",

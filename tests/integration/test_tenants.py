@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 import pytest
 
+from kvservice.client.private_files import write_private
 from kvservice.client.shard import ShardClient
 from kvservice.client.survey import Surveyor
 from kvservice.client.token import Token
@@ -33,6 +34,7 @@ from kvservice.wire.tenants import (
 )
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 from tests.integration.engine import LAYOUT, Engine, chain, spec
+from tests.integration.test_two_nodes import leave
 
 TOKENS = {name: new_token() for name in ("a", "b", "small", "narrow", "boss", "turner", "goner")}
 BLOCK = LAYOUT.payload_bytes
@@ -57,10 +59,7 @@ class File:
         self.write()
 
     def write(self) -> None:
-        fresh = self.path.with_suffix(".new")
-        fresh.write_text(dump_tenants(self.now))
-        fresh.chmod(0o600)
-        fresh.replace(self.path)
+        write_private(self.path, dump_tenants(self.now).encode())
 
     def change(self, name: str, **fields: object) -> None:
         rows = [replace(t, **fields) if t.name == name else t for t in self.now.by_name.values()]  # type: ignore[arg-type]
@@ -83,12 +82,6 @@ def cluster(file: File) -> Iterator[LocalCluster]:
 async def enter(cluster: LocalCluster, tenant: str, node: str = "n0", engine_id: bytes | None = None) -> Engine:
     client = ShardClient(cluster.socket(node), Token(TOKENS[tenant]))
     return await Engine.attach(client, spec(engine_id=engine_id))
-
-
-async def leave(*engines: Engine) -> None:
-    for engine in engines:
-        await engine.pool.close()
-        engine.let_go()
 
 
 def named(engine: Engine, seed: int, count: int, key: bytes | None = None) -> tuple[BlockKey, ...]:
