@@ -63,17 +63,23 @@ class QuotaMachine(RuleBasedStateMachine):
         quota = self.harness.tenants[who].quota_bytes
         return 1000 if not quota else max(quota - self.used()[who], 0) // SIZES[who]
 
+    def protected(self, who: str) -> float:
+        """What nobody may take from it: its quota, or its share of a pool that is smaller than all quotas together."""
+        quotas = {name: limits.quota_bytes for name, limits in self.harness.tenants.items()}
+        pool = self.harness.geometry.slab_bytes * self.harness.geometry.slab_count
+        return quotas[who] * min(1.0, pool / sum(quotas.values()))
+
     def by(self, who: str, what: Callable[[], object]) -> None:
         """Run what this tenant does, and judge what it cost the others."""
         before, used, room = self.held(), self.used(), self.room(who)
         what()
         after, lost = self.held(), 0
         for other in TENANTS:
-            quota = self.harness.tenants[other].quota_bytes
             if other == who or after[other] >= before[other]:
                 continue
             lost += before[other] - after[other]
-            assert not quota or self.used()[other] >= min(quota, used[other]), f"{who} pushed {other} below its quota"
+            kept = min(int(self.protected(other)), used[other])
+            assert self.used()[other] >= kept, f"{who} pushed {other} below its quota"
         assert room or not lost, f"{who} was at its quota, and {lost} blocks of others went for it"
 
     # -- rules ----
