@@ -28,6 +28,7 @@ from kvservice.config import ServiceConfig
 from kvservice.errors import KVServiceError
 from kvservice.mover.device import HOST
 from kvservice.mover.server import MoverConfig
+from kvservice.observe.failpoints import failpoint
 from kvservice.shard.server import ShardServerConfig
 
 log = logging.getLogger("kvservice.actors")
@@ -256,6 +257,7 @@ class Supervisor:
 
     def _place(self, kind: type, ray_node: str, name: str, arguments: tuple[object, ...]) -> Any:
         """Pinned to its node, restarted for ever, takes no CPU from engines, survives the driver that made it."""
+        failpoint("supervisor.place")
         options = {
             "name": name,
             "namespace": names.namespace(self._config.service),

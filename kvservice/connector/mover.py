@@ -17,6 +17,7 @@ from kvservice.connector.plan import CopyEntry, PoolInfo
 from kvservice.errors import TransferError
 from kvservice.mover.message import Direction
 from kvservice.mover.pinning import Pinning
+from kvservice.observe.failpoints import failpoint
 from kvservice.units import BlockKey
 
 
@@ -218,6 +219,7 @@ def copy_entries(copier: Copier, pool: PoolInfo, direction: Direction, entries: 
             own.load(offset, entry.block_id, entry.part)
         else:
             own.store(entry.block_id, offset, entry.part)
+        failpoint(f"engine.{direction.name.lower()}")
 
 
 def in_process_mover(copier: Copier) -> InlineMover:

@@ -27,6 +27,7 @@ from kvservice.memory.segment import Segment
 from kvservice.mover.copies import CopyEngine
 from kvservice.mover.loans import DirectPath
 from kvservice.mover.message import Direction, Ended, Job, Outcome
+from kvservice.observe.failpoints import failpoint
 from kvservice.units import BootEpoch, SlotIndex
 
 log = logging.getLogger("kvservice.mover")
@@ -160,6 +161,7 @@ class Lane:
             _check_range(target, slots)
             if not _all_as_promised(target, job.direction, rows, slots):
                 return Outcome.STALE
+            failpoint("mover.copy")
             if job.direction is Direction.LOAD:
                 _load(target, rows, slots, tally, may_borrow=job.may_borrow)
                 # Also of blocks that came from an engine: the slot is what was promised.

@@ -13,13 +13,12 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from kvservice.errors import KVServiceError
-from kvservice.observe.failpoints import VARIABLE
 from kvservice.testing.cluster import LocalCluster
+from tests.failpoints import Failpoints
 from tests.integration.engine import Engine, attached, chain
 from tests.integration.test_two_nodes import eventually, leave
 
@@ -28,30 +27,6 @@ STOPPED_SECONDS = 3.0  # longer than a lease, and than the directory believes in
 CALL_SECONDS = 20.0
 BLOCKS = 12
 _seeds = itertools.count(1)
-
-
-class Failpoints:
-    """The test's side of kvservice.observe.failpoints."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def arm(self, name: str) -> None:
-        (self.folder / f"{name}.arm").touch()
-
-    async def hit(self, name: str) -> int:
-        """The process that is held there."""
-        path = self.folder / f"{name}.hit"
-        deadline = time.monotonic() + CALL_SECONDS
-        while not path.exists():
-            assert time.monotonic() < deadline, f"nobody came to {name}"
-            await asyncio.sleep(0.005)
-        pid = int(path.read_text())
-        path.unlink()
-        return pid
-
-    def release(self, name: str) -> None:
-        (self.folder / f"{name}.release").touch()
 
 
 @dataclass
@@ -71,10 +46,9 @@ class Field:
 
 @pytest.fixture(scope="module")
 def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
-    folder = tmp_path_factory.mktemp("failpoints")
-    environment = {VARIABLE: str(folder)}
-    with LocalCluster(nodes=2, lookups=1, lease_seconds=LEASE_SECONDS, environment=environment) as cluster:
-        yield Field(cluster, Failpoints(folder))
+    points = Failpoints(tmp_path_factory.mktemp("failpoints"))
+    with LocalCluster(nodes=2, lookups=1, lease_seconds=LEASE_SECONDS, environment=points.environment) as cluster:
+        yield Field(cluster, points)
 
 
 Work = Callable[[Field, Engine, Engine, int], Awaitable[object]]  # engines of n0 and n1, and a seed
@@ -129,7 +103,7 @@ async def test_a_part_that_ends_or_sleeps_in_the_middle_costs_hits_only(
         cluster.wait_until_known(keys)
     field.failpoints.arm(where)
     under_way = asyncio.ensure_future(work(field, a, b, seed))
-    name = field.name_of(await field.failpoints.hit(where))
+    name = field.name_of(await asyncio.to_thread(field.failpoints.hit, where))
     await asyncio.to_thread(cluster.kill, name, number)
     if number is signal.SIGSTOP:
         await asyncio.sleep(STOPPED_SECONDS)

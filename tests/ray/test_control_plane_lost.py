@@ -29,6 +29,7 @@ from kvservice.client.discovery import find_shards
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
 from kvservice.units import MiB
+from tests.failpoints import Failpoints
 from tests.integration.engine import Engine, chain
 from tests.ray_nodes import ray_nodes
 
@@ -52,7 +53,18 @@ def runtime() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def cluster(runtime: Path) -> Iterator[Cluster]:
+def failpoints(runtime: Path) -> Iterator[Failpoints]:
+    points = Failpoints(runtime / "failpoints")
+    points.folder.mkdir()
+    patch = pytest.MonkeyPatch()
+    for name, value in points.environment.items():
+        patch.setenv(name, value)  # of the nodes that are started now, and of their actors
+    yield points
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def cluster(runtime: Path, failpoints: Failpoints) -> Iterator[Cluster]:
     with ray_nodes(NODE, NODE) as made:
         (second,) = made.worker_nodes
         config = ServiceConfig(service=SERVICE, pool_bytes=32 * MiB, slab_bytes=8 * MiB, runtime_dir=str(runtime))
@@ -148,15 +160,35 @@ def test_a_node_lost_with_supervisor_and_lookup_shard_is_made_up_for(cluster: Cl
     eventually(lambda: known_keys() == COUNT, "the keys of the lost lookup shard")
 
 
-def test_blocks_cross_while_the_control_plane_is_dead(cluster: Cluster) -> None:
+def test_a_node_lost_as_it_is_given_a_shard_holds_up_nobody(cluster: Cluster, failpoints: Failpoints) -> None:
+    failpoints.arm("supervisor.place")
+    lost = cluster.add_node(**NODE)
+    failpoints.hit("supervisor.place", WAIT_SECONDS)
+    helpers = agents(cluster)
+    cluster.remove_node(lost, allow_graceful=False)
+    failpoints.release("supervisor.place")
     cluster.add_node(**NODE)
-    eventually(lambda: len(find_shards(SERVICE)) == 2 and described().get("complete", False), "a shard on the new node")
-    ray.shutdown()  # a driver without a control plane ends its process
-    cluster.head_node.kill_gcs_server()
+    eventually(
+        lambda: len(find_shards(SERVICE)) == 2 and described().get("complete", False), "a shard on the next node"
+    )
+    end({pid: command for pid, command in helpers.items() if pid not in agents(cluster)})
+
+
+def test_blocks_cross_while_the_control_plane_is_dead(cluster: Cluster, failpoints: Failpoints) -> None:
     first, second = find_shards(SERVICE)
     keys = chain(2, COUNT)
     before = known_keys()
-    with_engine(first.socket, lambda engine: engine.store(keys))
+    ray.shutdown()  # a driver without a control plane ends its process
+
+    async def store(engine: Engine) -> None:
+        failpoints.arm("shard.digest")
+        storing = asyncio.ensure_future(engine.store(keys))
+        await asyncio.to_thread(failpoints.hit, "shard.digest")
+        cluster.head_node.kill_gcs_server()
+        failpoints.release("shard.digest")
+        await storing
+
+    with_engine(first.socket, store)
     eventually(lambda: known_keys() >= before + COUNT, "the new keys in the directory")
     result = with_engine(second.socket, lambda engine: engine.read_all(keys))
     assert (len(result.blocks), result.fetched_count) == (COUNT, COUNT)

@@ -13,6 +13,7 @@ import pytest
 
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import MiB
+from tests.failpoints import Failpoints
 from tests.vllm.replica import Replica
 from tests.vllm.test_service_failures import ENGINE, PROMPTS, during
 
@@ -20,8 +21,14 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(nodes=1, lookups=1, pool_bytes=384 * MiB, lease_seconds=4.0) as running:
+def failpoints(tmp_path_factory: pytest.TempPathFactory) -> Failpoints:
+    return Failpoints(tmp_path_factory.mktemp("failpoints"))
+
+
+@pytest.fixture(scope="module")
+def cluster(failpoints: Failpoints) -> Iterator[LocalCluster]:
+    environment = failpoints.environment
+    with LocalCluster(nodes=1, lookups=1, pool_bytes=384 * MiB, lease_seconds=4.0, environment=environment) as running:
         running.start_mover("n0")
         yield running
 
@@ -70,12 +77,18 @@ def test_tokens_are_equal_cold_and_warm_with_every_copy_in_the_worker(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_worker_lost_while_requests_run(
-    cluster: LocalCluster, replica: Replica, wanted: list[list[int]], number: signal.Signals
+def test_worker_lost_in_the_middle_of_a_copy(
+    cluster: LocalCluster, replica: Replica, failpoints: Failpoints, wanted: list[list[int]], number: signal.Signals
 ) -> None:
     before = wait_connected(replica, 1)
     replica.reset()
-    assert during(replica, lambda: cluster.kill("mover-n0", number), 0.05) == wanted
+    failpoints.arm("mover.copy")
+
+    def lose() -> None:
+        assert failpoints.hit("mover.copy") == cluster.pid("mover-n0")
+        cluster.kill("mover-n0", number)
+
+    assert during(replica, lose, 0.0) == wanted
     replica.reset()
     assert replica.tokens(PROMPTS, 12) == wanted
     between = replica.counters()
