@@ -1,4 +1,4 @@
-"""Ray's token authentication: which token a cluster wants, and the one of a cluster that `kvservice up` started.
+"""Ray's token and TLS: what a cluster wants, and what one has that `kvservice up` started.
 
 Ray is told by its environment variables, for this process and for those that it starts. What the user has set stays as
 it is; what was set here is decided anew for each cluster. Used before connecting, on the main thread.
@@ -13,15 +13,20 @@ from pathlib import Path
 
 from kvservice.client.discovery import default_runtime_root
 from kvservice.client.private_files import write_private
+from kvservice.wire.tls import AUTHORITY_NAME, CERTIFICATE_NAME, KEY_NAME
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+USE_TLS = "RAY_USE_TLS"
+TLS_FILES = {
+    "RAY_TLS_SERVER_CERT": CERTIFICATE_NAME, "RAY_TLS_SERVER_KEY": KEY_NAME, "RAY_TLS_CA_CERT": AUTHORITY_NAME,
+}  # fmt: skip
 HEAD_PREFIX = "ray-head-"
 TOKEN_BYTES = 32
 _decided: dict[str, str] = {}  # what this module has put into the environment
 
 
 def head_record(service: str) -> Path:
-    """What `up` notes of the Ray that it started: {"pid", "address", "token_path"}."""
+    """What `up` notes of the Ray that it started: {"pid", "address", "token_path", "tls_dir"}."""
     return default_runtime_root() / f"{HEAD_PREFIX}{service}.json"
 
 
@@ -38,13 +43,21 @@ def prepare(address: str | None) -> None:
     """Before joining the cluster at host:port, or an unknown one. Ray turns its tokens on by itself in some of its
     commands and not in others: it is always told."""
     _undo()
-    if MODE in os.environ:
-        return
-    known = _token_of(address)
+    certificates = _noted(address, "tls_dir")
+    if certificates is not None and USE_TLS not in os.environ:
+        for name, value in tls_variables(certificates).items():
+            _decide(name, value)
+    if MODE not in os.environ:
+        _decide_token(address)
+    _reread()
+
+
+def _decide_token(address: str | None) -> None:
+    token_path = _noted(address, "token_path")
+    known = None if token_path is None else str(token_path)
     if known is not None and TOKEN not in os.environ and TOKEN_PATH not in os.environ:
         _decide(TOKEN_PATH, known)
     _decide(MODE, "token" if known is not None or _has_token() else "disabled")
-    _reread()
 
 
 def of_new_cluster(token_path: Path) -> dict[str, str]:
@@ -59,20 +72,25 @@ def of_new_cluster(token_path: Path) -> dict[str, str]:
     return {MODE: "token", TOKEN_PATH: str(token_path)}
 
 
+def tls_variables(directory: Path) -> dict[str, str]:
+    """For a Ray, or one who joins it, with the certificates of this folder."""
+    return {USE_TLS: "1", **{name: str(directory / file) for name, file in TLS_FILES.items()}}
+
+
 def asks_for_token() -> bool:
     """Of the cluster that this process has joined."""
     return os.environ.get(MODE, "").lower() == "token"
 
 
-def _token_of(address: str | None) -> str | None:
-    """The token's file of a cluster that `up` started on this machine."""
+def _noted(address: str | None, what: str) -> Path | None:
+    """The token's file, or the folder of the certificates, of a cluster that `up` started on this machine."""
     if address is None:
         return None
     for record in sorted(default_runtime_root().glob(f"{HEAD_PREFIX}*.json")):
         found = read_head(record)
-        path = found.get("token_path")
-        if found.get("address") == address and isinstance(path, str) and Path(path).is_file():
-            return path
+        path = found.get(what)
+        if found.get("address") == address and isinstance(path, str) and path and Path(path).exists():
+            return Path(path)
     return None
 
 

@@ -6,6 +6,7 @@ Everything is in one directory, readable by its owner only. The CA's key is need
 from __future__ import annotations
 
 import datetime
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,11 +116,30 @@ def make_authority(name: str) -> Authority:
     return Authority(key, builder.sign(key, hashes.SHA256()))
 
 
+def for_ray(directory: Path, host: str) -> None:
+    """Write a CA and a certificate for a Ray of one machine at this IP address. Ray takes no renewed files while it
+    runs, so they are valid for ten years; nobody keeps the CA's key. Raises ConfigError without the library."""
+    from kvservice.client.private_files import write_private
+    from kvservice.wire.tls import AUTHORITY_NAME, CERTIFICATE_NAME, KEY_NAME
+
+    authority = make_authority("kvservice CA of a local Ray")
+    certificate, key = issue(authority, days=AUTHORITY_DAYS, name="localhost", hosts=(host, "127.0.0.1"))
+    directory.mkdir(mode=0o700, exist_ok=True)
+    write_private(directory / AUTHORITY_NAME, authority.pem)
+    write_private(directory / KEY_NAME, key)
+    write_private(directory / CERTIFICATE_NAME, certificate)
+
+
 def issue(
-    authority: Authority, *, days: float = LEAF_DAYS, name: str = "", owner: Owner | None = None
+    authority: Authority,
+    *,
+    days: float = LEAF_DAYS,
+    name: str = "",
+    owner: Owner | None = None,
+    hosts: tuple[str, ...] = (),
 ) -> tuple[bytes, bytes]:
-    """(certificate, key), PEM, for this owner, all nodes if None; `name` takes the place of the name of its role. With
-    negative `days` it ended that long ago."""
+    """(certificate, key), PEM, for this owner, all nodes if None; `name` takes the place of the name of its role, and
+    `hosts` are IP addresses beside it. With negative `days` it ended that long ago."""
     from kvservice.wire.identity import CLIENT_NAME, NODE_NAME
 
     owner = owner or Owner()
@@ -132,6 +152,7 @@ def issue(
         x509.BasicConstraints(ca=False, path_length=None), True
     )
     names = [x509.DNSName(name), *map(x509.UniformResourceIdentifier, owner.uris)]
+    names += [x509.IPAddress(ipaddress.ip_address(host)) for host in hosts]
     builder = builder.add_extension(x509.SubjectAlternativeName(names), False)
     purposes = [x509.ExtendedKeyUsageOID.CLIENT_AUTH]
     if not owner.client:

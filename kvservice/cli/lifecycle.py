@@ -30,7 +30,7 @@ def up(config: Any, address: str | None) -> None:
 
     console = Console(stderr=True)
     started_ray = _connect_or_start(config.service, address, console)
-    _tell_of_tokens(config.service, console, started=started_ray)
+    _tell_of_access(config.service, console, started=started_ray)
     found = started_ray or deploy.find(config.service) is not None
     try:
         if not started_ray and found:
@@ -141,13 +141,15 @@ def _connect_or_start(service: str, address: str | None, console: Console) -> bo
         deploy.connect(_recorded_address(ray_auth.head_record(service)))
     except Unavailable:
         console.print("no Ray cluster on this machine: starting a local one; `kvservice down` stops it again")
-        deploy.connect(_start_head(service))
+        deploy.connect(_start_head(service, console))
         return True
     return False
 
 
-def _start_head(service: str) -> str:
+def _start_head(service: str, console: Console) -> str:
     """`ray start --head` in a session of its own; its address."""
+    from ray.util import get_node_ip_address
+
     from kvservice.actors import ray_auth
     from kvservice.client.discovery import ensure_private_directory
 
@@ -156,12 +158,16 @@ def _start_head(service: str) -> str:
     ray = shutil.which("ray", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if ray is None:
         raise ConfigError("the `ray` command is not installed: pip install 'kvservice[ray]', or use --no-ray")
+    host = get_node_ip_address()
     auth = ray_auth.of_new_cluster(record.with_suffix(".token"))
-    environment = {"RAY_USAGE_STATS_ENABLED": "0", **os.environ, **auth}
+    tls_dir = _certificates_for_ray(record.with_suffix(".tls"), host, console)
+    tls = {} if tls_dir is None else ray_auth.tls_variables(tls_dir)
+    environment = {"RAY_USAGE_STATS_ENABLED": "0", **os.environ, **auth, **tls}
     words = record.with_suffix(".log")
     with words.open("wb") as log:
         process = subprocess.Popen(
-            [ray, "start", "--head", "--block", "--port=0", "--include-dashboard=false", "--disable-usage-stats"],
+            [ray, "start", "--head", "--block", f"--node-ip-address={host}", "--port=0", "--include-dashboard=false",
+             "--disable-usage-stats"],
             stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment,
         )  # fmt: skip
     deadline = time.monotonic() + RAY_START_SECONDS
@@ -170,14 +176,30 @@ def _start_head(service: str) -> str:
         if found is not None:
             token_path = auth.get(ray_auth.TOKEN_PATH, "")
             note = {"pid": process.pid, "address": found.group(1), "token_path": token_path}
-            record.write_text(json.dumps(note))
+            record.write_text(json.dumps({**note, "tls_dir": str(tls_dir or "")}))
             return found.group(1)
         time.sleep(0.2)
     if process.poll() is None:
         process.terminate()
         process.wait(RAY_STOP_SECONDS)
     record.with_suffix(".token").unlink(missing_ok=True)
+    shutil.rmtree(record.with_suffix(".tls"), ignore_errors=True)
     raise Unavailable(f"a local Ray did not start; its words are in {words}")
+
+
+def _certificates_for_ray(directory: Path, host: str, console: Console) -> Path | None:
+    """None where the user has said what TLS Ray is to have, or certificates cannot be made."""
+    from kvservice.actors import ray_auth
+    from kvservice.cli import certs
+
+    if ray_auth.USE_TLS in os.environ:
+        return None
+    try:
+        certs.for_ray(directory, host)
+    except ConfigError as error:
+        console.print(f"warning: this Ray will have a token, but no TLS: {error.message}", soft_wrap=True)
+        return None
+    return directory
 
 
 def _stop_head(record: Path) -> None:
@@ -196,6 +218,7 @@ def _stop_head(record: Path) -> None:
     record.unlink(missing_ok=True)
     for suffix in (".log", ".token"):
         record.with_suffix(suffix).unlink(missing_ok=True)
+    shutil.rmtree(record.with_suffix(".tls"), ignore_errors=True)
 
 
 def _is_ray(pid: int) -> bool:
@@ -206,14 +229,18 @@ def _is_ray(pid: int) -> bool:
         return False
 
 
-def _tell_of_tokens(service: str, console: Console, *, started: bool) -> None:
+def _tell_of_access(service: str, console: Console, *, started: bool) -> None:
     from kvservice.actors import ray_auth
 
-    path = ray_auth.read_head(ray_auth.head_record(service)).get("token_path")
-    if started and path:
+    head = ray_auth.read_head(ray_auth.head_record(service))
+    token_path, tls_dir = head.get("token_path"), head.get("tls_dir")
+    variables = {ray_auth.MODE: "token", ray_auth.TOKEN_PATH: token_path} if token_path else {}
+    variables |= ray_auth.tls_variables(Path(str(tls_dir))) if tls_dir else {}
+    if started and variables:
+        asked = " and ".join(word for word, given in (("a token", token_path), ("TLS", tls_dir)) if given)
+        lines = "".join(f"\n  export {name}={value}" for name, value in variables.items())
         console.print(
-            "This Ray asks for a token, which kvservice's own commands find. Your programs that join it need\n"
-            f"  export {ray_auth.MODE}=token {ray_auth.TOKEN_PATH}={path}",
+            f"This Ray asks for {asked}, which kvservice's own commands find. Your programs that join it need{lines}",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
     elif not started and not ray_auth.asks_for_token():

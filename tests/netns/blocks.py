@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -55,11 +56,14 @@ async def serve(socket: str) -> None:
 
 
 class RemoteEngine:
-    """Such an engine on another host, from here."""
+    """Such an engine on another host, from here; `variables` are for its environment."""
 
-    def __init__(self, host: Host, socket: str) -> None:
+    def __init__(self, host: Host, socket: str, **variables: str) -> None:
         command = [*host.prefix, sys.executable, "-m", "tests.netns.blocks", socket]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = {**os.environ, **variables}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
 
     def __enter__(self) -> RemoteEngine:
         return self

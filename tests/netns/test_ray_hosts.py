@@ -65,9 +65,9 @@ class Site:
         self.host.run([RAY, "start", *role, *common], self._log, **self._environment)
         wait_for(lambda: "Ray runtime started" in self._log.read_text(), f"Ray on {self.host.address}", self._log, 120)
 
-    def use_certificates(self, directory: Path) -> None:
+    def use(self, **settings: Path) -> None:
         """By the commands from now on; parts on Ray's nodes are told by `up`."""
-        self._environment["KVSERVICE_TLS_DIR"] = str(directory)
+        self._environment |= {f"KVSERVICE_{name.upper()}": str(value) for name, value in settings.items()}
 
     @property
     def ray(self) -> str:
@@ -89,9 +89,10 @@ class Site:
         found: dict[str, Any] = json.loads(done.stdout)
         return found
 
-    def blocks(self, verb: str, seed: int) -> dict[str, Any]:
+    def blocks(self, verb: str, seed: int, token: Path) -> dict[str, Any]:
+        """Asked by an engine of the tenant with this token."""
         (socket,) = self.host.output(["find", str(RUNTIME / SERVICE), "-name", "shard.sock"]).split()
-        with RemoteEngine(self.host, socket) as engine:
+        with RemoteEngine(self.host, socket, KVSERVICE_TOKEN_FILE=str(token)) as engine:
             return engine.ask(verb, seed=seed, count=COUNT)
 
     def received_bytes(self) -> int:
@@ -131,16 +132,22 @@ def hosts_of(rows: list[dict[str, Any]], key: str) -> list[str]:
 
 @pytest.mark.timeout(280)
 def test_service_of_two_hosts_lives_through_the_loss_of_one_and_ends_clean(
-    sites: tuple[Site, Site], certificates: Path
+    sites: tuple[Site, Site], certificates: Path, tmp_path: Path
 ) -> None:
+    """With certificates and tenants."""
     head, other = sites
+    tenants, token, stranger = tmp_path / "tenants.toml", tmp_path / "token", tmp_path / "stranger"
+    added = head.kvservice("tenants", "add", "search", "--file", str(tenants), "--token-to", str(token))
+    assert added.returncode == 0, added.stderr
+    stranger.write_text("0" * len(token.read_text()))
+    stranger.chmod(0o600)
     addresses = [head.host.address, other.host.address]
     words = ("up", "--address", head.ray, "--service", SERVICE, "--pool", "64MiB")
     refused = head.kvservice(*words)  # before anything is started
     assert refused.returncode == 2 and "2 machines" in refused.stderr and "kvservice certs DIR" in refused.stderr
     assert head.host.output(["find", "/dev/shm", str(RUNTIME_ROOT), "-name", "*shard*"]) == ""
     for site in sites:
-        site.use_certificates(certificates)
+        site.use(tls_dir=certificates, tenants_file=tenants)
     up = head.kvservice(*words)
     assert up.returncode == 0, up.stderr
 
@@ -150,10 +157,12 @@ def test_service_of_two_hosts_lives_through_the_loss_of_one_and_ends_clean(
     assert {row["transport"] for row in state["nodes"]} == {"nixl"}
     assert state["problems"] == []
 
-    assert head.blocks("store", seed=1) == {"sealed": COUNT}
+    assert head.blocks("store", 1, token) == {"sealed": COUNT}
     settled(other.status, lambda now: sum(row["key_count"] for row in now["lookups"]) >= COUNT)
+    with pytest.raises(AssertionError, match="the engine ended"):
+        other.blocks("read", 1, stranger)
     before = other.received_bytes()
-    read = other.blocks("read", seed=1)
+    read = other.blocks("read", 1, token)
     assert (read["promised"], read["fetched"]) == (COUNT, COUNT)
     assert other.received_bytes() - before >= COUNT * LAYOUT.payload_bytes, "the blocks did not cross the wire"
 
@@ -168,7 +177,7 @@ def test_service_of_two_hosts_lives_through_the_loss_of_one_and_ends_clean(
         ),
     )
     assert hosts_of(state["nodes"], "peer_address") == alone
-    read = head.blocks("read", seed=1)
+    read = head.blocks("read", 1, token)
     assert (read["promised"], read["fetched"]) == (COUNT, 0)
 
     down = head.kvservice("down", "--address", head.ray, "--service", SERVICE)

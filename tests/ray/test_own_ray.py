@@ -1,4 +1,4 @@
-"""`kvservice up` where there is no Ray: the one that it starts asks for a token, which later commands find."""
+"""`kvservice up` where there is no Ray: the one that it starts asks for a token and TLS, which later commands find."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvservice.cli import lifecycle
 from kvservice.config import ServiceConfig
 service = {!r}
 started = lifecycle._connect_or_start(service, None, Console(stderr=True))
-lifecycle._tell_of_tokens(service, Console(stderr=True), started=started)
+lifecycle._tell_of_access(service, Console(stderr=True), started=started)
 print(len(ray.nodes()), ray_auth.asks_for_token())
 """
 
@@ -88,8 +88,12 @@ def test_without_certificates_a_service_of_one_machine_stays_on_loopback(
     assert found.keys() == nodes.keys() and set(found.values()) == expected
 
 
+def open_channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
+    return grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
+
+
 @pytest.mark.timeout(280)
-def test_the_ray_that_up_starts_asks_for_a_token_that_later_commands_find(machine: Machine) -> None:
+def test_the_ray_that_up_starts_asks_for_token_and_certificate_that_later_commands_find(machine: Machine) -> None:
     started = machine.run("-c", START.format(SERVICE))
     assert started.returncode == 0, started.stderr
     head = json.loads((machine.root / "k" / f"ray-head-{SERVICE}.json").read_text())
@@ -99,8 +103,19 @@ def test_the_ray_that_up_starts_asks_for_a_token_that_later_commands_find(machin
     assert started.stdout.split() == ["1", "True"], "the command that started it has joined it"
     assert not (machine.root / ".ray" / "auth_token").exists(), "the user's own token is the user's"
 
+    certificates = Path(head["tls_dir"])
+    assert stat.S_IMODE(certificates.stat().st_mode) == 0o700
+    assert f"RAY_TLS_SERVER_CERT={certificates / 'tls.crt'}" in started.stderr
+    ca, certificate, key = ((certificates / name).read_bytes() for name in ("ca.crt", "tls.crt", "tls.key"))
+
     # As a driver's first question; Ray's own would try again for half a minute.
-    with grpc.insecure_channel(head["address"]) as channel:
+    for credentials in (None, grpc.ssl_channel_credentials(ca)):  # plaintext, and TLS without a certificate
+        with open_channel(head["address"], credentials) as channel:
+            ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")
+            with pytest.raises(grpc.RpcError) as refused:
+                ask(b"", timeout=10, metadata=(("authorization", f"Bearer {token.read_text()}"),))
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    with open_channel(head["address"], grpc.ssl_channel_credentials(ca, key, certificate)) as channel:
         ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")
         for given in ((), (("authorization", "Bearer wrong"),)):
             with pytest.raises(grpc.RpcError) as refused:
@@ -109,4 +124,4 @@ def test_the_ray_that_up_starts_asks_for_a_token_that_later_commands_find(machin
         ask(b"", timeout=10, metadata=(("authorization", f"Bearer {token.read_text()}"),))
     down = machine.kvservice("down", "--service", SERVICE)  # it joins Ray before it ends it
     assert down.returncode == 0 and "no Ray cluster" not in down.stderr, down.stderr
-    assert not token.exists() and not lifecycle._is_ray(head["pid"])
+    assert not token.exists() and not certificates.exists() and not lifecycle._is_ray(head["pid"])
