@@ -13,13 +13,11 @@ from pathlib import Path
 
 from kvservice.client.discovery import default_runtime_root
 from kvservice.client.private_files import write_private
-from kvservice.wire.tls import AUTHORITY_NAME, CERTIFICATE_NAME, KEY_NAME
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 USE_TLS = "RAY_USE_TLS"
-TLS_FILES = {
-    "RAY_TLS_SERVER_CERT": CERTIFICATE_NAME, "RAY_TLS_SERVER_KEY": KEY_NAME, "RAY_TLS_CA_CERT": AUTHORITY_NAME,
-}  # fmt: skip
+CERTIFICATE, KEY, AUTHORITY = "server.crt", "server.key", "ca.crt"  # in the folder that `up` makes for its Ray
+TLS_FILES = {"RAY_TLS_SERVER_CERT": CERTIFICATE, "RAY_TLS_SERVER_KEY": KEY, "RAY_TLS_CA_CERT": AUTHORITY}
 HEAD_PREFIX = "ray-head-"
 TOKEN_BYTES = 32
 _decided: dict[str, str] = {}  # what this module has put into the environment

@@ -119,15 +119,15 @@ def make_authority(name: str) -> Authority:
 def for_ray(directory: Path, host: str) -> None:
     """Write a CA and a certificate for a Ray of one machine at this IP address. Ray takes no renewed files while it
     runs, so they are valid for ten years; nobody keeps the CA's key. Raises ConfigError without the library."""
+    from kvservice.actors import ray_auth
     from kvservice.client.private_files import write_private
-    from kvservice.wire.tls import AUTHORITY_NAME, CERTIFICATE_NAME, KEY_NAME
 
     authority = make_authority("kvservice CA of a local Ray")
     certificate, key = issue(authority, days=AUTHORITY_DAYS, name="localhost", hosts=(host, "127.0.0.1"))
     directory.mkdir(mode=0o700, exist_ok=True)
-    write_private(directory / AUTHORITY_NAME, authority.pem)
-    write_private(directory / KEY_NAME, key)
-    write_private(directory / CERTIFICATE_NAME, certificate)
+    write_private(directory / ray_auth.AUTHORITY, authority.pem)
+    write_private(directory / ray_auth.KEY, key)
+    write_private(directory / ray_auth.CERTIFICATE, certificate)
 
 
 def issue(

@@ -105,8 +105,8 @@ def test_the_ray_that_up_starts_asks_for_token_and_certificate_that_later_comman
 
     certificates = Path(head["tls_dir"])
     assert stat.S_IMODE(certificates.stat().st_mode) == 0o700
-    assert f"RAY_TLS_SERVER_CERT={certificates / 'tls.crt'}" in started.stderr
-    ca, certificate, key = ((certificates / name).read_bytes() for name in ("ca.crt", "tls.crt", "tls.key"))
+    assert f"RAY_TLS_SERVER_CERT={certificates / 'server.crt'}" in started.stderr
+    ca, certificate, key = ((certificates / name).read_bytes() for name in ("ca.crt", "server.crt", "server.key"))
 
     # As a driver's first question; Ray's own would try again for half a minute.
     for credentials in (None, grpc.ssl_channel_credentials(ca)):  # plaintext, and TLS without a certificate
