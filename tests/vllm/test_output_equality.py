@@ -1,7 +1,7 @@
-"""Greedy tokens with the cache equal those without it, on the real model, whatever state the cache is in.
+"""Greedy tokens with the cache equal those without it, whatever state the cache is in.
 
-float32, because then a different batch shape cannot flip a token: a difference is a wrong block, not a rounding. Where
-memory is tight, much is computed again and again: there the model has its first layers only.
+float32, because then a different batch shape cannot flip a token: a difference is a wrong block, not a rounding. The
+model has its first layers only; the whole one is compared by test_prefill_decode and by the demo.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ def settle(replica: Replica, blocks: int) -> None:
 
 @pytest.fixture(scope="module")
 def replicas(
-    without_cache: Replica, model_path: Path, shallow_model: Path, tmp_path_factory: pytest.TempPathFactory
+    without_cache: Replica, shallow_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Replica]]:
     logs = tmp_path_factory.mktemp("replicas")
     embedded = {"mode": "embedded", "memory": "512MiB", "verify_load": "full"}
     started = {
-        "on": Replica(model_path, embedded, logs / "on.log", **ENGINE),
-        "off": Replica(model_path, None, logs / "off.log", **ENGINE),
+        "on": Replica(shallow_model, embedded, logs / "on.log", **ENGINE),
         # Three running requests do not fit its KV space, and two prompts do not fit its pool.
         "tight": Replica(
             shallow_model, {**embedded, "memory": "12MiB", "offload": "lazy"}, logs / "tight.log",
@@ -51,7 +50,7 @@ def replicas(
         ),
     }  # fmt: skip
     try:
-        yield {name: replica.ready() for name, replica in {**started, "shallow off": without_cache}.items()}
+        yield {name: replica.ready() for name, replica in {**started, "off": without_cache}.items()}
     finally:
         close_all(started.values())
 
@@ -107,7 +106,7 @@ def test_eight_at_once_sharing_blocks(replicas: dict[str, Replica]) -> None:
 
 
 def test_after_eviction(replicas: dict[str, Replica]) -> None:
-    off, tight = replicas["shallow off"], replicas["tight"]
+    off, tight = replicas["off"], replicas["tight"]
     texts = [prompt(name, 14) for name in ("Gil", "Hal", "Ian", "Jon")]
     wanted = off.tokens(texts)
     for text, tokens in zip([*texts, *texts], [*wanted, *wanted], strict=True):
@@ -118,7 +117,7 @@ def test_after_eviction(replicas: dict[str, Replica]) -> None:
 
 
 def test_under_preemption(replicas: dict[str, Replica]) -> None:
-    off, tight = replicas["shallow off"], replicas["tight"]
+    off, tight = replicas["off"], replicas["tight"]
     prompts = [prompt(name, 6) for name in ("Kim", "Lou", "Max", "Ned", "Ola", "Pia", "Quy")]
     wanted = off.tokens(prompts, 40)
     before = tight.counters()["preemptions"]
