@@ -83,6 +83,18 @@ class BlockCopier:
         return self._layers[0].device
 
     @property
+    def fills_slots(self) -> bool:
+        """A slot holds one block, all layers of this copier and nothing else."""
+        assert self._layout is not None
+        return self._slot_parts == 1 and self._slot_layers == slice(0, self._layout.layer_count)
+
+    @property
+    def layout(self) -> SlotLayout:
+        """Of the slots it is bound to."""
+        assert self._layout is not None
+        return self._layout
+
+    @property
     def payload_bytes(self) -> int:
         """Of the slots it is bound to."""
         assert self._layout is not None

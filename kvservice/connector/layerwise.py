@@ -23,7 +23,6 @@ from kvservice.connector.mover import Mover
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StorePlan
 from kvservice.connector.worker import Copying, WorkerHalf, WritingStore
-from kvservice.core.header import SlotHeader
 from kvservice.core.layout import HeadShare
 from kvservice.errors import UnsupportedLayout
 from kvservice.mover.message import Direction
@@ -343,7 +342,7 @@ class StreamLane:
 @dataclass(slots=True)
 class _LayeredLoad:
     plan: LoadPlan
-    headers: list[SlotHeader]
+    headers: list[bytes]
     job: LayerJob
 
 

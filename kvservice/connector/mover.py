@@ -12,13 +12,18 @@ from typing import Protocol
 
 import torch
 
-from kvservice.connector.copier import Copier
+from kvservice.connector.copier import BlockCopier, Copier
 from kvservice.connector.plan import CopyEntry, PoolInfo
-from kvservice.errors import TransferError
+from kvservice.connector.shared_kv import region_layout
+from kvservice.core.descriptors import CopyTemplate
+from kvservice.errors import TransferError, UnsupportedLayout
+from kvservice.memory.runs import copy_runs
 from kvservice.mover.message import Direction
 from kvservice.mover.pinning import Pinning
 from kvservice.observe.failpoints import failpoint
 from kvservice.units import BlockKey
+
+HOST_BATCH = 64  # blocks of one call
 
 
 class Ticket(Protocol):
@@ -146,6 +151,67 @@ class InlineMover:
         return
 
 
+class HostMover(InlineMover):
+    """The same with a copy of runs instead of a view for every layer and block, where the tensors allow it: their bytes
+    are copied by the processor in one call for many blocks."""
+
+    def __init__(self, copier: Copier) -> None:
+        super().__init__(copier)
+        self._regions: dict[int, tuple[int, CopyTemplate] | None] = {}  # by cache group: address, and what a block is
+        self._memory = 0
+
+    def adopt(self, memory: torch.Tensor, pool: PoolInfo) -> None:
+        super().adopt(memory, pool)
+        self._memory = memory.data_ptr()
+        self._regions.clear()
+
+    def run(self, direction: Direction, entries: Sequence[CopyEntry], *, may_borrow: bool = False) -> Ticket:
+        for start in range(0, len(entries), HOST_BATCH):
+            by_group: dict[int, list[CopyEntry]] = {}
+            for entry in entries[start : start + HOST_BATCH]:
+                by_group.setdefault(entry.group, []).append(entry)
+            for group, own in by_group.items():
+                self._copy(direction, group, own)
+        return Done()
+
+    def region_of(self, group: int) -> tuple[int, CopyTemplate] | None:
+        """Where the tensors of this cache group lie, and what a block is in them; None where that cannot be said."""
+        if group not in self._regions:
+            self._regions[group] = _host_region(self._copier.of(group))
+        return self._regions[group]
+
+    def _copy(self, direction: Direction, group: int, entries: list[CopyEntry]) -> None:
+        assert self._pool is not None
+        region = self.region_of(group)
+        if region is None:
+            copy_entries(self._copier, self._pool, direction, entries)
+            return
+        address, template = region
+        slots = [entry.ref.slot for entry in entries]
+        offsets = self._pool.geometry.payload_offsets(slots, template.payload_bytes)
+        runs = template.expand_by_block([entry.block_id for entry in entries], offsets)
+        if direction is Direction.LOAD:
+            copy_runs(address, self._memory, runs.engine, runs.segment, runs.lengths)
+        else:
+            copy_runs(self._memory, address, runs.segment, runs.engine, runs.lengths)
+        failpoint(f"engine.{direction.name.lower()}")
+
+
+def _host_region(copier: BlockCopier) -> tuple[int, CopyTemplate] | None:
+    """None where blocks go through the copier: tensors that cannot be described so, slots that blocks share."""
+    if not copier.fills_slots:
+        return None
+    layers = copier.layers
+    first = layers[0]
+    address = min(layer.data_ptr() for layer in layers)
+    reach = sum((size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True)) + 1
+    end = max(layer.data_ptr() for layer in layers) + reach * first.element_size()
+    try:
+        return address, CopyTemplate(region_layout(layers, copier.heads, address, end - address), copier.layout)
+    except UnsupportedLayout:
+        return None
+
+
 class _Recorded:
     borrowed = 0
 
@@ -223,4 +289,6 @@ def copy_entries(copier: Copier, pool: PoolInfo, direction: Direction, entries: 
 
 
 def in_process_mover(copier: Copier) -> InlineMover:
-    return CudaMover(copier) if copier.device.type == "cuda" else InlineMover(copier)
+    """Raises nothing for a device that it does not know: copies go through its tensors then."""
+    kinds: dict[str, type[InlineMover]] = {"cuda": CudaMover, "cpu": HostMover}
+    return kinds.get(copier.device.type, InlineMover)(copier)

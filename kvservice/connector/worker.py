@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvservice.connector.copier import Copier
-from kvservice.connector.mover import InlineMover, Mover, Ticket
+from kvservice.connector.mover import Mover, Ticket, in_process_mover
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
 from kvservice.connector.worker_loans import WorkerLoans
 from kvservice.core.checks import is_as_promised, is_reserved
 from kvservice.core.digest import digest_payload
-from kvservice.core.header import SlotHeader
+from kvservice.core.header import unpack_header
 from kvservice.core.layout import HeadShare
 from kvservice.errors import KVServiceError
 from kvservice.memory.liveness import LivenessLock, hold
@@ -40,7 +40,7 @@ class Copying:
     """A load under way."""
 
     plan: LoadPlan
-    headers: list[SlotHeader]  # as they were before the copies, one per entry
+    headers: list[bytes]  # as they were before the copies, one per entry
     ticket: Ticket
 
 
@@ -60,7 +60,7 @@ class WorkerHalf:
         self._share = share
         self._copier = copier
         self._verify = verify
-        self._mover = mover or InlineMover(copier)
+        self._mover = mover or in_process_mover(copier)
         self._lent = WorkerLoans(self._mover)
         self._pool: PoolInfo | None = None
         self._tried: PoolInfo | None = None  # mapped, or found impossible to map
@@ -190,7 +190,7 @@ class WorkerHalf:
             return
         self._pool = plan.pool
 
-    def _promised_headers(self, load: LoadPlan) -> list[SlotHeader] | None:
+    def _promised_headers(self, load: LoadPlan) -> list[bytes] | None:
         """None unless every slot holds what was promised: the engine then computes the whole promise again."""
         segment, pool = self._segment, self._pool
         if segment is None or pool is None:
@@ -199,10 +199,10 @@ class WorkerHalf:
         if not load.entries:
             self._count("load_unplanned")  # something went wrong before, and the engine waits for this load
             return None
-        headers: list[SlotHeader] = []
+        headers: list[bytes] = []
         for entry in load.entries:
-            header = segment.read_header(entry.ref.slot)
-            if header is None or not is_as_promised(header, pool.epoch, entry.ref, entry.key):
+            header = segment.header_bytes(entry.ref.slot)
+            if not is_as_promised(header, pool.epoch, entry.ref, entry.key):
                 self._suspect(entry, "load_stale")
                 return None
             headers.append(header)
@@ -224,14 +224,16 @@ class WorkerHalf:
             self._count("load_copy_failed")
             return False
         for entry, before in zip(load.plan.entries, load.headers, strict=True):
-            if segment.read_header(entry.ref.slot) != before:
+            if segment.header_bytes(entry.ref.slot) != before:
                 self._suspect(entry, "load_overwritten")
                 return False
             self._load_count += 1
             sampled = self._verify is Verify.SAMPLED and self._load_count % SAMPLE_ONE_IN == 0
             if sampled or self._verify is Verify.FULL:
                 self._count("load_verified_blocks")
-                if digest_payload(segment.payload(entry.ref.slot, before.length), entry.key) != before.digest:
+                header = unpack_header(before)
+                assert header is not None, "it was as promised"
+                if digest_payload(segment.payload(entry.ref.slot, header.length), entry.key) != header.digest:
                     self._suspect(entry, "load_corrupt")
                     return False
         return True
@@ -255,7 +257,7 @@ class WorkerHalf:
             self._count("store_stale", len(store.entries))
             return False
         for entry in store.entries:
-            header = segment.read_header(entry.ref.slot)
+            header = segment.header_bytes(entry.ref.slot)
             if not is_reserved(header, pool.epoch, entry.ref, self._copier.of(entry.group).payload_bytes):
                 self._count("store_stale")
                 return False

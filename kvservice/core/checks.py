@@ -5,7 +5,7 @@ Pure; the one place for these comparisons, wherever they are made.
 
 from __future__ import annotations
 
-from kvservice.core.header import SlotHeader, unpack_header
+from kvservice.core.header import is_of, unpack_header
 from kvservice.core.messages import BlockHandle, BlockRef
 from kvservice.units import BlockKey, BootEpoch
 
@@ -23,14 +23,16 @@ def is_as_located(data: bytes, handle: BlockHandle, epoch: BootEpoch) -> bool:
     ) == (epoch, handle.generation, handle.key, handle.length, handle.digest)
 
 
-def is_as_promised(header: SlotHeader | None, epoch: BootEpoch, ref: BlockRef, key: BlockKey) -> bool:
-    """The slot of a promise holds the block that was promised, sealed by this boot of the shard."""
-    return header is not None and (header.epoch, header.generation, header.key) == (epoch, ref.generation, key)
+def is_as_promised(data: bytes, epoch: BootEpoch, ref: BlockRef, key: BlockKey) -> bool:
+    """`data`: the 64 header bytes of the slot of a promise. True when it holds the block that was promised, sealed by
+    this boot of the shard."""
+    return is_of(data, epoch, ref.generation, key)
 
 
-def is_reserved(header: SlotHeader | None, epoch: BootEpoch, ref: BlockRef, payload_bytes: int) -> bool:
-    """The slot is still the reservation that was given, and as large as what is to be written: nobody else may write
-    it, and nothing beyond it is."""
+def is_reserved(data: bytes, epoch: BootEpoch, ref: BlockRef, payload_bytes: int) -> bool:
+    """The slot with these 64 header bytes is still the reservation that was given, and as large as what is to be
+    written: nobody else may write it, and nothing beyond it is."""
+    header = unpack_header(data)
     return header is not None and (header.generation, header.epoch, header.length) == (
         ref.generation,
         epoch,

@@ -141,15 +141,29 @@ class CopyTemplate:
 
         Raises InvalidRequest for a block outside the region.
         """
-        blocks = np.asarray(block_ids, dtype=np.int64)
-        payloads = np.asarray(payload_offsets, dtype=np.int64)
-        if blocks.size and (int(blocks.min()) < 0 or int(blocks.max()) >= self.region.block_count):
-            raise InvalidRequest(f"blocks {blocks.min()} to {blocks.max()} of {self.region.block_count}")
+        blocks, payloads = self._checked(block_ids, payload_offsets)
         engine = (self.engine[:, None] + (blocks * self.region.block_stride)[None, :]).reshape(-1)
         segment = (self.slot[:, None] + payloads[None, :]).reshape(-1)
         order = np.argsort(engine, kind="stable")
         lengths = np.repeat(self.lengths, blocks.size)
         return merge_runs(engine[order], segment[order], lengths[order])
+
+    def expand_by_block(
+        self, block_ids: Sequence[int] | Offsets, payload_offsets: Sequence[int] | Offsets
+    ) -> Descriptors:
+        """The same runs, block after block in the order of the slot: for a processor, which copies forward fastest."""
+        blocks, payloads = self._checked(block_ids, payload_offsets)
+        engine = ((blocks * self.region.block_stride)[:, None] + self.engine[None, :]).reshape(-1)
+        segment = (payloads[:, None] + self.slot[None, :]).reshape(-1)
+        return Descriptors(engine, segment, np.tile(self.lengths, blocks.size))
+
+    def _checked(
+        self, block_ids: Sequence[int] | Offsets, payload_offsets: Sequence[int] | Offsets
+    ) -> tuple[Offsets, Offsets]:
+        blocks = np.asarray(block_ids, dtype=np.int64)
+        if blocks.size and (int(blocks.min()) < 0 or int(blocks.max()) >= self.region.block_count):
+            raise InvalidRequest(f"blocks {blocks.min()} to {blocks.max()} of {self.region.block_count}")
+        return blocks, np.asarray(payload_offsets, dtype=np.int64)
 
 
 class DirectTemplate:

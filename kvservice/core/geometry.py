@@ -12,8 +12,12 @@ each starting on a page boundary so that copy engines and NICs see aligned runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
 
 from kvservice.errors import ConfigError
 from kvservice.units import KiB, MiB, SlotIndex, align_up, format_bytes
@@ -74,6 +78,13 @@ class Geometry:
         start = _payload_start(_slots_per_slab(self.slab_bytes, payload_bytes))
         stride = align_up(payload_bytes, PAGE_BYTES)
         return self.slab_offset(slab_of(slot)) + start + index_in_slab(slot) * stride
+
+    def payload_offsets(self, slots: Sequence[SlotIndex], payload_bytes: int) -> npt.NDArray[np.int64]:
+        """`payload_offset` of each of these."""
+        numbers = np.array(slots, dtype=np.int64)
+        start = self.slab_offset(0) + _payload_start(_slots_per_slab(self.slab_bytes, payload_bytes))
+        stride = align_up(payload_bytes, PAGE_BYTES)
+        return start + (numbers >> SLOT_BITS) * self.slab_bytes + (numbers & (SLOTS_PER_SLAB_MAX - 1)) * stride
 
 
 @lru_cache(maxsize=256)  # asked for every block that moves, with a handful of payload sizes

@@ -129,8 +129,12 @@ class Segment:
         return self.buffer[start : start + payload_bytes]
 
     def read_header(self, slot: SlotIndex) -> SlotHeader | None:
+        return unpack_header(self.header_bytes(slot))
+
+    def header_bytes(self, slot: SlotIndex) -> bytes:
+        """As they are now, whatever they say."""
         start = self.geometry.header_offset(slot)
-        return unpack_header(bytes(self.buffer[start : start + HEADER_BYTES]))
+        return self._map[start : start + HEADER_BYTES]
 
     def write_header(self, slot: SlotIndex, header: SlotHeader) -> None:
         start = self.geometry.header_offset(slot)

@@ -5,10 +5,10 @@ Used by one thread per direction at a time. A copy engine only moves bytes; whet
 
 from __future__ import annotations
 
-import ctypes
 from typing import Protocol
 
 from kvservice.core.descriptors import Descriptors
+from kvservice.memory.runs import copy_runs
 from kvservice.memory.segment import Segment
 from kvservice.mover.memory import SharedMemory
 
@@ -28,25 +28,18 @@ class CopyEngine(Protocol):
 
 
 class HostCopies:
-    """memmove, with the interpreter's lock released. Between two engines, `segment` is the memory of the other."""
+    """By the processor, with the interpreter's lock released. Between two engines, `segment` is the memory of the
+    other."""
 
     def __init__(self, kv: SharedMemory, segment: Segment | SharedMemory) -> None:
         self._kv = kv.address
         self._segment = segment.address
 
     def load(self, runs: Descriptors) -> None:
-        kv, segment = self._kv, self._segment
-        for engine, slot, length in _rows(runs):
-            ctypes.memmove(kv + engine, segment + slot, length)
+        copy_runs(self._kv, self._segment, runs.engine, runs.segment, runs.lengths)
 
     def store(self, runs: Descriptors) -> None:
-        kv, segment = self._kv, self._segment
-        for engine, slot, length in _rows(runs):
-            ctypes.memmove(segment + slot, kv + engine, length)
+        copy_runs(self._segment, self._kv, runs.segment, runs.engine, runs.lengths)
 
     def close(self) -> None:
         return
-
-
-def _rows(runs: Descriptors) -> zip[tuple[int, int, int]]:
-    return zip(runs.engine.tolist(), runs.segment.tolist(), runs.lengths.tolist(), strict=True)

@@ -200,9 +200,8 @@ def _load(
         tally.byte_count += runs.byte_count
 
 
-def _offsets(target: Target, slots: list[SlotIndex]) -> list[int]:
-    payload_bytes = target.template.payload_bytes
-    return [target.segment.geometry.payload_offset(slot, payload_bytes) for slot in slots]
+def _offsets(target: Target, slots: list[SlotIndex]) -> npt.NDArray[np.int64]:
+    return target.segment.geometry.payload_offsets(slots, target.template.payload_bytes)
 
 
 def _check_range(target: Target, slots: Iterable[SlotIndex]) -> None:

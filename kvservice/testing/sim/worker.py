@@ -43,7 +43,7 @@ class SimWorker:
         good = pool is not None and bool(load.entries)
         if pool is not None:
             for entry in load.entries:
-                good &= is_as_promised(memory.read_header(entry.ref.slot), pool.epoch, entry.ref, entry.key)
+                good &= is_as_promised(memory.header_bytes(entry.ref.slot), pool.epoch, entry.ref, entry.key)
         if not good or pool is None:
             self._end_load(load, False)
             return
@@ -91,7 +91,7 @@ class SimWorker:
         if pool is not None:
             for entry in store.entries:
                 good &= is_reserved(
-                    memory.read_header(entry.ref.slot), pool.epoch, entry.ref, pool.layout.payload_bytes
+                    memory.header_bytes(entry.ref.slot), pool.epoch, entry.ref, pool.layout.payload_bytes
                 )
         if not good:
             self.report.failed[store.store_id] = 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -24,8 +25,13 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvservice.connector import compat
 from kvservice.connector.copier import BlockCopier
+from kvservice.connector.mover import HostMover
+from kvservice.connector.plan import CopyEntry
 from kvservice.core.layout import HeadShare, SlotLayout
+from kvservice.core.messages import BlockRef
 from kvservice.errors import UnsupportedLayout
+from kvservice.mover.message import Direction
+from kvservice.units import BlockKey, Generation, SlotIndex
 
 LAYERS, BLOCKS, TOKENS = 3, 4, 16
 NAMES = [f"model.layers.{i}.attn" for i in range(LAYERS)]
@@ -98,6 +104,23 @@ class Rank:
         copier.bind(slots, layout)
         return copier
 
+    def copy(
+        self, way: str, direction: Direction, slots: memoryview, layout: SlotLayout, slot: int, block: int
+    ) -> None:
+        """Between this block and the slot: by views, by views through a buffer, or by runs of bytes."""
+        copier = self.copier(slots, layout, staged=way == "staged")
+        offset = slot * layout.payload_bytes
+        if way != "runs":
+            copier.load(offset, block) if direction is Direction.LOAD else copier.store(block, offset)
+            return
+        offsets = lambda found, size: np.array(found, dtype=np.int64) * size  # noqa: E731  slots side by side
+        pool = SimpleNamespace(geometry=SimpleNamespace(payload_offsets=offsets))
+        mover = HostMover(copier)
+        mover.adopt(torch.frombuffer(slots, dtype=torch.uint8), pool)  # type: ignore[arg-type]
+        assert mover.region_of(0) is not None, "these tensors are copied a layer at a time"
+        entry = CopyEntry(block, BlockRef(SlotIndex(slot), Generation(2)), BlockKey(bytes(16)))
+        assert mover.run(direction, [entry]).succeeded()
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -161,7 +184,7 @@ def random_truth(layout: SlotLayout, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def check_way(writer: Engine, reader: Engine, *, staged: bool = False, slot: int = 1) -> None:
+def check_way(writer: Engine, reader: Engine, *, way: str = "views", slot: int = 1) -> None:
     """Block 2 of the writer goes through a slot into block 1 of the reader."""
     layout = writer.slot_layout
     assert reader.slot_layout == layout
@@ -171,13 +194,13 @@ def check_way(writer: Engine, reader: Engine, *, staged: bool = False, slot: int
     for rank in writer.ranks:
         rank.fill(truth)
         if rank.share.writes(slot):
-            rank.copier(memoryview(slots), layout, staged=staged).store(2, offset)
+            rank.copy(way, Direction.STORE, memoryview(slots), layout, slot, 2)
     wanted = truth[:, 2].contiguous().numpy().tobytes()
     assert bytes(slots[offset : offset + layout.payload_bytes]) == wanted, "not [layer][kv head][token][K‖V]"
     assert set(slots[:offset] + slots[offset + layout.payload_bytes :]) == {0xA5}, "a neighbouring slot was written"
     for rank in reader.ranks:
         rank.fill(old)
-        rank.copier(memoryview(slots), layout, staged=staged).load(offset, 1)
+        rank.copy(way, Direction.LOAD, memoryview(slots), layout, slot, 1)
         heads = slice(rank.share.heads.start, rank.share.heads.stop)
         for block in range(BLOCKS):
             expected = truth[:, 2, heads] if block == 1 else old[:, block, heads]
@@ -202,7 +225,7 @@ def test_slot_is_the_same_whatever_layout_and_degree_wrote_it(layout: KVCacheLay
     layouts=st.tuples(st.sampled_from(KVCacheLayout), st.sampled_from(KVCacheLayout)),
     degrees=st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8])),
     ratios=st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])),
-    staged=st.booleans(),
+    way=st.sampled_from(["views", "staged", "runs"]),
     slot=st.integers(0, 2),
 )
 @settings(max_examples=150, deadline=None)
@@ -211,13 +234,13 @@ def test_any_engine_reads_what_any_other_wrote(
     layouts: tuple[KVCacheLayout, KVCacheLayout],
     degrees: tuple[int, int],
     ratios: tuple[int, int],
-    staged: bool,
+    way: str,
     slot: int,
 ) -> None:
     ways = list(zip(layouts, degrees, ratios, strict=True))
     assume(all(splits(model, *way) for way in ways))
     writer, reader = (Engine(model, *way) for way in ways)
-    check_way(writer, reader, staged=staged, slot=slot)
+    check_way(writer, reader, way=way, slot=slot)
 
 
 def engine_fields(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:

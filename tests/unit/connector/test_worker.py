@@ -340,12 +340,13 @@ def test_staged_copies_put_the_same_bytes_in_the_same_places(segment: Segment, o
 
 def test_slot_that_changes_while_it_is_copied_fails_the_load(segment: Segment) -> None:
     class Slow(BlockCopier):
-        def load(self, payload_offset: int, block_id: int) -> None:
-            super().load(payload_offset, block_id)
+        def load(self, payload_offset: int, block_id: int, part: int = 0) -> None:
+            super().load(payload_offset, block_id, part)
             write_header(segment, slot, 4)
 
     slot = slot_index(0, 0)
-    worker = WorkerHalf(Slow(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.OFF)
+    slow = Slow(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
+    worker = WorkerHalf(slow, Verify.OFF, InlineMover(slow))
     assert not load(segment, worker, write_header(segment, slot, 2), 0)
 
 

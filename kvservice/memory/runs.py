@@ -1,0 +1,35 @@
+"""Copies many runs between two regions of this process's memory in one call, without holding up other threads.
+
+A run is a few KiB where every layer has a tensor of its own: one call of Python for each costs as much as its bytes.
+Compiled where the installation could; the same with ctypes otherwise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+Offsets = npt.NDArray[np.int64]
+_compiled: Callable[[int, int, Offsets, Offsets, Offsets], None] | None
+try:
+    from kvservice.memory._runs import copy
+except ImportError:  # no compiler when it was installed
+    _compiled = None
+else:
+    _compiled = copy
+
+
+def copy_runs(target: int, source: int, targets: Offsets, sources: Offsets, lengths: Offsets) -> None:
+    """`lengths[i]` bytes from address `source + sources[i]` to `target + targets[i]`, contiguous int64 arrays of one
+    size. Runs must lie in memory that is the caller's, and targets not overlap sources. Blocks until all is copied.
+    Raises ValueError for arrays that do not fit each other."""
+    if _compiled is not None:
+        _compiled(target, source, targets, sources, lengths)
+        return
+    if not targets.size == sources.size == lengths.size or (lengths.size and int(lengths.min()) < 0):
+        raise ValueError("targets, sources and lengths are int64 arrays of one size, lengths not negative")
+    for to, origin, length in zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True):
+        ctypes.memmove(target + to, source + origin, length)
