@@ -22,6 +22,9 @@ HELM_INSTALLED := $(HELM_VENV)/.installed
 FUZZ_SITE := .venv-fuzz/site
 FUZZ_INSTALLED := .venv-fuzz/.installed
 
+PEERS_VENV := .venv-peers
+PEERS_INSTALLED := $(PEERS_VENV)/.installed
+
 AUDIT_VENV := .venv-audit
 AUDIT_INSTALLED := $(AUDIT_VENV)/.installed
 LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/helm.txt requirements/fuzz.txt
@@ -29,7 +32,7 @@ LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/he
 BENCHMARKS := $(filter-out __init__ report,$(basename $(notdir $(wildcard benchmarks/*.py))))
 FAST := not ray and not vllm and not netns and not helm and not sim
 
-.PHONY: help install model lock protos check lint tidy format test-fast test sim fuzz demo demo-pd demo-serve bench helm chart-readme audit wheel release clean distclean
+.PHONY: help install model lock protos check lint tidy format test-fast test sim fuzz demo demo-pd demo-serve bench bench-peers helm chart-readme audit wheel release clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -106,6 +109,13 @@ demo-serve: $(INSTALLED) $(MODEL) ## Ray Serve without the cache, with it, and w
 
 bench: $(INSTALLED) $(MODEL) ## Every benchmark, one after the other; results as JSON
 	for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m "benchmarks.$$name"; done
+
+bench-peers: $(INSTALLED) $(PEERS_INSTALLED) ## Ours beside Mooncake Store, Redis and Ray's object store, in one run
+	$(BIN)/python -m benchmarks.peers
+
+$(PEERS_INSTALLED): requirements/peers.txt scripts/new-peers.sh | $(INSTALLED)
+	scripts/new-peers.sh "$(PYTHON)" "$(PEERS_VENV)"
+	touch $@
 
 helm: $(INSTALLED) $(HELM_INSTALLED) ## Check the chart: lint, render, validate, and run what it renders as local processes
 	$(BIN)/python -m pytest -m helm tests/helm

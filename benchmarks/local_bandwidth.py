@@ -38,7 +38,7 @@ from kvservice.units import BlockKey, GiB, KiB, MiB
 from tests.integration.engine import Engine, chain, spec
 
 LAYERS, HEADS, TOKENS = 16, 4, 16
-BLOCK_BYTES = (64 * KiB, 256 * KiB, 1 * MiB, 2 * MiB, 4 * MiB)
+BLOCK_BYTES = (64 * KiB, 720 * KiB, 2 * MiB, 4 * MiB)
 AT_ONCE_BYTES = 2 * MiB
 POOL_BYTES = 2 * GiB
 Work = Callable[[], object]

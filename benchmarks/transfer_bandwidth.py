@@ -1,7 +1,7 @@
-"""Bandwidth of a block's three ways: stored into a slot, loaded from a slot, pulled from another process and verified.
+"""Bandwidth of blocks pulled from another process and verified, against the raw NIXL READ of the same runs.
 
-Each is measured against its own limit in the same run: the plain memory copy of the same blocks on one core, and the
-raw NIXL READ of the same runs. The limits and ours alternate, so that a busy machine slows both down.
+The limit and ours alternate, so that a busy machine slows both down. Both have the same settings of UCX. What loads and
+stores of one node reach is benchmarks.local_bandwidth.
 
     python -m benchmarks.transfer_bandwidth            all block sizes, UCX's choice and TCP
     python -m benchmarks.transfer_bandwidth --quick    the same in a few seconds, for a look
@@ -70,14 +70,6 @@ def store(segment: Segment, slot: SlotIndex, block: Bytes, index: int) -> None:
     segment.write_header(slot, header)
 
 
-def load(segment: Segment, slot: SlotIndex, block: Bytes, index: int) -> None:
-    """What a local hit costs: the copy between two looks at the header."""
-    before = segment.read_header(slot)
-    np.copyto(block, np.frombuffer(segment.payload(slot, len(block)), np.uint8))
-    if before is None or before.key != key_of(index) or before != segment.read_header(slot):
-        raise RuntimeError("the slot changed while it was read")
-
-
 def seconds(work: Callable[[], None]) -> float:
     started = time.perf_counter()
     work()
@@ -91,29 +83,6 @@ def compare(total: int, repeats: int, ours: Callable[[], None], limit: Callable[
         "gb_per_second": round(total / statistics.median(own for _, own in pairs) / 1e9, 3),
         "limit_gb_per_second": round(total / statistics.median(bound for bound, _ in pairs) / 1e9, 3),
         "ratio": round(statistics.median(bound / own for bound, own in pairs), 3),
-    }
-
-
-def local_figures(segment: Segment, block_bytes: int, slots: list[SlotIndex], repeats: int) -> dict[str, object]:
-    blocks = np.random.default_rng(1).integers(0, 256, (len(slots), block_bytes), dtype=np.uint8)
-    views = [np.frombuffer(segment.payload(slot, block_bytes), np.uint8) for slot in slots]
-
-    def each(action: Callable[[int], None]) -> Callable[[], None]:
-        return lambda: [action(index) for index in range(len(slots))] and None
-
-    return {
-        "store": compare(
-            blocks.nbytes,
-            repeats,
-            each(lambda i: store(segment, slots[i], blocks[i], i)),
-            each(lambda i: np.copyto(views[i], blocks[i])),
-        ),
-        "load": compare(
-            blocks.nbytes,
-            repeats,
-            each(lambda i: load(segment, slots[i], blocks[i], i)),
-            each(lambda i: np.copyto(blocks[i], views[i])),
-        ),
     }
 
 
@@ -204,7 +173,7 @@ def reader_main(total: int, repeats: int) -> None:
                 lambda job=job: pull(puller, job),  # type: ignore[misc]
                 lambda copies=copies: raw_read(raw, peer, copies),  # type: ignore[misc]
             )
-            figures[str(block_bytes)] = {"pull": remote, **local_figures(segment, block_bytes, slots, repeats)}
+            figures[str(block_bytes)] = {"pull": remote}
         puller.close()
         raw.close()
         print("@" + json.dumps(figures), flush=True)
