@@ -5,8 +5,12 @@
 Two engines of the same settings stay loaded, one with an embedded pool (every block is copied, digested and sealed,
 none is ever hit) and one without the connector. Each round gives both the same new, random prompts, one engine at a
 time: without, with, without again. The first and the last of a round differ by noise only, which is reported next to
-the ratio: a ratio inside the noise means no measurable cost. On a machine that others use as well, only the processor
-time that each engine took is worth reading.
+the ratio: a ratio inside the noise means no measurable cost. On a machine that others use as well, only the
+processor time that each engine took is worth reading.
+
+Then an engine with two layers of the model is asked new prompts until the pool notices that nothing comes twice and has
+only a sample stored (after two windows, 1,024 blocks each for so small a pool), and then each prompt twice, until it
+stores again.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import argparse
 import os
 import random
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,9 +27,13 @@ from typing import Any
 
 from benchmarks.report import default_out, percentile, print_table, write_report
 from tests.vllm.replica import Replica
+from tests.vllm.tiny_model import make_shallow
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED_TOKENS = 16
+ENGINE_BLOCK_TOKENS = 32  # of tests.vllm.replica
+GOVERNOR_ROUNDS = 24
+GOVERNOR_POOL = "48MiB"  # less than 1,024 blocks of two layers: the shortest window
 WORDS = [
     "lamp",
     "tide",
@@ -100,6 +109,36 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return figures(rounds, dict(counters))
 
 
+def governor(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Stored share of each round's blocks: while nothing comes twice, and while every prompt does."""
+    shares: dict[str, list[float]] = {"nothing_comes_twice": [], "every_prompt_comes_twice": []}
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_shallow(Path(tempfile.mkdtemp(dir=folder)), options.model, layers=2)
+        extra: dict[str, object] = {"mode": "embedded", "memory": GOVERNOR_POOL}
+        engine = Replica(model, extra, Path(folder) / "engine.log", max_model_len=2048, max_num_batched_tokens=1024)
+        try:
+            engine.ready()
+            for _ in range(GOVERNOR_ROUNDS):
+                shares["nothing_comes_twice"].append(stored_share(engine, options.tokens, times=1))
+            for _ in range(4):
+                shares["every_prompt_comes_twice"].append(stored_share(engine, options.tokens, times=2))
+        finally:
+            engine.close()
+    return shares
+
+
+def stored_share(engine: Replica, tokens: int, times: int) -> float:
+    """Of the new blocks of eight new prompts, each asked so many times."""
+    prompts = [prompt(tokens) for _ in range(8)]
+    before = engine.counters()["stored_blocks"]
+    for _ in range(times):
+        answers = engine.ask_all(prompts, 1)["outputs"]
+        engine.reset()
+    time.sleep(0.5)  # what is copied last is sealed after the answer
+    blocks = sum(answer["prompt_tokens"] // ENGINE_BLOCK_TOKENS for answer in answers)
+    return round((engine.counters()["stored_blocks"] - before) / blocks, 3)
+
+
 def figures(rounds: list[dict[str, Sample]], counters: dict[str, int]) -> dict[str, Any]:
     return {
         "throughput": ratios(rounds, lambda sample: 1 / sample.wall_seconds),
@@ -137,6 +176,8 @@ def main() -> None:
     options = parser.parse_args()
     random.seed(options.seed)
     found = run(options)
+    found["stored_share_by_round"] = governor(options)
+    print(f"stored share of new blocks, round by round: {found['stored_share_by_round']}")
     rows = [(name, found["throughput"][name], found["cpu_time"][name]) for name in found["throughput"]]
     print_table(("ratio", "throughput", "cpu time"), rows)
     print(f"written to {write_report('cold_path', found, options.out)}")

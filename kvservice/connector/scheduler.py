@@ -282,6 +282,9 @@ class SchedulerHalf:
             result = answer.result or AcquireResult(LeaseId(0), (), 0, MissReason.DETACHED)
             request.result = self._usable(result)
             request.move(RequestEvent.ANSWER)
+            if not result.stores and request.writes is None:
+                request.passed_over = True
+                self._expect(request, -request.expected)
             end = len(result.blocks)
             for side, keys in enumerate(request.chains):
                 self._remember(answer.attachment, keys[self._grouping.needed_from(side, end) : end])
@@ -348,7 +351,7 @@ class SchedulerHalf:
         self._extend_keys(request, hashes, attachment)
         full = min(computed_tokens // self._block_tokens, len(request.keys), self._grouping.length(block_ids))
         self._speak_of(attachment.attachment_id)
-        if request.stored >= full or self._blocks_in_flight() >= STORES_IN_FLIGHT_MAX:
+        if request.passed_over or request.stored >= full or self._blocks_in_flight() >= STORES_IN_FLIGHT_MAX:
             return None
         # What was evicted since is only noticed by asking; for a hand-off from an engine that never asks, a duplicate
         # costs a copy and a gap costs the reader the rest.
@@ -387,7 +390,7 @@ class SchedulerHalf:
         if not self._keyring.is_current(request, attachment):
             self._expect(request, -request.expected)
         new = self._keyring.extend(request, hashes, attachment)
-        if new and self._may_write:
+        if new and self._may_write and not request.passed_over:
             self._expect(request, new)
 
     def reported(self, report: StepReport) -> None:

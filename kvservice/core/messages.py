@@ -115,13 +115,15 @@ class AcquireRequest:
 class AcquireResult:
     """The longest local, verified run that starts at `skip`, leased. `lease_id` is 0 when `blocks` is empty.
 
-    `sides`: for each side of the engine the blocks that it needs of this prefix, up to its end."""
+    `sides`: for each side of the engine the blocks that it needs of this prefix, up to its end. Not `stores`: nothing
+    is reused here, so the rest of this chain is better not stored (core.governor)."""
 
     lease_id: LeaseId
     blocks: tuple[BlockRef, ...]
     fetched_count: int  # how many of `blocks` came from another node for this request
     miss: MissReason
     sides: tuple[tuple[BlockRef, ...], ...] = ()
+    stores: bool = True
 
 
 @dataclass(frozen=True, slots=True)

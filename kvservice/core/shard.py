@@ -20,6 +20,7 @@ from kvservice.core.explain import Explanation, KeyFate, RequestRecords, find_fa
 from kvservice.core.fetch import Acquisitions
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.geometry import Geometry
+from kvservice.core.governor import Governor
 from kvservice.core.handoff import Handoffs, check_handoff_id
 from kvservice.core.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.leases import Lease, LeaseTable
@@ -118,6 +119,7 @@ class ShardState:
         self._store = BlockStore(geometry, epoch, policy or LeafFirstLru(), self._actions)
         self._store.accounts.set_limits(tenants or {})
         self._leases = LeaseTable()
+        self._governor = Governor(lambda: self._store.table.capacity, self.counters)
         self.records = RequestRecords()
         self._acquisitions = Acquisitions(
             node_id, self._store, self._leases, self._actions, self.counters,
@@ -188,7 +190,7 @@ class ShardState:
             if isinstance(action, Announce):  # exactly the blocks that can be read from now on
                 self._handoffs.sealed(action.key, now)
         self._leaving.look(len(self._leases), now)
-        actions = list(self._actions)
+        actions = self._governor.tell(self._actions)
         self._actions.clear()
         return actions
 
@@ -393,6 +395,8 @@ class ShardState:
             self._actions.append(Reply(event.op, AcquireResult(LeaseId(0), (), 0, MissReason.DRAINING)))
             return
         attached.seconds_per_block = request.recompute_seconds_per_block or attached.seconds_per_block
+        if handoff is None:
+            self._governor.asked(event.op, attached.account, request.keys)
         if attached.spec.sides:
             self._windowed.start(event.op, event.attachment, request, attached.spec, now)
             return
@@ -406,6 +410,7 @@ class ShardState:
             self._handoffs.watch(op, handoff.handoff_id, now)
 
     def _cancel(self, event: ev.Cancel, now: float) -> None:
+        self._governor.forget(event.op)
         self._acquisitions.cancel(event.op)
         self._handoffs.cancel(event.op)
         self._takeovers.cancel(event.op)
@@ -582,6 +587,7 @@ class ShardState:
         self._takeovers.check_invariants()
         self._leaving.check_invariants()
         self.records.check_invariants()
+        self._governor.check_invariants()
         pins = self._leases.slots() + self._acquisitions.pinned() + self._windowed.pinned()
         for slot in self._store.table.all_slots():
             assert slot.pins == pins[slot.index], f"{slot} has {slot.pins} pins, leases say {pins[slot.index]}"

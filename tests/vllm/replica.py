@@ -248,6 +248,7 @@ def describe(output: Any) -> dict[str, Any]:
     return {
         "token_ids": list(output.outputs[0].token_ids),
         "text": output.outputs[0].text,
+        "prompt_tokens": len(output.prompt_token_ids),
         "cached_tokens": output.num_cached_tokens,
         "params": output.kv_transfer_params,
     }

@@ -145,7 +145,9 @@ class Line:
 
     # -- the test's side ----
 
-    def answer(self, blocks: int, index: int = 0, *, fetched: int = 0, windows: Sequence[int] = ()) -> str:
+    def answer(
+        self, blocks: int, index: int = 0, *, fetched: int = 0, windows: Sequence[int] = (), stores: bool = True
+    ) -> str:
         """Answer an acquire with this many promised blocks (at most what was asked), and so many of each side."""
         request_id, asked_of, request = self.asked.pop(index)
         blocks = 0 if request_id in self.abandoned else min(blocks, len(request.keys))
@@ -158,7 +160,8 @@ class Line:
             tuple(BlockRef(slot_index(1 + side, i), Generation(2)) for i in range(window))
             for side, window in enumerate(windows, 1)
         )
-        self._answers.append(Answer(request_id, asked_of, AcquireResult(lease_id, refs, fetched, miss, sides)))
+        result = AcquireResult(lease_id, refs, fetched, miss, sides, stores)
+        self._answers.append(Answer(request_id, asked_of, result))
         return request_id
 
     def lose(self) -> None:

@@ -156,7 +156,8 @@ class Engine(RuleBasedStateMachine):
     @precondition(lambda self: self.line.asked)
     @rule(blocks=st.integers(0, 8), data=st.data())
     def answer(self, blocks: int, data: st.DataObject) -> None:
-        self.line.answer(blocks, data.draw(st.integers(0, len(self.line.asked) - 1)))
+        number = data.draw(st.integers(0, len(self.line.asked) - 1))
+        self.line.answer(blocks, number, stores=data.draw(st.booleans()))
 
     @precondition(lambda self: any(r.state == "running" for r in self.requests.values()))
     @rule(data=st.data())
