@@ -25,7 +25,6 @@ from kvservice.core.tenants import NOBODY
 from kvservice.core.windows import SIDE_POSITION
 from kvservice.units import BlockKey
 
-
 # How many times as long as a block that was not used again yet one waits that was used 0, 1, 2, 3 or more times.
 REUSE_WEIGHTS = (1, 2, 3, 4)
 

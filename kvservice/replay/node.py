@@ -15,7 +15,7 @@ from kvservice.core.blocks import NO_KEY, BlockStore
 from kvservice.core.eviction import EvictionPolicy
 from kvservice.core.geometry import SLAB_BYTES_MIN, Geometry
 from kvservice.core.index import DirectoryIndex
-from kvservice.core.keys import SPAN_BLOCKS, span_route
+from kvservice.core.keys import span_route
 from kvservice.core.messages import Holder
 from kvservice.units import BlockKey, BootEpoch, NodeId, div_ceil
 
@@ -34,7 +34,9 @@ class ReplayNode:
         self.counters: Counter[str] = Counter()
         self._directory = directory
         self._actions: list[Action] = []
-        geometry = Geometry(SLAB_BYTES_MIN, div_ceil(capacity, Geometry(SLAB_BYTES_MIN, 1).slots_per_slab(PAYLOAD_BYTES)))
+        geometry = Geometry(
+            SLAB_BYTES_MIN, div_ceil(capacity, Geometry(SLAB_BYTES_MIN, 1).slots_per_slab(PAYLOAD_BYTES))
+        )
         self._store = BlockStore(geometry, BootEpoch(1), policy, self._actions)
         spare = geometry.slab_count * geometry.slots_per_slab(PAYLOAD_BYTES) - capacity
         # Slabs have a fixed number of slots: those beyond the capacity are taken for good.
@@ -94,9 +96,7 @@ class ReplayNode:
             held[index] = key
         return block is not None
 
-    def _fetch(
-        self, directory: Directory, keys: tuple[BlockKey, ...], held: dict[int, BlockKey], now: float
-    ) -> None:
+    def _fetch(self, directory: Directory, keys: tuple[BlockKey, ...], held: dict[int, BlockKey], now: float) -> None:
         """As core.fetch with a fast link: every missing block up to the first that nobody has."""
         holders = directory.holders(keys, self.holder, now)
         wanted: list[int] = []

@@ -66,8 +66,8 @@ def trace_of(name: str, requests: list[Request]) -> Trace:
 
 
 def read_trace(path: Path, limit: int | None = None, show: Callable[[int], None] | None = None) -> Trace:
-    """The first `limit` requests of a file. `show` is told the bytes read so far. Raises InvalidRequest, with the number of
-    the line, for what is no trace or is larger than the bounds above. Blocks while it reads."""
+    """The first `limit` requests of a file. `show` is told the bytes read so far. Raises InvalidRequest, with the line
+    where it stopped, for what is no trace or is larger than the bounds above. Blocks while it reads."""
     requests: list[Request] = []
     keys: dict[int, BlockKey] = {}
     blocks = done = 0
