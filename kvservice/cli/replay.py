@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvservice.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvservice.replay.study import Plan, Run
-    from kvservice.replay.trace import Trace
-
-Found = list[tuple["Run", dict[str, float]]]
 
 
 def replay(
@@ -50,24 +44,27 @@ def replay(
     if as_json:
         print(json.dumps(figures, indent=2))
     else:
-        show(trace, plan, found, figures)
+        show(figures)
 
 
-def show(trace: Trace, plan: Plan, found: Found, figures: dict[str, Any]) -> None:
-    console = Console(highlight=False)
+def show(figures: dict[str, Any]) -> None:
+    """`figures`: study.report's."""
+    console = Console(highlight=False, soft_wrap=True)
     console.print(
-        f"{trace.name}: {len(trace.requests):,} requests in {trace.seconds / 60:.0f} min, {trace.block_count:,} blocks "
-        f"asked for, {trace.unique_count:,} different ones; with room for all {trace.hit_rate_max:.1%} are hits"
+        f"{figures['trace']}: {figures['requests']:,} requests in {figures['seconds'] / 60:.0f} min, "
+        f"{figures['blocks']:,} blocks asked for, {figures['unique_blocks']:,} different ones; "
+        f"with room for all {figures['hit_rate_max']:.1%} are hits",
+        markup=False,
     )
-    labels = list(dict.fromkeys(run.label for run, _ in found))
-    rates = {(run.label, run.capacity): figure["hit_rate"] for run, figure in found}
     title = "Share of prompt blocks that are hits, by capacity in blocks"
     table = Table(title=title, title_justify="left", title_style="")
     table.add_column("")
-    for capacity in plan.capacities:
+    capacities = sorted({run["capacity"] for run in figures["runs"]})
+    rates = {(run["label"], run["capacity"]): run["hit_rate"] for run in figures["runs"]}
+    for capacity in capacities:
         table.add_column(f"{capacity:,}", justify="right")
-    for label in labels:
-        cells = [rates.get((label, capacity)) for capacity in plan.capacities]
+    for label in dict.fromkeys(run["label"] for run in figures["runs"]):
+        cells = [rates.get((label, capacity)) for capacity in capacities]
         table.add_row(label, *("" if rate is None else f"{rate:.1%}" for rate in cells))
     console.print(table)
     table = Table(title="Fetch or recompute, against an oracle", title_justify="left", title_style="")
@@ -101,13 +98,8 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     for axes, several in ((left, False), (right, True)):
         lines: dict[str, list[tuple[int, float]]] = {}
         for run in runs:
-            if run["nodes"] > 1 and several:
-                kind = "pooled" if run["pooled"] else "local only"
-                lines.setdefault(f"{run['nodes']} nodes, {kind}, {run['routing']}", []).append(
-                    (run["capacity"], run["hit_rate"])
-                )
-            elif run["nodes"] == 1 and (not several or run["policy"] == "belady"):
-                lines.setdefault(run["policy"], []).append((run["capacity"], run["hit_rate"]))
+            if (run["nodes"] > 1) == several or (several and run["policy"] == "belady"):
+                lines.setdefault(run["label"], []).append((run["capacity"], run["hit_rate"]))
         for label, points in lines.items():
             axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
         axes.set_xscale("log")

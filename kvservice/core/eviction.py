@@ -2,15 +2,14 @@
 
 Only a block without resident children can be a victim, so a prefix is never torn out from under its suffix. Among
 those, copies go first because their original lives on another node; then the one that has waited longest for its next
-use, where a block that was used again since it came may wait a multiple (REUSE_WEIGHTS); then the deepest position,
+use, where blocks that were used again already are given credit (core.reuse says how much); then the deepest position,
 which keeps the order right for blocks whose parent is not known (adopted after a restart). Blocks of layers with a
 window are no chain: they have neither parent nor children, and only those that hits end with are touched.
 
-Most prompts never come back, and what came back once comes back more often: so blocks used once make room first, and a
-scan cannot flush what is in use. Waiting is counted in touches, not seconds: an idle night ages nothing.
+Time is counted in prompts, not seconds: an idle night ages nothing.
 
-Lazy heaps, one for each size, tenant and weight: entries are pushed when a block becomes or stays evictable under a new
-rank, and checked when popped. Choosing looks at the top of each. About 600 bytes a block, with those remembered.
+Lazy heaps, one for each size, tenant and number of uses: entries are pushed when a block becomes or stays evictable
+under a new rank, and checked when popped. Choosing looks at the top of each.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvservice.core.reuse import USES_MAX, ReuseMemory
 from kvservice.core.tenants import NOBODY
 from kvservice.core.windows import SIDE_POSITION
 from kvservice.units import BlockKey
-
-# How many times as long as a block that was not used again yet one waits that was used 0, 1, 2, 3 or more times.
-REUSE_WEIGHTS = (1, 2, 3, 4)
 
 
 class EvictionPolicy(Protocol):
@@ -83,7 +80,7 @@ class _Entry:
     account: str
     tick: int  # logical time of the last touch
     used_at: float  # the same in seconds
-    uses: int = 0  # touches since it came first, as far as they matter
+    uses: int = 0  # times it was used again, at most USES_MAX
     children: int = 0  # resident blocks that name this one as parent
     pinned: bool = False
 
@@ -95,25 +92,20 @@ class _Entry:
 
 
 _Heap = list[tuple[_Rank, BlockKey]]
+_NO_CREDITS = (0,) * (USES_MAX + 1)
 
 
 class LeafFirst:
-    """The default policy. `weights`: by uses, positive; the last one is also that of any more uses."""
+    """What the policies have in common. `memory` is what credit comes from; None gives nobody any."""
 
-    def __init__(self, weights: Sequence[int] = REUSE_WEIGHTS) -> None:
-        assert weights and all(weight > 0 for weight in weights)
-        self._weights = tuple(weights)
-        self._uses_max = len(weights) - 1
+    def __init__(self, memory: ReuseMemory | None) -> None:
+        self._memory = memory
         self._entries: dict[BlockKey, _Entry] = {}
         self._heaps: dict[int, dict[str, list[_Heap]]] = {}  # by size, then by account, then by uses
         self._sizes: Counter[tuple[int, str]] = Counter()  # blocks that each list of heaps is for
         # Children of a block that is not resident, by its key and position: linked if it comes, but only at that
         # position, or two blocks could become each other's parent and never be evicted.
         self._orphans: dict[tuple[BlockKey, int], int] = {}
-        # Uses of blocks that are gone: who comes back has been used again. Two generations, each as long as there are
-        # blocks, so that forgetting costs nothing.
-        self._gone: dict[BlockKey, int] = {}
-        self._gone_before: dict[BlockKey, int] = {}
         self._tick = 0
         self.now = 0.0
 
@@ -128,7 +120,8 @@ class LeafFirst:
         above = self._entries.get(parent) if parent is not None else None
         if above is None or above.tick != self._tick:  # the blocks of one prompt are as recent as each other
             self._tick += 1
-        entry = _Entry(None, position, is_copy, size_class, account, self._tick, self.now, self._remembered(key))
+        uses = 0 if self._memory is None else self._memory.came(key, self._tick)
+        entry = _Entry(None, position, is_copy, size_class, account, self._tick, self.now, uses)
         self._sizes[size_class, account] += 1
         entry.children = self._orphans.pop((key, position), 0)
         self._entries[key] = entry
@@ -140,7 +133,8 @@ class LeafFirst:
         entry = self._entries.pop(key)
         assert not entry.pinned
         self._unlink(entry)
-        self._remember(key, entry.uses)
+        if self._memory is not None:
+            self._memory.went(key, entry.uses, entry.tick, len(self._entries))
         place = (entry.size_class, entry.account)
         self._sizes[place] -= 1
         if not self._sizes[place]:  # tenants of long ago are not looked at again
@@ -155,9 +149,9 @@ class LeafFirst:
         for key in chain:
             entry = self._entries.get(key)
             if entry is not None:
+                if self._memory is not None:
+                    entry.uses = self._memory.used(entry.uses, self._tick - entry.tick)
                 entry.tick, entry.used_at = self._tick, self.now
-                if entry.uses < self._uses_max:
-                    entry.uses += 1
                 if entry.parent is None and previous is not None:
                     self._link(entry, previous)
                 self._offer(key, entry)
@@ -172,7 +166,8 @@ class LeafFirst:
         self._offer(key, entry)
 
     def victim(self, size_class: int | None, may_go: Callable[[str], bool] | None = None) -> BlockKey | None:
-        best: tuple[tuple[bool, float, int], BlockKey] | None = None
+        best: tuple[_Rank, BlockKey] | None = None
+        credits = _NO_CREDITS if self._memory is None else self._memory.credits()
         for size in list(self._heaps) if size_class is None else [size_class]:
             for account, heaps in self._heaps.get(size, {}).items():
                 if may_go is not None and not may_go(account):
@@ -182,7 +177,7 @@ class LeafFirst:
                         heapq.heappop(heap)
                     if heap:
                         (is_original, tick, order), key = heap[0]
-                        found = ((is_original, (tick - self._tick) / self._weights[uses], order), key)
+                        found = ((is_original, tick + credits[uses], order), key)
                         best = found if best is None or found < best else best
         return None if best is None else best[1]
 
@@ -209,19 +204,6 @@ class LeafFirst:
         entries = self._entries
         return sorted(entries, key=lambda key: (-entries[key].tick, entries[key].position))
 
-    def _remember(self, key: BlockKey, uses: int) -> None:
-        if not self._uses_max:
-            return
-        self._gone[key] = uses
-        if len(self._gone) > len(self._entries):
-            self._gone_before, self._gone = self._gone, {}
-
-    def _remembered(self, key: BlockKey) -> int:
-        uses = self._gone.pop(key, None)
-        if uses is None:
-            uses = self._gone_before.pop(key, -1)
-        return min(uses + 1, self._uses_max)
-
     def _is_evictable(self, entry: _Entry) -> bool:
         return not entry.pinned and entry.children == 0
 
@@ -231,7 +213,7 @@ class LeafFirst:
         by_account = self._heaps.setdefault(entry.size_class, {})
         heaps = by_account.get(entry.account)
         if heaps is None:
-            heaps = by_account[entry.account] = [[] for _ in self._weights]
+            heaps = by_account[entry.account] = [[] for _ in range(USES_MAX + 1)]
         heapq.heappush(heaps[entry.uses], (entry.rank, key))
         if sum(map(len, heaps)) > 64 + 4 * self._sizes[entry.size_class, entry.account]:
             # Touches leave dead entries behind; keep memory in proportion.
@@ -288,6 +270,8 @@ class LeafFirst:
         for key, entry in self._entries.items():
             assert entry.children == children.pop((key, entry.position), 0), f"child count of {key.hex()} is off"
         assert children == self._orphans, "children of absent parents are miscounted"
+        if self._memory is not None:
+            self._memory.check_invariants()
         assert self._sizes == Counter((entry.size_class, entry.account) for entry in self._entries.values())
         for size_class, account in self._sizes:
             heaps = self._heaps.get(size_class, {}).get(account, [])
@@ -297,12 +281,19 @@ class LeafFirst:
                     assert (entry.rank, entry.uses, key) in listed, f"{key.hex()} is evictable but would never be found"
 
 
-class LeafFirstLru(LeafFirst):
-    """Without regard to how often a block was used: the least recent leaf goes."""
+class LeafFirstReuse(LeafFirst):
+    """The default."""
 
     def __init__(self) -> None:
-        super().__init__((1,))
+        super().__init__(ReuseMemory())
 
 
-# By the name that the setting `eviction` has.
-POLICIES: dict[str, type[LeafFirst]] = {"reuse": LeafFirst, "lru": LeafFirstLru}
+class LeafFirstLru(LeafFirst):
+    """The least recent leaf goes, however often it was used."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+
+# By the name that a pool is configured with.
+POLICIES: dict[str, type[LeafFirstReuse] | type[LeafFirstLru]] = {"reuse": LeafFirstReuse, "lru": LeafFirstLru}

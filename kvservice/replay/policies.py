@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
-from kvservice.core.eviction import EvictionPolicy, LeafFirst, LeafFirstLru
+from kvservice.core.eviction import EvictionPolicy, LeafFirstLru, LeafFirstReuse
 from kvservice.core.tenants import NOBODY
 from kvservice.units import BlockKey
 
@@ -154,7 +154,7 @@ class S3Fifo(_Flat):
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
-    "reuse": LeafFirst,
+    "reuse": LeafFirstReuse,
     "lru": LeafFirstLru,
     "plain-lru": PlainLru,
     "s3-fifo": S3Fifo,

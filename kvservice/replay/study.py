@@ -167,6 +167,7 @@ def report(trace: Trace, plan: Plan, found: list[tuple[Run, dict[str, float]]]) 
         "counted_from_request": plan.count_from,
         "runs": [
             {
+                "label": run.label,
                 "policy": run.policy,
                 "capacity": run.capacity,
                 "nodes": run.nodes,
