@@ -8,7 +8,7 @@ window are no chain: they have neither parent nor children, and only those that 
 
 Time is counted in prompts, not seconds: an idle night ages nothing.
 
-Lazy heaps, one for each size, tenant and number of uses: entries are pushed when a block becomes or stays evictable
+Lazy heaps, one for each size, tenant and kind of use: entries are pushed when a block becomes or stays evictable
 under a new rank, and checked when popped. Choosing looks at the top of each.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvservice.core.reuse import USES_MAX, ReuseMemory
+from kvservice.core.reuse import KINDS, ReuseMemory, kind_of
 from kvservice.core.tenants import NOBODY
 from kvservice.core.windows import SIDE_POSITION
 from kvservice.units import BlockKey
@@ -80,7 +80,7 @@ class _Entry:
     account: str
     tick: int  # logical time of the last touch
     used_at: float  # the same in seconds
-    uses: int = 0  # times it was used again, at most USES_MAX
+    uses: int = 0  # times it was used again, as far as core.reuse counts
     children: int = 0  # resident blocks that name this one as parent
     pinned: bool = False
 
@@ -92,7 +92,7 @@ class _Entry:
 
 
 _Heap = list[tuple[_Rank, BlockKey]]
-_NO_CREDITS = (0,) * (USES_MAX + 1)
+_NO_CREDITS = (0,) * KINDS
 
 
 class LeafFirst:
@@ -101,7 +101,7 @@ class LeafFirst:
     def __init__(self, memory: ReuseMemory | None) -> None:
         self._memory = memory
         self._entries: dict[BlockKey, _Entry] = {}
-        self._heaps: dict[int, dict[str, list[_Heap]]] = {}  # by size, then by account, then by uses
+        self._heaps: dict[int, dict[str, list[_Heap]]] = {}  # by size, then by account, then by kind
         self._sizes: Counter[tuple[int, str]] = Counter()  # blocks that each list of heaps is for
         # Children of a block that is not resident, by its key and position: linked if it comes, but only at that
         # position, or two blocks could become each other's parent and never be evicted.
@@ -172,19 +172,19 @@ class LeafFirst:
             for account, heaps in self._heaps.get(size, {}).items():
                 if may_go is not None and not may_go(account):
                     continue
-                for uses, heap in enumerate(heaps):
-                    while heap and not self._is_true(*heap[0], uses):
+                for kind, heap in enumerate(heaps):
+                    while heap and not self._is_true(*heap[0], kind):
                         heapq.heappop(heap)
                     if heap:
                         (is_original, tick, order), key = heap[0]
-                        found = ((is_original, tick + credits[uses], order), key)
+                        found = ((is_original, tick + credits[kind], order), key)
                         best = found if best is None or found < best else best
         return None if best is None else best[1]
 
-    def _is_true(self, rank: _Rank, key: BlockKey, uses: int) -> bool:
+    def _is_true(self, rank: _Rank, key: BlockKey, kind: int) -> bool:
         """Whether a heap's entry is not out of date. A block that was gone and is back has a later tick."""
         entry = self._entries.get(key)
-        return entry is not None and entry.rank == rank and entry.uses == uses and self._is_evictable(entry)
+        return entry is not None and entry.rank == rank and kind_of(entry.uses) == kind and self._is_evictable(entry)
 
     def last_touch(self, key: BlockKey) -> int:
         return self._entries[key].tick
@@ -213,13 +213,13 @@ class LeafFirst:
         by_account = self._heaps.setdefault(entry.size_class, {})
         heaps = by_account.get(entry.account)
         if heaps is None:
-            heaps = by_account[entry.account] = [[] for _ in range(USES_MAX + 1)]
-        heapq.heappush(heaps[entry.uses], (entry.rank, key))
+            heaps = by_account[entry.account] = [[] for _ in range(KINDS)]
+        heapq.heappush(heaps[kind_of(entry.uses)], (entry.rank, key))
         if sum(map(len, heaps)) > 64 + 4 * self._sizes[entry.size_class, entry.account]:
             # Touches leave dead entries behind; keep memory in proportion.
-            for uses, heap in enumerate(heaps):
-                heaps[uses] = list(dict.fromkeys(one for one in heap if self._is_true(*one, uses)))
-                heapq.heapify(heaps[uses])
+            for kind, heap in enumerate(heaps):
+                heaps[kind] = list(dict.fromkeys(one for one in heap if self._is_true(*one, kind)))
+                heapq.heapify(heaps[kind])
 
     def _link(self, entry: _Entry, parent: BlockKey | None) -> None:
         above = self._entries.get(parent) if parent is not None else None
@@ -275,10 +275,12 @@ class LeafFirst:
         assert self._sizes == Counter((entry.size_class, entry.account) for entry in self._entries.values())
         for size_class, account in self._sizes:
             heaps = self._heaps.get(size_class, {}).get(account, [])
-            listed = {(rank, uses, key) for uses, heap in enumerate(heaps) for rank, key in heap}
+            listed = {(rank, kind, key) for kind, heap in enumerate(heaps) for rank, key in heap}
             for key, entry in self._entries.items():
                 if (entry.size_class, entry.account) == (size_class, account) and self._is_evictable(entry):
-                    assert (entry.rank, entry.uses, key) in listed, f"{key.hex()} is evictable but would never be found"
+                    assert (entry.rank, kind_of(entry.uses), key) in listed, (
+                        f"{key.hex()} is evictable but would never be found"
+                    )
 
 
 class LeafFirstReuse(LeafFirst):

@@ -165,8 +165,7 @@ def test_a_scan_does_not_flush_what_is_used_again_and_again() -> None:
         rows.append(popular[noise.randrange(10)] if again else tuple(key_of(10_000 + 4 * number + j) for j in range(4)))
     scan = trace_of("scan", [Request(float(at), keys, 4 * 512, 0) for at, keys in enumerate(rows)])
     reuse, lru = (Cluster(1, 100, POLICIES[name], pooled=False).play(scan, 500) for name in ("reuse", "lru"))
-    assert reuse.hit_rate > 1.3 * lru.hit_rate
-    assert reuse.hit_rate > 0.2, "of 0.25 that could be"
+    assert reuse.hit_rate > 1.5 * lru.hit_rate
 
 
 def test_a_change_of_what_is_popular_is_followed() -> None:
