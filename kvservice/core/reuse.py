@@ -1,9 +1,9 @@
 """How much longer a block may wait for its next use that was used again already. Learnt from what blocks do. Pure.
 
-Blocks are told apart by how often they were used again: 0, 1, 2, 4, 8, 16 or more times. Of each kind it is counted how many
-were used once more, and how many were not, up to long after they were evicted. Take p as the share that were, and the
-time until then as exponential: a block of odds p / (1 - p) that has waited t is as likely to be used in the next moment
-as one of other odds that has waited t', when
+Blocks are told apart by how often they were used again: 0, 1, 2, 4, 8, 16 or more times. Of each kind it is counted
+how many were used once more, and how many were not, up to long after they were evicted. Take p as the share that were,
+and the time until then as exponential: a block of odds p / (1 - p) that has waited t is as likely to be used in the
+next moment as one of other odds that has waited t', when
 
     t - t' = mean time until a use × (log-odds of the one - log-odds of the other)
 
