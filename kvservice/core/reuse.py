@@ -12,7 +12,7 @@ having been used says nothing about the future, all odds are the same and what i
 come back, those make room first, and a scan does not flush what is in use.
 
 Blocks that are gone are remembered: who comes back has been used again. Two generations of as many as there are blocks,
-at least GONE_MIN and at most GONE_MAX, at about 180 bytes each: 12 MB, for more than 32,768 blocks up to 94 MB. The
+at least GONE_MIN and at most GONE_MAX, at about 130 bytes each: 9 MB, for more than 32,768 blocks up to 68 MB. The
 first ones are short, so that something is known soon.
 """
 
