@@ -9,6 +9,7 @@ from typing import Any
 import ray
 
 from kvservice.actors.hosting import HostedServer
+from kvservice.core.membership import patience
 from kvservice.lookup.server import LookupServer
 
 
@@ -16,14 +17,22 @@ class LookupNode:
     """Made into a Ray actor by actors.supervisor. Methods block their own thread only."""
 
     def __init__(
-        self, address: str, partition: int, partition_count: int, tls_dir: str = "", allow_plaintext: bool = False
+        self,
+        address: str,
+        partition: int,
+        partition_count: int,
+        tls_dir: str = "",
+        allow_plaintext: bool = False,
+        heartbeat_seconds: float = 1.0,
     ) -> None:
         self._address = address
         self._partition = partition
         # Nanoseconds: two boots within one second must not share an epoch.
+        hide, forget = patience(heartbeat_seconds)
         self._server = LookupServer(
-            address, partition, partition_count, time.time_ns(), tls_dir=tls_dir, allow_plaintext=allow_plaintext
-        )
+            address, partition, partition_count, time.time_ns(), tls_dir=tls_dir, allow_plaintext=allow_plaintext,
+            hide_seconds=hide, forget_seconds=forget,
+        )  # fmt: skip
         self._hosted = HostedServer(self._server.start)
 
     def ready(self) -> dict[str, Any]:

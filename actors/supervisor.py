@@ -155,7 +155,10 @@ class Supervisor:
             port = self._config.lookup_port + partition if self._config.lookup_port else _free_port_on(ray_node)
             address = f"{nodes[ray_node]}:{port}"
             config = self._config
-            arguments = (address, partition, config.lookup_shards, config.tls_dir, config.allow_plaintext)
+            arguments = (
+                address, partition, config.lookup_shards, config.tls_dir, config.allow_plaintext,
+                config.heartbeat_seconds,
+            )  # fmt: skip
             handle = self._place(LookupNode, ray_node, names.lookup(partition), arguments)
             self._lookups[partition] = _Part(f"lookup shard {partition}", handle, ray_node)
         self._ask(self._lookups.values())

@@ -94,6 +94,7 @@ def run_foreground(config: Any) -> None:
 
 
 async def _foreground(config: Any) -> None:
+    from kvservice.core.membership import patience
     from kvservice.lookup.server import LookupServer
     from kvservice.shard.process import first_of
     from kvservice.shard.server import ShardServer, ShardServerConfig
@@ -103,7 +104,10 @@ async def _foreground(config: Any) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    lookup = LookupServer(f"127.0.0.1:{config.lookup_port}", tls_dir=config.tls_dir)
+    hide, forget = patience(config.heartbeat_seconds)
+    lookup = LookupServer(
+        f"127.0.0.1:{config.lookup_port}", hide_seconds=hide, forget_seconds=forget, tls_dir=config.tls_dir
+    )
     port = await lookup.start()
     shard = ShardServer(
         ShardServerConfig(

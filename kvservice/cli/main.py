@@ -1,5 +1,5 @@
-"""`kvservice`: up, down, shard, lookup, status, check, drain, explain, certs, tenants, doctor, proxy, sim, demos.
-Commands import what they need when they run, so that --help is instant.
+"""`kvservice`: up, down, shard, lookup, status, check, drain, explain, certs, tenants, doctor, proxy, sim, replay,
+demos. Commands import what they need when they run, so that --help is instant.
 
 Exit codes: 0 all is well, 1 something is wrong, 2 wrong usage, 3 there is no service.
 """
@@ -364,6 +364,32 @@ def sim(
 
     good = simulate.campaign(seed, count, processes) if count > 1 else simulate.tell(seed, whole=whole)
     raise typer.Exit(0 if good else EXIT_PROBLEM)
+
+
+@app.command(epilog="Example: kvservice replay trace.jsonl --nodes 8 --capacity 10000 --plot replay.png")
+def replay(
+    trace: Annotated[Path, typer.Argument(help="JSON lines: timestamp, input_length, output_length, hash_ids.")],
+    nodes: Annotated[int, typer.Option(min=1, max=256, help="The same room on so many nodes; 1 leaves that out.")] = 8,
+    capacity: Annotated[
+        list[int] | None, typer.Option(min=1, help="Blocks of all nodes. Repeat it. Default: six.")
+    ] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="reuse, lru, plain-lru, s3-fifo, belady. Repeat it.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Play only so many requests.")] = None,
+    warm_up: Annotated[float, typer.Option(min=0, max=0.9, help="Share of the requests that is not counted.")] = 0.0,
+    processes: Annotated[int, typer.Option(min=1, max=256, help="Play so many passes at once.")] = 1,
+    plot: Annotated[Path | None, typer.Option(help="Draw it, too: a .png, .svg or .pdf file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What the cache would have found of a request trace: real eviction, directory and routing on simulated nodes."""
+    from kvservice.cli import replay as command
+
+    try:
+        command.replay(
+            trace, nodes=nodes, capacities=sorted(set(capacity or [])), policies=policy or [], limit=limit,
+            warm_up=warm_up, processes=processes, plot=plot, as_json=as_json,
+        )  # fmt: skip
+    except KVServiceError as error:
+        raise fail(error) from error
 
 
 if __name__ == "__main__":

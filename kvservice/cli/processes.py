@@ -46,16 +46,20 @@ def run_shard(
 
 def run_lookup(config: Any, partition: int, host: str, port: int) -> None:
     """One lookup shard of `config.lookup_shards`. Blocks until a signal."""
+    from kvservice.core.membership import patience
     from kvservice.lookup.process import serve
     from kvservice.lookup.server import LookupServer
 
     count = config.lookup_shards
+    hide, forget = patience(config.heartbeat_seconds)
 
     async def run() -> None:
         server = LookupServer(
             f"{bracketed(host)}:{port}",
             partition,
             count,
+            hide_seconds=hide,
+            forget_seconds=forget,
             tls_dir=config.tls_dir,
             allow_plaintext=config.allow_plaintext,
         )

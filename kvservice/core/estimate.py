@@ -8,7 +8,11 @@ from kvservice.core.messages import Holder, PeerSpeed
 from kvservice.units import NodeId
 
 WEIGHT = 0.3  # of the newest sample: follows a changed link within a handful of pulls
-REFUSALS_MAX = 32  # then one fetch is tried whatever the estimate says: without samples it would never change again
+# After refusals a little is fetched whatever the estimate says: without samples it would never change again. As soon as
+# that costs no more than this share of the time that was spent on recomputing since, or after so many refusals.
+PROBE_SHARE = 0.03
+PROBE_BYTES = 64 << 20  # enough to measure a bandwidth by
+REFUSALS_MAX = 32
 
 
 @dataclass(slots=True)
@@ -18,6 +22,7 @@ class FetchEstimate:
     bytes_per_second: float | None = None
     overhead_seconds: float | None = None
     refusals: int = 0  # in a row
+    recomputed_seconds: float = 0.0  # because of them
 
     def observe_pull(self, byte_count: int, seconds: float) -> None:
         if byte_count > 0 and seconds > 0:
@@ -32,11 +37,18 @@ class FetchEstimate:
         `recompute_seconds` is the engine's time for one block; 0 when it has not measured any yet.
         """
         count = self._fitting(block_count, block_bytes, recompute_seconds, remaining_seconds)
-        if count > 0 or self.refusals >= REFUSALS_MAX:
-            self.refusals = 0
-            return count or block_count
-        self.refusals += 1
-        return 0
+        if count == 0 and self.refusals < REFUSALS_MAX and not self._may_probe(block_bytes):
+            self.refusals += 1
+            self.recomputed_seconds += block_count * recompute_seconds
+            return 0
+        self.refusals, self.recomputed_seconds = 0, 0.0
+        return count or min(block_count, _probe_blocks(block_bytes))
+
+    def _may_probe(self, block_bytes: int) -> bool:
+        if self.bytes_per_second is None or not self.refusals:
+            return False
+        seconds = (self.overhead_seconds or 0.0) + _probe_blocks(block_bytes) * block_bytes / self.bytes_per_second
+        return seconds <= PROBE_SHARE * self.recomputed_seconds
 
     def _fitting(self, block_count: int, block_bytes: int, recompute_seconds: float, remaining_seconds: float) -> int:
         if self.bytes_per_second is None:
@@ -64,6 +76,10 @@ class FetchEstimates:
             PeerSpeed(node, estimate.bytes_per_second or 0.0, estimate.overhead_seconds or 0.0)
             for node, estimate in sorted(self._by_node.items())
         )
+
+
+def _probe_blocks(block_bytes: int) -> int:
+    return max(1, PROBE_BYTES // max(block_bytes, 1))
 
 
 def _blend(average: float | None, sample: float) -> float:

@@ -1,12 +1,15 @@
-"""Which block goes first: leaves before the prefix they hang on, fetched copies before originals, then least recent.
+"""Which block goes first: leaves before the prefix they hang on, copies before originals, then the longest unused.
 
 Only a block without resident children can be a victim, so a prefix is never torn out from under its suffix. Among
-those, copies go first because their original lives on another node; then the oldest touch; then the deepest position,
+those, copies go first because their original lives on another node; then the one that has waited longest for its next
+use, where blocks that were used again already are given credit (core.reuse says how much); then the deepest position,
 which keeps the order right for blocks whose parent is not known (adopted after a restart). Blocks of layers with a
 window are no chain: they have neither parent nor children, and only those that hits end with are touched.
 
-Lazy heaps, one for each size and tenant: entries are pushed when a block becomes or stays evictable under a new rank,
-and checked when popped.
+Time is counted in prompts, not seconds: an idle night ages nothing.
+
+Lazy heaps, one for each size, tenant and kind of use: entries are pushed when a block becomes or stays evictable
+under a new rank, and checked when popped. Choosing looks at the top of each.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvservice.core.reuse import KINDS, ReuseMemory, kind_of
 from kvservice.core.tenants import NOBODY
 from kvservice.core.windows import SIDE_POSITION
 from kvservice.units import BlockKey
@@ -76,6 +80,7 @@ class _Entry:
     account: str
     tick: int  # logical time of the last touch
     used_at: float  # the same in seconds
+    uses: int = 0  # times it was used again, as far as core.reuse counts
     children: int = 0  # resident blocks that name this one as parent
     pinned: bool = False
 
@@ -86,13 +91,18 @@ class _Entry:
         return (not self.is_copy, self.tick, order)
 
 
-class LeafFirstLru:
-    """The default policy."""
+_Heap = list[tuple[_Rank, BlockKey]]
+_NO_CREDITS = (0,) * KINDS
 
-    def __init__(self) -> None:
+
+class LeafFirst:
+    """What the policies have in common. `memory` is what credit comes from; None gives nobody any."""
+
+    def __init__(self, memory: ReuseMemory | None) -> None:
+        self._memory = memory
         self._entries: dict[BlockKey, _Entry] = {}
-        self._heaps: dict[int, dict[str, list[tuple[_Rank, BlockKey]]]] = {}  # by size, then by account
-        self._sizes: Counter[tuple[int, str]] = Counter()  # blocks that each heap is for
+        self._heaps: dict[int, dict[str, list[_Heap]]] = {}  # by size, then by account, then by kind
+        self._sizes: Counter[tuple[int, str]] = Counter()  # blocks that each list of heaps is for
         # Children of a block that is not resident, by its key and position: linked if it comes, but only at that
         # position, or two blocks could become each other's parent and never be evicted.
         self._orphans: dict[tuple[BlockKey, int], int] = {}
@@ -107,8 +117,11 @@ class LeafFirstLru:
         account: str = NOBODY,
     ) -> None:  # fmt: skip
         assert key not in self._entries
-        self._tick += 1
-        entry = _Entry(None, position, is_copy, size_class, account, self._tick, self.now)
+        above = self._entries.get(parent) if parent is not None else None
+        if above is None or above.tick != self._tick:  # the blocks of one prompt are as recent as each other
+            self._tick += 1
+        uses = 0 if self._memory is None else self._memory.came(key, self._tick)
+        entry = _Entry(None, position, is_copy, size_class, account, self._tick, self.now, uses)
         self._sizes[size_class, account] += 1
         entry.children = self._orphans.pop((key, position), 0)
         self._entries[key] = entry
@@ -120,6 +133,8 @@ class LeafFirstLru:
         entry = self._entries.pop(key)
         assert not entry.pinned
         self._unlink(entry)
+        if self._memory is not None:
+            self._memory.went(key, entry.uses, entry.tick, len(self._entries))
         place = (entry.size_class, entry.account)
         self._sizes[place] -= 1
         if not self._sizes[place]:  # tenants of long ago are not looked at again
@@ -134,6 +149,8 @@ class LeafFirstLru:
         for key in chain:
             entry = self._entries.get(key)
             if entry is not None:
+                if self._memory is not None:
+                    entry.uses = self._memory.used(entry.uses, self._tick - entry.tick)
                 entry.tick, entry.used_at = self._tick, self.now
                 if entry.parent is None and previous is not None:
                     self._link(entry, previous)
@@ -150,20 +167,24 @@ class LeafFirstLru:
 
     def victim(self, size_class: int | None, may_go: Callable[[str], bool] | None = None) -> BlockKey | None:
         best: tuple[_Rank, BlockKey] | None = None
+        credits = _NO_CREDITS if self._memory is None else self._memory.credits()
         for size in list(self._heaps) if size_class is None else [size_class]:
-            for account, heap in self._heaps.get(size, {}).items():
+            for account, heaps in self._heaps.get(size, {}).items():
                 if may_go is not None and not may_go(account):
                     continue
-                while heap and not self._is_true(*heap[0]):
-                    heapq.heappop(heap)
-                if heap and (best is None or heap[0] < best):
-                    best = heap[0]
+                for kind, heap in enumerate(heaps):
+                    while heap and not self._is_true(*heap[0], kind):
+                        heapq.heappop(heap)
+                    if heap:
+                        (is_original, tick, order), key = heap[0]
+                        found = ((is_original, tick + credits[kind], order), key)
+                        best = found if best is None or found < best else best
         return None if best is None else best[1]
 
-    def _is_true(self, rank: _Rank, key: BlockKey) -> bool:
+    def _is_true(self, rank: _Rank, key: BlockKey, kind: int) -> bool:
         """Whether a heap's entry is not out of date. A block that was gone and is back has a later tick."""
         entry = self._entries.get(key)
-        return entry is not None and entry.rank == rank and self._is_evictable(entry)
+        return entry is not None and entry.rank == rank and kind_of(entry.uses) == kind and self._is_evictable(entry)
 
     def last_touch(self, key: BlockKey) -> int:
         return self._entries[key].tick
@@ -189,13 +210,16 @@ class LeafFirstLru:
     def _offer(self, key: BlockKey, entry: _Entry) -> None:
         if not self._is_evictable(entry):
             return
-        heap = self._heaps.setdefault(entry.size_class, {}).setdefault(entry.account, [])
-        heapq.heappush(heap, (entry.rank, key))
-        if len(heap) > 64 + 4 * self._sizes[entry.size_class, entry.account]:
+        by_account = self._heaps.setdefault(entry.size_class, {})
+        heaps = by_account.get(entry.account)
+        if heaps is None:
+            heaps = by_account[entry.account] = [[] for _ in range(KINDS)]
+        heapq.heappush(heaps[kind_of(entry.uses)], (entry.rank, key))
+        if sum(map(len, heaps)) > 64 + 4 * self._sizes[entry.size_class, entry.account]:
             # Touches leave dead entries behind; keep memory in proportion.
-            fresh = list(dict.fromkeys(one for one in heap if self._is_true(*one)))
-            heapq.heapify(fresh)
-            self._heaps[entry.size_class][entry.account] = fresh
+            for kind, heap in enumerate(heaps):
+                heaps[kind] = list(dict.fromkeys(one for one in heap if self._is_true(*one, kind)))
+                heapq.heapify(heaps[kind])
 
     def _link(self, entry: _Entry, parent: BlockKey | None) -> None:
         above = self._entries.get(parent) if parent is not None else None
@@ -246,9 +270,32 @@ class LeafFirstLru:
         for key, entry in self._entries.items():
             assert entry.children == children.pop((key, entry.position), 0), f"child count of {key.hex()} is off"
         assert children == self._orphans, "children of absent parents are miscounted"
+        if self._memory is not None:
+            self._memory.check_invariants()
         assert self._sizes == Counter((entry.size_class, entry.account) for entry in self._entries.values())
         for size_class, account in self._sizes:
-            listed = {(rank, key) for rank, key in self._heaps.get(size_class, {}).get(account, [])}
+            heaps = self._heaps.get(size_class, {}).get(account, [])
+            listed = {(rank, kind, key) for kind, heap in enumerate(heaps) for rank, key in heap}
             for key, entry in self._entries.items():
                 if (entry.size_class, entry.account) == (size_class, account) and self._is_evictable(entry):
-                    assert (entry.rank, key) in listed, f"{key.hex()} is evictable but would never be found"
+                    assert (entry.rank, kind_of(entry.uses), key) in listed, (
+                        f"{key.hex()} is evictable but would never be found"
+                    )
+
+
+class LeafFirstReuse(LeafFirst):
+    """The default."""
+
+    def __init__(self) -> None:
+        super().__init__(ReuseMemory())
+
+
+class LeafFirstLru(LeafFirst):
+    """The least recent leaf goes, however often it was used."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+
+# By the name that a pool is configured with.
+POLICIES: dict[str, type[LeafFirstReuse] | type[LeafFirstLru]] = {"reuse": LeafFirstReuse, "lru": LeafFirstLru}

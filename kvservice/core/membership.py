@@ -25,7 +25,14 @@ from kvservice.units import BootEpoch, NodeId
 
 HIDE_SECONDS = 3.0
 FORGET_SECONDS = 30.0
-MEMBERS_MAX = 4096
+MISSED_MAX = 3  # signs of life; then a node is hidden
+MEMBERS_MAX = 16_384
+
+
+def patience(heartbeat_seconds: float) -> tuple[float, float]:
+    """After how much silence a node is hidden, and forgotten, where nodes give signs of life so often."""
+    factor = max(1.0, MISSED_MAX * heartbeat_seconds / HIDE_SECONDS)
+    return factor * HIDE_SECONDS, factor * FORGET_SECONDS
 
 
 class Outcome(Enum):

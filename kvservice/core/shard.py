@@ -15,7 +15,7 @@ from kvservice.core import events as ev
 from kvservice.core.actions import Action, Announce, Digest, Refuse, Reply, WatchEngine
 from kvservice.core.blocks import Block, BlockStore
 from kvservice.core.drain import DrainPhase, DrainProgress, Leaving
-from kvservice.core.eviction import EvictionPolicy, LeafFirstLru
+from kvservice.core.eviction import EvictionPolicy, LeafFirstReuse
 from kvservice.core.explain import Explanation, KeyFate, RequestRecords, find_fates
 from kvservice.core.fetch import Acquisitions
 from kvservice.core.fingerprint import Fingerprint
@@ -116,7 +116,7 @@ class ShardState:
         self.draining = False
         self.counters: Counter[str] = Counter()
         self._actions: list[Action] = []
-        self._store = BlockStore(geometry, epoch, policy or LeafFirstLru(), self._actions)
+        self._store = BlockStore(geometry, epoch, policy or LeafFirstReuse(), self._actions)
         self._store.accounts.set_limits(tenants or {})
         self._leases = LeaseTable()
         self._governor = Governor(lambda: self._store.table.capacity, self.counters)

@@ -19,6 +19,7 @@ from kvservice.client.peer import PeerPort
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.drain import DrainPhase, DrainProgress
+from kvservice.core.eviction import POLICIES
 from kvservice.core.explain import Explanation, KeyFate
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.geometry import Geometry
@@ -67,6 +68,7 @@ class PoolConfig:
     liveness_directory: Path | None = None  # None: the engine is this very process
     epoch_floor: int = 1  # the boot epoch is at least this; lets a lost segment still get a newer epoch
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)  # at start; see PoolRuntime.set_tenants
+    eviction: str = "reuse"  # a name in core.eviction.POLICIES
 
 
 class PoolRuntime:
@@ -94,6 +96,7 @@ class PoolRuntime:
             lease_seconds=config.lease_seconds,
             has_directory=directory is not None,
             tenants=config.tenants,
+            policy=POLICIES[config.eviction](),
         )
         self._outside = Outside(config.node_id, directory, peers, clock, self._state.counters)
         self._digests = Digests(self._segment)

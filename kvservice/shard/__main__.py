@@ -36,6 +36,7 @@ def parse_config(arguments: list[str] | None = None) -> tuple[ShardServerConfig,
     parser.add_argument(
         "--drain-seconds", type=float, default=5.0, help="on SIGTERM, hand hot blocks over for so long; 0 = at once"
     )
+    parser.add_argument("--eviction", choices=("reuse", "lru"), default="reuse")
     given = parser.parse_args(arguments)
     tls_dir, allow_plaintext = tls_of_environment()
     config = ShardServerConfig(
@@ -50,6 +51,7 @@ def parse_config(arguments: list[str] | None = None) -> tuple[ShardServerConfig,
         lease_seconds=given.lease_seconds,
         transport=given.transport,
         slab_bytes=given.slab_bytes,
+        eviction=given.eviction,
         tls_dir=tls_dir,
         allow_plaintext=allow_plaintext,
         tenants_file=tenants_of_environment(),

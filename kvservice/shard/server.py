@@ -62,6 +62,7 @@ class ShardServerConfig:
     heartbeat_seconds: float = 1.0  # between signs of life to the lookup service
     transport: str = "auto"  # nixl, shm (peers of this machine only), or auto: NIXL where it is installed
     slab_bytes: int | None = None
+    eviction: str = "reuse"  # or lru
     tls_dir: str = ""  # certificate, key and CA for what goes over TCP; empty = plaintext
     allow_plaintext: bool = False  # start without, although peer_host is not loopback
     tenants_file: str = ""  # who may use the pool; empty = everybody on this node, as one tenant
@@ -128,6 +129,7 @@ class ShardServer:
                 # A new segment (the machine rebooted) must still come after every epoch anybody has seen.
                 epoch_floor=int(time.time()),
                 tenants={} if tenants is None else tenants.current.limits(room_of(geometry)),
+                eviction=config.eviction,
             ),
             transport=make_transport,
             directory=self._directory,

@@ -38,6 +38,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "connector": frozenset({"client", "core", "memory", "transfer", "pool", "mover", "config", "observe"}),
     "serve": frozenset({"client", "core", "wire", "connector", "actors", "config", "observe"}),
     "proxy": frozenset({"config", "observe"}),
+    "replay": frozenset({"core", "serve"}),
     "actors": frozenset(
         {"core", "memory", "transfer", "lookup", "shard", "pool", "client", "mover", "config", "observe"},
     ),
@@ -47,7 +48,7 @@ LAYERS: dict[str, frozenset[str]] = {
     ),
     "cli": frozenset(
         {"core", "wire", "memory", "transfer", "lookup", "client", "pool", "shard", "connector", "actors"}
-        | {"mover", "serve", "proxy", "testing", "config", "observe"}
+        | {"mover", "serve", "proxy", "replay", "testing", "config", "observe"}
     ),
 }
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.core.estimate import REFUSALS_MAX, FetchEstimate
+from kvservice.core.estimate import PROBE_BYTES, REFUSALS_MAX, FetchEstimate
 
 BLOCK = 1000
 
@@ -56,6 +56,25 @@ def test_after_many_refusals_one_fetch_is_tried() -> None:
     for _ in range(2):
         assert [ask() for _ in range(REFUSALS_MAX)] == [0] * REFUSALS_MAX
         assert ask() == 5
+
+
+def test_a_link_is_tried_again_as_soon_as_that_is_cheap_and_only_with_a_little() -> None:
+    """At a link nearly as fast as recomputing a stale estimate would cost far more than another sample."""
+    block_bytes = PROBE_BYTES // 4
+    close, slow = FetchEstimate(), FetchEstimate()
+    close.observe_pull(block_bytes, 1.1)
+    slow.observe_pull(block_bytes, 30.0)
+
+    def refusals(estimate: FetchEstimate) -> int:
+        for count in range(2 * REFUSALS_MAX):
+            fetched = estimate.worthwhile(100, block_bytes, recompute_seconds=1.0, remaining_seconds=1e6)
+            if fetched:
+                assert fetched == 4, "a probe is only as large as a measurement needs"
+                return count
+        raise AssertionError("never tried again")
+
+    assert refusals(close) == 2  # 4 × 1.1 s after 200 s of recomputing
+    assert refusals(slow) == REFUSALS_MAX
 
 
 def test_refusals_count_only_in_a_row() -> None:

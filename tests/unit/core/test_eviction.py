@@ -244,3 +244,20 @@ def test_whatever_is_claimed_everything_can_be_evicted_in_the_end(
         if pinned:
             policy.unpin(key(chr(97 + one)))
     assert len(drain(policy)) == len(held)
+
+
+def test_storing_a_long_prompt_takes_time_in_proportion_to_its_length() -> None:
+    """Each new leaf makes its prefix as recent as itself: walking up the whole chain for each would be quadratic."""
+
+    class Counting(LeafFirstLru):
+        offers = 0
+
+        def _offer(self, key: BlockKey, entry: object) -> None:
+            self.offers += 1
+            super()._offer(key, entry)  # type: ignore[arg-type]
+
+    policy = Counting()
+    chain = [BlockKey(number.to_bytes(16, "big")) for number in range(2000)]
+    for position, one in enumerate(chain):
+        policy.add(one, chain[position - 1] if position else None, position, is_copy=False, size_class=SIZE)
+    assert policy.offers < 3 * len(chain)

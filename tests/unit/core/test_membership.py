@@ -197,6 +197,17 @@ def test_number_of_nodes_is_bounded_but_the_dead_make_room(monkeypatch: pytest.M
     assert table.get(NodeId("a")) is None
 
 
+def test_a_node_may_miss_two_signs_of_life_however_rare_they_are() -> None:
+    assert m.patience(0.1) == m.patience(1.0) == (m.HIDE_SECONDS, m.FORGET_SECONDS)
+    hide, forget = m.patience(10.0)
+    table = Membership(hide, forget)
+    hear(table, 1, flags="be", now=0.0)
+    assert table.expire(29.0) == [] and table.is_visible(NodeId("a"))
+    table.expire(31.0)
+    assert not table.is_visible(NodeId("a"))
+    assert table.expire(299.0) == [] and len(table.expire(301.0)) == 1
+
+
 def test_each_state_has_a_way_in_and_a_way_out() -> None:
     for target in MemberState:
         assert target in m.TRANSITIONS.values()

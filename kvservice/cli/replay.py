@@ -1,0 +1,116 @@
+"""`kvservice replay`: what the service would have found of a trace's prompts, as a table, as JSON, as a plot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvservice.errors import ConfigError
+
+
+def replay(
+    path: Path, *, nodes: int, capacities: list[int], policies: list[str], limit: int | None, warm_up: float,
+    processes: int, plot: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Blocks until everything was played. Raises KVServiceError for a file that is no trace, or wrong options."""
+    from kvservice.replay.study import DEFAULT_POLICIES, OPTIMUM, Plan, default_capacities, play_all, report
+    from kvservice.replay.trace import read_trace
+
+    if plot is not None:
+        check_plot(plot)
+    errors = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=errors, transient=True) as progress:
+        size = path.stat().st_size if path.is_file() else 0
+        reading = progress.add_task("reading", total=size)
+        trace = read_trace(path, limit, lambda done: progress.update(reading, completed=done))
+        progress.update(reading, completed=size)
+        chosen = tuple(policies) or DEFAULT_POLICIES
+        plan = Plan(
+            capacities or default_capacities(trace), chosen, nodes,
+            next((policy for policy in chosen if policy != OPTIMUM), DEFAULT_POLICIES[0]),
+            int(len(trace.requests) * warm_up),
+        )  # fmt: skip
+        playing = progress.add_task("playing", total=len(plan.runs()))
+        found = play_all(trace, plan, processes, lambda done: progress.update(playing, completed=done))
+    figures = report(trace, plan, found)
+    if plot is not None:
+        draw(figures, plot)
+    if as_json:
+        print(json.dumps(figures, indent=2))
+    else:
+        show(figures)
+
+
+def show(figures: dict[str, Any]) -> None:
+    """`figures`: study.report's."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"{figures['trace']}: {figures['requests']:,} requests in {figures['seconds'] / 60:.0f} min, "
+        f"{figures['blocks']:,} blocks asked for, {figures['unique_blocks']:,} different ones; "
+        f"with room for all {figures['hit_rate_max']:.1%} are hits",
+        markup=False,
+    )
+    title = "Share of prompt blocks that are hits, by capacity in blocks"
+    table = Table(title=title, title_justify="left", title_style="")
+    table.add_column("")
+    capacities = sorted({run["capacity"] for run in figures["runs"]})
+    rates = {(run["label"], run["capacity"]): run["hit_rate"] for run in figures["runs"]}
+    for capacity in capacities:
+        table.add_column(f"{capacity:,}", justify="right")
+    for label in dict.fromkeys(run["label"] for run in figures["runs"]):
+        cells = [rates.get((label, capacity)) for capacity in capacities]
+        table.add_row(label, *("" if rate is None else f"{rate:.1%}" for rate in cells))
+    console.print(table)
+    table = Table(title="Fetch or recompute, against an oracle", title_justify="left", title_style="")
+    for name in ("link", "decisions that differ", "time lost", "if always fetched", "if never"):
+        table.add_column(name, justify="right")
+    for row in figures["fetch_or_recompute"]:
+        shares = [row[name] for name in ("differ_share", "lost_share", "always_lost_share", "never_lost_share")]
+        table.add_row(f"{row['link_bytes_per_second'] / 1e9:g} GB/s", *(f"{share:.1%}" for share in shares))
+    console.print(table)
+
+
+def check_plot(path: Path) -> None:
+    """Before minutes of computing. Raises ConfigError."""
+    try:
+        import matplotlib  # noqa: F401  it is wanted later
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib, or leave --plot out") from error
+    if path.suffix not in (".png", ".svg", ".pdf") or not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {path}: a .png, .svg or .pdf file in a directory that is there")
+
+
+def draw(figures: dict[str, Any], path: Path) -> None:
+    """Hit rates over capacity, policies on the left and nodes on the right. `figures`: study.report's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    runs = figures["runs"]
+    drawing, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), sharey=True)
+    for axes, several in ((left, False), (right, True)):
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for run in runs:
+            if (run["nodes"] > 1) == several or (several and run["policy"] == "belady"):
+                lines.setdefault(run["label"], []).append((run["capacity"], run["hit_rate"]))
+        for label, points in lines.items():
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+        axes.set_xscale("log")
+        axes.set_xlabel("capacity of all nodes, blocks of 512 tokens")
+        axes.grid(alpha=0.3)
+        axes.set_ylim(bottom=0)
+        if lines:
+            axes.legend(fontsize=8)
+    left.set_ylabel("share of prompt blocks that are hits")
+    left.set_title(f"{figures['trace']}: policies, one pool")
+    right.set_title("the same room on several nodes")
+    drawing.tight_layout()
+    drawing.savefig(path, dpi=110)
+    pyplot.close(drawing)

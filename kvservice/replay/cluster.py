@@ -1,0 +1,177 @@
+"""N simulated nodes with an engine each: where a prompt goes, and what of it is found there. Pure.
+
+Prefills of an engine run one after the other at a fixed speed; engines have no cache of their own, so every hit is the
+service's. Time is the trace's: each decision takes none.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvservice.core.eviction import EvictionPolicy
+from kvservice.core.messages import HolderRun
+from kvservice.replay.node import Directory, ReplayNode
+from kvservice.replay.trace import BLOCK_TOKENS, Request, Trace
+from kvservice.serve.load import LoadBook
+from kvservice.serve.routing import Candidate, Link, Prompt, Speeds, blocks_of, decide
+
+ROUTINGS = ("round-robin", "kv-aware")
+DECODING_SHARE = 0.02  # of a prefill: what a request that is past its own adds to others'
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One node. The defaults are those of an 8B model (128 KiB of KV a token) on one accelerator with 100 Gbit/s."""
+
+    prefill_tokens_per_second: float = 8000.0
+    token_bytes: int = 128 << 10
+    load_bytes_per_second: float = 20e9
+    link: Link = field(default_factory=lambda: Link(11e9, 0.002))
+    answer_tokens_per_second: float = 40.0
+
+    @property
+    def speeds(self) -> Speeds:
+        block_bytes = self.token_bytes * BLOCK_TOKENS
+        return Speeds(1 / self.prefill_tokens_per_second, block_bytes, self.load_bytes_per_second, self.link)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of the requests that were counted. Blocks, but for the times, which are modelled."""
+
+    asked: int
+    local_hits: int
+    remote_hits: int
+    evicted: int
+    busiest_share: float  # prompt blocks of the busiest node, over the mean
+    first_token_seconds: float  # mean
+
+    @property
+    def hit_rate(self) -> float:
+        return (self.local_hits + self.remote_hits) / self.asked
+
+
+@dataclass(slots=True)
+class _Engine:
+    node: ReplayNode
+    busy_until: float = 0.0
+    in_flight: int = 0
+    served: int = 0  # blocks
+
+
+class Cluster:
+    """`pooled` False: each node for itself, and a router that knows nothing of what they hold."""
+
+    def __init__(
+        self,
+        node_count: int,
+        capacity: int,
+        make_policy: Callable[[], EvictionPolicy],
+        *,
+        pooled: bool = True,
+        routing: str = "round-robin",
+        machine: Machine | None = None,
+        seed: int = 1,
+    ) -> None:
+        """`capacity`: blocks of all nodes together, at least one each."""
+        assert routing in ROUTINGS and 0 < node_count <= capacity
+        assert pooled or routing == "round-robin", "routing by holdings needs the directory"
+        self._directory = Directory() if pooled else None
+        shares = [capacity // node_count + (i < capacity % node_count) for i in range(node_count)]
+        self.engines = [
+            _Engine(ReplayNode(f"n{i}", share, make_policy(), self._directory)) for i, share in enumerate(shares)
+        ]
+        self._routing = routing
+        self._machine = machine or Machine()
+        self._speeds = self._machine.speeds
+        self._book = LoadBook()
+        self._noise = random.Random(seed)
+        self._turn = 0
+        self._ends: list[tuple[float, int, int]] = []  # (when, request, engine)
+
+    def play(self, trace: Trace, count_from: int = 0, show: Callable[[int], None] | None = None) -> Outcome:
+        """All requests in order; those before `count_from` only warm the nodes up. `show` is told how many are done."""
+        found: Counter[str] = Counter()
+        waited = 0.0
+        for number, request in enumerate(trace.requests):
+            self._end_until(request.at)
+            place = self._choose(request, number)
+            local, remote, seconds = self._serve(request, number, place)
+            if number >= count_from:
+                found.update(asked=len(request.keys), local=local, remote=remote)
+                waited += seconds
+            if show is not None and number % 200 == 0:
+                show(number)
+        served = [engine.served for engine in self.engines]
+        evicted = sum(
+            engine.node.counted().get(name, 0)
+            for engine in self.engines
+            for name in ("evicted_copies", "evicted_originals")
+        )
+        return Outcome(
+            found["asked"], found["local"], found["remote"], evicted, max(served) * len(served) / sum(served),
+            waited / (len(trace.requests) - count_from),
+        )  # fmt: skip
+
+    def _end_until(self, now: float) -> None:
+        while self._ends and self._ends[0][0] <= now:
+            at, number, place = heapq.heappop(self._ends)
+            self.engines[place].in_flight -= 1
+            self._book.completed(str(number), at)
+
+    def _choose(self, request: Request, number: int) -> int:
+        if self._routing == "round-robin" or len(self.engines) == 1:
+            self._turn += 1
+            return self._turn % len(self.engines)
+        now = request.at
+        count = blocks_of(request.tokens, BLOCK_TOKENS, len(request.keys))
+        candidates = [
+            Candidate(
+                engine.node.holder.node_id,
+                self._book.wait(engine.node.holder.node_id, engine.in_flight, now).seconds(
+                    self._book.request_seconds, DECODING_SHARE
+                ),
+                self._speeds,
+                engine.node.holder.node_id,
+                runs=runs,
+            )
+            for runs in [self._runs(request, count)]
+            for engine in self.engines
+        ]
+        decision = decide(
+            Prompt(request.tokens, BLOCK_TOKENS, count), candidates, [self._noise.random() for _ in candidates]
+        )
+        chosen = decision.best.replica
+        self._book.decided(str(number), chosen, decision.best.work_seconds, now)
+        self._book.routed(str(number), chosen, now)
+        return next(i for i, engine in enumerate(self.engines) if engine.node.holder.node_id == chosen)
+
+    def _runs(self, request: Request, count: int) -> tuple[HolderRun, ...]:
+        assert self._directory is not None
+        return tuple(self._directory.index.resolve(request.keys[:count], request.at))
+
+    def _serve(self, request: Request, number: int, place: int) -> tuple[int, int, float]:
+        """Blocks found here and elsewhere, and seconds to the first token."""
+        engine, machine, now = self.engines[place], self._machine, request.at
+        local, remote = engine.node.serve(request.keys, now)
+        link = machine.link
+        moved = (local + remote) * self._speeds.block_bytes / machine.load_bytes_per_second
+        if remote:
+            moved += link.overhead_seconds + remote * self._speeds.block_bytes / link.bytes_per_second
+        # The last token is always computed.
+        tokens = max(request.tokens - (local + remote) * BLOCK_TOKENS, 1)
+        first = max(now, engine.busy_until) + moved + tokens / machine.prefill_tokens_per_second
+        engine.busy_until = first
+        engine.in_flight += 1
+        engine.served += len(request.keys)
+        last = first + request.answer_tokens / machine.answer_tokens_per_second
+        heapq.heappush(self._ends, (last, number, place))
+        return local, remote, first - now
+
+    def check_invariants(self) -> None:
+        for engine in self.engines:
+            engine.node.check_invariants()

@@ -1,0 +1,188 @@
+"""One simulated node: the real block store (slots, admission, eviction) without bytes, driven as a shard drives it.
+
+What the shard adds (leases, deadlines, single flight, digests) decides nothing here, where everything takes no time:
+`tests/unit/replay` plays one trace through both and compares. Nothing blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from kvservice.core.acquisition import longest_run
+from kvservice.core.actions import Action, Announce, Retract
+from kvservice.core.blocks import NO_KEY, BlockStore
+from kvservice.core.eviction import EvictionPolicy
+from kvservice.core.geometry import SLAB_BYTES_MIN, Geometry
+from kvservice.core.index import DirectoryIndex
+from kvservice.core.keys import span_route
+from kvservice.core.messages import Holder
+from kvservice.units import BlockKey, BootEpoch, NodeId, div_ceil
+
+PAYLOAD_BYTES = 4096  # of a slot; blocks here are only named
+WRITER = b"engine".ljust(16, b".")
+STORE_BATCH = 64  # blocks reserved and sealed together, as an engine does it step by step
+FAR = 1e18  # seconds: simulated nodes need no heartbeat
+
+
+class ReplayNode:
+    """`directory`: shared with the other nodes; None: this node alone."""
+
+    def __init__(self, name: str, capacity: int, policy: EvictionPolicy, directory: Directory | None = None) -> None:
+        assert capacity > 0
+        self.holder = Holder(NodeId(name), f"{name}:1", BootEpoch(1))
+        self.counters: Counter[str] = Counter()
+        self._directory = directory
+        self._actions: list[Action] = []
+        geometry = Geometry(
+            SLAB_BYTES_MIN, div_ceil(capacity, Geometry(SLAB_BYTES_MIN, 1).slots_per_slab(PAYLOAD_BYTES))
+        )
+        self._store = BlockStore(geometry, BootEpoch(1), policy, self._actions)
+        spare = geometry.slab_count * geometry.slots_per_slab(PAYLOAD_BYTES) - capacity
+        # Slabs have a fixed number of slots: those beyond the capacity are taken for good.
+        assert len(self._store.reserve(PAYLOAD_BYTES, spare, b"beyond the limit")) == spare
+        self._actions.clear()
+        if directory is not None:
+            directory.join(self)
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    def serve(self, keys: tuple[BlockKey, ...], now: float) -> tuple[int, int]:
+        """One prompt: acquire what there is of its prefix, store the rest. Returns the blocks that were here, and
+        those that came from other nodes."""
+        self._store.now = now
+        self._store.touch(keys)
+        held: dict[int, BlockKey] = {}
+        for index, key in enumerate(keys):
+            self._pin(index, key, held)
+        local = next((index for index in range(len(keys)) if index not in held), len(keys))
+        if self._directory is not None and local < len(keys):
+            self._fetch(self._directory, keys, held, now)
+        end = next((index for index in range(local, len(keys)) if index not in held), len(keys))
+        fetched = self.counters["fetched_now"]
+        self.counters["fetched_now"] = 0
+        for key in held.values():
+            block = self._store.get(key)
+            assert block is not None
+            self._store.unpin(block.slot)
+        self._keep(keys, end)
+        self._announce(now)
+        hits = end - fetched
+        self.counters.update(asked=len(keys), local_hits=hits, remote_hits=fetched)
+        return hits, fetched
+
+    def lend(self, keys: Sequence[BlockKey], now: float) -> int:
+        """Another node reads these blocks: how many from the first on are here. They stay until `take_back`."""
+        self._store.now = now
+        self._store.touch(tuple(keys))
+        for index, key in enumerate(keys):
+            block = self._store.get(key)
+            if block is None:
+                return index
+            self._store.pin(block)
+        return len(keys)
+
+    def take_back(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            block = self._store.get(key)
+            assert block is not None
+            self._store.unpin(block.slot)
+
+    def _pin(self, index: int, key: BlockKey, held: dict[int, BlockKey]) -> bool:
+        block = self._store.get(key)
+        if block is not None:
+            self._store.pin(block)
+            held[index] = key
+        return block is not None
+
+    def _fetch(self, directory: Directory, keys: tuple[BlockKey, ...], held: dict[int, BlockKey], now: float) -> None:
+        """As core.fetch with a fast link: every missing block up to the first that nobody has."""
+        holders = directory.holders(keys, self.holder, now)
+        wanted: list[int] = []
+        for index in range(len(keys)):
+            if index not in held:
+                if index not in holders:
+                    break
+                wanted.append(index)
+        start = 0
+        while start < len(wanted):
+            source, end = longest_run(wanted, start, len(wanted), holders)
+            indices = wanted[start:end]
+            names = [keys[index] for index in indices]
+            lender = directory.node(source)
+            lent = lender.lend(names, now)
+            slots = self._store.reserve(PAYLOAD_BYTES, lent, NO_KEY)
+            for index, slot in zip(indices, slots, strict=False):
+                parent = keys[index - 1] if index else None
+                self._store.seal(slot, keys[index], parent, index, span_route(keys, index), 0, is_copy=True)
+                self._pin(index, keys[index], held)
+                self.counters["fetched_now"] += 1
+            lender.take_back(names[:lent])
+            if len(slots) < len(indices):
+                return
+            start = end
+
+    def _keep(self, keys: tuple[BlockKey, ...], start: int) -> None:
+        """Store the blocks that the engine computed."""
+        for first in range(start, len(keys), STORE_BATCH):
+            indices = range(first, min(first + STORE_BATCH, len(keys)))
+            slots = self._store.reserve(PAYLOAD_BYTES, len(indices), WRITER)
+            self.counters["not_stored"] += len(indices) - len(slots)
+            for index, slot in zip(indices, slots, strict=False):
+                if keys[index] in self._store:  # beyond a gap
+                    self._store.abort(slot)
+                else:
+                    parent = keys[index - 1] if index else None
+                    self._store.seal(slot, keys[index], parent, index, span_route(keys, index), 0, is_copy=False)
+            if len(slots) < len(indices):
+                return
+
+    def _announce(self, now: float) -> None:
+        if self._directory is not None:
+            words: dict[BlockKey, bool] = {}
+            for action in self._actions:
+                if isinstance(action, Announce | Retract):
+                    words[action.key] = isinstance(action, Announce)
+            self._directory.tell(self.holder, words, now)
+        self._actions.clear()
+
+    def counted(self) -> dict[str, int]:
+        return dict(self.counters + self._store.counters)
+
+    def check_invariants(self) -> None:
+        self._store.check_invariants()
+
+
+class Directory:
+    """All lookup shards as one, told at once."""
+
+    def __init__(self) -> None:
+        self.index = DirectoryIndex(hide_seconds=FAR, forget_seconds=2 * FAR)
+        self._nodes: dict[NodeId, ReplayNode] = {}
+        self._sequences: Counter[NodeId] = Counter()
+
+    def join(self, node: ReplayNode) -> None:
+        self._nodes[node.holder.node_id] = node
+        self._sequences[node.holder.node_id] = 1
+        self.index.apply(node.holder, 1, full_begin=True, full_end=True, now=0.0)
+
+    def node(self, holder: Holder) -> ReplayNode:
+        return self._nodes[holder.node_id]
+
+    def tell(self, holder: Holder, words: dict[BlockKey, bool], now: float) -> None:
+        """The last word per key: True added, False removed."""
+        if words:
+            self._sequences[holder.node_id] += 1
+            added = [key for key, here in words.items() if here]
+            removed = [key for key, here in words.items() if not here]
+            self.index.apply(holder, self._sequences[holder.node_id], added, removed, now=now)
+
+    def holders(self, keys: Sequence[BlockKey], asker: Holder, now: float) -> dict[int, tuple[Holder, ...]]:
+        """By index in the chain; others than the asker."""
+        found: dict[int, tuple[Holder, ...]] = {}
+        for run in self.index.resolve(keys, now):
+            others = tuple(holder for holder in run.holders if holder != asker)
+            if others:
+                found.update(dict.fromkeys(range(run.start, run.start + run.count), others))
+        return found

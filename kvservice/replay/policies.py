@@ -1,0 +1,161 @@
+"""Eviction policies to compare with: textbook ones behind the shard's interface. Nothing runs them in production.
+
+They know no copies, sizes or tenants: one node, one model. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+
+from kvservice.core.eviction import EvictionPolicy, LeafFirstLru, LeafFirstReuse
+from kvservice.core.tenants import NOBODY
+from kvservice.units import BlockKey
+
+
+class _Flat:
+    """What blocks without links have in common. Subclasses order them."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._pinned: set[BlockKey] = set()
+        self._used_at: dict[BlockKey, float] = {}
+
+    def add(
+        self, key: BlockKey, parent: BlockKey | None, position: int, *, is_copy: bool, size_class: int,
+        account: str = NOBODY,
+    ) -> None:  # fmt: skip
+        self._used_at[key] = self.now
+        self._came(key)
+
+    def remove(self, key: BlockKey) -> None:
+        del self._used_at[key]
+        self._went(key)
+
+    def touch(self, chain: Sequence[BlockKey]) -> None:
+        for key in chain:
+            if key in self._used_at:
+                self._used_at[key] = self.now
+                self._used(key)
+
+    def pin(self, key: BlockKey) -> None:
+        self._pinned.add(key)
+
+    def unpin(self, key: BlockKey) -> None:
+        self._pinned.discard(key)
+
+    def last_touch(self, key: BlockKey) -> int:
+        return int(self._used_at[key] * 1000)
+
+    def used_at(self, key: BlockKey) -> float:
+        return self._used_at[key]
+
+    def promote(self, key: BlockKey) -> None:
+        pass
+
+    def parent_of(self, key: BlockKey) -> BlockKey | None:
+        return None
+
+    def by_heat(self) -> list[BlockKey]:
+        return sorted(self._used_at, key=lambda key: -self._used_at[key])
+
+    def _came(self, key: BlockKey) -> None:
+        raise NotImplementedError
+
+    def _used(self, key: BlockKey) -> None:
+        raise NotImplementedError
+
+    def _went(self, key: BlockKey) -> None:
+        raise NotImplementedError
+
+
+class PlainLru(_Flat):
+    """The least recently used block goes, whatever hangs on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._order: OrderedDict[BlockKey, None] = OrderedDict()
+
+    def victim(self, size_class: int | None, may_go: Callable[[str], bool] | None = None) -> BlockKey | None:
+        return next((key for key in self._order if key not in self._pinned), None)
+
+    def _came(self, key: BlockKey) -> None:
+        self._order[key] = None
+
+    def _used(self, key: BlockKey) -> None:
+        self._order.move_to_end(key)
+
+    def _went(self, key: BlockKey) -> None:
+        del self._order[key]
+
+
+SMALL_SHARE = 0.1
+FREQUENCY_MAX = 3
+
+
+class S3Fifo(_Flat):
+    """Three FIFO queues (Yang et al., SOSP 2023): newcomers pass a small one, and stay when they were used there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._small: deque[BlockKey] = deque()
+        self._main: deque[BlockKey] = deque()
+        self._queue_of: dict[BlockKey, deque[BlockKey]] = {}
+        self._small_count = 0
+        self._uses: dict[BlockKey, int] = {}
+        self._ghosts: OrderedDict[BlockKey, None] = OrderedDict()
+
+    def victim(self, size_class: int | None, may_go: Callable[[str], bool] | None = None) -> BlockKey | None:
+        # Each pass moves one block on: nobody is passed over more often than its uses and its pins allow.
+        for _ in range((FREQUENCY_MAX + 2) * len(self._queue_of) + len(self._small) + len(self._main)):
+            from_small = bool(self._small) and (not self._main or self._small_count > SMALL_SHARE * len(self._queue_of))
+            queue = self._small if from_small else self._main
+            if not queue:
+                return None
+            key = queue[0]
+            if self._queue_of.get(key) is not queue:
+                queue.popleft()  # it went
+            elif key in self._pinned:
+                queue.rotate(-1)
+            elif self._uses[key]:
+                queue.popleft()
+                self._uses[key] = 0 if from_small else self._uses[key] - 1
+                self._enter(key, self._main)
+            else:
+                return key
+        return None
+
+    def _enter(self, key: BlockKey, queue: deque[BlockKey]) -> None:
+        self._small_count += (queue is self._small) - (self._queue_of.get(key) is self._small)
+        self._queue_of[key] = queue
+        queue.append(key)
+
+    def _came(self, key: BlockKey) -> None:
+        self._uses[key] = 0
+        known = key in self._ghosts
+        self._ghosts.pop(key, None)
+        self._enter(key, self._main if known else self._small)
+
+    def _used(self, key: BlockKey) -> None:
+        self._uses[key] = min(self._uses[key] + 1, FREQUENCY_MAX)
+
+    def _went(self, key: BlockKey) -> None:
+        queue = self._queue_of.pop(key)
+        del self._uses[key]
+        if queue and queue[0] == key:
+            queue.popleft()
+        else:
+            queue.remove(key)
+        if queue is self._small:
+            self._small_count -= 1
+            self._ghosts[key] = None
+            while len(self._ghosts) > len(self._queue_of) + 1:
+                self._ghosts.popitem(last=False)
+
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    "reuse": LeafFirstReuse,
+    "lru": LeafFirstLru,
+    "plain-lru": PlainLru,
+    "s3-fifo": S3Fifo,
+}

@@ -1,0 +1,183 @@
+"""The questions of `kvservice replay` as a list of runs, and their answers as plain figures. Runs in the calling thread
+or in processes of its own, which share nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvservice.errors import InvalidRequest
+from kvservice.replay.choice import compare_choices, known_prefixes
+from kvservice.replay.cluster import Cluster, Machine
+from kvservice.replay.optimum import belady_hits
+from kvservice.replay.policies import POLICIES
+from kvservice.replay.trace import BLOCK_TOKENS, Trace
+
+OPTIMUM = "belady"
+DEFAULT_POLICIES = ("reuse", "lru", OPTIMUM)
+CAPACITY_SHARES = (128, 32, 16, 8, 4, 1)  # of the blocks of a trace, down to what holds everything
+LINK_SPEEDS = (0.1e9, 0.25e9, 0.5e9, 0.75e9, 1e9, 1.25e9, 1.5e9, 2e9, 3e9, 6e9, 12e9, 25e9)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One pass over the trace. `nodes` 1 is the ideal: one node with all the room."""
+
+    policy: str
+    capacity: int  # blocks, of all nodes together
+    nodes: int = 1
+    pooled: bool = True
+    routing: str = "round-robin"
+
+    @property
+    def label(self) -> str:
+        if self.nodes == 1:
+            return self.policy
+        return f"{self.nodes} nodes, {'pooled' if self.pooled else 'local only'}, {self.routing}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    capacities: Sequence[int]
+    policies: Sequence[str] = DEFAULT_POLICIES
+    nodes: int = 8
+    cluster_policy: str = "reuse"
+    count_from: int = 0  # requests that only warm up
+    machine: Machine = field(default_factory=Machine)
+
+    def runs(self) -> list[Run]:
+        """Raises InvalidRequest for a policy that does not exist."""
+        for policy in (*self.policies, self.cluster_policy):
+            if policy not in (*POLICIES, OPTIMUM):
+                known = ", ".join((*POLICIES, OPTIMUM))
+                raise InvalidRequest(f"there is no policy {policy!r}: take {known}")
+        found = [Run(policy, capacity) for capacity in self.capacities for policy in self.policies]
+        for capacity in self.capacities if self.nodes > 1 else ():
+            if capacity >= self.nodes:
+                found += [
+                    Run(self.cluster_policy, capacity, self.nodes, False),
+                    Run(self.cluster_policy, capacity, self.nodes, True),
+                    Run(self.cluster_policy, capacity, self.nodes, True, "kv-aware"),
+                ]
+        return found
+
+
+def default_capacities(trace: Trace) -> list[int]:
+    return sorted({max(trace.unique_count // share, 1) for share in CAPACITY_SHARES})
+
+
+def play(trace: Trace, run: Run, plan: Plan, show: Callable[[int], None] | None = None) -> dict[str, float]:
+    """Seconds to a minute or so for 300,000 blocks."""
+    if run.policy == OPTIMUM:
+        asked = sum(len(request.keys) for request in trace.requests[plan.count_from :])
+        return {"hit_rate": belady_hits(trace, run.capacity, plan.count_from) / asked}
+    cluster = Cluster(
+        run.nodes, run.capacity, POLICIES[run.policy], pooled=run.pooled and run.nodes > 1, routing=run.routing,
+        machine=plan.machine,
+    )  # fmt: skip
+    found = cluster.play(trace, plan.count_from, show)
+    figures = {"hit_rate": found.hit_rate, "evicted": float(found.evicted)}
+    if run.nodes > 1:
+        figures |= {
+            "local_rate": found.local_hits / found.asked,
+            "remote_rate": found.remote_hits / found.asked,
+            "busiest_over_mean": found.busiest_share,
+            "first_token_seconds": found.first_token_seconds,
+        }
+    return figures
+
+
+def play_all(
+    trace: Trace, plan: Plan, processes: int = 1, show: Callable[[float], None] | None = None
+) -> list[tuple[Run, dict[str, float]]]:
+    """All runs of the plan, in its order. `show` is told how many runs are done, with fractions."""
+    runs = plan.runs()
+    found: list[tuple[Run, dict[str, float]]] = []
+    for done, (run, figures) in enumerate(_played(trace, plan, runs, processes, show)):
+        found.append((run, figures))
+        if show is not None:
+            show(done + 1)
+    return found
+
+
+def _played(
+    trace: Trace, plan: Plan, runs: list[Run], processes: int, show: Callable[[float], None] | None
+) -> Iterator[tuple[Run, dict[str, float]]]:
+    if processes == 1:
+        for done, run in enumerate(runs):
+            yield run, play(trace, run, plan, None if show is None else partial(_show_part, show, trace, done))
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, initializer=_start_process, initargs=(trace, plan)) as pool:
+        yield from zip(runs, pool.map(_play_here, runs), strict=True)
+
+
+def _show_part(show: Callable[[float], None], trace: Trace, done: int, requests: int) -> None:
+    show(done + requests / len(trace.requests))
+
+
+_here: list[tuple[Trace, Plan]] = []  # of a process that plays: the trace is sent once
+
+
+def _start_process(trace: Trace, plan: Plan) -> None:
+    os.nice(19)
+    _here.append((trace, plan))
+
+
+def _play_here(run: Run) -> dict[str, float]:
+    trace, plan = _here[0]
+    return play(trace, run, plan)
+
+
+def choices(trace: Trace, machine: Machine, speeds: Sequence[float] = LINK_SPEEDS) -> list[dict[str, float]]:
+    """Fetch or recompute against the oracle, one row a link speed."""
+    prefixes = known_prefixes(trace)
+    rows: list[dict[str, float]] = []
+    for speed in speeds:
+        found = compare_choices(
+            prefixes, speed, machine.link.overhead_seconds, machine.token_bytes * BLOCK_TOKENS,
+            machine.prefill_tokens_per_second,
+        )  # fmt: skip
+        rows.append(
+            {
+                "link_bytes_per_second": speed,
+                "decisions": found.decisions,
+                "differ_share": found.differ_share,
+                "lost_share": found.lost_share,
+                "always_lost_share": found.always_seconds / found.oracle_seconds - 1 if found.oracle_seconds else 0.0,
+                "never_lost_share": found.never_seconds / found.oracle_seconds - 1 if found.oracle_seconds else 0.0,
+            }
+        )
+    return rows
+
+
+def report(trace: Trace, plan: Plan, found: list[tuple[Run, dict[str, float]]]) -> dict[str, object]:
+    """Everything with stable names, for JSON."""
+    return {
+        "trace": trace.name,
+        "requests": len(trace.requests),
+        "blocks": trace.block_count,
+        "unique_blocks": trace.unique_count,
+        "seconds": trace.seconds,
+        "hit_rate_max": trace.hit_rate_max,
+        "counted_from_request": plan.count_from,
+        "runs": [
+            {
+                "label": run.label,
+                "policy": run.policy,
+                "capacity": run.capacity,
+                "nodes": run.nodes,
+                "pooled": run.pooled,
+                "routing": run.routing,
+                **{name: round(value, 6) for name, value in figures.items()},
+            }
+            for run, figures in found
+        ],
+        "fetch_or_recompute": [
+            {name: round(value, 6) for name, value in row.items()} for row in choices(trace, plan.machine)
+        ],
+    }

@@ -1,0 +1,73 @@
+"""Rules of `kvservice replay`: one command, in this process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvservice.cli.main import EXIT_PROBLEM, EXIT_USAGE, app
+from kvservice.replay.synthetic import Workload, make_trace
+
+
+@pytest.fixture(scope="module")
+def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trace") / "made-up.jsonl"
+    numbers: dict[bytes, int] = {}
+    with path.open("w") as file:
+        for request in make_trace(Workload(seconds=200), 1).requests:
+            row = {
+                "timestamp": int(request.at * 1000),
+                "input_length": request.tokens,
+                "output_length": request.answer_tokens,
+                "hash_ids": [numbers.setdefault(key, len(numbers)) for key in request.keys],
+            }
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    found = CliRunner().invoke(app, ["replay", *map(str, arguments)])
+    return found.exit_code, found.stdout, found.stderr
+
+
+def test_a_replay_prints_one_row_for_each_way_and_draws_it(trace_file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "replay.png"
+    code, out, _ = run(trace_file, "--capacity", 100, "--capacity", 400, "--nodes", 2, "--plot", plot)
+    assert code == 0
+    for row in ("reuse", "lru", "belady", "2 nodes, local only", "2 nodes, pooled, kv-aware", "12 GB/s"):
+        assert row in out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_has_stable_keys_and_the_warm_up_is_not_counted(trace_file: Path) -> None:
+    options = ("--capacity", 400, "--nodes", 1, "--policy", "belady", "--json")
+    rates = []
+    for warm_up in (0, 0.5):
+        code, out, _ = run(trace_file, *options, "--warm-up", warm_up)
+        found = json.loads(out)
+        assert code == 0 and found["counted_from_request"] == int(found["requests"] * warm_up)
+        assert {"trace", "blocks", "unique_blocks", "hit_rate_max", "runs", "fetch_or_recompute"} <= found.keys()
+        rates.append(found["runs"][0]["hit_rate"])
+    assert rates[1] > rates[0], "the first times are in the half that is not counted"
+
+
+def test_wrong_input_is_named_with_its_line_and_nothing_else_is_printed(tmp_path: Path, trace_file: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(trace_file.read_text().splitlines()[0] + "\n{}\n")
+    code, out, errors = run(broken)
+    assert (code, out) == (EXIT_PROBLEM, "") and "line 2" in errors and "Traceback" not in errors
+    code, _, errors = run(trace_file, "--policy", "best")
+    assert code == EXIT_PROBLEM and "take reuse" in errors
+
+
+def test_without_matplotlib_a_plot_is_refused_before_anything_is_played(
+    trace_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, out, errors = run(trace_file, "--plot", "replay.png")
+    assert (code, out) == (EXIT_USAGE, "") and "pip install matplotlib" in errors
