@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvservice.core.index import Change, DirectoryIndex
 from kvservice.core.keys import pack_keys
-from kvservice.core.membership import FORGET_SECONDS
+from kvservice.core.membership import FORGET_SECONDS, Outcome
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.core.mirror import (
     STALE_SECONDS,
@@ -66,20 +66,27 @@ class Shard:
 class MirrorMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
-        self.now = 0.0
+        self.now, self.told = 0.0, True
         self.epochs = dict.fromkeys(NAMES, 1)
         self.ports = dict.fromkeys(NAMES, 1)
         self.shards = [Shard() for _ in range(PARTITIONS)]
         self.writer, self.reader = mirror(512, PARTITIONS)
+        for partition in range(PARTITIONS):
+            for first, name in enumerate(NAMES):
+                self.announce(partition, name, list(range(first * 10, first * 10 + 20)), [])
+            self.stream_breaks_and_begins_anew(partition)
+        self.a_piece_of_the_snapshot(1000)
 
     def announce(self, partition: int, name: str, added: list[int], removed: list[int], **flags: bool) -> None:
         shard = self.shards[partition]
         shard.sequences[name] = shard.sequences.get(name, 0) + 1
         chosen = KEYS[partition]
-        shard.index.apply(
+        outcome = shard.index.apply(
             node(name, self.epochs[name], self.ports[name]), shard.sequences[name],
             [chosen[i] for i in added], [chosen[i] for i in removed], now=self.now, **flags,
         )  # fmt: skip
+        if outcome is Outcome.RESYNC:
+            self.announce(partition, name, added, removed, full_begin=True, full_end=True)
 
     @rule(partition=partitions, name=names, added=some_keys, removed=some_keys)
     def change(self, partition: int, name: str, added: list[int], removed: list[int]) -> None:
@@ -138,7 +145,15 @@ class MirrorMachine(RuleBasedStateMachine):
                 self.writer.apply(partition, MirrorEvent(snapshot_end=True), self.now)
 
     @rule()
+    def changes_wait(self) -> None:
+        """Until the next step."""
+        self.told = False
+
+    @invariant()
     def changes_arrive(self) -> None:
+        if not self.told:
+            self.told = True
+            return
         for partition, shard in enumerate(self.shards):
             if shard.snapshot_row is None:
                 for change in shard.index.changes:
