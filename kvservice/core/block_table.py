@@ -5,8 +5,8 @@ readers in other processes, which take no lock. A reader that looks while a key 
 had before; it never fails and never loops. Pure, one writer.
 
 Rows of 144 bytes, seven entries each: seven first halves of keys, seven second halves, seven numbers (u32, 0 = empty)
-and a count of keys that wanted this row and lie further on. Linear hashing: the table grows by splitting its next few rows, so
-it never copies itself, and an entry only ever moves to a row further on. A walk over the rows from the first
+and a count of keys that wanted this row and lie further on. Linear hashing: the table grows by splitting its next few
+rows, so it never copies itself, and an entry only ever moves to a row further on. A walk over the rows from the first
 to the last therefore sees every key that was there all along. The first 64 bytes hold the number of rows in use and the
 number of keys.
 """
@@ -60,14 +60,14 @@ def rows_for(key_count: int) -> int:
 
 
 def private_table(key_count: int) -> BlockTable:
-    """An empty table for up to so many keys. Begins small, and moves once to memory for all of them, which is taken from
-    the system only where it is used."""
+    """An empty table for up to so many keys. Begins small, and moves once to memory for all of them, which is taken
+    from the system only where it is used."""
     rows = rows_for(key_count)
     return BlockTable(_zeroes(min(rows, SMALL_ROWS)), fresh=True, then_rows=rows)
 
 
 def _zeroes(rows: int) -> memoryview:
-    return memoryview(np.zeros((table_bytes(rows) + 7) // 8, np.uint64)).cast("B")
+    return np.zeros((table_bytes(rows) + 7) // 8, np.uint64).data.cast("B")
 
 
 class BlockTable:
@@ -280,7 +280,7 @@ class BlockTable:
         mixed *= _NK2
         mixed >>= _N32
         hashed = mixed.view(np.int64)
-        homes = hashed & mask
+        homes: NDArray[np.int64] = hashed & mask
         if rows != mask + 1 >> 1:
             beyond = homes >= rows
             homes[beyond] &= mask >> 1

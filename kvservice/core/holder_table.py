@@ -1,8 +1,9 @@
 """Which of many bits hold which key: a table of keys whose numbers stand for sets of bits.
 
 Owns the bits and the sets; knows no nodes and no time. A bit that is retired counts for nothing from then on, so
-forgetting a million keys costs nothing at that moment; `sweep` takes it out of the keys later, a bounded number per call, and
-only then is it given to somebody else. Pure, one caller; readers elsewhere may use the table (core.block_table).
+forgetting a million keys costs nothing at that moment; `sweep` takes it out of the keys later, a bounded number per
+call, and only then is it given to somebody else. Pure, one caller; readers elsewhere may use the table
+(core.block_table).
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ class HolderTable:
         if merged == mask:
             return 0
         number = self._number(merged)
-        if not old and len(self.table) >= self._key_count_max or not self.table.put(key, number):
+        if (not old and len(self.table) >= self._key_count_max) or not self.table.put(key, number):
             self.dropped_full += 1
             self._use(number, 0)
             return 0

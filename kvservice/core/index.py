@@ -103,8 +103,8 @@ class DirectoryIndex:
         now: float,
         proof: bytes = b"",
     ) -> Outcome:
-        """Take one announcement of a node, its keys listed or packed. Removals come after additions. Raises Exhausted for too many nodes,
-        Forbidden for one that belongs to another `proof`."""
+        """Take one announcement of a node, its keys listed or packed. Removals come after additions. Raises Exhausted
+        for too many nodes, Forbidden for one that belongs to another `proof`."""
         self.expire(now)
         verdict = self._membership.hear(
             node, sequence, full_begin=full_begin, full_end=full_end, leaving=leaving, now=now, proof=proof

@@ -1,9 +1,9 @@
 """The directory as one node knows it, in one piece of memory that others read: what the watch streams of all lookup
 shards said, and how fresh that is.
 
-Owns the layout of that memory and the decisions: what an event changes, and what may be answered from it. Pure; the segment and
-the streams are others'. One writer; readers take no lock. What a reader makes of a torn write is at worst a wrong hint,
-as any answer of the directory may be, because bytes are verified wherever they come from.
+Owns the layout of that memory and the decisions: what an event changes, and what may be answered from it. Pure; the
+segment and the streams are others'. One writer; readers take no lock. What a reader makes of a torn write is at worst a
+wrong hint, as any answer of the directory may be, because bytes are verified wherever they come from.
 
     0       head, 4 KiB     magic, layout, epoch of the writer, sizes, versions
     4 KiB   feeds           per partition of the directory: state, when it was last heard of (monotonic, ns)
@@ -72,8 +72,8 @@ class MirrorEvent:
 
 
 def mirror_rows(size: int) -> int:
-    """Rows of the table of a mirror of at most so many bytes: a power of two, because more are of no use before the next
-    one. 0 when it is too little."""
+    """Rows of the table of a mirror of at most so many bytes: a power of two, because more are of no use before the
+    next one. 0 when it is too little."""
     rows = ROWS_MIN
     while mirror_bytes(rows * 2) <= size:
         rows *= 2
@@ -118,6 +118,11 @@ class MirrorWriter:
         """How many rows of the table should be usable by now."""
         used = self._table.row_count
         return min(self._table.row_count_max, used + used // 8 + AHEAD_ROWS)
+
+    @property
+    def rows_needed(self) -> int:
+        """How many should be usable before the next event."""
+        return min(self._table.row_count_max, self._table.row_count + AHEAD_ROWS // 2)
 
     @property
     def rows_allowed(self) -> int:

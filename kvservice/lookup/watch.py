@@ -53,8 +53,8 @@ class Subscriber:
             raise self._end
 
     async def next_event(self, heartbeat_seconds: float) -> lookup_pb2.WatchEvent:
-        """An empty one when there is none for so long, if that is not 0. Raises Exhausted once cut off, Unavailable when
-        the server stops."""
+        """An empty one when there is none for so long, if that is not 0. Raises Exhausted once cut off, Unavailable
+        when the server stops."""
         while not self._events:
             self.raise_if_ended()
             self._wake.clear()

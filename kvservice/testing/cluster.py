@@ -27,6 +27,7 @@ import grpc
 
 from kvservice.client.discovery import ShardRecord, find_movers, find_shards, node_directory
 from kvservice.core.keys import pack_keys
+from kvservice.memory.mirror_segment import mirror_path
 from kvservice.memory.segment import segment_path
 from kvservice.units import BlockKey, MiB, NodeId
 from kvservice.wire.tls import open_blocking_channel, open_tls
@@ -99,6 +100,8 @@ class LocalCluster:
         for node in self.nodes:
             with contextlib.suppress(FileNotFoundError):
                 segment_path(self.service, NodeId(node)).unlink()
+            with contextlib.suppress(FileNotFoundError):
+                mirror_path(segment_path(self.service, NodeId(node))).unlink()
         shutil.rmtree(self.root, ignore_errors=True)
 
     def start_lookup(self, index: int) -> None:

@@ -1,4 +1,4 @@
-"""A block table is a dict: whatever is put in and taken out, in batches or alone, while it grows and while it is full."""
+"""A block table is a dict, whatever is put in and taken out, in batches or alone, while it grows or is full."""
 
 from __future__ import annotations
 

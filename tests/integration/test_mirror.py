@@ -1,0 +1,108 @@
+"""A node's mirror of the directory, in real processes: lookups without a call, and what takes its place when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from kvservice.client.lookup import LookupAnswer, LookupClient
+from kvservice.client.mirror import find_mirror
+from kvservice.client.shard import ShardClient
+from kvservice.core.index import longest_prefix
+from kvservice.core.mirror import STALE_SECONDS
+from kvservice.testing.cluster import LocalCluster
+from kvservice.units import BlockKey, NodeId
+from tests.integration.engine import Engine, chain
+
+CALL_SECONDS = 2.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(nodes=2, lookups=2, transport="shm", lease_seconds=2.0) as running:
+        yield running
+
+
+def reader_of(cluster: LocalCluster, node: str) -> LookupClient:
+    """This process is not the shard's."""
+    addresses = cluster.record(node).lookup_addresses
+    mirror = find_mirror(addresses, cluster.service, cluster.root)
+    assert mirror is not None
+    return LookupClient(addresses, mirror=mirror)
+
+
+async def eventually(check: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < deadline, f"not {what} after {seconds} s"
+        await asyncio.sleep(0.02)
+
+
+def holders(answer: LookupAnswer | None) -> set[NodeId]:
+    return set() if answer is None else {holder.node_id for run in answer.runs for holder in run.holders}
+
+
+def knows(reader: LookupClient, keys: Sequence[BlockKey]) -> bool:
+    answer = reader.resolve_here(keys)
+    return answer is not None and longest_prefix(answer.runs) == len(keys)
+
+
+async def test_remote_hit_is_found_without_a_call_and_other_processes_see_the_same(cluster: LocalCluster) -> None:
+    a, b = [await Engine.attach(ShardClient(cluster.socket(node))) for node in ("n0", "n1")]
+    reader = reader_of(cluster, "n0")
+    keys = chain(seed=1, count=300)
+    await eventually(lambda: reader.resolve_here(keys) is not None, "live")
+    await a.store(keys)
+    await eventually(lambda: knows(reader, keys), "known")
+    await eventually(lambda: cluster.stats("n1").counters["mirror_keys"] >= 300, "known to n1")
+    before = cluster.stats("n1").counters
+    result = await b.read_all(keys)
+    assert (len(result.blocks), result.fetched_count) == (300, 300)
+    counters = cluster.stats("n1").counters
+    assert counters["mirror_answers"] > before.get("mirror_answers", 0)
+    assert counters.get("lookup_rpcs", 0) == before.get("lookup_rpcs", 0)
+    assert counters["mirror_live_partitions"] == 2 and counters["mirror_age_ms"] < STALE_SECONDS * 1e3
+    assert holders(reader.resolve_here(keys, 0, NodeId("n0"))) <= {"n1"}
+    for engine in (a, b):
+        await engine.pool.close()
+        engine.let_go()
+    await reader.close()
+
+
+async def test_lookup_shard_that_dies_is_missed_and_comes_back(cluster: LocalCluster) -> None:
+    a = await Engine.attach(ShardClient(cluster.socket("n0")))
+    reader = reader_of(cluster, "n0")
+    keys = chain(seed=2, count=640)
+    await a.store(keys)
+    await eventually(lambda: knows(reader, keys), "known")
+    cluster.kill("lookup0")
+    await eventually(lambda: reader.resolve_here(keys) is None, "stale", STALE_SECONDS + 3)
+    answer = await reader.resolve(keys, 0, CALL_SECONDS)
+    assert holders(answer) <= {"n0"} and 0 < sum(run.count for run in answer.runs) < 640, "the other one's part"
+    assert not answer.complete and reader.counters["mirror_fallback_stale"] > 0
+    cluster.start_lookup(0)
+    await eventually(lambda: knows(reader, keys), "known again")
+    await a.pool.close()
+    a.let_go()
+    await reader.close()
+
+
+async def test_mirror_whose_shard_was_killed_is_not_believed_and_the_next_one_is_found(cluster: LocalCluster) -> None:
+    a = await Engine.attach(ShardClient(cluster.socket("n1")))
+    reader = reader_of(cluster, "n0")
+    keys = chain(seed=3, count=100)
+    await a.store(keys)
+    await eventually(lambda: knows(reader, keys), "known")
+    cluster.kill("n0")
+    await eventually(lambda: reader.resolve_here(keys) is None, "stale", STALE_SECONDS + 3)
+    answer = await reader.resolve(keys, 0, CALL_SECONDS)
+    assert answer.complete and longest_prefix(answer.runs) == 100 and holders(answer) == {"n1"}
+    assert reader.counters["lookup_rpcs"] > 0
+    cluster.start_shard("n0")
+    await eventually(lambda: knows(reader, keys), "known again")
+    await a.pool.close()
+    a.let_go()
+    await reader.close()
