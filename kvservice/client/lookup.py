@@ -66,14 +66,14 @@ class LookupClient:
         mirror: Mirror | None = None,
     ) -> None:
         self._clock = clock
-        self._mirrored = MirroredLookup(mirror, clock)
+        self.mirrored = MirroredLookup(mirror, clock)
         self._channels = Channels(tls, _CHANNEL_OPTIONS)
         self._partitions = [_Partition(address) for address in addresses]
         self._counters: Counter[str] = Counter()
 
     @property
     def counters(self) -> dict[str, int]:
-        return {**self._counters, **self._mirrored.counters}
+        return {**self._counters, **self.mirrored.counters}
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """Lookup shards moved. Calls under way to old addresses may still finish."""
@@ -91,7 +91,7 @@ class LookupClient:
             return LookupAnswer((), True)
         if not self._partitions:
             return LookupAnswer((), False)
-        reader, live = self._mirrored.live(len(self._partitions))
+        reader, live = self.mirrored.live(len(self._partitions))
         if reader is not None and all(live):
             answer = self._read(reader, chain, start, exclude)
             if answer is not None:
@@ -100,9 +100,7 @@ class LookupClient:
         found: list[HolderRun] = []
         calls = []
         for index, segments in parts:
-            runs = (
-                self._mirrored.resolve(reader, _pack(chain, segments)) if reader is not None and live[index] else None
-            )
+            runs = self.mirrored.resolve(reader, _pack(chain, segments)) if reader is not None and live[index] else None
             if runs is None:
                 calls.append(self._ask(self._partitions[index], chain, segments, timeout))
             else:
@@ -118,13 +116,13 @@ class LookupClient:
         self, chain: Sequence[BlockKey], start: int = 0, exclude: NodeId | None = None
     ) -> LookupAnswer | None:
         """The same from the node's mirror alone, without waiting; None when it cannot tell."""
-        reader, live = self._mirrored.live(len(self._partitions))
+        reader, live = self.mirrored.live(len(self._partitions))
         return self._read(reader, chain, start, exclude) if reader is not None and all(live) else None
 
     def _read(
         self, reader: MirrorReader, chain: Sequence[BlockKey], start: int, exclude: NodeId | None
     ) -> LookupAnswer | None:
-        runs = self._mirrored.resolve(reader, b"".join(chain[start:] if start else chain))
+        runs = self.mirrored.resolve(reader, b"".join(chain[start:] if start else chain))
         if runs is None:
             return None
         if start:
@@ -200,6 +198,7 @@ class LookupClient:
         return list(await asyncio.gather(*[self._stats(partition) for partition in self._partitions]))
 
     async def close(self) -> None:
+        self.mirrored.set_mirror(None)
         await self._channels.close()
 
     async def _ask(

@@ -27,6 +27,8 @@ class Mirror(Protocol):
 
     def reader(self, now: float) -> MirrorReader | None: ...
 
+    def close(self) -> None: ...
+
 
 class OwnMirror:
     """The shard's own view of what it writes."""
@@ -36,6 +38,9 @@ class OwnMirror:
 
     def reader(self, now: float) -> MirrorReader | None:
         return self._reader
+
+    def close(self) -> None:
+        """The shard closes what it writes."""
 
 
 class NodeMirror:
@@ -100,6 +105,16 @@ class MirroredLookup:
         self._clock = clock
         self.counters: Counter[str] = Counter()
 
+    @property
+    def has_mirror(self) -> bool:
+        return self._mirror is not None
+
+    def set_mirror(self, mirror: Mirror | None) -> None:
+        """Take this one from now on. The one before is closed."""
+        before, self._mirror = self._mirror, mirror
+        if before is not None:
+            before.close()
+
     def live(self, partition_count: int) -> tuple[MirrorReader | None, list[bool]]:
         """The reader, and which partitions it can answer for."""
         if self._mirror is None:
@@ -123,5 +138,8 @@ class MirroredLookup:
     def resolve(self, reader: MirrorReader, packed: bytes) -> list[HolderRun] | None:
         """None when the lookup shard has to be asked after all."""
         runs = reader.resolve(packed)
-        self.counters["mirror_answers" if runs is not None else "mirror_fallback_sets"] += 1
+        if runs is None:
+            self.counters["mirror_fallback_sets"] += 1
+        else:
+            self.counters["mirror_answers"] += 1
         return runs

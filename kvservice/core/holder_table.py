@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvservice.core.block_table import FEW, ROW_U32, BlockTable, Keys, Numbers, Positions, keys_array
+from kvservice.core.block_table import FEW, ROW_U32, BlockTable, Keys, Numbers, Positions, keys_array, native
 from kvservice.core.keys import KEY_BYTES
 from kvservice.units import BlockKey
 
@@ -268,7 +268,9 @@ def number_runs(table: BlockTable, packed: bytes) -> list[tuple[int, int]]:
     count = len(packed) // KEY_BYTES
     if not count:
         return []
-    if count <= FEW:
+    if count == 1:
+        return [(0, table.get(packed))]
+    if count <= FEW and native is None:
         listed = [table.get(packed[i : i + KEY_BYTES]) for i in range(0, len(packed), KEY_BYTES)]
         return [(i, number) for i, number in enumerate(listed) if not i or number != listed[i - 1]]
     numbers = table.get_many(keys_array(packed))

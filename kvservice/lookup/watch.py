@@ -16,7 +16,7 @@ from kvservice.errors import Exhausted, Unavailable
 from kvservice.wire.codec import encode_holder
 from kvservice.wire.v1 import lookup_pb2
 
-SUBSCRIBERS_MAX = 64
+SUBSCRIBERS_MAX = 256  # one a node
 QUEUE_BYTES_MAX = 16 << 20  # per subscriber
 EVENT_OVERHEAD_BYTES = 256  # so that many empty events count as well
 SNAPSHOT_KEYS = 4096  # looked at in one go, between two turns of the loop

@@ -200,8 +200,8 @@ class AdminServicer:
         self, pool: PoolRuntime, holder: Callable[[], Holder], leave: Callable[[float, bool, bool], DrainProgress],
         door: Door, stats: Callable[[], PoolStats],
     ) -> None:  # fmt: skip
-        """`leave(timeout_seconds, handover, exit)` begins a drain, or goes on with one. `stats`: of the pool and what is
-        around it."""
+        """`leave(timeout_seconds, handover, exit)` begins a drain, or goes on with one. `stats`: of the pool and what
+        is around it."""
         self._pool = pool
         self._stats = stats
         self._door = door

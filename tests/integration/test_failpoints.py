@@ -73,7 +73,8 @@ class Field:
 def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
     folder = tmp_path_factory.mktemp("failpoints")
     environment = {VARIABLE: str(folder)}
-    with LocalCluster(nodes=2, lookups=1, lease_seconds=LEASE_SECONDS, environment=environment) as cluster:
+    # Without a mirror, because nothing would be asked of the lookup shard.
+    with LocalCluster(2, 1, lease_seconds=LEASE_SECONDS, mirror_bytes=0, environment=environment) as cluster:
         yield Field(cluster, Failpoints(folder))
 
 

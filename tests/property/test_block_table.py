@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvservice.core import block_table
 from kvservice.core.block_table import (
     ENTRIES,
     FEW,
@@ -28,6 +31,15 @@ def packed(numbers: list[int]) -> bytes:
     return b"".join(map(key, numbers))
 
 
+@pytest.fixture(params=["native", "numpy"], autouse=True)
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With what a compiler made, and without. Where there was none, both are numpy's."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "numpy":
+            patch.setattr(block_table, "native", None)
+        yield
+
+
 def check(table: BlockTable, model: dict[int, int], asked: list[int]) -> None:
     table.check_invariants()
     assert len(table) == len(model)
@@ -46,7 +58,7 @@ batches = st.one_of(
 steps = st.lists(st.tuples(st.sampled_from(["put", "remove", "one", "remove one"]), batches, st.integers(1, 2**32 - 1)))
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps)
 def test_table_is_a_dict(done: list[tuple[str, list[int], int]]) -> None:
     table = private_table(100_000)
@@ -119,3 +131,20 @@ def test_reader_of_torn_memory_neither_fails_nor_loops(seed: int) -> None:
     asked = np.random.default_rng(seed).integers(0, 2**64, size=(300, 2), dtype=np.uint64)
     assert reader.get_many(asked).tolist() == [0] * 300
     assert [reader.get(one.tobytes()) for one in asked] == [0] * 300
+
+
+def test_native_reader_refuses_sizes_that_do_not_fit() -> None:
+    if block_table.native is None:
+        pytest.skip("not compiled, or not meant")
+    find, body = block_table.native.find, memoryview(bytearray(table_bytes(ROWS_MIN)))[64:]
+    keys, numbers = bytes(160), np.zeros(10, np.uint32)
+    find(body, ROWS_MIN, keys, numbers, None)
+    for rows, asked, room in ((ROWS_MIN + 1, keys, numbers), (0, keys, numbers), (ROWS_MIN, keys, numbers[:9])):
+        with pytest.raises(ValueError, match="fit"):
+            find(body, rows, asked, room, None)
+    with pytest.raises(ValueError, match="fit"):
+        find(body, ROWS_MIN, keys, None, np.zeros(9, np.int64))
+    with pytest.raises((TypeError, OverflowError)):
+        find(body, -1, keys, numbers, None)
+    with pytest.raises(TypeError):
+        find(body, ROWS_MIN, keys)  # type: ignore[call-arg]

@@ -1,0 +1,5 @@
+from numpy.typing import NDArray
+
+def find(
+    body: memoryview, rows: int, keys: object, numbers: NDArray[object] | None, positions: NDArray[object] | None
+) -> None: ...
