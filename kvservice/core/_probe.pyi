@@ -1,5 +1,10 @@
+import numpy as np
 from numpy.typing import NDArray
 
 def find(
-    body: memoryview, rows: int, keys: object, numbers: NDArray[object] | None, positions: NDArray[object] | None
+    body: memoryview,
+    rows: int,
+    keys: NDArray[np.uint64] | bytes,
+    numbers: NDArray[np.uint32] | None,
+    positions: NDArray[np.int64] | None,
 ) -> None: ...

@@ -14,20 +14,30 @@ number of keys.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-try:
-    from kvservice.core import _probe as native
-except ImportError:  # installed without a compiler
-    native = None  # type: ignore[assignment]
-
-__all__ = ["BlockTable", "Keys", "Positions", "keys_array", "private_table", "rows_for", "table_bytes"]
+__all__ = ["BlockTable", "Keys", "Positions", "keys_array", "native", "private_table", "rows_for", "table_bytes"]
 
 Keys = NDArray[np.uint64]  # (n, 2): the two halves of each key
 Numbers = NDArray[np.uint32]
 Positions = NDArray[np.int64]  # of entries: indices into the table as u32; -1 = not there
+
+Find = Callable[[memoryview, int, Keys | bytes, Numbers | None, Positions | None], None]
+
+
+def _native() -> Find | None:
+    """The compiled reader; None where the installation had no compiler."""
+    try:
+        from kvservice.core._probe import find
+    except ImportError:
+        return None
+    return find
+
+
+native = _native()
 
 HEADER_BYTES = 64
 ENTRIES = 7
@@ -83,7 +93,7 @@ class BlockTable:
     def __init__(self, buffer: memoryview, *, fresh: bool, then_rows: int = 0) -> None:
         self._then_rows = then_rows
         self.dropped_full = 0
-        self._one = np.zeros(1, np.uint32)
+        self._one, self._at = np.zeros(1, np.uint32), np.zeros(1, np.int64)
         self._bind(buffer)
         if fresh:
             self._head[0] = ROWS_MIN
@@ -128,7 +138,7 @@ class BlockTable:
     def get(self, key: bytes) -> int:
         """The number of one key, 0 when it is not there."""
         if native is not None:
-            native.find(self._body, self.row_count, key, self._one, None)
+            native(self._body, self.row_count, key, self._one, None)
             return int(self._one[0])
         position = self._find_one(*_KEY.unpack(key))
         return 0 if position < 0 else self._cells[position]
@@ -137,7 +147,7 @@ class BlockTable:
         """The number of each key, 0 when it is not there."""
         if native is not None:
             answer = np.empty(len(keys), np.uint32)
-            native.find(self._body, self.row_count, keys, answer, None)
+            native(self._body, self.row_count, keys, answer, None)
             return answer
         first, second = keys[:, 0], keys[:, 1]
         found = np.zeros(len(keys), np.uint32)
@@ -167,7 +177,7 @@ class BlockTable:
             return np.array([self._find_one(first, second) for first, second in keys.tolist()], np.int64)
         if native is not None:
             positions = np.empty(len(keys), np.int64)
-            native.find(self._body, self.row_count, keys, None, positions)
+            native(self._body, self.row_count, keys, None, positions)
             return positions
         first, second = keys[:, 0], keys[:, 1]
         found = np.full(len(keys), -1, np.int64)
@@ -217,13 +227,12 @@ class BlockTable:
 
     def put(self, key: bytes, number: int) -> bool:
         """Add one key or change its number, which is not 0. False when there is no room."""
-        first, second = _KEY.unpack(key)
-        position = self._find_one(first, second)
+        position = self._position(key)
         if position >= 0:
             self._cells[position] = number
             return True
         self.grow(1)
-        return self._insert_one(first, second, number)
+        return self._insert_one(*_KEY.unpack(key), number)
 
     def insert_many(self, keys: Keys, numbers: Numbers) -> NDArray[np.bool_]:
         """Add keys that are not there, all different, with numbers that are not 0. False for those without room."""
@@ -235,9 +244,9 @@ class BlockTable:
 
     def remove(self, key: bytes) -> None:
         """Take one key out, if it is there."""
-        position = self._find_one(*_KEY.unpack(key))
+        position = self._position(key)
         if position >= 0:
-            self.remove_at(np.array([position]))
+            self._remove_one(position)
 
     def remove_at(self, positions: Positions) -> None:
         """Take entries out, each once."""
@@ -317,6 +326,12 @@ class BlockTable:
         if same.all():
             return at, entry
         return at[same], entry[same]
+
+    def _position(self, key: bytes) -> int:
+        if native is not None:
+            native(self._body, self.row_count, key, None, self._at)
+            return int(self._at[0])
+        return self._find_one(*_KEY.unpack(key))
 
     def _find_one(self, first: int, second: int) -> int:
         home = self._home(first, second)
