@@ -15,11 +15,11 @@
 #define PROBES 32
 #define AHEAD 24 /* keys whose rows are on their way from memory */
 
-static inline uint64_t home_of(uint64_t first, uint64_t second, uint64_t rows, uint64_t mask)
+static inline uint64_t home_of(uint64_t first, uint64_t second, uint64_t mixer, uint64_t rows, uint64_t mask)
 {
     uint64_t mixed = first ^ (second * UINT64_C(0x9E3779B97F4A7C15));
     mixed ^= mixed >> 32;
-    mixed = (mixed * UINT64_C(0xD6E8FEB86659FD93)) >> 32;
+    mixed = (mixed * mixer) >> 32;
     uint64_t home = mixed & mask;
     return home < rows ? home : mixed & (mask >> 1);
 }
@@ -56,22 +56,25 @@ static inline int64_t find_one(const uint64_t *body, uint64_t home, uint64_t fir
 static PyObject *probe_find(PyObject *module, PyObject *const *given, Py_ssize_t count)
 {
     (void)module;
-    if (count != 5) {
-        PyErr_SetString(PyExc_TypeError, "find(body, rows, keys, numbers, positions)");
+    if (count != 6) {
+        PyErr_SetString(PyExc_TypeError, "find(body, rows, mixer, keys, numbers, positions)");
         return NULL;
     }
     unsigned long long rows = PyLong_AsUnsignedLongLong(given[1]);
     if (rows == (unsigned long long)-1 && PyErr_Occurred())
         return NULL;
+    unsigned long long mixer = PyLong_AsUnsignedLongLong(given[2]);
+    if (mixer == (unsigned long long)-1 && PyErr_Occurred())
+        return NULL;
     Py_buffer body, keys, out;
-    int want_positions = given[4] != Py_None;
+    int want_positions = given[5] != Py_None;
     if (PyObject_GetBuffer(given[0], &body, PyBUF_SIMPLE))
         return NULL;
-    if (PyObject_GetBuffer(given[2], &keys, PyBUF_SIMPLE)) {
+    if (PyObject_GetBuffer(given[3], &keys, PyBUF_SIMPLE)) {
         PyBuffer_Release(&body);
         return NULL;
     }
-    if (PyObject_GetBuffer(want_positions ? given[4] : given[3], &out, PyBUF_WRITABLE)) {
+    if (PyObject_GetBuffer(want_positions ? given[5] : given[4], &out, PyBUF_WRITABLE)) {
         PyBuffer_Release(&body);
         PyBuffer_Release(&keys);
         return NULL;
@@ -102,7 +105,7 @@ static PyObject *probe_find(PyObject *module, PyObject *const *given, Py_ssize_t
             if (next < asked) {
                 memcpy(&first[place], packed + 16 * next, 8);
                 memcpy(&second[place], packed + 16 * next + 8, 8);
-                home[place] = home_of(first[place], second[place], rows, mask);
+                home[place] = home_of(first[place], second[place], mixer, rows, mask);
                 fetch(words + home[place] * ROW_WORDS);
             }
         }
@@ -119,7 +122,7 @@ static PyObject *probe_find(PyObject *module, PyObject *const *given, Py_ssize_t
 
 static PyMethodDef methods[] = {
     {"find", (PyCFunction)(void (*)(void))probe_find, METH_FASTCALL,
-     "find(body, rows, keys, numbers, positions): fills `numbers` (u32), or `positions` (i64) when that is not None."},
+     "find(body, rows, mixer, keys, numbers, positions): fills `numbers` (u32), or `positions` (i64) when that is not None."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,8 +7,8 @@ had before; it never fails and never loops. Pure, one writer.
 Rows of 144 bytes, seven entries each: seven first halves of keys, seven second halves, seven numbers (u32, 0 = empty)
 and a count of keys that wanted this row and lie further on. Linear hashing: the table grows by splitting its next few
 rows, so it never copies itself, and an entry only ever moves to a row further on. A walk over the rows from the first
-to the last therefore sees every key that was there all along. The first 64 bytes hold the number of rows in use and the
-number of keys.
+to the last therefore sees every key that was there all along. The first 64 bytes hold the number of rows in use, the
+number of keys, and what mixes keys into rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Keys = NDArray[np.uint64]  # (n, 2): the two halves of each key
 Numbers = NDArray[np.uint32]
 Positions = NDArray[np.int64]  # of entries: indices into the table as u32; -1 = not there
 
-Find = Callable[[memoryview, int, Keys | bytes, Numbers | None, Positions | None], None]
+Find = Callable[[memoryview, int, int, Keys | bytes, Numbers | None, Positions | None], None]
 
 
 def _native() -> Find | None:
@@ -55,8 +55,10 @@ FULL_AT_START, FULL_AT_END = 0.55, 0.72
 
 _KEY = struct.Struct("<QQ")
 _M64 = (1 << 64) - 1
-_K1, _K2 = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
-_NK1, _NK2, _N32 = np.uint64(_K1), np.uint64(_K2), np.uint64(32)
+_K1 = 0x9E3779B97F4A7C15
+_NK1, _N32 = np.uint64(_K1), np.uint64(32)
+MIXER, OTHER_MIXER = 0xD6E8FEB86659FD93, 0xC2B2AE3D27D4EB4F
+MIXER_AT = 2  # in the head
 
 
 def keys_array(packed: bytes | bytearray | memoryview) -> Keys:
@@ -88,15 +90,19 @@ def _zeroes(rows: int) -> memoryview:
 class BlockTable:
     """`fresh`: the buffer is zeroes and this is the writer. Otherwise this only reads what another one writes.
 
+    `mixer` is odd and decides which rows keys lie in. A table that is filled in the order of another one's rows needs
+    another mixer than that one: with the same, its first rows would be full long before the others.
     `row_limit` is the number of rows that may be used of those that fit into the buffer; its owner may raise it."""
 
-    def __init__(self, buffer: memoryview, *, fresh: bool, then_rows: int = 0) -> None:
+    def __init__(self, buffer: memoryview, *, fresh: bool, then_rows: int = 0, mixer: int = MIXER) -> None:
         self._then_rows = then_rows
         self.dropped_full = 0
         self._one, self._at = np.zeros(1, np.uint32), np.zeros(1, np.int64)
         self._bind(buffer)
         if fresh:
-            self._head[0] = ROWS_MIN
+            self._head[0], self._head[MIXER_AT] = ROWS_MIN, mixer
+        self._mixer = int(self._head[MIXER_AT])
+        self._mixer64 = np.uint64(self._mixer)
 
     def _bind(self, buffer: memoryview) -> None:
         self.row_count_max = (len(buffer) - HEADER_BYTES) // ROW_BYTES - PROBES + 1
@@ -138,7 +144,7 @@ class BlockTable:
     def get(self, key: bytes) -> int:
         """The number of one key, 0 when it is not there."""
         if native is not None:
-            native(self._body, self.row_count, key, self._one, None)
+            native(self._body, self.row_count, self._mixer, key, self._one, None)
             return int(self._one[0])
         position = self._find_one(*_KEY.unpack(key))
         return 0 if position < 0 else self._cells[position]
@@ -147,7 +153,7 @@ class BlockTable:
         """The number of each key, 0 when it is not there."""
         if native is not None:
             answer = np.empty(len(keys), np.uint32)
-            native(self._body, self.row_count, keys, answer, None)
+            native(self._body, self.row_count, self._mixer, keys, answer, None)
             return answer
         first, second = keys[:, 0], keys[:, 1]
         found = np.zeros(len(keys), np.uint32)
@@ -177,7 +183,7 @@ class BlockTable:
             return np.array([self._find_one(first, second) for first, second in keys.tolist()], np.int64)
         if native is not None:
             positions = np.empty(len(keys), np.int64)
-            native(self._body, self.row_count, keys, None, positions)
+            native(self._body, self.row_count, self._mixer, keys, None, positions)
             return positions
         first, second = keys[:, 0], keys[:, 1]
         found = np.full(len(keys), -1, np.int64)
@@ -291,7 +297,7 @@ class BlockTable:
     def _home(self, first: int, second: int) -> int:
         mixed = first ^ (second * _K1 & _M64)
         mixed ^= mixed >> 32
-        hashed = (mixed * _K2 & _M64) >> 32
+        hashed = (mixed * self._mixer & _M64) >> 32
         rows = self.row_count
         mask = (1 << rows.bit_length()) - 1
         home = hashed & mask
@@ -303,7 +309,7 @@ class BlockTable:
         mixed = second * _NK1
         mixed ^= first
         mixed ^= mixed >> _N32
-        mixed *= _NK2
+        mixed *= self._mixer64
         mixed >>= _N32
         hashed = mixed.view(np.int64)
         homes: NDArray[np.int64] = hashed & mask
@@ -329,7 +335,7 @@ class BlockTable:
 
     def _position(self, key: bytes) -> int:
         if native is not None:
-            native(self._body, self.row_count, key, None, self._at)
+            native(self._body, self.row_count, self._mixer, key, None, self._at)
             return int(self._at[0])
         return self._find_one(*_KEY.unpack(key))
 

@@ -19,7 +19,7 @@ from kvservice.core.block_table import FEW, ROW_U32, BlockTable, Keys, Numbers, 
 from kvservice.core.keys import KEY_BYTES
 from kvservice.units import BlockKey
 
-__all__ = ["HolderTable", "Swept"]
+__all__ = ["HolderTable", "Swept", "bits_of", "number_runs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class HolderTable:
             self._change(at, olds, kept)
         freed: tuple[int, ...] = ()
         if self._sweep_row >= self.table.walk_end:
-            freed = tuple(bit for bit in range(gone.bit_length()) if gone >> bit & 1)
+            freed = tuple(bits_of(gone))
             for bit in freed:
                 heapq.heappush(self._free_bits, bit)
             self.retired &= ~gone
@@ -254,13 +254,20 @@ class HolderTable:
             assert mask, "a key has no holder"
             assert mask & ~known == 0 and not mask & free, f"a key has a bit that is free: {mask:#x}"
             assert number not in swept or not mask & self._sweeping, "the sweep missed a key"
-            for bit in range(mask.bit_length()):
-                if mask >> bit & 1:
-                    held[bit] = held.get(bit, 0) + int(uses[number])
+            for bit in bits_of(mask):
+                held[bit] = held.get(bit, 0) + int(uses[number])
         assert (uses == self._uses).all(), "a set's count of keys is wrong"
         live = {self._mask_of[number]: number for number in np.flatnonzero(uses).tolist()}
         assert {0: 0, **live} == self._number_of, "sets and their numbers differ"
         return held
+
+
+def bits_of(mask: int) -> Iterator[int]:
+    """Indices of the bits that are set, ascending."""
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
 
 
 def number_runs(table: BlockTable, packed: bytes) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvservice.core.block_table import private_table
 from kvservice.core.ghosts import Cause, Ghost, GhostTable
-from kvservice.core.holder_table import HolderTable
+from kvservice.core.holder_table import HolderTable, bits_of
 from kvservice.core.keys import KEY_BYTES, pack_keys
 from kvservice.core.membership import FORGET_SECONDS, HIDE_SECONDS, Membership, MemberState, Outcome
 from kvservice.core.messages import Holder, HolderRun
@@ -191,10 +191,11 @@ class DirectoryIndex:
         next piece, None at the end. Begin with 0. Of changes between two pieces some are in it and some not."""
         step = self._holders.table.rows_of(row, limit)
         found: dict[NodeId, list[bytes]] = {}
+        node_of = {bit: node_id for node_id, bit in self._bit_of.items()}
         for mask, packed in self._holders.rows(row, step):
-            for node_id, bit in self._bit_of.items():
-                if mask >> bit & 1:
-                    found.setdefault(node_id, []).append(packed)
+            for bit in bits_of(mask):
+                if bit in node_of:
+                    found.setdefault(node_of[bit], []).append(packed)
         end = row + step >= self._holders.table.walk_end
         return {node_id: b"".join(parts) for node_id, parts in found.items()}, None if end else row + step
 

@@ -20,9 +20,10 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 
-from kvservice.core.block_table import ENTRIES, FULL_AT_END, ROWS_MIN, BlockTable, table_bytes
-from kvservice.core.holder_table import HolderTable, number_runs
+from kvservice.core.block_table import ENTRIES, FULL_AT_END, OTHER_MIXER, ROWS_MIN, BlockTable, table_bytes
+from kvservice.core.holder_table import HolderTable, bits_of, number_runs
 from kvservice.core.keys import KEY_BYTES
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.units import BootEpoch, NodeId
@@ -96,7 +97,7 @@ class MirrorWriter:
         assert 0 < partition_count <= PARTITIONS_MAX
         self._buffer = buffer
         self._words = buffer[:NODES_AT].cast("Q")
-        self._table = BlockTable(buffer[TABLE_AT:], fresh=True)
+        self._table = BlockTable(buffer[TABLE_AT:], fresh=True, mixer=OTHER_MIXER)  # it is fed from tables
         self._table.row_limit = ROWS_MIN
         self._holders = HolderTable(self._table, keys_that_fit(self._table.row_count_max), self._write_set)
         self._bits: list[dict[NodeId, int]] = [{} for _ in range(partition_count)]
@@ -238,11 +239,7 @@ class MirrorWriter:
         if number >= SETS_MAX:
             self.counters["mirror_sets_not_named"] += 1
             return
-        bits: list[int] = []
-        while mask and len(bits) < SET_HOLDERS_MAX:
-            lowest = mask & -mask
-            bits.append(lowest.bit_length() - 1)
-            mask ^= lowest
+        bits = list(islice(bits_of(mask), SET_HOLDERS_MAX))
         _SET.pack_into(
             self._buffer, SETS_AT + number * SET_BYTES, len(bits), *bits, *[0] * (SET_HOLDERS_MAX - len(bits))
         )

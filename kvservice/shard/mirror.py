@@ -69,6 +69,7 @@ class DirectoryMirror:
         self._clock = clock
         self._tasks: list[asyncio.Task[None]] = []
         self._counters: Counter[str] = Counter()
+        self._stopped = False
         self._own = MirrorReader(segment.buffer.toreadonly())
         self.view = OwnMirror(self._own)
 
@@ -94,10 +95,15 @@ class DirectoryMirror:
         except (KVServiceError, OSError) as error:
             log.warning("mirror_failed", extra={"reason": str(error)})
             return None
-        mirror = cls(segment, MirrorWriter(segment.buffer, len(addresses), epoch), link, addresses, tls, clock)
-        link.unlink(missing_ok=True)
-        link.symlink_to(path)
-        return mirror
+        try:
+            link.unlink(missing_ok=True)
+            link.symlink_to(path)
+        except OSError as error:
+            segment.close()
+            segment.unlink()
+            log.warning("mirror_failed", extra={"reason": str(error)})
+            return None
+        return cls(segment, MirrorWriter(segment.buffer, len(addresses), epoch), link, addresses, tls, clock)
 
     def start(self) -> None:
         """Begin to listen, on the loop that runs."""
@@ -113,6 +119,9 @@ class DirectoryMirror:
 
     async def stop(self) -> None:
         """Leaves nothing behind. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -129,6 +138,8 @@ class DirectoryMirror:
     @property
     def counters(self) -> dict[str, int]:
         """Of the streams, and how the mirror is now."""
+        if self._stopped:
+            return dict(self._counters)
         now, partitions = self._clock(), range(len(self._addresses))
         live = [self._own.feed(partition, now) is Feed.LIVE for partition in partitions]
         ages = [self._writer.age(partition, now) for partition in partitions if live[partition]]

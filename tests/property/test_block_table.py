@@ -13,6 +13,7 @@ from kvservice.core import block_table
 from kvservice.core.block_table import (
     ENTRIES,
     FEW,
+    OTHER_MIXER,
     PROBES,
     ROWS_MIN,
     BlockTable,
@@ -104,6 +105,19 @@ def test_table_grows_in_place_and_a_walk_meanwhile_misses_nothing() -> None:
     table.check_invariants()
 
 
+def test_table_filled_in_the_order_of_another_ones_rows_loses_nothing() -> None:
+    rng = np.random.default_rng(11)
+    first = private_table(300_000)
+    keys = rng.integers(0, 2**64, size=(150_000, 2), dtype=np.uint64)
+    first.insert_many(keys, np.ones(len(keys), np.uint32))
+    buffer = memoryview(bytearray(table_bytes(rows_for(300_000))))
+    second = BlockTable(buffer, fresh=True, mixer=OTHER_MIXER)
+    for row in range(0, first.walk_end, 256):
+        found, numbers, _ = first.entries(row, 256)
+        assert second.insert_many(found, numbers).all()
+    assert len(second) == len(keys)
+
+
 def test_full_table_refuses_keys_and_keeps_those_it_has() -> None:
     buffer = memoryview(bytearray(table_bytes(ROWS_MIN)))
     table = BlockTable(buffer, fresh=True)
@@ -137,13 +151,13 @@ def test_native_reader_refuses_sizes_that_do_not_fit() -> None:
     find = pytest.importorskip("kvservice.core._probe", reason="installed without a compiler").find
     body = memoryview(bytearray(table_bytes(ROWS_MIN)))[64:]
     keys, numbers = bytes(160), np.zeros(10, np.uint32)
-    find(body, ROWS_MIN, keys, numbers, None)
+    find(body, ROWS_MIN, 1, keys, numbers, None)
     for rows, asked, room in ((ROWS_MIN + 1, keys, numbers), (0, keys, numbers), (ROWS_MIN, keys, numbers[:9])):
         with pytest.raises(ValueError, match="fit"):
-            find(body, rows, asked, room, None)
+            find(body, rows, 1, asked, room, None)
     with pytest.raises(ValueError, match="fit"):
-        find(body, ROWS_MIN, keys, None, np.zeros(9, np.int64))
+        find(body, ROWS_MIN, 1, keys, None, np.zeros(9, np.int64))
     with pytest.raises((TypeError, OverflowError)):
-        find(body, -1, keys, numbers, None)
+        find(body, -1, 1, keys, numbers, None)
     with pytest.raises(TypeError):
         find(body, ROWS_MIN, keys)
