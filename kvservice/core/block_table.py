@@ -238,7 +238,8 @@ class BlockTable:
             self._cells[position] = number
             return True
         self.grow(1)
-        return self._insert_one(*_KEY.unpack(key), number)
+        first, second = _KEY.unpack(key)
+        return self._insert_one(first, second, number)
 
     def insert_many(self, keys: Keys, numbers: Numbers) -> NDArray[np.bool_]:
         """Add keys that are not there, all different, with numbers that are not 0. False for those without room."""

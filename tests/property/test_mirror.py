@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -225,6 +226,27 @@ def test_record_that_is_torn_names_nobody() -> None:
     at = bytes(buffer).index(b"a:1")
     buffer[at : at + 1] = b"x"
     assert reader.resolve(pack_keys(keys(1))) == []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_reader_of_torn_memory_answers_or_gives_up(seed: int) -> None:
+    noise = random.Random(seed)
+    buffer = bytearray(mirror_bytes(64))
+    writer = MirrorWriter(memoryview(buffer), 2, epoch=1)
+    asked = keys(*range(600))
+    for name in NAMES:
+        writer.apply(0, MirrorEvent(node(name), pack_keys(asked[noise.randrange(300) :][:200])), 1.0)
+    reader = MirrorReader(memoryview(buffer).toreadonly())
+    for _ in range(40):
+        for _ in range(200):
+            buffer[noise.choice((noise.randrange(4096, len(buffer)), noise.randrange(8192, 9800)))] = noise.randrange(
+                256
+            )
+        for words in (16, 17):  # as a writer says that records changed
+            buffer[8 * words] = noise.randrange(256)
+        runs = reader.resolve(pack_keys(asked))
+        assert runs is None or all(0 <= run.start < run.start + run.count <= 600 for run in runs)
+        assert isinstance(reader.feed(0, 1.0), Feed)
 
 
 def test_holders_beyond_what_a_set_can_name_are_left_out() -> None:
