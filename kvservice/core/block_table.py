@@ -264,9 +264,7 @@ class BlockTable:
         at, cell = np.divmod(positions, ROW_U32)
         entry = cell - FIRST_NUMBER
         homes = self._homes(self._rows[at, entry], self._rows[at, entry + ENTRIES])
-        self._numbers[positions] = 0
-        self._head[1] -= len(positions)
-        self._count_overflow(homes, at, -1)
+        self._clear(positions, homes)
 
     def grow(self, more: int) -> None:
         """Make room for so many more keys, as far as `row_limit` allows: splits a number of rows in proportion."""
@@ -380,8 +378,14 @@ class BlockTable:
         for passed in range(self._home(self._words[word], self._words[word + ENTRIES]), row):
             self._cells[passed * ROW_U32 + OVERFLOW] -= 1
 
-    def _insert(self, keys: Keys, numbers: Numbers) -> NDArray[np.bool_]:
-        homes = self._homes(keys[:, 0], keys[:, 1])
+    def _clear(self, positions: Positions, homes: NDArray[np.int64]) -> None:
+        self._numbers[positions] = 0
+        self._head[1] -= len(positions)
+        self._count_overflow(homes, positions // ROW_U32, -1)
+
+    def _insert(self, keys: Keys, numbers: Numbers, rows_then: int = 0) -> NDArray[np.bool_]:
+        """`rows_then`: where they belong when so many rows are in use."""
+        homes = self._homes(keys[:, 0], keys[:, 1], rows_then)
         placed = np.full(len(keys), -1, np.int64)  # row of each key
         waiting = np.argsort(homes)
         rows = homes[waiting]
@@ -434,9 +438,10 @@ class BlockTable:
         homes = self._homes(keys[:, 0], keys[:, 1])
         moving = (homes >= first) & (homes < first + count)
         moving &= self._homes(keys[:, 0], keys[:, 1], rows + count) != homes
-        self.remove_at(positions[moving])
+        # In this order a reader finds each key before, during and after, unless it looks all the while.
+        self._insert(keys[moving], numbers[moving], rows + count)
         self._head[0] = rows + count
-        self._insert(keys[moving], numbers[moving])
+        self._clear(positions[moving], homes[moving])
 
     def check_invariants(self) -> None:
         """Recounts everything."""
