@@ -288,6 +288,11 @@ class MirrorReader:
     def key_count(self) -> int:
         return len(self._table)
 
+    @property
+    def used_bytes(self) -> int:
+        """Of the buffer, from its beginning on."""
+        return mirror_bytes(self._table.row_count)
+
     def feed(self, partition: int, now: float) -> Feed:
         """What may be made of this partition's part; only LIVE answers."""
         state = self._words[PAGE // 8 + 2 * partition]

@@ -18,6 +18,8 @@ from kvservice.errors import SegmentError
 from kvservice.memory.segment import open_locked, open_private, replace_locked
 from kvservice.units import format_bytes
 
+MADV_POPULATE_READ = 22  # in no version of Python yet
+
 
 class MirrorSegment:
     """A mapping of one mirror. Make it with `create` (the shard) or `attach` (readers)."""
@@ -28,7 +30,7 @@ class MirrorSegment:
         self._descriptor = descriptor
         self._map = mmap.mmap(descriptor, size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
         self.buffer = memoryview(self._map)
-        self._reserved = 0
+        self._reserved = self._mapped = 0
         self._closed = False
 
     @classmethod
@@ -72,6 +74,15 @@ class MirrorSegment:
                 return False
             self._reserved = end
         return True
+
+    def map_ahead(self, end: int, bytes_max: int) -> None:
+        """Have some more of what is before `end` mapped, so that the first look at a page does not wait for that; where
+        the kernel cannot (before 5.14) it does. 16 MiB take about a millisecond."""
+        end = min(end // mmap.PAGESIZE * mmap.PAGESIZE, self._mapped + bytes_max)
+        if end > self._mapped:
+            with contextlib.suppress(OSError):
+                self._map.madvise(MADV_POPULATE_READ, self._mapped, end - self._mapped)
+            self._mapped = end
 
     @property
     def reserved_bytes(self) -> int:
