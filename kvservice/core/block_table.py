@@ -112,7 +112,6 @@ class BlockTable:
         self._body = body = buffer[HEADER_BYTES:size]
         self._words, self._cells = body.cast("Q"), body.cast("I")
         self._rows = np.frombuffer(body, np.uint64).reshape(-1, ROW_WORDS)
-        self._flat = self._rows.reshape(-1)
         self._numbers = np.frombuffer(body, np.uint32)
         self._tails = self._numbers.reshape(-1, ROW_U32)[:, FIRST_NUMBER:]
         self.row_limit = self.row_count_max
@@ -133,7 +132,7 @@ class BlockTable:
     def close(self) -> None:
         """Let go of the buffer."""
         empty = memoryview(bytearray(8))
-        self._rows = self._flat = np.zeros((1, 1), np.uint64)
+        self._rows = np.zeros((1, 1), np.uint64)
         self._numbers = self._tails = np.zeros((1, 1), np.uint32)
         for view in (self._head, self._words, self._cells, self._body):
             view.release()
