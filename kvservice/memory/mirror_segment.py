@@ -18,6 +18,7 @@ from kvservice.errors import SegmentError
 from kvservice.memory.segment import open_locked, open_private, replace_locked
 from kvservice.units import format_bytes
 
+MIRROR_SUFFIX = "~mirror"
 MADV_POPULATE_READ = 22  # in no version of Python yet
 
 
@@ -105,4 +106,4 @@ class MirrorSegment:
 
 def mirror_path(segment: Path) -> Path:
     """Beside the node's segment."""
-    return segment.with_name(segment.name + "~mirror")
+    return segment.with_name(segment.name + MIRROR_SUFFIX)

@@ -217,7 +217,7 @@ class ShardServer:
         directory = discovery.node_directory(self._config.service, self._config.node_id, self._config.runtime_root)
         if not leaving or not directory.is_dir():
             return
-        own = [directory / discovery.SOCKET_NAME, directory / discovery.SECRET_NAME]
+        own = [directory / name for name in (discovery.SOCKET_NAME, discovery.SECRET_NAME, discovery.MIRROR_NAME)]
         for path in [*directory.glob("engines/*.lock"), *own]:
             path.unlink(missing_ok=True)
         for empty in (directory / "engines", directory, directory.parent):

@@ -119,3 +119,20 @@ def test_default_size_holds_ten_million_blocks() -> None:
     from kvservice.config import MIRROR_BYTES
 
     assert keys_that_fit(mirror_rows(MIRROR_BYTES)) >= 10_000_000
+
+
+def test_mirror_of_a_dead_ray_node_is_swept_with_its_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvservice.actors import leftovers
+
+    memory, runtime = tmp_path / "memory", tmp_path / "runtime"
+    memory.mkdir()
+    monkeypatch.setattr(leftovers, "DEV_SHM", memory)
+    links = []
+    for node in ("0123456789ab", "ba9876543210"):
+        MirrorSegment.create(file_of(memory, node), SIZE).close()
+        links.append(runtime / "s" / node / MIRROR_NAME)
+        links[-1].parent.mkdir(parents=True)
+        links[-1].symlink_to(file_of(memory, node))
+    removed = leftovers.remove_leftovers("s", [NodeId("ba9876543210")], runtime)
+    assert removed == [file_of(memory, "0123456789ab"), links[0]]
+    assert links[1].exists() and not links[0].parent.exists()
