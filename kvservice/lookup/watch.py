@@ -58,9 +58,15 @@ class Subscriber:
         while not self._events:
             self.raise_if_ended()
             self._wake.clear()
+            timer = (
+                asyncio.get_running_loop().call_later(heartbeat_seconds, self._wake.set) if heartbeat_seconds else None
+            )
             try:
-                await asyncio.wait_for(self._wake.wait(), heartbeat_seconds or None)
-            except asyncio.TimeoutError:
+                await self._wake.wait()
+            finally:
+                if timer is not None:
+                    timer.cancel()
+            if timer is not None and not self._events and self._end is None:
                 return lookup_pb2.WatchEvent()
         event = self._events.popleft()
         self._queued_bytes -= _cost(event)

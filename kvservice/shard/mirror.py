@@ -46,6 +46,7 @@ PIECE_BYTES = 2048 * KEY_BYTES  # applied in one go: 2 to 4 ms
 RETRY_SECONDS_FIRST, RETRY_SECONDS_MAX = 0.1, 5.0
 FULL_SECONDS = 60.0  # before a partition that did not fit is tried again
 IDLE_SWEEP_SECONDS = 0.01
+CANCEL_SECONDS = 0.1
 END_OF_STREAM = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
 
 
@@ -122,10 +123,11 @@ class DirectoryMirror:
         if self._stopped:
             return
         self._stopped = True
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        pending, self._tasks = set(self._tasks), []
+        while pending:  # asyncio.wait_for forgets a cancellation that comes together with an answer
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=CANCEL_SECONDS)
         await self._channels.close()
         with contextlib.suppress(OSError):
             if self._link.readlink() == self._segment.path:
@@ -154,12 +156,14 @@ class DirectoryMirror:
 
     async def _follow(self, partition: int) -> None:
         failures = 0
-        while True:
+        while not self._stopped:
             try:
                 self._counters["mirror_streams"] += 1
                 begun = False
                 async with aclosing(self._events(partition)) as events:
                     async for event in events:
+                        if self._stopped:
+                            return
                         if not begun:  # what is known counts until then, as long as it is fresh
                             self._writer.begin(partition)
                             begun, failures = True, 0

@@ -5,16 +5,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
+from kvservice.client.announcer import AnnouncePump
+from kvservice.client.discovery import MIRROR_NAME
 from kvservice.client.lookup import LookupAnswer, LookupClient
 from kvservice.client.mirror import find_mirror
 from kvservice.client.shard import ShardClient
+from kvservice.core.announce import Announcer
 from kvservice.core.index import longest_prefix
+from kvservice.core.messages import Holder
 from kvservice.core.mirror import STALE_SECONDS
+from kvservice.lookup.server import LookupServer
+from kvservice.serve.holdings import Holdings
+from kvservice.shard.mirror import DirectoryMirror
 from kvservice.testing.cluster import LocalCluster
-from kvservice.units import BlockKey, NodeId
+from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 from tests.integration.engine import Engine, chain
 
 CALL_SECONDS = 2.0
@@ -106,3 +114,44 @@ async def test_mirror_whose_shard_was_killed_is_not_believed_and_the_next_one_is
     await a.pool.close()
     a.let_go()
     await reader.close()
+
+
+async def test_router_of_the_node_reads_the_mirror(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(cluster.root))
+    a = await Engine.attach(ShardClient(cluster.socket("n0")))
+    keys = chain(seed=4, count=50)
+    await a.store(keys)
+    cluster.wait_until_known(keys)
+    holdings = Holdings(lambda: cluster.record("n0").lookup_addresses, refresh_seconds=60, answer_seconds=0)
+    await holdings.refresh()
+    answer = await holdings.resolve(keys, CALL_SECONDS)
+    assert answer.complete and longest_prefix(answer.runs) == 50
+    assert holdings._lookup is not None and holdings._lookup.counters.get("lookup_rpcs", 0) == 0
+    assert holdings._lookup.counters["mirror_answers"] == 1
+    await holdings.close()
+    await a.pool.close()
+    a.let_go()
+
+
+async def test_mirror_ends_at_once_while_events_arrive(tmp_path: Path) -> None:
+    """Over and over, because the two must come together: a cancellation that got lost held the end of a shard up."""
+    server = LookupServer("127.0.0.1:0")
+    addresses = [f"127.0.0.1:{await server.start()}"]
+    for attempt in range(30):
+        mirror = DirectoryMirror.open(tmp_path / "memory", tmp_path / MIRROR_NAME, addresses, 64 << 20, epoch=1)
+        assert mirror is not None
+        mirror.start()
+        announcer, node = Announcer(1, list), Holder(NodeId("x"), "x:1", BootEpoch(attempt + 1))
+        pump = AnnouncePump(announcer, addresses, lambda node=node: node, 0.02, lambda: None)
+        running = asyncio.create_task(pump.run())
+        await asyncio.sleep(0.03)
+        for key in chain(seed=attempt, count=200):
+            announcer.add(key, SpanRoute(0))
+        pump.kick()
+        await asyncio.sleep(0.002 * (attempt % 5))
+        await asyncio.wait_for(mirror.stop(), 2.0)
+        assert not list(tmp_path.iterdir())
+        await pump.stop(leaving=True)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    await server.stop()
