@@ -156,7 +156,7 @@ class DirectoryMirror:
 
     async def _follow(self, partition: int) -> None:
         failures = 0
-        while not self._stopped:
+        while True:
             try:
                 self._counters["mirror_streams"] += 1
                 begun = False
