@@ -188,14 +188,23 @@ class DirectoryMirror:
             await asyncio.sleep(min(RETRY_SECONDS_MAX, RETRY_SECONDS_FIRST * 2 ** min(failures, 10)))
 
     async def _events(self, partition: int) -> AsyncGenerator[lookup_pb2.WatchEvent, None]:
-        """Raises asyncio.TimeoutError when nothing is heard, heartbeats included."""
-        stub = lookup_pb2_grpc.LookupServiceStub(self._channels.get(self._addresses[partition]))
-        call = stub.Watch(lookup_pb2.WatchRequest(heartbeat_seconds=HEARTBEAT_SECONDS))
+        """Raises asyncio.TimeoutError when nothing is heard, heartbeats included. Ends when the lookup shard has moved,
+        or the certificates have changed: the channel is then closed soon, which would look like a cancellation of the
+        task."""
+        channel = self._channels.get(self._addresses[partition])
+        call = lookup_pb2_grpc.LookupServiceStub(channel).Watch(
+            lookup_pb2.WatchRequest(heartbeat_seconds=HEARTBEAT_SECONDS)
+        )
+        look_at = self._clock() + HEARTBEAT_SECONDS
         try:
             while True:
                 event = await asyncio.wait_for(call.read(), SILENT_SECONDS)
                 if event is END_OF_STREAM:
                     return
+                if self._clock() >= look_at:
+                    look_at = self._clock() + HEARTBEAT_SECONDS
+                    if self._channels.get(self._addresses[partition]) is not channel:
+                        return
                 yield event
         finally:
             call.cancel()

@@ -155,3 +155,19 @@ async def test_mirror_ends_at_once_while_events_arrive(tmp_path: Path) -> None:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
     await server.stop()
+
+
+async def test_mirror_follows_a_lookup_shard_that_moves(tmp_path: Path) -> None:
+    first, second = LookupServer("127.0.0.1:0"), LookupServer("127.0.0.1:0")
+    addresses = [f"127.0.0.1:{await server.start()}" for server in (first, second)]
+    mirror = DirectoryMirror.open(tmp_path / "memory", tmp_path / MIRROR_NAME, addresses[:1], 64 << 20, epoch=1)
+    assert mirror is not None
+    mirror.start()
+    await eventually(lambda: mirror.counters["mirror_live_partitions"] == 1, "live")
+    mirror.set_addresses(addresses[1:])
+    await eventually(lambda: mirror.counters["mirror_streams"] >= 2, "at the new one")
+    await first.stop()
+    await asyncio.sleep(STALE_SECONDS)
+    assert mirror.counters["mirror_live_partitions"] == 1 and mirror.counters["mirror_streams"] == 2
+    await mirror.stop()
+    await second.stop()
