@@ -32,7 +32,7 @@ LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/he
 BENCHMARKS := $(filter-out __init__ report,$(basename $(notdir $(wildcard benchmarks/*.py))))
 FAST := not ray and not vllm and not netns and not helm and not sim
 
-.PHONY: help install model lock protos check lint tidy format test-fast test sim fuzz demo demo-pd demo-serve bench bench-peers helm chart-readme audit wheel release clean distclean
+.PHONY: help install native model lock protos check lint tidy format test-fast test sim fuzz demo demo-pd demo-serve bench bench-peers helm chart-readme audit wheel release clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -42,6 +42,9 @@ install: $(INSTALLED) ## Create .venv with the locked packages and this project,
 $(INSTALLED): $(LOCK) pyproject.toml scripts/install.sh
 	scripts/install.sh "$(PYTHON)" "$(VENV)" "$(LOCK)"
 	touch $@
+
+native: $(INSTALLED) ## Compile the modules in C in place; `install` does it as well, where there is a compiler
+	$(BIN)/python -c "from setuptools import setup; setup()" --quiet build_ext --inplace
 
 model: $(MODEL) ## Prepare the small real model of the demo and the tests
 

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from kvservice.client.discovery import (
+    MIRROR_NAME,
     MOVER_PREFIX,
     RECORD_NAME,
     SECRET_NAME,
@@ -18,6 +19,7 @@ from kvservice.client.discovery import (
     default_runtime_root,
     is_listening,
 )
+from kvservice.memory.mirror_segment import MIRROR_SUFFIX
 from kvservice.memory.segment import remove_stale, segment_path
 from kvservice.shard.server import DEV_SHM
 from kvservice.units import NodeId
@@ -30,7 +32,7 @@ def remove_leftovers(service: str, alive: Collection[NodeId], runtime_root: Path
     removed: list[Path] = []
     prefix = segment_path(service, "").name
     for path in sorted(DEV_SHM.glob(f"{prefix}*")):
-        node = path.name.removeprefix(prefix)
+        node = path.name.removeprefix(prefix).removesuffix(MIRROR_SUFFIX)
         if _RAY_NODE.fullmatch(node) and node not in alive:
             removed += remove_stale(DEV_SHM, path.name)
     for directory in sorted(((runtime_root or default_runtime_root()) / service).glob("*")):
@@ -47,8 +49,9 @@ def _remove_record(directory: Path) -> list[Path]:
         directory / SOCKET_NAME,
         directory / RECORD_NAME,
         directory / SECRET_NAME,
+        directory / MIRROR_NAME,
     ]
-    removed = [path for path in found if path.exists()]
+    removed = [path for path in found if path.exists() or path.is_symlink()]
     for path in removed:
         path.unlink(missing_ok=True)
     for empty in (directory / "engines", directory, directory.parent):

@@ -286,6 +286,7 @@ class Supervisor:
             heartbeat_seconds=config.heartbeat_seconds,
             transport=config.transport,
             slab_bytes=config.slab_bytes or None,
+            mirror_bytes=config.mirror_bytes,
             tls_dir=config.tls_dir,
             allow_plaintext=config.allow_plaintext,
             tenants_file=config.tenants_file,

@@ -23,29 +23,29 @@ from pathlib import Path
 
 import grpc
 
+from benchmarks.mirror_reads import CHAIN_KEYS, SIZES, cpu_seconds, make_chain, measure_mirror
 from benchmarks.report import default_out, percentile, print_table, write_report
 from kvservice.client.announcer import AnnouncePump
 from kvservice.client.lookup import LookupClient
 from kvservice.core.announce import Announcer
 from kvservice.core.index import DirectoryIndex
-from kvservice.core.keys import pack_keys, span_route, unpack_keys
+from kvservice.core.keys import pack_keys, span_route
 from kvservice.core.messages import Holder
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 
-CHAIN_KEYS = 2048
-SIZES = (1, 64, 512, 2048, 8192)
 NODE = Holder(NodeId("bench"), "127.0.0.1:1", BootEpoch(1))
 TIMEOUT_SECONDS = 5.0
+THROUGHPUT_SECONDS = 3.0
 REBUILD_SECONDS_MAX = 300.0
 
 Inventory = list[tuple[BlockKey, SpanRoute]]
 
 
 @contextmanager
-def lookup_shards(count: int) -> Iterator[list[str]]:
-    """Addresses of `count` lookup shards, each in a process of its own."""
+def lookup_shards(count: int) -> Iterator[tuple[list[str], list[int]]]:
+    """Addresses and process ids of `count` lookup shards, each in a process of its own."""
     processes: list[subprocess.Popen[str]] = []
     addresses: list[str] = []
     try:
@@ -56,7 +56,7 @@ def lookup_shards(count: int) -> Iterator[list[str]]:
             processes.append(process)
             assert process.stdout is not None
             addresses.append(process.stdout.readline().split()[-1])
-        yield addresses
+        yield addresses, [process.pid for process in processes]
     finally:
         for process in processes:
             process.terminate()
@@ -65,12 +65,7 @@ def lookup_shards(count: int) -> Iterator[list[str]]:
 
 
 def make_chains(key_count: int) -> list[list[BlockKey]]:
-    noise = random.Random(1)
-    chains: list[list[BlockKey]] = []
-    for _ in range(max(1, key_count // CHAIN_KEYS)):
-        block = noise.randbytes(16 * CHAIN_KEYS)
-        chains.append([BlockKey(block[i : i + 16]) for i in range(0, len(block), 16)])
-    return chains
+    return [make_chain(number) for number in range(max(1, key_count // CHAIN_KEYS))]
 
 
 async def time_calls(call: Callable[[], Awaitable[object]], count: int) -> dict[str, float]:
@@ -113,7 +108,7 @@ async def wait_until_known(client: LookupClient, key_count: int) -> None:
 async def measure_service(
     partitions: int, inventory: Inventory, chains: list[list[BlockKey]], calls: int
 ) -> dict[str, object]:
-    with lookup_shards(partitions) as addresses:
+    with lookup_shards(partitions) as (addresses, pids):
         client = LookupClient(addresses)
         announcer = Announcer(partitions, lambda: inventory)
         pump = AnnouncePump(announcer, addresses, lambda: NODE, 1.0, lambda: None)
@@ -129,10 +124,30 @@ async def measure_service(
             floor = await time_calls(lambda: stub.Resolve(empty, timeout=TIMEOUT_SECONDS), calls)
         await time_lookups(client, chains, 64, 50)
         lookups = {str(size): await time_lookups(client, chains, size, calls) for size in SIZES}
+        throughput = await measure_throughput(client, chains, pids)
+        mirror = await asyncio.to_thread(measure_mirror, addresses, len(inventory), calls)
         await pump.stop(leaving=True)
         await asyncio.gather(running, return_exceptions=True)
         await client.close()
-    return {"floor": floor, "rebuild_seconds": rebuild_seconds, "resolve_by_keys": lookups}
+    return {
+        "floor": floor, "rebuild_seconds": rebuild_seconds, "resolve_by_keys": lookups, "mirror": mirror, **throughput,
+    }  # fmt: skip
+
+
+async def measure_throughput(client: LookupClient, chains: list[list[BlockKey]], pids: list[int]) -> dict[str, object]:
+    """Keys a second of the lookup shards' processors, with the largest requests."""
+    noise = random.Random(4)
+    prompts = [[key for _ in range(4) for key in noise.choice(chains)] for _ in range(20)]
+    used, answered, deadline = sum(map(cpu_seconds, pids)), 0, time.monotonic() + THROUGHPUT_SECONDS
+
+    async def ask() -> None:
+        nonlocal answered
+        while time.monotonic() < deadline:
+            answer = await client.resolve(noise.choice(prompts), 0, TIMEOUT_SECONDS)
+            answered += sum(run.count for run in answer.runs)
+
+    await asyncio.gather(*[ask() for _ in range(4)])
+    return {"resolved_keys_per_cpu_second": round(answered / (sum(map(cpu_seconds, pids)) - used))}
 
 
 def measure_index(inventory: Inventory, chains: list[list[BlockKey]]) -> dict[str, object]:
@@ -142,9 +157,7 @@ def measure_index(inventory: Inventory, chains: list[list[BlockKey]]) -> dict[st
     resident = _resident_bytes()
     begun = time.perf_counter()
     for sequence, start in enumerate(range(0, len(keys), 16_384), 1):
-        # Copies, as they come off the wire: the index must not profit from keys that exist already.
-        part = unpack_keys(pack_keys(keys[start : start + 16_384]), 16_384)
-        index.apply(NODE, sequence, part, full_begin=sequence == 1, now=0.0)
+        index.apply(NODE, sequence, pack_keys(keys[start : start + 16_384]), full_begin=sequence == 1, now=0.0)
     load_seconds = time.perf_counter() - begun
     bytes_per_key = (_resident_bytes() - resident) / len(keys)
     noise = random.Random(3)
@@ -154,10 +167,16 @@ def measure_index(inventory: Inventory, chains: list[list[BlockKey]]) -> dict[st
         for _ in range(300):
             packed = pack_keys(noise.choice(chains)[:size])
             begun = time.perf_counter()
-            index.resolve(unpack_keys(packed), 0.0)
+            index.resolve(packed, 0.0)
             samples.append((time.perf_counter() - begun) * 1e6)
         resolve_us[str(size)] = {"p50_us": percentile(samples, 0.5), "p99_us": percentile(samples, 0.99)}
-    return {"load_seconds": load_seconds, "bytes_per_key": round(bytes_per_key, 1), "resolve_by_keys": resolve_us}
+    ingest = round(len(keys) / load_seconds)
+    return {
+        "load_seconds": load_seconds,
+        "ingested_keys_per_second": ingest,
+        "bytes_per_key": round(bytes_per_key, 1),
+        "resolve_by_keys": resolve_us,
+    }
 
 
 def _resident_bytes() -> int:
@@ -176,6 +195,20 @@ def print_figures(figures: dict[str, dict[str, object]]) -> None:
         rows += [[f"{name}: {size} keys", figure["p50_ms"], figure["p99_ms"]] for size, figure in lookups.items()]
         rows.append([f"{name}: rebuild, s", measured["rebuild_seconds"], ""])
     print_table(["", "p50 ms", "p99 ms"], rows)
+    reads: list[list[object]] = []
+    for name, measured in figures.items():
+        if not isinstance(mirror := measured.get("mirror"), dict):
+            continue
+        for readers in ("one_reader", "eight_readers"):
+            reads += [
+                [f"{name}: {readers}, {size} keys", figure["p50_us"], figure["p99_us"]]
+                for size, figure in mirror[readers].items()
+            ]
+        reads.append(
+            [f"{name}: bytes a key, keys fed a second", mirror["bytes_per_key"], mirror["fed_keys_per_second"]]
+        )
+        reads.append([f"{name}: gRPC keys a processor second", measured["resolved_keys_per_cpu_second"], ""])
+    print_table(["mirror", "p50 µs", "p99 µs"], reads)
     inside = figures["index"]["resolve_by_keys"]
     assert isinstance(inside, dict)
     print_table(

@@ -17,6 +17,11 @@ RUN python3.11 -m venv /opt/kvservice \
  && grep -v -f dev-only.patterns cpu-py311.lock | grep -v '^torch==' > runtime.lock \
  && /opt/kvservice/bin/pip install --no-deps --require-hashes --index-url https://download.pytorch.org/whl/cpu -r torch.lock \
  && /opt/kvservice/bin/pip install --no-deps --require-hashes -r runtime.lock
+# gcc for the modules in C.
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends gcc libc6-dev \
+ && rm -rf /var/lib/apt/lists/*
 COPY pyproject.toml README.md LICENSE ./
 COPY kvservice kvservice
 COPY actors actors

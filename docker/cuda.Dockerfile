@@ -13,6 +13,11 @@ WORKDIR /src
 COPY requirements/cuda-py311.lock ./
 RUN python3.11 -m venv /opt/kvservice \
  && /opt/kvservice/bin/pip install --no-deps --require-hashes -r cuda-py311.lock
+# gcc for the modules in C.
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends gcc libc6-dev \
+ && rm -rf /var/lib/apt/lists/*
 COPY pyproject.toml README.md LICENSE ./
 COPY kvservice kvservice
 COPY actors actors

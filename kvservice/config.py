@@ -28,6 +28,7 @@ _ADDRESS = re.compile(r"(dns:///)?([A-Za-z0-9_.-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}
 # They pick a shard, a file or a tenant, they do not configure a service.
 _NOT_CONFIG = frozenset({"NODE", "CONFIG", "TOKEN", "TOKEN_FILE"})
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+MIRROR_BYTES = 512 * MiB  # ten million blocks
 _NOT_CONFIG_PREFIX = "TEST_"  # test runs mark their processes with such variables
 
 
@@ -52,6 +53,9 @@ class ServiceConfig:
     heartbeat_seconds: float = 1.0
     # Bytes of a slab, the unit in which memory is given to block sizes; 0 = choose. One block must fit.
     slab_bytes: int = 0
+    # Shared memory each node gives at most to a mirror of the directory, so that its lookups need no call. It takes 28
+    # to 57 bytes for each block of the cluster; 0 = none.
+    mirror_bytes: int = MIRROR_BYTES
     # Where lookup shards run that were started apart (`kvservice lookup`): host:port or dns:///host:port of each, in
     # their order, with commas between. Only `kvservice shard` reads it; with Ray the service places its own.
     lookup_addresses: str = ""
@@ -89,6 +93,8 @@ class ServiceConfig:
             raise ConfigError(f"metrics_port is {self.metrics_port}; choose a TCP port, or 0 for none")
         if self.slab_bytes < 0:
             raise ConfigError(f"slab_bytes is {self.slab_bytes}; give a size such as 64MiB, or 0 to have one chosen")
+        if self.mirror_bytes < 0:
+            raise ConfigError(f"mirror_bytes is {self.mirror_bytes}; give a size such as 512MiB, or 0 for no mirror")
         if self.runtime_dir and not Path(self.runtime_dir).is_absolute():
             raise ConfigError(f"runtime_dir is {self.runtime_dir!r}; give an absolute path")
         if self.tls_dir and not Path(self.tls_dir).is_absolute():

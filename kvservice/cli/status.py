@@ -21,6 +21,7 @@ PLAIN_WIDTH = 120
 STATES = ("free", "writing", "sealed", "leased", "quarantined")
 COLOURS = {"free": "green", "writing": "yellow", "sealed": "blue", "leased": "magenta", "quarantined": "red"}
 BAR_CHARS = 24
+FALLBACK = "mirror_fallback_"
 
 
 def collect(service: str) -> dict[str, Any] | None:
@@ -88,6 +89,8 @@ def show(state: dict[str, Any], *, as_json: bool) -> None:
         asked = state["totals"]["asked_blocks"]
         console.print(f"hit rate of {asked:,} asked blocks: {rates['local']:.1%} local, {rates['remote']:.1%} remote")
     for row in state["nodes"]:
+        if "mirror_keys" in row["counters"]:
+            console.print(mirror_line(row["node_id"], row["counters"]))
         for model in row["models"]:
             console.print(f"attached at {row['node_id']}: {model}")
         for tenant in row["tenants"]:
@@ -95,6 +98,18 @@ def show(state: dict[str, Any], *, as_json: bool) -> None:
             console.print(f"tenant {tenant['name']} at {row['node_id']}: {format_bytes(tenant['used_bytes'])}{quota}")
     for problem in state["problems"]:
         console.print(f"[red]problem:[/] {problem}")
+
+
+def mirror_line(node_id: str, counters: Mapping[str, int]) -> str:
+    """How a node's mirror of the directory does."""
+    fallbacks = {name[len(FALLBACK) :]: count for name, count in sorted(counters.items()) if name.startswith(FALLBACK)}
+    reasons = f" ({', '.join(f'{name} {count:,}' for name, count in fallbacks.items())})" if fallbacks else ""
+    return (
+        f"mirror of the directory at {node_id}: {counters['mirror_keys']:,} keys in "
+        f"{format_bytes(counters['mirror_bytes'])}, {counters['mirror_live_partitions']} lookup shards live, "
+        f"{counters['mirror_age_ms'] / 1e3:.1f} s old; answered {counters.get('mirror_answers', 0):,}, left to the "
+        f"lookup shards {sum(fallbacks.values()):,}{reasons}"
+    )
 
 
 def _node_cells(row: dict[str, Any]) -> list[str]:

@@ -26,6 +26,7 @@ from kvservice.units import BootEpoch, NodeId
 
 RECORD_NAME = "shard.json"
 SOCKET_NAME = "shard.sock"
+MIRROR_NAME = "mirror"  # symbolic link to the mirror of the directory, in shared memory
 SECRET_NAME = "secret"
 MOVER_PREFIX = "mover-"
 SECRET_BYTES = 32

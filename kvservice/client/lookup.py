@@ -17,8 +17,10 @@ import grpc
 
 from kvservice.client.breaker import Breaker
 from kvservice.client.channels import Channels
+from kvservice.client.mirror import Mirror, MirroredLookup
 from kvservice.core.keys import KEYS_PER_REQUEST_MAX, SPAN_BLOCKS, partition_of, route_of_head
 from kvservice.core.messages import Holder, HolderRun
+from kvservice.core.mirror import MirrorReader
 from kvservice.errors import InvalidRequest
 from kvservice.units import BlockKey, NodeId, SpanRoute
 from kvservice.wire.codec import decode_holder
@@ -53,19 +55,25 @@ class _Partition:
 
 
 class LookupClient:
-    """`addresses` in partition order. Channels are made on first use, in the loop that runs then."""
+    """`addresses` in partition order. Channels are made on first use, in the loop that runs then. What the `mirror`
+    knows is not asked for."""
 
     def __init__(
-        self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic, tls: TlsFiles | None = None
+        self,
+        addresses: Sequence[str],
+        clock: Callable[[], float] = time.monotonic,
+        tls: TlsFiles | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
         self._clock = clock
+        self.mirrored = MirroredLookup(mirror, clock)
         self._channels = Channels(tls, _CHANNEL_OPTIONS)
         self._partitions = [_Partition(address) for address in addresses]
         self._counters: Counter[str] = Counter()
 
     @property
     def counters(self) -> dict[str, int]:
-        return dict(self._counters)
+        return {**self._counters, **self.mirrored.counters}
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """Lookup shards moved. Calls under way to old addresses may still finish."""
@@ -83,14 +91,43 @@ class LookupClient:
             return LookupAnswer((), True)
         if not self._partitions:
             return LookupAnswer((), False)
+        reader, live = self.mirrored.live(len(self._partitions))
+        if reader is not None and all(live):
+            answer = self._read(reader, chain, start, exclude)
+            if answer is not None:
+                return answer
         parts = split_chain(chain, start, len(self._partitions))
-        calls = [self._ask(self._partitions[index], chain, segments, timeout) for index, segments in parts]
+        found: list[HolderRun] = []
+        calls = []
+        for index, segments in parts:
+            runs = self.mirrored.resolve(reader, _pack(chain, segments)) if reader is not None and live[index] else None
+            if runs is None:
+                calls.append(self._ask(self._partitions[index], chain, segments, timeout))
+            else:
+                found += place_runs(runs, segments)
         answers = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
         complete = all(answer is not None for answer in answers)
         if not complete:
             self._counters["lookup_incomplete"] += 1
-        found = [run for answer in answers if answer is not None for run in answer]
+        found += [run for answer in answers if answer is not None for run in answer]
         return LookupAnswer(merge_runs(found, exclude), complete)
+
+    def resolve_here(
+        self, chain: Sequence[BlockKey], start: int = 0, exclude: NodeId | None = None
+    ) -> LookupAnswer | None:
+        """The same from the node's mirror alone, without waiting; None when it cannot tell."""
+        reader, live = self.mirrored.live(len(self._partitions))
+        return self._read(reader, chain, start, exclude) if reader is not None and all(live) else None
+
+    def _read(
+        self, reader: MirrorReader, chain: Sequence[BlockKey], start: int, exclude: NodeId | None
+    ) -> LookupAnswer | None:
+        runs = self.mirrored.resolve(reader, b"".join(chain[start:] if start else chain))
+        if runs is None:
+            return None
+        if start:
+            runs = [HolderRun(run.start + start, run.count, run.holders) for run in runs]
+        return LookupAnswer(merge_runs(runs, exclude), True)
 
     async def find_node(self, node_id: NodeId, timeout: float) -> Holder | None:
         """Where a live node's shard is reached; any lookup shard knows. Never raises; answers within `timeout`
@@ -161,6 +198,7 @@ class LookupClient:
         return list(await asyncio.gather(*[self._stats(partition) for partition in self._partitions]))
 
     async def close(self) -> None:
+        self.mirrored.set_mirror(None)
         await self._channels.close()
 
     async def _ask(
@@ -172,7 +210,7 @@ class LookupClient:
         if timeout < TIMEOUT_SECONDS_MIN:
             self._counters["lookup_no_time"] += 1
             return None
-        packed = b"".join([b"".join(chain[first : first + count]) for first, count in segments])
+        packed = _pack(chain, segments)
         self._counters["lookup_rpcs"] += 1
         try:
             reply = await self._stub(partition).Resolve(lookup_pb2.ResolveRequest(keys=packed), timeout=timeout)
@@ -243,20 +281,38 @@ def _bounded(segments: Segments) -> list[Segments]:
     return portions
 
 
+def _pack(chain: Sequence[BlockKey], segments: Segments) -> bytes:
+    return b"".join([b"".join(chain[first : first + count]) for first, count in segments])
+
+
+def place_runs(runs: Sequence[HolderRun], segments: Segments) -> list[HolderRun]:
+    """Runs over the packed keys of these segments in terms of the chain."""
+    placed: list[HolderRun] = []
+    base = at = 0  # segment number `at` begins at index `base` of the packed keys
+    for run in runs:
+        position, end = run.start, run.start + run.count
+        while position < end:
+            while position >= base + segments[at][1]:
+                base += segments[at][1]
+                at += 1
+            first, count = segments[at]
+            taken = min(end, base + count) - position
+            placed.append(HolderRun(first + position - base, taken, run.holders))
+            position += taken
+    return placed
+
+
 def decode_runs(reply: lookup_pb2.ResolveReply, segments: Segments) -> list[HolderRun]:
     """Runs of one reply in terms of the chain. Raises InvalidRequest for what no honest lookup shard answers."""
     nodes = [decode_holder(info) for info in reply.nodes]
     asked_count = sum(count for _, count in segments)
     found: list[HolderRun] = []
-    offsets = iter(segments)
-    base, (first, count) = 0, next(offsets)  # the segment at hand begins at index `base` of the request
     end = 0
     holders_of: dict[tuple[int, ...], tuple[Holder, ...]] = {}
     for run in reply.runs:
-        position, end_before = run.start, end
-        end = position + run.count
-        if position < end_before or run.count == 0 or end > asked_count or not run.holders:
-            raise InvalidRequest(f"a lookup shard answered run {position}+{run.count} after {end_before}")
+        end_before, end = end, run.start + run.count
+        if run.start < end_before or run.count == 0 or end > asked_count or not run.holders:
+            raise InvalidRequest(f"a lookup shard answered run {run.start}+{run.count} after {end_before}")
         indices = tuple(run.holders)
         holders = holders_of.get(indices)
         if holders is None:
@@ -264,14 +320,8 @@ def decode_runs(reply: lookup_pb2.ResolveReply, segments: Segments) -> list[Hold
                 raise InvalidRequest(f"a lookup shard named holder {max(indices)} of {len(nodes)}")
             chosen = {nodes[index] for index in indices}
             holders = holders_of[indices] = tuple(sorted(chosen, key=lambda holder: holder.node_id))
-        while position < end:
-            while position >= base + count:
-                base += count
-                first, count = next(offsets)
-            taken = min(end, base + count) - position
-            found.append(HolderRun(first + position - base, taken, holders))
-            position += taken
-    return found
+        found.append(HolderRun(run.start, run.count, holders))
+    return place_runs(found, segments)
 
 
 def merge_runs(runs: list[HolderRun], exclude: NodeId | None) -> tuple[HolderRun, ...]:

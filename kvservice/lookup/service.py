@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 
 from kvservice.core.index import DirectoryIndex, Outcome
-from kvservice.core.keys import unpack_keys
+from kvservice.core.keys import KEY_BYTES, check_packed, unpack_keys
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.errors import Forbidden, InvalidRequest, Refused
 from kvservice.lookup.watch import WatchHub
@@ -22,6 +22,7 @@ from kvservice.wire.serving import Context
 from kvservice.wire.v1 import lookup_pb2
 
 ANNOUNCED_KEYS_MAX = 65_536  # added and removed, each
+HEARTBEAT_SECONDS_MIN = 0.05  # of a watcher
 
 _OUTCOMES = {
     Outcome.APPLIED: lookup_pb2.AnnounceReply.OUTCOME_APPLIED,
@@ -49,12 +50,12 @@ class LookupServicer:
         self._counters: Counter[str] = Counter()
 
     async def resolve(self, request: lookup_pb2.ResolveRequest, context: Context) -> lookup_pb2.ResolveReply:
-        keys = unpack_keys(request.keys)
-        runs = self._index.resolve(keys, self._clock())
+        packed = check_packed(request.keys)
+        runs = self._index.resolve(packed, self._clock())
         failpoint("lookup.resolve")
         counters = self._counters
         counters["resolve_calls"] += 1
-        counters["resolve_keys"] += len(keys)
+        counters["resolve_keys"] += len(packed) // KEY_BYTES
         counters["resolve_keys_held"] += sum(run.count for run in runs)
         if self._index.changes:
             self._hub.publish()
@@ -76,8 +77,8 @@ class LookupServicer:
         outcome = self._index.apply(
             node,
             request.sequence,
-            unpack_keys(request.added, ANNOUNCED_KEYS_MAX),
-            unpack_keys(request.removed, ANNOUNCED_KEYS_MAX),
+            check_packed(request.added, ANNOUNCED_KEYS_MAX),
+            check_packed(request.removed, ANNOUNCED_KEYS_MAX),
             full_begin=request.full_begin,
             full_end=request.full_end,
             leaving=request.leaving,
@@ -97,7 +98,9 @@ class LookupServicer:
             raise
 
     async def watch(self, request: lookup_pb2.WatchRequest, context: Context) -> AsyncIterator[lookup_pb2.WatchEvent]:
-        async with aclosing(self._hub.subscribe()) as events:
+        if not (request.heartbeat_seconds == 0 or request.heartbeat_seconds >= HEARTBEAT_SECONDS_MIN):
+            raise InvalidRequest(f"heartbeats every {HEARTBEAT_SECONDS_MIN} s at most, or 0 for none")
+        async with aclosing(self._hub.subscribe(request.heartbeat_seconds)) as events:
             async for event in events:
                 yield event
 

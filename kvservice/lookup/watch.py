@@ -12,12 +12,11 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from kvservice.core.index import Change, DirectoryIndex
-from kvservice.core.keys import pack_keys
 from kvservice.errors import Exhausted, Unavailable
 from kvservice.wire.codec import encode_holder
 from kvservice.wire.v1 import lookup_pb2
 
-SUBSCRIBERS_MAX = 64
+SUBSCRIBERS_MAX = 256  # one a node
 QUEUE_BYTES_MAX = 16 << 20  # per subscriber
 EVENT_OVERHEAD_BYTES = 256  # so that many empty events count as well
 SNAPSHOT_KEYS = 4096  # looked at in one go, between two turns of the loop
@@ -53,12 +52,22 @@ class Subscriber:
         if self._end is not None:
             raise self._end
 
-    async def next_event(self) -> lookup_pb2.WatchEvent:
-        """Raises Exhausted once cut off, Unavailable when the server stops."""
+    async def next_event(self, heartbeat_seconds: float) -> lookup_pb2.WatchEvent:
+        """An empty one when there is none for so long, if that is not 0. Raises Exhausted once cut off, Unavailable
+        when the server stops."""
         while not self._events:
             self.raise_if_ended()
             self._wake.clear()
-            await self._wake.wait()
+            timer = (
+                asyncio.get_running_loop().call_later(heartbeat_seconds, self._wake.set) if heartbeat_seconds else None
+            )
+            try:
+                await self._wake.wait()
+            finally:
+                if timer is not None:
+                    timer.cancel()
+            if timer is not None and not self._events and self._end is None:
+                return lookup_pb2.WatchEvent()
         event = self._events.popleft()
         self._queued_bytes -= _cost(event)
         return event
@@ -84,7 +93,7 @@ class WatchHub:
             for subscriber in self._subscribers:
                 subscriber.push(event)
 
-    async def subscribe(self) -> AsyncGenerator[lookup_pb2.WatchEvent, None]:
+    async def subscribe(self, heartbeat_seconds: float = 0.0) -> AsyncGenerator[lookup_pb2.WatchEvent, None]:
         """Raises Exhausted for too many subscribers or one that is too slow."""
         if len(self._subscribers) >= SUBSCRIBERS_MAX:
             raise Exhausted(f"{SUBSCRIBERS_MAX} watchers already", watcher_count_max=SUBSCRIBERS_MAX)
@@ -96,7 +105,7 @@ class WatchHub:
                 async for event in snapshot:
                     yield event
             while True:
-                yield await subscriber.next_event()
+                yield await subscriber.next_event(heartbeat_seconds)
         finally:
             self._subscribers.discard(subscriber)
             self.cut_off_count += subscriber.was_cut_off
@@ -111,16 +120,18 @@ class WatchHub:
     async def _snapshot(self, subscriber: Subscriber) -> AsyncGenerator[lookup_pb2.WatchEvent, None]:
         """Reads the index while it changes: whatever changes meanwhile waits in the queue and is repeated after the
         snapshot, in order, so the end result is right."""
-        keys = self._index.keys()
         holders = {}
         for summary in self._index.nodes(self._clock()):
             holders[summary.node.node_id] = summary.node
-            yield lookup_pb2.WatchEvent(node=encode_holder(summary.node), reset=True)
-        for start in range(0, len(keys), SNAPSHOT_KEYS):
+            yield lookup_pb2.WatchEvent(node=encode_holder(summary.node), reset=True, hidden=not summary.visible)
+        row: int | None = 0
+        while row is not None:
             subscriber.raise_if_ended()
-            for node_id, held in self._index.held_by(keys[start : start + SNAPSHOT_KEYS]).items():
+            held, row = self._index.snapshot(row, SNAPSHOT_KEYS)
+            for node_id, packed in held.items():
                 if node_id in holders:  # else it came meanwhile, and its announcement is in the queue
-                    yield lookup_pb2.WatchEvent(node=encode_holder(holders[node_id]), added=pack_keys(held))
+                    hidden = self._index.is_hidden(node_id)
+                    yield lookup_pb2.WatchEvent(node=encode_holder(holders[node_id]), added=packed, hidden=hidden)
             await asyncio.sleep(0)
         yield lookup_pb2.WatchEvent(snapshot_end=True)
 
@@ -132,7 +143,8 @@ def _cost(event: lookup_pb2.WatchEvent) -> int:
 def _encode_change(change: Change) -> lookup_pb2.WatchEvent:
     return lookup_pb2.WatchEvent(
         node=encode_holder(change.node),
-        added=pack_keys(change.added),
-        removed=pack_keys(change.removed),
+        added=change.added,
+        removed=change.removed,
         reset=change.reset,
+        hidden=change.hidden,
     )

@@ -64,14 +64,14 @@ class Segment:
         needs to reserve it. Raises SegmentError (too little space, naming how to get more; not a plain file of this
         user) and ServiceConflict (another process owns it).
         """
-        descriptor = _open_locked(path)
+        descriptor = open_locked(path)
         try:
             previous = _read_control(descriptor)
             known = previous is not None and previous[2] == _node_mark(node_id)
             reusable = known and previous is not None and previous[0] == geometry and _is_whole(descriptor, geometry)
             if not reusable:
                 if os.fstat(descriptor).st_size > 0:
-                    descriptor = _replace(descriptor, path)
+                    descriptor = replace_locked(descriptor, path)
                 _reserve(descriptor, path, geometry.segment_bytes)
             segment = cls(path, geometry, descriptor)
         except BaseException:
@@ -86,7 +86,7 @@ class Segment:
     @classmethod
     def attach(cls, path: Path, geometry: Geometry) -> Segment:
         """Map an existing segment read-write. Raises SegmentError with the numbers when it is not what was promised."""
-        descriptor = _open(path, os.O_RDWR)
+        descriptor = open_private(path, os.O_RDWR)
         try:
             found = _read_control(descriptor)
             if found is None:
@@ -193,7 +193,7 @@ def remove_stale(directory: Path, prefix: str) -> list[Path]:
     removed: list[Path] = []
     for path in sorted(directory.glob(f"{prefix}*")):
         try:
-            descriptor = _open(path, os.O_RDWR)
+            descriptor = open_private(path, os.O_RDWR)
         except SegmentError:
             continue  # not ours to remove
         try:
@@ -208,7 +208,7 @@ def remove_stale(directory: Path, prefix: str) -> list[Path]:
     return removed
 
 
-def _open(path: Path, flags: int) -> int:
+def open_private(path: Path, flags: int) -> int:
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
@@ -221,10 +221,10 @@ def _open(path: Path, flags: int) -> int:
     return descriptor
 
 
-def _open_locked(path: Path) -> int:
+def open_locked(path: Path) -> int:
     """The file of this name, locked; once more when it was removed between opening and locking."""
     while True:
-        descriptor = _open(path, os.O_RDWR | os.O_CREAT)
+        descriptor = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
             _lock(descriptor, path)
             if os.fstat(descriptor).st_nlink > 0:
@@ -235,11 +235,11 @@ def _open_locked(path: Path) -> int:
         os.close(descriptor)
 
 
-def _replace(descriptor: int, path: Path) -> int:
+def replace_locked(descriptor: int, path: Path) -> int:
     """Put an empty, locked file in the place of the one we own. Engines of an earlier boot may have the old one mapped:
     emptied in place it would kill them with SIGBUS, and refilled they would write into blocks that are not theirs."""
     path.unlink(missing_ok=True)
-    fresh = _open_locked(path)
+    fresh = open_locked(path)
     os.close(descriptor)
     return fresh
 

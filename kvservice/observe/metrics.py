@@ -16,6 +16,13 @@ from prometheus_client.registry import Collector
 
 log = logging.getLogger("kvservice.observe")
 
+# Number among a shard's counters that also falls -> what it is. Exported as kvservice_<name>.
+GAUGES: Mapping[str, str] = {
+    "mirror_keys": "keys in the node's mirror of the directory",
+    "mirror_bytes": "shared memory it takes",
+    "mirror_live_partitions": "lookup shards whose part of it is fresh",
+    "mirror_age_ms": "since the longest silent one of them was heard of",
+}
 # Counter of a shard -> what it counts. Exported as kvservice_<name>_total.
 COUNTERS: Mapping[str, str] = {
     "acquires": "prefixes that engines asked for",
@@ -71,6 +78,9 @@ COUNTERS: Mapping[str, str] = {
     "lookup_calls": "questions to the lookup service",
     "lookup_rpcs": "calls they took",
     "lookup_incomplete": "questions that a lookup shard did not answer",
+    "mirror_answers": "questions answered from the node's mirror of the directory, without a call",
+    "mirror_keys_taken": "keys that the mirror was told of, added or removed",
+    "mirror_streams": "watch streams that fed it",
     "lookup_skipped": "calls left out because the lookup shard had failed repeatedly",
     "transfer_blocks": "blocks that the transport moved",
     "transfer_connects": "connections to other nodes",
@@ -139,6 +149,8 @@ class ShardCollector(Collector):
             f"{_PREFIX}_transfer_bytes", "bytes fetched, by transport", labels=[*names, "transport"]
         )
         for name, count in sorted(numbers.counters.items()):
+            if name in GAUGES:
+                continue
             if name in COUNTERS:
                 family = CounterMetricFamily(f"{_PREFIX}_{name}", COUNTERS[name], labels=names)
                 family.add_metric(labels, count)
@@ -175,6 +187,7 @@ class ShardCollector(Collector):
             "slabs": ("slabs of the segment", numbers.slab_count),
             "slabs_free": ("slabs that no block size uses", numbers.slab_free_count),
             "boot_epoch": ("grows with every start of the shard", numbers.epoch),
+            **{name: (text, numbers.counters.get(name, 0)) for name, text in GAUGES.items()},
             "draining": ("1 while the shard takes no new work", int(numbers.draining)),
         }
         for name, (text, value) in values.items():

@@ -16,6 +16,7 @@ from pathlib import PurePosixPath
 
 from kvservice.client.discovery import find_shards
 from kvservice.client.lookup import LookupAnswer, LookupClient
+from kvservice.client.mirror import find_mirror
 from kvservice.client.survey import NodeSurvey, Surveyor
 from kvservice.client.token import Token
 from kvservice.config import ServiceConfig, tls_of_environment
@@ -181,6 +182,8 @@ class Holdings:
             self._lookup, self._surveyor = LookupClient(addresses, tls=tls), Surveyor(tls, self._token)
         else:
             self._lookup.set_addresses(addresses)
+        if not self._lookup.mirrored.has_mirror:
+            self._lookup.mirrored.set_mirror(await asyncio.to_thread(find_mirror, addresses))
 
 
 def find_lookups(service: str, addresses: Sequence[str] = ()) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import logging
 import sys
 from pathlib import Path
 
-from kvservice.config import tenants_of_environment, tls_of_environment
+from kvservice.config import MIRROR_BYTES, tenants_of_environment, tls_of_environment
 from kvservice.errors import KVServiceError
 from kvservice.shard.process import serve
 from kvservice.shard.server import DEV_SHM, ShardServerConfig
@@ -31,6 +31,7 @@ def parse_config(arguments: list[str] | None = None) -> tuple[ShardServerConfig,
     parser.add_argument("--lease-seconds", type=float, default=10.0)
     parser.add_argument("--runtime-root", type=Path, default=None)
     parser.add_argument("--segment-directory", type=Path, default=DEV_SHM)
+    parser.add_argument("--mirror-bytes", type=parse_bytes, default=MIRROR_BYTES, help="0 = no mirror of the directory")
     parser.add_argument("--slab-bytes", type=parse_bytes, default=None)
     parser.add_argument("--keep-segment", action="store_true", help="leave the blocks for the next start of this node")
     parser.add_argument(
@@ -52,6 +53,7 @@ def parse_config(arguments: list[str] | None = None) -> tuple[ShardServerConfig,
         transport=given.transport,
         slab_bytes=given.slab_bytes,
         eviction=given.eviction,
+        mirror_bytes=given.mirror_bytes,
         tls_dir=tls_dir,
         allow_plaintext=allow_plaintext,
         tenants_file=tenants_of_environment(),

@@ -9,6 +9,7 @@ from kvservice.client.announcer import AnnouncePump
 from kvservice.client.lookup import LookupAnswer, LookupClient
 from kvservice.core.announce import Announcer
 from kvservice.core.messages import Holder
+from kvservice.shard.mirror import DirectoryMirror
 from kvservice.units import BlockKey, NodeId, SpanRoute
 from kvservice.wire.tls import TlsFiles
 
@@ -22,12 +23,14 @@ class ShardDirectory:
         inventory: Callable[[], Iterable[tuple[BlockKey, SpanRoute]]],
         tls: TlsFiles | None = None,
         secret: bytes = b"",
+        mirror: DirectoryMirror | None = None,
     ) -> None:
+        self._mirror = mirror
         self._tls = tls
         self._secret = secret
         self._addresses = tuple(addresses)
         self._announcer = Announcer(len(self._addresses), inventory)
-        self._lookup = LookupClient(self._addresses, tls=tls)
+        self._lookup = LookupClient(self._addresses, tls=tls, mirror=None if mirror is None else mirror.view)
         self._pump: AnnouncePump | None = None
         self._node: Callable[[], Holder] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -40,6 +43,8 @@ class ShardDirectory:
             self._announcer, self._addresses, node, heartbeat_seconds, on_fenced, tls=self._tls, secret=self._secret
         )
         self._task = asyncio.get_running_loop().create_task(self._pump.run())
+        if self._mirror is not None:
+            self._mirror.start()
 
     async def stop(self, leaving: bool) -> None:
         """With `leaving`, the directory forgets this node at once instead of after its heartbeat timeout."""
@@ -51,6 +56,8 @@ class ShardDirectory:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self._lookup.close()
+        if self._mirror is not None:
+            await self._mirror.stop()
 
     async def leave(self) -> None:
         """Tell every lookup shard now that this node leaves, waiting a second at most; nothing is announced after."""
@@ -73,6 +80,8 @@ class ShardDirectory:
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """Lookup shards moved; their number stays the same."""
         self._lookup.set_addresses(addresses)
+        if self._mirror is not None:
+            self._mirror.set_addresses(addresses)
         if self._pump is not None:
             self._pump.set_addresses(addresses)
 
@@ -96,4 +105,4 @@ class ShardDirectory:
 
     @property
     def counters(self) -> dict[str, int]:
-        return dict(self._lookup.counters)
+        return {**self._lookup.counters, **({} if self._mirror is None else self._mirror.counters)}

@@ -22,14 +22,17 @@ from grpc_reflection.v1alpha import reflection
 
 from kvservice.client import discovery
 from kvservice.client.peer import PeerClient
+from kvservice.config import MIRROR_BYTES
 from kvservice.core.drain import DrainPhase, DrainProgress
 from kvservice.core.geometry import plan_geometry
 from kvservice.core.messages import Holder, PoolStats
 from kvservice.errors import ConfigError, ServiceConflict, Unavailable
+from kvservice.memory.mirror_segment import mirror_path
 from kvservice.memory.segment import Segment, segment_path
 from kvservice.pool.runtime import PoolConfig, PoolRuntime
 from kvservice.shard.directory import ShardDirectory
 from kvservice.shard.door import Door, room_of
+from kvservice.shard.mirror import DirectoryMirror
 from kvservice.shard.readiness import LIVE, ReadinessServicer
 from kvservice.shard.service import AdminServicer, EngineServicer, PeerServicer
 from kvservice.transfer.base import Transport
@@ -65,6 +68,7 @@ class ShardServerConfig:
     eviction: str = "reuse"  # or lru
     tls_dir: str = ""  # certificate, key and CA for what goes over TCP; empty = plaintext
     allow_plaintext: bool = False  # start without, although peer_host is not loopback
+    mirror_bytes: int = MIRROR_BYTES  # at most, for the directory in shared memory; 0 = none
     tenants_file: str = ""  # who may use the pool; empty = everybody on this node, as one tenant
 
 
@@ -115,7 +119,15 @@ class ShardServer:
             )
         secret = discovery.node_secret(directory)
         if config.lookup_addresses:
-            self._directory = ShardDirectory(config.lookup_addresses, self._inventory, self._tls, secret)
+            mirror = DirectoryMirror.open(
+                mirror_path(segment_path(config.service, config.node_id, config.segment_directory)),
+                directory / discovery.MIRROR_NAME,
+                config.lookup_addresses,
+                config.mirror_bytes,
+                time.time_ns(),
+                self._tls,
+            )
+            self._directory = ShardDirectory(config.lookup_addresses, self._inventory, self._tls, secret, mirror)
         tenants = open_tenants(config.tenants_file)
         geometry = plan_geometry(config.pool_bytes, config.slab_bytes)
         kind, make_transport = _choose_transport(config)
@@ -207,7 +219,7 @@ class ShardServer:
         directory = discovery.node_directory(self._config.service, self._config.node_id, self._config.runtime_root)
         if not leaving or not directory.is_dir():
             return
-        own = [directory / discovery.SOCKET_NAME, directory / discovery.SECRET_NAME]
+        own = [directory / name for name in (discovery.SOCKET_NAME, discovery.SECRET_NAME, discovery.MIRROR_NAME)]
         for path in [*directory.glob("engines/*.lock"), *own]:
             path.unlink(missing_ok=True)
         for empty in (directory / "engines", directory, directory.parent):
@@ -275,7 +287,7 @@ class ShardServer:
         services = shard_pb2.DESCRIPTOR.services_by_name
         parts: list[tuple[str, object]] = [
             ("PeerService", PeerServicer(self.pool, self.holder)),
-            ("AdminService", AdminServicer(self.pool, self.holder, self.leave, self._door)),
+            ("AdminService", AdminServicer(self.pool, self.holder, self.leave, self._door, self.stats)),
         ]
         if with_engines:
             parts.append(("EngineService", EngineServicer(self.pool, self._door)))

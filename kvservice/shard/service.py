@@ -12,7 +12,7 @@ from kvservice.core.drain import DrainProgress
 from kvservice.core.explain import KEEP_SECONDS, check_request_id
 from kvservice.core.handoff import check_handoff_id
 from kvservice.core.keys import unpack_keys
-from kvservice.core.messages import Holder
+from kvservice.core.messages import Holder, PoolStats
 from kvservice.errors import Forbidden, InvalidRequest, KVServiceError, StaleEpoch, Unauthenticated, Unavailable
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.shard.door import Door, account_of, is_private
@@ -207,16 +207,18 @@ class AdminServicer:
 
     def __init__(
         self, pool: PoolRuntime, holder: Callable[[], Holder], leave: Callable[[float, bool, bool], DrainProgress],
-        door: Door,
+        door: Door, stats: Callable[[], PoolStats],
     ) -> None:  # fmt: skip
-        """`leave(timeout_seconds, handover, exit)` begins a drain, or goes on with one."""
+        """`leave(timeout_seconds, handover, exit)` begins a drain, or goes on with one. `stats`: of the pool and what
+        is around it."""
         self._pool = pool
+        self._stats = stats
         self._door = door
         self._holder = holder
         self._leave = leave
 
     async def stats(self, request: shard_pb2.StatsRequest, context: Context) -> shard_pb2.StatsReply:
-        stats = self._pool.stats()
+        stats = self._stats()
         return shard_pb2.StatsReply(
             node=codec.encode_holder(self._holder()),
             segment_bytes=stats.segment_bytes,

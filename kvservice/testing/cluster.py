@@ -26,7 +26,10 @@ from types import TracebackType
 import grpc
 
 from kvservice.client.discovery import ShardRecord, find_movers, find_shards, node_directory
+from kvservice.client.mirror import NodeMirror
 from kvservice.core.keys import pack_keys
+from kvservice.core.mirror import Feed
+from kvservice.memory.mirror_segment import mirror_path
 from kvservice.memory.segment import segment_path
 from kvservice.units import BlockKey, MiB, NodeId
 from kvservice.wire.tls import open_blocking_channel, open_tls
@@ -53,6 +56,7 @@ class LocalCluster:
         transport: str = "auto",
         lease_seconds: float = 10.0,
         slab_bytes: int | None = None,
+        mirror_bytes: int | None = None,
         drain_seconds: float = 0.0,
         environment: Mapping[str, str] | None = None,
         tls_dir: str = "",
@@ -65,6 +69,7 @@ class LocalCluster:
         self._transport = transport
         self._lease_seconds = lease_seconds
         self._slab_bytes = slab_bytes
+        self._mirror_bytes = mirror_bytes
         self._drain_seconds = drain_seconds
         self._environment = {**os.environ, "KVSERVICE_TLS_DIR": tls_dir, **(environment or {})}
         self._tls = open_tls(tls_dir)
@@ -99,6 +104,8 @@ class LocalCluster:
         for node in self.nodes:
             with contextlib.suppress(FileNotFoundError):
                 segment_path(self.service, NodeId(node)).unlink()
+            with contextlib.suppress(FileNotFoundError):
+                mirror_path(segment_path(self.service, NodeId(node))).unlink()
         shutil.rmtree(self.root, ignore_errors=True)
 
     def start_lookup(self, index: int) -> None:
@@ -114,6 +121,8 @@ class LocalCluster:
         arguments += [word for address in self.lookup_addresses for word in ("--lookup", address)]
         if self._slab_bytes is not None:
             arguments += ["--slab-bytes", str(self._slab_bytes)]
+        if self._mirror_bytes is not None:
+            arguments += ["--mirror-bytes", str(self._mirror_bytes)]
         self._start(node, ["kvservice.shard", *arguments])
         if wait:
             self.wait_for_shard(node)
@@ -184,8 +193,24 @@ class LocalCluster:
                 found += sum(run.count for run in reply.runs)
         return found
 
+    def known_to_mirrors(self, keys: Sequence[BlockKey]) -> int:
+        """How many of these keys each node would find; of nodes that ask the lookup shards nothing is known, so all."""
+        found = [len(keys)]
+        for node in self.nodes:
+            mirror = NodeMirror(node_directory(self.service, NodeId(node), self.root))
+            now = time.monotonic()
+            reader = mirror.reader(now)
+            if reader is not None:
+                live = all(reader.feed(part, now) is Feed.LIVE for part in range(reader.partition_count))
+                runs = reader.resolve(pack_keys(keys)) if live else None
+                found.append(len(keys) if runs is None else sum(run.count for run in runs))
+            mirror.close()
+        return min(found)
+
     def wait_until_known(self, keys: Sequence[BlockKey], seconds: float = 10.0) -> None:
-        _wait(lambda: self.known(keys) >= len(keys), f"{len(keys)} keys in the directory", None, seconds)
+        """To the lookup shards, and to the nodes' mirrors, which hear of them a moment later."""
+        what = f"{len(keys)} keys in the directory"
+        _wait(lambda: min(self.known(keys), self.known_to_mirrors(keys)) >= len(keys), what, None, seconds)
 
     def wait_until_announced(self, node: str, seconds: float = 20.0) -> None:
         """Blocks until the lookup shards, all together, know as many blocks of this node as it holds."""

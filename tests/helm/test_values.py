@@ -54,7 +54,7 @@ def cluster(objects: tuple[Object, ...]) -> dict[str, Any]:
 @pytest.mark.parametrize("pool", ["512Mi", "16Gi"])
 def test_pool_counts_in_the_memory_limit(pool: str) -> None:
     objects = rendered(STANDALONE, f"cache.pool={pool}")
-    assert limit(pod(objects, "shard")) == mebibytes(pool) + 2048
+    assert limit(pod(objects, "shard")) == mebibytes(pool) + 2048 + 512
     assert settings(objects)["pool_bytes"] == f"{pool}B"
 
 
@@ -62,10 +62,10 @@ def test_shared_memory_of_a_ray_pod_holds_pool_object_store_and_engine() -> None
     objects = rendered(RAY_FULL)
     for each in (each for each in pods(objects) if each.owner.startswith("Ray")):
         (shm,) = (volume["emptyDir"] for volume in each.spec["volumes"] if volume["name"] == "shm")
-        assert (shm["medium"], mebibytes(shm["sizeLimit"])) == ("Memory", (128 + 4 + 16) * 1024)
+        assert (shm["medium"], mebibytes(shm["sizeLimit"])) == ("Memory", (128 + 4 + 16) * 1024 + 512)
         assert {"name": "shm", "mountPath": "/dev/shm"} in each.spec["containers"][0]["volumeMounts"]
     workers = [each for each in pods(objects) if each.labels["app.kubernetes.io/component"] == "worker"]
-    assert [limit(each) for each in workers] == [(128 + 148) * 1024, (64 + 148) * 1024]
+    assert [limit(each) for each in workers] == [(128 + 148) * 1024 + 512, (64 + 148) * 1024 + 512]
     starts = [group["rayStartParams"]["object-store-memory"] for group in cluster(objects)["workerGroupSpecs"]]
     assert starts == [str(4 << 30)] * 2, "left alone, the object store would take shared memory of the pool"
 

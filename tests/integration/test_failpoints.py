@@ -47,7 +47,9 @@ class Field:
 @pytest.fixture(scope="module")
 def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
     points = Failpoints(tmp_path_factory.mktemp("failpoints"))
-    with LocalCluster(nodes=2, lookups=1, lease_seconds=LEASE_SECONDS, environment=points.environment) as cluster:
+    environment = points.environment
+    # Without a mirror, because nothing would be asked of the lookup shard.
+    with LocalCluster(2, 1, lease_seconds=LEASE_SECONDS, mirror_bytes=0, environment=environment) as cluster:
         yield Field(cluster, points)
 
 

@@ -106,7 +106,7 @@ def swallow(address: str) -> list[socket.socket]:
 
 
 async def test_an_address_that_swallows_every_attempt_costs_the_lookup_its_time_and_then_nothing() -> None:
-    with LocalCluster(nodes=1, lookups=1) as cluster:
+    with LocalCluster(nodes=1, lookups=1, mirror_bytes=0) as cluster:
         engine = await Engine.attach(ShardClient(cluster.socket("n0")))
         cluster.kill("lookup0")
         swallowing = swallow(cluster.lookup_addresses[0])

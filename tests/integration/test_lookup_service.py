@@ -431,6 +431,32 @@ async def test_watcher_sees_a_snapshot_and_then_every_change() -> None:
         assert stats is not None and stats.counters["watchers"] == 0, "a watcher that went leaves nothing behind"
 
 
+async def test_watcher_hears_heartbeats_if_it_wants_and_of_nodes_that_fall_silent() -> None:
+    async with (
+        one_lookup(hide_seconds=0.5, forget_seconds=30.0) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub = lookup_pb2_grpc.LookupServiceStub(channel)
+        request = lookup_pb2.AnnounceRequest(**NODE, sequence=1, added=KEY, full_begin=True, full_end=True)
+        await stub.Announce(request, timeout=5)
+        events = stub.Watch(lookup_pb2.WatchRequest(heartbeat_seconds=0.05), timeout=20)
+        seen = []
+        while not (seen and seen[-1].hidden):
+            seen.append(await events.read())
+        nodes = [event for event in seen if event.HasField("node")]
+        assert [event.hidden for event in nodes] == [False, False, True], "its reset, its key, its silence"
+        beats = [event for event in seen if not event.HasField("node") and not event.snapshot_end]
+        assert 2 <= len(beats) < 20
+        await stub.Announce(lookup_pb2.AnnounceRequest(**NODE, sequence=2), timeout=5)
+        while not (event := await events.read()).HasField("node"):
+            pass
+        assert not event.hidden and not event.added, "it is back"
+        events.cancel()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Watch(lookup_pb2.WatchRequest(heartbeat_seconds=0.001), timeout=5).read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_watcher_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvservice.lookup.watch.QUEUE_BYTES_MAX", 1 << 20)
     async with one_lookup() as address, client([address]) as asking, grpc.aio.insecure_channel(address) as channel:

@@ -11,6 +11,7 @@ import pytest
 
 from kvservice.client.shard import ShardClient
 from kvservice.core.messages import MissReason
+from kvservice.core.mirror import STALE_SECONDS
 from kvservice.errors import KVServiceError
 from kvservice.testing.cluster import LocalCluster
 from tests.integration.engine import Engine, chain
@@ -89,10 +90,13 @@ async def test_killed_lookup_service_costs_remote_hits_only_and_is_rebuilt(clust
     cluster.wait_until_known(keys)
     cluster.kill("lookup0")
     cluster.kill("lookup1")
+    assert (await b.read_all(keys[:60])).fetched_count == 60, "the mirror is believed for a moment"
+    await asyncio.sleep(STALE_SECONDS)
     started = time.monotonic()
     result = await b.acquire(keys, timeout=2.0)
     assert time.monotonic() - started < 1.8
-    assert (result.blocks, result.miss) == ((), MissReason.LOOKUP_FAILED)
+    assert (len(result.blocks), result.miss) == (60, MissReason.LOOKUP_FAILED)
+    await b.pool.release(b.attachment.attachment_id, [result.lease_id])
     assert len((await a.read_all(keys)).blocks) == 150, "local hits need no lookup"
     cluster.start_lookup(0)
     cluster.start_lookup(1)

@@ -90,7 +90,7 @@ def test_an_unknown_preset_names_the_known_ones() -> None:
 
 
 def test_the_settings_stay_few() -> None:
-    assert len(fields(ServiceConfig)) <= 15
+    assert len(fields(ServiceConfig)) <= 16
 
 
 @pytest.mark.parametrize("value", ["auto", "off", "0", "8"])

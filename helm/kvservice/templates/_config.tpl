@@ -2,6 +2,7 @@
 {{- define "kvservice.toml" -}}
 service = {{ .Values.cache.service | quote }}
 pool_bytes = {{ printf "%sB" .Values.cache.pool | quote }}
+mirror_bytes = {{ printf "%sB" .Values.cache.mirror | quote }}
 {{- with .Values.cache.slab }}
 slab_bytes = {{ printf "%sB" . | quote }}
 {{- end }}

@@ -14,9 +14,9 @@
 {{- printf "%dMi" $total -}}
 {{- end -}}
 
-{{/* /dev/shm of a Ray pod: the pool, Ray's object store, what engines use. */}}
+{{/* /dev/shm of a Ray pod: the pool, the mirror, Ray's object store, what engines use. */}}
 {{- define "kvservice.rayShm" -}}
-{{- include "kvservice.sum" (list .Values.cache.pool .Values.ray.objectStore .Values.ray.engineShm) -}}
+{{- include "kvservice.sum" (list .Values.cache.pool .Values.cache.mirror .Values.ray.objectStore .Values.ray.engineShm) -}}
 {{- end -}}
 
 {{/* Seconds from the start of preStop to SIGKILL. */}}

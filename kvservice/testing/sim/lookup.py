@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from kvservice.core.announce import Announcer, Update
 from kvservice.core.index import DirectoryIndex, Outcome
-from kvservice.core.keys import partition_of, route_of_head
+from kvservice.core.keys import KEYS_PER_REQUEST_MAX as SNAPSHOT_KEYS
+from kvservice.core.keys import partition_of, route_of_head, unpack_keys
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.testing.sim.world import Process, World
 from kvservice.units import BlockKey, NodeId
@@ -37,6 +38,15 @@ class LookupShard(Process):
         self.index.expire(self.clock())
         self.index.sweep(64)
         self.after(SWEEP_SECONDS, self._sweep)
+
+    def keys_of(self, node_id: NodeId) -> set[BlockKey]:
+        """All that this node holds."""
+        keys: set[BlockKey] = set()
+        row: int | None = 0
+        while row is not None:
+            held, row = self.index.snapshot(row, SNAPSHOT_KEYS)
+            keys.update(unpack_keys(held.get(node_id, b"")))
+        return keys
 
     def announce(self, node: Holder, update: Update, reply: Callable[[Outcome, int], None]) -> None:
         outcome = self.index.apply(

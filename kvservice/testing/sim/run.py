@@ -152,12 +152,7 @@ class Run:
                 if counts.get(state):
                     raise Violation(f"{node.name} has {counts[state]} slots {state} after everything ended")
             held = {block.key for block in node.state.blocks()}
-            said = {
-                key
-                for lookup in self.lookups
-                for key in lookup.index.keys()  # noqa: SIM118  no mapping
-                if node.node_id in lookup.index.held_by([key])
-            }
+            said = {key for lookup in self.lookups for key in lookup.keys_of(node.node_id)}
             if held != said:
                 raise Violation(
                     f"the directory says {node.name} holds {len(said)} blocks, it holds {len(held)}: "

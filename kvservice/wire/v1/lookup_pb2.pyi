@@ -73,22 +73,26 @@ class AnnounceReply(_message.Message):
     def __init__(self, outcome: _Optional[_Union[AnnounceReply.Outcome, str]] = ..., lookup_epoch: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("heartbeat_seconds",)
+    HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    heartbeat_seconds: float
+    def __init__(self, heartbeat_seconds: _Optional[float] = ...) -> None: ...
 
 class WatchEvent(_message.Message):
-    __slots__ = ("node", "added", "removed", "reset", "snapshot_end")
+    __slots__ = ("node", "added", "removed", "reset", "snapshot_end", "hidden")
     NODE_FIELD_NUMBER: _ClassVar[int]
     ADDED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_END_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
     node: _common_pb2.NodeInfo
     added: bytes
     removed: bytes
     reset: bool
     snapshot_end: bool
-    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., reset: bool = ..., snapshot_end: bool = ...) -> None: ...
+    hidden: bool
+    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., reset: bool = ..., snapshot_end: bool = ..., hidden: bool = ...) -> None: ...
 
 class FindNodeRequest(_message.Message):
     __slots__ = ("node_id",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvservice.core.index import Change, DirectoryIndex, longest_prefix
+from kvservice.core.keys import pack_keys, unpack_keys
 from kvservice.core.membership import Outcome
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.units import BlockKey, BootEpoch, NodeId
@@ -153,7 +154,7 @@ def test_bit_of_a_forgotten_node_is_not_reused_before_it_is_swept() -> None:
     sweep_all(index, 8)
     index.apply(B, 1, keys(61), full_begin=True, full_end=True, now=0.0)
     assert asked(index, range(62)) == [(60, 1, "c"), (61, 1, "b")]
-    assert index._bit_count == 2, "bits are reused after the sweep"
+    assert index._holders.bit_count == 2, "bits are reused after the sweep"
 
 
 def test_bits_do_not_grow_with_restarts() -> None:
@@ -161,7 +162,7 @@ def test_bits_do_not_grow_with_restarts() -> None:
     for epoch in range(1, 200):
         index.apply(node("a", epoch), 1, keys(*range(5)), full_begin=True, full_end=True, now=0.0)
         sweep_all(index)
-    assert index._bit_count <= 2
+    assert index._holders.bit_count <= 2
 
 
 def test_node_retired_during_a_sweep_waits_for_the_next_one() -> None:
@@ -218,17 +219,36 @@ def test_changes_are_recorded_for_watchers_only() -> None:
     index.apply(B, 1, full_begin=True, full_end=True, now=0.0)
     index.expire(30.0)
     assert index.changes[:3] == [
-        Change(A, keys(4), ()),
-        Change(A, keys(5), (), reset=True),
-        Change(B, (), (), reset=True),
+        Change(A, pack_keys(keys(4))),
+        Change(A, pack_keys(keys(5)), reset=True),
+        Change(B, reset=True),
     ]
     assert {(change.node, change.reset) for change in index.changes[3:]} == {(A, True), (B, True)}
+
+
+def test_watchers_are_told_of_nodes_that_are_hidden_come_back_or_move() -> None:
+    index = index_with(a=range(2))
+    index.record_changes = True
+    index.expire(2.9)
+    assert index.changes == []
+    index.expire(3.0)
+    assert index.changes == [Change(A, hidden=True)]
+    index.apply(A, 2, now=4.0)
+    moved = Holder(NodeId("a"), "moved:2", BootEpoch(1))
+    index.apply(moved, 3, now=4.0)
+    assert index.changes[1:] == [Change(A), Change(moved)]
 
 
 def test_snapshot_is_by_node_and_without_forgotten_ones() -> None:
     index = index_with(a=range(3), b=range(2, 4), c=range(4))
     index.apply(C, 2, leaving=True, now=0.0)
-    assert index.held_by(index.keys()) == {"a": keys(0, 1, 2), "b": keys(2, 3)}
+    found: dict[str, set[BlockKey]] = {}
+    row: int | None = 0
+    while row is not None:
+        held, row = index.snapshot(row, 2)
+        for name, packed in held.items():
+            found.setdefault(name, set()).update(unpack_keys(packed))
+    assert found == {"a": set(keys(0, 1, 2)), "b": set(keys(2, 3))}
 
 
 @pytest.mark.parametrize("broken", ["count", "bit", "mask"])
@@ -237,9 +257,9 @@ def test_invariants_notice_damage(broken: str) -> None:
     if broken == "count":
         index._block_counts[NodeId("a")] = 2
     elif broken == "bit":
-        index._free_bits.append(0)
+        index._holders._free_bits.append(0)
     else:
-        index._masks[keys(0)[0]] = 1 << 9
+        index._holders.table.put(keys(0)[0], index._holders._number(1 << 9))
     with pytest.raises(AssertionError):
         index.check_invariants()
 

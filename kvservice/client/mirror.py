@@ -1,0 +1,157 @@
+"""Reads the node's mirror of the directory, which its shard keeps in shared memory: lookups without a call.
+
+For the shard itself and for other processes of the node. Used by one thread at a time; never blocks for longer than
+opening a file takes, and that once a second at most. Whatever is wrong with a mirror, the answer is "ask the lookup
+shards".
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from kvservice.client import discovery
+from kvservice.core.messages import HolderRun
+from kvservice.core.mirror import Feed, MirrorReader
+from kvservice.errors import SegmentError
+from kvservice.memory.mirror_segment import MirrorSegment
+
+LOOK_AGAIN_SECONDS = 1.0
+MAPPED_AT_ONCE = 16 << 20  # about a millisecond
+
+
+class Mirror(Protocol):
+    """What LookupClient needs of one."""
+
+    def reader(self, now: float) -> MirrorReader | None: ...
+
+    def close(self) -> None: ...
+
+
+class OwnMirror:
+    """The shard's own view of what it writes."""
+
+    def __init__(self, reader: MirrorReader) -> None:
+        self._reader = reader
+
+    def reader(self, now: float) -> MirrorReader | None:
+        return self._reader
+
+    def close(self) -> None:
+        """The shard closes what it writes."""
+
+
+class NodeMirror:
+    """Of the node with this directory (client.discovery). Follows the shard over its restarts."""
+
+    def __init__(self, directory: Path) -> None:
+        self._link = directory / discovery.MIRROR_NAME
+        self._segment: MirrorSegment | None = None
+        self._reader: MirrorReader | None = None
+        self._look_at = 0.0
+
+    def reader(self, now: float) -> MirrorReader | None:
+        """None when there is none that can be read."""
+        if now >= self._look_at:
+            self._look_at = now + LOOK_AGAIN_SECONDS
+            self._look()
+        return self._reader
+
+    def _look(self) -> None:
+        try:
+            path = self._link.readlink()
+            if self._segment is not None and path.stat().st_ino == self._segment.inode:
+                self.map_ahead(MAPPED_AT_ONCE)
+                return
+            self.close()
+            segment = MirrorSegment.attach(path)
+        except (OSError, SegmentError):
+            self.close()
+            return
+        try:
+            self._reader = MirrorReader(segment.buffer)
+        except ValueError:  # being made, or of another version
+            segment.close()
+            return
+        self._segment = segment
+
+    def map_ahead(self, bytes_max: int) -> None:
+        """Lookups are a few times slower in memory that this process has not touched yet."""
+        if self._segment is not None and self._reader is not None:
+            self._segment.map_ahead(self._reader.used_bytes, bytes_max)
+
+    def close(self) -> None:
+        """Idempotent; a later `reader` opens it again."""
+        segment, reader = self._segment, self._reader
+        self._segment = self._reader = None
+        if reader is not None:
+            reader.close()
+        if segment is not None:
+            segment.close()
+
+
+def find_mirror(
+    addresses: Sequence[str], service: str | None = None, runtime_root: Path | None = None
+) -> Mirror | None:
+    """The mirror of a shard of this machine that knows these lookup shards. Blocks like find_shards, and for mapping
+    the whole of it, a tenth of a second for a GiB."""
+    for record in discovery.find_shards(service, runtime_root):
+        directory = discovery.node_directory(record.service, record.node_id, runtime_root)
+        if record.lookup_addresses == tuple(addresses) and (directory / discovery.MIRROR_NAME).is_symlink():
+            mirror = NodeMirror(directory)
+            if mirror.reader(time.monotonic()) is not None:
+                mirror.map_ahead(sys.maxsize)
+            return mirror
+    return None
+
+
+class MirroredLookup:
+    """What a mirror answers for one client, and why it did not; the reasons are counted."""
+
+    def __init__(self, mirror: Mirror | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._mirror = mirror
+        self._clock = clock
+        self.counters: Counter[str] = Counter()
+
+    @property
+    def has_mirror(self) -> bool:
+        return self._mirror is not None
+
+    def set_mirror(self, mirror: Mirror | None) -> None:
+        """Take this one from now on. The one before is closed."""
+        before, self._mirror = self._mirror, mirror
+        if before is not None:
+            before.close()
+
+    def live(self, partition_count: int) -> tuple[MirrorReader | None, list[bool]]:
+        """The reader, and which partitions it can answer for."""
+        if self._mirror is None:
+            return None, []
+        now = self._clock()
+        reader = self._mirror.reader(now)
+        if reader is None:
+            self.counters["mirror_fallback_absent"] += 1
+            return None, []
+        if reader.partition_count != partition_count:
+            self.counters["mirror_fallback_other_partitions"] += 1
+            return None, []
+        return reader, [self._is_live(reader.feed(partition, now)) for partition in range(partition_count)]
+
+    def _is_live(self, feed: Feed) -> bool:
+        if feed is Feed.LIVE:
+            return True
+        self.counters[f"mirror_fallback_{feed.name.lower()}"] += 1
+        return False
+
+    def resolve(self, reader: MirrorReader, packed: bytes) -> list[HolderRun] | None:
+        """None when the lookup shard has to be asked after all."""
+        runs = reader.resolve(packed)
+        if runs is None:
+            self.counters["mirror_fallback_sets"] += 1
+        else:
+            self.counters["mirror_answers"] += 1
+        return runs

@@ -1,0 +1,458 @@
+"""A table of block keys in one piece of memory: 16-byte key -> number, for millions of keys and for readers elsewhere.
+
+Owns the layout of that memory and nothing else: private memory of the caller's, or shared memory with one writer and
+readers in other processes, which take no lock. A reader that looks while a key moves may miss it, or see the number it
+had before; it never fails and never loops. Pure, one writer.
+
+Rows of 144 bytes, seven entries each: seven first halves of keys, seven second halves, seven numbers (u32, 0 = empty)
+and a count of keys that wanted this row and lie further on. Linear hashing: the table grows by splitting its next few
+rows, so it never copies itself, and an entry only ever moves to a row further on. A walk over the rows from the first
+to the last therefore sees every key that was there all along. The first 64 bytes hold the number of rows in use, the
+number of keys, and what mixes keys into rows.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["BlockTable", "Keys", "Positions", "keys_array", "native", "private_table", "rows_for", "table_bytes"]
+
+Keys = NDArray[np.uint64]  # (n, 2): the two halves of each key
+Numbers = NDArray[np.uint32]
+Positions = NDArray[np.int64]  # of entries: indices into the table as u32; -1 = not there
+
+Find = Callable[[memoryview, int, int, Keys | bytes, Numbers | None, Positions | None], None]
+
+
+def _native() -> Find | None:
+    """The compiled reader; None where the installation had no compiler."""
+    try:
+        from kvservice.core._probe import find
+    except ImportError:
+        return None
+    return find
+
+
+native = _native()
+
+HEADER_BYTES = 64
+ENTRIES = 7
+ROW_WORDS = 18
+ROW_BYTES = 8 * ROW_WORDS
+ROW_U32 = 2 * ROW_WORDS
+FIRST_NUMBER = 4 * ENTRIES  # within a row as u32
+OVERFLOW = FIRST_NUMBER + ENTRIES
+PROBES = 32  # rows that one key may lie in
+ROWS_MIN = 64
+SMALL_ROWS = 4096
+FEW = 24  # up to so many keys a loop is faster than an array
+# Growing begins when the rows that were not split yet are this full, and is over before they are as full as that.
+FULL_AT_START, FULL_AT_END = 0.55, 0.72
+
+_KEY = struct.Struct("<QQ")
+_M64 = (1 << 64) - 1
+_K1 = 0x9E3779B97F4A7C15
+_NK1, _N32 = np.uint64(_K1), np.uint64(32)
+MIXER, OTHER_MIXER = 0xD6E8FEB86659FD93, 0xC2B2AE3D27D4EB4F
+MIXER_AT = 2  # in the head
+
+
+def keys_array(packed: bytes | bytearray | memoryview) -> Keys:
+    """Packed keys as an array over the same memory. The length is a multiple of 16."""
+    return np.frombuffer(packed, dtype="<u8").reshape(-1, 2)
+
+
+def table_bytes(rows: int) -> int:
+    """Memory of a table of so many rows."""
+    return HEADER_BYTES + (rows + PROBES - 1) * ROW_BYTES
+
+
+def rows_for(key_count: int) -> int:
+    """Rows that so many keys need at most."""
+    return max(ROWS_MIN, int(key_count * 2 / (ENTRIES * FULL_AT_END)) + PROBES)
+
+
+def private_table(key_count: int) -> BlockTable:
+    """An empty table for up to so many keys. Begins small, and moves once to memory for all of them, which is taken
+    from the system only where it is used."""
+    rows = rows_for(key_count)
+    return BlockTable(_zeroes(min(rows, SMALL_ROWS)), fresh=True, then_rows=rows)
+
+
+def _zeroes(rows: int) -> memoryview:
+    return np.zeros((table_bytes(rows) + 7) // 8, np.uint64).data.cast("B")
+
+
+class BlockTable:
+    """`fresh`: the buffer is zeroes and this is the writer. Otherwise this only reads what another one writes.
+
+    `mixer` is odd and decides which rows keys lie in. A table that is filled in the order of another one's rows needs
+    another mixer than that one: with the same, its first rows would be full long before the others.
+    `row_limit` is the number of rows that may be used of those that fit into the buffer; its owner may raise it."""
+
+    def __init__(self, buffer: memoryview, *, fresh: bool, then_rows: int = 0, mixer: int = MIXER) -> None:
+        self._then_rows = then_rows
+        self.dropped_full = 0
+        self._one, self._at = np.zeros(1, np.uint32), np.zeros(1, np.int64)
+        self._bind(buffer)
+        if fresh:
+            self._head[0], self._head[MIXER_AT] = ROWS_MIN, mixer
+        self._mixer = int(self._head[MIXER_AT])
+        self._mixer64 = np.uint64(self._mixer)
+
+    def _bind(self, buffer: memoryview) -> None:
+        self.row_count_max = (len(buffer) - HEADER_BYTES) // ROW_BYTES - PROBES + 1
+        assert self.row_count_max >= ROWS_MIN, "too small for a table"
+        size = table_bytes(self.row_count_max)
+        self._head = buffer[:HEADER_BYTES].cast("Q")
+        self._body = body = buffer[HEADER_BYTES:size]
+        self._words, self._cells = body.cast("Q"), body.cast("I")
+        self._rows = np.frombuffer(body, np.uint64).reshape(-1, ROW_WORDS)
+        self._numbers = np.frombuffer(body, np.uint32)
+        self._tails = self._numbers.reshape(-1, ROW_U32)[:, FIRST_NUMBER:]
+        self.row_limit = self.row_count_max
+
+    def __len__(self) -> int:
+        return int(self._head[1])
+
+    @property
+    def row_count(self) -> int:
+        """Rows that keys are spread over. Of shared memory: made valid, whatever stands there."""
+        return min(max(int(self._head[0]), ROWS_MIN), self.row_count_max)
+
+    @property
+    def walk_end(self) -> int:
+        """Where a walk over the rows ends: some keys lie in rows behind the last one."""
+        return self.row_count + PROBES - 1
+
+    def close(self) -> None:
+        """Let go of the buffer."""
+        empty = memoryview(bytearray(8))
+        self._rows = np.zeros((1, 1), np.uint64)
+        self._numbers = self._tails = np.zeros((1, 1), np.uint32)
+        for view in (self._head, self._words, self._cells, self._body):
+            view.release()
+        self._head, self._words, self._cells = empty.cast("Q"), empty.cast("Q"), empty.cast("I")
+
+    # -- reading ----
+
+    def get(self, key: bytes) -> int:
+        """The number of one key, 0 when it is not there."""
+        if native is not None:
+            native(self._body, self.row_count, self._mixer, key, self._one, None)
+            return int(self._one[0])
+        position = self._find_one(*_KEY.unpack(key))
+        return 0 if position < 0 else self._cells[position]
+
+    def get_many(self, keys: Keys) -> Numbers:
+        """The number of each key, 0 when it is not there."""
+        if native is not None:
+            answer = np.empty(len(keys), np.uint32)
+            native(self._body, self.row_count, self._mixer, keys, answer, None)
+            return answer
+        first, second = keys[:, 0], keys[:, 1]
+        found = np.zeros(len(keys), np.uint32)
+        homes = self._homes(first, second)
+        waiting: NDArray[np.int64] | None = None
+        for probe in range(PROBES):
+            rows = self._rows.take(homes, axis=0)
+            at, entry = self._matches(rows, first, second)
+            cells = rows.view(np.uint32)
+            numbers = cells.reshape(-1).take(at * ROW_U32 + (entry + FIRST_NUMBER))
+            some = numbers != 0
+            if not some.all():
+                at, numbers = at[some], numbers[some]
+            found[at if waiting is None else waiting[at]] = numbers
+            overflow = cells[:, OVERFLOW] != 0
+            overflow[at] = False
+            on = np.flatnonzero(overflow)
+            if not len(on) or probe == PROBES - 1:
+                break
+            waiting = on if waiting is None else waiting[on]
+            homes, first, second = homes[on] + 1, first[on], second[on]
+        return found
+
+    def find(self, keys: Keys) -> Positions:
+        """Where each key lies, -1 when it is not there. Good until the next change."""
+        if len(keys) <= FEW:
+            return np.array([self._find_one(first, second) for first, second in keys.tolist()], np.int64)
+        if native is not None:
+            positions = np.empty(len(keys), np.int64)
+            native(self._body, self.row_count, self._mixer, keys, None, positions)
+            return positions
+        first, second = keys[:, 0], keys[:, 1]
+        found = np.full(len(keys), -1, np.int64)
+        homes = self._homes(first, second)
+        waiting = np.arange(len(keys))
+        for _ in range(PROBES):
+            rows = self._rows.take(homes, axis=0)
+            at, entry = self._matches(rows, first, second)
+            positions = homes[at] * ROW_U32 + (entry + FIRST_NUMBER)
+            some = self._numbers.take(positions) != 0
+            at = at[some]
+            found[waiting[at]] = positions[some]
+            overflow = rows.view(np.uint32)[:, OVERFLOW] != 0
+            overflow[at] = False
+            on = np.flatnonzero(overflow)
+            if not len(on):
+                break
+            waiting, homes, first, second = waiting[on], homes[on] + 1, first[on], second[on]
+        return found
+
+    def numbers_at(self, positions: Positions) -> Numbers:
+        """Numbers of these entries; 0 for -1."""
+        numbers = self._numbers.take(positions, mode="wrap")
+        numbers[positions < 0] = 0
+        return numbers
+
+    def entries(self, row: int, count: int) -> tuple[Keys, Numbers, Positions]:
+        """What lies in `count` rows from `row` on."""
+        end = min(row + count, self.walk_end)
+        numbers = self._tails[row:end, :ENTRIES]
+        at, entry = np.nonzero(numbers)
+        rows = self._rows[row:end]
+        keys = np.empty((len(at), 2), np.uint64)
+        keys[:, 0], keys[:, 1] = rows[at, entry], rows[at, entry + ENTRIES]
+        return keys, numbers[at, entry], (at + row) * ROW_U32 + (entry + FIRST_NUMBER)
+
+    def rows_of(self, row: int, limit: int) -> int:
+        """How many rows from `row` on hold `limit` keys at most; at least 1, at most `limit`."""
+        counts = np.count_nonzero(self._tails[row : min(row + limit, self.walk_end), :ENTRIES], axis=1)
+        return max(1, int(np.searchsorted(counts.cumsum(), limit, side="right")))
+
+    # -- writing ----
+
+    def set_at(self, positions: Positions, numbers: Numbers) -> None:
+        """Give entries that exist other numbers, none of them 0."""
+        self._numbers[positions] = numbers
+
+    def put(self, key: bytes, number: int) -> bool:
+        """Add one key or change its number, which is not 0. False when there is no room."""
+        position = self._position(key)
+        if position >= 0:
+            self._cells[position] = number
+            return True
+        self.grow(1)
+        first, second = _KEY.unpack(key)
+        return self._insert_one(first, second, number)
+
+    def insert_many(self, keys: Keys, numbers: Numbers) -> NDArray[np.bool_]:
+        """Add keys that are not there, all different, with numbers that are not 0. False for those without room."""
+        self.grow(len(keys))
+        if len(keys) > FEW:
+            return self._insert(keys, numbers)
+        rows = zip(keys.tolist(), numbers.tolist(), strict=True)
+        return np.array([self._insert_one(first, second, number) for (first, second), number in rows], np.bool_)
+
+    def remove(self, key: bytes) -> None:
+        """Take one key out, if it is there."""
+        position = self._position(key)
+        if position >= 0:
+            self._remove_one(position)
+
+    def remove_at(self, positions: Positions) -> None:
+        """Take entries out, each once."""
+        if len(positions) <= FEW:
+            for position in positions.tolist():
+                self._remove_one(position)
+            return
+        at, cell = np.divmod(positions, ROW_U32)
+        entry = cell - FIRST_NUMBER
+        homes = self._homes(self._rows[at, entry], self._rows[at, entry + ENTRIES])
+        self._clear(positions, homes)
+
+    def grow(self, more: int) -> None:
+        """Make room for so many more keys, as far as `row_limit` allows: splits a number of rows in proportion."""
+        while True:
+            limit = min(self.row_limit, self.row_count_max)
+            rows = self.row_count
+            level = 1 << (rows.bit_length() - 1)
+            expected = len(self) + more
+            if expected <= FULL_AT_START * ENTRIES * level:
+                return
+            if rows >= limit:
+                if self._then_rows <= limit:
+                    return
+                self._move()
+                continue
+            # In proportion, so that the last row is split when the others are full to FULL_AT_END.
+            progress = (expected / (ENTRIES * level) - FULL_AT_START) / (FULL_AT_END - FULL_AT_START)
+            wanted = min(limit, level + min(level, int(level * progress) + 1))
+            if wanted <= rows:
+                return
+            self._split(rows, wanted - rows)
+
+    def rows_wanted(self, more: int) -> int:
+        """How many rows there should be for so many more keys."""
+        return rows_for(len(self) + more)
+
+    # -- inside ----
+
+    def _home(self, first: int, second: int) -> int:
+        mixed = first ^ (second * _K1 & _M64)
+        mixed ^= mixed >> 32
+        hashed = (mixed * self._mixer & _M64) >> 32
+        rows = self.row_count
+        mask = (1 << rows.bit_length()) - 1
+        home = hashed & mask
+        return home if home < rows else hashed & mask >> 1
+
+    def _homes(self, first: NDArray[np.uint64], second: NDArray[np.uint64], rows: int = 0) -> NDArray[np.int64]:
+        rows = rows or self.row_count
+        mask = (1 << rows.bit_length()) - 1
+        mixed = second * _NK1
+        mixed ^= first
+        mixed ^= mixed >> _N32
+        mixed *= self._mixer64
+        mixed >>= _N32
+        hashed = mixed.view(np.int64)
+        homes: NDArray[np.int64] = hashed & mask
+        if rows != mask + 1 >> 1:
+            beyond = homes >= rows
+            homes[beyond] &= mask >> 1
+        else:
+            homes &= mask >> 1
+        return homes
+
+    @staticmethod
+    def _matches(
+        rows: NDArray[np.uint64], first: NDArray[np.uint64], second: NDArray[np.uint64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(index of the key, entry in its row) wherever the key stands, also where it was taken out."""
+        hits = np.flatnonzero(rows[:, :ENTRIES] == first[:, None])
+        at = hits // ENTRIES
+        entry = hits - at * ENTRIES
+        same = rows.reshape(-1).take(at * ROW_WORDS + (entry + ENTRIES)) == second[at]
+        if same.all():
+            return at, entry
+        return at[same], entry[same]
+
+    def _position(self, key: bytes) -> int:
+        if native is not None:
+            native(self._body, self.row_count, self._mixer, key, None, self._at)
+            return int(self._at[0])
+        return self._find_one(*_KEY.unpack(key))
+
+    def _find_one(self, first: int, second: int) -> int:
+        home = self._home(first, second)
+        words, cells = self._words, self._cells
+        for row in range(home, home + PROBES):
+            start, cell = row * ROW_WORDS, row * ROW_U32 + FIRST_NUMBER
+            halves = words[start : start + ENTRIES].tolist()
+            if first in halves:
+                for entry in range(ENTRIES):
+                    if halves[entry] == first and words[start + ENTRIES + entry] == second and cells[cell + entry]:
+                        return cell + entry
+            if not cells[cell + ENTRIES]:
+                break
+        return -1
+
+    def _insert_one(self, first: int, second: int, number: int) -> bool:
+        home = self._home(first, second)
+        cells = self._cells
+        for row in range(home, home + PROBES):
+            cell = row * ROW_U32 + FIRST_NUMBER
+            numbers = cells[cell : cell + ENTRIES].tolist()
+            if 0 in numbers:
+                entry = numbers.index(0)
+                self._words[row * ROW_WORDS + entry] = first
+                self._words[row * ROW_WORDS + ENTRIES + entry] = second
+                for passed in range(home, row):
+                    cells[passed * ROW_U32 + OVERFLOW] += 1
+                cells[cell + entry] = number
+                self._head[1] += 1
+                return True
+        self.dropped_full += 1
+        return False
+
+    def _remove_one(self, position: int) -> None:
+        row, cell = divmod(position, ROW_U32)
+        word = row * ROW_WORDS + cell - FIRST_NUMBER
+        self._cells[position] = 0
+        self._head[1] -= 1
+        for passed in range(self._home(self._words[word], self._words[word + ENTRIES]), row):
+            self._cells[passed * ROW_U32 + OVERFLOW] -= 1
+
+    def _clear(self, positions: Positions, homes: NDArray[np.int64]) -> None:
+        self._numbers[positions] = 0
+        self._head[1] -= len(positions)
+        self._count_overflow(homes, positions // ROW_U32, -1)
+
+    def _insert(self, keys: Keys, numbers: Numbers, rows_then: int = 0) -> NDArray[np.bool_]:
+        """`rows_then`: where they belong when so many rows are in use."""
+        homes = self._homes(keys[:, 0], keys[:, 1], rows_then)
+        placed = np.full(len(keys), -1, np.int64)  # row of each key
+        waiting = np.argsort(homes)
+        rows = homes[waiting]
+        for probe in range(PROBES):
+            # Of keys that want the same row, the n-th takes its n-th empty entry.
+            starts = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1])))
+            counts = np.diff(np.append(starts, len(rows)))
+            rank = np.arange(len(rows)) - np.repeat(starts, counts)
+            free = (self._tails[rows, :ENTRIES] == 0).cumsum(axis=1)
+            fits = rank < free[:, -1]
+            entry = (free == rank[:, None] + 1).argmax(axis=1)[fits]
+            at, which = rows[fits], waiting[fits]
+            self._rows[at, entry] = keys[which, 0]
+            self._rows[at, entry + ENTRIES] = keys[which, 1]
+            self._numbers[at * ROW_U32 + (entry + FIRST_NUMBER)] = numbers[which]
+            placed[which] = at
+            if fits.all() or probe == PROBES - 1:
+                break
+            on = ~fits
+            waiting, rows = waiting[on], rows[on] + 1
+        done: NDArray[np.bool_] = placed >= 0
+        count = int(np.count_nonzero(done))
+        self._head[1] += count
+        self.dropped_full += len(keys) - count
+        self._count_overflow(homes[done], placed[done], 1)
+        return done
+
+    def _count_overflow(self, homes: NDArray[np.int64], rows: NDArray[np.int64], by: int) -> None:
+        far = np.flatnonzero(rows > homes)
+        row, end = homes[far], rows[far]
+        while len(row):
+            # Wraps around for -1, as u32 does.
+            np.add.at(self._numbers, row * ROW_U32 + OVERFLOW, np.uint32(by & 0xFFFF_FFFF))
+            row += 1
+            left = row < end
+            row, end = row[left], end[left]
+
+    def _move(self) -> None:
+        """To memory of the final size."""
+        head, rows, used = self._head, self._rows, self.walk_end
+        self._bind(_zeroes(self._then_rows))
+        self._head[:] = head
+        self._rows[:used] = rows[:used]
+
+    def _split(self, rows: int, count: int) -> None:
+        """Give the next `count` rows to use: keys of the rows that they share move there."""
+        level = 1 << (rows.bit_length() - 1)
+        first = rows - level
+        keys, numbers, positions = self.entries(first, count + PROBES - 1)
+        homes = self._homes(keys[:, 0], keys[:, 1])
+        moving = (homes >= first) & (homes < first + count)
+        moving &= self._homes(keys[:, 0], keys[:, 1], rows + count) != homes
+        # In this order a reader finds each key before, during and after, unless it looks all the while.
+        self._insert(keys[moving], numbers[moving], rows + count)
+        self._head[0] = rows + count
+        self._clear(positions[moving], homes[moving])
+
+    def check_invariants(self) -> None:
+        """Recounts everything."""
+        keys, _, positions = self.entries(0, self.walk_end)
+        names = {key.tobytes() for key in keys}
+        assert len(names) == len(keys), "a key is there twice"
+        assert len(keys) == len(self), f"{len(keys)} keys, the counter says {len(self)}"
+        homes, rows = self._homes(keys[:, 0], keys[:, 1]), positions // ROW_U32
+        assert ((homes <= rows) & (rows < homes + PROBES)).all(), "a key is where it is not looked for"
+        overflow = np.zeros(self.walk_end + 1, np.int64)
+        np.add.at(overflow, homes, 1)
+        np.add.at(overflow, rows, -1)
+        counted = self._tails[: self.walk_end, ENTRIES]
+        assert (counted == overflow.cumsum()[:-1]).all(), "an overflow counter is wrong"
+        assert self.row_count <= self.row_limit or self.row_count == ROWS_MIN, "more rows than allowed"

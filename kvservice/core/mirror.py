@@ -1,0 +1,353 @@
+"""The directory as one node knows it, in one piece of memory that others read: what the watch streams of all lookup
+shards said, and how fresh that is.
+
+Owns the layout of that memory and the decisions: what an event changes, and what may be answered from it. Pure; the
+segment and the streams are others'. One writer; readers take no lock. What a reader makes of a torn write is at worst a
+wrong hint, as any answer of the directory may be, because bytes are verified wherever they come from.
+
+    0       head, 4 KiB     magic, layout, epoch of the writer, sizes, versions
+    4 KiB   feeds           per partition of the directory: state, when it was last heard of (monotonic, ns)
+    8 KiB   nodes, 512 B each, then sets of them, 64 B each, then the table of keys (core.block_table)
+
+Every (partition, node) has a number of its own, since each partition resets its own keys. A record says which node it
+is and whether it counts now, so hiding or forgetting a node is one write.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import islice
+
+from kvservice.core.block_table import ENTRIES, FULL_AT_END, OTHER_MIXER, ROWS_MIN, BlockTable, table_bytes
+from kvservice.core.holder_table import HolderTable, bits_of, number_runs
+from kvservice.core.keys import KEY_BYTES
+from kvservice.core.messages import Holder, HolderRun
+from kvservice.units import BootEpoch, NodeId
+
+MAGIC = b"KVSMIRR1"
+LAYOUT = 1
+PAGE = 4096
+PARTITIONS_MAX = PAGE // 16
+NODES_MAX = 4096
+NODE_BYTES = 512
+SETS_MAX = 32_768
+SET_BYTES = 64
+SET_HOLDERS_MAX = SET_BYTES // 2 - 1  # of more, so many are named
+STALE_SECONDS = 3.0  # as long as a node may be silent before the directory hides it
+NODES_AT = 2 * PAGE
+SETS_AT = NODES_AT + NODES_MAX * NODE_BYTES
+TABLE_AT = SETS_AT + SETS_MAX * SET_BYTES
+AHEAD_ROWS = 8192  # usable before they are needed
+SWEEP_KEYS = 4096
+
+_HEAD = struct.Struct("<8sQQQQ")  # magic, layout, epoch, partitions, rows
+_NODE = struct.Struct("<IBBHHQ")  # crc of what follows, counts, -, bytes of the name, of the address, boot epoch
+_SET = struct.Struct(f"<{SET_BYTES // 2}H")  # number of holders, then their numbers
+_NODES_VERSION, _SETS_VERSION = 16, 17  # of the head as u64
+
+
+class Feed(IntEnum):
+    """What a partition's part of the mirror is good for."""
+
+    NEVER = 0  # nothing was heard yet
+    SYNCING = 1  # a snapshot is under way
+    LIVE = 2
+    FULL = 3  # did not fit: what is not found here may be held after all
+    STALE = 4  # live, but not heard of for too long. Not written: the reader's judgement
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorEvent:
+    """One event of a partition's watch stream. Without a node it says only that the stream lives."""
+
+    node: Holder | None = None
+    added: bytes = b""  # packed keys
+    removed: bytes = b""
+    reset: bool = False
+    hidden: bool = False
+    snapshot_end: bool = False
+
+
+def mirror_rows(size: int) -> int:
+    """Rows of the table of a mirror of at most so many bytes: a power of two, because more are of no use before the
+    next one. 0 when it is too little."""
+    rows = ROWS_MIN
+    while mirror_bytes(rows * 2) <= size:
+        rows *= 2
+    return rows if mirror_bytes(rows) <= size else 0
+
+
+def mirror_bytes(rows: int) -> int:
+    return TABLE_AT + table_bytes(rows)
+
+
+def keys_that_fit(rows: int) -> int:
+    return int(rows * ENTRIES * FULL_AT_END)
+
+
+class MirrorWriter:
+    """Over zeroed memory of `mirror_bytes(rows)`. The caller makes memory usable before it is written: everything up to
+    TABLE_AT at first, then as `rows_ahead` says, and tells with `allow_rows`. `now` is monotonic, in seconds."""
+
+    def __init__(self, buffer: memoryview, partition_count: int, epoch: int) -> None:
+        assert 0 < partition_count <= PARTITIONS_MAX
+        self._buffer = buffer
+        self._words = buffer[:NODES_AT].cast("Q")
+        self._table = BlockTable(buffer[TABLE_AT:], fresh=True, mixer=OTHER_MIXER)  # it is fed from tables
+        self._table.row_limit = ROWS_MIN
+        self._holders = HolderTable(self._table, keys_that_fit(self._table.row_count_max), self._write_set)
+        self._bits: list[dict[NodeId, int]] = [{} for _ in range(partition_count)]
+        self._counts: dict[int, int] = {}  # keys by bit
+        self._records: dict[int, tuple[Holder, bool]] = {}  # as written, by bit
+        self.counters: Counter[str] = Counter()
+        _HEAD.pack_into(buffer, 0, MAGIC, LAYOUT, epoch, partition_count, self._table.row_count_max)
+
+    def close(self) -> None:
+        """Let go of the buffer."""
+        self._table.close()
+        self._words.release()
+        self._buffer.release()
+
+    # -- memory ----
+
+    @property
+    def rows_ahead(self) -> int:
+        """How many rows of the table should be usable by now."""
+        used = self._table.row_count
+        return min(self._table.row_count_max, used + used // 8 + AHEAD_ROWS)
+
+    @property
+    def rows_needed(self) -> int:
+        """How many should be usable before the next event."""
+        return min(self._table.row_count_max, self._table.row_count + AHEAD_ROWS // 2)
+
+    @property
+    def rows_allowed(self) -> int:
+        return self._table.row_limit
+
+    def allow_rows(self, rows: int) -> None:
+        """Memory of `mirror_bytes(rows)` is usable."""
+        self._table.row_limit = rows
+
+    # -- what is known ----
+
+    @property
+    def key_count(self) -> int:
+        return len(self._holders)
+
+    @property
+    def row_count(self) -> int:
+        return self._table.row_count
+
+    def feed(self, partition: int) -> Feed:
+        return Feed(self._words[PAGE // 8 + 2 * partition])
+
+    def age(self, partition: int, now: float) -> float:
+        """Seconds since the partition was heard of."""
+        return now - self._words[PAGE // 8 + 2 * partition + 1] / 1e9
+
+    # -- events ----
+
+    def begin(self, partition: int) -> None:
+        """A new stream of this partition begins, with a snapshot: what came before is forgotten."""
+        self._set_feed(partition, Feed.SYNCING)
+        self._forget_all(partition)
+
+    def apply(self, partition: int, event: MirrorEvent, now: float) -> None:
+        """Take one event. With many keys it takes milliseconds: give it in pieces, the first of which has the `reset`.
+        A partition that does not fit becomes FULL, and stays so until its next `begin`."""
+        if self.feed(partition) is Feed.FULL:
+            return
+        if event.node is not None:
+            self._apply_node(partition, event.node, event)
+        self._words[PAGE // 8 + 2 * partition + 1] = max(0, int(now * 1e9))
+        if event.snapshot_end and self.feed(partition) is not Feed.FULL:
+            self._set_feed(partition, Feed.LIVE)
+        self.counters["mirror_events"] += 1
+
+    def sweep(self) -> bool:
+        """Take what was forgotten out of some keys. False when nothing is left."""
+        return self._holders.sweep(SWEEP_KEYS) is not None
+
+    def _apply_node(self, partition: int, node: Holder, event: MirrorEvent) -> None:
+        bits = self._bits[partition]
+        if event.reset and node.node_id in bits:
+            self._retire(bits.pop(node.node_id))
+        bit = bits.get(node.node_id)
+        if bit is None:
+            bit = self._holders.take_bit()
+            if bit >= NODES_MAX:
+                self._holders.retire(bit, has_keys=False)
+                self._fill_up(partition)
+                return
+            bits[node.node_id] = bit
+        self._write_node(bit, node, counts=not event.hidden)
+        dropped = self._holders.dropped_full
+        added = self._holders.add(bit, event.added)
+        removed = self._holders.remove(bit, event.removed)
+        self._counts[bit] = self._counts.get(bit, 0) + added - removed
+        self.counters["mirror_keys_taken"] += added + removed
+        # A key that is dropped without that has met some two hundred others in its part of the table: one in millions.
+        if self._holders.dropped_full > dropped and self._is_full():
+            self._fill_up(partition)
+
+    def _is_full(self) -> bool:
+        rows = self._table.row_count
+        return rows >= self._table.row_limit or len(self._holders) >= keys_that_fit(self._table.row_count_max)
+
+    def _fill_up(self, partition: int) -> None:
+        self._set_feed(partition, Feed.FULL)
+        self._forget_all(partition)
+        self.counters["mirror_filled_up"] += 1
+
+    def _forget_all(self, partition: int) -> None:
+        bits, self._bits[partition] = self._bits[partition], {}
+        for bit in bits.values():
+            self._retire(bit)
+
+    def _retire(self, bit: int) -> None:
+        known = self._records.pop(bit, None)
+        if known is not None:
+            self._write_node(bit, known[0], counts=False)
+            del self._records[bit]
+        self._holders.retire(bit, has_keys=self._counts.pop(bit, 0) > 0)
+
+    # -- records ----
+
+    def _set_feed(self, partition: int, feed: Feed) -> None:
+        self._words[PAGE // 8 + 2 * partition] = int(feed)
+
+    def _write_node(self, bit: int, node: Holder, *, counts: bool) -> None:
+        if self._records.get(bit) == (node, counts):
+            return
+        name, address = node.node_id.encode(), node.peer_address.encode()
+        if _NODE.size + len(name) + len(address) > NODE_BYTES:
+            self.counters["mirror_names_too_long"] += 1
+            name = address = b""
+            counts = False
+        body = _NODE.pack(0, counts, 0, len(name), len(address), node.epoch)[4:] + name + address
+        start = NODES_AT + bit * NODE_BYTES
+        self._buffer[start : start + 4 + len(body)] = zlib.crc32(body).to_bytes(4, "little") + body
+        self._records[bit] = (node, counts)
+        self._words[_NODES_VERSION] += 1
+
+    def _write_set(self, number: int, mask: int) -> None:
+        if number >= SETS_MAX:
+            self.counters["mirror_sets_not_named"] += 1
+            return
+        bits = list(islice(bits_of(mask), SET_HOLDERS_MAX))
+        _SET.pack_into(
+            self._buffer, SETS_AT + number * SET_BYTES, len(bits), *bits, *[0] * (SET_HOLDERS_MAX - len(bits))
+        )
+        self._words[_SETS_VERSION] += 1
+
+    def check_invariants(self) -> None:
+        """Recounts everything."""
+        held = self._holders.check_invariants()
+        for bits in self._bits:
+            for bit in bits.values():
+                assert held.get(bit, 0) == self._counts.get(bit, 0), f"number {bit} has {held.get(bit, 0)} keys"
+        owned = [bit for bits in self._bits for bit in bits.values()]
+        assert len(owned) == len(set(owned)) and sorted(owned) == sorted(self._records)
+
+
+class MirrorReader:
+    """Over memory that a MirrorWriter writes, here or in another process. Raises ValueError when it is none, or of
+    another layout. One thread at a time."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        if len(buffer) < TABLE_AT + table_bytes(ROWS_MIN):
+            raise ValueError("too small for a mirror")
+        magic, layout, epoch, partition_count, rows = _HEAD.unpack_from(buffer, 0)
+        if magic != MAGIC:
+            raise ValueError("not a mirror")
+        if layout != LAYOUT:
+            raise ValueError(f"a mirror of layout {layout}, this is for {LAYOUT}")
+        if not 0 < partition_count <= PARTITIONS_MAX or rows < ROWS_MIN or len(buffer) < mirror_bytes(rows):
+            raise ValueError("a mirror with impossible sizes")
+        self.epoch = epoch
+        self.partition_count = partition_count
+        self._buffer = buffer
+        self._words = buffer[:NODES_AT].cast("Q")
+        self._table = BlockTable(buffer[TABLE_AT : mirror_bytes(rows)], fresh=False)
+        self._holders: dict[int, tuple[Holder, ...] | None] = {}  # by number of a set, for _versions
+        self._nodes: dict[int, Holder | None] = {}
+        self._versions = (-1, -1)
+
+    def close(self) -> None:
+        """Let go of the buffer."""
+        self._table.close()
+        self._words.release()
+        self._buffer.release()
+
+    @property
+    def key_count(self) -> int:
+        return len(self._table)
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the buffer, from its beginning on."""
+        return mirror_bytes(self._table.row_count)
+
+    def feed(self, partition: int, now: float) -> Feed:
+        """What may be made of this partition's part; only LIVE answers."""
+        state = self._words[PAGE // 8 + 2 * partition]
+        if state == Feed.LIVE and now - self._words[PAGE // 8 + 2 * partition + 1] / 1e9 > STALE_SECONDS:
+            return Feed.STALE
+        return Feed(state) if state <= Feed.FULL else Feed.NEVER
+
+    def resolve(self, packed: bytes) -> list[HolderRun] | None:
+        """Who holds these keys, as DirectoryIndex.resolve. None when it cannot be told for one of them."""
+        self._refresh()
+        runs: list[HolderRun] = []
+        start = 0
+        current: tuple[Holder, ...] = ()
+        for head, number in number_runs(self._table, packed):
+            holders = self._holders_of(number)
+            if holders is None:
+                return None
+            if holders != current:
+                if current:
+                    runs.append(HolderRun(start, head - start, current))
+                start, current = head, holders
+        if current:
+            runs.append(HolderRun(start, len(packed) // KEY_BYTES - start, current))
+        return runs
+
+    def _refresh(self) -> None:
+        versions = (self._words[_NODES_VERSION], self._words[_SETS_VERSION])
+        if versions != self._versions:
+            if versions[0] != self._versions[0]:
+                self._nodes = {}
+            self._holders = {0: ()}
+            self._versions = versions
+
+    def _holders_of(self, number: int) -> tuple[Holder, ...] | None:
+        if number in self._holders:
+            return self._holders[number]
+        found: tuple[Holder, ...] | None = None
+        if number < SETS_MAX:
+            count, *bits = _SET.unpack_from(self._buffer, SETS_AT + number * SET_BYTES)
+            nodes = {self._node(bit) for bit in bits[: min(count, SET_HOLDERS_MAX)]}
+            found = tuple(sorted((node for node in nodes if node is not None), key=lambda node: node.node_id))
+        self._holders[number] = found
+        return found
+
+    def _node(self, bit: int) -> Holder | None:
+        """None for a record that does not count, or is being written."""
+        if bit not in self._nodes:
+            self._nodes[bit] = self._read_node(bit) if bit < NODES_MAX else None
+        return self._nodes[bit]
+
+    def _read_node(self, bit: int) -> Holder | None:
+        record = bytes(self._buffer[NODES_AT + bit * NODE_BYTES : NODES_AT + (bit + 1) * NODE_BYTES])
+        crc, counts, _, name_bytes, address_bytes, epoch = _NODE.unpack_from(record)
+        end = _NODE.size + name_bytes + address_bytes
+        if not counts or end > NODE_BYTES or zlib.crc32(record[4:end]) != crc:
+            return None
+        name, address = record[_NODE.size : _NODE.size + name_bytes], record[_NODE.size + name_bytes : end]
+        return Holder(NodeId(name.decode()), address.decode(), BootEpoch(epoch))

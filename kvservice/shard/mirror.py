@@ -1,0 +1,242 @@
+"""Keeps the node's mirror of the directory: one watch stream of every lookup shard, written into shared memory.
+
+Runs on the shard's event loop, in pieces of a few milliseconds with a turn of the loop after each. A mirror that cannot
+be made, or does not fit, costs lookups over gRPC and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+
+import grpc
+
+from kvservice.client.channels import Channels
+from kvservice.client.mirror import OwnMirror
+from kvservice.core.keys import KEY_BYTES, check_packed
+from kvservice.core.mirror import (
+    PARTITIONS_MAX,
+    STALE_SECONDS,
+    Feed,
+    MirrorEvent,
+    MirrorReader,
+    MirrorWriter,
+    mirror_bytes,
+    mirror_rows,
+)
+from kvservice.errors import KVServiceError
+from kvservice.memory.mirror_segment import MirrorSegment
+from kvservice.wire.codec import decode_holder
+from kvservice.wire.status import error_from_rpc
+from kvservice.wire.tls import TlsFiles
+from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
+
+log = logging.getLogger("kvservice.shard")
+
+HEARTBEAT_SECONDS = STALE_SECONDS / 3
+SILENT_SECONDS = 3 * HEARTBEAT_SECONDS  # then the stream is made anew
+EVENT_KEYS_MAX = 1 << 17
+PIECE_BYTES = 2048 * KEY_BYTES  # applied in one go: 2 to 4 ms
+RETRY_SECONDS_FIRST, RETRY_SECONDS_MAX = 0.1, 5.0
+FULL_SECONDS = 60.0  # before a partition that did not fit is tried again
+IDLE_SWEEP_SECONDS = 0.01
+CANCEL_SECONDS = 0.1
+END_OF_STREAM = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
+
+
+class DirectoryMirror:
+    """Make it with `open`. `addresses` of the lookup shards are in partition order, and their number is fixed."""
+
+    def __init__(
+        self,
+        segment: MirrorSegment,
+        writer: MirrorWriter,
+        link: Path,
+        addresses: Sequence[str],
+        tls: TlsFiles | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._segment = segment
+        self._writer = writer
+        self._link = link
+        self._addresses = tuple(addresses)
+        self._channels = Channels(tls)
+        self._clock = clock
+        self._tasks: list[asyncio.Task[None]] = []
+        self._counters: Counter[str] = Counter()
+        self._stopped = False
+        self._own = MirrorReader(segment.buffer.toreadonly())
+        self.view = OwnMirror(self._own)
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        link: Path,
+        addresses: Sequence[str],
+        size: int,
+        epoch: int,
+        tls: TlsFiles | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> DirectoryMirror | None:
+        """Of at most `size` bytes, named by a symbolic link. None, and a line in the log, where it cannot be made."""
+        rows = mirror_rows(size)
+        if not rows or not 0 < len(addresses) <= PARTITIONS_MAX:
+            if size:
+                log.warning("mirror_too_small", extra={"mirror_bytes": size})
+            return None
+        try:
+            segment = MirrorSegment.create(path, mirror_bytes(rows))
+        except (KVServiceError, OSError) as error:
+            log.warning("mirror_failed", extra={"reason": str(error)})
+            return None
+        try:
+            link.unlink(missing_ok=True)
+            link.symlink_to(path)
+        except OSError as error:
+            segment.close()
+            segment.unlink()
+            log.warning("mirror_failed", extra={"reason": str(error)})
+            return None
+        return cls(segment, MirrorWriter(segment.buffer, len(addresses), epoch), link, addresses, tls, clock)
+
+    def start(self) -> None:
+        """Begin to listen, on the loop that runs."""
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._follow(partition)) for partition in range(len(self._addresses))]
+        self._tasks.append(loop.create_task(self._sweep()))
+
+    def set_addresses(self, addresses: Sequence[str]) -> None:
+        """Lookup shards moved; their number stays the same. Streams that end are made anew at the new ones."""
+        if len(addresses) == len(self._addresses):
+            self._addresses = tuple(addresses)
+            self._channels.keep_only(addresses)
+
+    async def stop(self) -> None:
+        """Leaves nothing behind. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        pending, self._tasks = set(self._tasks), []
+        while pending:  # asyncio.wait_for forgets a cancellation that comes together with an answer
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=CANCEL_SECONDS)
+        await self._channels.close()
+        with contextlib.suppress(OSError):
+            if self._link.readlink() == self._segment.path:
+                self._link.unlink()
+        self._segment.unlink()
+        self._own.close()
+        self._writer.close()
+        self._segment.close()
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Of the streams, and how the mirror is now."""
+        if self._stopped:
+            return dict(self._counters)
+        now, partitions = self._clock(), range(len(self._addresses))
+        live = [self._own.feed(partition, now) is Feed.LIVE for partition in partitions]
+        ages = [self._writer.age(partition, now) for partition in partitions if live[partition]]
+        return {
+            **self._counters,
+            **self._writer.counters,
+            "mirror_keys": self._writer.key_count,
+            "mirror_bytes": self._segment.reserved_bytes,
+            "mirror_live_partitions": sum(live),
+            "mirror_age_ms": max(0, int(max(ages, default=0.0) * 1e3)),
+        }
+
+    async def _follow(self, partition: int) -> None:
+        failures = 0
+        while True:
+            try:
+                self._counters["mirror_streams"] += 1
+                begun = False
+                async with aclosing(self._events(partition)) as events:
+                    async for event in events:
+                        if self._stopped:
+                            return
+                        if not begun:  # what is known counts until then, as long as it is fresh
+                            self._writer.begin(partition)
+                            begun, failures = True, 0
+                        await self._take(partition, event)
+                        if self._writer.feed(partition) is Feed.FULL:
+                            break
+            except asyncio.CancelledError:
+                raise
+            except asyncio.TimeoutError:
+                self._counters["mirror_stream_silent"] += 1
+            except grpc.aio.AioRpcError as error:
+                self._counters[f"mirror_stream_{error_from_rpc(error, 'watch').reason.lower()}"] += 1
+            except KVServiceError:
+                self._counters["mirror_stream_malformed"] += 1
+            except Exception:  # task boundary: a mirror that is not fed must not end the shard, nor go unnoticed
+                log.exception("mirror_failed", extra={"partition": partition})
+            if self._writer.feed(partition) is Feed.FULL:
+                log.warning("mirror_full", extra={"partition": partition, "keys": self._writer.key_count})
+                await asyncio.sleep(FULL_SECONDS)
+                continue
+            failures += 1
+            await asyncio.sleep(min(RETRY_SECONDS_MAX, RETRY_SECONDS_FIRST * 2 ** min(failures, 10)))
+
+    async def _events(self, partition: int) -> AsyncGenerator[lookup_pb2.WatchEvent, None]:
+        """Raises asyncio.TimeoutError when nothing is heard, heartbeats included. Ends when the lookup shard has moved,
+        or the certificates have changed: the channel is then closed soon, which would look like a cancellation of the
+        task."""
+        channel = self._channels.get(self._addresses[partition])
+        call = lookup_pb2_grpc.LookupServiceStub(channel).Watch(
+            lookup_pb2.WatchRequest(heartbeat_seconds=HEARTBEAT_SECONDS)
+        )
+        look_at = self._clock() + HEARTBEAT_SECONDS
+        try:
+            while True:
+                event = await asyncio.wait_for(call.read(), SILENT_SECONDS)
+                if event is END_OF_STREAM:
+                    return
+                if self._clock() >= look_at:
+                    look_at = self._clock() + HEARTBEAT_SECONDS
+                    if self._channels.get(self._addresses[partition]) is not channel:
+                        return
+                yield event
+        finally:
+            call.cancel()
+
+    async def _take(self, partition: int, event: lookup_pb2.WatchEvent) -> None:
+        for piece in pieces_of(event):
+            self._make_room()
+            self._writer.apply(partition, piece, self._clock())
+            if self._writer.sweep() or len(piece.added) + len(piece.removed) >= PIECE_BYTES // 2:
+                await asyncio.sleep(0)
+
+    def _make_room(self) -> None:
+        if self._writer.rows_allowed < self._writer.rows_needed:
+            rows = self._writer.rows_ahead
+            if self._segment.reserve(mirror_bytes(rows)):
+                self._writer.allow_rows(rows)
+
+    async def _sweep(self) -> None:
+        while True:  # noqa: ASYNC110  nobody tells
+            await asyncio.sleep(IDLE_SWEEP_SECONDS if self._writer.sweep() else HEARTBEAT_SECONDS)
+
+
+def pieces_of(event: lookup_pb2.WatchEvent) -> list[MirrorEvent]:
+    """The event as some that are taken quickly, each by itself true. Raises InvalidRequest for what no honest lookup
+    shard sends."""
+    if not event.HasField("node"):
+        return [MirrorEvent(snapshot_end=event.snapshot_end)]
+    node = decode_holder(event.node)
+    added, removed = (check_packed(packed, EVENT_KEYS_MAX) for packed in (event.added, event.removed))
+    pieces = [MirrorEvent(node, added[:PIECE_BYTES], reset=event.reset, hidden=event.hidden)]
+    for start in range(PIECE_BYTES, len(added), PIECE_BYTES):
+        pieces.append(MirrorEvent(node, added[start : start + PIECE_BYTES], hidden=event.hidden))
+    for start in range(0, len(removed), PIECE_BYTES):
+        pieces.append(MirrorEvent(node, removed=removed[start : start + PIECE_BYTES], hidden=event.hidden))
+    return pieces

@@ -1,0 +1,173 @@
+"""A node's mirror of the directory, in real processes: lookups without a call, and what is done when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvservice.client.announcer import AnnouncePump
+from kvservice.client.discovery import MIRROR_NAME
+from kvservice.client.lookup import LookupAnswer, LookupClient
+from kvservice.client.mirror import find_mirror
+from kvservice.client.shard import ShardClient
+from kvservice.core.announce import Announcer
+from kvservice.core.index import longest_prefix
+from kvservice.core.messages import Holder
+from kvservice.core.mirror import STALE_SECONDS
+from kvservice.lookup.server import LookupServer
+from kvservice.serve.holdings import Holdings
+from kvservice.shard.mirror import DirectoryMirror
+from kvservice.testing.cluster import LocalCluster
+from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
+from tests.integration.engine import Engine, chain
+
+CALL_SECONDS = 2.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(nodes=2, lookups=2, transport="shm", lease_seconds=2.0) as running:
+        yield running
+
+
+def reader_of(cluster: LocalCluster, node: str) -> LookupClient:
+    """This process is not the shard's."""
+    addresses = cluster.record(node).lookup_addresses
+    mirror = find_mirror(addresses, cluster.service, cluster.root)
+    assert mirror is not None
+    return LookupClient(addresses, mirror=mirror)
+
+
+async def eventually(check: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < deadline, f"not {what} after {seconds} s"
+        await asyncio.sleep(0.02)
+
+
+def holders(answer: LookupAnswer | None) -> set[NodeId]:
+    return set() if answer is None else {holder.node_id for run in answer.runs for holder in run.holders}
+
+
+def knows(reader: LookupClient, keys: Sequence[BlockKey]) -> bool:
+    answer = reader.resolve_here(keys)
+    return answer is not None and longest_prefix(answer.runs) == len(keys)
+
+
+async def test_remote_hit_is_found_without_a_call_and_other_processes_see_the_same(cluster: LocalCluster) -> None:
+    a, b = [await Engine.attach(ShardClient(cluster.socket(node))) for node in ("n0", "n1")]
+    reader = reader_of(cluster, "n0")
+    keys = chain(seed=1, count=300)
+    await eventually(lambda: reader.resolve_here(keys) is not None, "live")
+    await a.store(keys)
+    await eventually(lambda: knows(reader, keys), "known")
+    await eventually(lambda: cluster.stats("n1").counters["mirror_keys"] >= 300, "known to n1")
+    before = cluster.stats("n1").counters
+    result = await b.read_all(keys)
+    assert (len(result.blocks), result.fetched_count) == (300, 300)
+    counters = cluster.stats("n1").counters
+    assert counters["mirror_answers"] > before.get("mirror_answers", 0)
+    assert counters.get("lookup_rpcs", 0) == before.get("lookup_rpcs", 0)
+    assert counters["mirror_live_partitions"] == 2 and counters["mirror_age_ms"] < STALE_SECONDS * 1e3
+    assert holders(reader.resolve_here(keys, 0, NodeId("n0"))) <= {"n1"}
+    for engine in (a, b):
+        await engine.pool.close()
+        engine.let_go()
+    await reader.close()
+
+
+async def test_lookup_shard_that_dies_is_missed_and_comes_back(cluster: LocalCluster) -> None:
+    a = await Engine.attach(ShardClient(cluster.socket("n0")))
+    reader = reader_of(cluster, "n0")
+    keys = chain(seed=2, count=640)
+    await a.store(keys)
+    await eventually(lambda: knows(reader, keys), "known")
+    cluster.kill("lookup0")
+    await eventually(lambda: reader.resolve_here(keys) is None, "stale", STALE_SECONDS + 3)
+    answer = await reader.resolve(keys, 0, CALL_SECONDS)
+    assert holders(answer) <= {"n0"} and 0 < sum(run.count for run in answer.runs) < 640, "the other one's part"
+    assert not answer.complete and reader.counters["mirror_fallback_stale"] > 0
+    cluster.start_lookup(0)
+    await eventually(lambda: knows(reader, keys), "known again")
+    await a.pool.close()
+    a.let_go()
+    await reader.close()
+
+
+async def test_mirror_whose_shard_was_killed_is_not_believed_and_the_next_one_is_found(cluster: LocalCluster) -> None:
+    a = await Engine.attach(ShardClient(cluster.socket("n1")))
+    reader = reader_of(cluster, "n0")
+    keys = chain(seed=3, count=100)
+    await a.store(keys)
+    await eventually(lambda: knows(reader, keys), "known")
+    cluster.kill("n0")
+    await eventually(lambda: reader.mirrored.live(2)[1] == [False, False], "stale", STALE_SECONDS + 3)
+    answer = await reader.resolve(keys, 0, CALL_SECONDS)
+    assert answer.complete and longest_prefix(answer.runs) == 100 and holders(answer) == {"n1"}
+    assert reader.counters["lookup_rpcs"] > 0
+    cluster.start_shard("n0")
+    await eventually(lambda: knows(reader, keys), "known again")
+    await a.pool.close()
+    a.let_go()
+    await reader.close()
+
+
+async def test_router_of_the_node_reads_the_mirror(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(cluster.root))
+    a = await Engine.attach(ShardClient(cluster.socket("n0")))
+    keys = chain(seed=4, count=50)
+    await a.store(keys)
+    cluster.wait_until_known(keys)
+    holdings = Holdings(lambda: cluster.record("n0").lookup_addresses, refresh_seconds=60, answer_seconds=0)
+    await holdings.refresh()
+    answer = await holdings.resolve(keys, CALL_SECONDS)
+    assert answer.complete and longest_prefix(answer.runs) == 50
+    assert holdings._lookup is not None and holdings._lookup.counters.get("lookup_rpcs", 0) == 0
+    assert holdings._lookup.counters["mirror_answers"] == 1
+    await holdings.close()
+    await a.pool.close()
+    a.let_go()
+
+
+async def test_mirror_ends_at_once_while_events_arrive(tmp_path: Path) -> None:
+    """Over and over, because the two must come together: a cancellation that got lost held the end of a shard up."""
+    server = LookupServer("127.0.0.1:0")
+    addresses = [f"127.0.0.1:{await server.start()}"]
+    for attempt in range(30):
+        mirror = DirectoryMirror.open(tmp_path / "memory", tmp_path / MIRROR_NAME, addresses, 64 << 20, epoch=1)
+        assert mirror is not None
+        mirror.start()
+        announcer, node = Announcer(1, list), Holder(NodeId("x"), "x:1", BootEpoch(attempt + 1))
+        pump = AnnouncePump(announcer, addresses, lambda node=node: node, 0.02, lambda: None)
+        running = asyncio.create_task(pump.run())
+        await asyncio.sleep(0.03)
+        for key in chain(seed=attempt, count=200):
+            announcer.add(key, SpanRoute(0))
+        pump.kick()
+        await asyncio.sleep(0.002 * (attempt % 5))
+        await asyncio.wait_for(mirror.stop(), 2.0)
+        assert not list(tmp_path.iterdir())
+        await pump.stop(leaving=True)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    await server.stop()
+
+
+async def test_mirror_follows_a_lookup_shard_that_moves(tmp_path: Path) -> None:
+    first, second = LookupServer("127.0.0.1:0"), LookupServer("127.0.0.1:0")
+    addresses = [f"127.0.0.1:{await server.start()}" for server in (first, second)]
+    mirror = DirectoryMirror.open(tmp_path / "memory", tmp_path / MIRROR_NAME, addresses[:1], 64 << 20, epoch=1)
+    assert mirror is not None
+    mirror.start()
+    await eventually(lambda: mirror.counters["mirror_live_partitions"] == 1, "live")
+    mirror.set_addresses(addresses[1:])
+    await eventually(lambda: mirror.counters["mirror_streams"] >= 2, "at the new one")
+    await first.stop()
+    await asyncio.sleep(STALE_SECONDS)
+    assert mirror.counters["mirror_live_partitions"] == 1 and mirror.counters["mirror_streams"] == 2
+    await mirror.stop()
+    await second.stop()
