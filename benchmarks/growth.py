@@ -196,7 +196,7 @@ def measure(key_count: int) -> Costs:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             index[count] = process.submit(measure_index, count, key_count).result()
     change, snapshot = measure_announcer(make_keys(min(key_count, 200_000)), 8)
-    with lookup_shards(1) as addresses:
+    with lookup_shards(1) as (addresses, _):
         heartbeat, resolve = asyncio.run(measure_calls(addresses[0], child_of_this_process()))
     return Costs(
         *({count: found[place] for count, found in index.items()} for place in range(4)),

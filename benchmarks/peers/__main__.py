@@ -27,6 +27,7 @@ from kvservice.units import KiB, MiB
 HERE = Path(__file__).resolve().parent
 VENV = ROOT / ".venv-peers"
 SIZES = (64 * KiB, 720 * KiB, 2 * MiB)
+LOOKUP_KEYS = (1, 64, 512, 2048, 8192)
 START_SECONDS = 30.0
 Figures = dict[str, Any]
 
@@ -148,6 +149,22 @@ def bandwidth_rows(found: dict[str, Figures]) -> list[tuple[str, str, int, float
     return rows
 
 
+def lookup_rows(found: dict[str, Figures]) -> list[tuple[str, int, float, float]]:
+    """(who, keys asked, p50, p99 in ms), of lookups from another process."""
+    own = found["lookup"]["2 partitions"]
+    rows: list[tuple[str, int, float, float]] = []
+    for count in LOOKUP_KEYS:
+        mirror = own["mirror"]["one_reader"][str(count)]
+        rows.append(("kvservice, mirror of the node", count, mirror["p50_us"] / 1e3, mirror["p99_us"] / 1e3))
+        for who, figures in (
+            ("kvservice, gRPC", own["resolve_by_keys"]),
+            ("Mooncake batch_is_exist", found["mooncake"]["lookup"]),
+            ("Redis EXISTS, pipelined", found["redis"]["lookup"]),
+        ):
+            rows.append((who, count, figures[str(count)]["p50_ms"], figures[str(count)]["p99_ms"]))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--total", type=int, default=128 * MiB, help="bytes of each read and write")
@@ -161,6 +178,8 @@ def main() -> None:
     found: dict[str, Figures] = {}
     found["local"] = ours("local_bandwidth", "--total", str(options.total), "--rounds", str(options.rounds))
     found["transfer"] = ours("transfer_bandwidth")
+    known = ["--keys", str(options.keys), "--calls", str(options.calls), "--partitions", "2"]
+    found["lookup"] = ours("lookup_latency", *known)
     for name, peer in (("mooncake", mooncake), ("redis", redis), ("ray", ray_store)):
         print(f"== {name}", file=sys.stderr, flush=True)
         found[name] = peer(options)
@@ -172,6 +191,8 @@ def main() -> None:
             for what, who, size, rate in sorted(rows, key=lambda row: (row[0], row[2]))
         ],
     )
+    asked = [[who, str(count), p50, p99] for who, count, p50, p99 in lookup_rows(found)]
+    print_table(["lookup", "keys", "p50 ms", "p99 ms"], asked)
     print(write_report("peers", found, options.out))
 
 
