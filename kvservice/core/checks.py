@@ -5,7 +5,7 @@ Pure; the one place for these comparisons, wherever they are made.
 
 from __future__ import annotations
 
-from kvservice.core.header import is_of, unpack_header
+from kvservice.core.header import has_content, is_of, unpack_header
 from kvservice.core.messages import BlockHandle, BlockRef
 from kvservice.units import BlockKey, BootEpoch
 
@@ -13,14 +13,7 @@ from kvservice.units import BlockKey, BootEpoch
 def is_as_located(data: bytes, handle: BlockHandle, epoch: BootEpoch) -> bool:
     """`data`: the 64 header bytes of a peer's slot, read after its payload was. True when the slot was not touched
     since the peer made the handle."""
-    header = unpack_header(data)
-    return header is not None and (
-        header.epoch,
-        header.generation,
-        header.key,
-        header.length,
-        header.digest,
-    ) == (epoch, handle.generation, handle.key, handle.length, handle.digest)
+    return is_of(data, epoch, handle.generation, handle.key) and has_content(data, handle.length, handle.digest)
 
 
 def is_as_promised(data: bytes, epoch: BootEpoch, ref: BlockRef, key: BlockKey) -> bool:

@@ -73,6 +73,12 @@ class Geometry:
         """Byte offset in the segment of the slot's 64-byte header."""
         return self.slab_offset(slab_of(slot)) + HEADER_BYTES * (1 + index_in_slab(slot))
 
+    def header_offsets(self, slots: Sequence[SlotIndex]) -> npt.NDArray[np.int64]:
+        """`header_offset` of each of these."""
+        numbers = np.array(slots, dtype=np.int64)
+        first = self.slab_offset(0) + HEADER_BYTES
+        return first + (numbers >> SLOT_BITS) * self.slab_bytes + (numbers & (SLOTS_PER_SLAB_MAX - 1)) * HEADER_BYTES
+
     def payload_offset(self, slot: SlotIndex, payload_bytes: int) -> int:
         """Byte offset in the segment of the slot's payload, for the payload size its slab is given to."""
         start = _payload_start(_slots_per_slab(self.slab_bytes, payload_bytes))

@@ -35,6 +35,8 @@ _BODY = struct.Struct("<IHHQQ16sIIQI")
 _CRC = struct.Struct("<I")
 _BEGIN = struct.pack("<IH", SLOT_MAGIC, SLOT_VERSION)
 _NAME, _NAME_AT = struct.Struct("<QQ16s"), 8  # epoch, generation, key
+_LENGTH, _LENGTH_AT = struct.Struct("<I"), 40
+_DIGEST, _DIGEST_AT = struct.Struct("<Q"), 48
 assert _BODY.size + _CRC.size == HEADER_BYTES
 
 
@@ -88,6 +90,13 @@ def is_whole(data: bytes | memoryview) -> bool:
 def is_of(data: bytes, epoch: BootEpoch, generation: Generation, key: BlockKey) -> bool:
     """A whole header of this boot, generation and key; a third of the cost of `unpack_header`."""
     return data[_NAME_AT : _NAME_AT + _NAME.size] == _NAME.pack(epoch, generation, key) and is_whole(data)
+
+
+def has_content(data: bytes, length: int, digest: int) -> bool:
+    """A whole header, as `is_of` finds it, of a payload of this length and digest."""
+    return data[_LENGTH_AT : _LENGTH_AT + _LENGTH.size] == _LENGTH.pack(length) and (
+        data[_DIGEST_AT : _DIGEST_AT + _DIGEST.size] == _DIGEST.pack(digest)
+    )
 
 
 def unpack_header(data: bytes | memoryview) -> SlotHeader | None:

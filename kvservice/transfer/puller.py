@@ -17,7 +17,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvservice.core.checks import is_as_located
+from kvservice.core.descriptors import Offsets, merge_runs
 from kvservice.core.digest import digest_payload
 from kvservice.core.events import PullVerdict
 from kvservice.core.geometry import HEADER_BYTES, SCRATCH_BYTES, Geometry
@@ -298,14 +301,12 @@ class Puller:
         job = active.job
         count = max(1, BATCH_BYTES // job.payload_bytes)
         batch = range(active.next_item, min(active.next_item + count, len(job.items)))
-        runs = [
-            (
-                job.geometry.payload_offset(job.items[i].handle.slot, job.payload_bytes),
-                self._segment.geometry.payload_offset(job.items[i].destination, job.payload_bytes),
-            )
-            for i in batch
-        ]
-        copies = _merged(runs, job.payload_bytes)
+        items = job.items[batch.start : batch.stop]
+        copies = _merged(
+            job.geometry.payload_offsets([item.handle.slot for item in items], job.payload_bytes),
+            self._segment.geometry.payload_offsets([item.destination for item in items], job.payload_bytes),
+            job.payload_bytes,
+        )
         active.in_flight[transport.post_read(active.peer, copies)] = batch
         active.next_item = batch.stop
         failpoint("shard.read")
@@ -316,11 +317,9 @@ class Puller:
         if active.scratch is None:
             return False  # other jobs' headers are being checked: next round
         start = self._segment.geometry.scratch_offset + active.scratch * HEADER_BYTES
-        copies = [
-            Copy(active.job.geometry.header_offset(item.handle.slot), start + index * HEADER_BYTES, HEADER_BYTES)
-            for index, item in enumerate(items)
-        ]
-        active.headers = transport.post_read(active.peer, copies)
+        remote = active.job.geometry.header_offsets([item.handle.slot for item in items])
+        local = start + HEADER_BYTES * np.arange(len(items))
+        active.headers = transport.post_read(active.peer, _merged(remote, local, HEADER_BYTES))
         return True
 
     def _is_decided(self, active: _Active) -> bool:
@@ -338,10 +337,10 @@ class Puller:
         verdicts: dict[int, PullVerdict] = {}
         assert active.scratch is not None
         start = self._segment.geometry.scratch_offset + active.scratch * HEADER_BYTES
+        headers = bytes(self._segment.buffer[start : start + len(job.items) * HEADER_BYTES])
         for first, future in active.digests.items():
             for index, good in enumerate(future.result(), first):
-                offset = start + index * HEADER_BYTES
-                header = bytes(self._segment.buffer[offset : offset + HEADER_BYTES])
+                header = headers[index * HEADER_BYTES : (index + 1) * HEADER_BYTES]
                 if not is_as_located(header, job.items[index].handle, job.peer_epoch):
                     verdicts[index] = PullVerdict.STALE
                 else:
@@ -364,8 +363,8 @@ class Puller:
             good = ordered.count(PullVerdict.OK)
             self.counters["jobs"] += 1
             self.counters["blocks"] += good
-            for verdict in ordered:
-                self.counters[f"verdict_{verdict.value}"] += 1
+            for verdict, count in Counter(ordered).items():
+                self.counters[f"verdict_{verdict.value}"] += count
             self.counters[f"{self._name}_bytes"] += good * active.job.payload_bytes
             active.verdicts = verdicts
             self._call(active.on_done, active.job.job_id, ordered)
@@ -405,14 +404,8 @@ class Puller:
             self._scratch_free[active.scratch : active.scratch + count] = [True] * count
 
 
-def _merged(runs: list[tuple[int, int]], length: int) -> list[Copy]:
-    """Runs (remote offset, local offset) of equal length as copies; neighbours on both sides become one, which halves
-    the time of small blocks."""
-    copies: list[Copy] = []
-    first = 0
-    for index in range(1, len(runs) + 1):
-        distance = (index - first) * length
-        if index == len(runs) or runs[index] != (runs[first][0] + distance, runs[first][1] + distance):
-            copies.append(Copy(*runs[first], distance))
-            first = index
-    return copies
+def _merged(remote: Offsets, local: Offsets, length: int) -> list[Copy]:
+    """Runs of equal length as copies; neighbours on both sides become one, which halves the time of small blocks."""
+    runs = merge_runs(remote, local, np.full(len(remote), length, dtype=np.int64))
+    rows = zip(runs.engine.tolist(), runs.segment.tolist(), runs.lengths.tolist(), strict=True)
+    return [Copy(there, here, size) for there, here, size in rows]
