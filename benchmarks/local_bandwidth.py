@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import ctypes
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -72,6 +73,11 @@ class Worker:
         self._half.close()
 
 
+def model_of(block_bytes: int) -> str:
+    """Engines of different models share no block, so each process stores its own."""
+    return f"of {block_bytes} by {os.getpid()}"
+
+
 def timed(work: Work) -> float:
     started = time.perf_counter()
     work()
@@ -99,7 +105,7 @@ def summary(total: int, pairs: list[tuple[float, float]]) -> dict[str, float]:
 
 async def stored(client: ShardClient, layout: SlotLayout, count: int) -> tuple[Engine, list[tuple[BlockRef, BlockKey]]]:
     """Blocks in the pool, leased until the engine leaves."""
-    model = f"of {layout.payload_bytes}"
+    model = model_of(layout.payload_bytes)
     engine = await Engine.attach(client, replace(spec(model), layout=layout))
     keys = chain(7, count, model)
     refs = await client.reserve(engine.id, count)
@@ -148,7 +154,7 @@ async def stores(
     size = layout.payload_bytes
     pairs: dict[str, list[tuple[float, float]]] = {"store": [], "store, sealed": []}
     for number in range(rounds + 1):
-        keys = chain(100 + number, count, f"of {size}")
+        keys = chain(100 + number, count, model_of(size))
         refs = await engine.pool.reserve(engine.id, count)
         assert len(refs) == count, f"{len(refs)} of {count} slots"
         offsets = [engine.segment.geometry.payload_offset(ref.slot, size) for ref in refs]
