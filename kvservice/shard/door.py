@@ -106,17 +106,15 @@ class Door:
     def left(self, attachment: AttachmentId) -> None:
         self._guests.pop(attachment, None)
 
-    def check(self, context: Context, attachment: AttachmentId) -> Bearer | None:
-        """Who calls; None where there are no tenants. Raises Unauthenticated, or NotAttached for another tenant's
-        attachment, as for one that does not exist."""
+    def check(self, context: Context, attachment: AttachmentId) -> None:
+        """Raises Unauthenticated, or NotAttached for another tenant's attachment, as for one that does not exist."""
         caller = self.caller(context)
         if caller is None:
-            return None
+            return
         guest = self._guests.get(attachment)
         if guest is None or guest.caller.tenant.name != caller.tenant.name:
             raise NotAttached(f"attachment {attachment} is not known to this shard: attach again")
         guest.caller = caller  # with the token that it has now: the one it came with may go
-        return caller
 
     def keys_for(self, caller: Bearer) -> tuple[bytes, bytes]:
         assert self._files is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Protocol
@@ -16,7 +15,6 @@ from kvservice.core.messages import Holder, PoolStats
 from kvservice.errors import Forbidden, InvalidRequest, KVServiceError, StaleEpoch, Unauthenticated, Unavailable
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.shard.door import Door, account_of, is_private
-from kvservice.shard.turns import Turns
 from kvservice.units import AttachmentId, BootEpoch, LeaseId, NodeId
 from kvservice.wire import codec
 from kvservice.wire.explain import decode_reports, encode_explanation, encode_fates
@@ -45,7 +43,6 @@ class EngineServicer:
     def __init__(self, pool: PoolRuntime, door: Door) -> None:
         self._pool = pool
         self._door = door
-        self._turns = Turns()
 
     async def attach(self, request: shard_pb2.AttachRequest, context: Context) -> AsyncIterator[shard_pb2.AttachEvent]:
         caller = self._door.caller(context)
@@ -77,51 +74,49 @@ class EngineServicer:
         return shard_pb2.DetachReply()
 
     async def acquire(self, request: shard_pb2.AcquireRequest, context: Context) -> shard_pb2.AcquireReply:
-        async with self._turn(request, context) as attachment:
-            return codec.encode_acquired(await self._pool.acquire(attachment, codec.decode_acquire(request)))
+        attachment = self._attachment(request, context)
+        return codec.encode_acquired(await self._pool.acquire(attachment, codec.decode_acquire(request)))
 
     async def reserve(self, request: shard_pb2.ReserveRequest, context: Context) -> shard_pb2.ReserveReply:
-        async with self._turn(request, context) as attachment:
-            refs = await self._pool.reserve(attachment, request.count, request.side)
-            return shard_pb2.ReserveReply(blocks=codec.encode_refs(refs))
+        attachment = self._attachment(request, context)
+        refs = await self._pool.reserve(attachment, request.count, request.side)
+        return shard_pb2.ReserveReply(blocks=codec.encode_refs(refs))
 
     async def seal(self, request: shard_pb2.SealRequest, context: Context) -> shard_pb2.SealReply:
-        async with self._turn(request, context) as attachment:
-            statuses = await self._pool.seal(attachment, codec.decode_seal_items(request.items))
-            return shard_pb2.SealReply(statuses=[status.value for status in statuses])
+        attachment = self._attachment(request, context)
+        statuses = await self._pool.seal(attachment, codec.decode_seal_items(request.items))
+        return shard_pb2.SealReply(statuses=[status.value for status in statuses])
 
     async def abort(self, request: shard_pb2.AbortRequest, context: Context) -> shard_pb2.AbortReply:
-        async with self._turn(request, context) as attachment:
-            await self._pool.abort(attachment, codec.decode_refs(request.blocks))
-            return shard_pb2.AbortReply()
+        attachment = self._attachment(request, context)
+        await self._pool.abort(attachment, codec.decode_refs(request.blocks))
+        return shard_pb2.AbortReply()
 
     async def release(self, request: shard_pb2.ReleaseRequest, context: Context) -> shard_pb2.ReleaseReply:
-        async with self._turn(request, context) as attachment:
-            await self._pool.release(attachment, codec.decode_lease_ids(request.lease_ids))
-            return shard_pb2.ReleaseReply()
+        attachment = self._attachment(request, context)
+        await self._pool.release(attachment, codec.decode_lease_ids(request.lease_ids))
+        return shard_pb2.ReleaseReply()
 
     async def open_handoff(self, request: shard_pb2.OpenHandoffRequest, context: Context) -> shard_pb2.OpenHandoffReply:
-        async with self._turn(request, context) as attachment:
-            await self._pool.open_handoff(attachment, check_handoff_id(request.handoff))
-            return shard_pb2.OpenHandoffReply()
+        attachment = self._attachment(request, context)
+        await self._pool.open_handoff(attachment, check_handoff_id(request.handoff))
+        return shard_pb2.OpenHandoffReply()
 
     async def close_handoff(
         self, request: shard_pb2.CloseHandoffRequest, context: Context
     ) -> shard_pb2.CloseHandoffReply:
-        async with self._turn(request, context) as attachment:
-            await self._pool.close_handoff(attachment, check_handoff_id(request.handoff))
-            return shard_pb2.CloseHandoffReply()
+        attachment = self._attachment(request, context)
+        await self._pool.close_handoff(attachment, check_handoff_id(request.handoff))
+        return shard_pb2.CloseHandoffReply()
 
     async def renew(self, request: shard_pb2.RenewRequest, context: Context) -> shard_pb2.RenewReply:
-        async with self._turn(request, context) as attachment:
-            leases = codec.decode_lease_ids(request.lease_ids)
-            await self._pool.renew(attachment, leases, decode_reports(request.reports))
-            return shard_pb2.RenewReply()
+        attachment = self._attachment(request, context)
+        leases = codec.decode_lease_ids(request.lease_ids)
+        await self._pool.renew(attachment, leases, decode_reports(request.reports))
+        return shard_pb2.RenewReply()
 
-    @contextlib.asynccontextmanager
-    async def _turn(self, request: _OfEngine, context: Context) -> AsyncIterator[AttachmentId]:
-        """Whose call it is, when it is its tenant's turn. Raises StaleEpoch, Unauthenticated, or NotAttached for
-        another tenant's attachment."""
+    def _attachment(self, request: _OfEngine, context: Context) -> AttachmentId:
+        """Whose call it is. Raises StaleEpoch, Unauthenticated, or NotAttached for another tenant's attachment."""
         if request.epoch != self._pool.epoch:
             raise StaleEpoch(
                 f"the shard restarted: it is in epoch {self._pool.epoch}, the attachment is of {request.epoch}; attach "
@@ -130,12 +125,8 @@ class EngineServicer:
                 asked_epoch=request.epoch,
             )
         attachment = AttachmentId(request.attachment_id)
-        caller = self._door.check(context, attachment)
-        if caller is None:
-            yield attachment
-        else:
-            async with self._turns.turn(caller.tenant.name):
-                yield attachment
+        self._door.check(context, attachment)
+        return attachment
 
 
 class PeerServicer:
