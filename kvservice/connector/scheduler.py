@@ -333,7 +333,7 @@ class SchedulerHalf:
         request = self._requests.get(request_id)
         if request is None or request.state in (RequestState.ENDED, RequestState.LOADING):
             return
-        if computed_tokens // self._block_tokens <= request.stored:
+        if request.passed_over or computed_tokens // self._block_tokens <= request.stored:
             return
         store = self._store_of(attachment, request, hashes, computed_tokens, block_ids())
         if store is not None:

@@ -202,7 +202,8 @@ class WorkerHalf:
         headers: list[bytes] = []
         for entry in load.entries:
             header = segment.header_bytes(entry.ref.slot)
-            if not is_as_promised(header, pool.epoch, entry.ref, entry.key):
+            size = self._copier.of(entry.group).payload_bytes
+            if not is_as_promised(header, pool.epoch, entry.ref, entry.key, size):
                 self._suspect(entry, "load_stale")
                 return None
             headers.append(header)

@@ -286,10 +286,6 @@ class BlockTable:
                 return
             self._split(rows, wanted - rows)
 
-    def rows_wanted(self, more: int) -> int:
-        """How many rows there should be for so many more keys."""
-        return rows_for(len(self) + more)
-
     # -- inside ----
 
     def _home(self, first: int, second: int) -> int:

@@ -5,7 +5,7 @@ Pure; the one place for these comparisons, wherever they are made.
 
 from __future__ import annotations
 
-from kvservice.core.header import has_content, is_of, unpack_header
+from kvservice.core.header import has_digest, has_length, is_of, unpack_header
 from kvservice.core.messages import BlockHandle, BlockRef
 from kvservice.units import BlockKey, BootEpoch
 
@@ -13,13 +13,14 @@ from kvservice.units import BlockKey, BootEpoch
 def is_as_located(data: bytes, handle: BlockHandle, epoch: BootEpoch) -> bool:
     """`data`: the 64 header bytes of a peer's slot, read after its payload was. True when the slot was not touched
     since the peer made the handle."""
-    return is_of(data, epoch, handle.generation, handle.key) and has_content(data, handle.length, handle.digest)
+    is_same = is_of(data, epoch, handle.generation, handle.key)
+    return is_same and has_length(data, handle.length) and has_digest(data, handle.digest)
 
 
-def is_as_promised(data: bytes, epoch: BootEpoch, ref: BlockRef, key: BlockKey) -> bool:
+def is_as_promised(data: bytes, epoch: BootEpoch, ref: BlockRef, key: BlockKey, payload_bytes: int) -> bool:
     """`data`: the 64 header bytes of the slot of a promise. True when it holds the block that was promised, sealed by
-    this boot of the shard."""
-    return is_of(data, epoch, ref.generation, key)
+    this boot of the shard and as large as what is to be read: nothing beyond it is."""
+    return is_of(data, epoch, ref.generation, key) and has_length(data, payload_bytes)
 
 
 def is_reserved(data: bytes, epoch: BootEpoch, ref: BlockRef, payload_bytes: int) -> bool:

@@ -3,8 +3,8 @@
 Storing a prompt costs a copy and a digest. A workload that never repeats itself pays that for nothing, so the shard
 watches what its engines ask for: every request names its whole chain, whether or not anything of it is stored, so a
 repetition is seen also while nothing is. Every sixteenth block of a chain is remembered for two windows, each as long
-as the pool is large: what is repeated later than that would have been evicted. One chain of sixteen is stored all the
-while, for readers on other nodes, whose requests are not seen here but whose reads are.
+as the pool is large: what is repeated later than that would have been evicted. One chain of sixteen, chosen by its
+first block, is stored all the while, for readers on other nodes, whose requests are not seen here but whose reads are.
 
 Counting a sample exactly is the idea of SHARDS (Waldspurger et al., FAST '15); an estimate of all distinct keys
 (HyperLogLog) of the same size errs by one percent, which is as much as is to be told apart.

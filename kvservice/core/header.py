@@ -92,11 +92,14 @@ def is_of(data: bytes, epoch: BootEpoch, generation: Generation, key: BlockKey) 
     return data[_NAME_AT : _NAME_AT + _NAME.size] == _NAME.pack(epoch, generation, key) and is_whole(data)
 
 
-def has_content(data: bytes, length: int, digest: int) -> bool:
-    """A whole header, as `is_of` finds it, of a payload of this length and digest."""
-    return data[_LENGTH_AT : _LENGTH_AT + _LENGTH.size] == _LENGTH.pack(length) and (
-        data[_DIGEST_AT : _DIGEST_AT + _DIGEST.size] == _DIGEST.pack(digest)
-    )
+def has_length(data: bytes, length: int) -> bool:
+    """A whole header, as `is_of` finds it, of a payload of so many bytes."""
+    return data[_LENGTH_AT : _LENGTH_AT + _LENGTH.size] == _LENGTH.pack(length)
+
+
+def has_digest(data: bytes, digest: int) -> bool:
+    """Likewise, of a payload with this digest."""
+    return data[_DIGEST_AT : _DIGEST_AT + _DIGEST.size] == _DIGEST.pack(digest)
 
 
 def unpack_header(data: bytes | memoryview) -> SlotHeader | None:

@@ -3,7 +3,7 @@
 Every node has a bit; a key maps to the bits of its holders (core.holder_table). A node whose keys are to be forgotten
 (it died, left, restarted, or announces itself anew) simply gets another bit, and the old one is masked out of every
 answer at once; `sweep` takes it out of the keys later. So the loss of a node with a million blocks costs nothing at the
-moment it happens. One key takes 32 to 57 bytes. Keys come and go packed, so that none is an object of its own.
+moment it happens. One key takes 37 to 57 bytes. Keys come and go packed, so that none is an object of its own.
 """
 
 from __future__ import annotations

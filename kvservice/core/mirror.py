@@ -178,6 +178,8 @@ class MirrorWriter:
         if event.reset and node.node_id in bits:
             self._retire(bits.pop(node.node_id))
         bit = bits.get(node.node_id)
+        if bit is None and not event.added:
+            return  # it left, or holds nothing: no number is kept for it
         if bit is None:
             bit = self._holders.take_bit()
             if bit >= NODES_MAX:

@@ -182,8 +182,13 @@ class Holdings:
             self._lookup, self._surveyor = LookupClient(addresses, tls=tls), Surveyor(tls, self._token)
         else:
             self._lookup.set_addresses(addresses)
-        if not self._lookup.mirrored.has_mirror:
-            self._lookup.mirrored.set_mirror(await asyncio.to_thread(find_mirror, addresses))
+        mirrored = self._lookup.mirrored
+        if not mirrored.has_mirror:
+            found = await asyncio.to_thread(find_mirror, addresses)
+            if self._lookup is not None and self._lookup.mirrored is mirrored:
+                mirrored.set_mirror(found)
+            elif found is not None:  # closed meanwhile
+                found.close()
 
 
 def find_lookups(service: str, addresses: Sequence[str] = ()) -> tuple[str, ...]:

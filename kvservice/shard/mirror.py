@@ -44,7 +44,7 @@ SILENT_SECONDS = 3 * HEARTBEAT_SECONDS  # then the stream is made anew
 EVENT_KEYS_MAX = 1 << 17
 PIECE_BYTES = 2048 * KEY_BYTES  # applied in one go: 2 to 4 ms
 RETRY_SECONDS_FIRST, RETRY_SECONDS_MAX = 0.1, 5.0
-FULL_SECONDS = 60.0  # before a partition that did not fit is tried again
+FULL_SECONDS = 60.0  # before a partition that did not fit is tried again; twice as long each time, up to half an hour
 IDLE_SWEEP_SECONDS = 0.01
 CANCEL_SECONDS = 0.1
 END_OF_STREAM = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
@@ -155,7 +155,7 @@ class DirectoryMirror:
         }
 
     async def _follow(self, partition: int) -> None:
-        failures = 0
+        failures = filled_up = 0
         while True:
             try:
                 self._counters["mirror_streams"] += 1
@@ -166,10 +166,12 @@ class DirectoryMirror:
                             return
                         if not begun:  # what is known counts until then, as long as it is fresh
                             self._writer.begin(partition)
-                            begun, failures = True, 0
+                            begun = True
                         await self._take(partition, event)
                         if self._writer.feed(partition) is Feed.FULL:
                             break
+                        if self._writer.feed(partition) is Feed.LIVE:  # not sooner: a snapshot may be what is cut off
+                            failures = filled_up = 0
             except asyncio.CancelledError:
                 raise
             except asyncio.TimeoutError:
@@ -182,7 +184,8 @@ class DirectoryMirror:
                 log.exception("mirror_failed", extra={"partition": partition})
             if self._writer.feed(partition) is Feed.FULL:
                 log.warning("mirror_full", extra={"partition": partition, "keys": self._writer.key_count})
-                await asyncio.sleep(FULL_SECONDS)
+                await asyncio.sleep(FULL_SECONDS * 2 ** min(filled_up, 5))
+                filled_up += 1
                 continue
             failures += 1
             await asyncio.sleep(min(RETRY_SECONDS_MAX, RETRY_SECONDS_FIRST * 2 ** min(failures, 10)))
@@ -223,8 +226,13 @@ class DirectoryMirror:
                 self._writer.allow_rows(rows)
 
     async def _sweep(self) -> None:
-        while True:  # noqa: ASYNC110  nobody tells
-            await asyncio.sleep(IDLE_SWEEP_SECONDS if self._writer.sweep() else HEARTBEAT_SECONDS)
+        while True:
+            try:
+                is_busy = self._writer.sweep()
+            except Exception:  # task boundary, as above
+                log.exception("mirror_sweep_failed")
+                return
+            await asyncio.sleep(IDLE_SWEEP_SECONDS if is_busy else HEARTBEAT_SECONDS)
 
 
 def pieces_of(event: lookup_pb2.WatchEvent) -> list[MirrorEvent]:

@@ -84,6 +84,6 @@ def test_every_header_in_the_place_of_another_is_noticed() -> None:
     for index, one in enumerate(found):
         ref = BlockRef(SlotIndex(index), one.generation)
         handle = BlockHandle(one.key, SlotIndex(index), one.generation, one.length, one.digest, one.position)
-        accepted += sum(is_as_promised(data, EPOCH, ref, one.key) for data in packed) - 1
+        accepted += sum(is_as_promised(data, EPOCH, ref, one.key, one.length) for data in packed) - 1
         accepted += sum(is_as_located(data, handle, EPOCH) for data in packed) - 1
     assert accepted == 0

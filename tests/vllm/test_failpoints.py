@@ -1,5 +1,5 @@
-"""Real engines killed and stopped with one block copied and the next ones not: what they leave is nobody's, and what
-the other engine of the node is given is right."""
+"""Real engines killed and stopped among the copies of a step, before anybody is told of them: what they leave is
+nobody's, and what the other engine of the node is given is right."""
 
 from __future__ import annotations
 

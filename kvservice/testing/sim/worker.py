@@ -43,7 +43,9 @@ class SimWorker:
         good = pool is not None and bool(load.entries)
         if pool is not None:
             for entry in load.entries:
-                good &= is_as_promised(memory.header_bytes(entry.ref.slot), pool.epoch, entry.ref, entry.key)
+                good &= is_as_promised(
+                    memory.header_bytes(entry.ref.slot), pool.epoch, entry.ref, entry.key, pool.layout.payload_bytes
+                )
         if not good or pool is None:
             self._end_load(load, False)
             return
