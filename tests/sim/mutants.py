@@ -157,8 +157,8 @@ MUTANTS = (
     Mutant(
         "removals wait until the full announcement is out",
         INDEX,
-        "        for key in removed:\n            mask = masks.get(key, 0)\n            if mask & bit:",
-        "        for key in removed[1:]:\n            mask = masks.get(key, 0)\n            if mask & bit:",
+        "            self._remove(node.node_id, bit, less)",
+        "            self._remove(node.node_id, bit, less[16:])",
         seed=0,
     ),
     Mutant(
