@@ -72,7 +72,7 @@ class Service:
     def damage(self, index: int, seed: int, count: int = 200) -> None:
         """Flip this many bits in what the slabs of a host's segment hold, payloads and headers."""
         root = Path(f"/proc/{self.hosts[index].pid}/root/dev/shm")
-        (path,) = root.glob(f"kvservice-{SERVICE}-*")
+        (path,) = (path for path in root.glob(f"kvservice-{SERVICE}-*") if not path.name.endswith("~mirror"))
         memory = np.memmap(path, np.uint8, "r+", CONTROL_BYTES + SCRATCH_BYTES)
         draw = np.random.default_rng(seed)
         places = draw.integers(0, memory.size, 50 * count)
