@@ -20,10 +20,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.local_bandwidth import stored
 from benchmarks.report import default_out, percentile, print_table, write_report
 from kvservice.client.announcer import AnnouncePump
 from kvservice.client.private_files import write_private
@@ -31,14 +32,13 @@ from kvservice.client.shard import ShardClient
 from kvservice.client.token import Token
 from kvservice.connector.options import Verify
 from kvservice.core.announce import Announcer
-from kvservice.core.keys import span_route
 from kvservice.core.layout import SlotLayout
-from kvservice.core.messages import AcquireRequest, Holder, MissReason, SealItem
+from kvservice.core.messages import Holder
 from kvservice.errors import KVServiceError
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import BlockKey, BootEpoch, GiB, MiB, NodeId
 from kvservice.wire.tenants import Tenant, Tenants, dump_tenants, hash_token, new_secret, new_token
-from tests.integration.engine import LAYOUT, Engine, attached, chain, spec
+from tests.integration.engine import LAYOUT, Engine, attached, chain
 from tests.integration.loader import Loader
 from tests.integration.test_two_nodes import leave
 from tests.vllm.replica import Replica
@@ -265,7 +265,7 @@ async def verification(options: argparse.Namespace) -> list[Row]:
     bandwidth: dict[Verify, list[float]] = {verify: [] for verify in Verify}
     with LocalCluster(nodes=1, lookups=1, pool_bytes=256 * MiB) as cluster:
         client = ShardClient(cluster.socket("n0"))
-        engine, blocks = await _stored(client, layout, 64)
+        engine, blocks = await stored(client, layout, 64)
         loaders = {verify: Loader(engine.segment, layout, len(blocks), verify) for verify in Verify}
         for _ in range(options.rounds + 1):
             for verify, loader in loaders.items():
@@ -281,20 +281,6 @@ async def verification(options: argparse.Namespace) -> list[Row]:
             0.95 if verify is Verify.SAMPLED else 0.0, at_least=True)
         for verify in (Verify.SAMPLED, Verify.FULL)
     ]  # fmt: skip
-
-
-async def _stored(client: ShardClient, layout: SlotLayout, count: int) -> tuple[Engine, list[Any]]:
-    engine = await Engine.attach(client, replace(spec("large"), layout=layout))
-    keys = chain(7, count, "large")
-    items = []
-    for position, ref in enumerate(await client.reserve(engine.id, count)):
-        engine.segment.payload(ref.slot, layout.payload_bytes)[:] = os.urandom(layout.payload_bytes)
-        parent = keys[position - 1] if position else None
-        items.append(SealItem(ref, keys[position], parent, position, span_route(keys, position)))
-    await client.seal(engine.id, items)
-    result = await client.acquire(engine.id, AcquireRequest(keys, 0, 5.0))
-    assert result.miss is MissReason.NONE
-    return engine, list(zip(result.blocks, keys, strict=True))
 
 
 async def dead_service(options: argparse.Namespace) -> list[Row]:

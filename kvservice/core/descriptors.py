@@ -141,7 +141,7 @@ class CopyTemplate:
 
         Raises InvalidRequest for a block outside the region.
         """
-        blocks, payloads = self._checked(block_ids, payload_offsets)
+        blocks, payloads = _blocks_of(self.region, block_ids), np.asarray(payload_offsets, dtype=np.int64)
         engine = (self.engine[:, None] + (blocks * self.region.block_stride)[None, :]).reshape(-1)
         segment = (self.slot[:, None] + payloads[None, :]).reshape(-1)
         order = np.argsort(engine, kind="stable")
@@ -152,18 +152,10 @@ class CopyTemplate:
         self, block_ids: Sequence[int] | Offsets, payload_offsets: Sequence[int] | Offsets
     ) -> Descriptors:
         """The same runs, block after block in the order of the slot: for a processor, which copies forward fastest."""
-        blocks, payloads = self._checked(block_ids, payload_offsets)
+        blocks, payloads = _blocks_of(self.region, block_ids), np.asarray(payload_offsets, dtype=np.int64)
         engine = ((blocks * self.region.block_stride)[:, None] + self.engine[None, :]).reshape(-1)
         segment = (payloads[:, None] + self.slot[None, :]).reshape(-1)
         return Descriptors(engine, segment, np.tile(self.lengths, blocks.size))
-
-    def _checked(
-        self, block_ids: Sequence[int] | Offsets, payload_offsets: Sequence[int] | Offsets
-    ) -> tuple[Offsets, Offsets]:
-        blocks = np.asarray(block_ids, dtype=np.int64)
-        if blocks.size and (int(blocks.min()) < 0 or int(blocks.max()) >= self.region.block_count):
-            raise InvalidRequest(f"blocks {blocks.min()} to {blocks.max()} of {self.region.block_count}")
-        return blocks, np.asarray(payload_offsets, dtype=np.int64)
 
 
 class DirectTemplate:
@@ -187,14 +179,19 @@ class DirectTemplate:
 
     def expand(self, source_blocks: Sequence[int] | Offsets, target_blocks: Sequence[int] | Offsets) -> Descriptors:
         """`engine` is the target region, `segment` the source region. Raises InvalidRequest for a block outside."""
-        source, target = (np.asarray(blocks, dtype=np.int64) for blocks in (source_blocks, target_blocks))
-        for blocks, region in ((source, self.source_region), (target, self.target_region)):
-            if blocks.size and (int(blocks.min()) < 0 or int(blocks.max()) >= region.block_count):
-                raise InvalidRequest(f"blocks {blocks.min()} to {blocks.max()} of {region.block_count}")
+        source, target = _blocks_of(self.source_region, source_blocks), _blocks_of(self.target_region, target_blocks)
         engine = (self._target[:, None] + (target * self.target_region.block_stride)[None, :]).reshape(-1)
         segment = (self._source[:, None] + (source * self.source_region.block_stride)[None, :]).reshape(-1)
         order = np.argsort(engine, kind="stable")
         return merge_runs(engine[order], segment[order], np.repeat(self._lengths, target.size)[order])
+
+
+def _blocks_of(region: RegionLayout, block_ids: Sequence[int] | Offsets) -> Offsets:
+    """Raises InvalidRequest for a block outside the region."""
+    blocks = np.asarray(block_ids, dtype=np.int64)
+    if blocks.size and (int(blocks.min()) < 0 or int(blocks.max()) >= region.block_count):
+        raise InvalidRequest(f"blocks {blocks.min()} to {blocks.max()} of {region.block_count}")
+    return blocks
 
 
 def _run_at(template: CopyTemplate, slot_offsets: Offsets) -> Offsets:
