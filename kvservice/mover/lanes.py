@@ -19,16 +19,17 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvservice.core.checks import is_as_promised, is_reserved
 from kvservice.core.descriptors import CopyTemplate
 from kvservice.core.geometry import SLOTS_PER_SLAB_MAX
-from kvservice.core.header import SlotHeader
+from kvservice.core.messages import BlockRef
 from kvservice.errors import InvalidRequest, KVServiceError
 from kvservice.memory.segment import Segment
 from kvservice.mover.copies import CopyEngine
 from kvservice.mover.loans import DirectPath
 from kvservice.mover.message import Direction, Ended, Job, Outcome
 from kvservice.observe.failpoints import failpoint
-from kvservice.units import BootEpoch, SlotIndex
+from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex
 
 log = logging.getLogger("kvservice.mover")
 
@@ -217,15 +218,14 @@ def _all_as_promised(target: Target, direction: Direction, rows: npt.NDArray[np.
     segment, epoch = target.segment, target.epoch
     if segment.current_epoch() != epoch:
         return False
-    generations, keys = rows["generation"].tolist(), [key.tobytes() for key in rows["key"]]
+    generations, keys = rows["generation"].tolist(), [BlockKey(key.tobytes()) for key in rows["key"]]
+    size = target.template.payload_bytes
     for slot, generation, key in zip(slots, generations, keys, strict=True):
-        header = segment.read_header(slot)
-        if header is None or header.epoch != epoch or header.generation != generation:
-            return False
-        if not (_may_load(header, key, target) if direction is Direction.LOAD else not header.is_stable):
+        header, ref = segment.header_bytes(slot), BlockRef(slot, Generation(generation))
+        if direction is Direction.LOAD:
+            is_right = generation % 2 == 0 and is_as_promised(header, epoch, ref, key, size)
+        else:
+            is_right = generation % 2 == 1 and is_reserved(header, epoch, ref, size)
+        if not is_right:
             return False
     return True
-
-
-def _may_load(header: SlotHeader, key: bytes, target: Target) -> bool:
-    return header.is_stable and header.key == key and header.length == target.template.payload_bytes
