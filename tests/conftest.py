@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from tests.vllm.replica import Replica
@@ -29,6 +30,10 @@ GRACE_SECONDS = 10.0  # detached processes may still be ending when the last tes
 # come by then never does, and is started again (tests/ray_nodes.py).
 os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "60")
 os.environ.setdefault("RAY_worker_niceness", "0")  # actors are what is tested here, no job behind other work
+
+# How long an example takes says how busy the machine is, and nothing about the code.
+settings.register_profile("kvservice", deadline=None)
+settings.load_profile("kvservice")
 
 # These belong to the interpreter that runs pytest and end with it.
 OWN_HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver", b"tests.vllm.nursery")

@@ -240,6 +240,6 @@ class DirectoryMachine(RuleBasedStateMachine):
 
 
 DirectoryMachine.TestCase.settings = settings(
-    max_examples=250, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=250, stateful_step_count=60, suppress_health_check=[HealthCheck.too_slow]
 )
 TestDirectory = DirectoryMachine.TestCase

@@ -110,7 +110,6 @@ TestHandoff = HandoffMachine.TestCase
 TestHandoff.settings = settings(
     max_examples=150,
     stateful_step_count=50,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

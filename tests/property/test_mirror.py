@@ -183,7 +183,7 @@ class MirrorMachine(RuleBasedStateMachine):
 
 
 TestMirror = MirrorMachine.TestCase
-TestMirror.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestMirror.settings = settings(max_examples=25, stateful_step_count=40)
 
 
 def test_partition_that_was_not_heard_of_for_long_is_stale_and_each_by_itself() -> None:

@@ -179,4 +179,4 @@ class QuotaMachine(RuleBasedStateMachine):
 
 
 TestQuotas = QuotaMachine.TestCase
-TestQuotas.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestQuotas.settings = settings(max_examples=40, stateful_step_count=30)

@@ -539,7 +539,6 @@ TestShard = ShardMachine.TestCase
 TestShard.settings = settings(
     max_examples=200,
     stateful_step_count=50,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

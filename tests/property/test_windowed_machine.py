@@ -150,4 +150,4 @@ class WindowedMachine(RuleBasedStateMachine):
 
 
 TestWindowedMachine = WindowedMachine.TestCase
-TestWindowedMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestWindowedMachine.settings = settings(max_examples=60, stateful_step_count=30)

@@ -228,7 +228,7 @@ def test_slot_is_the_same_whatever_layout_and_degree_wrote_it(layout: KVCacheLay
     way=st.sampled_from(["views", "staged", "runs"]),
     slot=st.integers(0, 2),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_engine_reads_what_any_other_wrote(
     model: Model,
     layouts: tuple[KVCacheLayout, KVCacheLayout],

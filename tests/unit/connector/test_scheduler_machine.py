@@ -223,5 +223,5 @@ class Engine(RuleBasedStateMachine):
         assert self.half.may_reattach()
 
 
-Engine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Engine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestEngine = Engine.TestCase

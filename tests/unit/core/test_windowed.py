@@ -240,7 +240,7 @@ def test_slots_of_a_side_are_of_its_size_and_unknown_sides_are_refused(harness: 
         harness.reserve(engine, 1, side=2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 8), st.sets(st.integers(0, 7)), st.integers(1, 100))
 def test_promise_is_the_longest_that_is_complete(length: int, here: set[int], window: int) -> None:
     harness = CoreHarness(slab_count=8, has_directory=False)

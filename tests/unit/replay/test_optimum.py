@@ -33,7 +33,7 @@ def best_hits(trace: Trace, capacity: int, count_from: int) -> int:
     return max(reached.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=names, capacity=st.integers(1, 3))
 def test_the_optimum_is_what_trying_everything_finds(rows: list[list[int]], capacity: int) -> None:
     trace = make(rows)
