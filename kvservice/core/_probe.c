@@ -1,6 +1,6 @@
-/* The reading side of kvservice.core.block_table, for installations that could compile it. The layout is described
- * there, and the same in numpy; tests hold the two equal. Reads memory that another process may be writing: what it finds
- * may be torn, so every address is derived from checked numbers and every loop is bounded. */
+/* kvservice.core.block_table's loops, for installations that could compile them. The layout is described there, and the
+ * same in numpy; tests hold the two equal. `find` reads memory that another process may be writing: what it finds may be
+ * torn, so every address is derived from checked numbers and every loop is bounded. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -53,6 +53,79 @@ static inline int64_t find_one(const uint64_t *body, uint64_t home, uint64_t fir
     return -1;
 }
 
+/* The table that a call was given. `words` is NULL after an error, which is then set. */
+typedef struct {
+    Py_buffer body;
+    uint64_t *words;
+    uint64_t rows, mixer, mask;
+} Table;
+
+static Table open_table(PyObject *const *given, int flags)
+{
+    Table table = {.words = NULL};
+    table.rows = PyLong_AsUnsignedLongLong(given[1]);
+    if (table.rows == UINT64_MAX && PyErr_Occurred())
+        return table;
+    table.mixer = PyLong_AsUnsignedLongLong(given[2]);
+    if (table.mixer == UINT64_MAX && PyErr_Occurred())
+        return table;
+    if (PyObject_GetBuffer(given[0], &table.body, flags))
+        return table;
+    if (table.rows == 0 || table.rows >= (UINT64_C(1) << 40) || (uintptr_t)table.body.buf % 8 != 0 ||
+        (table.rows + PROBES - 1) * ROW_WORDS * 8 > (uint64_t)table.body.len) {
+        PyBuffer_Release(&table.body);
+        PyErr_SetString(PyExc_ValueError, "rows do not fit the table");
+        return table;
+    }
+    table.words = table.body.buf;
+    table.mask = 1;
+    while (table.mask <= table.rows)
+        table.mask <<= 1;
+    table.mask -= 1;
+    return table;
+}
+
+typedef struct {
+    uint64_t first, second, home;
+} Key;
+
+static inline Key key_at(const Table *table, const char *packed, size_t index)
+{
+    Key key;
+    memcpy(&key.first, packed + 16 * index, 8);
+    memcpy(&key.second, packed + 16 * index + 8, 8);
+    key.home = home_of(key.first, key.second, table->mixer, table->rows, table->mask);
+    return key;
+}
+
+/* Asks for the row of the key that comes AHEAD keys later; called for each key in turn. */
+static inline void look_ahead(const Table *table, const char *packed, size_t index, size_t count)
+{
+    size_t from = index ? index + AHEAD - 1 : 0;
+    for (size_t later = from; later < index + AHEAD && later < count; later++)
+        fetch(table->words + key_at(table, packed, later).home * ROW_WORDS);
+}
+
+static PyObject *sizes_differ(void)
+{
+    PyErr_SetString(PyExc_ValueError, "keys and results do not fit each other");
+    return NULL;
+}
+
+static void find_all(const Table *table, const char *packed, size_t asked, uint32_t *numbers, int64_t *positions)
+{
+    for (size_t index = 0; index < asked; index++) {
+        look_ahead(table, packed, index, asked);
+        Key key = key_at(table, packed, index);
+        uint32_t number;
+        int64_t at = find_one(table->words, key.home, key.first, key.second, &number);
+        if (positions != NULL)
+            positions[index] = at;
+        else
+            numbers[index] = number;
+    }
+}
+
 static PyObject *probe_find(PyObject *module, PyObject *const *given, Py_ssize_t count)
 {
     (void)module;
@@ -60,69 +133,91 @@ static PyObject *probe_find(PyObject *module, PyObject *const *given, Py_ssize_t
         PyErr_SetString(PyExc_TypeError, "find(body, rows, mixer, keys, numbers, positions)");
         return NULL;
     }
-    unsigned long long rows = PyLong_AsUnsignedLongLong(given[1]);
-    if (rows == (unsigned long long)-1 && PyErr_Occurred())
+    Table table = open_table(given, PyBUF_SIMPLE);
+    if (table.words == NULL)
         return NULL;
-    unsigned long long mixer = PyLong_AsUnsignedLongLong(given[2]);
-    if (mixer == (unsigned long long)-1 && PyErr_Occurred())
-        return NULL;
-    Py_buffer body, keys, out;
+    Py_buffer keys = {0}, out = {0};
+    PyObject *answer = NULL;
     int want_positions = given[5] != Py_None;
-    if (PyObject_GetBuffer(given[0], &body, PyBUF_SIMPLE))
-        return NULL;
-    if (PyObject_GetBuffer(given[3], &keys, PyBUF_SIMPLE)) {
-        PyBuffer_Release(&body);
-        return NULL;
-    }
-    if (PyObject_GetBuffer(want_positions ? given[5] : given[4], &out, PyBUF_WRITABLE)) {
-        PyBuffer_Release(&body);
-        PyBuffer_Release(&keys);
-        return NULL;
-    }
+    if (PyObject_GetBuffer(given[3], &keys, PyBUF_SIMPLE) ||
+        PyObject_GetBuffer(given[want_positions ? 5 : 4], &out, PyBUF_WRITABLE))
+        goto end;
     size_t asked = (size_t)keys.len / 16;
-    int fits = rows > 0 && rows < (UINT64_C(1) << 40) &&
-               (rows + PROBES - 1) * ROW_WORDS * 8 <= (uint64_t)body.len &&
-               (size_t)out.len >= asked * (want_positions ? 8 : 4) && (uintptr_t)body.buf % 8 == 0;
-    if (fits) {
-        const uint64_t *words = body.buf;
-        const char *packed = keys.buf;
-        uint64_t mask = 1;
-        while (mask <= rows)
-            mask <<= 1;
-        mask -= 1;
-        uint64_t first[AHEAD], second[AHEAD], home[AHEAD];
-        for (size_t next = 0; next < asked + AHEAD; next++) {
-            size_t place = next % AHEAD;
-            if (next >= AHEAD) {
-                size_t done = next - AHEAD;
-                uint32_t number;
-                int64_t at = find_one(words, home[place], first[place], second[place], &number);
-                if (want_positions)
-                    ((int64_t *)out.buf)[done] = at;
-                else
-                    ((uint32_t *)out.buf)[done] = number;
-            }
-            if (next < asked) {
-                memcpy(&first[place], packed + 16 * next, 8);
-                memcpy(&second[place], packed + 16 * next + 8, 8);
-                home[place] = home_of(first[place], second[place], mixer, rows, mask);
-                fetch(words + home[place] * ROW_WORDS);
-            }
-        }
+    if ((size_t)out.len < asked * (want_positions ? 8 : 4)) {
+        sizes_differ();
+        goto end;
     }
-    PyBuffer_Release(&body);
+    find_all(&table, keys.buf, asked, want_positions ? NULL : out.buf, want_positions ? out.buf : NULL);
+    answer = Py_NewRef(Py_None);
+end:
     PyBuffer_Release(&keys);
     PyBuffer_Release(&out);
-    if (!fits) {
-        PyErr_SetString(PyExc_ValueError, "rows, keys and results do not fit each other");
+    PyBuffer_Release(&table.body);
+    return answer;
+}
+
+/* Puts a key that is not there into the first free entry from its home on. 0 when there is none. */
+static int insert_one(uint64_t *body, Key key, uint32_t number)
+{
+    for (uint64_t at = key.home; at < key.home + PROBES; at++) {
+        uint64_t *row = body + at * ROW_WORDS;
+        uint32_t *cells = (uint32_t *)row;
+        for (int entry = 0; entry < ENTRIES; entry++) {
+            if (cells[FIRST_NUMBER + entry])
+                continue;
+            row[entry] = key.first;
+            row[ENTRIES + entry] = key.second;
+            for (uint64_t passed = key.home; passed < at; passed++)
+                ((uint32_t *)(body + passed * ROW_WORDS))[OVERFLOW_AT] += 1;
+            /* Readers in other processes take an entry for one when its number is there. */
+            __atomic_store_n(&cells[FIRST_NUMBER + entry], number, __ATOMIC_RELEASE);
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static PyObject *probe_insert(PyObject *module, PyObject *const *given, Py_ssize_t count)
+{
+    (void)module;
+    if (count != 6) {
+        PyErr_SetString(PyExc_TypeError, "insert(body, rows, mixer, keys, numbers, done)");
         return NULL;
     }
-    Py_RETURN_NONE;
+    Table table = open_table(given, PyBUF_WRITABLE);
+    if (table.words == NULL)
+        return NULL;
+    Py_buffer keys = {0}, numbers = {0}, done = {0};
+    PyObject *answer = NULL;
+    if (PyObject_GetBuffer(given[3], &keys, PyBUF_SIMPLE) || PyObject_GetBuffer(given[4], &numbers, PyBUF_SIMPLE) ||
+        PyObject_GetBuffer(given[5], &done, PyBUF_WRITABLE))
+        goto end;
+    size_t asked = (size_t)keys.len / 16, put = 0;
+    if ((size_t)numbers.len < asked * 4 || (size_t)done.len < asked) {
+        sizes_differ();
+        goto end;
+    }
+    for (size_t index = 0; index < asked; index++) {
+        look_ahead(&table, keys.buf, index, asked);
+        int fits = insert_one(table.words, key_at(&table, keys.buf, index), ((const uint32_t *)numbers.buf)[index]);
+        ((uint8_t *)done.buf)[index] = (uint8_t)fits;
+        put += (size_t)fits;
+    }
+    answer = PyLong_FromSize_t(put);
+end:
+    PyBuffer_Release(&keys);
+    PyBuffer_Release(&numbers);
+    PyBuffer_Release(&done);
+    PyBuffer_Release(&table.body);
+    return answer;
 }
 
 static PyMethodDef methods[] = {
     {"find", (PyCFunction)(void (*)(void))probe_find, METH_FASTCALL,
      "find(body, rows, mixer, keys, numbers, positions): fills `numbers` (u32), or `positions` (i64) when that is not None."},
+    {"insert", (PyCFunction)(void (*)(void))probe_insert, METH_FASTCALL,
+     "insert(body, rows, mixer, keys, numbers, done): adds keys that are not there, all different; `done` (u8) tells which\n"
+     "had room. Returns how many."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,16 +26,21 @@ Keys = NDArray[np.uint64]  # (n, 2): the two halves of each key
 Numbers = NDArray[np.uint32]
 Positions = NDArray[np.int64]  # of entries: indices into the table as u32; -1 = not there
 
-Find = Callable[[memoryview, int, int, Keys | bytes, Numbers | None, Positions | None], None]
+
+class Native(Protocol):
+    """The compiled loops, over (rows of the table as bytes, rows in use, mixer)."""
+
+    find: Callable[[memoryview, int, int, Keys | bytes, Numbers | None, Positions | None], None]
+    insert: Callable[[memoryview, int, int, Keys | bytes, Numbers, NDArray[np.bool_]], int]
 
 
-def _native() -> Find | None:
-    """The compiled reader; None where the installation had no compiler."""
+def _native() -> Native | None:
+    """None where the installation had no compiler."""
     try:
-        from kvservice.core._probe import find
+        from kvservice.core import _probe
     except ImportError:
         return None
-    return find
+    return _probe
 
 
 native = _native()
@@ -143,7 +149,7 @@ class BlockTable:
     def get(self, key: bytes) -> int:
         """The number of one key, 0 when it is not there."""
         if native is not None:
-            native(self._body, self.row_count, self._mixer, key, self._one, None)
+            native.find(self._body, self.row_count, self._mixer, key, self._one, None)
             return int(self._one[0])
         position = self._find_one(*_KEY.unpack(key))
         return 0 if position < 0 else self._cells[position]
@@ -152,7 +158,7 @@ class BlockTable:
         """The number of each key, 0 when it is not there."""
         if native is not None:
             answer = np.empty(len(keys), np.uint32)
-            native(self._body, self.row_count, self._mixer, keys, answer, None)
+            native.find(self._body, self.row_count, self._mixer, keys, answer, None)
             return answer
         first, second = keys[:, 0], keys[:, 1]
         found = np.zeros(len(keys), np.uint32)
@@ -178,12 +184,12 @@ class BlockTable:
 
     def find(self, keys: Keys) -> Positions:
         """Where each key lies, -1 when it is not there. Good until the next change."""
-        if len(keys) <= FEW:
-            return np.array([self._find_one(first, second) for first, second in keys.tolist()], np.int64)
         if native is not None:
             positions = np.empty(len(keys), np.int64)
-            native(self._body, self.row_count, self._mixer, keys, None, positions)
+            native.find(self._body, self.row_count, self._mixer, keys, None, positions)
             return positions
+        if len(keys) <= FEW:
+            return np.array([self._find_one(first, second) for first, second in keys.tolist()], np.int64)
         first, second = keys[:, 0], keys[:, 1]
         found = np.full(len(keys), -1, np.int64)
         homes = self._homes(first, second)
@@ -237,13 +243,16 @@ class BlockTable:
             self._cells[position] = number
             return True
         self.grow(1)
+        if native is not None:
+            self._one[0] = number
+            return bool(self._insert(keys_array(key), self._one)[0])
         first, second = _KEY.unpack(key)
         return self._insert_one(first, second, number)
 
     def insert_many(self, keys: Keys, numbers: Numbers) -> NDArray[np.bool_]:
         """Add keys that are not there, all different, with numbers that are not 0. False for those without room."""
         self.grow(len(keys))
-        if len(keys) > FEW:
+        if native is not None or len(keys) > FEW:
             return self._insert(keys, numbers)
         rows = zip(keys.tolist(), numbers.tolist(), strict=True)
         return np.array([self._insert_one(first, second, number) for (first, second), number in rows], np.bool_)
@@ -329,7 +338,7 @@ class BlockTable:
 
     def _position(self, key: bytes) -> int:
         if native is not None:
-            native(self._body, self.row_count, self._mixer, key, None, self._at)
+            native.find(self._body, self.row_count, self._mixer, key, None, self._at)
             return int(self._at[0])
         return self._find_one(*_KEY.unpack(key))
 
@@ -380,6 +389,17 @@ class BlockTable:
 
     def _insert(self, keys: Keys, numbers: Numbers, rows_then: int = 0) -> NDArray[np.bool_]:
         """`rows_then`: where they belong when so many rows are in use."""
+        if native is not None:
+            done: NDArray[np.bool_] = np.empty(len(keys), np.bool_)
+            count = native.insert(self._body, rows_then or self.row_count, self._mixer, keys, numbers, done)
+        else:
+            done = self._insert_arrays(keys, numbers, rows_then)
+            count = int(np.count_nonzero(done))
+        self._head[1] += count
+        self.dropped_full += len(keys) - count
+        return done
+
+    def _insert_arrays(self, keys: Keys, numbers: Numbers, rows_then: int) -> NDArray[np.bool_]:
         homes = self._homes(keys[:, 0], keys[:, 1], rows_then)
         placed = np.full(len(keys), -1, np.int64)  # row of each key
         waiting = np.argsort(homes)
@@ -402,9 +422,6 @@ class BlockTable:
             on = ~fits
             waiting, rows = waiting[on], rows[on] + 1
         done: NDArray[np.bool_] = placed >= 0
-        count = int(np.count_nonzero(done))
-        self._head[1] += count
-        self.dropped_full += len(keys) - count
         self._count_overflow(homes[done], placed[done], 1)
         return done
 

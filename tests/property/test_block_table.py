@@ -147,8 +147,9 @@ def test_reader_of_torn_memory_neither_fails_nor_loops(seed: int) -> None:
     assert [reader.get(one.tobytes()) for one in asked] == [0] * 300
 
 
-def test_native_reader_refuses_sizes_that_do_not_fit() -> None:
-    find = pytest.importorskip("kvservice.core._probe", reason="installed without a compiler").find
+def test_native_loops_refuse_sizes_that_do_not_fit() -> None:
+    native = pytest.importorskip("kvservice.core._probe", reason="installed without a compiler")
+    find, insert = native.find, native.insert
     body = memoryview(bytearray(table_bytes(ROWS_MIN)))[64:]
     keys, numbers = bytes(160), np.zeros(10, np.uint32)
     find(body, ROWS_MIN, 1, keys, numbers, None)
@@ -161,3 +162,16 @@ def test_native_reader_refuses_sizes_that_do_not_fit() -> None:
         find(body, -1, 1, keys, numbers, None)
     with pytest.raises(TypeError):
         find(body, ROWS_MIN, keys)
+    done = np.zeros(10, np.bool_)
+    assert insert(body, ROWS_MIN, 1, keys[:16], numbers + 1, done) == 1
+    for rows, values, room in (
+        (ROWS_MIN + 1, numbers, done),
+        (ROWS_MIN, numbers[:9], done),
+        (ROWS_MIN, numbers, done[:9]),
+    ):
+        with pytest.raises(ValueError, match="fit"):
+            insert(body, rows, 1, keys, values, room)
+    with pytest.raises(BufferError):
+        insert(body.toreadonly(), ROWS_MIN, 1, keys, numbers, done)
+    with pytest.raises(TypeError):
+        insert(body, ROWS_MIN, 1, keys, numbers)
