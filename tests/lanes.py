@@ -1,9 +1,9 @@
 """`python -m tests.lanes [pytest's options]`: the whole suite, in lanes that run one after the other or side by side.
 
 More than half of the time of the tests without an engine is waiting, for a lease to end, for Ray to restart an actor:
-so those with and without Ray run together, and the simulator computes in what they leave of the processors, behind
-everybody else. Engines run alone: what computes beside an engine starves its heartbeats. What is left behind is looked
-for once, at the end of all.
+so those with and without Ray run together. Engines come after them, alone: what computes beside an engine starves its
+heartbeats. The simulator computes all the while in what the others leave of the processors, behind everybody else. What
+is left behind is looked for once, at the end of all.
 """
 
 from __future__ import annotations
@@ -38,23 +38,19 @@ def main(options: list[str]) -> int:
     started = time.monotonic()
     codes: dict[str, int] = {}
     with tempfile.TemporaryFile() as said_by_ray, tempfile.TemporaryFile() as said_by_simulator:
-        beside = {
-            RAY: _started(RAY, options, environment, said_by_ray),
-            SIMULATOR: _started(SIMULATOR, options, environment, said_by_simulator, behind_all=True),
-        }
+        simulator = _started(SIMULATOR, options, environment, said_by_simulator, behind_all=True)
+        ray = _started(RAY, options, environment, said_by_ray)
         try:
             codes[FAST] = subprocess.call(_command(FAST, options), env=environment, cwd=ROOT)
-            codes |= {lane: process.wait() for lane, process in beside.items()}
+            codes[RAY] = ray.wait()
+            _print(said_by_ray)
+            if pytest.ExitCode.INTERRUPTED not in codes.values():  # Ctrl-C reaches each pytest by itself
+                codes[ENGINES] = subprocess.call(_command(ENGINES, options), env=environment, cwd=ROOT)
+            codes[SIMULATOR] = simulator.wait()
+            _print(said_by_simulator)
         finally:
-            for process in beside.values():
-                process.terminate()
-        for output in (said_by_ray, said_by_simulator):
-            output.seek(0)
-            sys.stdout.flush()
-            sys.stdout.buffer.write(output.read())
-            sys.stdout.flush()
-    if pytest.ExitCode.INTERRUPTED not in codes.values():  # Ctrl-C reaches each pytest by itself
-        codes[ENGINES] = subprocess.call(_command(ENGINES, options), env=environment, cwd=ROOT)
+            ray.terminate()
+            simulator.terminate()
     left = left_behind(before, environment[SESSION_VARIABLE])
     if left:
         print("the tests left behind:\n  " + "\n  ".join(left))
@@ -64,6 +60,13 @@ def main(options: list[str]) -> int:
         print(f"{'left out' if code is None else 'passed' if code in good else f'FAILED ({code})'}: {lane}")
     print(f"took {time.monotonic() - started:.0f} s")
     return 1 if left or any(codes.get(lane) not in good for lane in LANES) else 0
+
+
+def _print(output: IO[bytes]) -> None:
+    output.seek(0)
+    sys.stdout.flush()
+    sys.stdout.buffer.write(output.read())
+    sys.stdout.flush()
 
 
 def _started(

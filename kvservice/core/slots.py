@@ -27,7 +27,8 @@ class SlotState(Enum):
     __hash__ = object.__hash__  # each exists once; Enum's own is slow, and every change of a slot looks two of them up
 
 
-_FREE, _WRITING = SlotState.FREE, SlotState.WRITING
+_FREE, _WRITING, _LEASED = SlotState.FREE, SlotState.WRITING, SlotState.LEASED
+_READABLE = frozenset((SlotState.SEALED, SlotState.LEASED))
 
 
 class SlotEvent(Enum):
@@ -223,29 +224,28 @@ class SlotTable:
 
     def check_invariants(self) -> None:
         """Recounts everything. Raises AssertionError naming the first thing that does not add up."""
-        counted = Counter(slot.state for slot in self._slots.values())
-        for state in SlotState:
-            assert counted[state] == self._counts[state], f"{state}: {counted[state]} slots, counter {self._counts}"
+        counted: dict[SlotState, int] = dict.fromkeys(SlotState, 0)
+        used: dict[str, int] = {}
+        writing: dict[str, int] = {}
+        for slot in self._slots.values():
+            state, account, is_odd = slot.state, slot.account, slot.generation % 2 == 1
+            counted[state] += 1
+            assert (slot.pins > 0) == (state is _LEASED), f"pins and state disagree: {slot}"
+            assert is_odd or state is not _WRITING, f"written under an even generation: {slot}"
+            assert not is_odd or state not in _READABLE, f"sealed under an odd generation: {slot}"
+            if account:
+                assert state is not _FREE, f"somebody is charged for a free slot: {slot}"
+                used[account] = used.get(account, 0) + slot.payload_bytes
+                writing[account] = writing.get(account, 0) + (state is _WRITING)
+        for state, count in counted.items():
+            assert count == self._counts[state], f"{state}: {count} slots, counter {self._counts}"
         assert sum(self._counts.values()) == self.capacity
         free = [index for indices in self._free.values() for index in indices]
         assert len(free) == len(set(free)) == self._counts[SlotState.FREE], "free list and free slots differ"
         for index in free:
-            assert self._slots[index].state is SlotState.FREE, f"slot {index} is on the free list but not free"
-        for slot in self._slots.values():
-            assert (slot.pins > 0) == (slot.state is SlotState.LEASED), f"pins and state disagree: {slot}"
-            if slot.state is SlotState.WRITING:
-                assert slot.generation % 2 == 1, f"written under an even generation: {slot}"
-            if slot.state in (SlotState.SEALED, SlotState.LEASED):
-                assert slot.generation % 2 == 0, f"sealed under an odd generation: {slot}"
-        used: Counter[str] = Counter()
-        writing: Counter[str] = Counter()
-        for slot in self._slots.values():
-            assert not (slot.account and slot.state is _FREE), f"somebody is charged for a free slot: {slot}"
-            if slot.account:
-                used[slot.account] += slot.payload_bytes
-                writing[slot.account] += slot.state is _WRITING
-        assert used == self.accounts.used, "what tenants hold does not add up"
-        assert writing == self.accounts.writing, "what tenants write does not add up"
+            assert self._slots[index].state is _FREE, f"slot {index} is on the free list but not free"
+        assert Counter(used) == self.accounts.used, "what tenants hold does not add up"
+        assert Counter(writing) == self.accounts.writing, "what tenants write does not add up"
         slabs = set(self._free_slabs) | set(self._slab_payload)
         assert slabs == set(range(self._geometry.slab_count)), "a slab is lost"
         assert not set(self._free_slabs) & set(self._slab_payload), "a slab is free and assigned"

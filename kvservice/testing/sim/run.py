@@ -28,7 +28,7 @@ from kvservice.testing.sim.world import Violation, World
 from kvservice.units import HandoffId, MiB, NodeId
 
 CONVERGE_SECONDS = 40.0  # of virtual time, after healing
-CHECK_EVERY = 24  # events between full checks of all states
+CHECK_EVERY = 60  # events between full checks of all states
 EVENTS_MAX = 400_000
 BITES = {"flip", "flip_header", "swap", "transplant"}  # need engines that verify what they load
 
