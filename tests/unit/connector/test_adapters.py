@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,11 +59,14 @@ def test_equal_bytes_are_one_adapter_and_one_other_byte_is_another(adapters: Ada
     assert len({a, c, d}) == 3
 
 
-def test_the_first_request_does_not_wait_for_the_reading(adapters: Adapters, tmp_path: Path) -> None:
-    path = adapter(tmp_path / "a", os.urandom(1 << 20))
+def test_the_first_request_does_not_wait_for_the_reading(clock: Clock, tmp_path: Path) -> None:
+    path, may_read = adapter(tmp_path / "a", b"weights"), threading.Event()
+    adapters = Adapters(lambda found: Path(found) if may_read.wait(30) else None, clock)
     assert adapters.of(path) is None
     assert adapters.counters["adapter_unknown"] == 1
+    may_read.set()
     assert eventually(lambda: adapters.of(path))
+    adapters.close()
 
 
 def test_an_adapter_whose_files_changed_has_no_name_any_more(adapters: Adapters, tmp_path: Path, clock: Clock) -> None:
