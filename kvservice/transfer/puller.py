@@ -1,9 +1,10 @@
 """Verified reads of a peer's blocks: owns a Transport on one thread, and says of each block whether it can be trusted.
 
-A job's payloads are read in batches, a few in flight, while the digests of finished batches are computed on a helper
-thread; then the source headers are read again, and a block is OK only if epoch, generation, key, length and digest
-are what the handle said, the local bytes have that digest, and the lease's deadline has not passed. The order matters:
-a header that is unchanged after the payload was read proves that the slot was not rewritten meanwhile.
+A job's payloads are read in batches, a few in flight, while the digests of what has landed are computed on a helper
+thread, at the end on both; then the source headers are read again, and a block is OK only if epoch, generation, key,
+length and digest are what the handle said, the local bytes have that digest, and the lease's deadline has not passed.
+The order matters: a header that is unchanged after the payload was read proves that the slot was not rewritten
+meanwhile.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,8 +33,12 @@ from kvservice.units import BootEpoch, MiB, NodeId, SlotIndex
 
 log = logging.getLogger("kvservice.transfer")
 
-BATCH_BYTES = 8 * MiB  # large enough for full speed, small enough that digests start early
+# A batch is half of what is left. Each costs a third of a millisecond of Python, in which nothing is copied where the
+# transport copies in its call, so the first are large; what the last one brought is verified when nothing else is left
+# to do, so it is small.
+BATCH_BYTES_MIN, BATCH_BYTES_MAX = 2 * MiB, 32 * MiB
 BATCHES_IN_FLIGHT = 3
+PIECE_BYTES = 2 * MiB  # that one thread verifies at once
 DIGEST_THREADS = 1  # two threads and the poller get in each other's way for the interpreter lock
 IDLE_SECONDS = 0.2
 POLL_SECONDS = 0.0001
@@ -76,9 +81,11 @@ class _Active:
     on_done: DoneCallback
     on_quiesced: QuiescedCallback
     peer: PeerHandle
+    good: bytearray  # by item: 1 when the bytes that landed have the digest of its handle
     next_item: int = 0  # first item whose payload is not posted yet
     in_flight: dict[TransferId, range] = field(default_factory=dict)  # payload batches
-    digests: dict[int, Future[list[bool]]] = field(default_factory=dict)  # by first item of the batch
+    pieces: deque[range] = field(default_factory=deque)  # landed, and taken by nobody yet to be verified
+    verifying: list[Future[None]] = field(default_factory=list)
     verdicts: dict[int, PullVerdict] = field(default_factory=dict)
     headers: TransferId | None = None  # the read of the source headers, while in flight
     scratch: int | None = None  # first scratch header of this job
@@ -213,7 +220,7 @@ class Puller:
             self.counters["connect_failed"] += 1
             self._call(on_done, job.job_id, (PullVerdict.FAILED,) * len(job.items))
             return
-        self._active.append(_Active(job, on_done, on_quiesced, peer))
+        self._active.append(_Active(job, on_done, on_quiesced, peer, bytearray(len(job.items))))
 
     def _connect(self, transport: Transport, job: PullJob) -> PeerHandle:
         known = self._peers.get(job.peer)
@@ -270,7 +277,9 @@ class Puller:
                 if batch is None:
                     continue
                 if done and not active.answered:
-                    active.digests[batch.start] = self._digesting.submit(self._verify, active.job, batch)
+                    step = max(1, PIECE_BYTES // active.job.payload_bytes)
+                    active.pieces += [batch[i : i + step] for i in range(0, len(batch), step)]
+                    active.verifying.append(self._digesting.submit(self._verify_landed, active))
             if not done:
                 log.info("read_failed", extra={"peer": active.job.peer, "detail": completion.detail})
                 self.counters["reads_failed"] += 1
@@ -292,6 +301,9 @@ class Puller:
             moved = True
         if active.payloads_done and active.headers is None and not active.headers_read and not active.verdicts:
             moved |= self._post_headers(transport, active)
+        elif active.payloads_done and active.pieces:
+            self._verify_piece(active)  # this thread has nothing else to do for the job
+            moved = True
         if self._is_decided(active):
             self._answer(active, self._judge(active))
             moved = True
@@ -299,7 +311,8 @@ class Puller:
 
     def _post_batch(self, transport: Transport, active: _Active) -> None:
         job = active.job
-        count = max(1, BATCH_BYTES // job.payload_bytes)
+        half = (len(job.items) - active.next_item) * job.payload_bytes // 2
+        count = max(1, min(max(half, BATCH_BYTES_MIN), BATCH_BYTES_MAX) // job.payload_bytes)
         batch = range(active.next_item, min(active.next_item + count, len(job.items)))
         items = job.items[batch.start : batch.stop]
         copies = _merged(
@@ -325,7 +338,7 @@ class Puller:
     def _is_decided(self, active: _Active) -> bool:
         if active.verdicts:
             return True
-        return active.headers_read and all(future.done() for future in active.digests.values())
+        return active.headers_read and not active.pieces and all(future.done() for future in active.verifying)
 
     def _judge(self, active: _Active) -> dict[int, PullVerdict]:
         """One verdict per item: the failure that was noted, or what headers and digests say."""
@@ -338,13 +351,14 @@ class Puller:
         assert active.scratch is not None
         start = self._segment.geometry.scratch_offset + active.scratch * HEADER_BYTES
         headers = bytes(self._segment.buffer[start : start + len(job.items) * HEADER_BYTES])
-        for first, future in active.digests.items():
-            for index, good in enumerate(future.result(), first):
-                header = headers[index * HEADER_BYTES : (index + 1) * HEADER_BYTES]
-                if not is_as_located(header, job.items[index].handle, job.peer_epoch):
-                    verdicts[index] = PullVerdict.STALE
-                else:
-                    verdicts[index] = PullVerdict.OK if good else PullVerdict.CORRUPT
+        for future in active.verifying:
+            future.result()  # raises what verifying raised
+        for index, (item, good) in enumerate(zip(job.items, active.good, strict=True)):
+            header = headers[index * HEADER_BYTES : (index + 1) * HEADER_BYTES]
+            if not is_as_located(header, item.handle, job.peer_epoch):
+                verdicts[index] = PullVerdict.STALE
+            else:
+                verdicts[index] = PullVerdict.OK if good else PullVerdict.CORRUPT
         return verdicts
 
     def _fail_rest(self, active: _Active) -> None:
@@ -359,6 +373,7 @@ class Puller:
     def _answer(self, active: _Active, verdicts: dict[int, PullVerdict]) -> None:
         if not active.answered:
             active.answered = True
+            active.pieces.clear()
             ordered = tuple(verdicts[index] for index in range(len(active.job.items)))
             good = ordered.count(PullVerdict.OK)
             self.counters["jobs"] += 1
@@ -379,13 +394,23 @@ class Puller:
             self._call(active.on_quiesced, active.job.job_id)
         return True
 
-    def _verify(self, job: PullJob, batch: range) -> list[bool]:
-        """Runs on a helper thread: does each landed payload have the digest of its handle?"""
-        return [
-            digest_payload(self._segment.payload(job.items[i].destination, job.payload_bytes), job.items[i].handle.key)
-            == job.items[i].handle.digest
-            for i in batch
-        ]
+    def _verify_landed(self, active: _Active) -> None:
+        """On the helper thread: all that has landed by now."""
+        while self._verify_piece(active):
+            pass
+
+    def _verify_piece(self, active: _Active) -> bool:
+        """Does each payload of one piece have the digest of its handle? False when there is no piece."""
+        try:
+            piece = active.pieces.popleft()
+        except IndexError:  # the other thread was faster
+            return False
+        payload_bytes = active.job.payload_bytes
+        for index in piece:
+            item = active.job.items[index]
+            payload = self._segment.payload(item.destination, payload_bytes)
+            active.good[index] = digest_payload(payload, item.handle.key) == item.handle.digest
+        return True
 
     def _take_scratch(self, count: int) -> int | None:
         """First fit of `count` consecutive scratch headers."""
