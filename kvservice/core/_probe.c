@@ -31,28 +31,6 @@ static inline void fetch(const uint64_t *row)
     __builtin_prefetch(row + ROW_WORDS - 1);
 }
 
-/* Index of the key's number as u32, or -1; the number in *number, 0 when it is not there. */
-static inline int64_t find_one(const uint64_t *body, uint64_t home, uint64_t first, uint64_t second, uint32_t *number)
-{
-    const uint64_t *row = body + home * ROW_WORDS;
-    for (int probe = 0; probe < PROBES; probe++, row += ROW_WORDS) {
-        const uint32_t *cells = (const uint32_t *)row;
-        for (int entry = 0; entry < ENTRIES; entry++) {
-            if (row[entry] == first && row[ENTRIES + entry] == second) {
-                uint32_t found = cells[FIRST_NUMBER + entry];
-                if (found) {
-                    *number = found;
-                    return (int64_t)((home + (uint64_t)probe) * ROW_U32 + FIRST_NUMBER + (uint64_t)entry);
-                }
-            }
-        }
-        if (!cells[OVERFLOW_AT])
-            break;
-    }
-    *number = 0;
-    return -1;
-}
-
 /* The table that a call was given. `words` is NULL after an error, which is then set. */
 typedef struct {
     Py_buffer body;
@@ -98,12 +76,22 @@ static inline Key key_at(const Table *table, const char *packed, size_t index)
     return key;
 }
 
-/* Asks for the row of the key that comes AHEAD keys later; called for each key in turn. */
-static inline void look_ahead(const Table *table, const char *packed, size_t index, size_t count)
+typedef void (*Visit)(const Table *table, Key key, size_t index, void *context);
+
+/* Calls `visit` for each key in turn, when its row is on its way from memory. Inlined with the function it is given. */
+static inline __attribute__((always_inline)) void each_key(
+    const Table *table, const char *packed, size_t count, Visit visit, void *context)
 {
-    size_t from = index ? index + AHEAD - 1 : 0;
-    for (size_t later = from; later < index + AHEAD && later < count; later++)
-        fetch(table->words + key_at(table, packed, later).home * ROW_WORDS);
+    Key ahead[AHEAD];
+    for (size_t next = 0; next < count + AHEAD; next++) {
+        Key *place = &ahead[next % AHEAD];
+        if (next >= AHEAD)
+            visit(table, *place, next - AHEAD, context);
+        if (next < count) {
+            *place = key_at(table, packed, next);
+            fetch(table->words + place->home * ROW_WORDS);
+        }
+    }
 }
 
 static PyObject *sizes_differ(void)
@@ -112,18 +100,37 @@ static PyObject *sizes_differ(void)
     return NULL;
 }
 
-static void find_all(const Table *table, const char *packed, size_t asked, uint32_t *numbers, int64_t *positions)
+/* Index of the key's number as u32, or -1; the number in *number, 0 when it is not there. */
+static inline int64_t find_one(const uint64_t *body, Key key, uint32_t *number)
 {
-    for (size_t index = 0; index < asked; index++) {
-        look_ahead(table, packed, index, asked);
-        Key key = key_at(table, packed, index);
-        uint32_t number;
-        int64_t at = find_one(table->words, key.home, key.first, key.second, &number);
-        if (positions != NULL)
-            positions[index] = at;
-        else
-            numbers[index] = number;
+    const uint64_t *row = body + key.home * ROW_WORDS;
+    for (int probe = 0; probe < PROBES; probe++, row += ROW_WORDS) {
+        const uint32_t *cells = (const uint32_t *)row;
+        for (int entry = 0; entry < ENTRIES; entry++) {
+            if (row[entry] == key.first && row[ENTRIES + entry] == key.second) {
+                uint32_t found = cells[FIRST_NUMBER + entry];
+                if (found) {
+                    *number = found;
+                    return (int64_t)((key.home + (uint64_t)probe) * ROW_U32 + FIRST_NUMBER + (uint64_t)entry);
+                }
+            }
+        }
+        if (!cells[OVERFLOW_AT])
+            break;
     }
+    *number = 0;
+    return -1;
+}
+
+static inline void give_number(const Table *table, Key key, size_t index, void *numbers)
+{
+    find_one(table->words, key, (uint32_t *)numbers + index);
+}
+
+static inline void give_position(const Table *table, Key key, size_t index, void *positions)
+{
+    uint32_t number;
+    ((int64_t *)positions)[index] = find_one(table->words, key, &number);
 }
 
 static PyObject *probe_find(PyObject *module, PyObject *const *given, Py_ssize_t count)
@@ -147,7 +154,10 @@ static PyObject *probe_find(PyObject *module, PyObject *const *given, Py_ssize_t
         sizes_differ();
         goto end;
     }
-    find_all(&table, keys.buf, asked, want_positions ? NULL : out.buf, want_positions ? out.buf : NULL);
+    if (want_positions)
+        each_key(&table, keys.buf, asked, give_position, out.buf);
+    else
+        each_key(&table, keys.buf, asked, give_number, out.buf);
     answer = Py_NewRef(Py_None);
 end:
     PyBuffer_Release(&keys);
@@ -177,6 +187,20 @@ static int insert_one(uint64_t *body, Key key, uint32_t number)
     return 0;
 }
 
+typedef struct {
+    const uint32_t *numbers;
+    uint8_t *done;
+    size_t count;
+} Inserted;
+
+static inline void insert_key(const Table *table, Key key, size_t index, void *context)
+{
+    Inserted *inserted = context;
+    int fits = insert_one(table->words, key, inserted->numbers[index]);
+    inserted->done[index] = (uint8_t)fits;
+    inserted->count += (size_t)fits;
+}
+
 static PyObject *probe_insert(PyObject *module, PyObject *const *given, Py_ssize_t count)
 {
     (void)module;
@@ -192,18 +216,14 @@ static PyObject *probe_insert(PyObject *module, PyObject *const *given, Py_ssize
     if (PyObject_GetBuffer(given[3], &keys, PyBUF_SIMPLE) || PyObject_GetBuffer(given[4], &numbers, PyBUF_SIMPLE) ||
         PyObject_GetBuffer(given[5], &done, PyBUF_WRITABLE))
         goto end;
-    size_t asked = (size_t)keys.len / 16, put = 0;
+    size_t asked = (size_t)keys.len / 16;
     if ((size_t)numbers.len < asked * 4 || (size_t)done.len < asked) {
         sizes_differ();
         goto end;
     }
-    for (size_t index = 0; index < asked; index++) {
-        look_ahead(&table, keys.buf, index, asked);
-        int fits = insert_one(table.words, key_at(&table, keys.buf, index), ((const uint32_t *)numbers.buf)[index]);
-        ((uint8_t *)done.buf)[index] = (uint8_t)fits;
-        put += (size_t)fits;
-    }
-    answer = PyLong_FromSize_t(put);
+    Inserted inserted = {numbers.buf, done.buf, 0};
+    each_key(&table, keys.buf, asked, insert_key, &inserted);
+    answer = PyLong_FromSize_t(inserted.count);
 end:
     PyBuffer_Release(&keys);
     PyBuffer_Release(&numbers);

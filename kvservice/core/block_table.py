@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BlockTable", "Keys", "Positions", "keys_array", "native", "private_table", "rows_for", "table_bytes"]
+__all__ = ["BlockTable", "Keys", "Positions", "few", "keys_array", "private_table", "rows_for", "table_bytes"]
 
 Keys = NDArray[np.uint64]  # (n, 2): the two halves of each key
 Numbers = NDArray[np.uint32]
@@ -45,6 +45,12 @@ def _native() -> Native | None:
 
 native = _native()
 
+
+def few() -> int:
+    """Up to so many keys a loop is faster than an array."""
+    return FEW if native is None else FEW_NATIVE
+
+
 HEADER_BYTES = 64
 ENTRIES = 7
 ROW_WORDS = 18
@@ -55,7 +61,7 @@ OVERFLOW = FIRST_NUMBER + ENTRIES
 PROBES = 32  # rows that one key may lie in
 ROWS_MIN = 64
 SMALL_ROWS = 4096
-FEW = 24  # up to so many keys a loop is faster than an array
+FEW, FEW_NATIVE = 24, 6
 # Growing begins when the rows that were not split yet are this full, and is over before they are as full as that.
 FULL_AT_START, FULL_AT_END = 0.55, 0.72
 
@@ -265,7 +271,7 @@ class BlockTable:
 
     def remove_at(self, positions: Positions) -> None:
         """Take entries out, each once."""
-        if len(positions) <= FEW:
+        if len(positions) <= few():
             for position in positions.tolist():
                 self._remove_one(position)
             return
