@@ -36,6 +36,8 @@ CLOCK_SECONDS = 0.2
 CLOCK_DRIFT_SECONDS = 0.05
 CONNECT_SECONDS = 1.0
 SHARED_MEMORY = Path("/dev/shm")
+MOUNTS = Path("/proc/mounts")
+HUGE_ADVICE = "as root, before the service starts: mount -o remount,huge=within_size /dev/shm; docs/performance.md"
 RAY_TOKEN = Path("~/.ray/auth_token")
 RAY_CURRENT = Path("/tmp/ray/ray_current_cluster")  # where `ray start` notes the address that "auto" means
 
@@ -54,7 +56,7 @@ Probe = Callable[[], Iterable[Check]]
 def run_checks() -> list[Check]:
     """Blocks for up to a minute: NIXL moves real bytes."""
     probes: list[Probe] = [
-        python, packages, settings, shared_memory, locked_memory, nixl, block_keys, engine_hash, clock, tls,
+        python, packages, settings, shared_memory, huge_pages, locked_memory, nixl, block_keys, engine_hash, clock, tls,
         ray_cluster, service_parts,
     ]  # fmt: skip
     return [check for probe in probes for check in guarded(probe)]
@@ -158,6 +160,17 @@ def shared_memory() -> Iterator[Check]:
     else:
         advice = f"the default pool of {format_bytes(wanted)} does not fit: choose a smaller --pool, or {SHM_ADVICE}"
         yield Check("shared_memory", WARNING, detail, advice)
+
+
+def huge_pages() -> Iterator[Check]:
+    mounts = [line.split() for line in MOUNTS.read_text().splitlines()]
+    options = next((fields[3].split(",") for fields in reversed(mounts) if fields[1] == str(SHARED_MEMORY)), [])
+    policy = next((option.removeprefix("huge=") for option in options if option.startswith("huge=")), "never")
+    if policy in ("always", "within_size"):
+        yield Check("huge_pages", OK, f"{SHARED_MEMORY} uses them (huge={policy})")
+    else:
+        detail = f"{SHARED_MEMORY} uses none (huge={policy}): lookups among millions of blocks take longer"
+        yield Check("huge_pages", ABSENT, detail, HUGE_ADVICE)
 
 
 def locked_memory() -> Iterator[Check]:

@@ -96,6 +96,26 @@ def test_shared_memory_that_is_too_small_says_how_to_get_more(
     assert ("--shm-size" in check.advice) is (status in (WARNING, PROBLEM))
 
 
+@pytest.mark.parametrize(
+    ("mounts", "status", "policy"),
+    [
+        ("tmpfs /dev/shm tmpfs rw,relatime,size=4k 0 0", "absent", "never"),
+        ("tmpfs /dev/shm tmpfs rw,huge=advise 0 0", "absent", "advise"),
+        ("tmpfs /dev/shm tmpfs rw,huge=within_size,size=4k 0 0\ntmpfs /tmp tmpfs rw 0 0", "ok", "within_size"),
+        ("tmpfs /dev/shm tmpfs rw 0 0\ntmpfs /dev/shm tmpfs rw,huge=always 0 0", "ok", "always"),
+        ("tmpfs /tmp tmpfs rw,huge=always 0 0", "absent", "never"),
+    ],
+)
+def test_huge_pages_of_shared_memory_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mounts: str, status: str, policy: str
+) -> None:
+    (tmp_path / "mounts").write_text(mounts)
+    monkeypatch.setattr(doctor, "MOUNTS", tmp_path / "mounts")
+    [check] = doctor.huge_pages()
+    assert check.status == status and f"huge={policy}" in check.detail
+    assert bool(check.advice) == (status != "ok")
+
+
 def test_plaintext_is_told_and_warned_of_when_others_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     check = one(doctor.tls)
     assert check.status == ABSENT and "stays on this machine" in check.detail and "kvservice certs" in check.advice
