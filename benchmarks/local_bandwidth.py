@@ -1,6 +1,6 @@
 """Loads and stores of one node's blocks as an engine does them, against the plain copy of the same bytes.
 
-    python -m benchmarks.local_bandwidth [--quick] [--out PATH]
+    python -m benchmarks.local_bandwidth [--rounds N] [--total BYTES] [--out PATH]
 
 A real shard, a real attachment, and the connector's worker half with KV tensors as vLLM's CPU backend allocates them: a
 tensor a layer. The limit is one memcpy a block, from slot to ordinary memory or back, on one core; it alternates with

@@ -5,7 +5,7 @@ Pure; the one place for these comparisons, wherever they are made.
 
 from __future__ import annotations
 
-from kvservice.core.header import has_digest, has_length, is_of, unpack_header
+from kvservice.core.header import has_digest, has_length, is_in_term, is_of
 from kvservice.core.messages import BlockHandle, BlockRef
 from kvservice.units import BlockKey, BootEpoch
 
@@ -26,9 +26,4 @@ def is_as_promised(data: bytes, epoch: BootEpoch, ref: BlockRef, key: BlockKey, 
 def is_reserved(data: bytes, epoch: BootEpoch, ref: BlockRef, payload_bytes: int) -> bool:
     """The slot with these 64 header bytes is still the reservation that was given, and as large as what is to be
     written: nobody else may write it, and nothing beyond it is."""
-    header = unpack_header(data)
-    return header is not None and (header.generation, header.epoch, header.length) == (
-        ref.generation,
-        epoch,
-        payload_bytes,
-    )
+    return is_in_term(data, epoch, ref.generation) and has_length(data, payload_bytes)

@@ -35,6 +35,7 @@ _BODY = struct.Struct("<IHHQQ16sIIQI")
 _CRC = struct.Struct("<I")
 _BEGIN = struct.pack("<IH", SLOT_MAGIC, SLOT_VERSION)
 _NAME, _NAME_AT = struct.Struct("<QQ16s"), 8  # epoch, generation, key
+_TERM = struct.Struct("<QQ")  # epoch, generation
 _LENGTH, _LENGTH_AT = struct.Struct("<I"), 40
 _DIGEST, _DIGEST_AT = struct.Struct("<Q"), 48
 assert _BODY.size + _CRC.size == HEADER_BYTES
@@ -90,6 +91,11 @@ def is_whole(data: bytes | memoryview) -> bool:
 def is_of(data: bytes, epoch: BootEpoch, generation: Generation, key: BlockKey) -> bool:
     """A whole header of this boot, generation and key; a third of the cost of `unpack_header`."""
     return data[_NAME_AT : _NAME_AT + _NAME.size] == _NAME.pack(epoch, generation, key) and is_whole(data)
+
+
+def is_in_term(data: bytes, epoch: BootEpoch, generation: Generation) -> bool:
+    """A whole header of this boot and generation, whatever the key; as cheap as `is_of`."""
+    return data[_NAME_AT : _NAME_AT + _TERM.size] == _TERM.pack(epoch, generation) and is_whole(data)
 
 
 def has_length(data: bytes, length: int) -> bool:

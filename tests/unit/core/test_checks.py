@@ -1,0 +1,43 @@
+"""Headers are judged as bytes: with the same outcome as field by field."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvservice.core.checks import is_as_located, is_as_promised, is_reserved
+from kvservice.core.header import SlotHeader, pack_header, unpack_header
+from kvservice.core.messages import BlockHandle, BlockRef
+from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex, SpanRoute
+
+EPOCH, KEY, BYTES, DIGEST = BootEpoch(3), BlockKey(b"k" * 16), 4096, 77
+SLOT = SlotIndex(5)
+RIGHT = SlotHeader(EPOCH, Generation(8), KEY, BYTES, SpanRoute(1), DIGEST, 2)
+CHANGES = {
+    "epoch": [EPOCH, BootEpoch(4)],
+    "generation": [Generation(7), Generation(8), Generation(9)],
+    "key": [KEY, BlockKey(b"K" * 16)],
+    "length": [BYTES, BYTES * 2],
+    "digest": [DIGEST, DIGEST + 1],
+    "position": [2, 3],
+    "account_tag": [0, 9],
+}
+headers = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in CHANGES.items()})
+
+
+@given(headers, st.none() | st.integers(0, 511))
+def test_checks_of_bytes_are_those_of_the_fields(fields: dict[str, object], flipped: int | None) -> None:
+    data = bytearray(pack_header(replace(RIGHT, **fields)))  # type: ignore[arg-type]
+    if flipped is not None:
+        data[flipped >> 3] ^= 1 << (flipped & 7)
+    header = unpack_header(bytes(data))
+    ref = BlockRef(SLOT, RIGHT.generation)
+    in_term = header is not None and (header.epoch, header.generation) == (EPOCH, RIGHT.generation)
+    reserved = header is not None and in_term and header.length == BYTES
+    promised = header is not None and reserved and header.key == KEY
+    located = header is not None and promised and header.digest == DIGEST
+    assert is_reserved(bytes(data), EPOCH, ref, BYTES) == reserved
+    assert is_as_promised(bytes(data), EPOCH, ref, KEY, BYTES) == promised
+    assert is_as_located(bytes(data), BlockHandle(KEY, SLOT, RIGHT.generation, BYTES, DIGEST, 2), EPOCH) == located
