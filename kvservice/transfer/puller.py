@@ -33,11 +33,12 @@ from kvservice.units import BootEpoch, MiB, NodeId, SlotIndex
 
 log = logging.getLogger("kvservice.transfer")
 
-# A batch is half of what is left. Each costs a third of a millisecond of Python, in which nothing is copied where the
-# transport copies in its call, so the first are large; what the last one brought is verified when nothing else is left
-# to do, so it is small.
-BATCH_BYTES_MIN, BATCH_BYTES_MAX = 2 * MiB, 32 * MiB
-BATCHES_IN_FLIGHT = 3
+# A batch is half of what is left: what the last one brought is verified when nothing else is left to do.
+BATCH_BYTES_MIN, BATCH_BYTES_MAX = 2 * MiB, 8 * MiB
+# Each costs a third of a millisecond of Python, in which nothing is copied where the transport copies in its call.
+BATCH_BYTES_MAX_AT_ONCE = 24 * MiB
+# Of a job. A source can crash inside UCX when its reader is killed with more in flight over TCP.
+IN_FLIGHT_BYTES_MAX = 24 * MiB
 PIECE_BYTES = 2 * MiB  # that one thread verifies at once
 DIGEST_THREADS = 1  # two threads and the poller get in each other's way for the interpreter lock
 IDLE_SECONDS = 0.2
@@ -296,9 +297,8 @@ class Puller:
             self.counters["deadlines"] += 1
             self._fail_rest(active)
         moved = False
-        if active.next_item < len(job.items) and len(active.in_flight) < BATCHES_IN_FLIGHT:
-            self._post_batch(transport, active)  # one a round: the batch before it may have arrived within its post
-            moved = True
+        if active.next_item < len(job.items):
+            moved |= self._post_batch(transport, active)  # one a round: the one before it may have arrived in its post
         if active.payloads_done and active.headers is None and not active.headers_read and not active.verdicts:
             moved |= self._post_headers(transport, active)
         elif active.payloads_done and active.pieces:
@@ -309,10 +309,16 @@ class Puller:
             moved = True
         return moved
 
-    def _post_batch(self, transport: Transport, active: _Active) -> None:
+    def _post_batch(self, transport: Transport, active: _Active) -> bool:
+        """False when enough is in flight."""
         job = active.job
+        flying = sum(map(len, active.in_flight.values())) * job.payload_bytes
+        copies_in_call = active.next_item > 0 and not flying  # or it is faster than we are
         half = (len(job.items) - active.next_item) * job.payload_bytes // 2
-        count = max(1, min(max(half, BATCH_BYTES_MIN), BATCH_BYTES_MAX) // job.payload_bytes)
+        wanted = min(max(half, BATCH_BYTES_MIN), BATCH_BYTES_MAX_AT_ONCE if copies_in_call else BATCH_BYTES_MAX)
+        if flying and flying + max(wanted, job.payload_bytes) > IN_FLIGHT_BYTES_MAX:
+            return False
+        count = max(1, wanted // job.payload_bytes)
         batch = range(active.next_item, min(active.next_item + count, len(job.items)))
         items = job.items[batch.start : batch.stop]
         copies = _merged(
@@ -323,6 +329,7 @@ class Puller:
         active.in_flight[transport.post_read(active.peer, copies)] = batch
         active.next_item = batch.stop
         failpoint("shard.read")
+        return True
 
     def _post_headers(self, transport: Transport, active: _Active) -> bool:
         items = active.job.items
