@@ -29,7 +29,7 @@ AUDIT_VENV := .venv-audit
 AUDIT_INSTALLED := $(AUDIT_VENV)/.installed
 LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/helm.txt requirements/fuzz.txt
 
-BENCHMARKS := $(filter-out __init__ report layerwise_link mirror_reads,$(basename $(notdir $(wildcard benchmarks/*.py))))
+BENCHMARKS := $(filter-out __init__ report summary layerwise_link mirror_reads,$(basename $(notdir $(wildcard benchmarks/*.py))))
 FAST := not ray and not vllm and not netns and not helm and not sim
 
 .PHONY: help install native model lock protos check lint tidy format test-fast test sim fuzz demo demo-pd demo-serve bench bench-peers helm chart-readme audit wheel release clean distclean
@@ -110,11 +110,13 @@ demo-pd: $(INSTALLED) $(MODEL) ## Prefill on one node, decode on the other: watc
 demo-serve: $(INSTALLED) $(MODEL) ## Ray Serve without the cache, with it, and with the KV-aware router: conversations, measured
 	$(BIN)/python -m kvservice.cli.main demo-serve
 
-bench: $(INSTALLED) $(MODEL) ## Every benchmark, one after the other; results as JSON
+bench: $(INSTALLED) $(MODEL) ## Every benchmark, one after the other; JSON, a table and a plot in benchmarks/results/
 	for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m "benchmarks.$$name"; done
+	$(BIN)/python -m benchmarks.summary
 
 bench-peers: $(INSTALLED) $(PEERS_INSTALLED) ## Ours beside Mooncake Store, Redis and Ray's object store, in one run
 	$(BIN)/python -m benchmarks.peers
+	$(BIN)/python -m benchmarks.summary
 
 $(PEERS_INSTALLED): requirements/peers.txt scripts/new-peers.sh | $(INSTALLED)
 	scripts/new-peers.sh "$(PYTHON)" "$(PEERS_VENV)"

@@ -40,7 +40,7 @@ def _native() -> Native | None:
         from kvservice.core import _probe
     except ImportError:
         return None
-    return _probe
+    return _probe if hasattr(_probe, "insert") else None  # an older build; `make native` makes it anew
 
 
 native = _native()

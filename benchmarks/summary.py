@@ -1,0 +1,170 @@
+"""The results that are there as tables, with a plot of what is measured against a limit: results/README.md.
+
+    python -m benchmarks.summary
+
+Measures nothing: `make bench` and `make bench-peers` end with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.__main__ import bandwidth_rows, lookup_rows
+from benchmarks.report import RESULTS
+from kvservice.units import KiB
+
+TABLE, PLOT = "README.md", "summary.png"
+LOOKUP_GOALS_MS = {"1": 0.05, "64": 0.1, "512": 0.1, "2048": 0.25}
+COPY_GOAL = 0.9  # of a memcpy, of raw NIXL
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    what: str
+    seen: str
+    beside: str = ""  # the limit, or the goal
+    share: float | None = None  # of the limit
+    met: bool | None = None  # None: there is no goal
+
+
+def lookup(figures: Figures) -> Iterator[Row]:
+    for name, found in figures.items():
+        if not isinstance(found, dict) or "mirror" not in found:
+            continue
+        for keys, latency in found["mirror"]["one_reader"].items():
+            goal, p50 = LOOKUP_GOALS_MS.get(keys), latency["p50_us"] / 1e3
+            seen = f"p50 {p50:.3f} ms, p99 {latency['p99_us'] / 1e3:.3f} ms"
+            beside = "" if goal is None else f"goal {goal} ms"
+            yield Row(f"lookup of {keys} keys, mirror, {name}", seen, beside, met=None if goal is None else p50 <= goal)
+        yield Row(f"mirror, {name}", f"{found['mirror']['bytes_per_key']} bytes a key", "goal 64", met=None)
+        per_core = found["resolved_keys_per_cpu_second"]
+        yield Row(f"gRPC, {name}", f"{per_core / 1e6:.1f} M keys a processor second", "goal 4 M", met=per_core >= 4e6)
+
+
+def local(figures: Figures) -> Iterator[Row]:
+    for blocks, ways in figures.items():
+        if isinstance(ways, dict):
+            for way, found in ways.items():
+                met = None if "full" in way or "sealed" in way else found["ratio"] >= COPY_GOAL
+                seen, limit = f"{found['gb_per_second']:.2f} GB/s", f"memcpy {found['memcpy_gb_per_second']:.2f}"
+                yield Row(f"{way}, {blocks}", seen, limit, found["ratio"], met)
+
+
+def transfer(figures: Figures) -> Iterator[Row]:
+    for link, sizes in figures["by_ucx_transport"].items():
+        for size, ways in sizes.items():
+            found = ways["pull"]
+            seen, limit = f"{found['gb_per_second']:.2f} GB/s", f"raw NIXL {found['limit_gb_per_second']:.2f}"
+            what = f"pull, verified, {int(size) // KiB} KiB, {link}"
+            yield Row(what, seen, limit, found["ratio"], found["ratio"] >= COPY_GOAL)
+
+
+def peers(figures: Figures) -> Iterator[Row]:
+    for what, who, size, rate in sorted(bandwidth_rows(figures), key=lambda row: (row[0], row[2])):
+        yield Row(f"{what}, {size // KiB} KiB: {who}", f"{rate:.2f} GB/s")
+    for who, keys, p50, p99 in lookup_rows(figures):
+        yield Row(f"lookup of {keys} keys: {who}", f"p50 {p50:.3f} ms, p99 {p99:.3f} ms")
+
+
+def first_token(figures: Figures) -> Iterator[Row]:
+    for tokens, ways in figures["seconds_by_prompt_tokens"].items():
+        for way, seconds in ways.items():
+            yield Row(f"first token of {tokens}: {way}", f"{seconds:.3f} s")
+
+
+def handoff(figures: Figures) -> Iterator[Row]:
+    for row in figures["rows"]:
+        what = f"hand-off of {row['tokens']} tokens, {row['way']}: {row['system']}"
+        yield Row(what, f"{1e3 * row['handoff_seconds']:.0f} ms")
+
+
+def cold_path(figures: Figures) -> Iterator[Row]:
+    found = figures["throughput"]["with_to_without_p50"]
+    yield Row("throughput with no reuse at all", f"{found:.3f} of that without", "goal 0.98", found, found >= 0.98)
+
+
+def startup(figures: Figures) -> Iterator[Row]:
+    yield Row("segment ready, per 100 GB", f"{figures['segment_seconds_per_100_gb']:.1f} s")
+    yield Row("shard takes up its blocks again, per GiB", f"{figures['adoption_seconds_per_gib']:.2f} s")
+    yield Row("engine attaches", f"p50 {figures['attach_p50_ms']:.1f} ms, p99 {figures['attach_p99_ms']:.1f} ms")
+
+
+def reliability(figures: Figures) -> Iterator[Row]:
+    for what, found in figures.items():
+        if isinstance(found, dict) and "goal" in found:
+            seen = f"{found['figure']:.4g} {found['unit']}"
+            yield Row(what, seen, f"goal {found['goal']}", met=found["met"])
+
+
+READERS: dict[str, Callable[[Figures], Iterator[Row]]] = {
+    "lookup_latency": lookup, "local_bandwidth": local, "transfer_bandwidth": transfer, "peers": peers,
+    "first_token": first_token, "pd_handoff": handoff, "cold_path": cold_path, "startup": startup,
+    "reliability": reliability,
+}  # fmt: skip
+
+
+def write(folder: Path) -> Path:
+    """The table and its plot, from the JSON files in this folder. Raises ValueError naming a file that is none."""
+    text = ["# Results", "", "Written by `python -m benchmarks.summary`; what it means is in docs/performance.md.", ""]
+    text += [f"![of the limit]({PLOT})", ""]
+    bars: list[tuple[str, Row]] = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            document = json.loads(path.read_text())
+            rows = list(READERS.get(document["benchmark"], lambda figures: iter(()))(document["figures"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no result of these benchmarks: {type(error).__name__}: {error}") from error
+        machine = document["machine"]
+        text += [f"## {path.stem}", "", f"`{document['command']}` at {document['commit']}, {document['date'][:10]}, "]
+        text[-1] += f"{machine['cpu_count']} x {machine['cpu']}."
+        if rows:
+            text += ["", "| what | seen | beside | share | goal met |", "|---|---|---|---|---|"]
+            text += [_line(row) for row in rows]
+        text.append("")
+        bars += [(path.stem, row) for row in rows if row.share is not None and row.met is not None]
+    draw(bars, folder / PLOT)
+    table = folder / TABLE
+    table.write_text("\n".join(text).rstrip() + "\n")
+    return table
+
+
+def _line(row: Row) -> str:
+    share = "" if row.share is None else f"{row.share:.2f}"
+    met = "" if row.met is None else "yes" if row.met else "no"
+    return f"| {row.what} | {row.seen} | {row.beside} | {share} | {met} |"
+
+
+def draw(bars: list[tuple[str, Row]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(11, 0.26 * len(bars) + 1.2))
+    colours = ["tab:green" if row.met else "tab:orange" for _, row in bars]
+    axes.barh([f"{row.what} ({stem})" for stem, row in bars], [row.share or 0.0 for _, row in bars], color=colours)
+    axes.axvline(COPY_GOAL, color="black", linewidth=0.8)
+    axes.set_xlabel("of memcpy, of raw NIXL, of the engine without us: in the same run; line: 0.9")
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize=8)
+    axes.margins(y=0.01)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=RESULTS)
+    print(write(parser.parse_args().folder))
+
+
+if __name__ == "__main__":
+    main()
