@@ -34,7 +34,7 @@ from kvservice.units import BootEpoch, MiB, NodeId, SlotIndex
 log = logging.getLogger("kvservice.transfer")
 
 # A batch is half of what is left: what the last one brought is verified when nothing else is left to do.
-BATCH_BYTES_MIN, BATCH_BYTES_MAX = 2 * MiB, 8 * MiB
+BATCH_BYTES_MIN, BATCH_BYTES_MAX = 4 * MiB, 8 * MiB
 # Each costs a third of a millisecond of Python, in which nothing is copied where the transport copies in its call.
 BATCH_BYTES_MAX_AT_ONCE = 24 * MiB
 # Of a job. A source can crash inside UCX when its reader is killed with more in flight over TCP.

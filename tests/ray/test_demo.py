@@ -121,7 +121,8 @@ def test_an_impatient_user_does_not_cut_the_cleaning_up_short_while_replicas_loa
         if demo.process.poll() is None:
             os.kill(demo.process.pid, number)
     code, output = demo.ended()
-    assert (code, demo.left()) == (143, []), output
+    assert demo.left() == [], output
+    assert code in (143, 130, 129), output  # Ray may lose the first of them ("ignored due to race condition")
 
 
 @pytest.mark.usefixtures("model_path")
