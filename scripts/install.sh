@@ -7,8 +7,7 @@ lock=$3
 
 "$(dirname "$0")/new-venv.sh" "$python" "$venv"
 pip=("$venv/bin/pip" --disable-pip-version-check)
-# Python compiles what is imported, when it is first imported: a fifth of what is installed here.
-locked=(install --quiet --no-deps --require-hashes --no-compile -r)
+locked=(install --quiet --no-deps --require-hashes -r)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -22,7 +21,7 @@ install_torch() {
   fi
 }
 
-# Unpacking keeps one core busy, so several pips share the list; without dependencies they do not meet.
+# Unpacking and compiling keep one core busy, so several pips share the list; without dependencies they do not meet.
 echo "installing $(grep -c '==' "$lock") locked packages into $venv (a few minutes the first time)" >&2
 install_torch &
 torch=$!
