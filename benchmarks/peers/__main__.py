@@ -117,7 +117,7 @@ def ours(module: str, *arguments: str) -> Figures:
 
 
 def bandwidth_rows(found: dict[str, Figures]) -> list[tuple[str, str, int, float]]:
-    """(what, who, block bytes, GB/s)."""
+    """(what, who, block bytes, GB/s), by what and size."""
     rows: list[tuple[str, str, int, float]] = []
     for size in SIZES:
         local = found["local"][f"{size // KiB} KiB"]
@@ -146,7 +146,7 @@ def bandwidth_rows(found: dict[str, Figures]) -> list[tuple[str, str, int, float
             ("read over TCP", "kvservice, all verified", size, pulled["gb_per_second"]),
             ("read over TCP", "Mooncake Store", size, found["mooncake"]["remote_gb_per_second"][str(size)]),
         ]
-    return rows
+    return sorted(rows, key=lambda row: (row[0], row[2]))
 
 
 def lookup_rows(found: dict[str, Figures]) -> list[tuple[str, int, float, float]]:
@@ -183,13 +183,9 @@ def main() -> None:
     for name, peer in (("mooncake", mooncake), ("redis", redis), ("ray", ray_store)):
         print(f"== {name}", file=sys.stderr, flush=True)
         found[name] = peer(options)
-    rows = bandwidth_rows(found)
     print_table(
         ["", "who", "block", "GB/s"],
-        [
-            [what, who, f"{size // KiB} KiB", f"{rate:.2f}"]
-            for what, who, size, rate in sorted(rows, key=lambda row: (row[0], row[2]))
-        ],
+        [[what, who, f"{size // KiB} KiB", f"{rate:.2f}"] for what, who, size, rate in bandwidth_rows(found)],
     )
     asked = [[who, str(count), p50, p99] for who, count, p50, p99 in lookup_rows(found)]
     print_table(["lookup", "keys", "p50 ms", "p99 ms"], asked)

@@ -38,9 +38,13 @@ typedef struct {
     uint64_t rows, mixer, mask;
 } Table;
 
-static Table open_table(PyObject *const *given, int flags)
+static Table open_table(PyObject *const *given, Py_ssize_t count, int flags, const char *usage)
 {
     Table table = {.words = NULL};
+    if (count != 6) {
+        PyErr_SetString(PyExc_TypeError, usage);
+        return table;
+    }
     table.rows = PyLong_AsUnsignedLongLong(given[1]);
     if (table.rows == UINT64_MAX && PyErr_Occurred())
         return table;
@@ -94,10 +98,9 @@ static inline __attribute__((always_inline)) void each_key(
     }
 }
 
-static PyObject *sizes_differ(void)
+static void sizes_differ(void)
 {
     PyErr_SetString(PyExc_ValueError, "keys and results do not fit each other");
-    return NULL;
 }
 
 /* Index of the key's number as u32, or -1; the number in *number, 0 when it is not there. */
@@ -136,11 +139,7 @@ static inline void give_position(const Table *table, Key key, size_t index, void
 static PyObject *probe_find(PyObject *module, PyObject *const *given, Py_ssize_t count)
 {
     (void)module;
-    if (count != 6) {
-        PyErr_SetString(PyExc_TypeError, "find(body, rows, mixer, keys, numbers, positions)");
-        return NULL;
-    }
-    Table table = open_table(given, PyBUF_SIMPLE);
+    Table table = open_table(given, count, PyBUF_SIMPLE, "find(body, rows, mixer, keys, numbers, positions)");
     if (table.words == NULL)
         return NULL;
     Py_buffer keys = {0}, out = {0};
@@ -204,11 +203,7 @@ static inline void insert_key(const Table *table, Key key, size_t index, void *c
 static PyObject *probe_insert(PyObject *module, PyObject *const *given, Py_ssize_t count)
 {
     (void)module;
-    if (count != 6) {
-        PyErr_SetString(PyExc_TypeError, "insert(body, rows, mixer, keys, numbers, done)");
-        return NULL;
-    }
-    Table table = open_table(given, PyBUF_WRITABLE);
+    Table table = open_table(given, count, PyBUF_WRITABLE, "insert(body, rows, mixer, keys, numbers, done)");
     if (table.words == NULL)
         return NULL;
     Py_buffer keys = {0}, numbers = {0}, done = {0};

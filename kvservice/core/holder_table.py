@@ -273,10 +273,6 @@ def bits_of(mask: int) -> Iterator[int]:
 def number_runs(table: BlockTable, packed: bytes) -> list[tuple[int, int]]:
     """(first index, number of the table) wherever it changes along these keys, from index 0 on."""
     count = len(packed) // KEY_BYTES
-    if not count:
-        return []
-    if count == 1:
-        return [(0, table.get(packed))]
     if count <= few():
         listed = [table.get(packed[i : i + KEY_BYTES]) for i in range(0, len(packed), KEY_BYTES)]
         return [(i, number) for i, number in enumerate(listed) if not i or number != listed[i - 1]]

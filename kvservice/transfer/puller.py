@@ -35,9 +35,8 @@ log = logging.getLogger("kvservice.transfer")
 
 # A batch is half of what is left: what the last one brought is verified when nothing else is left to do.
 BATCH_BYTES_MIN, BATCH_BYTES_MAX = 4 * MiB, 8 * MiB
-# Each costs a third of a millisecond of Python, in which nothing is copied where the transport copies in its call.
-BATCH_BYTES_MAX_AT_ONCE = 24 * MiB
-# Of a job. A source can crash inside UCX when its reader is killed with more in flight over TCP.
+# Of a job. A source can crash inside UCX when its reader is killed with more in flight over TCP. One batch is as large
+# where the transport copies in its call: each costs a third of a millisecond of Python, in which nothing is copied.
 IN_FLIGHT_BYTES_MAX = 24 * MiB
 PIECE_BYTES = 2 * MiB  # that one thread verifies at once
 DIGEST_THREADS = 1  # two threads and the poller get in each other's way for the interpreter lock
@@ -315,7 +314,7 @@ class Puller:
         flying = sum(map(len, active.in_flight.values())) * job.payload_bytes
         copies_in_call = active.next_item > 0 and not flying  # or it is faster than we are
         half = (len(job.items) - active.next_item) * job.payload_bytes // 2
-        wanted = min(max(half, BATCH_BYTES_MIN), BATCH_BYTES_MAX_AT_ONCE if copies_in_call else BATCH_BYTES_MAX)
+        wanted = min(max(half, BATCH_BYTES_MIN), IN_FLIGHT_BYTES_MAX if copies_in_call else BATCH_BYTES_MAX)
         if flying and flying + max(wanted, job.payload_bytes) > IN_FLIGHT_BYTES_MAX:
             return False
         count = max(1, wanted // job.payload_bytes)
