@@ -32,7 +32,7 @@ LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/he
 BENCHMARKS := $(filter-out __init__ report summary layerwise_link mirror_reads,$(basename $(notdir $(wildcard benchmarks/*.py))))
 FAST := not ray and not vllm and not netns and not helm and not sim
 
-.PHONY: help install native model lock protos check lint tidy format test-fast test sim fuzz demo demo-pd demo-serve bench bench-peers helm chart-readme audit wheel release clean distclean
+.PHONY: help install native model lock protos check lint tidy format test-fast test sim faults fuzz demo demo-pd demo-serve bench bench-peers helm chart-readme audit wheel release clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -93,6 +93,9 @@ test: $(INSTALLED) $(MODEL) ## The whole suite, in lanes side by side
 
 sim: $(INSTALLED) ## The simulator: thousands of schedules of faults, and the planted bugs that it must find
 	$(BIN)/python -m pytest -m sim tests/sim
+
+faults: $(INSTALLED) $(MODEL) ## Every attack that once succeeded, as often as it takes to be certain that it fails now
+	KVSERVICE_FAULT_ROUNDS=certain $(BIN)/python -m pytest --timeout 3600 tests/faults
 
 fuzz: $(INSTALLED) $(FUZZ_INSTALLED) ## Every parser under Atheris, twenty seconds each
 	PYTHONPATH=$(FUZZ_SITE) $(BIN)/python -m tests.fuzz.guided all
