@@ -1,9 +1,12 @@
-"""`python -m tests.lanes [pytest's options]`: the whole suite, in lanes that run one after the other or side by side.
+"""`python -m tests.lanes [--all] [pytest's options]`: the suite, in lanes that run side by side or one after the other.
 
-More than half of the time of the tests without an engine is waiting, for a lease to end, for Ray to restart an actor:
-so those with and without Ray run together. Engines come after them, alone: what computes beside an engine starves its
-heartbeats. The simulator computes all the while in what the others leave of the processors, behind everybody else. What
-is left behind is looked for once, at the end of all.
+More than half of the time of the tests without an engine is waiting, for a lease to end or for Ray to restart an actor,
+so three lanes run together: what computes, what starts processes of the service, and what starts Ray. Engines come
+after them, alone, because what computes beside an engine starves its heartbeats. The simulator computes all the while
+in the time that nobody else wants. Leftovers are looked for once, at the end of all lanes.
+
+Without `--all`, tests marked `slow` are left out and the simulator plays fewer schedules: that is the gate, and it takes
+at most 20 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import sys
 import tempfile
 import time
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -23,64 +27,87 @@ import pytest
 from tests.conftest import SESSION_VARIABLE, left_behind, segments
 
 ROOT = Path(__file__).parent.parent
-# Every test is in one of them: tests/tidy/test_lanes.py counts.
-FAST = "not ray and not vllm and not netns and not sim"
-RAY = "(ray or netns) and not vllm and not sim"
-ENGINES = "vllm and not sim"
-SIMULATOR = "sim"
-LANES = (FAST, RAY, ENGINES, SIMULATOR)
-NOTHING_SELECTED = pytest.ExitCode.NO_TESTS_COLLECTED  # e.g. by -k
+GATE_SCHEDULES = "2000"  # of the simulator; `make sim` and `--all` play all of them
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Tests that run in one pytest. `folders` keeps collection short: importing vLLM to run nothing takes 10 s."""
+
+    name: str
+    markers: str
+    folders: tuple[str, ...]
+    command: tuple[str, ...] = ()  # put before pytest's
+
+    def start(
+        self, options: list[str], environment: dict[str, str], output: IO[bytes] | None
+    ) -> subprocess.Popen[bytes]:
+        before = self.command if self.command and shutil.which(self.command[0]) else ()
+        folders = [f"tests/{name}" for name in self.folders]
+        command = [*before, sys.executable, "-m", "pytest", "-m", self.markers, "--durations=15", *options, *folders]
+        return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=output)
+
+
+NO_CLUSTER = "not ray and not vllm and not netns and not sim"
+# Every test is in exactly one of them: tests/tidy/test_lanes.py counts.
+UNITS = Lane(
+    "units", NO_CLUSTER, ("contract", "fuzz", "gpu", "packaging", "property", "serve", "tidy", "unit"), ("nice",)
+)
+SERVICE = Lane("service", NO_CLUSTER, ("faults", "helm", "integration"))
+RAY = Lane("ray", "(ray or netns) and not vllm and not sim", ("faults", "helm", "netns", "ray", "serve"))
+SIMULATOR = Lane("simulator", "sim", ("sim",), ("chrt", "--idle", "0"))
+ENGINES = Lane("engines", "vllm and not sim", ("faults", "gpu", "netns", "packaging", "ray", "serve", "vllm"))
+LANES = (UNITS, SERVICE, RAY, SIMULATOR, ENGINES)
+GOOD = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)  # nothing is selected e.g. by -k
 
 
 def main(options: list[str]) -> int:
-    before = segments()
     environment = {**os.environ, SESSION_VARIABLE: uuid.uuid4().hex}
+    lanes = LANES
+    if "--all" in options:
+        options = [option for option in options if option != "--all"]
+    else:
+        environment.setdefault("KVSERVICE_SIM_SCHEDULES", GATE_SCHEDULES)
+        lanes = tuple(Lane(lane.name, f"({lane.markers}) and not slow", lane.folders, lane.command) for lane in LANES)
+    units, service, ray, simulator, engines = lanes
+    before = segments()
     started = time.monotonic()
     codes: dict[str, int] = {}
-    with tempfile.TemporaryFile() as said_by_ray, tempfile.TemporaryFile() as said_by_simulator:
-        simulator = _started(SIMULATOR, options, environment, said_by_simulator, behind_all=True)
-        ray = _started(RAY, options, environment, said_by_ray)
+    with tempfile.TemporaryDirectory() as folder:
+        said = {lane.name: Path(folder, lane.name) for lane in lanes}
+        running: dict[str, subprocess.Popen[bytes]] = {}
+
+        def start(lane: Lane) -> None:
+            with said[lane.name].open("wb") as output:
+                running[lane.name] = lane.start(options, environment, output)
+
+        def finish(lane: Lane) -> None:
+            codes[lane.name] = running[lane.name].wait()
+            sys.stdout.write(f"==== lane {lane.name}, after {time.monotonic() - started:.0f} s\n")
+            sys.stdout.flush()
+            sys.stdout.buffer.write(said[lane.name].read_bytes())
+            sys.stdout.flush()
+
         try:
-            codes[FAST] = subprocess.call(_command(FAST, options), env=environment, cwd=ROOT)
-            codes[RAY] = ray.wait()
-            _print(said_by_ray)
+            for lane in (simulator, ray, units, service):
+                start(lane)
+            for lane in (units, service, ray):
+                finish(lane)
             if pytest.ExitCode.INTERRUPTED not in codes.values():  # Ctrl-C reaches each pytest by itself
-                codes[ENGINES] = subprocess.call(_command(ENGINES, options), env=environment, cwd=ROOT)
-            codes[SIMULATOR] = simulator.wait()
-            _print(said_by_simulator)
+                start(engines)
+                finish(engines)
+            finish(simulator)
         finally:
-            ray.terminate()
-            simulator.terminate()
+            for process in running.values():
+                process.terminate()
     left = left_behind(before, environment[SESSION_VARIABLE])
     if left:
         print("the tests left behind:\n  " + "\n  ".join(left))
-    good = (pytest.ExitCode.OK, NOTHING_SELECTED)
-    for lane in LANES:
-        code = codes.get(lane)
-        print(f"{'left out' if code is None else 'passed' if code in good else f'FAILED ({code})'}: {lane}")
+    for lane in lanes:
+        code = codes.get(lane.name)
+        print(f"{'left out' if code is None else 'passed' if code in GOOD else f'FAILED ({code})'}: {lane.name}")
     print(f"took {time.monotonic() - started:.0f} s")
-    return 1 if left or any(codes.get(lane) not in good for lane in LANES) else 0
-
-
-def _print(output: IO[bytes]) -> None:
-    output.seek(0)
-    sys.stdout.flush()
-    sys.stdout.buffer.write(output.read())
-    sys.stdout.flush()
-
-
-def _started(
-    lane: str, options: list[str], environment: dict[str, str], output: IO[bytes], *, behind_all: bool = False
-) -> subprocess.Popen[bytes]:
-    """`behind_all`: it gets the time that nobody else wants, and only that."""
-    command = ["chrt", "--idle", "0"] if behind_all and shutil.which("chrt") else []
-    return subprocess.Popen(
-        [*command, *_command(lane, options)], env=environment, cwd=ROOT, stdout=output, stderr=output
-    )
-
-
-def _command(lane: str, options: list[str]) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-m", lane, "--durations=15", *options, "tests"]
+    return 1 if left or any(codes.get(lane.name) not in GOOD for lane in lanes) else 0
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from kvservice.testing.cluster import free_port
 from tests.helm.chart import Object, find, pod, rendered
 from tests.helm.pod_process import BIN, ContainerProcess, Place
 
-pytestmark = [pytest.mark.ray, pytest.mark.helm]
+pytestmark = [pytest.mark.ray, pytest.mark.helm, pytest.mark.slow]
 START_SECONDS = 120
 
 

@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.netns,
     pytest.mark.ray,
     pytest.mark.nixl,
+    pytest.mark.slow,
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
 ]
 

@@ -33,7 +33,7 @@ from tests.failpoints import Failpoints
 from tests.integration.engine import Engine, chain
 from tests.ray_nodes import ray_nodes
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * MiB}
 SERVICE = "taken"

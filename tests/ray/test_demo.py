@@ -111,6 +111,7 @@ def test_ctrl_c_while_the_cluster_starts(start: Start) -> None:
     assert (code, demo.left()) == (130, []), output
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model_path")
 def test_an_impatient_user_does_not_cut_the_cleaning_up_short(start: Start) -> None:
     demo = start()
@@ -124,6 +125,7 @@ def test_an_impatient_user_does_not_cut_the_cleaning_up_short(start: Start) -> N
     assert (code, demo.left()) == (130, []), output
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model_path")
 def test_sigterm_while_replicas_load(start: Start) -> None:
     demo = start()
@@ -133,6 +135,7 @@ def test_sigterm_while_replicas_load(start: Start) -> None:
     assert (code, demo.left()) == (143, []), output
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model_path")
 def test_a_killed_replica_is_a_readable_error(start: Start) -> None:
     demo = start()

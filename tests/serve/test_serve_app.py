@@ -38,7 +38,7 @@ from tests.serve.serving import (
     serving,
 )
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1000)]
 
 START_SECONDS = 700.0  # four engines, each of two processes that import vLLM: three minutes of a quiet machine
 PREEMPTION = 2  # autoscaler.proto: DrainNodeReason
