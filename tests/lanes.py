@@ -5,8 +5,8 @@ so three lanes run together: what computes, what starts processes of the service
 after them, alone, because what computes beside an engine starves its heartbeats. The simulator computes all the while
 in the time that nobody else wants. Leftovers are looked for once, at the end of all lanes.
 
-Without `--all`, tests marked `slow` are left out and the simulator plays fewer schedules: that is the gate, and it takes
-at most 20 minutes on two cores.
+Without `--all`, tests marked `slow` are left out and the simulator plays fewer schedules: that is the gate, of at most
+20 minutes on two cores.
 """
 
 from __future__ import annotations
