@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvservice.core import events as ev
-from kvservice.core.actions import Action, Announce, Digest, Refuse, Reply, WatchEngine
+from kvservice.core.actions import Action, Announce, Refuse, Reply, WatchEngine
 from kvservice.core.blocks import Block, BlockStore
 from kvservice.core.drain import DrainPhase, DrainProgress, Leaving
 from kvservice.core.eviction import EvictionPolicy, LeafFirstReuse
@@ -26,21 +26,19 @@ from kvservice.core.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.leases import Lease, LeaseTable
 from kvservice.core.messages import (
     AcquireResult,
-    BlockRef,
     EngineGroup,
     EngineSpec,
     Handoff,
     MissReason,
-    SealItem,
-    SealStatus,
     Survey,
 )
 from kvservice.core.peers import TIMEOUT_SECONDS_MAX, PeerCalls, check_keys
-from kvservice.core.slots import Slot, SlotState
+from kvservice.core.slots import SlotState
 from kvservice.core.takeover import TakeOvers
 from kvservice.core.tenants import NOBODY, TenantLimits, TenantUsage
 from kvservice.core.windowed import WindowedAcquisitions
 from kvservice.core.windows import SIDES_MAX
+from kvservice.core.writes import Writes
 from kvservice.errors import (
     Exhausted,
     FingerprintMismatch,
@@ -53,10 +51,8 @@ from kvservice.errors import (
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, format_bytes
 
 ENGINE_ID_BYTES = 16
-RESERVE_COUNT_MAX = 4096
 ATTACHMENTS_MAX = 256
 ATTACHMENTS_OF_TENANT_MAX = 128  # so that none keeps all others out
-U32_COUNT = 1 << 32  # positions and routes are 32 bits wide in a slot header
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +70,6 @@ class _Attached:
     spec: EngineSpec
     account: str  # the tenant that it belongs to
     seconds_per_block: float = 0.0  # of prefill, as the engine said last
-
-
-@dataclass(slots=True)
-class _SealBatch:
-    """One Seal call: answered when the last of its digests is known."""
-
-    op: int
-    statuses: list[SealStatus | None]
-    open_count: int = 0  # digests not known yet
-
-
-@dataclass(slots=True)
-class _Sealing:
-    item: SealItem
-    slot: Slot
-    batch: _SealBatch
-    position: int  # in the batch
-    owner: bytes
 
 
 class ShardState:
@@ -139,8 +117,8 @@ class ShardState:
             node_id, epoch, geometry, self._store, self._leases, self._handoffs, self._takeovers, self._leaving,
             self._actions, self.counters, lease_seconds,
         )  # fmt: skip
+        self._writes = Writes(self._store, self._acquisitions, self._actions, self.counters)
         self._attached: dict[AttachmentId, _Attached] = {}
-        self._sealing: dict[int, _Sealing] = {}  # by slot
         self._next_attachment = 1
         self._handlers = self._handlers_with(peers)
 
@@ -160,7 +138,7 @@ class ShardState:
             ev.OpenHandoff: self._open_handoff,
             ev.CloseHandoff: self._close_handoff,
             **peers.handlers(),
-            ev.Digested: self._digested,
+            ev.Digested: self._writes.digested,
             ev.Resolved: lambda e, now: self._acquisitions.resolved(e.op, e.runs, e.complete, now),
             ev.Located: self._located,
             ev.Followed: lambda e, now: self._acquisitions.followed(e, now),
@@ -305,7 +283,7 @@ class ShardState:
         for attached in [a for a in self._attached.values() if a.spec.engine_id == spec.engine_id]:
             self._end_attachment(attached, now)
         # The engine attaches again only once none of its processes can write an old reservation (PoolPort.attach).
-        self._free_writes(spec.engine_id)
+        self._writes.free(spec.engine_id)
         attachment = AttachmentId(self._next_attachment)
         self._next_attachment += 1
         self._attached[attachment] = _Attached(attachment, spec, event.account)
@@ -334,7 +312,7 @@ class ShardState:
         attached = self._attached.get(event.attachment)
         if attached is not None:
             self._end_attachment(attached, now)
-            self._free_writes(attached.spec.engine_id)
+            self._writes.free(attached.spec.engine_id)
 
     def _attachment_lost(self, event: ev.AttachmentLost, now: float) -> None:
         attached = self._attached.get(event.attachment)
@@ -342,14 +320,12 @@ class ShardState:
             return
         self._end_attachment(attached, now)
         self.counters["attachments_lost"] += 1
-        for slot in self._store.slots_of(attached.spec.engine_id, SlotState.WRITING):
-            if slot.index not in self._sealing:
-                self._store.quarantine(slot)
+        self._writes.distrust(attached.spec.engine_id)
         self._actions.append(WatchEngine(attached.spec.engine_id))
 
     def _engine_gone(self, event: ev.EngineGone, now: float) -> None:
         if all(attached.spec.engine_id != event.engine_id for attached in self._attached.values()):
-            self._free_writes(event.engine_id)
+            self._writes.free(event.engine_id)
 
     def _end_attachment(self, attached: _Attached, now: float) -> None:
         del self._attached[attached.attachment], self._acquisitions.accounts[attached.attachment]
@@ -358,14 +334,6 @@ class ShardState:
         self._acquisitions.drop_attachment(attached.attachment, now)
         for lease in self._leases.end_holder(("engine", int(attached.attachment))):
             self._unpin(lease)
-
-    def _free_writes(self, engine_id: bytes) -> None:
-        """Nothing can write this engine's reservations any more. Slots being digested end with their digest."""
-        for slot in self._store.slots_of(engine_id, SlotState.WRITING):
-            if slot.index not in self._sealing:
-                self._store.abort(slot)
-        for slot in self._store.slots_of(engine_id, SlotState.QUARANTINED):
-            self._store.quiesce(slot)
 
     def _require(self, attachment: AttachmentId) -> _Attached:
         attached = self._attached.get(attachment)
@@ -420,83 +388,13 @@ class ShardState:
 
     def _reserve(self, event: ev.Reserve, now: float) -> None:
         attached = self._require(event.attachment)
-        if not 0 < event.count <= RESERVE_COUNT_MAX:
-            raise InvalidRequest(f"reserve 1 to {RESERVE_COUNT_MAX} slots, not {event.count}", count=event.count)
-        layouts = (attached.spec.layout, *(side.layout for side in attached.spec.sides))
-        if not 0 <= event.side < len(layouts):
-            raise InvalidRequest(f"this engine has {len(layouts) - 1} sides, not {event.side}", side=event.side)
-        slots: list[Slot] = []
-        if not self.draining:
-            spec = attached.spec
-            room_for = f"stores of {spec.model} by engine {spec.engine_id.hex()[:8]}"
-            size = layouts[event.side].payload_bytes
-            slots = self._store.reserve(size, event.count, spec.engine_id, room_for, attached.account)
-        self.counters["reserve_shortfall"] += event.count - len(slots)
-        self._actions.append(Reply(event.op, [BlockRef(slot.index, slot.generation) for slot in slots]))
+        self._writes.reserve(event, attached.spec, attached.account)
 
     def _seal(self, event: ev.Seal, now: float) -> None:
-        attached = self._require(event.attachment)
-        for item in event.items:
-            check_keys((item.key,) if item.parent is None else (item.key, item.parent))
-            if not (0 <= item.position < U32_COUNT and 0 <= item.route < U32_COUNT):
-                raise InvalidRequest(f"position {item.position} or route {item.route} is not a 32-bit number")
-        batch = _SealBatch(event.op, [None] * len(event.items))
-        for position, item in enumerate(event.items):
-            batch.statuses[position] = self._begin_seal(attached, item, batch, position)
-        self._answer_batch(batch)
-
-    def _begin_seal(self, attached: _Attached, item: SealItem, batch: _SealBatch, position: int) -> SealStatus | None:
-        slot = self._store.written_by(item.ref, attached.spec.engine_id)
-        if slot is None or slot.index in self._sealing:
-            self.counters["seal_stale"] += 1
-            return SealStatus.STALE
-        if item.key in self._store or self._acquisitions.is_sealing(item.key):
-            self._store.abort(slot)
-            self.counters["seal_duplicate"] += 1
-            return SealStatus.DUPLICATE
-        self._sealing[slot.index] = _Sealing(item, slot, batch, position, attached.spec.engine_id)
-        batch.open_count += 1
-        self._acquisitions.sealing(item.key)
-        self._actions.append(Digest(slot.index, slot.payload_bytes, item.key))
-        return None
-
-    def _digested(self, event: ev.Digested, now: float) -> None:
-        sealing = self._sealing.pop(event.slot, None)
-        if sealing is None:
-            return
-        item = sealing.item
-        status = SealStatus.SEALED
-        if event.digest is None:
-            self._store.abort(sealing.slot)
-            status = SealStatus.FAILED
-        elif item.key in self._store:  # a fetch of the same block was faster
-            self._store.abort(sealing.slot)
-            status = SealStatus.DUPLICATE
-        else:
-            self._store.seal(
-                sealing.slot, item.key, item.parent, item.position, item.route, event.digest, is_copy=False
-            )
-        if status is SealStatus.FAILED:
-            self._acquisitions.seal_failed(item.key, now)
-        else:
-            self._acquisitions.sealed(item.key, now)
-        sealing.batch.statuses[sealing.position] = status
-        sealing.batch.open_count -= 1
-        self._answer_batch(sealing.batch)
-
-    def _answer_batch(self, batch: _SealBatch) -> None:
-        if batch.open_count == 0:
-            self._actions.append(Reply(batch.op, list(batch.statuses)))
+        self._writes.seal(event, self._require(event.attachment).spec.engine_id)
 
     def _abort(self, event: ev.Abort, now: float) -> None:
-        attached = self._require(event.attachment)
-        for ref in event.refs:
-            slot = self._store.written_by(ref, attached.spec.engine_id)
-            if slot is None or slot.index in self._sealing:
-                self.counters["abort_ignored"] += 1
-            else:
-                self._store.abort(slot)
-        self._actions.append(Reply(event.op, None))
+        self._writes.abort(event, self._require(event.attachment).spec.engine_id)
 
     def _release(self, event: ev.Release, now: float) -> None:
         self._require(event.attachment)
@@ -564,7 +462,7 @@ class ShardState:
         else:
             self._leaving.close()
         self.draining = not event.undo
-        self._acquisitions.draining = self.draining
+        self._acquisitions.draining = self._writes.draining = self.draining
 
     def _tick(self, event: ev.Tick, now: float) -> None:
         for lease in self._leases.expire(now):
@@ -583,6 +481,7 @@ class ShardState:
         self._store.check_invariants()
         self._leases.check_invariants()
         self._acquisitions.check_invariants()
+        self._writes.check_invariants()
         self._handoffs.check_invariants()
         self._takeovers.check_invariants()
         self._leaving.check_invariants()
@@ -591,6 +490,3 @@ class ShardState:
         pins = self._leases.slots() + self._acquisitions.pinned() + self._windowed.pinned()
         for slot in self._store.table.all_slots():
             assert slot.pins == pins[slot.index], f"{slot} has {slot.pins} pins, leases say {pins[slot.index]}"
-        for index, sealing in self._sealing.items():
-            assert sealing.slot.index == index
-            assert sealing.slot.state is SlotState.WRITING, "a slot is digested that is not written"

@@ -10,6 +10,7 @@ from tests.sim.mutation import Mutant
 CHECKS = "kvservice.core.checks"
 FETCH = "kvservice.core.fetch"
 SHARD = "kvservice.core.shard"
+WRITES = "kvservice.core.writes"
 BLOCKS = "kvservice.core.blocks"
 LEASES = "kvservice.core.leases"
 KEYS = "kvservice.core.keys"
@@ -98,15 +99,15 @@ MUTANTS = (
     ),
     Mutant(
         "slots of an engine that vanished rest until its last process is gone",
-        SHARD,
-        "                self._store.quarantine(slot)\n        self._actions.append(WatchEngine",
-        "                self._store.abort(slot)\n        self._actions.append(WatchEngine",
+        WRITES,
+        "                self._store.quarantine(slot)\n",
+        "                self._store.abort(slot)\n",
         seed=376,
     ),
     Mutant(
         "slots of an engine that is gone come back",
         SHARD,
-        "            self._free_writes(event.engine_id)",
+        "            self._writes.free(event.engine_id)",
         "            pass",
         seed=0,
     ),

@@ -11,7 +11,7 @@ from kvservice.core import events as ev
 from kvservice.core.geometry import slab_of
 from kvservice.core.header import SlotFlags
 from kvservice.core.messages import BlockRef, LocateResult, SealStatus
-from kvservice.core.shard import RESERVE_COUNT_MAX
+from kvservice.core.writes import RESERVE_COUNT_MAX
 from kvservice.errors import InvalidRequest, StaleEpoch
 from kvservice.testing.builders import LARGE, CoreHarness, content_of, make_chain, make_spec
 from kvservice.units import BlockKey, BootEpoch, Generation, LeaseId, NodeId, SlotIndex

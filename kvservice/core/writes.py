@@ -1,0 +1,147 @@
+"""Slots that engines write: reserved, then sealed or given back. Pure; a part of ShardState.
+
+A slot that an engine reserved is the engine's until it says that it writes it no more: by Seal, by Abort, or because
+none of its processes is left. Until then nobody else gets it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from kvservice.core import events as ev
+from kvservice.core.actions import Action, Digest, Reply
+from kvservice.core.blocks import BlockStore
+from kvservice.core.fetch import Acquisitions
+from kvservice.core.messages import BlockRef, EngineSpec, SealItem, SealStatus
+from kvservice.core.peers import check_keys
+from kvservice.core.slots import Slot, SlotState
+from kvservice.errors import InvalidRequest
+
+RESERVE_COUNT_MAX = 4096
+U32_COUNT = 1 << 32  # positions and routes are 32 bits wide in a slot header
+
+
+@dataclass(slots=True)
+class _SealBatch:
+    """One Seal call: answered when the last of its digests is known."""
+
+    op: int
+    statuses: list[SealStatus | None]
+    open_count: int = 0  # digests not known yet
+
+
+@dataclass(slots=True)
+class _Sealing:
+    item: SealItem
+    slot: Slot
+    batch: _SealBatch
+    position: int  # in the batch
+
+
+class Writes:
+    def __init__(
+        self, store: BlockStore, acquisitions: Acquisitions, actions: list[Action], counters: Counter[str]
+    ) -> None:
+        self._store = store
+        self._acquisitions = acquisitions
+        self._actions = actions
+        self._counters = counters
+        self._sealing: dict[int, _Sealing] = {}  # by slot
+        self.draining = False  # nothing new is given out
+
+    def reserve(self, event: ev.Reserve, spec: EngineSpec, account: str) -> None:
+        if not 0 < event.count <= RESERVE_COUNT_MAX:
+            raise InvalidRequest(f"reserve 1 to {RESERVE_COUNT_MAX} slots, not {event.count}", count=event.count)
+        layouts = (spec.layout, *(side.layout for side in spec.sides))
+        if not 0 <= event.side < len(layouts):
+            raise InvalidRequest(f"this engine has {len(layouts) - 1} sides, not {event.side}", side=event.side)
+        slots: list[Slot] = []
+        if not self.draining:
+            room_for = f"stores of {spec.model} by engine {spec.engine_id.hex()[:8]}"
+            size = layouts[event.side].payload_bytes
+            slots = self._store.reserve(size, event.count, spec.engine_id, room_for, account)
+        self._counters["reserve_shortfall"] += event.count - len(slots)
+        self._actions.append(Reply(event.op, [BlockRef(slot.index, slot.generation) for slot in slots]))
+
+    def seal(self, event: ev.Seal, engine_id: bytes) -> None:
+        for item in event.items:
+            check_keys((item.key,) if item.parent is None else (item.key, item.parent))
+            if not (0 <= item.position < U32_COUNT and 0 <= item.route < U32_COUNT):
+                raise InvalidRequest(f"position {item.position} or route {item.route} is not a 32-bit number")
+        batch = _SealBatch(event.op, [None] * len(event.items))
+        for position, item in enumerate(event.items):
+            batch.statuses[position] = self._begin_seal(engine_id, item, batch, position)
+        self._answer_batch(batch)
+
+    def _begin_seal(self, engine_id: bytes, item: SealItem, batch: _SealBatch, position: int) -> SealStatus | None:
+        slot = self._store.written_by(item.ref, engine_id)
+        if slot is None or slot.index in self._sealing:
+            self._counters["seal_stale"] += 1
+            return SealStatus.STALE
+        if item.key in self._store or self._acquisitions.is_sealing(item.key):
+            self._store.abort(slot)
+            self._counters["seal_duplicate"] += 1
+            return SealStatus.DUPLICATE
+        self._sealing[slot.index] = _Sealing(item, slot, batch, position)
+        batch.open_count += 1
+        self._acquisitions.sealing(item.key)
+        self._actions.append(Digest(slot.index, slot.payload_bytes, item.key))
+        return None
+
+    def digested(self, event: ev.Digested, now: float) -> None:
+        sealing = self._sealing.pop(event.slot, None)
+        if sealing is None:
+            return
+        item = sealing.item
+        status = SealStatus.SEALED
+        if event.digest is None:
+            self._store.abort(sealing.slot)
+            status = SealStatus.FAILED
+        elif item.key in self._store:  # a fetch of the same block was faster
+            self._store.abort(sealing.slot)
+            status = SealStatus.DUPLICATE
+        else:
+            self._store.seal(
+                sealing.slot, item.key, item.parent, item.position, item.route, event.digest, is_copy=False
+            )
+        if status is SealStatus.FAILED:
+            self._acquisitions.seal_failed(item.key, now)
+        else:
+            self._acquisitions.sealed(item.key, now)
+        sealing.batch.statuses[sealing.position] = status
+        sealing.batch.open_count -= 1
+        self._answer_batch(sealing.batch)
+
+    def _answer_batch(self, batch: _SealBatch) -> None:
+        if batch.open_count == 0:
+            self._actions.append(Reply(batch.op, list(batch.statuses)))
+
+    def abort(self, event: ev.Abort, engine_id: bytes) -> None:
+        for ref in event.refs:
+            slot = self._store.written_by(ref, engine_id)
+            if slot is None or slot.index in self._sealing:
+                self._counters["abort_ignored"] += 1
+            else:
+                self._store.abort(slot)
+        self._actions.append(Reply(event.op, None))
+
+    def distrust(self, engine_id: bytes) -> None:
+        """Some process of this engine may still write what it reserved: it rests. Slots being digested end with their
+        digest."""
+        for slot in self._store.slots_of(engine_id, SlotState.WRITING):
+            if slot.index not in self._sealing:
+                self._store.quarantine(slot)
+
+    def free(self, engine_id: bytes) -> None:
+        """Nothing can write this engine's reservations any more. Slots being digested end with their digest."""
+        for slot in self._store.slots_of(engine_id, SlotState.WRITING):
+            if slot.index not in self._sealing:
+                self._store.abort(slot)
+        for slot in self._store.slots_of(engine_id, SlotState.QUARANTINED):
+            self._store.quiesce(slot)
+
+    def check_invariants(self) -> None:
+        for index, sealing in self._sealing.items():
+            assert sealing.slot.index == index
+            assert sealing.slot.state is SlotState.WRITING, "a slot is digested that is not written"
