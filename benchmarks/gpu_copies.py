@@ -117,7 +117,7 @@ def worker_link(device: str, offer: KVOffer, segment: Segment, case: Case) -> It
         directory = node_directory("b", NodeId("n"), Path(folder))
         link = WorkerLink(offer)
         try:
-            link.follow(directory, PoolSource(1, str(segment.path), case.geometry, segment.epoch, case.slot, ""))
+            link.follow(directory, PoolSource(1, str(segment.path), case.geometry, segment.epoch, case.slot, bytes(16)))
             deadline = time.monotonic() + 60
             while not link.is_ready:
                 if time.monotonic() > deadline:

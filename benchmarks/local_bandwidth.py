@@ -54,7 +54,7 @@ class Worker:
         self.layers = [torch.randint(0, 255, shape, dtype=torch.uint8) for _ in range(layout.layer_count)]
         self._half = WorkerHalf(BlockCopier(self.layers, range(layout.kv_head_count)), verify)
         segment = engine.segment
-        self._info = PoolInfo(str(segment.path), segment.geometry, segment.epoch, layout, "")
+        self._info = PoolInfo(str(segment.path), segment.geometry, segment.epoch, layout, bytes(16))
         self._stored = 0
 
     def load(self, blocks: Sequence[tuple[BlockRef, BlockKey]]) -> None:

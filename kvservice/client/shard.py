@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -73,7 +74,7 @@ class ShardClient:
             raise Unavailable(f"the shard at {self._socket_path} did not answer within {ATTACH_SECONDS} s") from error
         if event is END_OF_STREAM or not event.HasField("attached"):
             raise Unavailable(f"the shard at {self._socket_path} closed the stream without attaching")
-        attachment = decode_attachment(event.attached)
+        attachment = decode_attachment(event.attached, str(Path(self._socket_path).parent))
         self._epochs[attachment.attachment_id] = attachment.epoch
         reader = asyncio.ensure_future(self._follow(attachment.attachment_id, stream, on_lost))
         self._readers[attachment.attachment_id] = reader

@@ -22,7 +22,8 @@ class PoolInfo:
     geometry: Geometry
     epoch: BootEpoch
     layout: SlotLayout
-    liveness_path: str  # "" when the engine owns the pool
+    engine_id: bytes  # names the lock that whoever writes holds
+    node_directory: str = ""  # where move workers register; "" when the engine owns the pool
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class RemoteMover:
 
     def adopt(self, memory: torch.Tensor, pool: PoolInfo) -> None:
         self._fallback.adopt(memory, pool)
-        if not pool.liveness_path:
+        if not pool.node_directory:
             self._counters["mover_absent"] += 1
             log.warning(
                 "copies run in the engine's process: a pool of its own has no worker, which belongs to a service"
@@ -58,10 +58,9 @@ class RemoteMover:
             return
         self._pools += 1
         source = PoolSource(
-            self._pools, pool.segment_path, pool.geometry, pool.epoch, pool.layout, pool.liveness_path
+            self._pools, pool.segment_path, pool.geometry, pool.epoch, pool.layout, pool.engine_id
         )  # fmt: skip
-        # The shard puts the lock of each of its engines at <node directory>/engines/<id>.lock.
-        directory = Path(pool.liveness_path).parent.parent
+        directory = Path(pool.node_directory)
         self._link.follow(directory, source)
         if self._neighbours is not None:
             self._neighbours.follow(directory, source)

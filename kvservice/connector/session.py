@@ -8,6 +8,7 @@ answers at once: nothing is found, nothing is stored.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import threading
@@ -253,11 +254,14 @@ class Session:
         try:
             await self._keep(attachment, lost)
         finally:
-            self._forget()
+            unused = self._forget()
         if lost:
             log.warning("the pool is gone (%s): serving without the cache until it is back", lost[0])
             self.counters["lost"] += 1
         elif self._stopping:
+            if unused:  # what a worker was told to write comes back when the workers have ended
+                with contextlib.suppress(KVServiceError):
+                    await self._pool.abort(attachment.attachment_id, unused)
             await self._pool.detach(attachment.attachment_id)
 
     async def _keep(self, attachment: Attachment, lost: list[str]) -> None:
@@ -430,12 +434,15 @@ class Session:
             except asyncio.TimeoutError:
                 continue
 
-    def _forget(self) -> None:
+    def _forget(self) -> list[BlockRef]:
+        """Returns the slots that nobody was told to write."""
         with self._lock:
             self._attachment = None
+            unused = [ref for stock in self._stocks for ref in stock]
             for stock in self._stocks:
                 stock.clear()
             self._leases.clear()
+        return unused
 
     def _report_failure(self, error: KVServiceError) -> None:
         self.counters[f"attach_{error.reason.lower()}"] += 1

@@ -166,12 +166,14 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         session.start(ATTACH_WAIT_SECONDS)
 
     def _pool_info(self, attachment: Attachment) -> PoolInfo:
+        assert self._pool is not None
         return PoolInfo(
             attachment.segment_path,
             attachment.geometry,
             attachment.epoch,
             self._spec.layout,
-            attachment.liveness_path,
+            self._pool.spec.engine_id,
+            attachment.node_directory,
         )
 
     def note_failure(self, entry: str, error: Exception) -> None:

@@ -24,7 +24,7 @@ from kvservice.core.checks import is_as_promised, is_reserved
 from kvservice.core.digest import digest_payload
 from kvservice.core.header import unpack_header
 from kvservice.core.layout import HeadShare
-from kvservice.errors import KVServiceError
+from kvservice.errors import KVServiceError, Unavailable
 from kvservice.memory.liveness import LivenessLock, hold
 from kvservice.memory.segment import Segment
 from kvservice.mover.message import Direction
@@ -179,10 +179,14 @@ class WorkerHalf:
         self._unmap()
         self._pool, self._tried = None, plan.pool
         try:
-            if plan.pool.liveness_path:
-                self._lock = hold(Path(plan.pool.liveness_path))
             self._segment = Segment.attach(Path(plan.pool.segment_path), plan.pool.geometry)
+            self._lock = hold(self._segment, plan.pool.engine_id, plan.pool.epoch)
             self._mover.adopt(self._copier.bind(self._segment.buffer, plan.pool.layout), plan.pool)
+        except Unavailable:  # for a moment: the next plan tries again
+            self._tried = None
+            self._count("map_refused")
+            self._unmap()
+            return
         except (KVServiceError, OSError) as error:
             log.error("cannot map the pool's memory: %s", error)
             self._count("map_failed")

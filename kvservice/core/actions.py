@@ -122,7 +122,7 @@ class ReleaseRemote:
 
 @dataclass(frozen=True, slots=True)
 class WatchEngine:
-    """Report EngineGone once no process of this engine holds its liveness lock any more."""
+    """Report EngineGone once no process of this engine holds its liveness lock, and while none can take it."""
 
     engine_id: bytes
 

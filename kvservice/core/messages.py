@@ -48,7 +48,7 @@ class Attachment:
     lease_seconds: float  # read leases end this long after the request that made or renewed them was *sent*
     segment_path: str  # file to map, read and write
     geometry: Geometry
-    liveness_path: str  # file every process of the engine holds a shared flock on; "" when in one process
+    node_directory: str  # where the move workers of its node register; "" when the pool is the engine's own
     tenant_key: bytes = field(default=b"", repr=False)  # secret: its blocks' keys derive from it; empty = the default
     public_key: bytes = field(default=b"", repr=False)  # the same for public blocks; empty = it may use none
     may_publish: bool = False

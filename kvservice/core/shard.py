@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvservice.core import events as ev
-from kvservice.core.actions import Action, Announce, Refuse, Reply, WatchEngine
+from kvservice.core.actions import Action, Announce, Refuse, Reply
 from kvservice.core.blocks import Block, BlockStore
 from kvservice.core.drain import DrainPhase, DrainProgress, Leaving
 from kvservice.core.eviction import EvictionPolicy, LeafFirstReuse
@@ -312,7 +312,7 @@ class ShardState:
         attached = self._attached.get(event.attachment)
         if attached is not None:
             self._end_attachment(attached, now)
-            self._writes.free(attached.spec.engine_id)
+            self._writes.distrust(attached.spec.engine_id)
 
     def _attachment_lost(self, event: ev.AttachmentLost, now: float) -> None:
         attached = self._attached.get(event.attachment)
@@ -321,7 +321,6 @@ class ShardState:
         self._end_attachment(attached, now)
         self.counters["attachments_lost"] += 1
         self._writes.distrust(attached.spec.engine_id)
-        self._actions.append(WatchEngine(attached.spec.engine_id))
 
     def _engine_gone(self, event: ev.EngineGone, now: float) -> None:
         if all(attached.spec.engine_id != event.engine_id for attached in self._attached.values()):

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvservice.core import events as ev
-from kvservice.core.actions import Action, Digest, Reply
+from kvservice.core.actions import Action, Digest, Reply, WatchEngine
 from kvservice.core.blocks import BlockStore
 from kvservice.core.fetch import Acquisitions
 from kvservice.core.messages import BlockRef, EngineSpec, SealItem, SealStatus
@@ -127,11 +127,13 @@ class Writes:
         self._actions.append(Reply(event.op, None))
 
     def distrust(self, engine_id: bytes) -> None:
-        """Some process of this engine may still write what it reserved: it rests. Slots being digested end with their
-        digest."""
+        """Its attachment ended, and some process of this engine may be in the middle of a copy: what it reserved and
+        did not give back rests until none can write. Slots being digested end with their digest."""
         for slot in self._store.slots_of(engine_id, SlotState.WRITING):
             if slot.index not in self._sealing:
                 self._store.quarantine(slot)
+        if self._store.slots_of(engine_id, SlotState.QUARANTINED):
+            self._actions.append(WatchEngine(engine_id))
 
     def free(self, engine_id: bytes) -> None:
         """Nothing can write this engine's reservations any more. Slots being digested end with their digest."""

@@ -117,6 +117,27 @@ class Segment:
             self._map.close()
         os.close(self._descriptor)
 
+    @property
+    def descriptor(self) -> int:
+        return self._descriptor
+
+    def reopen(self) -> int:
+        """A new description of the same inode, also once its name is gone. The caller closes it."""
+        try:
+            return os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise SegmentError(
+                f"cannot open the segment {self.path} again: {error.strerror}", path=self.path
+            ) from error
+
+    def is_linked(self) -> bool:
+        """Whether its path still names this memory: somebody may have removed or replaced the file."""
+        try:
+            named, mine = self.path.stat(), os.fstat(self._descriptor)
+        except OSError:
+            return False
+        return (named.st_dev, named.st_ino) == (mine.st_dev, mine.st_ino)
+
     def unlink(self) -> None:
         """Remove the file. Mappings stay valid. Idempotent."""
         self.path.unlink(missing_ok=True)

@@ -115,7 +115,7 @@ class PoolSource:
     geometry: Geometry
     epoch: BootEpoch
     slot: SlotLayout
-    liveness_path: str  # "" = no lock to hold
+    engine_id: bytes  # whose slots are written: names the lock to hold
 
 
 def pack_rows(rows: Iterable[CopyRow]) -> bytes:
@@ -249,9 +249,16 @@ def pack_pool(pool: PoolSource) -> bytes:
         "kv_head_count": pool.slot.kv_head_count,
         "cell_bytes": pool.slot.cell_bytes,
         "block_tokens": pool.slot.block_tokens,
-        "liveness_path": pool.liveness_path,
+        "engine_id": pool.engine_id.hex(),
     }
     return pack_json(Kind.POOL, fields)
+
+
+def _engine_id(fields: dict[str, Any]) -> bytes:
+    try:
+        return bytes.fromhex(text(fields, "engine_id"))
+    except ValueError as error:
+        raise InvalidRequest("engine_id is not hexadecimal") from error
 
 
 def parse_pool(fields: dict[str, Any]) -> PoolSource:
@@ -274,5 +281,5 @@ def parse_pool(fields: dict[str, Any]) -> PoolSource:
         geometry,
         BootEpoch(number(fields, "epoch")),
         slot,
-        text(fields, "liveness_path"),
+        _engine_id(fields),
     )

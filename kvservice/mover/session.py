@@ -13,7 +13,6 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from kvservice.core.descriptors import CopyTemplate, RegionLayout
@@ -169,11 +168,10 @@ class EngineSession:
         if self._lends_only:
             self._direct = DirectPath(self._loans, self._device, Lender(self._kv, template))
             return
-        if pool.liveness_path:
-            # The shard must not take slots back from an engine that is gone while this process may still write them.
-            self._lock = hold(Path(pool.liveness_path))
         try:
             self._segment = self._segments.take(pool.segment_path, pool.geometry, pool.epoch)
+            # The shard must not take slots back from an engine that is gone while this process may still write them.
+            self._lock = hold(self._segment, pool.engine_id, pool.epoch)
             self._engine = self._device.copies(self._kv, self._segment)
         except BaseException:
             self._leave()

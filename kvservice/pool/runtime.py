@@ -43,7 +43,7 @@ from kvservice.core.messages import (
 from kvservice.core.shard import AttachReply, ShardState
 from kvservice.core.tenants import NOBODY, TenantLimits
 from kvservice.errors import KVServiceError, Unavailable
-from kvservice.memory.liveness import is_free
+from kvservice.memory.liveness import claim
 from kvservice.memory.segment import Segment
 from kvservice.observe.failpoints import failpoint
 from kvservice.pool.digests import Digests
@@ -65,7 +65,6 @@ class PoolConfig:
     segment_path: Path
     geometry: Geometry
     lease_seconds: float = 10.0
-    liveness_directory: Path | None = None  # None: the engine is this very process
     epoch_floor: int = 1  # the boot epoch is at least this; lets a lost segment still get a newer epoch
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)  # at start; see PoolRuntime.set_tenants
     eviction: str = "reuse"  # a name in core.eviction.POLICIES
@@ -151,7 +150,6 @@ class PoolRuntime:
         """`account`: the tenant that the engine's channel says."""
         reply: AttachReply = await self._call(lambda op: ev.Attach(op, spec, account), None)
         self._lost[reply.attachment] = on_lost
-        directory = self._config.liveness_directory
         return Attachment(
             reply.attachment,
             self._config.node_id,
@@ -159,7 +157,7 @@ class PoolRuntime:
             reply.lease_seconds,
             str(self._segment.path),
             self._segment.geometry,
-            "" if directory is None else str(liveness_path(directory, spec.engine_id)),
+            "",
         )
 
     async def detach(self, attachment: AttachmentId) -> None:
@@ -518,20 +516,24 @@ class PoolRuntime:
     def _watch_engine(self, engine_id: bytes) -> None:
         if engine_id not in self._watched:
             self._watched.add(engine_id)
-            self._spawn(self._await_engine_end(engine_id))
+            task = self._loop.create_task(self._await_engine_end(engine_id))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _await_engine_end(self, engine_id: bytes) -> None:
-        directory = self._config.liveness_directory
         try:
-            while directory is not None and not await asyncio.to_thread(  # noqa: ASYNC110  a file lock has no event
-                is_free, liveness_path(directory, engine_id)
-            ):
+            while not self._end_engine(engine_id):  # noqa: ASYNC110  a file lock has no event
                 await asyncio.sleep(LIVENESS_POLL_SECONDS)
-            if directory is not None:
-                liveness_path(directory, engine_id).unlink(missing_ok=True)
-            self._dispatch(ev.EngineGone(engine_id))
         finally:
             self._watched.discard(engine_id)
+
+    def _end_engine(self, engine_id: bytes) -> bool:
+        """Take back what this engine may have been writing, unless it still may. Look and act under one lock: a worker
+        that comes in between waits, and then finds its slots gone."""
+        with claim(self._segment, engine_id) as is_free:
+            if is_free:
+                self._dispatch(ev.EngineGone(engine_id))
+        return is_free
 
     # -- start, checks, tasks ----
 
@@ -568,8 +570,3 @@ class PoolRuntime:
         task = self._loop.create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def liveness_path(directory: Path, engine_id: bytes) -> Path:
-    """File that every process of an engine holds a shared flock on while it may write."""
-    return directory / f"{engine_id.hex()}.lock"

@@ -108,7 +108,6 @@ class ShardServer:
         self._tls = open_tls(config.tls_dir)
         directory = discovery.node_directory(config.service, config.node_id, config.runtime_root)
         discovery.ensure_private_directory(directory)
-        discovery.ensure_private_directory(directory / "engines")
         socket_path = str(directory / discovery.SOCKET_NAME)
         if len(socket_path) > 100:
             raise ConfigError(f"{socket_path} is too long for a Unix socket: set KVSERVICE_RUNTIME_DIR to a short path")
@@ -137,7 +136,6 @@ class ShardServer:
                 segment_path(config.service, config.node_id, config.segment_directory),
                 geometry,
                 config.lease_seconds,
-                directory / "engines",
                 # A new segment (the machine rebooted) must still come after every epoch anybody has seen.
                 epoch_floor=int(time.time()),
                 tenants={} if tenants is None else tenants.current.limits(room_of(geometry)),
@@ -220,9 +218,9 @@ class ShardServer:
         if not leaving or not directory.is_dir():
             return
         own = [directory / name for name in (discovery.SOCKET_NAME, discovery.SECRET_NAME, discovery.MIRROR_NAME)]
-        for path in [*directory.glob("engines/*.lock"), *own]:
+        for path in own:
             path.unlink(missing_ok=True)
-        for empty in (directory / "engines", directory, directory.parent):
+        for empty in (directory, directory.parent):
             with contextlib.suppress(OSError):  # somebody else's files: they stay
                 empty.rmdir()
 

@@ -142,7 +142,6 @@ def encode_attachment(attachment: Attachment) -> shard_pb2.Attached:
         lease_seconds=attachment.lease_seconds,
         segment_path=attachment.segment_path,
         geometry=encode_geometry(attachment.geometry),
-        liveness_path=attachment.liveness_path,
         tenant_key=attachment.tenant_key,
         public_key=attachment.public_key,
         may_publish=attachment.may_publish,
@@ -150,7 +149,7 @@ def encode_attachment(attachment: Attachment) -> shard_pb2.Attached:
     )
 
 
-def decode_attachment(message: shard_pb2.Attached) -> Attachment:
+def decode_attachment(message: shard_pb2.Attached, node_directory: str) -> Attachment:
     return Attachment(
         AttachmentId(message.attachment_id),
         NodeId(message.node_id),
@@ -158,7 +157,7 @@ def decode_attachment(message: shard_pb2.Attached) -> Attachment:
         message.lease_seconds,
         message.segment_path,
         decode_geometry(message.geometry),
-        message.liveness_path,
+        node_directory,
         _decode_secret(message.tenant_key),
         _decode_secret(message.public_key),
         message.may_publish,

@@ -52,7 +52,7 @@ def linked(
     offer = CudaOffer(cache, lambda address, size: layout_of(cache))
     link = WorkerLink(offer.offer, WEDGE_SECONDS, worker_device=worker_device)
     try:
-        source = PoolSource(1, str(made.path), made.geometry, made.epoch, SLOT, str(directory / "lock"))
+        source = PoolSource(1, str(made.path), made.geometry, made.epoch, SLOT, bytes(16))
         link.follow(directory, source)
         eventually(lambda: link.is_ready, "the link")
         yield link, offer.mark

@@ -53,17 +53,19 @@ def chain(seed: int, count: int, model: str = "test-model") -> tuple[BlockKey, .
 class Engine:
     """Attached to one pool. `lost` collects the reasons the pool gave for ending the attachment."""
 
-    def __init__(self, pool: PoolPort, attachment: Attachment, lost: list[str]) -> None:
+    def __init__(self, pool: PoolPort, engine_id: bytes, attachment: Attachment, lost: list[str]) -> None:
+        self.engine_id = engine_id
         self.pool = pool
         self.attachment = attachment
         self.lost = lost
         self.segment = Segment.attach(Path(attachment.segment_path), attachment.geometry)
-        self.lock: LivenessLock | None = hold(Path(attachment.liveness_path)) if attachment.liveness_path else None
+        self.lock: LivenessLock | None = hold(self.segment, engine_id, attachment.epoch)
 
     @classmethod
     async def attach(cls, pool: PoolPort, engine_spec: EngineSpec | None = None) -> Engine:
         lost: list[str] = []
-        return cls(pool, await pool.attach(engine_spec or spec(), lost.append), lost)
+        engine_spec = engine_spec or spec()
+        return cls(pool, engine_spec.engine_id, await pool.attach(engine_spec, lost.append), lost)
 
     @property
     def id(self) -> int:

@@ -29,7 +29,7 @@ class Loader:
         memory = torch.zeros(shape, dtype=torch.uint8)
         self._rows = [memoryview(row.numpy().reshape(-1)) for row in memory]
         self._half = kind(BlockCopier(list(memory.unbind(1)), range(layout.kv_head_count)), verify)
-        self._info = PoolInfo(str(segment.path), segment.geometry, segment.epoch, layout, "")
+        self._info = PoolInfo(str(segment.path), segment.geometry, segment.epoch, layout, bytes(16))
         self.counters: Counter[str] = Counter()
 
     def load(self, blocks: Sequence[tuple[BlockRef, BlockKey]]) -> list[bool]:

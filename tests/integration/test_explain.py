@@ -98,7 +98,7 @@ async def test_an_eviction_is_told_with_the_node_and_who_needed_the_room(cluster
 
 
 async def _engine_id(engine: Engine) -> bytes:
-    return bytes.fromhex(engine.attachment.liveness_path.rsplit("/", 1)[1].removesuffix(".lock"))
+    return engine.engine_id
 
 
 async def test_a_block_that_is_sealed_after_it_was_asked_for_was_not_sealed_yet(cluster: LocalCluster) -> None:

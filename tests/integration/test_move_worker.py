@@ -31,7 +31,7 @@ from kvservice.core.geometry import plan_geometry, slot_index
 from kvservice.core.header import SlotHeader
 from kvservice.core.layout import SlotLayout
 from kvservice.errors import ServiceConflict
-from kvservice.memory.liveness import is_free
+from kvservice.memory.liveness import claim
 from kvservice.memory.segment import Segment
 from kvservice.mover.__main__ import STATUS_WEDGED
 from kvservice.mover.device import HOST, HostDevice
@@ -125,7 +125,7 @@ class Bench:
         self.kv = SharedMemory.make(LAYOUT.region_bytes)
         self.bytes = np.frombuffer(self.kv.buffer, np.uint8)
         self.bytes[:] = np.random.default_rng(7).integers(0, 256, LAYOUT.region_bytes, np.uint8)
-        self.liveness = root / f"{uuid.uuid4().hex}.lock"
+        self.engine_id = uuid.uuid4().bytes
         memory = {"kind": MemoryKind.MEMFD.value, "bytes": LAYOUT.region_bytes}
         self.offer = KVOffer(device, memory, LAYOUT.fields(), self.kv.descriptor)
         self.link = WorkerLink(self.offer, wedge_seconds)
@@ -140,8 +140,14 @@ class Bench:
 
     def pool(self, pool_id: int = 1) -> PoolSource:
         return PoolSource(
-            pool_id, str(self.segment.path), self.segment.geometry, self.segment.epoch, SLOT, str(self.liveness)
+            pool_id, str(self.segment.path), self.segment.geometry, self.segment.epoch, SLOT, self.engine_id
         )
+
+    @property
+    def is_free(self) -> bool:
+        """No process of this engine can write."""
+        with claim(self.segment, self.engine_id) as is_free:
+            return is_free
 
     def follow(self, pool_id: int = 1, wait: bool = True) -> None:
         self.link.follow(self.directory, self.pool(pool_id))
@@ -323,13 +329,13 @@ def test_engine_never_waits_and_what_is_too_much_is_not_taken(bench: Bench, work
 
 def test_slots_of_a_gone_engine_are_not_free_before_its_worker_let_go(bench: Bench, worker: Worker) -> None:
     bench.follow()
-    assert not is_free(bench.liveness)
+    assert not bench.is_free
     bench.link.leave()
-    eventually(lambda: is_free(bench.liveness), "the worker to let go after leave")
+    eventually(lambda: bench.is_free, "the worker to let go after leave")
     bench.follow(2)
-    assert not is_free(bench.liveness)
+    assert not bench.is_free
     bench.link.close()
-    eventually(lambda: is_free(bench.liveness), "the worker to let go after the end of the engine")
+    eventually(lambda: bench.is_free, "the worker to let go after the end of the engine")
     bench.link = WorkerLink(KVOffer(HOST, {}, {}))
 
 
@@ -427,13 +433,13 @@ def test_engine_that_reads_no_answers_is_left_and_its_slots_are_let_go(bench: Be
         hello = {"version": VERSION, "device": HOST, "memory": memory, "layout": LAYOUT.fields()}
         socket.send_fds(engine, [pack_json(Kind.HELLO, hello)], [bench.kv.descriptor])
         geometry, epoch = bench.segment.geometry, bench.segment.epoch
-        engine.send(pack_pool(PoolSource(1, str(bench.segment.path), geometry, epoch, SLOT, str(bench.liveness))))
-        eventually(lambda: not is_free(bench.liveness), "the worker to hold the engine's lock")
+        engine.send(pack_pool(PoolSource(1, str(bench.segment.path), geometry, epoch, SLOT, bench.engine_id)))
+        eventually(lambda: not bench.is_free, "the worker to hold the engine's lock")
         rows = pack_rows([row(0, 0, 1)])
         engine.setblocking(False)
         job = 0
         deadline = time.monotonic() + 30
-        while not is_free(bench.liveness):
+        while not bench.is_free:
             assert time.monotonic() < deadline, "the worker waits for an engine that does not read"
             with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
                 for _ in range(50):
@@ -455,7 +461,7 @@ def test_memory_that_could_kill_the_worker_is_refused(bench: Bench, worker: Work
     offered = None if kind == "no descriptor" else descriptor
     stranger = WorkerLink(KVOffer(HOST, memory, LAYOUT.fields(), offered))
     try:
-        source = PoolSource(1, str(bench.segment.path), bench.segment.geometry, bench.segment.epoch, SLOT, "")
+        source = PoolSource(1, str(bench.segment.path), bench.segment.geometry, bench.segment.epoch, SLOT, bytes(16))
         stranger.follow(bench.directory, source)
         eventually(lambda: stranger.take_counters().get("mover_refused"), "the refusal")
         assert not stranger.is_ready

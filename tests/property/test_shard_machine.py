@@ -119,13 +119,15 @@ class ShardMachine(LeavingRules):
             self.harness.send(ev.AttachmentLost(old))
 
     @lived_long
-    @rule(one=engines)
-    def detach(self, one: int) -> None:
+    @rule(one=engines, dies=st.booleans())
+    def detach(self, one: int, dies: bool) -> None:
+        """Its scheduler leaves; its workers may be in the middle of a copy, and end that first."""
         engine = self.engines[one]
+        if dies:
+            engine.forget_writes()
         if engine.attachment is not None:
             self.harness.send(ev.Detach(engine.attachment))
             self._ended(engine.attachment)
-            engine.forget_writes()
             engine.attachment = None
 
     @lived_long

@@ -128,7 +128,7 @@ def kv_memory() -> Iterator[tuple[SharedMemory, KVOffer]]:
 
 def pool_of(engine: Engine) -> PoolSource:
     found = engine.attachment
-    return PoolSource(1, found.segment_path, found.geometry, found.epoch, LAYOUT, found.liveness_path)
+    return PoolSource(1, found.segment_path, found.geometry, found.epoch, LAYOUT, engine.engine_id)
 
 
 def threads_of(pid: int) -> set[int]:

@@ -81,7 +81,8 @@ class Engine(Process):
         def info(attachment: Attachment) -> PoolInfo:
             return PoolInfo(
                 attachment.segment_path, attachment.geometry, attachment.epoch, self.spec.layout,
-                attachment.liveness_path,
+                self.spec.engine_id,
+                attachment.node_directory,
             )  # fmt: skip
 
         half = SchedulerHalf(

@@ -62,14 +62,13 @@ class AttachRequest(_message.Message):
     def __init__(self, engine_id: _Optional[bytes] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., sides: _Optional[_Iterable[_Union[Side, _Mapping]]] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ("attachment_id", "node_id", "epoch", "lease_seconds", "segment_path", "geometry", "liveness_path", "tenant_key", "public_key", "may_publish", "quota_bytes")
+    __slots__ = ("attachment_id", "node_id", "epoch", "lease_seconds", "segment_path", "geometry", "tenant_key", "public_key", "may_publish", "quota_bytes")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_PATH_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
-    LIVENESS_PATH_FIELD_NUMBER: _ClassVar[int]
     TENANT_KEY_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
     MAY_PUBLISH_FIELD_NUMBER: _ClassVar[int]
@@ -80,12 +79,11 @@ class Attached(_message.Message):
     lease_seconds: float
     segment_path: str
     geometry: Geometry
-    liveness_path: str
     tenant_key: bytes
     public_key: bytes
     may_publish: bool
     quota_bytes: int
-    def __init__(self, attachment_id: _Optional[int] = ..., node_id: _Optional[str] = ..., epoch: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., segment_path: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., liveness_path: _Optional[str] = ..., tenant_key: _Optional[bytes] = ..., public_key: _Optional[bytes] = ..., may_publish: bool = ..., quota_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, attachment_id: _Optional[int] = ..., node_id: _Optional[str] = ..., epoch: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., segment_path: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., tenant_key: _Optional[bytes] = ..., public_key: _Optional[bytes] = ..., may_publish: bool = ..., quota_bytes: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ()

@@ -31,7 +31,7 @@ def attachment(number: int) -> Attachment:
 
 
 def pool_info(of: Attachment) -> PoolInfo:
-    return PoolInfo(of.segment_path, of.geometry, of.epoch, LAYOUT, of.liveness_path)
+    return PoolInfo(of.segment_path, of.geometry, of.epoch, LAYOUT, bytes(16), of.node_directory)
 
 
 def keys_of(hashes: Sequence[BlockHash], tenant_key: bytes = b"") -> list[BlockKey]:

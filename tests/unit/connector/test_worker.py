@@ -58,7 +58,7 @@ def segment() -> Iterator[Segment]:
 
 
 def info(segment: Segment) -> PoolInfo:
-    return PoolInfo(str(segment.path), segment.geometry, BootEpoch(segment.epoch), LAYOUT, "")
+    return PoolInfo(str(segment.path), segment.geometry, BootEpoch(segment.epoch), LAYOUT, bytes(16))
 
 
 def write_header(segment: Segment, slot: SlotIndex, generation: int, key: BlockKey = KEY) -> BlockRef:
@@ -275,7 +275,9 @@ def test_memory_is_unmapped_only_after_the_copies_under_way(segment: Segment) ->
     worker = WorkerHalf(copier, Verify.OFF, mover)
     ref = write_header(segment, slot_index(0, 0), 2)
     worker.start_loads(StepPlan(info(segment), [LoadPlan("r", (CopyEntry(0, ref, KEY),))]))
-    worker.start_loads(StepPlan(PoolInfo("/dev/shm/kvservice-test-gone", segment.geometry, BootEpoch(9), LAYOUT, "")))
+    worker.start_loads(
+        StepPlan(PoolInfo("/dev/shm/kvservice-test-gone", segment.geometry, BootEpoch(9), LAYOUT, bytes(16)))
+    )
     assert mover.memory is None
     assert worker.take_loaded() == ({"r"}, set()), "what had ended before is still said"
 
@@ -395,7 +397,7 @@ def test_memory_that_cannot_be_mapped_fails_loads_and_stores_and_is_said_once(
     segment: Segment, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = WorkerHalf(BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.OFF)
-    gone = PoolInfo("/dev/shm/kvservice-test-gone", segment.geometry, BootEpoch(1), LAYOUT, "")
+    gone = PoolInfo("/dev/shm/kvservice-test-gone", segment.geometry, BootEpoch(1), LAYOUT, bytes(16))
     ref = BlockRef(slot_index(0, 0), Generation(2))
     for _ in range(3):
         worker.start_loads(StepPlan(pool=gone, loads=[LoadPlan("r", (CopyEntry(0, ref, KEY),))]))

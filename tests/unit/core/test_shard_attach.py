@@ -129,21 +129,27 @@ def test_leaving_twice_or_never_having_been_there_is_nothing() -> None:
     assert harness.send(ev.EngineGone(make_spec().engine_id)) == []
 
 
-def test_detaching_frees_reservations_at_once() -> None:
+def test_what_an_engine_aborts_before_it_detaches_is_free_at_once() -> None:
     harness = CoreHarness()
     engine = harness.attach()
-    harness.reserve(engine, 3)
+    refs = harness.reserve(engine, 3)
+    harness.send(ev.Abort(harness.next_op(), engine, tuple(refs)))
     harness.send(ev.Detach(engine))
     assert harness.slots("free") == harness.state.capacity
     assert not harness.headers, "a header that says somebody is writing must not stay"
+    assert not harness.watched, "there is nothing to wait for"
 
 
-def test_a_lost_attachment_quarantines_its_reservations_until_the_engine_is_gone() -> None:
+@pytest.mark.parametrize("how", [ev.Detach, ev.AttachmentLost])
+def test_reservations_rest_when_the_attachment_ends_until_the_engine_is_gone(
+    how: type[ev.Detach] | type[ev.AttachmentLost],
+) -> None:
+    """A graceful end says nothing about a worker, or a copier, in the middle of a copy."""
     harness = CoreHarness()
     spec = make_spec()
     engine = harness.attach(spec)
     refs = harness.reserve(engine, 3)
-    harness.send(ev.AttachmentLost(engine))
+    harness.send(how(engine))
     assert harness.watched == [spec.engine_id]
     harness.advance(1e6)
     assert harness.slots("quarantined") == 3, "a write reservation never ends by time"
@@ -151,6 +157,7 @@ def test_a_lost_attachment_quarantines_its_reservations_until_the_engine_is_gone
     harness.send(ev.EngineGone(spec.engine_id))
     assert harness.slots("quarantined") == 0
     assert harness.slots("free") == harness.state.capacity
+    assert not harness.headers, "a header that says somebody is writing must not stay"
 
 
 def test_re_attaching_ends_the_quarantine() -> None:

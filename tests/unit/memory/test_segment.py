@@ -16,7 +16,6 @@ import pytest
 from kvservice.core.geometry import plan_geometry
 from kvservice.core.header import SlotHeader
 from kvservice.errors import SegmentError, ServiceConflict
-from kvservice.memory.liveness import hold, is_free
 from kvservice.memory.segment import Segment, remove_stale, segment_path
 from kvservice.units import BlockKey, BootEpoch, Generation, GiB, MiB, SlotIndex, SpanRoute
 
@@ -179,26 +178,6 @@ def test_only_segments_nobody_owns_are_removed_as_stale(path: Path) -> None:
     assert remove_stale(path.parent, path.name) == [dead]
     assert path.exists()
     owned.close()
-
-
-def test_liveness_lock_is_free_only_when_every_process_let_go(tmp_path: Path) -> None:
-    lock = tmp_path / "engine.lock"
-    assert is_free(lock)
-    first, second = hold(lock), hold(lock)
-    first.release()
-    assert not is_free(lock)
-    child = subprocess.Popen(
-        [sys.executable, "-c", f"import sys,time;from pathlib import Path;from kvservice.memory.liveness import hold;"
-         f"l=hold(Path({str(lock)!r}));print(1,flush=True);time.sleep(60)"],
-        stdout=subprocess.PIPE,
-    )  # fmt: skip
-    assert child.stdout is not None
-    child.stdout.readline()
-    second.release()
-    assert not is_free(lock)
-    child.kill()
-    child.wait()
-    assert is_free(lock)
 
 
 def test_replacing_a_segment_leaves_the_old_mapping_of_an_engine_alone(path: Path) -> None:

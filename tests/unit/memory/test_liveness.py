@@ -1,0 +1,172 @@
+"""The lock by which the shard knows whether an engine may still write: it lives with the memory that it protects."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvservice.core.geometry import Geometry, plan_geometry
+from kvservice.errors import SegmentError, Unavailable
+from kvservice.memory import liveness
+from kvservice.memory.liveness import claim, hold
+from kvservice.memory.segment import Segment
+from kvservice.units import BootEpoch, MiB
+
+GEOMETRY = plan_geometry(12 * MiB)
+ENGINE, OTHER = b"e" * 16, b"f" * 16
+
+HOLDER = """
+import sys
+from pathlib import Path
+from kvservice.core.geometry import Geometry
+from kvservice.memory.liveness import hold
+from kvservice.memory.segment import Segment
+path, slab_bytes, slab_count, engine = sys.argv[1:]
+segment = Segment.attach(Path(path), Geometry(slab_bytes=int(slab_bytes), slab_count=int(slab_count)))
+lock = hold(segment, bytes.fromhex(engine), segment.epoch)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    found = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
+    yield found
+    found.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def shard(path: Path) -> Iterator[Segment]:
+    segment = Segment.create(path, GEOMETRY, "node")
+    yield segment
+    segment.close()
+
+
+def is_free(segment: Segment, engine_id: bytes = ENGINE) -> bool:
+    with claim(segment, engine_id) as free:
+        return free
+
+
+def another_process(path: Path, geometry: Geometry = GEOMETRY) -> subprocess.Popen[bytes]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path), str(geometry.slab_bytes), str(geometry.slab_count), ENGINE.hex()],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"held\n"
+    return child
+
+
+def test_an_engine_is_gone_only_when_each_of_its_holders_let_go(path: Path, shard: Segment) -> None:
+    assert is_free(shard)
+    mapped = Segment.attach(path, GEOMETRY)
+    first, second = hold(mapped, ENGINE, mapped.epoch), hold(mapped, ENGINE, mapped.epoch)
+    assert not is_free(shard)
+    assert is_free(shard, OTHER), "engines are told apart"
+    first.release()
+    first.release()
+    assert not is_free(shard), "two holders of one process, as a move worker has for two ranks, share no lock"
+    child = another_process(path)
+    second.release()
+    assert not is_free(shard)
+    child.kill()
+    child.communicate()
+    assert is_free(shard)
+    mapped.close()
+
+
+def test_a_lock_outlives_its_mapping_and_the_descriptor_it_was_taken_through(path: Path, shard: Segment) -> None:
+    mapped = Segment.attach(path, GEOMETRY)
+    lock = hold(mapped, ENGINE, mapped.epoch)
+    mapped.close()
+    Segment.attach(path, GEOMETRY).close()  # record locks of a process would go here
+    assert not is_free(shard)
+    lock.release()
+    assert is_free(shard)
+
+
+def test_the_next_boot_of_a_kept_segment_finds_the_locks_of_those_that_may_write(path: Path) -> None:
+    first = Segment.create(path, GEOMETRY, "node")
+    child = another_process(path)
+    first.close()
+    second = Segment.create(path, GEOMETRY, "node")
+    assert second.existed
+    assert not is_free(second)
+    child.kill()
+    child.communicate()
+    assert is_free(second)
+    second.close()
+
+
+def test_nobody_begins_to_write_while_the_shard_takes_slots_back(path: Path, shard: Segment) -> None:
+    mapped = Segment.attach(path, GEOMETRY)
+    order: list[str] = []
+
+    def begin() -> None:
+        lock = hold(mapped, ENGINE, mapped.epoch)
+        order.append("held")
+        lock.release()
+
+    worker = threading.Thread(target=begin)
+    with claim(shard, ENGINE) as free:
+        assert free
+        worker.start()
+        time.sleep(liveness.HOLD_SECONDS / 4)
+        order.append("taken back")
+    worker.join()
+    assert order == ["taken back", "held"]
+    mapped.close()
+
+
+def test_a_holder_waits_a_moment_only_and_may_try_again(
+    path: Path, shard: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liveness, "HOLD_SECONDS", 0.01)
+    mapped = Segment.attach(path, GEOMETRY)
+    with claim(shard, ENGINE), pytest.raises(Unavailable, match="try again"):
+        hold(mapped, ENGINE, mapped.epoch)
+    hold(mapped, ENGINE, mapped.epoch).release()
+    assert is_free(shard), "what was refused left nothing behind"
+    mapped.close()
+
+
+@pytest.mark.parametrize("what", ["removed", "replaced", "another boot"])
+def test_memory_that_the_shard_does_not_own_any_more_is_not_held(path: Path, shard: Segment, what: str) -> None:
+    mapped = Segment.attach(path, GEOMETRY)
+    epoch = mapped.epoch
+    if what == "another boot":
+        epoch = BootEpoch(epoch + 1)
+    else:
+        path.unlink()
+    fresh = Segment.create(path, GEOMETRY, "node") if what == "replaced" else None
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(SegmentError, match="attach again"):
+        hold(mapped, ENGINE, epoch)
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+    assert is_free(shard)
+    mapped.close()
+    if fresh is not None:
+        fresh.close()
+
+
+def test_a_file_without_a_name_is_held_like_any_other() -> None:
+    """The segment of an embedded pool."""
+    descriptor = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
+    os.ftruncate(descriptor, GEOMETRY.segment_bytes)
+    shard = Segment(Path(f"/proc/{os.getpid()}/fd/{descriptor}"), GEOMETRY, descriptor)
+    shard.epoch = BootEpoch(3)
+    shard.write_control("node")
+    lock = hold(shard, ENGINE, BootEpoch(3))
+    assert not is_free(shard)
+    lock.release()
+    assert is_free(shard)
+    shard.close()
