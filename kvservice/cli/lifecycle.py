@@ -96,14 +96,12 @@ def run_foreground(config: Any) -> None:
 async def _foreground(config: Any) -> None:
     from kvservice.core.membership import patience
     from kvservice.lookup.server import LookupServer
-    from kvservice.shard.process import first_of
+    from kvservice.shard.process import Asked, end_process, first_of
     from kvservice.shard.server import ShardServer, ShardServerConfig
     from kvservice.units import NodeId
 
     console = Console(stderr=True)
-    stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    asked = Asked()
     hide, forget = patience(config.heartbeat_seconds)
     lookup = LookupServer(
         f"127.0.0.1:{config.lookup_port}", hide_seconds=hide, forget_seconds=forget, tls_dir=config.tls_dir
@@ -129,9 +127,9 @@ async def _foreground(config: Any) -> None:
     try:
         await shard.start()
         console.print(f"service '{config.service}' runs on this machine; Ctrl-C stops it")
-        await first_of(stopped.wait(), shard.left.wait())
+        await first_of(asked.to_end.wait(), shard.left.wait())
     finally:
-        await shard.stop()
+        await end_process(shard, asked)
         await lookup.stop()
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
+from kvservice.aio import end_tasks, is_set_within
 from kvservice.client.channels import Channels
 from kvservice.core.announce import Announcer, Update
 from kvservice.core.keys import pack_keys
@@ -104,9 +105,7 @@ class AnnouncePump:
 
     async def _end_tasks(self) -> None:
         tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
 
     async def _serve(self, partition: int) -> None:
         announcer, kick = self._announcer, self._kicks[partition]
@@ -118,7 +117,7 @@ class AnnouncePump:
             if update is None:
                 wait = heard_at + self._heartbeat_seconds - self._clock()
                 if wait > 0:
-                    await _wait(kick, wait)
+                    await is_set_within(wait, kick)
                     continue
                 update = announcer.heartbeat(partition)
             sent_at = self._clock()
@@ -193,10 +192,3 @@ def _checked(addresses: Sequence[str], announcer: Announcer) -> tuple[str, ...]:
             "shards is fixed while a shard runs"
         )
     return tuple(addresses)
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except asyncio.TimeoutError:  # 3.10 has its own
-        return

@@ -11,6 +11,7 @@ from collections.abc import Container
 
 import grpc
 
+from kvservice.aio import end_tasks
 from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.tls import Options, TlsFiles, open_channel
 
@@ -51,9 +52,7 @@ class Channels:
     async def close(self) -> None:
         """Ends what is under way."""
         retired, self._retired = self._retired, {}
-        for task in retired:
-            task.cancel()
-        await asyncio.gather(*retired, return_exceptions=True)
+        await end_tasks(retired)
         channels, self._open = [*retired.values(), *self._open.values()], {}
         for channel in channels:
             await channel.close(None)

@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 
+from kvservice.aio import within
 from kvservice.client.token import Token
 from kvservice.core.explain import REQUEST_ID_CHARS_MAX
 from kvservice.core.keys import pack_keys
@@ -66,12 +67,15 @@ class ShardClient:
     async def attach(self, spec: EngineSpec, on_lost: Callable[[str], None]) -> Attachment:
         stream = self._stub().Attach(encode_spec(spec), metadata=self._token.metadata())
         try:
-            event = await asyncio.wait_for(stream.read(), ATTACH_SECONDS)
+            event = await within(ATTACH_SECONDS, stream.read())
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, f"attach at {self._socket_path}") from error
         except asyncio.TimeoutError as error:
             stream.cancel()
             raise Unavailable(f"the shard at {self._socket_path} did not answer within {ATTACH_SECONDS} s") from error
+        except asyncio.CancelledError:
+            stream.cancel()  # it may have attached all the same
+            raise
         if event is END_OF_STREAM or not event.HasField("attached"):
             raise Unavailable(f"the shard at {self._socket_path} closed the stream without attaching")
         attachment = decode_attachment(event.attached, str(Path(self._socket_path).parent))
@@ -165,7 +169,7 @@ class ShardClient:
         """Read heartbeats until the stream ends, then say so once."""
         reason = "the shard closed the stream"
         try:
-            while await asyncio.wait_for(stream.read(), STREAM_SILENCE_SECONDS) is not END_OF_STREAM:
+            while await within(STREAM_SILENCE_SECONDS, stream.read()) is not END_OF_STREAM:
                 pass
         except asyncio.CancelledError:
             stream.cancel()

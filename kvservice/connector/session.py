@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvservice.aio import is_set_within
 from kvservice.client.port import PoolPort
 from kvservice.core.messages import (
     AcquireRequest,
@@ -276,10 +277,7 @@ class Session:
                 report_at = self._loop.time() + REPORT_SECONDS
                 renew_at = self._loop.time() + attachment.lease_seconds / 3
                 self._spawn(self._with_pool(attachment.attachment_id, "renew", self._renewer(attachment)))
-            try:
-                await asyncio.wait_for(self._wake.wait(), min(TICK_SECONDS, max(renew_at - self._loop.time(), 0.01)))
-            except asyncio.TimeoutError:
-                continue
+            await is_set_within(min(TICK_SECONDS, max(renew_at - self._loop.time(), 0.01)), self._wake)
 
     def _renewer(self, attachment: Attachment) -> Callable[[PoolPort], Awaitable[None]]:
         # A lease whose answer was lost on the way is not among them and ends by itself.
@@ -429,10 +427,7 @@ class Session:
         until = self._loop.time() + seconds
         while not self._stopping and self._loop.time() < until:
             self._wake.clear()
-            try:
-                await asyncio.wait_for(self._wake.wait(), min(0.25, max(until - self._loop.time(), 0.001)))
-            except asyncio.TimeoutError:
-                continue
+            await is_set_within(min(0.25, max(until - self._loop.time(), 0.001)), self._wake)
 
     def _forget(self) -> list[BlockRef]:
         """Returns the slots that nobody was told to write."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from kvservice.lookup.server import LookupServer
 from kvservice.observe.lookup_metrics import LookupNumbers, serve_lookup_metrics
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 READ_SECONDS = 5.0
 
 
@@ -20,7 +21,7 @@ async def serve(
     are answered on `host` too. Raises ConfigError when the address cannot be bound."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         loop.add_signal_handler(number, stopped.set)
 
     def read() -> LookupNumbers | None:  # on a thread of the metrics server
@@ -39,6 +40,8 @@ async def serve(
             end_metrics = serve_lookup_metrics(service, read, metrics_port, host)
         print(f"{where}:{port}", flush=True)
         await stopped.wait()
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)  # a second signal ends the process: it has no files
     finally:
         await asyncio.to_thread(end_metrics)
         await server.stop()

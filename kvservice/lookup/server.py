@@ -16,6 +16,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvservice.aio import end_tasks
 from kvservice.core.index import DirectoryIndex
 from kvservice.core.membership import FORGET_SECONDS, HIDE_SECONDS
 from kvservice.errors import ConfigError
@@ -98,8 +99,7 @@ class LookupServer:
         self._hub.close()
         await server.stop(grace_seconds)
         if self._maintenance is not None:
-            self._maintenance.cancel()
-            await asyncio.gather(self._maintenance, return_exceptions=True)
+            await end_tasks([self._maintenance])
             self._maintenance = None
 
     def numbers(self) -> LookupNumbers:

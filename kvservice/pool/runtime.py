@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvservice.aio import end_tasks
 from kvservice.client.peer import PeerPort
 from kvservice.core import actions as act
 from kvservice.core import events as ev
@@ -200,9 +201,9 @@ class PoolRuntime:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._tasks:  # one that ends may begin another
+            await end_tasks(self._tasks)
+            await asyncio.sleep(0)  # they leave the set a turn later
         for future, _ in self._calls.values():
             if not future.done():
                 future.set_exception(Unavailable("the pool is shutting down"))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import aiohttp
 
+from kvservice.aio import end_tasks, is_set_within
 from kvservice.proxy import bodies, upstream
 from kvservice.proxy.relay import new_handoff_id
 from kvservice.proxy.servers import Fault, Role, Server, ServerPool
@@ -55,14 +56,9 @@ class ServerChecks:
                 self._wake.clear()
                 for server in self._pool.due(loop.time()):
                     self._spawn(server)
-                try:
-                    await asyncio.wait_for(self._wake.wait(), self._pool.seconds_to_next_check(loop.time()))
-                except asyncio.TimeoutError:
-                    continue
+                await is_set_within(self._pool.seconds_to_next_check(loop.time()), self._wake)
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await end_tasks(self._tasks)
 
     def _spawn(self, server: Server) -> None:
         task = asyncio.create_task(self._check(server))

@@ -19,6 +19,7 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
+from kvservice.aio import end_tasks, within
 from kvservice.proxy import bodies, upstream
 from kvservice.proxy.bodies import ClientBody
 from kvservice.proxy.metrics import ProxyMetrics
@@ -129,11 +130,8 @@ class ClientExchange:
             for action in self._exchange.handle(ClientLeft(), self._loop.time()):  # nothing when it is done
                 if isinstance(action, Cancel):
                     self._around.metrics.cancelled(self._servers[action.attempt])
-            running = [task for task in self._tasks.values() if not task.done()]
-            for task in running:
-                task.cancel()
             self._around.metrics.request_ended(path, status, self._loop.time() - self._began)
-            await asyncio.gather(*running, return_exceptions=True)
+            await end_tasks(self._tasks.values())
 
     def stop(self, problem: Problem) -> None:
         """End it soon, with this as the client's error."""
@@ -283,7 +281,7 @@ class ClientExchange:
     async def _last_write(self, writing: Coroutine[Any, Any, None]) -> None:
         with suppress(ConnectionError):
             try:
-                await asyncio.wait_for(writing, LAST_WRITE_SECONDS)
+                await within(LAST_WRITE_SECONDS, writing)
             except asyncio.TimeoutError:
                 if self._request.transport is not None:
                     self._request.transport.abort()

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 from aiohttp import web
 
+from kvservice.aio import end_tasks, is_set_within, within
 from kvservice.errors import InvalidRequest, Unavailable
 from kvservice.proxy import bodies, upstream
 from kvservice.proxy.checks import ServerChecks
@@ -85,26 +86,18 @@ class Proxy:
         self._stopping = True
         await self._site.stop()
         log.info("proxy_stopping", extra={"in_flight": len(self._exchanges)})
-        if not await self._finished_within(self.settings.grace_seconds):
+        if not await is_set_within(self.settings.grace_seconds, self._idle):
             for exchange in list(self._exchanges):
                 exchange.stop(STOPPING)
-            await self._finished_within(ENDING_SECONDS)
+            await is_set_within(ENDING_SECONDS, self._idle)
         if self._checking is not None:
-            self._checking.cancel()
-            await asyncio.gather(self._checking, return_exceptions=True)
+            await end_tasks([self._checking])
         await self._runner.cleanup()
         await self._session.close()
 
     def _server_fell_sick(self, server: Server) -> None:
         for exchange in list(self._exchanges):
             exchange.server_fell_sick(server)
-
-    async def _finished_within(self, seconds: float) -> bool:
-        try:
-            await asyncio.wait_for(self._idle.wait(), seconds)
-        except asyncio.TimeoutError:
-            return False
-        return True
 
     def _app(self) -> web.Application:
         app = web.Application(client_max_size=self.settings.body_bytes_max, middlewares=[openai_errors])
@@ -118,7 +111,7 @@ class Proxy:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         assert self._around is not None
         try:
-            raw = await asyncio.wait_for(request.read(), self.settings.request_seconds)
+            raw = await within(self.settings.request_seconds, request.read())
         except asyncio.TimeoutError:
             return problem_response(SLOW_BODY)
         body = bodies.read_body(raw)

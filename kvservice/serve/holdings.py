@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from kvservice.aio import end_tasks
 from kvservice.client.discovery import find_shards
 from kvservice.client.lookup import LookupAnswer, LookupClient
 from kvservice.client.mirror import find_mirror
@@ -160,8 +161,7 @@ class Holdings:
 
     async def close(self) -> None:
         if self._refreshing is not None:
-            self._refreshing.cancel()
-            await asyncio.gather(self._refreshing, return_exceptions=True)
+            await end_tasks([self._refreshing])
         await asyncio.gather(*self._calls, return_exceptions=True)  # no longer than their deadlines
         await self._surveyor.close()
         if self._lookup is not None:

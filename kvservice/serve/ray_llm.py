@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from kvservice.actors import names
+from kvservice.aio import within
 from kvservice.errors import ConfigError
 
 try:
@@ -146,7 +147,7 @@ class DecodeServer(PDDecodeServer):  # type: ignore[misc]
 async def _choose(stack: contextlib.AsyncExitStack, call: Any, request: Any) -> Any | None:
     """A prefill replica with room, kept reserved until the stack is left; None when there is none soon."""
     try:
-        return await asyncio.wait_for(stack.enter_async_context(call.choose_replica(request)), PREFILL_CHOICE_SECONDS)
+        return await within(PREFILL_CHOICE_SECONDS, stack.enter_async_context(call.choose_replica(request)))
     except Exception as error:  # noqa: BLE001  no prefill replica, whatever the reason: the decode does without
         log.warning("no prefill replica: %s", type(error).__name__)
         return None

@@ -28,6 +28,7 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
+from kvservice.aio import within
 from kvservice.client.token import Token
 from kvservice.core.messages import EngineGroup, HolderRun
 from kvservice.serve.holdings import Facts, Holdings, find_lookups, find_tls
@@ -240,7 +241,7 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
             engines = {place.digest: place.engines for place in places if place.engines is not None}
             if not engines:
                 raise Unknown("no_engines")
-            return await asyncio.wait_for(self._look_up(question, engines, begun + budget), budget + SLACK_SECONDS)
+            return await within(budget + SLACK_SECONDS, self._look_up(question, engines, begun + budget))
         except Unknown as unknown:
             return _Plan(None, unknown.reason)
         except asyncio.TimeoutError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
+from kvservice.aio import end_tasks
 from kvservice.client.announcer import AnnouncePump
 from kvservice.client.lookup import LookupAnswer, LookupClient
 from kvservice.core.announce import Announcer
@@ -53,11 +54,15 @@ class ShardDirectory:
         elif self._pump is not None:
             await self._pump.stop(leaving=False)
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_tasks([self._task])
         await self._lookup.close()
         if self._mirror is not None:
             await self._mirror.stop()
+
+    def unlink(self) -> None:
+        """Remove what `stop` removes, also when it did not get that far. Idempotent."""
+        if self._mirror is not None:
+            self._mirror.unlink()
 
     async def leave(self) -> None:
         """Tell every lookup shard now that this node leaves, waiting a second at most; nothing is announced after."""

@@ -7,11 +7,11 @@ Without a tenants file everybody is one tenant, and tokens are not looked at.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from kvservice.aio import end_tasks
 from kvservice.core.geometry import Geometry
 from kvservice.core.messages import Attachment
 from kvservice.core.tenants import NOBODY
@@ -60,9 +60,7 @@ class Door:
 
     async def stop(self) -> None:
         if self._watcher is not None:
-            self._watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watcher
+            await end_tasks([self._watcher])
             self._watcher = None
 
     def caller(self, context: Context) -> Bearer | None:

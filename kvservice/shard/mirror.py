@@ -17,6 +17,7 @@ from pathlib import Path
 
 import grpc
 
+from kvservice.aio import end_tasks, within
 from kvservice.client.channels import Channels
 from kvservice.client.mirror import OwnMirror
 from kvservice.core.keys import KEY_BYTES, check_packed
@@ -46,7 +47,6 @@ PIECE_BYTES = 2048 * KEY_BYTES  # applied in one go: 2 to 4 ms
 RETRY_SECONDS_FIRST, RETRY_SECONDS_MAX = 0.1, 5.0
 FULL_SECONDS = 60.0  # before a partition that did not fit is tried again; twice as long each time, up to half an hour
 IDLE_SWEEP_SECONDS = 0.01
-CANCEL_SECONDS = 0.1
 END_OF_STREAM = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
 
 
@@ -71,6 +71,7 @@ class DirectoryMirror:
         self._tasks: list[asyncio.Task[None]] = []
         self._counters: Counter[str] = Counter()
         self._stopped = False
+        self._unlinked = False
         self._own = MirrorReader(segment.buffer.toreadonly())
         self.view = OwnMirror(self._own)
 
@@ -123,19 +124,23 @@ class DirectoryMirror:
         if self._stopped:
             return
         self._stopped = True
-        pending, self._tasks = set(self._tasks), []
-        while pending:  # asyncio.wait_for forgets a cancellation that comes together with an answer
-            for task in pending:
-                task.cancel()
-            _, pending = await asyncio.wait(pending, timeout=CANCEL_SECONDS)
+        tasks, self._tasks = self._tasks, []
+        await end_tasks(tasks)
         await self._channels.close()
+        self.unlink()
+        self._own.close()
+        self._writer.close()
+        self._segment.close()
+
+    def unlink(self) -> None:
+        """Remove its file and its link. Idempotent."""
+        if self._unlinked:  # the next shard of this node may have made its own by now
+            return
+        self._unlinked = True
         with contextlib.suppress(OSError):
             if self._link.readlink() == self._segment.path:
                 self._link.unlink()
         self._segment.unlink()
-        self._own.close()
-        self._writer.close()
-        self._segment.close()
 
     @property
     def counters(self) -> dict[str, int]:
@@ -201,7 +206,7 @@ class DirectoryMirror:
         look_at = self._clock() + HEARTBEAT_SECONDS
         try:
             while True:
-                event = await asyncio.wait_for(call.read(), SILENT_SECONDS)
+                event = await within(SILENT_SECONDS, call.read())
                 if event is END_OF_STREAM:
                     return
                 if self._clock() >= look_at:

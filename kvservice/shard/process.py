@@ -2,8 +2,9 @@
 `python -m kvservice.shard` are this.
 
 The end is a drain of `grace_seconds` at most: no new work, "ready" answers no, hot blocks go to other nodes unless they
-stay for the next start, readers finish, the directory is told, and only then the listeners close. A second signal ends
-the waiting. A shard that was told to leave from outside ends as well.
+stay for the next start, readers finish, the directory is told, and only then the listeners close. A shard that was told
+to leave from outside ends as well. A second signal ends the waiting and leaves HURRY_SECONDS for the rest; whatever has
+not ended then ends with the process, which leaves no file behind all the same.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from kvservice.aio import end_tasks, is_set_within
 from kvservice.core.messages import PoolStats
+from kvservice.errors import KVServiceError
 from kvservice.observe.metrics import serve_metrics
 from kvservice.shard.server import ShardServer, ShardServerConfig
 
@@ -24,6 +28,7 @@ log = logging.getLogger("kvservice.shard")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 READ_SECONDS = 5.0
 POLL_SECONDS = 0.1
+HURRY_SECONDS = 3.0  # of a stop in order after a second signal: its listeners give calls a second each
 
 
 async def serve(
@@ -32,21 +37,13 @@ async def serve(
     """Returns after a clean stop, which leaves no file, or only the segment with `keep_segment`. Raises what
     ShardServer.start raises."""
     server = ShardServer(config)
-    asked: asyncio.Queue[None] = asyncio.Queue()
+    asked = Asked()
     loop = asyncio.get_running_loop()
-
-    def ask(*_: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(asked.put_nowait, None)
-
-    # Not the loop's own handlers: they end with it, and a signal that comes then would be the exit status.
-    for number in SIGNALS:
-        signal.signal(number, ask)
 
     def read() -> PoolStats | None:  # on a thread of the metrics server
         try:
             return asyncio.run_coroutine_threadsafe(numbers(), loop).result(READ_SECONDS)
-        except (TimeoutError, RuntimeError):  # busy, or ending
+        except (TimeoutError, RuntimeError, KVServiceError):  # busy, or ending
             return None
 
     async def numbers() -> PoolStats:
@@ -58,16 +55,51 @@ async def serve(
         if metrics_port:
             end_metrics = serve_metrics(config.service, read, metrics_port, config.peer_host.strip("[]"))
         print(f"shard {holder.node_id} serves peers at {holder.peer_address}, epoch {holder.epoch}", flush=True)
-        await first_of(asked.get(), server.left.wait())
+        await first_of(asked.to_end.wait(), server.left.wait())
         if keep_segment:
             await wait_for_readers(server, asked, grace_seconds)
         elif not server.left.is_set() and grace_seconds > 0:
-            await first_of(server.drain(grace_seconds), asked.get())
+            await first_of(server.drain(grace_seconds), asked.to_hurry.wait())
     finally:
+        await end_process(server, asked, keep_segment=keep_segment)
         await asyncio.to_thread(end_metrics)
-        await server.stop(leaving=True, keep_segment=keep_segment)
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+
+
+class Asked:
+    """What SIGTERM and Ctrl-C have asked for so far: the first to end, another one to hurry. Made on the loop that
+    waits for it, in the main thread."""
+
+    def __init__(self) -> None:
+        self.to_end = asyncio.Event()
+        self.to_hurry = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        # Not the loop's own handlers: they end with it, and a signal that comes then would be the exit status.
+        for number in SIGNALS:
+            signal.signal(number, self._tell)
+
+    def _tell(self, *_: object) -> None:
+        event = self.to_hurry if self.to_end.is_set() else self.to_end
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(event.set)
+
+
+async def end_process(server: ShardServer, asked: Asked, *, keep_segment: bool = False) -> None:
+    """Stop the server in order. Ends the process with status 1, without its files, when a part of it does not end, or
+    not soon enough after a signal to hurry."""
+    stopping = asyncio.ensure_future(server.stop(leaving=True, keep_segment=keep_segment))
+    hurry = asyncio.ensure_future(asked.to_hurry.wait())
+    await asyncio.wait([stopping, hurry], return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([stopping], timeout=HURRY_SECONDS)
+    hurry.cancel()
+    if stopping.done() and stopping.result():
+        return
+    stopping.cancel()
+    await asyncio.wait([stopping], timeout=POLL_SECONDS)  # it removes the files
+    log.error("ended_by_force")
+    logging.shutdown()
+    os._exit(1)  # a thread or a task that hangs would keep the interpreter from ending
 
 
 async def first_of(*works: Coroutine[Any, Any, object]) -> None:
@@ -78,16 +110,16 @@ async def first_of(*works: Coroutine[Any, Any, object]) -> None:
         for task in done:
             task.result()
     finally:
-        for task in tasks:
-            task.cancel()
+        await end_tasks(tasks)
 
 
-async def wait_for_readers(server: ShardServer, asked: asyncio.Queue[None], grace_seconds: float) -> None:
+async def wait_for_readers(server: ShardServer, asked: Asked, grace_seconds: float) -> None:
     """The blocks stay for the next start: take no new work and wait until no lease is out, a signal comes again, or
     the time is over."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + grace_seconds
     server.pool.drain()
     log.info("shard_draining", extra={"leases": server.pool.lease_count, "grace_seconds": grace_seconds})
-    while server.pool.lease_count and loop.time() < deadline and asked.empty():  # noqa: ASYNC110  nobody tells
-        await asyncio.sleep(POLL_SECONDS)
+    while server.pool.lease_count and loop.time() < deadline:  # nobody tells when the last one ends
+        if await is_set_within(POLL_SECONDS, asked.to_hurry):
+            return

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvservice.aio import end_tasks, is_set_within
 from kvservice.client import discovery
 from kvservice.client.peer import PeerClient
 from kvservice.config import MIRROR_BYTES
@@ -47,6 +48,9 @@ from kvservice.wire.v1 import shard_pb2
 log = logging.getLogger("kvservice.shard")
 
 STOP_GRACE_SECONDS = 1.0
+PART_END_SECONDS = 1.0  # the longest that a part may take to end; see ShardServer.stop
+DIRECTORY_END_SECONDS = 4.0  # says farewell, a second at most for each lookup shard, all at once
+POOL_END_SECONDS = 8.0  # waits for digests under way and closes the transport
 TELL_SECONDS = 2.0  # an operator's next question comes within this, or not at all
 DEV_SHM = Path("/dev/shm")
 
@@ -167,8 +171,7 @@ class ShardServer:
     async def drain(self, timeout_seconds: float, handover: bool = True) -> DrainProgress:
         """Leave, and wait until that is done: `timeout_seconds` and a moment at most."""
         progress = self.leave(timeout_seconds, handover, exit=False)
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self.pool.drained.wait(), timeout_seconds + STOP_GRACE_SECONDS)
+        await is_set_within(timeout_seconds + STOP_GRACE_SECONDS, self.pool.drained)
         progress = self.pool.drain_progress()
         log.info(
             "drained",
@@ -184,34 +187,43 @@ class ShardServer:
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
         await self.pool.drained.wait()
         if self._exits:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._told_end.wait(), TELL_SECONDS)
+            await is_set_within(TELL_SECONDS, self._told_end)
             self.left.set()
 
-    async def stop(self, leaving: bool = True, keep_segment: bool = False) -> None:
-        """Graceful end: unregister, finish calls for a moment, close. Idempotent."""
-        if self._leaver is not None:
-            self._leaver.cancel()
-            await asyncio.gather(self._leaver, return_exceptions=True)
-            self._leaver = None
+    async def stop(self, leaving: bool = True, keep_segment: bool = False) -> bool:
+        """Graceful end: unregister, finish calls for a moment, close. Idempotent.
+
+        Always returns. False: a part did not end within its `*_END_SECONDS`, is named in the log, and needs the end of
+        the process. The files go all the same, also when this is cancelled.
+        """
         served = self._record is not None  # otherwise the files in our place are another shard's
         if self._record is not None:
             self._record.unlink(missing_ok=True)
             self._record = None
-        if self._directory is not None:
-            await self._directory.stop(leaving)
-            self._directory = None
-        if self._door is not None:
-            await self._door.stop()
-        servers, self._servers = self._servers, []
-        for server in servers:
-            await server.stop(STOP_GRACE_SECONDS)
-        if self._pool is not None:
-            pool, self._pool = self._pool, None
-            await pool.close()
-            if leaving and not keep_segment:
+        pool, directory = self._pool, self._directory
+        all_ended = True
+        try:
+            if self._leaver is not None:
+                all_ended &= await _end("drain", end_tasks([self._leaver]), PART_END_SECONDS)
+            if directory is not None:
+                all_ended &= await _end("directory", directory.stop(leaving), DIRECTORY_END_SECONDS)
+            if self._door is not None:
+                all_ended &= await _end("door", self._door.stop(), PART_END_SECONDS)
+            servers, self._servers = self._servers, []
+            for server in servers:
+                ending = server.stop(STOP_GRACE_SECONDS)
+                all_ended &= await _end("listener", ending, STOP_GRACE_SECONDS + PART_END_SECONDS)
+            self._pool = None
+            if pool is not None:
+                all_ended &= await _end("pool", pool.close(), POOL_END_SECONDS)
+        finally:
+            self._pool = self._directory = self._leaver = None
+            if directory is not None:
+                directory.unlink()
+            if pool is not None and leaving and not keep_segment:
                 pool.unlink()
-        self._remove_files(leaving and served)
+            self._remove_files(leaving and served)
+        return all_ended
 
     def _remove_files(self, leaving: bool) -> None:
         directory = discovery.node_directory(self._config.service, self._config.node_id, self._config.runtime_root)
@@ -307,6 +319,20 @@ class ShardServer:
         log.critical("superseded", extra={"node": self._config.node_id})
         if self._pool is not None:
             self._pool.drain()
+
+
+async def _end(what: str, work: Awaitable[None], seconds: float) -> bool:
+    """Let this part end. False, and a line in the log, when it does not: then it is left behind."""
+    ending = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait([ending], timeout=seconds)
+    finally:
+        ending.cancel()
+    if not ending.done():
+        log.error("part_did_not_end", extra={"part": what, "seconds": seconds})
+    elif not ending.cancelled() and (error := ending.exception()) is not None:
+        log.error("part_failed_to_end", extra={"part": what}, exc_info=error)
+    return ending.done()
 
 
 def _choose_transport(config: ShardServerConfig) -> tuple[str, Callable[[Segment], Transport]]:

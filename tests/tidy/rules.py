@@ -16,11 +16,12 @@ GENERATED = "kvservice/wire/v1"
 SOURCE_FOLDERS = ("kvservice", "actors", "examples", "benchmarks", "scripts", "tests")
 
 # Everybody may import these.
-GROUND = frozenset({"errors", "units", "version"})
+GROUND = frozenset({"aio", "errors", "units", "version"})
 
 # Package → the other packages of kvservice that it may import. A package's place in the tree says what it may know.
 LAYERS: dict[str, frozenset[str]] = {
     "": frozenset({"config", "client"}),
+    "aio": frozenset(),
     "errors": frozenset(),
     "units": frozenset(),
     "version": frozenset(),
@@ -260,6 +261,24 @@ def sizes(root: Path) -> list[str]:
     return findings
 
 
+def kept_cancellations(root: Path) -> list[str]:
+    """No task survives its cancellation: see kvservice/aio.py."""
+    findings: list[str] = []
+    for path in sources(root, "kvservice", "actors", "examples", "benchmarks", "scripts"):
+        name = path.relative_to(root)
+        for item in imports_of(root, path):
+            if item.module == "asyncio.wait_for":
+                findings.append(f"{name}:{item.line}: asyncio.wait_for may lose a cancellation: use kvservice.aio")
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.Attribute) and node.attr == "wait_for" and ast.unparse(node.value) == "asyncio":
+                findings.append(f"{name}:{node.lineno}: asyncio.wait_for may lose a cancellation: use kvservice.aio")
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                calls = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
+                if {"cancel", "gather"} <= {called_name(call) for call in calls}:
+                    findings.append(f"{name}:{node.lineno}: {node.name} cancels once and then waits: use end_tasks")
+    return findings
+
+
 def no_drawers(root: Path) -> list[str]:
     return [
         f"{path.relative_to(root)}: a module is named after what it owns"
@@ -303,6 +322,7 @@ RULES = {
         core_purity,
         no_pickle,
         sizes,
+        kept_cancellations,
         no_drawers,
         actors_link,
         tests_that_check,

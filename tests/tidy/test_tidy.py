@@ -68,6 +68,13 @@ FAULTS = [
     ("no_pickle", "benchmarks/x.py", "import numpy\nnumpy.load('x', allow_pickle=True)\n"),
     ("sizes", "kvservice/core/x.py", "x = 1\n" * (FILE_LINES_MAX + 1)),
     ("sizes", "tests/test_x.py", LONG_FUNCTION),
+    (
+        "kept_cancellations",
+        "kvservice/client/x.py",
+        "import asyncio\nasync def f(e):\n    await asyncio.wait_for(e, 1)\n",
+    ),
+    ("kept_cancellations", "actors/x.py", "from asyncio import wait_for\n"),
+    ("kept_cancellations", "kvservice/x.py", "async def f(t):\n    t.cancel()\n    await asyncio.gather(t)\n"),
     ("no_drawers", "kvservice/core/utils.py", ""),
     ("no_drawers", "actors/helpers.py", ""),
     ("no_drawers", "kvservice/common/x.py", ""),

@@ -1,0 +1,145 @@
+"""A cancellation is never lost, whatever comes together with it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvservice.aio import end_tasks, is_set_within, within
+
+TURNS = range(8)  # of the loop, between two things that meet
+
+
+async def turn(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("turns", TURNS)
+async def test_a_cancellation_that_meets_the_event_ends_the_waiter(turns: int) -> None:
+    event, rounds = asyncio.Event(), 0
+
+    async def wait_forever() -> None:
+        nonlocal rounds
+        while True:
+            rounds += 1
+            event.clear()
+            await is_set_within(60.0, event)
+
+    waiter = asyncio.create_task(wait_forever())
+    await turn(3)
+    event.set()
+    await turn(turns)
+    waiter.cancel()
+    done, _ = await asyncio.wait([waiter], timeout=5)
+    assert done and waiter.cancelled()
+    assert rounds <= 2
+
+
+@pytest.mark.parametrize("turns", TURNS)
+async def test_a_cancellation_that_meets_the_result_ends_the_caller(turns: int) -> None:
+    answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def call() -> None:
+        await within(60.0, answer)
+        await asyncio.sleep(60)
+
+    caller = asyncio.create_task(call())
+    await turn(3)
+    answer.set_result(1)
+    await turn(turns)
+    caller.cancel()
+    done, _ = await asyncio.wait([caller], timeout=5)
+    assert done and caller.cancelled()
+
+
+async def test_results_errors_and_deadlines_reach_the_caller() -> None:
+    ended = asyncio.Event()
+
+    async def answer(seconds: float) -> int:
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            ended.set()
+        return 7
+
+    async def fail() -> None:
+        raise ValueError("as it was")
+
+    assert await within(5.0, answer(0)) == 7
+    with pytest.raises(ValueError, match="as it was"):
+        await within(5.0, fail())
+    ended.clear()
+    with pytest.raises(asyncio.TimeoutError):
+        await within(0.01, answer(60))
+    assert ended.is_set(), "what ran out of time has ended when its caller goes on"
+
+
+async def test_a_cancelled_caller_leaves_nothing_running() -> None:
+    ended = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await turn(2)
+            ended.set()
+
+    caller = asyncio.create_task(within(60.0, work()))
+    await turn(3)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert ended.is_set()
+
+
+async def test_an_event_is_told_from_a_deadline() -> None:
+    event = asyncio.Event()
+    assert not await is_set_within(0.01, event)
+    asyncio.get_running_loop().call_later(0.01, event.set)
+    assert await is_set_within(5.0, event)
+    assert await is_set_within(0.0, event)
+
+
+async def test_a_task_that_swallows_its_first_cancellation_ends_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvservice.aio.CANCEL_AGAIN_SECONDS", 0.01)
+    cancelled = 0
+
+    async def deaf() -> None:
+        nonlocal cancelled
+        while cancelled < 3:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                cancelled += 1
+        raise RuntimeError("nobody wants to know")
+
+    task = asyncio.create_task(deaf())
+    await turn(2)
+    await end_tasks([task])
+    assert task.done()
+    assert cancelled == 3
+
+
+async def test_who_waits_for_a_task_that_never_ends_can_be_cancelled() -> None:
+    release = asyncio.Event()
+
+    async def deaf() -> None:
+        while not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                continue
+
+    task = asyncio.create_task(deaf())
+    await turn(2)
+    ending = asyncio.create_task(end_tasks([task]))
+    await turn(2)
+    ending.cancel()
+    done, _ = await asyncio.wait([ending], timeout=5)
+    assert done and ending.cancelled()
+    release.set()
+    await task
