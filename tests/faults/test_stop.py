@@ -38,7 +38,7 @@ async def test_announcements_stop_however_soon_after_a_kick(turns: int) -> None:
     server = LookupServer("127.0.0.1:0")
     port = await server.start()
     holder = Holder(NodeId("n"), "127.0.0.1:1", BootEpoch(5))
-    pump = AnnouncePump(Announcer(1, lambda: []), [f"127.0.0.1:{port}"], lambda: holder, 1.0, lambda: None)
+    pump = AnnouncePump(Announcer(1, list), [f"127.0.0.1:{port}"], lambda: holder, 1.0, lambda: None)
     run = asyncio.ensure_future(pump.run())
     while not server.numbers().gauges["nodes_alive"]:  # it has announced itself, and waits for a heartbeat or a kick
         await asyncio.sleep(0.02)
