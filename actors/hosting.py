@@ -54,6 +54,6 @@ class HostedServer:
             future.cancel()
             raise Unavailable(f"the server did not answer within {timeout} s") from error
 
-    def close(self, work: Coroutine[Any, Any, None]) -> None:
+    def close(self, work: Coroutine[Any, Any, object]) -> None:
         self.call(work)
         self._loop.call_soon_threadsafe(self._loop.stop)
