@@ -163,6 +163,7 @@ def _explain_record(members: Any, answers: Answers, node: str, record: Any) -> d
         "age_seconds": round(record.age_seconds, 3),
         "took_seconds": round(record.took_seconds, 6),
         "answered": record.answered,
+        "handoff_node": asked.handoff_node or None,
         "blocks": counts(verdicts),
         "blocks_asked": asked.block_count,
         "finished": report is not None,
@@ -177,7 +178,7 @@ def _explain_record(members: Any, answers: Answers, node: str, record: Any) -> d
         "verdicts": [
             {
                 "start": one.start, "count": one.count, "outcome": one.outcome.value, "node": one.node,
-                "why": None if one.why is None else one.why.value, "text": one.text,
+                "why": None if one.why is None else one.why.value, "text": one.text, "cause": one.cause or None,
             }
             for one in verdicts
         ],
@@ -201,7 +202,9 @@ def _asked(node: str, record: Any) -> Any:
     runs = tuple(SourceRun(run.start, run.count, run.source) for run in record.runs)
     return Asked(
         node, record.age_seconds, blocks, record.skip, record.promised, runs, miss, record.miss_node,
-        record.answered, report, record.sought,
+        record.answered, report, record.sought, record.engine,
+        record.ended_age_seconds if record.HasField("ended_age_seconds") else None, record.took_seconds,
+        record.handoff_node, record.handed_from,
     )  # fmt: skip
 
 
@@ -215,14 +218,18 @@ def _facts(members: Any, answers: Answers, node: str, record: Any, missing: Sequ
     fates: dict[int, list[Fate]] = {}
     lost: dict[int, Fate] = {}
     if packed:
-        recall = shard_pb2.RecallRequest(keys=packed)
+        age = record.age_seconds + time.monotonic() - asked_at  # by the time that this is asked
+        recall = shard_pb2.RecallRequest(keys=packed, age_seconds=age)
         found = _ask_all(members, members.shards, lambda channel, shown: shard_pb2_grpc.AdminServiceStub(channel)
                          .Recall(recall, timeout=CALL_SECONDS, metadata=shown))  # fmt: skip
         for name, (reply, at) in found.items():
             for row in reply.fates if reply is not None else ():
-                fate = Fate(name, row.state, row.age_seconds - (at - asked_at), row.cause, row.by)
+                fate = Fate(
+                    name, row.state, row.age_seconds - (at - asked_at), row.cause, row.by, row.engine,
+                    row.held_seconds, row.idle_seconds,
+                )  # fmt: skip
                 fates.setdefault(missing[0] + row.index, []).append(fate)
-        ask_lost = lookup_pb2.RecallLostRequest(keys=packed)
+        ask_lost = lookup_pb2.RecallLostRequest(keys=packed, age_seconds=age)
         directories = {address: address for address in members.lookups}
         found = _ask_all(members, directories, lambda channel, _: lookup_pb2_grpc.LookupServiceStub(channel).RecallLost(
             ask_lost, timeout=CALL_SECONDS
@@ -283,7 +290,8 @@ def show(state: dict[str, Any]) -> None:
 
 def _show_record(console: Console, request_id: str, row: dict[str, Any]) -> None:
     blocks = row["blocks"]
-    took = f", answered after {row['took_seconds'] * 1000:.1f} ms" if row["answered"] else ", never answered"
+    waited = f" (it waited for a hand-off from node {row['handoff_node']})" if row["handoff_node"] else ""
+    took = f", answered after {row['took_seconds'] * 1000:.1f} ms{waited}" if row["answered"] else ", never answered"
     table = Table(
         title=f"{request_id}\non node {row['node']}, model {row['model']}, {row['age_seconds']:.1f} s ago{took}",
         title_justify="left",
@@ -294,7 +302,7 @@ def _show_record(console: Console, request_id: str, row: dict[str, Any]) -> None
         last = one["start"] + one["count"] - 1
         span = f"{one['start']}" if last == one["start"] else f"{one['start']}-{last}"
         outcome = f"[{COLOURS[one['outcome']]}]{one['outcome']}[/]"
-        why = "" if one["why"] is None else f"{one['why'].replace('_', ' ')}: {one['text']}"
+        why = one["text"] if one["why"] is None else f"{one['why'].replace('_', ' ')}: {one['text']}"
         table.add_row(f"{span} ({one['count']})", outcome, one["node"], why)
     console.print(table)
     end = "" if row["finished"] else "; it has not ended yet, or its engine has not reported"

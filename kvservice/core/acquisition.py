@@ -36,6 +36,7 @@ class Acquisition:
     fetched: set[int] = field(default_factory=set)
     origins: dict[int, NodeId] = field(default_factory=dict)  # which node each of `fetched` came from
     sought: int = 0  # blocks before this index had a holder, said the directory
+    handed_from: int | None = None  # the first block that a hand-off was waited for
     blamed: str = ""  # the node that was asked in vain for the block at break_at
 
     def end(self, index: int, reason: MissReason, blamed: str = "") -> None:

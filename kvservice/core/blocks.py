@@ -37,6 +37,7 @@ class Block:
     route: SpanRoute
     is_copy: bool
     sealed_at: float = 0.0  # seconds on the shard's clock
+    stored_by: bytes = b""  # id of the engine that stored it here; b"": fetched, or found after a restart
 
 
 class BlockStore:
@@ -209,8 +210,11 @@ class BlockStore:
              digest: int, *, is_copy: bool) -> Block:  # fmt: skip
         """WRITING -> SEALED. The key must not be held yet."""
         assert key not in self._blocks
+        stored_by = b"" if slot.owner == NO_KEY else slot.owner
         self.table.seal(slot)
-        block = Block(key, slot.index, slot.payload_bytes, digest, block_position, route, is_copy, self._now)
+        block = Block(
+            key, slot.index, slot.payload_bytes, digest, block_position, route, is_copy, self._now, stored_by
+        )  # fmt: skip
         self._insert(block, parent)
         self._actions.append(WriteHeader(slot.index, self._sealed_header(block, slot.generation)))
         self._actions.append(Announce(key, route))
@@ -275,8 +279,11 @@ class BlockStore:
         )  # fmt: skip
 
     def _evict(self, key: BlockKey, cause: Cause) -> None:
-        self.ghosts.add(key, cause, self._room_for, self._now)
         block = self._blocks.pop(key)
+        self.ghosts.add(
+            key, cause, self._room_for, self._now,
+            held_seconds=self._now - block.sealed_at, idle_seconds=self._now - self._policy.used_at(key),
+        )  # fmt: skip
         self.accounts.count(self.table[block.slot].account, "evicted")
         del self._key_of[block.slot]
         self._policy.remove(key)

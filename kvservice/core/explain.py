@@ -51,7 +51,10 @@ class RequestRecord:
     miss_node: str = ""  # the node that was asked for it in vain
     sought: int = 0  # blocks before this index had a holder, said the directory
     report: RequestReport | None = None
+    reported_at: float | None = None  # when the engine said that it ended
     account: str = NOBODY  # whose request it was
+    handoff_node: str = ""  # the node whose engine was to compute what was missing; "" = no hand-off
+    handed_from: int = 0  # of a hand-off: blocks from this index on were waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,21 +97,27 @@ class RequestRecords:
         if not request.request_id:
             return
         keys = pack_keys(request.keys)
-        record = RequestRecord(request.request_id, spec, now, keys, request.skip, account=account)
+        node = "" if request.handoff is None else str(request.handoff.node_id)
+        record = RequestRecord(
+            request.request_id, spec, now, keys, request.skip, account=account, handoff_node=node,
+            handed_from=len(request.keys),
+        )  # fmt: skip
         number = self._add(record, now)
         self._by_op[op] = number
 
     def answered(
         self, op: int, promised: int, origins: Mapping[int, NodeId], miss: MissReason, miss_node: str, now: float,
-        sought: int = 0,
+        sought: int = 0, handed_from: int | None = None,
     ) -> None:  # fmt: skip
-        """`origins`: the node of every block that was fetched, by its index in the chain."""
+        """`origins`: the node of every block that was fetched, by its index in the chain. `handed_from`: the first
+        that a hand-off was waited for; None where there was nothing to wait for."""
         record = self._records.get(self._by_op.pop(op, 0))
         if record is None:
             return
         record.answered_at, record.promised, record.sought = now, promised, sought
         record.miss, record.miss_at, record.miss_node = miss, record.skip + promised, miss_node
         record.runs = _runs(record.skip, record.skip + promised, origins)
+        record.handed_from = record.handed_from if handed_from is None else handed_from
 
     def cancelled(self, op: int) -> None:
         self._by_op.pop(op, None)
@@ -119,7 +128,7 @@ class RequestRecords:
         record = None if number is None else self._records.get(number)
         if record is None or record.spec.engine_id != spec.engine_id:
             record = self._records[self._add(RequestRecord(report.request_id, spec, now, account=account), now)]
-        record.report = report
+        record.report, record.reported_at = report, now
 
     def refused(self, spec: EngineSpec, message: str, now: float, account: str = NOBODY) -> None:
         self._refused.append(RefusedAttach(now, spec.model, spec.namespace, message, account))
@@ -185,6 +194,14 @@ class KeyFate:
     at: float
     cause: str = ""
     by: str = ""
+    engine: str = ""  # who stored it, or is storing it: the beginning of its id
+    held_seconds: float = 0.0  # of a gone one: how long it had been here
+    idle_seconds: float = 0.0  # of a gone one: since its last use when it went
+
+
+def name_engine(engine_id: bytes) -> str:
+    """As people are told of an engine; "" for none."""
+    return engine_id.hex()[:8]
 
 
 def check_request_id(text: str) -> str:
@@ -194,19 +211,26 @@ def check_request_id(text: str) -> str:
 
 def find_fates(
     keys: tuple[BlockKey, ...],
-    held: Mapping[BlockKey, float],
-    sealing: set[BlockKey],
+    held: Mapping[BlockKey, tuple[float, str]],
+    sealing: Mapping[BlockKey, str],
     ghosts: Mapping[BlockKey, Ghost],
     now: float,
 ) -> tuple[KeyFate, ...]:
-    """`held`: when each was sealed. Keys that nothing is known of are left out."""
+    """`held`: when each was sealed, and the engine that stored it. `sealing`: the engine that stores it. A key that was
+    evicted and stored again has two fates; keys that nothing is known of are left out."""
     found: list[KeyFate] = []
     for index, key in enumerate(keys):
         if key in held:
-            found.append(KeyFate(index, "held", held[key]))
+            at, engine = held[key]
+            found.append(KeyFate(index, "held", at, engine=engine))
         elif key in sealing:
-            found.append(KeyFate(index, "sealing", now))
-        elif key in ghosts:
-            ghost = ghosts[key]
-            found.append(KeyFate(index, "gone", ghost.at, ghost.cause.value, ghost.by))
+            found.append(KeyFate(index, "sealing", now, engine=sealing[key]))
+        ghost = ghosts.get(key)
+        if ghost is not None:
+            found.append(
+                KeyFate(
+                    index, "gone", ghost.at, ghost.cause.value, ghost.by, held_seconds=ghost.held_seconds,
+                    idle_seconds=ghost.idle_seconds,
+                )
+            )  # fmt: skip
     return tuple(found)

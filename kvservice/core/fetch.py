@@ -323,7 +323,7 @@ class Acquisitions:
         handoff = acquisition.request.handoff
         assert handoff is not None
         acquisition.follow = -1
-        start = self._next_followed(acquisition)
+        start = acquisition.handed_from = self._next_followed(acquisition)
         if handoff.node_id != self._node_id and start is not None:
             self._ask_writer(acquisition, start)
 
@@ -561,7 +561,7 @@ class Acquisitions:
         self.count_answer(acquisition.request, len(refs), fetched, acquisition.reason)
         self._records.answered(
             acquisition.op, len(refs), acquisition.origins, acquisition.reason, acquisition.blamed, now,
-            acquisition.sought,
+            acquisition.sought, acquisition.handed_from,
         )  # fmt: skip
         self._actions.append(Reply(acquisition.op, AcquireResult(lease_id, refs, fetched, acquisition.reason)))
 

@@ -1,6 +1,6 @@
 """Blocks that are gone: which, since when, why, and for whom. A ring of fixed size that forgets the oldest.
 
-Costs 29 bytes an entry. Adding is cheap, because it happens at every eviction; finding walks the ring, because it
+Costs 37 bytes an entry. Adding is cheap, because it happens at every eviction; finding walks the ring, because it
 happens when a person asks. Pure, with one caller.
 """
 
@@ -14,7 +14,7 @@ from enum import Enum
 from kvservice.core.keys import KEY_BYTES
 from kvservice.units import BlockKey
 
-GHOSTS_MAX = 65_536  # 1.9 MB; what a shard of 64 GiB with blocks of 2 MiB evicts before everything in it is new twice
+GHOSTS_MAX = 65_536  # 2.4 MB; what a shard of 64 GiB with blocks of 2 MiB evicts before everything in it is new twice
 KEEP_SECONDS = 3600.0
 CULPRITS_MAX = 4096  # distinct names of those who needed the room
 
@@ -41,6 +41,8 @@ class Ghost:
     cause: Cause
     at: float
     by: str  # who needed the room, or whose block it was; "" when nobody in particular
+    held_seconds: float = 0.0  # how long it had been held; 0 = not known
+    idle_seconds: float = 0.0  # since its last use when it went; 0 = not known
 
 
 class GhostTable:
@@ -52,6 +54,8 @@ class GhostTable:
         self._at = array("d")
         self._cause = array("B")
         self._by = array("I")
+        self._held = array("f")
+        self._idle = array("f")
         self._next = 0
         self._names: list[str] = [""]
         self._number_of: dict[str, int] = {"": 0}
@@ -59,7 +63,9 @@ class GhostTable:
     def __len__(self) -> int:
         return len(self._at)
 
-    def add(self, key: BlockKey, cause: Cause, by: str, now: float) -> None:
+    def add(
+        self, key: BlockKey, cause: Cause, by: str, now: float, *, held_seconds: float = 0.0, idle_seconds: float = 0.0
+    ) -> None:  # fmt: skip
         place = self._next
         code, culprit = _CAUSES.index(cause), self._number(by)
         if place == len(self._at):
@@ -67,13 +73,19 @@ class GhostTable:
             self._at.append(now)
             self._cause.append(code)
             self._by.append(culprit)
+            self._held.append(held_seconds)
+            self._idle.append(idle_seconds)
         else:
             self._keys[place * KEY_BYTES : (place + 1) * KEY_BYTES] = key
             self._at[place], self._cause[place], self._by[place] = now, code, culprit
+            self._held[place], self._idle[place] = held_seconds, idle_seconds
         self._next = (place + 1) % self._capacity
 
-    def find(self, keys: Iterable[BlockKey], now: float) -> dict[BlockKey, Ghost]:
-        """The latest of each of these keys, as far as it is remembered. O(capacity)."""
+    def find(self, keys: Iterable[BlockKey], now: float, then: float | None = None) -> dict[BlockKey, Ghost]:
+        """The latest of each of these keys that was held at `then` or before it; None means now. O(capacity).
+
+        A block that was stored again, and even evicted again, after a question tells nothing about the answer."""
+        latest = now if then is None else then
         wanted = set(keys)
         found: dict[BlockKey, int] = {}
         packed, count = bytes(self._keys), len(self._at)
@@ -81,10 +93,16 @@ class GhostTable:
         for step in range(count if wanted else 0):
             place = (first + step) % count
             key = packed[place * KEY_BYTES : (place + 1) * KEY_BYTES]
-            if key in wanted:
+            if key in wanted and self._at[place] - self._held[place] <= latest:
                 found[BlockKey(key)] = place
         return {
-            key: Ghost(_CAUSES[self._cause[place]], self._at[place], self._names[self._by[place]])
+            key: Ghost(
+                _CAUSES[self._cause[place]],
+                self._at[place],
+                self._names[self._by[place]],
+                self._held[place],
+                self._idle[place],
+            )
             for key, place in found.items()
             if now - self._at[place] <= self._keep_seconds
         }

@@ -24,7 +24,7 @@ __all__ = ["Change", "DirectoryIndex", "NodeSummary", "Outcome", "longest_prefix
 
 KEY_COUNT_MAX = 16_000_000
 ANSWERS_MAX = 65_536
-LOST_MAX = 131_072  # keys remembered of nodes that are gone: 3.8 MB
+LOST_MAX = 131_072  # keys remembered of nodes that are gone: 4.8 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +161,11 @@ class DirectoryIndex:
             self.counters["sweeps_finished"] += 1
         return swept.looked_at
 
-    def recall_lost(self, keys: Sequence[BlockKey], now: float) -> dict[BlockKey, Ghost]:
-        """Which of these keys were lost with a node, and nobody else has them. Slow: for people."""
+    def recall_lost(self, keys: Sequence[BlockKey], now: float, then: float | None = None) -> dict[BlockKey, Ghost]:
+        """Which of these keys were lost with a node before `then` (None: now), when nobody else had them. Somebody may
+        have stored them again since. Slow: for people."""
         self.expire(now)
-        found = {key: ghost for key, ghost in self._lost.find(keys, now).items() if not self._holders.mask(key)}
+        found = self._lost.find(keys, now, then)
         for key in keys:
             mask = self._holders.mask(key)
             if mask and not mask & ~self._holders.retired:  # not swept yet

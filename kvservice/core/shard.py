@@ -16,7 +16,7 @@ from kvservice.core.actions import Action, Announce, Refuse, Reply
 from kvservice.core.blocks import Block, BlockStore
 from kvservice.core.drain import DrainPhase, DrainProgress, Leaving
 from kvservice.core.eviction import EvictionPolicy, LeafFirstReuse
-from kvservice.core.explain import Explanation, KeyFate, RequestRecords, find_fates
+from kvservice.core.explain import Explanation, KeyFate, RequestRecords, find_fates, name_engine
 from kvservice.core.fetch import Acquisitions
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.geometry import Geometry
@@ -220,12 +220,14 @@ class ShardState:
         """What is known of the request with this id, or of those whose id begins so."""
         return self.records.find(request_id, now, account)
 
-    def recall(self, keys: tuple[BlockKey, ...], now: float) -> tuple[KeyFate, ...]:
-        """What became of these blocks here. Slow: for people."""
+    def recall(self, keys: tuple[BlockKey, ...], now: float, then: float | None = None) -> tuple[KeyFate, ...]:
+        """What became of these blocks here, as far as it tells about `then` (None: now). Slow: for people."""
         blocks = [self._store.get(key) for key in keys]
-        held = {block.key: block.sealed_at for block in blocks if block is not None}
-        sealing = {key for key in keys if self._acquisitions.is_sealing(key)}
-        return find_fates(keys, held, sealing, self._store.ghosts.find(keys, now), now)
+        held = {
+            block.key: (block.sealed_at, name_engine(block.stored_by)) for block in blocks if block is not None
+        }  # fmt: skip
+        sealing = {key: name_engine(engine_id) for key, engine_id in self._writes.sealing().items()}
+        return find_fates(keys, held, sealing, self._store.ghosts.find(keys, now, then), now)
 
     def _engines_of(self, account: str | None) -> list[_Attached]:
         return [attached for attached in self._attached.values() if account is None or attached.account == account]

@@ -7,7 +7,7 @@ before the moment of the question; each was measured on one clock, so ages of di
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from kvservice.core.explain import LOCAL, SourceRun
@@ -15,6 +15,8 @@ from kvservice.core.ghosts import Cause
 from kvservice.core.messages import MissReason, RequestReport
 
 CLOSE_SECONDS = 0.05  # two moments on two nodes, closer than this, happened together
+SLIGHTLY = 1.1  # times as large
+LARGER_MAX = 10  # beyond that a figure would only look exact
 
 
 class Outcome(Enum):
@@ -46,6 +48,7 @@ class Why(Enum):
     DRAINING = "draining"
     NO_POOL = "no_pool"
     NOT_USED = "not_used"
+    HANDOFF_ENDED = "handoff_ended"
 
 
 _OF_MISS = {
@@ -61,7 +64,7 @@ _OF_MISS = {
     MissReason.DETACHED: Why.NO_POOL,
 }
 _TEXT = {
-    Why.NEVER_STORED: "no node ever stored it, as far as anybody remembers",
+    Why.NEVER_STORED: "no node had stored it, as far as anybody remembers",
     Why.BEHIND_A_GAP: "was there, but a prefix ends at its first missing block",
     Why.DEADLINE: "did not arrive within the time that recomputing would take",
     Why.ENGINE_DID_NOT_WAIT: "the answer came after the engine's own deadline",
@@ -73,6 +76,13 @@ _TEXT = {
     Why.NO_POOL: "the engine had no shard to ask, or lost it",
     Why.LOAD_FAILED: "was promised, but the load failed and everything was computed",
     Why.NOT_USED: "was promised, but the engine scheduled the request without it",
+}
+_SINCE = "; the engine that asked has stored it since"
+_NEVER = (MissReason.NEVER_STORED, MissReason.NONE)
+_OF_NODE = {  # how a block went with its node
+    Cause.DRAIN.value: "left the service, and nobody took it over",
+    Cause.OWNER_DIED.value: "fell silent",
+    Cause.RESTARTED.value: "restarted without it",
 }
 
 
@@ -91,6 +101,11 @@ class Asked:
     answered: bool
     report: RequestReport | None
     sought: int = 0  # blocks before this index had a holder, said the directory
+    engine: str = ""  # that asked, as KeyFate.engine names it
+    ended_age_seconds: float | None = None  # None: its engine has not reported
+    took_seconds: float = 0.0
+    handoff_node: str = ""  # whose engine was to compute what was missing; "" = no hand-off
+    handed_from: int = 0  # of a hand-off: blocks from this index on were waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +114,18 @@ class Fate:
 
     node: str
     state: str  # "held", "sealing" or "gone"
-    age_seconds: float
+    age_seconds: float  # since it was sealed, or gone
     cause: str = ""
     by: str = ""
+    engine: str = ""  # that stored it, or is storing it; "" = fetched, adopted or not known
+    held_seconds: float = 0.0  # of a gone one: how long it had been held
+    idle_seconds: float = 0.0  # of a gone one: since its last use when it went
+
+    def was_held(self, age_seconds: float) -> bool:
+        """So long ago. What happened within CLOSE_SECONDS of that does not count."""
+        held_since = self.age_seconds + self.held_seconds
+        still = self.state == "held" or (self.state == "gone" and self.age_seconds < age_seconds - CLOSE_SECONDS)
+        return still and held_since > age_seconds + CLOSE_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +147,13 @@ class Verdict:
     node: str = ""
     why: Why | None = None
     text: str = ""
+    cause: str = ""  # of an eviction: value of core.ghosts.Cause
+    by: str = ""  # of an eviction: who needed the room
+
+    def goes_on(self, after: Verdict) -> bool:
+        """Evictions are one when cause and culprit are: their times differ, and the first block's are told."""
+        one, other = ((v.outcome, v.node, v.why, v.cause, v.by, "" if v.cause else v.text) for v in (self, after))
+        return one == other
 
 
 def judge(asked: Asked, facts: Facts) -> tuple[Verdict, ...]:
@@ -131,10 +162,8 @@ def judge(asked: Asked, facts: Facts) -> tuple[Verdict, ...]:
     for index in range(asked.block_count):
         one = _judge_block(asked, facts, index)
         last = verdicts[-1] if verdicts else None
-        if last is not None and (last.outcome, last.node, last.why, last.text) == (
-            one.outcome, one.node, one.why, one.text,
-        ):  # fmt: skip
-            verdicts[-1] = Verdict(last.start, last.count + 1, last.outcome, last.node, last.why, last.text)
+        if last is not None and one.goes_on(last):
+            verdicts[-1] = replace(last, count=last.count + 1)
         else:
             verdicts.append(one)
     return tuple(verdicts)
@@ -157,9 +186,9 @@ def _judge_block(asked: Asked, facts: Facts, index: int) -> Verdict:
         if why is not None:
             return _missed(index, why)
         source = next(run.source for run in asked.runs if run.start <= index < run.start + run.count)
-        return Verdict(
-            index, 1, Outcome.LOCAL if source == LOCAL else Outcome.FETCHED, source if source != LOCAL else ""
-        )
+        outcome, node = (Outcome.LOCAL, "") if source == LOCAL else (Outcome.FETCHED, source)
+        handed = asked.handoff_node == (node or asked.node) and index >= asked.handed_from
+        return Verdict(index, 1, outcome, node, text=_handed(asked) if handed else "")
     return _judge_miss(asked, facts, index)
 
 
@@ -177,8 +206,10 @@ def _unused(report: RequestReport | None, index: int) -> Why | None:
 def _judge_miss(asked: Asked, facts: Facts, index: int) -> Verdict:
     if not asked.answered:
         return _missed(index, Why.NO_POOL if asked.report is not None else Why.DEADLINE)
+    if asked.handoff_node and index >= asked.handed_from and asked.miss in (MissReason.DEADLINE, *_NEVER):
+        return _not_handed(asked, index)
     first = index == asked.skip + asked.promised
-    certain = asked.miss not in (MissReason.NEVER_STORED, MissReason.NONE)
+    certain = asked.miss not in _NEVER
     if first and certain:
         return _certain(asked, facts, index)
     found = _from_fates(asked, facts, index)
@@ -206,49 +237,75 @@ def _certain(asked: Asked, facts: Facts, index: int) -> Verdict:
 
 def _from_fates(asked: Asked, facts: Facts, index: int) -> Verdict:
     """What the nodes say now about a block that nobody was known to hold then."""
-    fates = facts.fates.get(index, ())
-    before = [fate for fate in fates if fate.age_seconds > asked.age_seconds + CLOSE_SECONDS]
-    held = next((fate for fate in before if fate.state == "held"), None)
-    if held is not None:
-        return _missed(index, Why.BEHIND_A_GAP, held.node)
-    gone = min((fate for fate in before if fate.state == "gone"), key=lambda fate: fate.age_seconds, default=None)
-    later = [fate for fate in fates if fate not in before]
-    lost = facts.lost.get(index)
-    if gone is not None:
-        return _missed(index, Why.EVICTED, gone.node, _evicted(gone, asked.age_seconds))
-    if lost is not None and lost.age_seconds + CLOSE_SECONDS > asked.age_seconds:
-        return _missed(index, Why.OWNER_GONE, lost.node, _gone(lost))
-    if later:
-        fate = later[0]
-        what = f"node {fate.node} sealed it only after it was asked for"
-        if fate.state == "sealing":
-            what = f"node {fate.node} is still writing it"
-        return _missed(index, Why.NOT_SEALED_YET, fate.node, what)
+    fates, age = facts.fates.get(index, ()), asked.age_seconds
+    there = next((fate for fate in fates if fate.was_held(age)), None)
+    if there is not None:
+        return _missed(index, Why.BEHIND_A_GAP, there.node)
+    ends = [fate for fate in fates if fate.state == "gone"]
+    ends += [facts.lost[index]] if index in facts.lost else []
+    ends = [fate for fate in ends if fate.age_seconds + CLOSE_SECONDS > age]
+    last = min(ends, key=lambda fate: fate.age_seconds, default=None)
+    if last is not None and last.cause in _OF_NODE:
+        return _missed(index, Why.OWNER_GONE, last.node, f"node {last.node} {_OF_NODE[last.cause]}")
+    if last is not None:
+        text = _evicted(last, max(last.age_seconds - age, 0.0))
+        return Verdict(index, 1, Outcome.MISSED, last.node, Why.EVICTED, text, last.cause or "unknown", last.by)
+    later = sorted((fate for fate in fates if fate.state != "gone" and fate.engine), key=lambda fate: -fate.age_seconds)
+    first = later[0] if later else None  # who had it first after the question
+    if first is not None and first.engine != asked.engine and _was_beside(first, asked):
+        what = "is writing it just now" if first.state == "sealing" else "sealed it only after it was asked for"
+        return _missed(index, Why.NOT_SEALED_YET, first.node, f"engine {first.engine} of node {first.node} {what}")
     if asked.report is not None and asked.report.salted:
         text = "no node stored it for this request's cache_salt; blocks of other salts are never shared"
         return _missed(index, Why.OTHER_TENANT, "", text)
     if facts.strangers:
         return _missed(index, Why.OTHER_FINGERPRINT, "", f"never stored under this fingerprint; {facts.strangers[0]}")
-    return _missed(index, Why.NEVER_STORED)
+    own = first is not None and first.engine == asked.engine
+    return _missed(index, Why.NEVER_STORED, "", _TEXT[Why.NEVER_STORED] + (_SINCE if own else ""))
 
 
-def _evicted(fate: Fate, age_seconds: float) -> str:
-    when = f"node {fate.node} evicted it {_seconds(fate.age_seconds - age_seconds)} before"
+def _was_beside(fate: Fate, asked: Asked) -> bool:
+    """The block was sealed while the request was being computed, so two engines computed it at the same time."""
+    return asked.ended_age_seconds is None or (
+        fate.state == "held" and fate.age_seconds > asked.ended_age_seconds - CLOSE_SECONDS
+    )
+
+
+def _handed(asked: Asked) -> str:
+    return f"handed off by node {asked.handoff_node}, after {_seconds(asked.took_seconds)}"
+
+
+def _not_handed(asked: Asked, index: int) -> Verdict:
+    node, took = asked.handoff_node, _seconds(asked.took_seconds)
+    if asked.miss is MissReason.DEADLINE:
+        return _missed(index, Why.DEADLINE, node, f"node {node} did not hand it off within {took}")
+    return _missed(index, Why.HANDOFF_ENDED, node, f"the hand-off from node {node} ended after {took} without it")
+
+
+def _evicted(fate: Fate, before_seconds: float) -> str:
+    """When it went and for whom, and what would have kept it."""
     if fate.cause == Cause.CORRUPT.value:
-        return f"node {fate.node} found its bytes wrong {_seconds(fate.age_seconds - age_seconds)} before"
+        return f"node {fate.node} found its bytes wrong {_seconds(before_seconds)} before"
     room = f", to make room for {fate.by}" if fate.by else ""
     if fate.cause == Cause.QUOTA.value:
-        return f"{when}, for another block of the same tenant, which had its quota"
+        room = ", for another block of the same tenant, which had its quota"
     slab = " of another block size" if fate.cause == Cause.SLAB_MOVED.value else ""
-    return f"{when}{room}{slab}"
+    when = f"node {fate.node} evicted it {_seconds(before_seconds)} before{room}{slab}"
+    if fate.idle_seconds <= 0:
+        return when
+    what = "quota" if fate.cause == Cause.QUOTA.value else "pool"
+    return (
+        f"{when}, {_seconds(fate.idle_seconds)} after its last use; {_larger(what, fate.idle_seconds, before_seconds)}"
+    )
 
 
-def _gone(fate: Fate) -> str:
-    return {
-        Cause.DRAIN.value: f"node {fate.node} left the service, and nobody took it over",
-        Cause.OWNER_DIED.value: f"node {fate.node} fell silent",
-        Cause.RESTARTED.value: f"node {fate.node} restarted without it",
-    }.get(fate.cause, f"node {fate.node} is gone")
+def _larger(what: str, idle_seconds: float, before_seconds: float) -> str:
+    """Memory is used up in the order of use, so what is kept so much longer needs so much more of it."""
+    times = (idle_seconds + before_seconds) / idle_seconds
+    if times < SLIGHTLY:
+        return f"a slightly larger {what} would have kept it"
+    size = f"about {times:.1f} times" if times < LARGER_MAX else f"more than {LARGER_MAX} times"
+    return f"at that rate a {what} {size} as large would have kept it"
 
 
 def _missed(index: int, why: Why, node: str = "", text: str = "") -> Verdict:

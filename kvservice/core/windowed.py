@@ -223,8 +223,9 @@ class WindowedAcquisitions:
         self._acquisitions.count_answer(hit.request, promised, min(hit.fetched, promised), hit.reason)
         if hit.chain is not None:
             self._records.answered(
-                hit.op, promised, hit.chain.origins, hit.reason, hit.chain.blamed, now, hit.chain.sought
-            )
+                hit.op, promised, hit.chain.origins, hit.reason, hit.chain.blamed, now, hit.chain.sought,
+                hit.chain.handed_from,
+            )  # fmt: skip
         if promised <= 0:
             self._let_go(hit, 0)
             self._reply(hit, LeaseId(0), [], [[] for _ in hit.sides])

@@ -17,6 +17,7 @@ from kvservice.core.messages import BlockRef, EngineSpec, SealItem, SealStatus
 from kvservice.core.peers import check_keys
 from kvservice.core.slots import Slot, SlotState
 from kvservice.errors import InvalidRequest
+from kvservice.units import BlockKey
 
 RESERVE_COUNT_MAX = 4096
 U32_COUNT = 1 << 32  # positions and routes are 32 bits wide in a slot header
@@ -142,6 +143,10 @@ class Writes:
                 self._store.abort(slot)
         for slot in self._store.slots_of(engine_id, SlotState.QUARANTINED):
             self._store.quiesce(slot)
+
+    def sealing(self) -> dict[BlockKey, bytes]:
+        """The engine of each block whose digest is being computed."""
+        return {sealing.item.key: sealing.slot.owner for sealing in self._sealing.values()}
 
     def check_invariants(self) -> None:
         for index, sealing in self._sealing.items():

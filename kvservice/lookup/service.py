@@ -110,7 +110,7 @@ class LookupServicer:
 
     async def recall_lost(self, request: lookup_pb2.RecallLostRequest, context: Context) -> lookup_pb2.RecallLostReply:
         keys, now = unpack_keys(request.keys), self._clock()
-        lost = self._index.recall_lost(keys, now)
+        lost = self._index.recall_lost(keys, now, now - max(request.age_seconds, 0.0))
         rows = [(index, lost[key]) for index, key in enumerate(keys) if key in lost]
         return lookup_pb2.RecallLostReply(
             lost=[

@@ -273,10 +273,11 @@ class PoolRuntime:
         now = self._clock()
         return self._state.explain(request_id, now, account), self._state.models(account), now
 
-    def recall(self, keys: tuple[BlockKey, ...]) -> tuple[tuple[KeyFate, ...], float]:
-        """(what became of these blocks here, the time of its clock). Takes milliseconds: for people."""
+    def recall(self, keys: tuple[BlockKey, ...], age_seconds: float = 0.0) -> tuple[tuple[KeyFate, ...], float]:
+        """(what became of these blocks here, as far as it tells about a moment so long ago; the time of its clock).
+        Takes milliseconds: for people."""
         now = self._clock()
-        return self._state.recall(keys, now), now
+        return self._state.recall(keys, now, now - age_seconds), now
 
     @property
     def draining(self) -> bool:

@@ -96,6 +96,7 @@ class ClientExchange:
         self._request = request
         self._body = body
         self._headers = upstream.forwarded_headers(request.headers)
+        self._headers.setdefault("X-Request-Id", secrets.token_hex(16))  # both engines then name the request alike
         self._exchange = Exchange(around.pool, new_handoff_id)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._tasks: dict[int, asyncio.Task[None]] = {}

@@ -258,7 +258,7 @@ class AdminServicer:
 
     async def recall(self, request: shard_pb2.RecallRequest, context: Context) -> shard_pb2.RecallReply:
         account = self._door.account(context)
-        fates, now = self._pool.recall(tuple(unpack_keys(request.keys)))
+        fates, now = self._pool.recall(tuple(unpack_keys(request.keys)), max(request.age_seconds, 0.0))
         if account is not None:  # who needed the room may be another tenant
             fates = tuple(replace(fate, by="") for fate in fates)
         return encode_fates(fates, now)

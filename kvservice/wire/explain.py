@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvservice.core.explain import REQUEST_ID_CHARS_MAX, Explanation, KeyFate, RequestRecord
+from kvservice.core.explain import REQUEST_ID_CHARS_MAX, Explanation, KeyFate, RequestRecord, name_engine
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.messages import RequestReport
 from kvservice.wire.v1 import common_pb2, shard_pb2
@@ -99,6 +99,10 @@ def _encode_record(record: RequestRecord, now: float) -> shard_pb2.RequestRecord
         miss_node=record.miss_node,
         sought=record.sought,
         report=None if record.report is None else encode_report(record.report),
+        engine=name_engine(record.spec.engine_id),
+        ended_age_seconds=None if record.reported_at is None else now - record.reported_at,
+        handoff_node=record.handoff_node,
+        handed_from=record.handed_from,
     )
 
 
@@ -106,7 +110,14 @@ def encode_fates(fates: Iterable[KeyFate], now: float) -> shard_pb2.RecallReply:
     return shard_pb2.RecallReply(
         fates=[
             shard_pb2.KeyFate(
-                index=fate.index, state=fate.state, age_seconds=now - fate.at, cause=fate.cause, by=fate.by
+                index=fate.index,
+                state=fate.state,
+                age_seconds=now - fate.at,
+                cause=fate.cause,
+                by=fate.by,
+                engine=fate.engine,
+                held_seconds=fate.held_seconds,
+                idle_seconds=fate.idle_seconds,
             )
             for fate in fates
         ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ class Seen:
     path: str
     body: dict[str, Any]
     raw: bytes
-    headers: dict[str, str]
+    headers: Mapping[str, str]
     answered: bool = False
     cancelled: bool = False
 
@@ -118,7 +118,7 @@ class FakeServer:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
-        seen = Seen(request.path, json.loads(raw), raw, dict(request.headers))
+        seen = Seen(request.path, json.loads(raw), raw, request.headers)
         if refused := self._refused(request):
             return refused
         probe = seen.body.get("prompt") == "Hello"

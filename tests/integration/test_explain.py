@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -15,10 +16,10 @@ import pytest
 
 from kvservice.cli import drain, explain
 from kvservice.client.shard import ShardClient
-from kvservice.core.messages import AcquireRequest, RequestReport
+from kvservice.core.messages import AcquireRequest, Handoff, RequestReport
 from kvservice.errors import KVServiceError
 from kvservice.testing.cluster import LocalCluster
-from kvservice.units import MiB
+from kvservice.units import BlockKey, HandoffId, MiB, NodeId
 from tests.integration.engine import Engine, attached, chain, spec
 
 POOL_BYTES = 8 * MiB
@@ -99,6 +100,56 @@ async def test_an_eviction_is_told_with_the_node_and_who_needed_the_room(cluster
 
 async def _engine_id(engine: Engine) -> bytes:
     return engine.engine_id
+
+
+async def _ask_and_store(reader: Engine, keys: tuple[BlockKey, ...], request_id: str) -> None:
+    """As an engine does: it asks, computes what it missed, stores it, and reports the end of the request."""
+    result = await reader.read_all(keys, request_id=request_id)
+    hit = len(result.blocks)
+    await asyncio.sleep(0.1)
+    await reader.store(keys, start=hit)
+    report = RequestReport(request_id, len(keys), 0, hit, len(keys) - hit)
+    await reader.pool.renew(reader.attachment.attachment_id, [], [report])
+
+
+@pytest.mark.parametrize("asking", ["n0", "n1"])
+async def test_what_a_request_missed_is_explained_although_it_stored_it_itself(
+    cluster: LocalCluster, asking: str
+) -> None:
+    """Cold, and after an eviction on the node that asks and on another one."""
+    cold, evicted = chain(next(seeds), 6), chain(next(seeds), 6)
+    async with At(cluster, "n0") as writer, At(cluster, asking) as reader:
+        await _ask_and_store(reader, cold, f"cold-{asking}")
+        await writer.store(evicted)
+        for _ in range(2):
+            await writer.store(chain(next(seeds), ALL))
+        await asyncio.sleep(0.1)
+        await _ask_and_store(reader, evicted, f"again-{asking}")
+        for _ in range(2):  # what it stored is evicted once more, which changes no answer
+            await reader.store(chain(next(seeds), ALL))
+    for _ in range(2):
+        request = explained(cluster, f"cold-{asking}")
+        assert reasons(request) == [("missed", 6, "never_stored", "")]
+        request = explained(cluster, f"again-{asking}")
+        assert reasons(request) == [("missed", 6, "evicted", "n0")]
+        assert request["verdicts"][0]["cause"] == "pressure"
+        assert "pool" in request["verdicts"][0]["text"] and "would have kept it" in request["verdicts"][0]["text"]
+
+
+@pytest.mark.parametrize("reading", ["n0", "n1"])
+async def test_what_was_handed_off_says_from_where_and_how_long_it_took(cluster: LocalCluster, reading: str) -> None:
+    keys, handoff = chain(next(seeds), 5), Handoff(HandoffId(os.urandom(16)), NodeId("n0"))
+    async with At(cluster, "n0") as writer, At(cluster, reading) as reader:
+        await writer.pool.open_handoff(writer.attachment.attachment_id, handoff.handoff_id)
+        asked = asyncio.create_task(reader.read_all(keys, request_id=f"handed-{reading}", handoff=handoff))
+        await asyncio.sleep(0.3)
+        await writer.store(keys)
+        await asked
+    request = explained(cluster, f"handed-{reading}")
+    outcome, source = ("local", "") if reading == "n0" else ("fetched", "n0")
+    assert reasons(request) == [(outcome, 5, None, source)]
+    assert request["verdicts"][0]["text"].startswith("handed off by node n0, after ")
+    assert request["handoff_node"] == "n0" and request["took_seconds"] >= 0.3
 
 
 async def test_a_block_that_is_sealed_after_it_was_asked_for_was_not_sealed_yet(cluster: LocalCluster) -> None:

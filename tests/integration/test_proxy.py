@@ -164,6 +164,15 @@ async def test_a_short_prompt_and_several_prompts_go_straight_to_decode_as_they_
     assert decode.seen[0].raw == raw and decode.seen[1].params is None
 
 
+async def test_both_servers_hear_one_request_id(lab: Lab) -> None:
+    prefill, decode = await lab.server(), await lab.server()
+    proxy = await lab.proxy([prefill], [decode])
+    for given in ({}, {"X-Request-Id": "mine"}):
+        await proxy.post({"prompt": LONG}, **given)
+    ids = [[seen.headers["X-Request-Id"] for seen in server.seen] for server in (prefill, decode)]
+    assert ids[0] == ids[1] and len(ids[0][0]) == 32 and ids[0][1] == "mine"
+
+
 # ---- streaming and the openai client
 
 

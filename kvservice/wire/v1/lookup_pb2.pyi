@@ -146,10 +146,12 @@ class LookupStatsReply(_message.Message):
     def __init__(self, partition: _Optional[int] = ..., partition_count: _Optional[int] = ..., lookup_epoch: _Optional[int] = ..., key_count: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[LookupNodeStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class RecallLostRequest(_message.Message):
-    __slots__ = ("keys",)
+    __slots__ = ("keys", "age_seconds")
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     keys: bytes
-    def __init__(self, keys: _Optional[bytes] = ...) -> None: ...
+    age_seconds: float
+    def __init__(self, keys: _Optional[bytes] = ..., age_seconds: _Optional[float] = ...) -> None: ...
 
 class LostKey(_message.Message):
     __slots__ = ("index", "node_id", "cause", "age_seconds")

@@ -580,7 +580,7 @@ class Run(_message.Message):
     def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., source: _Optional[str] = ...) -> None: ...
 
 class RequestRecord(_message.Message):
-    __slots__ = ("request_id", "model", "namespace", "fingerprint", "age_seconds", "took_seconds", "answered", "keys", "skip", "promised", "runs", "miss", "miss_at", "miss_node", "report", "sought")
+    __slots__ = ("request_id", "model", "namespace", "fingerprint", "age_seconds", "took_seconds", "answered", "keys", "skip", "promised", "runs", "miss", "miss_at", "miss_node", "report", "sought", "engine", "ended_age_seconds", "handoff_node", "handed_from")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -597,6 +597,10 @@ class RequestRecord(_message.Message):
     MISS_NODE_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     SOUGHT_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    ENDED_AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_NODE_FIELD_NUMBER: _ClassVar[int]
+    HANDED_FROM_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     namespace: str
@@ -613,7 +617,11 @@ class RequestRecord(_message.Message):
     miss_node: str
     report: RequestReport
     sought: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[str] = ..., age_seconds: _Optional[float] = ..., took_seconds: _Optional[float] = ..., answered: bool = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., promised: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., miss: _Optional[str] = ..., miss_at: _Optional[int] = ..., miss_node: _Optional[str] = ..., report: _Optional[_Union[RequestReport, _Mapping]] = ..., sought: _Optional[int] = ...) -> None: ...
+    engine: str
+    ended_age_seconds: float
+    handoff_node: str
+    handed_from: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[str] = ..., age_seconds: _Optional[float] = ..., took_seconds: _Optional[float] = ..., answered: bool = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., promised: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., miss: _Optional[str] = ..., miss_at: _Optional[int] = ..., miss_node: _Optional[str] = ..., report: _Optional[_Union[RequestReport, _Mapping]] = ..., sought: _Optional[int] = ..., engine: _Optional[str] = ..., ended_age_seconds: _Optional[float] = ..., handoff_node: _Optional[str] = ..., handed_from: _Optional[int] = ...) -> None: ...
 
 class RefusedAttach(_message.Message):
     __slots__ = ("age_seconds", "model", "namespace", "message")
@@ -658,24 +666,32 @@ class ExplainReply(_message.Message):
     def __init__(self, records: _Optional[_Iterable[_Union[RequestRecord, _Mapping]]] = ..., matching: _Optional[int] = ..., remembered: _Optional[int] = ..., keep_seconds: _Optional[float] = ..., refused: _Optional[_Iterable[_Union[RefusedAttach, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[AttachedModel, _Mapping]]] = ..., node_id: _Optional[str] = ...) -> None: ...
 
 class RecallRequest(_message.Message):
-    __slots__ = ("keys",)
+    __slots__ = ("keys", "age_seconds")
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     keys: bytes
-    def __init__(self, keys: _Optional[bytes] = ...) -> None: ...
+    age_seconds: float
+    def __init__(self, keys: _Optional[bytes] = ..., age_seconds: _Optional[float] = ...) -> None: ...
 
 class KeyFate(_message.Message):
-    __slots__ = ("index", "state", "age_seconds", "cause", "by")
+    __slots__ = ("index", "state", "age_seconds", "cause", "by", "engine", "held_seconds", "idle_seconds")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     BY_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    HELD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     index: int
     state: str
     age_seconds: float
     cause: str
     by: str
-    def __init__(self, index: _Optional[int] = ..., state: _Optional[str] = ..., age_seconds: _Optional[float] = ..., cause: _Optional[str] = ..., by: _Optional[str] = ...) -> None: ...
+    engine: str
+    held_seconds: float
+    idle_seconds: float
+    def __init__(self, index: _Optional[int] = ..., state: _Optional[str] = ..., age_seconds: _Optional[float] = ..., cause: _Optional[str] = ..., by: _Optional[str] = ..., engine: _Optional[str] = ..., held_seconds: _Optional[float] = ..., idle_seconds: _Optional[float] = ...) -> None: ...
 
 class RecallReply(_message.Message):
     __slots__ = ("fates",)

@@ -6,10 +6,10 @@ import pytest
 
 from kvservice.core import events as ev
 from kvservice.core.explain import ANSWERED_MAX, KEEP_SECONDS, KEYS_MAX, RECORDS_MAX, RequestRecords, SourceRun
-from kvservice.core.messages import AcquireRequest, MissReason, RequestReport
+from kvservice.core.messages import AcquireRequest, Handoff, MissReason, RequestReport
 from kvservice.errors import FingerprintMismatch
 from kvservice.testing.builders import CoreHarness, make_chain, make_located, make_spec, run_of
-from kvservice.units import AttachmentId
+from kvservice.units import AttachmentId, HandoffId
 
 CHAIN = make_chain(4)
 
@@ -121,7 +121,42 @@ def test_what_became_of_a_block_is_known_with_who_needed_the_room() -> None:
     shard.reserve(engine, 1)
     (fate,) = [fate for fate in shard.state.recall(CHAIN, shard.now) if fate.state == "gone"]
     assert (fate.index, fate.cause, fate.at) == (3, "pressure", shard.now)
+    assert (fate.held_seconds, fate.idle_seconds) == (7.0, 7.0)
     assert fate.by.startswith("stores of model by engine ")
+
+
+def test_a_block_that_was_stored_again_keeps_its_eviction_and_who_stored_it() -> None:
+    shard = CoreHarness(slab_count=1)
+    engine = shard.attach()
+    shard.store(engine, CHAIN)
+    shard.now += 7.0
+    evicted_at = shard.now
+    shard.store(engine, make_chain(4, "others"))
+    shard.now += 5.0
+    asked_at = shard.now
+    shard.now += 1.0
+    shard.store(engine, CHAIN)
+    fates = [fate for fate in shard.state.recall(CHAIN, shard.now, asked_at) if fate.index == 0]
+    assert [(fate.state, fate.at) for fate in fates] == [("held", shard.now), ("gone", evicted_at)]
+    assert fates[0].engine == make_spec().engine_id.hex()[:8]
+    shard.now += 1.0
+    shard.store(engine, make_chain(4, "others"))  # and evicted again: no answer to the question of before
+    (fate,) = [fate for fate in shard.state.recall(CHAIN, shard.now, asked_at) if fate.index == 0]
+    assert (fate.state, fate.at) == ("gone", evicted_at)
+
+
+def test_a_record_knows_the_hand_off_it_waited_for() -> None:
+    shard = CoreHarness()
+    engine = shard.attach()
+    shard.store(engine, CHAIN[:1])
+    op = shard.next_op()
+    handoff = Handoff(HandoffId(bytes(range(16))), shard.state.node_id)
+    shard.send(ev.Acquire(op, engine, AcquireRequest(CHAIN, 0, 5.0, handoff=handoff, request_id="r")))
+    shard.advance(2.0)
+    shard.store(engine, CHAIN[1:])
+    record = record_of(shard, "r")
+    assert (record.handoff_node, record.handed_from, record.promised) == (shard.state.node_id, 1, 4)
+    assert record.answered_at is not None and record.answered_at - record.asked_at >= 2.0
 
 
 def test_a_block_that_is_being_digested_is_not_sealed_yet() -> None:

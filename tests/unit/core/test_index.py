@@ -291,4 +291,6 @@ def test_keys_lost_with_their_node_are_remembered_with_the_reason_before_and_aft
         assert told[2][0] in ("a", "b")  # both had it
         sweep_all(index)
     index.apply(B, 2, keys(3), full_begin=True, full_end=True, now=42.0)
-    assert keys(3)[0] not in index.recall_lost(keys(3), 43.0)
+    (again,) = index.recall_lost(keys(3), 43.0).values()  # stored again, but that tells nothing about before
+    assert (again.cause.value, again.at) == ("owner_died", 40.0)
+    assert index.recall_lost(keys(3), 43.0, 39.0) == {}
