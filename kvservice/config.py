@@ -28,6 +28,7 @@ _ADDRESS = re.compile(r"(dns:///)?([A-Za-z0-9_.-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}
 # They pick a shard, a file or a tenant, they do not configure a service.
 _NOT_CONFIG = frozenset({"NODE", "CONFIG", "TOKEN", "TOKEN_FILE"})
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+REQUEST_TRIES = 2  # servers that get one request, which may be what ends them; for whatever sends requests again
 MIRROR_BYTES = 512 * MiB  # ten million blocks
 _NOT_CONFIG_PREFIX = "TEST_"  # test runs mark their processes with such variables
 

@@ -60,6 +60,10 @@ class ProxyMetrics:
             "kvservice_proxy_broken_streams", "answers that ended with an error after their first byte",
             registry=self._registry,
         )  # fmt: skip
+        self._given_up = Counter(
+            "kvservice_proxy_given_up", "requests refused because as many servers as allowed failed under them",
+            registry=self._registry,
+        )  # fmt: skip
         self._first_byte = Histogram(
             "kvservice_proxy_first_byte_seconds", "from the client's request to the first byte of its answer",
             ["path"], registry=self._registry, buckets=_SECONDS,
@@ -84,6 +88,9 @@ class ProxyMetrics:
 
     def cancelled(self, server: Server) -> None:
         self._cancelled.labels(server.role.value, server.url).inc()
+
+    def given_up(self) -> None:
+        self._given_up.inc()
 
     def broken_stream(self) -> None:
         self._broken.inc()

@@ -8,6 +8,9 @@ The rules that the table spells out:
 - Prefill and decode go out together when the node of the prefill server is known, else one after the other.
 - Prefill may fail in any way: another prefill server, then decode alone. It never becomes the client's error.
 - Until the client has a byte, everything can start again, always with a new hand-off id unless prefill had finished.
+- A request may be what ends a server. So it is sent to at most `tries` of them, not counting those that answered it or
+  never got it: after those that failed, and those told to stop, there is room for the rest only. Without room for a
+  decode server it is refused.
 - After that the decode server is the only one that counts, and its failure ends the stream with an error.
 """
 
@@ -103,6 +106,7 @@ TRANSITIONS: Mapping[tuple[State, Sign, Way | None], tuple[State, tuple[Move, ..
         (State.BOTH, (Move.CANCEL_PREFILL, Move.SEND_PREFILL, Move.SEND_DECODE)),
     (State.BOTH, Sign.DECODE_LOST, Way.SEQUENTIAL): (State.PREFILLING, (Move.CANCEL_PREFILL, Move.SEND_PREFILL)),
     (State.BOTH, Sign.DECODE_LOST, Way.ALONE): (State.DECODING, (Move.CANCEL_PREFILL, Move.SEND_DECODE)),
+    (State.BOTH, Sign.DECODE_LOST, Way.KEEP): (State.PREFILLING, ()),
     (State.BOTH, Sign.DECODE_LOST, Way.NOWHERE): (State.DONE, (Move.CANCEL_PREFILL, Move.REFUSE)),
     (State.BOTH, Sign.DECODE_REFUSED, None): (State.DONE, (Move.CANCEL_PREFILL, Move.PASS_ON)),
     (State.BOTH, Sign.CLIENT_LEFT, None): (State.DONE, (Move.CANCEL_PREFILL, Move.CANCEL_DECODE)),
@@ -148,6 +152,10 @@ BUSY = Problem(503, "overloaded", "every decode server has as many requests in f
 DECODE_FAILED = Problem(502, "upstream_error", "the decode server failed and no other one could take the request")
 BROKEN = Problem(502, "upstream_error", "the decode server failed in the middle of its answer")
 TIMED_OUT = Problem(504, "timeout", "the request took longer than this proxy allows")
+LOST = Problem(
+    502, "upstream_error", "servers failed while they worked on this request; it is not sent to more of them than "
+    "--tries allows, because it may be what makes them fail",
+)  # fmt: skip
 STOPPING = Problem(503, "service_unavailable", "this proxy is stopping; retry elsewhere", 1)
 
 
@@ -287,6 +295,7 @@ class _Side:
 
     attempt: int
     server: Server
+    is_first: bool  # it did not have the request before
 
 
 class Exchange:
@@ -295,7 +304,7 @@ class Exchange:
     Acquires and releases servers in the pool; once DONE it holds none.
     """
 
-    def __init__(self, pool: ServerPool, new_handoff_id: Callable[[], str]) -> None:
+    def __init__(self, pool: ServerPool, new_handoff_id: Callable[[], str], *, tries: int) -> None:
         self.state = State.NEW
         self._pool = pool
         self._new_handoff_id = new_handoff_id
@@ -304,6 +313,8 @@ class Exchange:
         self._dropped: dict[Role, int] = {}  # attempts to cancel
         self._lost: dict[Role, set[str]] = {Role.PREFILL: set(), Role.DECODE: set()}  # URLs not to try again
         self._next: dict[Role, Server | None] = {Role.PREFILL: None, Role.DECODE: None}  # chosen for the next Send
+        self._tries = tries
+        self._exposed: set[str] = set()  # URLs that got the request and did not answer: it may yet have ended them
         self._attempts = 0
         self._handoff_id = ""
         self._promised: Handoff | None = None  # what decode was or will be told
@@ -334,23 +345,30 @@ class Exchange:
         if isinstance(event, Begin):
             self._hand_off = event.hand_off
         elif isinstance(event, PrefillEvent):
-            server = self._end(Role.PREFILL)
             if isinstance(event, PrefillFailed):
-                self._lost[Role.PREFILL].add(server.url)
-                self._pool.failed(server, event.fault, now)
+                self._lose(Role.PREFILL, event.fault, now)
             else:
+                server = self._end(Role.PREFILL)
+                self._exposed.discard(server.url)
                 self._pool.answered(server)
-            if isinstance(event, PrefillAnswered):
-                self._pool.learnt(server, event.node)
+                if isinstance(event, PrefillAnswered):
+                    self._pool.learnt(server, event.node)
         elif isinstance(event, DecodeFailed):
-            server = self._end(Role.DECODE)
-            self._lost[Role.DECODE].add(server.url)
-            self._pool.failed(server, event.fault, now)
+            self._lose(Role.DECODE, event.fault, now)
             self._problem = BROKEN if self._is_streaming() else DECODE_FAILED
         elif isinstance(event, DecodeEnded | DecodeRefused):
             self._pool.answered(self._end(Role.DECODE))
         elif isinstance(event, Stopped):
             self._problem = event.problem
+
+    def _lose(self, role: Role, fault: Fault, now: float) -> None:
+        """Counted against the request first: the pool has the server's health checked before it thinks ill of it."""
+        side = self._sides[role]
+        server = self._end(role)
+        self._lost[role].add(server.url)
+        if side is not None and side.is_first and not fault.blames_request:
+            self._exposed.discard(server.url)
+        self._pool.failed(server, fault, now)
 
     def _is_streaming(self) -> bool:
         return self.state in (State.STREAMING_BOTH, State.STREAMING)
@@ -370,6 +388,8 @@ class Exchange:
             return Way.KEEP
         if isinstance(event, DecodeFailed) and self.state is State.DECODING:
             return self._decode_only()
+        if isinstance(event, DecodeFailed) and len(self._exposed) >= self._tries:
+            return Way.KEEP  # there is room for another decode server once prefill has answered
         if isinstance(event, Begin | PrefillFailed | DecodeFailed):
             return self._afresh()
         return None
@@ -386,26 +406,29 @@ class Exchange:
 
     def _decode_only(self) -> Way:
         """Start decode, again or for the first time, with what prefill left."""
+        before = self._sides[Role.DECODE]
         self._drop(Role.DECODE)
         if not self._delivered:
             self._promised = None
-        if not self._find_decode():
+        if not self._find_decode(before):
             return Way.NOWHERE
         return Way.ALONE if self._promised is None else Way.DELIVER
 
     def _afresh(self) -> Way:
-        """Start from the beginning with a new hand-off id. The same prefill server again if it is still well."""
-        side = self._sides[Role.PREFILL]
+        """Start from the beginning with a new hand-off id. The same servers again if they are still well."""
+        side, decoding = self._sides[Role.PREFILL], self._sides[Role.DECODE]
         self._drop(Role.PREFILL)
         self._drop(Role.DECODE)
         self._promised, self._delivered = None, False
-        if not self._find_decode():
+        if not self._find_decode(decoding):
             return Way.NOWHERE
         prefill = None
         if self._hand_off:
             prefill = self._pool.choose(
                 Role.PREFILL, exclude=self._lost[Role.PREFILL], prefer=None if side is None else side.server
             )
+        if not self._has_room(prefill, self._next[Role.DECODE]):
+            prefill = None
         self._next[Role.PREFILL] = prefill
         if prefill is None:
             return Way.ALONE
@@ -415,12 +438,21 @@ class Exchange:
         self._promised = Handoff(self._handoff_id, prefill.node)
         return Way.PAIR
 
-    def _find_decode(self) -> bool:
-        found = self._pool.choose(Role.DECODE, exclude=self._lost[Role.DECODE])
+    def _find_decode(self, before: _Side | None) -> bool:
+        """The server that had it before, while that is well: it needs no room."""
+        found = self._pool.choose(
+            Role.DECODE, exclude=self._lost[Role.DECODE], prefer=None if before is None else before.server
+        )
+        if found is not None and not self._has_room(found):
+            self._next[Role.DECODE], self._problem = None, LOST
+            return False
         self._next[Role.DECODE] = found
         if found is None and not self._lost[Role.DECODE]:
             self._problem = BUSY if self._pool.healthy(Role.DECODE) else NO_DECODE
         return found is not None
+
+    def _has_room(self, *servers: Server | None) -> bool:
+        return len(self._exposed | {server.url for server in servers if server is not None}) <= self._tries
 
     def _drop(self, role: Role) -> None:
         """Give a side up: its server is free for the choice that follows, its attempt is to be cancelled."""
@@ -452,6 +484,7 @@ class Exchange:
         server = self._next[role]
         assert server is not None, f"no {role.value} server was chosen"
         self._attempts += 1
-        self._sides[role] = _Side(self._attempts, server)
+        self._sides[role] = _Side(self._attempts, server, is_first=server.url not in self._exposed)
+        self._exposed.add(server.url)
         self._pool.acquire(server)
         return self._attempts, server

@@ -24,6 +24,7 @@ from kvservice.proxy import bodies, upstream
 from kvservice.proxy.bodies import ClientBody
 from kvservice.proxy.metrics import ProxyMetrics
 from kvservice.proxy.plan import (
+    LOST,
     TIMED_OUT,
     Action,
     Begin,
@@ -97,7 +98,7 @@ class ClientExchange:
         self._body = body
         self._headers = upstream.forwarded_headers(request.headers)
         self._headers.setdefault("X-Request-Id", secrets.token_hex(16))  # both engines then name the request alike
-        self._exchange = Exchange(around.pool, new_handoff_id)
+        self._exchange = Exchange(around.pool, new_handoff_id, tries=around.settings.tries)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._servers: dict[int, Server] = {}
@@ -144,7 +145,7 @@ class ClientExchange:
             begun = self._streamed is not None and attempt in self._go_ahead
             if asked is server and not begun and not self._tasks[attempt].done():
                 self._tasks[attempt].cancel()
-                self._failed(attempt, server, Fault.UNREACHABLE, "its health check failed meanwhile")
+                self._failed(attempt, server, Fault.BROKEN, "its health check failed meanwhile")
 
     async def _perform(self, action: Action) -> None:
         if isinstance(action, SendPrefill):
@@ -161,6 +162,10 @@ class ClientExchange:
         elif isinstance(action, PassOn):
             self._answer = answer_response(self._refusals[action.attempt])
         elif isinstance(action, Refuse):
+            if action.problem is LOST:
+                self._around.metrics.given_up()
+                servers = sorted({server.url for server in self._servers.values()})
+                log.warning("request_given_up", extra={"path": self._request.path, "servers": servers})
             self._answer = problem_response(action.problem)
         elif isinstance(action, Break):
             self._around.metrics.broken_stream()

@@ -18,6 +18,7 @@ from kvservice.aio import end_tasks, is_set_within, within
 from kvservice.errors import InvalidRequest, Unavailable
 from kvservice.proxy import bodies, upstream
 from kvservice.proxy.checks import ServerChecks
+from kvservice.proxy.client_log import ClientLog
 from kvservice.proxy.metrics import ProxyMetrics
 from kvservice.proxy.plan import BUSY, DECODE_FAILED, NO_DECODE, STOPPING, Problem
 from kvservice.proxy.relay import ClientExchange, Surroundings, answer_response, problem_response
@@ -65,7 +66,9 @@ class Proxy:
         checks = ServerChecks(settings, self.pool, self._session, self._server_fell_sick)
         self._around = Surroundings(settings, self.pool, self._session, self.metrics, checks.soon)
         # Without cancellation a client that leaves would be noticed at the next write only.
-        self._runner = web.AppRunner(self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            self._app(), handler_cancellation=True, access_log=None, logger=ClientLog(log), shutdown_timeout=1.0
+        )
         await self._runner.setup()
         self._site = web.TCPSite(self._runner, settings.host, settings.port, backlog=BACKLOG)
         try:

@@ -22,10 +22,16 @@ class Role(Enum):
 class Fault(Enum):
     """Why a request to a server came to nothing."""
 
-    UNREACHABLE = "unreachable"  # no connection, or it broke
+    UNREACHABLE = "unreachable"  # no connection: the request never got there
+    BROKEN = "broken"  # the connection broke under the request, or the server's health was lost meanwhile
     ERROR = "error"  # an answer that says the server is at fault
     TIMEOUT = "timeout"
     BUSY = "busy"  # the server is well and refuses more work
+
+    @property
+    def blames_request(self) -> bool:
+        """Whether the server may have failed because of this request: it had it, and may have worked on it."""
+        return self in (Fault.BROKEN, Fault.ERROR, Fault.TIMEOUT)
 
 
 @dataclass(slots=True)
@@ -106,7 +112,11 @@ class ServerPool:
         server.plain = node is None
 
     def failed(self, server: Server, fault: Fault, now: float) -> None:
-        """A request to it came to nothing. Anything but being busy has its health checked at once."""
+        """A request to it came to nothing. Anything but being busy has its health checked at once.
+
+        A server that cannot be reached is sick. One that failed under a request is asked first, because the request
+        may be to blame; only several in a row make it sick without asking.
+        """
         if fault is Fault.BUSY:
             return
         server.errors += 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvservice.config import REQUEST_TRIES
 from kvservice.errors import ConfigError
 from kvservice.units import MiB, parse_bytes
 
@@ -21,6 +22,7 @@ class ProxySettings:
     port: int = 8080  # 0: any free one
     min_prefill_chars: int = 512  # shorter prompts go straight to decode
     in_flight_max: int = 256  # per server
+    tries: int = REQUEST_TRIES  # servers that get one request, not counting those that answered it
     body_bytes_max: int = 32 * MiB
     connect_seconds: float = 5.0
     prefill_seconds: float = 120.0
@@ -38,6 +40,11 @@ class ProxySettings:
         for name in ("in_flight_max", "body_bytes_max"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.tries < 1 + bool(self.prefill):
+            raise ConfigError(
+                f"tries must be at least 1, and at least 2 with a prefill server, because then two servers work on a "
+                f"request at the same time; not {self.tries}"
+            )
         if self.min_prefill_chars < 0 or self.grace_seconds < 0:
             raise ConfigError("min_prefill_chars and grace_seconds must not be negative")
         for role, urls in (("prefill", self.prefill), ("decode", self.decode)):

@@ -124,8 +124,10 @@ async def asked(
         raise UpstreamFault(Fault.UNREACHABLE, f"no connection within {connect_seconds:g} s") from error
     except asyncio.TimeoutError as error:
         raise UpstreamFault(Fault.TIMEOUT, f"no complete answer within {total_seconds} s") from error
-    except (aiohttp.ClientError, OSError) as error:
+    except aiohttp.ClientConnectorError as error:
         raise UpstreamFault(Fault.UNREACHABLE, f"{type(error).__name__}: {error}") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise UpstreamFault(Fault.BROKEN, f"{type(error).__name__}: {error}") from error
 
 
 async def whole(response: aiohttp.ClientResponse) -> Answer:

@@ -19,6 +19,7 @@ from ray.exceptions import RayActorError
 
 from kvservice.actors import names
 from kvservice.aio import within
+from kvservice.config import REQUEST_TRIES
 from kvservice.errors import ConfigError
 
 try:
@@ -55,7 +56,6 @@ BACKEND = "kvservice.serve.ray_llm:KVServiceBackend"
 VERSION = 1  # of the hand-off's parameters, see kvservice.connector.handoff
 HANDOFFS_MAX = 4096
 PREFILL_CHOICE_SECONDS = 2.0  # with no prefill replica free by then, the decode replica computes the prompt itself
-TRIES_MAX = 3
 TRY_AGAIN_SECONDS = 0.2
 
 DIRECT_STREAMING: bool = RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING
@@ -163,10 +163,14 @@ async def _drain(answer: Any) -> None:
 
 
 class RetryingIngress(OpenAiIngress):  # type: ignore[misc]
-    """Asks another replica when one died before it answered anything. What has begun to stream cannot be repeated."""
+    """Asks another replica when one died before it answered anything.
+
+    What has begun to stream cannot be repeated, and a request that was lost on REQUEST_TRIES replicas may be what ends
+    them.
+    """
 
     async def _get_response(self, *, body: Any, call_method: str, raw_request: Any | None = None) -> AsyncIterator[Any]:
-        for number in range(1, TRIES_MAX + 1):
+        for number in range(1, REQUEST_TRIES + 1):
             begun = False
             try:
                 async for chunk in super()._get_response(body=body, call_method=call_method, raw_request=raw_request):
@@ -174,7 +178,7 @@ class RetryingIngress(OpenAiIngress):  # type: ignore[misc]
                     yield chunk
                 return
             except Exception as error:
-                if begun or number == TRIES_MAX or not is_replica_loss(error):
+                if begun or number == REQUEST_TRIES or not is_replica_loss(error):
                     raise
                 log.warning("a replica was lost, its request is sent again: %s", type(error).__name__)
             await asyncio.sleep(TRY_AGAIN_SECONDS)

@@ -41,7 +41,8 @@ class Seen:
 
 @dataclass
 class FakeServer:
-    """`hold`: completions wait for `release`. `die_after`: the connection breaks after so many events."""
+    """`hold`: completions wait for `release`. `die_after`: the connection breaks after so many events. `dies_of`: a
+    prompt with this text ends the server, as a killed process."""
 
     node: str | None = "node-a"
     api_key: str | None = None
@@ -50,12 +51,18 @@ class FakeServer:
     status: int = 200
     hold: bool = False
     die_after: int | None = None
+    dies_of: str | None = None
     tokens: tuple[str, ...] = TOKENS
     seen: list[Seen] = field(default_factory=list)
     probes: list[Seen] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _released: asyncio.Event = field(default_factory=asyncio.Event)
     _runner: web.AppRunner | None = None
+    _dying: asyncio.Task[None] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self._runner is not None
 
     @property
     def url(self) -> str:
@@ -134,6 +141,9 @@ class FakeServer:
             self._changed.set()
 
     async def _answer(self, request: web.Request, seen: Seen, probe: bool) -> web.StreamResponse:
+        if self.dies_of is not None and self.dies_of in seen.raw.decode():
+            self._dying = asyncio.create_task(self.stop())  # which ends this task as well
+            await asyncio.Event().wait()
         if self.hold and not probe:
             await self._released.wait()
         if self.status != 200:

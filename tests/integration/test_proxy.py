@@ -226,7 +226,7 @@ async def test_the_openai_client_works_against_the_proxy(lab: Lab) -> None:
 async def test_prefill_that_dies_under_way_is_done_elsewhere_and_decode_starts_again(lab: Lab) -> None:
     dying, other = await lab.server(node="n-0", hold=True), await lab.server(node="n-1")
     decode = await lab.server(hold=True)
-    proxy = await lab.proxy([dying, other], [decode])
+    proxy = await lab.proxy([dying, other], [decode], tries=3)
     asking = asyncio.create_task(proxy.post({"prompt": LONG}))
     await dying.until(lambda: len(dying.seen) == 1)
     await decode.until(lambda: len(decode.seen) == 1)
@@ -244,7 +244,7 @@ async def test_prefill_that_dies_under_way_is_done_elsewhere_and_decode_starts_a
 async def test_with_every_prefill_server_failing_decode_answers_alone(lab: Lab, status: int) -> None:
     prefill = [await lab.server(), await lab.server()]
     decode = await lab.server()
-    proxy = await lab.proxy(prefill, [decode])
+    proxy = await lab.proxy(prefill, [decode], tries=3)
     decode.hold = True
     for server in prefill:
         server.status = status
@@ -281,7 +281,7 @@ async def test_prefill_that_fails_after_the_first_byte_costs_nothing(lab: Lab) -
 # ---- decode fails
 
 
-async def test_decode_that_dies_beside_prefill_starts_both_again(lab: Lab) -> None:
+async def test_decode_that_dies_beside_prefill_is_replaced_once_prefill_is_done(lab: Lab) -> None:
     prefill = await lab.server(hold=True)
     dying, other = await lab.server(hold=True), await lab.server()
     proxy = await lab.proxy([prefill], [dying, other])
@@ -289,10 +289,11 @@ async def test_decode_that_dies_beside_prefill_starts_both_again(lab: Lab) -> No
     await dying.until(lambda: len(dying.seen) == 1)
     await prefill.until(lambda: len(prefill.seen) == 1)
     await dying.stop()
-    await prefill.until(lambda: len(prefill.seen) == 2 and prefill.seen[0].cancelled)
+    await asyncio.sleep(0.05)  # for its death to have been noticed
     prefill.release()
     assert (await asking)[0] == 200
-    assert other.seen[0].handoff == prefill.seen[1].handoff != prefill.seen[0].handoff
+    assert len(prefill.seen) == 1
+    assert other.seen[0].handoff == prefill.seen[0].handoff
 
 
 async def test_decode_that_dies_after_prefill_is_replaced_with_the_same_id(lab: Lab) -> None:

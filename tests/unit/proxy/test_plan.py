@@ -15,6 +15,7 @@ from kvservice.proxy.plan import (
     BROKEN,
     BUSY,
     DECODE_FAILED,
+    LOST,
     NO_DECODE,
     TIMED_OUT,
     TRANSITIONS,
@@ -53,7 +54,9 @@ NOW = 1.0
 class World:
     """A pool of healthy servers, one exchange, and what it has under way."""
 
-    def __init__(self, prefill: int = 2, decode: int = 2, *, known: bool = True, in_flight_max: int = 4) -> None:
+    def __init__(
+        self, prefill: int = 2, decode: int = 2, *, known: bool = True, in_flight_max: int = 4, tries: int = 2
+    ) -> None:
         self.pool = ServerPool(
             [f"http://p{i}" for i in range(prefill)],
             [f"http://d{i}" for i in range(decode)],
@@ -65,7 +68,7 @@ class World:
             if known and server.role is Role.PREFILL:
                 self.pool.learnt(server, node_of(server))
         ids = itertools.count(1)
-        self.exchange = Exchange(self.pool, lambda: f"{next(ids):032x}")
+        self.exchange = Exchange(self.pool, lambda: f"{next(ids):032x}", tries=tries)
         self.prefill: SendPrefill | None = None
         self.decode: SendDecode | None = None
         self.actions: list[Action] = []
@@ -222,7 +225,7 @@ def test_prefill_lost_while_decode_waits_for_it_is_tried_on_another_server() -> 
 
 @pytest.mark.parametrize("fault", list(Fault))
 def test_prefill_lost_beside_a_silent_decode_starts_both_again_with_a_new_id(fault: Fault) -> None:
-    world = in_state(State.BOTH)
+    world = in_state(State.BOTH, tries=3)
     assert world.prefill is not None and world.decode is not None
     first, waiting = world.prefill, world.decode
     cancel, prefill, decode = world.prefill_fails(fault)
@@ -252,6 +255,76 @@ def test_prefill_lost_beside_a_decode_that_has_spoken_changes_nothing() -> None:
 def test_the_only_decode_server_at_its_limit_can_start_again_after_prefill_was_lost() -> None:
     world = in_state(State.BOTH, decode=1, in_flight_max=1)
     assert names(world.prefill_fails()) == ["Cancel", "SendPrefill", "SendDecode"]
+
+
+# ---- a request that ends the servers it is sent to
+
+
+def test_a_request_is_refused_once_as_many_servers_as_allowed_failed_under_it() -> None:
+    world = World(prefill=0, decode=6, tries=3)
+    world.begin()
+    assert names(world.decode_fails(Fault.BROKEN)) == ["SendDecode"]
+    assert names(world.decode_fails(Fault.ERROR)) == ["SendDecode"]
+    assert world.decode_fails(Fault.BROKEN) == [Refuse(LOST)]
+    assert 500 <= LOST.status < 600 and LOST.retry_after is None
+
+
+@pytest.mark.parametrize("fault", [fault for fault in Fault if not fault.blames_request])
+def test_a_server_that_never_had_the_request_does_not_count_against_it(fault: Fault) -> None:
+    world = World(prefill=0, decode=4)
+    world.begin()
+    for _ in range(3):
+        assert names(world.decode_fails(fault)) == ["SendDecode"]
+    assert world.decode_fails(fault) == [Refuse(DECODE_FAILED)]
+
+
+def test_after_a_prefill_server_was_lost_one_decode_server_alone_has_the_request() -> None:
+    world = in_state(State.BOTH, decode=3)
+    assert world.decode is not None
+    exposed = world.decode.server
+    cancel, decode = world.prefill_fails(Fault.BROKEN)
+    assert isinstance(cancel, Cancel) and isinstance(decode, SendDecode)
+    assert decode.server is exposed and decode.handoff is None
+    assert world.decode_fails(Fault.BROKEN) == [Refuse(LOST)]
+
+
+def test_decode_lost_beside_prefill_waits_for_what_prefill_says_of_the_request() -> None:
+    world = in_state(State.BOTH, decode=3)
+    assert world.prefill is not None and world.decode is not None
+    handoff, lost = world.prefill.handoff_id, world.decode.server
+    assert world.decode_fails(Fault.BROKEN) == []
+    (decode,) = world.prefill_answers()
+    assert isinstance(decode, SendDecode) and decode.server is not lost
+    assert decode.handoff is not None and decode.handoff.id == handoff
+
+
+def test_a_request_that_ended_its_decode_and_its_prefill_server_is_sent_to_no_other_one() -> None:
+    world = in_state(State.BOTH, prefill=3, decode=3)
+    world.decode_fails(Fault.BROKEN)
+    assert world.prefill_fails(Fault.BROKEN) == [Refuse(LOST)]
+
+
+@given(
+    prefill=st.integers(0, 4),
+    decode=st.integers(1, 4),
+    known=st.booleans(),
+    tries=st.integers(2, 4),
+    order=st.lists(st.booleans(), min_size=8, max_size=8),
+)
+def test_a_request_that_ends_every_server_ends_no_more_than_it_may(
+    prefill: int, decode: int, known: bool, tries: int, order: list[bool]
+) -> None:
+    """Also when a server that was told to stop working on it ends all the same."""
+    world = World(prefill, decode, known=known, tries=tries)
+    world.begin()
+    for prefill_first in order:
+        if world.prefill is not None and (prefill_first or world.decode is None):
+            world.prefill_fails(Fault.BROKEN)
+        elif world.decode is not None:
+            world.decode_fails(Fault.BROKEN)
+    assert world.exchange.state is State.DONE and isinstance(world.actions[-1], Refuse)
+    sent = [each for each in world.actions if isinstance(each, SendPrefill | SendDecode)]
+    assert len({(each.server.role, each.server.url) for each in sent}) <= tries
 
 
 # ---- what prefill says
@@ -295,11 +368,12 @@ def test_the_node_is_learnt_from_every_answer() -> None:
 # ---- decode dies
 
 
-def test_decode_lost_beside_prefill_starts_both_again_with_a_new_id_on_the_same_prefill_server() -> None:
+@pytest.mark.parametrize("fault", [Fault.UNREACHABLE, Fault.BUSY])
+def test_decode_lost_beside_prefill_starts_both_again_with_a_new_id_on_the_same_prefill_server(fault: Fault) -> None:
     world = in_state(State.BOTH)
     assert world.prefill is not None and world.decode is not None
     prefilling, lost = world.prefill, world.decode
-    cancel, prefill, decode = world.decode_fails()
+    cancel, prefill, decode = world.decode_fails(fault)
     assert cancel == Cancel(prefilling.attempt)
     assert isinstance(prefill, SendPrefill) and isinstance(decode, SendDecode)
     assert prefill.server is prefilling.server and prefill.handoff_id != prefilling.handoff_id
@@ -464,12 +538,13 @@ HAPPENINGS = (
     decode=st.integers(0, 3),
     known=st.booleans(),
     limit=st.integers(1, 2),
+    tries=st.integers(2, 4),
     happenings=st.lists(st.tuples(st.sampled_from(HAPPENINGS), st.sampled_from(list(Fault))), max_size=40),
 )
 def test_no_order_of_events_leaks_a_server_answers_twice_or_blames_prefill(
-    prefill: int, decode: int, known: bool, limit: int, happenings: list[tuple[str, Fault]]
+    prefill: int, decode: int, known: bool, limit: int, tries: int, happenings: list[tuple[str, Fault]]
 ) -> None:
-    world = World(prefill, decode, known=known, in_flight_max=limit)
+    world = World(prefill, decode, known=known, in_flight_max=limit, tries=tries)
     world.begin()
     decode_lost = False
     for name, fault in happenings:

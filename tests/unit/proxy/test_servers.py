@@ -93,7 +93,14 @@ def test_a_lost_connection_makes_a_server_sick_at_once_and_forgets_its_node() ->
     assert not server.healthy and server.node is None and "unreachable" in server.reason
 
 
-@pytest.mark.parametrize("fault", [Fault.ERROR, Fault.TIMEOUT])
+def test_a_server_that_fails_under_a_request_is_asked_for_its_health_before_it_counts_as_sick() -> None:
+    pool = make_pool()
+    server = by_url(pool, "http://d0")
+    pool.failed(server, Fault.BROKEN, 1.0)
+    assert server.healthy and pool.due(1.0) == [server]
+
+
+@pytest.mark.parametrize("fault", [Fault.BROKEN, Fault.ERROR, Fault.TIMEOUT])
 def test_errors_make_a_server_sick_only_in_a_row(fault: Fault) -> None:
     pool = make_pool()
     server = by_url(pool, "http://d0")
