@@ -86,6 +86,7 @@ class EngineRequest:
     kept_out: int = 0  # leading blocks that are never stored: public ones of a tenant that may only read them
     expected: int = 0  # slots announced to the session and not taken yet
     fetched_blocks: int = 0
+    may_read: bool = True  # False: neither its engine's role nor the request itself allows it, at any time
     scheduled: bool = False  # the engine has given it blocks; asked about again, it was preempted
     load_failed: bool = False  # nothing is promised to it again, or it could fail for ever
     reads: Handoff | None = None  # another engine computes its prompt

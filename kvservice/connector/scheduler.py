@@ -140,7 +140,7 @@ class SchedulerHalf:
         if request_id in self._requests:
             return
         request = self._requests[request_id] = EngineRequest(request_id, [], tokens=tokens, public_tokens=public_tokens)
-        request.adapter = adapter
+        request.adapter, request.may_read = adapter, may_read
         request.side_keys = [[] for _ in self._grouping.sides]
         self._extend_keys(request, hashes, self._session.attachment)
         request.prompt_blocks, request.salted = len(request.keys), salted
@@ -148,7 +148,7 @@ class SchedulerHalf:
             request.reads = wants
         elif wants is not None and wants.handoff_id is not None and self._may_write:
             self._open_handoff(request, wants.handoff_id)
-        if not may_read or not self._ask(request, now):
+        if not self._ask(request, now):
             request.move(RequestEvent.SKIP)
 
     def _open_handoff(self, request: EngineRequest, handoff: HandoffId) -> None:
@@ -161,7 +161,9 @@ class SchedulerHalf:
         self.counters["handoffs_written"] += 1
 
     def _ask(self, request: EngineRequest, now: float) -> bool:
-        """Post an acquire for the whole chain. False when there is nothing to ask, or nobody."""
+        """Post an acquire for the whole chain. False when there is nothing to ask, or nobody, or it may not read."""
+        if not request.may_read:
+            return False
         keys = request.keys[:KEYS_PER_REQUEST_MAX]
         if self._grouping.sides:
             # The engine computes at least the last token itself: a window that ends behind it may lack its first one.

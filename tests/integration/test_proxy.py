@@ -292,8 +292,7 @@ async def test_decode_that_dies_beside_prefill_is_replaced_once_prefill_is_done(
     await asyncio.sleep(0.05)  # for its death to have been noticed
     prefill.release()
     assert (await asking)[0] == 200
-    assert len(prefill.seen) == 1
-    assert other.seen[0].handoff == prefill.seen[0].handoff
+    assert len(prefill.seen) == 1 and other.seen[0].handoff == prefill.seen[0].handoff
 
 
 async def test_decode_that_dies_after_prefill_is_replaced_with_the_same_id(lab: Lab) -> None:

@@ -365,3 +365,14 @@ def test_prompt_that_the_pool_does_not_want_is_not_stored_and_frees_what_was_exp
     assert line.expected == 0, "nor what is generated"
     scheduler.finished("r", chain, 6 * BLOCK, list(range(7)), store_rest=True)
     assert plan_step(scheduler).stores == []
+
+
+def test_a_request_that_may_not_read_asks_nothing_after_a_preemption_either() -> None:
+    line, chain = Line(), hashes(1, 4)
+    scheduler = half(line)
+    scheduler.on_new_request("r", chain, 0.0, may_read=False)
+    assert scheduler.matched("r", 0, 4 * BLOCK, 0.0) == Promise(0)
+    scheduler.allocated("r", [1, 2, 3, 4], 0)
+    run_step(scheduler, "r", chain, 4 * BLOCK)
+    assert scheduler.matched("r", 0, 4 * BLOCK, 0.1) == Promise(0)
+    assert not line.asked and not scheduler.counters["asked_after_preemption"]

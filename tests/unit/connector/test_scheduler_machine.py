@@ -41,6 +41,7 @@ class Engine(RuleBasedStateMachine):
         self.half = self.make(False)
         self.now = 0.0
         self.requests: dict[str, EngineRequest] = {}
+        self.silent: set[str] = set()  # requests that may not read
         self.loads: list[LoadPlan] = []  # in the workers' hands
         self.reports: list[StorePlan] = []
         self.lent: list[tuple[LendPlan, int]] = []  # with the worker that has it
@@ -69,6 +70,8 @@ class Engine(RuleBasedStateMachine):
         chain = hashes(prompt, blocks, shared=min(blocks, 2))
         name = f"r{self.names}"
         self.requests[name] = EngineRequest(chain, blocks * BLOCK + max(rest, 1 if blocks == 0 else 0))
+        if not may_read:
+            self.silent.add(name)
         handoff = HandoffId(self.names.to_bytes(16, "big"))
         wants = {"": None, "prefill": Prefill(handoff), "decode": Handoff(handoff, NodeId("n"))}[role]
         self.half.on_new_request(name, chain, self.now, may_read=may_read, wants=wants)
@@ -194,6 +197,7 @@ class Engine(RuleBasedStateMachine):
     @invariant()
     def consistent(self) -> None:
         self.half.check_invariants()
+        assert not self.silent & {name for name, _, _ in self.line.asked}, "asked for a request that may not read"
         read = {entry.block_id for store in self.reports for entry in store.entries}
         read |= {block_id for lending, _ in self.lent for block_id, _ in lending.blocks}
         assert read <= set(self.line.pins.pinned), "a copy under way reads a block that the engine may overwrite"

@@ -15,7 +15,6 @@ from kvservice.proxy.plan import (
     BROKEN,
     BUSY,
     DECODE_FAILED,
-    LOST,
     NO_DECODE,
     TIMED_OUT,
     TRANSITIONS,
@@ -255,76 +254,6 @@ def test_prefill_lost_beside_a_decode_that_has_spoken_changes_nothing() -> None:
 def test_the_only_decode_server_at_its_limit_can_start_again_after_prefill_was_lost() -> None:
     world = in_state(State.BOTH, decode=1, in_flight_max=1)
     assert names(world.prefill_fails()) == ["Cancel", "SendPrefill", "SendDecode"]
-
-
-# ---- a request that ends the servers it is sent to
-
-
-def test_a_request_is_refused_once_as_many_servers_as_allowed_failed_under_it() -> None:
-    world = World(prefill=0, decode=6, tries=3)
-    world.begin()
-    assert names(world.decode_fails(Fault.BROKEN)) == ["SendDecode"]
-    assert names(world.decode_fails(Fault.ERROR)) == ["SendDecode"]
-    assert world.decode_fails(Fault.BROKEN) == [Refuse(LOST)]
-    assert 500 <= LOST.status < 600 and LOST.retry_after is None
-
-
-@pytest.mark.parametrize("fault", [fault for fault in Fault if not fault.blames_request])
-def test_a_server_that_never_had_the_request_does_not_count_against_it(fault: Fault) -> None:
-    world = World(prefill=0, decode=4)
-    world.begin()
-    for _ in range(3):
-        assert names(world.decode_fails(fault)) == ["SendDecode"]
-    assert world.decode_fails(fault) == [Refuse(DECODE_FAILED)]
-
-
-def test_after_a_prefill_server_was_lost_one_decode_server_alone_has_the_request() -> None:
-    world = in_state(State.BOTH, decode=3)
-    assert world.decode is not None
-    exposed = world.decode.server
-    cancel, decode = world.prefill_fails(Fault.BROKEN)
-    assert isinstance(cancel, Cancel) and isinstance(decode, SendDecode)
-    assert decode.server is exposed and decode.handoff is None
-    assert world.decode_fails(Fault.BROKEN) == [Refuse(LOST)]
-
-
-def test_decode_lost_beside_prefill_waits_for_what_prefill_says_of_the_request() -> None:
-    world = in_state(State.BOTH, decode=3)
-    assert world.prefill is not None and world.decode is not None
-    handoff, lost = world.prefill.handoff_id, world.decode.server
-    assert world.decode_fails(Fault.BROKEN) == []
-    (decode,) = world.prefill_answers()
-    assert isinstance(decode, SendDecode) and decode.server is not lost
-    assert decode.handoff is not None and decode.handoff.id == handoff
-
-
-def test_a_request_that_ended_its_decode_and_its_prefill_server_is_sent_to_no_other_one() -> None:
-    world = in_state(State.BOTH, prefill=3, decode=3)
-    world.decode_fails(Fault.BROKEN)
-    assert world.prefill_fails(Fault.BROKEN) == [Refuse(LOST)]
-
-
-@given(
-    prefill=st.integers(0, 4),
-    decode=st.integers(1, 4),
-    known=st.booleans(),
-    tries=st.integers(2, 4),
-    order=st.lists(st.booleans(), min_size=8, max_size=8),
-)
-def test_a_request_that_ends_every_server_ends_no_more_than_it_may(
-    prefill: int, decode: int, known: bool, tries: int, order: list[bool]
-) -> None:
-    """Also when a server that was told to stop working on it ends all the same."""
-    world = World(prefill, decode, known=known, tries=tries)
-    world.begin()
-    for prefill_first in order:
-        if world.prefill is not None and (prefill_first or world.decode is None):
-            world.prefill_fails(Fault.BROKEN)
-        elif world.decode is not None:
-            world.decode_fails(Fault.BROKEN)
-    assert world.exchange.state is State.DONE and isinstance(world.actions[-1], Refuse)
-    sent = [each for each in world.actions if isinstance(each, SendPrefill | SendDecode)]
-    assert len({(each.server.role, each.server.url) for each in sent}) <= tries
 
 
 # ---- what prefill says
