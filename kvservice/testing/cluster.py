@@ -58,6 +58,7 @@ class LocalCluster:
         slab_bytes: int | None = None,
         mirror_bytes: int | None = None,
         drain_seconds: float = 0.0,
+        keep_segment: bool = False,
         environment: Mapping[str, str] | None = None,
         tls_dir: str = "",
     ) -> None:
@@ -71,6 +72,7 @@ class LocalCluster:
         self._slab_bytes = slab_bytes
         self._mirror_bytes = mirror_bytes
         self._drain_seconds = drain_seconds
+        self._keep_segment = keep_segment
         self._environment = {**os.environ, "KVSERVICE_TLS_DIR": tls_dir, **(environment or {})}
         self._tls = open_tls(tls_dir)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -119,6 +121,8 @@ class LocalCluster:
         arguments += ["--transport", self._transport, "--lease-seconds", str(self._lease_seconds)]
         arguments += ["--runtime-root", str(self.root), "--drain-seconds", str(self._drain_seconds)]
         arguments += [word for address in self.lookup_addresses for word in ("--lookup", address)]
+        if self._keep_segment:
+            arguments += ["--keep-segment"]
         if self._slab_bytes is not None:
             arguments += ["--slab-bytes", str(self._slab_bytes)]
         if self._mirror_bytes is not None:
