@@ -123,7 +123,7 @@ async def small_pool() -> AsyncIterator[PoolRuntime]:
 
 async def test_a_copy_that_was_paused_over_a_restart_writes_into_nobodys_block(root: Path) -> None:
     """The runtime directory is of no account: every other round it is removed while the shard is down."""
-    number = rounds(20, failed_before=0.99, campaign=MANY)
+    number = rounds(20, failed_before=1.0, campaign=MANY)
     service = f"t{uuid.uuid4().hex[:8]}"
     config = ShardServerConfig(service, NodeId("n"), 4 * MiB, (), root, slab_bytes=1 << 20, transport="shm")
     server = ShardServer(config)
@@ -154,7 +154,7 @@ async def test_a_copy_that_was_paused_over_a_restart_writes_into_nobodys_block(r
 
 def test_a_stopped_process_of_an_engine_keeps_its_slots_over_a_restart_of_the_shard() -> None:
     """The same with processes: SIGSTOP in the middle of a copy, SIGTERM to a shard that keeps its blocks."""
-    for played in range(rounds(1, failed_before=0.99, campaign=20)):
+    for played in range(rounds(1, failed_before=1.0, campaign=20)):
         asyncio.run(_stopped_process(played))
 
 
@@ -190,7 +190,7 @@ async def _stopped_process(played: int) -> None:
 async def test_a_copy_that_outlives_its_attachment_writes_into_nobodys_block(how: str) -> None:
     """Its scheduler left in order, or its stream broke, while a copier was in the middle of a batch."""
     async with small_pool() as pool:
-        for played in range(rounds(20, failed_before=0.99, campaign=MANY)):
+        for played in range(rounds(20, failed_before=1.0, campaign=MANY)):
             slow = await Engine.attach(pool)
             refs = await pool.reserve(slow.id, SLOTS)
             copy = PausedCopy(slow.segment, slow.attachment.epoch, refs)
@@ -225,7 +225,7 @@ async def test_a_worker_that_comes_while_its_engine_is_looked_for_writes_into_no
     chance = random.Random(7)
     outcomes = {True: 0, False: 0}  # by whether the worker found its slots still its own
     async with small_pool() as pool:
-        for played in range(rounds(20, failed_before=0.5, campaign=MANY)):
+        for played in range(rounds(20, failed_before=0.66, campaign=MANY)):
             engine_spec = spec()
             attachment = await pool.attach(engine_spec, lambda reason: None)
             refs = await pool.reserve(attachment.attachment_id, SLOTS)
