@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from kvservice.client.discovery import choose_shard, is_listening
 from kvservice.client.port import PoolPort
 from kvservice.client.shard import ShardClient
 from kvservice.client.token import Token
-from kvservice.connector.options import DEV_SHM, ConnectorOptions, Mode
+from kvservice.connector.options import ConnectorOptions, Mode
 from kvservice.core.geometry import plan_geometry
 from kvservice.core.messages import EngineSpec
 from kvservice.errors import ConfigError, Unavailable
-from kvservice.memory.segment import remove_stale, segment_path
 from kvservice.pool.runtime import PoolConfig, PoolRuntime
 from kvservice.units import NodeId, format_bytes
 
 log = logging.getLogger("kvservice.connector")
 
-EMBEDDED = "embedded"
-
 
 @dataclass(frozen=True, slots=True)
 class PoolChoice:
-    """How to open the pool, the engine's spec with its id filled in, and what to do when the engine ends."""
+    """How to open the pool, and the engine's spec with its id filled in."""
 
     mode: Mode  # SERVICE or EMBEDDED
     spec: EngineSpec
     open: Callable[[], Awaitable[PoolPort]]
-    cleanup: Callable[[], None]
 
 
 def choose_pool(options: ConnectorOptions, spec: EngineSpec) -> PoolChoice:
@@ -45,7 +39,7 @@ def choose_pool(options: ConnectorOptions, spec: EngineSpec) -> PoolChoice:
         mode = Mode.SERVICE if found else Mode.EMBEDDED
     if mode is Mode.SERVICE:
         log.warning("kvservice: mode service, using this node's shard")
-        return PoolChoice(mode, spec, lambda: _open_service(options), lambda: None)
+        return PoolChoice(mode, spec, lambda: _open_service(options))
     return _embedded(options, spec)
 
 
@@ -67,17 +61,10 @@ async def _open_service(options: ConnectorOptions) -> PoolPort:
 
 def _embedded(options: ConnectorOptions, spec: EngineSpec) -> PoolChoice:
     geometry = plan_geometry(options.embedded_bytes())
-    name = NodeId(spec.engine_id.hex()[:12])
-    path = segment_path(EMBEDDED, name, DEV_SHM)
-    for stale in remove_stale(DEV_SHM, str(segment_path(EMBEDDED, "", DEV_SHM).name)):
-        log.info("removed the segment of an engine that was killed: %s", stale)
     log.warning("kvservice: mode embedded, a pool of %s in this process", format_bytes(geometry.segment_bytes))
 
     async def open_pool() -> PoolPort:
-        return await PoolRuntime.open(PoolConfig(name, Path(path), geometry))
+        # Without a name, so that no end of this engine leaves it behind.
+        return await PoolRuntime.open(PoolConfig(NodeId(spec.engine_id.hex()[:12]), None, geometry))
 
-    def cleanup() -> None:
-        path.unlink(missing_ok=True)
-
-    atexit.register(cleanup)
-    return PoolChoice(Mode.EMBEDDED, spec, open_pool, cleanup)
+    return PoolChoice(Mode.EMBEDDED, spec, open_pool)

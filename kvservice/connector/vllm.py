@@ -539,8 +539,6 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._session is not None:
             self._session.close()
-        if self._pool is not None:
-            self._pool.cleanup()
         if self._worker is not None:
             self._worker.close()
         self._adapters.close()

@@ -20,6 +20,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -36,11 +37,12 @@ _CONTROL = struct.Struct("<8sQQQ24sI")
 _CRC = struct.Struct("<I")
 _SLAB = struct.Struct("<QQ")
 _EMPTY_HEADER = bytes(HEADER_BYTES)
+_OF_PROCESS = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 assert _CONTROL.size + _CRC.size == HEADER_BYTES <= CONTROL_BYTES
 
 
 class Segment:
-    """A mapping of one segment. Make it with `create` (the shard) or `attach` (engines)."""
+    """A mapping of one segment. Make it with `create` (a shard), `nameless` (an embedded pool) or `attach` (engines)."""
 
     def __init__(self, path: Path, geometry: Geometry, descriptor: int) -> None:
         self.path = path
@@ -72,7 +74,11 @@ class Segment:
             if not reusable:
                 if os.fstat(descriptor).st_size > 0:
                     descriptor = replace_locked(descriptor, path)
-                _reserve(descriptor, path, geometry.segment_bytes)
+                try:
+                    _reserve(descriptor, path.parent, geometry.segment_bytes)
+                except SegmentError:
+                    path.unlink(missing_ok=True)  # it is new, and nothing is left of a start that failed
+                    raise
             segment = cls(path, geometry, descriptor)
         except BaseException:
             os.close(descriptor)
@@ -80,6 +86,27 @@ class Segment:
         segment.existed = reusable
         before = previous[1] if previous is not None and known else 0
         segment.epoch = BootEpoch(max(before + 1, epoch_floor))
+        segment.write_control(node_id)
+        return segment
+
+    @classmethod
+    def nameless(cls, directory: Path, geometry: Geometry, node_id: str) -> Segment:
+        """New memory in this directory's file system under no name: the kernel frees it when nobody has it mapped any
+        more, whatever way the processes end. Others attach by a path that leads through this process's descriptor,
+        as its user and in its PID namespace. Reserves and raises as `create` does.
+        """
+        try:
+            descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise SegmentError(f"cannot make a file in {directory}: {error.strerror}", path=directory) from error
+        try:
+            _reserve(descriptor, directory, geometry.segment_bytes)
+            segment = cls(Path(f"/proc/{os.getpid()}/fd/{descriptor}"), geometry, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        # Random, so that a process that finds another one under this path cannot take its memory for ours.
+        segment.epoch = BootEpoch(1 + int.from_bytes(os.urandom(6), "big"))
         segment.write_control(node_id)
         return segment
 
@@ -230,10 +257,14 @@ def remove_stale(directory: Path, prefix: str) -> list[Path]:
 
 
 def open_private(path: Path, flags: int) -> int:
+    of_process = _OF_PROCESS.fullmatch(str(path)) is not None  # the kernel's link to an open file, not somebody's
     try:
-        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(path, flags | os.O_CLOEXEC | (0 if of_process else os.O_NOFOLLOW), 0o600)
     except OSError as error:
-        raise SegmentError(f"cannot open the segment {path}: {error.strerror}", path=path) from error
+        advice = (
+            "; the workers of an engine with a pool of its own need its user and PID namespace" if of_process else ""
+        )
+        raise SegmentError(f"cannot open the segment {path}: {error.strerror}{advice}", path=path) from error
     except ValueError as error:  # a zero byte in it, or what no file name can say
         raise SegmentError(f"{str(path)!a} is no path of a segment", path=ascii(str(path))) from error
     if os.fstat(descriptor).st_uid != os.getuid():
@@ -294,7 +325,7 @@ def _owner_hint(path: Path) -> str:
     return ""
 
 
-def _reserve(descriptor: int, path: Path, size: int) -> None:
+def _reserve(descriptor: int, directory: Path, size: int) -> None:
     """posix_fallocate: on tmpfs it takes the pages now, where a bare ftruncate would fail later with SIGBUS."""
     status = os.fstatvfs(descriptor)
     free = status.f_bavail * status.f_frsize
@@ -305,13 +336,11 @@ def _reserve(descriptor: int, path: Path, size: int) -> None:
             return
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
-                raise SegmentError(f"cannot reserve {format_bytes(size)} at {path}: {error.strerror}") from error
+                raise SegmentError(f"cannot reserve {format_bytes(size)} in {directory}: {error.strerror}") from error
             problem = error
-    os.ftruncate(descriptor, 0)
-    path.unlink(missing_ok=True)
     raise SegmentError(
-        f"{path.parent} is too small: {format_bytes(size)} needed, {format_bytes(free)} free. Make it larger "
-        f"(mount -o remount,size={size // (1 << 30) + 1}G {path.parent}; docker run --shm-size; in Kubernetes an "
+        f"{directory} is too small: {format_bytes(size)} needed, {format_bytes(free)} free. Make it larger "
+        f"(mount -o remount,size={size // (1 << 30) + 1}G {directory}; docker run --shm-size; in Kubernetes an "
         "emptyDir with medium: Memory and a sizeLimit), or lower the pool size",
         needed_bytes=size,
         free_bytes=free,

@@ -63,12 +63,19 @@ CHECK_SLOTS_MAX = 20_000  # a full check of more slots would hold the loop for t
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
     node_id: NodeId
-    segment_path: Path
+    segment_path: Path | None  # None: memory without a name in `directory`, gone with the processes that map it
     geometry: Geometry
     lease_seconds: float = 10.0
+    directory: Path = Path("/dev/shm")
     epoch_floor: int = 1  # the boot epoch is at least this; lets a lost segment still get a newer epoch
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)  # at start; see PoolRuntime.set_tenants
     eviction: str = "reuse"  # a name in core.eviction.POLICIES
+
+
+def _segment_of(config: PoolConfig) -> Segment:
+    if config.segment_path is None:
+        return Segment.nameless(config.directory, config.geometry, config.node_id)
+    return Segment.create(config.segment_path, config.geometry, config.node_id, epoch_floor=config.epoch_floor)
 
 
 class PoolRuntime:
@@ -127,9 +134,7 @@ class PoolRuntime:
         Raises SegmentError when the memory cannot be had, ServiceConflict when another process owns the segment,
         TransferError when the transport cannot start.
         """
-        segment = await asyncio.to_thread(
-            Segment.create, config.segment_path, config.geometry, config.node_id, epoch_floor=config.epoch_floor
-        )
+        segment = await asyncio.to_thread(_segment_of, config)
         puller: Puller | None = None
         try:
             if transport is not None:

@@ -202,3 +202,39 @@ def test_segment_with_holes_is_not_adopted(path: Path) -> None:
     assert segment.epoch > first.epoch
     assert path.stat().st_blocks * 512 >= GEOMETRY.segment_bytes
     segment.close()
+
+
+def test_nameless_memory_is_attached_through_its_process_and_goes_with_the_last_mapping(tmp_path: Path) -> None:
+    directory = Path("/dev/shm")
+    before, free = set(directory.iterdir()), os.statvfs(directory).f_bavail
+    segment = Segment.nameless(directory, GEOMETRY, "node")
+    assert set(directory.iterdir()) == before
+    taken = (free - os.statvfs(directory).f_bavail) * os.statvfs(directory).f_frsize
+    assert taken >= GEOMETRY.segment_bytes, "reserved at once, as with a name"
+    code = (
+        "import sys; from pathlib import Path; from kvservice.core.geometry import Geometry;"
+        "from kvservice.memory.segment import Segment;"
+        "s = Segment.attach(Path(sys.argv[1]), Geometry(int(sys.argv[2]), int(sys.argv[3])));"
+        "s.buffer[-4:] = b'mine'; print(s.epoch)"
+    )
+    words = [str(segment.path), str(GEOMETRY.slab_bytes), str(GEOMETRY.slab_count)]
+    said = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, check=True, text=True)
+    assert int(said.stdout) == segment.epoch
+    assert bytes(segment.buffer[-4:]) == b"mine"
+    engine = Segment.attach(segment.path, GEOMETRY)
+    segment.close()
+    assert bytes(engine.buffer[-4:]) == b"mine"
+    engine.close()
+    assert os.statvfs(directory).f_bavail >= free - 16
+
+
+def test_path_of_a_process_that_is_gone_says_what_workers_need() -> None:
+    with pytest.raises(SegmentError, match="user and PID namespace"):
+        Segment.attach(Path("/proc/4194304/fd/3"), GEOMETRY)
+
+
+def test_a_link_in_the_place_of_a_segment_is_not_followed(path: Path, tmp_path: Path) -> None:
+    Segment.create(tmp_path / "other", GEOMETRY, "node").close()
+    path.symlink_to(tmp_path / "other")
+    with pytest.raises(SegmentError, match="cannot open"):
+        Segment.attach(path, GEOMETRY)
