@@ -42,7 +42,7 @@ assert _CONTROL.size + _CRC.size == HEADER_BYTES <= CONTROL_BYTES
 
 
 class Segment:
-    """A mapping of one segment. Make it with `create` (a shard), `nameless` (an embedded pool) or `attach` (engines)."""
+    """A mapping of one segment. Made by `create` (a shard), `nameless` (an embedded pool) or `attach` (engines)."""
 
     def __init__(self, path: Path, geometry: Geometry, descriptor: int) -> None:
         self.path = path

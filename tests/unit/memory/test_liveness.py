@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -160,12 +159,8 @@ def test_memory_that_the_shard_does_not_own_any_more_is_not_held(path: Path, sha
 
 def test_a_file_without_a_name_is_held_like_any_other() -> None:
     """The segment of an embedded pool."""
-    descriptor = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
-    os.ftruncate(descriptor, GEOMETRY.segment_bytes)
-    shard = Segment(Path(f"/proc/{os.getpid()}/fd/{descriptor}"), GEOMETRY, descriptor)
-    shard.epoch = BootEpoch(3)
-    shard.write_control("node")
-    lock = hold(shard, ENGINE, BootEpoch(3))
+    shard = Segment.nameless(Path("/dev/shm"), GEOMETRY, "node")
+    lock = hold(Segment.attach(shard.path, GEOMETRY), ENGINE, shard.epoch)
     assert not is_free(shard)
     lock.release()
     assert is_free(shard)
