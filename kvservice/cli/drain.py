@@ -58,13 +58,13 @@ def run(service: str, node: str | None, local: bool, timeout: float, handover: b
 
 
 def _choose(service: str, node: str | None, local: bool) -> list[Drained]:
-    from kvservice.cli.members import find_members
+    from kvservice.cli.members import find_members, unknown_service
 
     if (node is None) == (not local):
         raise ConfigError("say which shards leave: --node NODE, or --local for those of this machine")
     members = find_members(service)
     if members is None:
-        raise Unavailable(f"no service {service!r} is registered on this machine")
+        raise Unavailable(unknown_service(service))
     if local:
         if not members.local:
             raise Unavailable(f"no shard of service {service!r} runs on this machine")

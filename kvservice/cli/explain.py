@@ -57,11 +57,11 @@ def run(service: str, request_id: str, *, as_json: bool) -> bool:
 
 def explain(service: str, request_id: str) -> dict[str, Any]:
     """Everything `show` prints, with stable keys. Blocks for RPCs."""
-    from kvservice.cli.members import find_members
+    from kvservice.cli.members import find_members, unknown_service
 
     members = find_members(service)
     if members is None:
-        raise Unavailable(f"no service {service!r} is registered on this machine")
+        raise Unavailable(unknown_service(service))
     answers = _ask_shards(members, request_id)
     records = answers.records()
     ids, chosen = choose([record.request_id for _, record in records], request_id)

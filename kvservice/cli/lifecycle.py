@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,24 +65,41 @@ def up(config: Any, address: str | None) -> None:
 
 
 def down(service: str, address: str | None) -> bool:
-    """Stop the service and remove what earlier ones left on this machine. False when there was neither."""
+    """Stop the service and remove what earlier ones left on this machine. False when there was neither. Raises
+    Unavailable when processes go on that were started without Ray: whoever started them ends them."""
     from kvservice.actors import deploy, ray_auth
     from kvservice.actors.leftovers import remove_leftovers
+    from kvservice.cli.members import services_here
+    from kvservice.client.discovery import find_shards
 
     console = Console(stderr=True)
     head = ray_auth.head_record(service)
     found = head.exists()
+    no_ray, stopped = "", False
     try:
         deploy.connect(address or _recorded_address(head))
-        found = deploy.down(service) or found
+        stopped = deploy.down(service)
+        found = stopped or found
     except Unavailable as error:
-        console.print(error.message)
+        no_ray = error.message
     _stop_head(head)
+    alone = [] if stopped else find_shards(service)
+    if alone:
+        processes = ", ".join(f"node {record.node_id} as pid {record.pid}" for record in alone)
+        pids = " ".join(str(record.pid) for record in alone)
+        raise Unavailable(
+            f"service {service!r} runs without Ray on this machine: {processes}. End it with Ctrl-C where it was "
+            f"started, or with `kill {pids}`"
+        )
+    if no_ray:
+        console.print(no_ray)
     removed = remove_leftovers(service, [])
     for path in removed:
         console.print(f"removed {path}, which an earlier service left behind")
     found = found or bool(removed)
-    console.print(f"service '{service}' is down" if found else f"there is no service '{service}'")
+    others = services_here()
+    there = f"; there is {', '.join(others)}: name it with --service" if others else ""
+    console.print(f"service '{service}' is down" if found else f"there is no service '{service}'{there}")
     return found
 
 
@@ -96,6 +114,8 @@ def run_foreground(config: Any) -> None:
 async def _foreground(config: Any) -> None:
     from kvservice.core.membership import patience
     from kvservice.lookup.server import LookupServer
+    from kvservice.observe.lookup_metrics import LookupCollector
+    from kvservice.observe.metrics import ShardCollector, read_on, serve_collectors
     from kvservice.shard.process import Asked, end_process, first_of
     from kvservice.shard.server import ShardServer, ShardServerConfig
     from kvservice.units import NodeId
@@ -124,11 +144,20 @@ async def _foreground(config: Any) -> None:
             tenants_file=config.tenants_file,
         )
     )
+    end_metrics: Callable[[], None] = lambda: None  # noqa: E731
     try:
         await shard.start()
+        if config.metrics_port:
+            loop = asyncio.get_running_loop()
+            collectors = [
+                ShardCollector(config.service, read_on(loop, shard.stats)),
+                LookupCollector(config.service, read_on(loop, lookup.numbers)),
+            ]
+            end_metrics = serve_collectors(collectors, config.metrics_port, "127.0.0.1")
         console.print(f"service '{config.service}' runs on this machine; Ctrl-C stops it")
         await first_of(asked.to_end.wait(), shard.left.wait())
     finally:
+        await asyncio.to_thread(end_metrics)
         await end_process(shard, asked)
         await lookup.stop()
 

@@ -19,7 +19,7 @@ EXIT_USAGE = 2
 EXIT_NO_SERVICE = 3
 
 app = typer.Typer(
-    help="A cluster-wide KV cache for LLM inference on Ray.", no_args_is_help=True, add_completion=False,
+    help="A cluster-wide KV cache for LLM inference, on Ray or without it.", no_args_is_help=True, add_completion=False,
     rich_markup_mode=None, pretty_exceptions_enable=False,
 )  # fmt: skip
 app.add_typer(tenants.app, name="tenants")
@@ -87,15 +87,15 @@ def down(service: Service = None, address: Address = None) -> None:
 def status(service: Service = None, as_json: Json = False) -> None:
     """Nodes, capacity by slot state, hits, bytes moved, lookup shards. Run it on any node of the service."""
     from kvservice.cli import status as command
-    from kvservice.config import load_config
+    from kvservice.cli.members import chosen_service, unknown_service
 
     try:
-        state = command.collect(load_config(service=service).service)
+        name = chosen_service(service)
+        state = command.collect(name)
     except KVServiceError as error:
         raise fail(error) from error
     if state is None:
-        message = "no service is registered on this machine: start one with `kvservice up`"
-        typer.echo('{"service": null}' if as_json else message)
+        typer.echo('{"service": null}' if as_json else unknown_service(name))
         raise typer.Exit(EXIT_NO_SERVICE)
     command.show(state, as_json=as_json)
     if state["problems"]:
@@ -114,11 +114,11 @@ def drain(
 ) -> None:
     """A shard leaves: it hands its hottest blocks to other nodes, tells the directory, and ends. Engines go on."""
     from kvservice.cli import drain as command
-    from kvservice.config import load_config
+    from kvservice.cli.members import chosen_service
 
     try:
         seconds = command.check_timeout(timeout)
-        name = load_config(service=service).service
+        name = chosen_service(service)
         left = command.run(name, node, local, seconds, not no_handover, undo, as_json)
     except KVServiceError as error:
         raise fail(error) from error
@@ -130,10 +130,10 @@ def drain(
 def explain(request_id: str, service: Service = None, as_json: Json = False) -> None:
     """Why a request hit what it hit: REQUEST_ID is what the API returned, or the beginning of it."""
     from kvservice.cli import explain as command
-    from kvservice.config import load_config
+    from kvservice.cli.members import chosen_service
 
     try:
-        known = command.run(load_config(service=service).service, request_id, as_json=as_json)
+        known = command.run(chosen_service(service), request_id, as_json=as_json)
     except KVServiceError as error:
         raise fail(error) from error
     if not known:

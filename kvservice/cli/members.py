@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+
+from kvservice.errors import ConfigError
 
 CALL_SECONDS = 3.0
 ASKED_AT_ONCE = 16
@@ -28,6 +31,35 @@ class Members:
         from kvservice.wire.tls import open_blocking_channel
 
         return open_blocking_channel(address, self.tls)
+
+
+def services_here() -> list[str]:
+    """Names of the services that are registered on this machine."""
+    from kvservice.client.discovery import find_shards
+
+    return sorted({record.service for record in find_shards(live_only=False)})
+
+
+def chosen_service(given: str | None) -> str:
+    """The service that a command asks: the one that is named, by option or KVSERVICE_SERVICE, else the only one of this
+    machine, whatever its name. Raises ConfigError when several could be meant."""
+    from kvservice.config import load_config
+
+    name = load_config(service=given).service
+    found = services_here()
+    if given is not None or "KVSERVICE_SERVICE" in os.environ or name in found or not found:
+        return name
+    if len(found) > 1:
+        raise ConfigError(f"several services are registered on this machine: choose --service {' or '.join(found)}")
+    return found[0]
+
+
+def unknown_service(name: str) -> str:
+    """What to say when this machine knows no service of this name."""
+    found = services_here()
+    if not found:
+        return "no service is registered on this machine: start one with `kvservice up`"
+    return f"no service {name!r} is registered on this machine; there is {', '.join(found)}: name it with --service"
 
 
 def tls_beside(record: Any = None) -> Any:

@@ -18,7 +18,7 @@ from kvservice.errors import ConfigError, KVServiceError
 app = typer.Typer(
     help="Who may use a service: tokens, quotas, public prompts.", no_args_is_help=True, rich_markup_mode=None
 )
-File = Annotated[Path, typer.Option("--file", help="The tenants file, as KVSERVICE_TENANTS_FILE names it.")]
+File = Annotated[Path, typer.Option("--file", envvar="KVSERVICE_TENANTS_FILE", help="The tenants file.")]
 Name = Annotated[str, typer.Argument(help="The tenant.")]
 Quota = Annotated[str | None, typer.Option(help="Most it may hold of each node's pool: 25% or 8GiB; '' = no limit.")]
 InFlight = Annotated[

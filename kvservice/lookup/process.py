@@ -8,10 +8,10 @@ import signal
 from collections.abc import Callable
 
 from kvservice.lookup.server import LookupServer
-from kvservice.observe.lookup_metrics import LookupNumbers, serve_lookup_metrics
+from kvservice.observe.lookup_metrics import serve_lookup_metrics
+from kvservice.observe.metrics import read_on
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-READ_SECONDS = 5.0
 
 
 async def serve(
@@ -24,20 +24,11 @@ async def serve(
     for number in SIGNALS:
         loop.add_signal_handler(number, stopped.set)
 
-    def read() -> LookupNumbers | None:  # on a thread of the metrics server
-        try:
-            return asyncio.run_coroutine_threadsafe(numbers(), loop).result(READ_SECONDS)
-        except (TimeoutError, RuntimeError):  # busy, or ending
-            return None
-
-    async def numbers() -> LookupNumbers:
-        return server.numbers()
-
     end_metrics: Callable[[], None] = lambda: None  # noqa: E731
     port = await server.start()
     try:
         if metrics_port:
-            end_metrics = serve_lookup_metrics(service, read, metrics_port, host)
+            end_metrics = serve_lookup_metrics(service, read_on(loop, server.numbers), metrics_port, host)
         print(f"{where}:{port}", flush=True)
         await stopped.wait()
         for number in SIGNALS:

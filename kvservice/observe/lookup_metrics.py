@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvservice.observe.metrics import ANY_ADDRESS, serve_collector
+from kvservice.observe.metrics import ANY_ADDRESS, serve_collectors
 
 # Counter of a lookup shard -> what it counts. Exported as kvservice_lookup_<name>_total; others show as events.
 LOOKUP_COUNTERS: Mapping[str, str] = {
@@ -71,4 +71,4 @@ def serve_lookup_metrics(
     service: str, read: Callable[[], LookupNumbers | None], port: int, address: str = ANY_ADDRESS
 ) -> Callable[[], None]:
     """Answer Prometheus at address:port/metrics. Returns what ends it."""
-    return serve_collector(LookupCollector(service, read), port, address)
+    return serve_collectors([LookupCollector(service, read)], port, address)

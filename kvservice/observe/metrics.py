@@ -1,20 +1,29 @@
 """Every metric a shard exports, in one table, and the Prometheus collector that reads them from its counters.
 
-A counter that is not in the table is not lost: it shows under kvservice_events_total with its name as a label. The
-endpoint runs on threads of prometheus_client; `read` is called from them.
+Every counter of the table is exported from the start, as 0: `increase` of a counter that is born with its first event
+is 0, so an alert would miss that event. A counter that is not in the table is not lost: it shows under
+kvservice_events_total with its name as a label. The endpoint runs on threads of prometheus_client; `read` is called
+from them.
 """
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvservice.errors import KVServiceError
+
 log = logging.getLogger("kvservice.observe")
+
+T = TypeVar("T")
+READ_SECONDS = 5.0
 
 # Number among a shard's counters that also falls -> what it is. Exported as kvservice_<name>.
 GAUGES: Mapping[str, str] = {
@@ -87,6 +96,7 @@ COUNTERS: Mapping[str, str] = {
     "transfer_connect_failed": "connections to other nodes that failed",
     "transfer_reads_failed": "reads that the transport reported as failed",
 }
+TRANSPORTS = ("nixl", "shm")  # that bytes are exported of from the start
 ANY_ADDRESS = "0.0.0.0"
 _PREFIX = "kvservice"
 _TRANSPORT_BYTES = ("transfer_", "_bytes")  # transfer_<transport>_bytes
@@ -148,17 +158,18 @@ class ShardCollector(Collector):
         moved = CounterMetricFamily(
             f"{_PREFIX}_transfer_bytes", "bytes fetched, by transport", labels=[*names, "transport"]
         )
+        for name, text in COUNTERS.items():  # also those that nothing was counted of: see the docstring
+            family = CounterMetricFamily(f"{_PREFIX}_{name}", text, labels=names)
+            family.add_metric(labels, numbers.counters.get(name, 0))
+            yield family
+        bytes_by = dict.fromkeys(TRANSPORTS, 0)
         for name, count in sorted(numbers.counters.items()):
-            if name in GAUGES:
-                continue
-            if name in COUNTERS:
-                family = CounterMetricFamily(f"{_PREFIX}_{name}", COUNTERS[name], labels=names)
-                family.add_metric(labels, count)
-                yield family
-            elif (transport := transport_of(name)) is not None:
-                moved.add_metric([*labels, transport], count)
-            else:
+            if (transport := transport_of(name)) is not None:
+                bytes_by[transport] = count
+            elif name not in COUNTERS and name not in GAUGES:
                 events.add_metric([*labels, name], count)
+        for transport, count in bytes_by.items():
+            moved.add_metric([*labels, transport], count)
         yield moved
         yield events
         yield from self._tenants(numbers, labels)
@@ -206,17 +217,34 @@ def transport_of(counter: str) -> str | None:
     return counter[len(head) : -len(tail)] if counter.startswith(head) and counter.endswith(tail) else None
 
 
+def read_on(loop: asyncio.AbstractEventLoop, ask: Callable[[], T]) -> Callable[[], T | None]:
+    """What any thread may call to have `ask` called on the loop. It blocks, and returns None when the loop is busy or
+    ending."""
+
+    async def call() -> T:
+        return ask()
+
+    def read() -> T | None:
+        try:
+            return asyncio.run_coroutine_threadsafe(call(), loop).result(READ_SECONDS)
+        except (concurrent.futures.TimeoutError, RuntimeError, KVServiceError):
+            return None
+
+    return read
+
+
 def serve_metrics(
     service: str, read: Callable[[], ShardNumbers | None], port: int, address: str = ANY_ADDRESS
 ) -> Callable[[], None]:
     """Answer Prometheus at address:port/metrics. Returns what ends it."""
-    return serve_collector(ShardCollector(service, read), port, address)
+    return serve_collectors([ShardCollector(service, read)], port, address)
 
 
-def serve_collector(collector: Collector, port: int, address: str = ANY_ADDRESS) -> Callable[[], None]:
+def serve_collectors(collectors: Sequence[Collector], port: int, address: str = ANY_ADDRESS) -> Callable[[], None]:
     """Like `serve_metrics`. A taken port costs the metrics, not what they are about."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(collector)
+    for collector in collectors:
+        registry.register(collector)
     try:
         server, thread = start_http_server(port, address, registry)
     except OSError as error:

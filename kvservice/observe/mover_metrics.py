@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvservice.observe.metrics import serve_collector
+from kvservice.observe.metrics import serve_collectors
 
 MOVER_COUNTERS: Mapping[str, str] = {
     "jobs": "copy jobs of engines that ended",
@@ -57,4 +57,4 @@ def serve_mover_metrics(
     labels: tuple[str, str, str], read: Callable[[], Mapping[str, Any]], port: int
 ) -> Callable[[], None]:
     """Answer Prometheus at :port/metrics. Returns what ends it."""
-    return serve_collector(MoverCollector(labels, read), port)
+    return serve_collectors([MoverCollector(labels, read)], port)

@@ -18,15 +18,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvservice.aio import end_tasks, is_set_within
-from kvservice.core.messages import PoolStats
-from kvservice.errors import KVServiceError
-from kvservice.observe.metrics import serve_metrics
+from kvservice.observe.metrics import read_on, serve_metrics
 from kvservice.shard.server import ShardServer, ShardServerConfig
 
 log = logging.getLogger("kvservice.shard")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-READ_SECONDS = 5.0
 POLL_SECONDS = 0.1
 HURRY_SECONDS = 3.0  # of a stop in order after a second signal: its listeners give calls a second each
 
@@ -38,21 +35,12 @@ async def serve(
     ShardServer.start raises."""
     server = ShardServer(config)
     asked = Asked()
-    loop = asyncio.get_running_loop()
-
-    def read() -> PoolStats | None:  # on a thread of the metrics server
-        try:
-            return asyncio.run_coroutine_threadsafe(numbers(), loop).result(READ_SECONDS)
-        except (TimeoutError, RuntimeError, KVServiceError):  # busy, or ending
-            return None
-
-    async def numbers() -> PoolStats:
-        return server.stats()
 
     end_metrics: Callable[[], None] = lambda: None  # noqa: E731
     holder = await server.start()
     try:
         if metrics_port:
+            read = read_on(asyncio.get_running_loop(), server.stats)
             end_metrics = serve_metrics(config.service, read, metrics_port, config.peer_host.strip("[]"))
         print(f"shard {holder.node_id} serves peers at {holder.peer_address}, epoch {holder.epoch}", flush=True)
         await first_of(asked.to_end.wait(), server.left.wait())

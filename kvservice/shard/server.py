@@ -117,8 +117,8 @@ class ShardServer:
             raise ConfigError(f"{socket_path} is too long for a Unix socket: set KVSERVICE_RUNTIME_DIR to a short path")
         if await asyncio.to_thread(discovery.is_listening, socket_path):
             raise ServiceConflict(
-                f"a shard of service {config.service!r} already serves node {config.node_id} at {socket_path}: stop it "
-                "with `kvservice down`, or choose another --service name"
+                f"a shard of service {config.service!r} already serves node {config.node_id} at {socket_path}: end it "
+                "(`kvservice down` does, or says how), or choose another --service name"
             )
         secret = discovery.node_secret(directory)
         if config.lookup_addresses:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -41,9 +44,12 @@ class Foreground:
 
     def __init__(self, runtime: Path, service: str) -> None:
         self.runtime, self.service = runtime, service
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.metrics_port = probe.getsockname()[1]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "kvservice.cli.main", "up", "--no-ray", "--service", service, "--pool", "16MiB"],
-            env={**os.environ, "KVSERVICE_RUNTIME_DIR": str(runtime)},
+            env={**os.environ, "KVSERVICE_RUNTIME_DIR": str(runtime), "KVSERVICE_METRICS_PORT": str(self.metrics_port)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -121,6 +127,41 @@ def test_a_service_in_the_foreground_ends_cleanly(foreground: Foreground, number
     assert (code, "Traceback" in output) == (0, False), output
     assert not (foreground.runtime / foreground.service).exists()
     assert not list(Path("/dev/shm").glob(f"kvservice-{foreground.service}-*"))
+
+
+def test_a_service_in_the_foreground_answers_prometheus(foreground: Foreground) -> None:
+    url = f"http://127.0.0.1:{foreground.metrics_port}/metrics"
+    deadline = time.monotonic() + 30
+    while True:  # it is registered a moment before it answers here
+        try:
+            with urllib.request.urlopen(url, timeout=5) as reply:
+                text = reply.read().decode()
+                break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert "kvservice_pull_corrupt_total{" in text and "kvservice_lookup_keys{" in text
+
+
+def test_the_only_service_of_a_machine_needs_no_name_and_others_are_named(foreground: Foreground) -> None:
+    state = json.loads(command(foreground.runtime, "status", "--json").stdout)
+    assert state["service"] == foreground.service
+    for asked in (["status", "--service", "other"], ["explain", "x", "--service", "other"]):
+        shown = command(foreground.runtime, *asked)
+        assert shown.returncode != 0 and f"there is {foreground.service}" in shown.stdout + shown.stderr
+    record = foreground.runtime / "second" / "n0" / "shard.json"
+    record.parent.mkdir(parents=True)
+    (found,) = find_shards(foreground.service, foreground.runtime)
+    record.write_text(json.dumps({**asdict(found), "service": "second", "node_id": "n0"}))
+    shown = command(foreground.runtime, "status")
+    assert shown.returncode == 2 and f"--service {foreground.service} or second" in shown.stderr
+
+
+def test_down_says_who_ends_a_service_without_ray(foreground: Foreground) -> None:
+    shown = command(foreground.runtime, "down", "--service", foreground.service)
+    assert shown.returncode == 1
+    assert f"`kill {foreground.process.pid}`" in shown.stderr
+    assert foreground.process.poll() is None
 
 
 def test_two_services_of_one_name_on_one_machine_are_refused(foreground: Foreground) -> None:

@@ -11,12 +11,15 @@ import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+import yaml
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
 from kvservice.core.messages import PoolStats
 from kvservice.core.tenants import TenantUsage
 from kvservice.observe import logs
+from kvservice.observe.lookup_metrics import LOOKUP_GAUGES, LookupCollector, LookupNumbers
 from kvservice.observe.metrics import COUNTERS, ShardCollector, serve_metrics, transport_of
 from kvservice.observe.mover_metrics import MoverCollector
 from kvservice.units import BootEpoch, NodeId
@@ -61,7 +64,7 @@ def test_tenants_are_labels_and_their_secrets_are_nowhere() -> None:
     assert f"kvservice_tenant_used_bytes{{{place} 4096.0" in text
     assert f"kvservice_tenant_quota_bytes{{{place} 8192.0" in text
     assert f'kvservice_tenant_events_total{{event="quota_refused",{place} 2.0' in text
-    assert "tenant" not in exported(stats())
+    assert "kvservice_tenant_" not in exported(stats())
 
 
 def test_a_shard_that_is_not_running_exports_nothing() -> None:
@@ -82,6 +85,32 @@ def test_the_table_names_no_counter_that_nobody_counts() -> None:
     counted |= {f"transfer_{name}" for name in counted}  # the pool prefixes those of the puller
     composed = ("pull_", "evicted_")  # of an enum's values, of a choice
     assert {name for name in COUNTERS if not name.startswith(composed)} <= counted
+
+
+def test_whatever_dashboards_and_alerts_ask_for_is_there_before_anything_has_happened() -> None:
+    """`increase` of a counter that is born with its first event is 0: that event would raise no alert."""
+    chart = ROOT / "helm" / "kvservice"
+    asked = (chart / "alerts.yaml").read_text() + (chart / "dashboards" / "kvservice.json").read_text()
+    names = set(re.findall(r"kvservice_[a-z_]+", asked))
+    registry = CollectorRegistry()
+    registry.register(ShardCollector("s", stats))
+    lookups = LookupNumbers(0, dict.fromkeys(LOOKUP_GAUGES, 0), {})
+    registry.register(LookupCollector("s", lambda: lookups))
+    registry.register(MoverCollector(("s", "n0", "cpu"), lambda: {"engines": 0, "wedged": False, "counters": {}}))
+    at_rest = {sample.name for family in registry.collect() for sample in family.samples}
+    assert len(names) > 25 and names <= at_rest
+    assert {f"kvservice_{name}_total" for name in COUNTERS} <= at_rest
+
+
+@pytest.mark.parametrize("name", ["KVServiceShardsMissing", "KVServiceLookupMissing"])
+def test_an_alert_about_missing_parts_fires_when_all_of_them_are_missing(name: str) -> None:
+    """A count of nothing is no number in PromQL, and a comparison with it is false."""
+    alerts = yaml.safe_load((ROOT / "helm" / "kvservice" / "alerts.yaml").read_text())["alerts"]
+    (expression,) = [alert["expr"] for alert in alerts if alert["name"] == name]
+    left = expression.partition("<")[0].strip()
+    assert re.fullmatch(r"\(count\([a-z_]+\$SERVICE\) or vector\(0\)\)", left)
+    # What it is compared with must not vanish as well: a fixed number, or absent() beside it.
+    assert "$LOOKUPS" in expression or expression.endswith("or absent(kvservice_segment_bytes$SERVICE)")
 
 
 def test_the_endpoint_answers_and_ends() -> None:

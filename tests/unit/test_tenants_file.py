@@ -63,6 +63,12 @@ def test_add_rotate_retire_and_remove_change_who_is_let_in(tmp_path: Path) -> No
     assert read_tenants(file).by_name == {}
 
 
+def test_the_commands_take_the_file_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSERVICE_TENANTS_FILE", str(tmp_path / "tenants.json"))
+    run("add", "team-a")
+    assert run("list").startswith("team-a: 1 token(s)")
+
+
 def test_a_token_goes_to_a_private_file_when_asked(tmp_path: Path) -> None:
     target = tmp_path / "token"
     printed = run("add", "a", "--file", str(tmp_path / "t.json"), "--token-to", str(target))
