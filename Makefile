@@ -24,6 +24,10 @@ HELM_INSTALLED := $(HELM_VENV)/.installed
 FUZZ_SITE := .venv-fuzz/site
 FUZZ_INSTALLED := .venv-fuzz/.installed
 
+TRITON_SITE := .venv-triton/site
+TRITON_INSTALLED := .venv-triton/.installed
+CUDA_LOCK := requirements/cuda-py311.lock
+
 PEERS_VENV := .venv-peers
 PEERS_INSTALLED := $(PEERS_VENV)/.installed
 
@@ -34,7 +38,7 @@ LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/he
 BENCHMARKS := $(filter-out __init__ report summary layerwise_link mirror_reads,$(basename $(notdir $(wildcard benchmarks/*.py))))
 FAST := not ray and not vllm and not netns and not helm and not sim
 
-.PHONY: help install native model lock protos check lint tidy format test-fast test test-all sim faults fuzz demo demo-pd demo-serve bench bench-peers helm chart-readme audit wheel release clean distclean
+.PHONY: help install native model lock protos check lint tidy format test-fast test test-all sim faults fuzz stand-in-driver demo demo-pd demo-serve bench bench-peers helm chart-readme audit wheel release clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -108,6 +112,16 @@ fuzz: $(INSTALLED) $(FUZZ_INSTALLED) ## Every parser under Atheris, twenty secon
 $(FUZZ_INSTALLED): requirements/fuzz.txt | $(INSTALLED)
 	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --require-hashes --upgrade --target $(FUZZ_SITE) -r $<
 	touch $@
+
+# In a folder of its own: with Triton in the environment, an engine without a GPU would choose a GPU's path.
+$(TRITON_INSTALLED): $(CUDA_LOCK) | $(INSTALLED)
+	mkdir -p $(dir $@)
+	grep '^triton==' $< >.venv-triton/requirements.txt
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --require-hashes --upgrade --target $(TRITON_SITE) -r .venv-triton/requirements.txt
+	touch $@
+
+stand-in-driver: $(INSTALLED) ## Compile the CUDA driver over host memory that the tests of the CUDA path run on
+	$(BIN)/python -m tests.stand_in_driver.build
 
 demo: $(INSTALLED) $(MODEL) ## Two nodes, two replicas, one cache: watch a remote prefix hit
 	$(BIN)/python -m kvservice.cli.main demo

@@ -219,12 +219,13 @@ class Supervisor:
             return
         self._ask(self._gpu_workers.values())
         for part in self._gpu_workers.values():
-            if part.running and part.facts["wedged"]:
-                # The thread that hangs cannot be ended; the process can, and Ray starts the next one.
-                log.error("%s: a copy hangs, it is replaced", part.what)
+            trouble = _end_of(part.facts) if part.running else ""
+            if trouble:
+                # Neither a thread that hangs nor a dead context can be mended: Ray starts the next process.
+                log.error("%s: %s, it is replaced", part.what, trouble)
                 ray.kill(part.handle, no_restart=False)
                 part.running = False
-                self._problems[part.what] = "a copy hung: it is being replaced"
+                self._problems[part.what] = f"{trouble}: it is being replaced"
 
     def _ask(self, parts: Iterable[_Part]) -> None:
         """All at once, so that a cluster starts as fast as its slowest node."""
@@ -291,6 +292,13 @@ class Supervisor:
             allow_plaintext=config.allow_plaintext,
             tenants_file=config.tenants_file,
         )
+
+
+def _end_of(worker: Mapping[str, Any]) -> str:
+    """Why a GPU worker that says this of itself must be replaced; empty when it need not be."""
+    if worker["device_lost"]:
+        return "its process cannot use the GPU any more"
+    return "a copy hung" if worker["wedged"] else ""
 
 
 def _alive_nodes() -> dict[str, str]:

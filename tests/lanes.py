@@ -53,7 +53,7 @@ NO_CLUSTER = "not ray and not vllm and not netns and not sim"
 UNITS = Lane(
     "units", NO_CLUSTER, ("contract", "fuzz", "gpu", "packaging", "property", "serve", "tidy", "unit"), ("nice",)
 )
-SERVICE = Lane("service", NO_CLUSTER, ("faults", "helm", "integration"))
+SERVICE = Lane("service", NO_CLUSTER, ("faults", "helm", "integration", "stand_in_driver"))
 RAY = Lane("ray", "(ray or netns) and not vllm and not sim", ("faults", "helm", "netns", "ray", "serve"))
 SIMULATOR = Lane("simulator", "sim", ("sim",), ("chrt", "--idle", "0"))
 ENGINES = Lane("engines", "vllm and not sim", ("faults", "gpu", "netns", "packaging", "ray", "serve", "vllm"))

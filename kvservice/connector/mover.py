@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -19,11 +19,12 @@ from kvservice.core.descriptors import CopyTemplate
 from kvservice.errors import TransferError, UnsupportedLayout
 from kvservice.memory.runs import copy_runs
 from kvservice.mover.message import Direction
-from kvservice.mover.pinning import Pinning
+from kvservice.mover.pinning import Pinning, PinningOnUse
 from kvservice.observe.failpoints import failpoint
 from kvservice.units import BlockKey
 
 HOST_BATCH = 64  # blocks of one call
+FALLBACK_PIN_SECONDS = 5.0  # a worker that connects, or is replaced, takes less
 
 
 class Ticket(Protocol):
@@ -235,17 +236,20 @@ class CudaMover(InlineMover):
     Has not run on a GPU yet.
     """
 
-    def __init__(self, copier: Copier) -> None:
+    def __init__(self, copier: Copier, pin_after: float = 0.0) -> None:
+        """`pin_after`: seconds that copies have to run here before the pool's memory is pinned."""
         super().__init__(copier)
         self._device = copier.device
         self._stream = torch.cuda.Stream(self._device)
-        self._pinning: Pinning | None = None
+        self._pin_after = pin_after
+        self._pinning: PinningOnUse | None = None
 
     def adopt(self, memory: torch.Tensor, pool: PoolInfo) -> None:
         super().adopt(memory, pool)
-        # Until its memory is pinned, a copy goes through a buffer of the driver's and holds up the calling thread.
-        self._pinning = Pinning(
-            memory.data_ptr(), pool.geometry, _pin, _unpin, lambda: torch.cuda.set_device(self._device)
+        address, geometry = memory.data_ptr(), pool.geometry
+        self._pinning = PinningOnUse(
+            lambda: Pinning(address, geometry, _pin, _unpin, lambda: torch.cuda.set_device(self._device)),
+            self._pin_after,
         )  # fmt: skip
 
     def release(self) -> None:
@@ -255,7 +259,9 @@ class CudaMover(InlineMover):
             self._pinning = None
 
     def run(self, direction: Direction, entries: Sequence[CopyEntry], *, may_borrow: bool = False) -> Ticket:
-        assert self._pool is not None
+        assert self._pool is not None and self._pinning is not None
+        # Until its memory is pinned, a copy goes through a buffer of the driver's and holds up the calling thread.
+        self._pinning.used()
         computed = torch.cuda.Event()
         computed.record(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -267,13 +273,17 @@ class CudaMover(InlineMover):
 
 
 def _pin(address: int, byte_count: int) -> None:
-    error = int(torch.cuda.cudart().cudaHostRegister(address, byte_count, 0))
-    if error:
-        raise TransferError(f"cudaHostRegister: CUDA error {error}")
+    _check("cudaHostRegister", torch.cuda.cudart().cudaHostRegister(address, byte_count, 0))
 
 
 def _unpin(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
+    _check("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(address))
+
+
+def _check(name: str, result: Any) -> None:
+    error = int(getattr(result, "value", result))  # an enum, of which kind depends on torch
+    if error:
+        raise TransferError(f"{name}: CUDA error {error}")
 
 
 def copy_entries(copier: Copier, pool: PoolInfo, direction: Direction, entries: Sequence[CopyEntry]) -> None:
@@ -288,7 +298,9 @@ def copy_entries(copier: Copier, pool: PoolInfo, direction: Direction, entries: 
         failpoint(f"engine.{direction.name.lower()}")
 
 
-def in_process_mover(copier: Copier) -> InlineMover:
-    """Raises nothing for a device that it does not know: copies go through its tensors then."""
-    kinds: dict[str, type[InlineMover]] = {"cuda": CudaMover, "cpu": HostMover}
-    return kinds.get(copier.device.type, InlineMover)(copier)
+def in_process_mover(copier: Copier, *, is_fallback: bool = False) -> InlineMover:
+    """`is_fallback`: a move worker is wanted, which will have most of the copies. Raises nothing for a device that it
+    does not know: copies go through its tensors then."""
+    if copier.device.type == "cuda":
+        return CudaMover(copier, FALLBACK_PIN_SECONDS if is_fallback else 0.0)
+    return HostMover(copier) if copier.device.type == "cpu" else InlineMover(copier)

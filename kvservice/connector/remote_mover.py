@@ -127,7 +127,7 @@ def mover_for(
 ) -> Mover:
     """Where the copies of this engine run. Whatever keeps a worker from being used is said once, and counted. `lends`:
     it lends blocks, which engines of the node's other devices can have as well."""
-    fallback = in_process_mover(copier)
+    fallback = in_process_mover(copier, is_fallback=choice is MoverChoice.WORKER)
     if choice is not MoverChoice.WORKER:
         return fallback
     try:

@@ -1,5 +1,7 @@
-"""`python -m kvservice.mover`: a move worker as a plain process, without Ray. SIGTERM and Ctrl-C stop it cleanly; a
-copy that hangs ends it with status 3, so that whoever supervises it starts it anew."""
+"""`python -m kvservice.mover`: a move worker as a plain process, without Ray. SIGTERM and Ctrl-C stop it cleanly.
+
+It ends with status 3 when a copy hangs, and with 4 when this process cannot use its GPU any more, so that whoever
+supervises it starts it anew."""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ from kvservice.mover.server import MoverConfig, MoverServer
 from kvservice.units import NodeId
 
 STATUS_WEDGED = 3
+STATUS_DEVICE_LOST = 4
 POLL_SECONDS = 0.2
 
 
@@ -49,6 +52,8 @@ def main() -> int:
     while not stopped.wait(POLL_SECONDS):
         if server.wedged.is_set():
             os._exit(STATUS_WEDGED)  # a thread that hangs cannot be joined
+        if server.device_lost.is_set():
+            os._exit(STATUS_DEVICE_LOST)  # engines that wait for a last word take the end of the process for it
     stopping = threading.Thread(target=server.stop, daemon=True)
     stopping.start()
     stopping.join(config.wedge_seconds)

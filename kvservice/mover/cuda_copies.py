@@ -3,7 +3,10 @@
 Large runs: one `cuMemcpyBatchAsync` for all of them, or a `cuMemcpyAsync` each with an older driver or where the host
 memory is not pinned yet. Small runs (a layout that keeps tokens of one head apart): a kernel gathers them into a buffer
 on the GPU in the order of the slots, and few large copies carry that over; loads the other way round. Both directions
-have a stream of their own, of the lowest priority; ends are polled, the device is never synchronised as a whole.
+have a stream of their own; ends are polled, the device is never synchronised as a whole.
+
+Copies by copy engine run beside the engine's kernels. The gather kernel does not: from another process it takes turns
+with them, whatever the priority of its stream. What that costs an engine has not been measured.
 """
 
 from __future__ import annotations
@@ -72,9 +75,9 @@ class CudaCopies:
         self._copy(Direction.STORE, runs)
 
     def close(self) -> None:
-        self._driver.bind()
-        for way in self._ways.values():
-            with contextlib.suppress(TransferError):  # the context may be unusable: the process is about to be replaced
+        with contextlib.suppress(TransferError):  # the context may be unusable: the process is about to be replaced
+            self._driver.bind()
+            for way in self._ways.values():
                 self._driver.destroy_event(way.event)
                 self._driver.destroy_stream(way.stream)
                 if way.staging:
@@ -161,8 +164,8 @@ class DirectCopies:
         raise NotImplementedError("engines only read each other's blocks")
 
     def close(self) -> None:
-        self._driver.bind()
         with contextlib.suppress(TransferError):
+            self._driver.bind()
             self._driver.destroy_event(self._way.event)
             self._driver.destroy_stream(self._way.stream)
 

@@ -48,8 +48,8 @@ class CudaKV:
         if self._closed:
             return
         self._closed = True
-        self._driver.bind()
         with contextlib.suppress(TransferError):  # the engine is gone: there may be nothing left to close
+            self._driver.bind()
             for event in self._events:
                 self._driver.destroy_event(event)
         with contextlib.suppress(TransferError):
@@ -63,6 +63,7 @@ class CudaDevice:
         self._driver = driver
         self.name = driver.uuid
         self._pinnings: dict[int, Pinning] = {}  # by the segment's address
+        self._unpin_failures = 0
         self._gather = gather_launcher(driver)
 
     @classmethod
@@ -88,9 +89,7 @@ class CudaDevice:
             for handle in handles:
                 events.append(self._driver.open_event(_handle(str(handle))))
         except BaseException:
-            for event in events:
-                self._driver.destroy_event(event)
-            self._driver.close(base)
+            CudaKV(self._driver, base, offset, events).close()  # without an error that would hide this one
             raise
         return CudaKV(self._driver, base, offset, events)
 
@@ -100,8 +99,11 @@ class CudaDevice:
         self._pinnings[segment.address] = pinning
 
         def undo() -> None:
-            pinning.undo()
-            del self._pinnings[segment.address]
+            try:
+                pinning.undo()
+            finally:
+                self._pinnings.pop(segment.address, None)
+                self._unpin_failures += pinning.unpin_failures
 
         return undo
 
@@ -120,7 +122,12 @@ class CudaDevice:
             "copies": "cuMemcpyBatchAsync" if self._driver.has_batch_copy else "cuMemcpyAsync",
             "gather": self._gather is not None,
             "pinned_share": min(shares, default=0.0),
+            "unpin_failures": self._unpin_failures,
         }
+
+    @property
+    def lost(self) -> str:
+        return self._driver.fatal
 
 
 def _handle(digits: str) -> bytes:

@@ -17,6 +17,13 @@ LIBRARY = "libcuda.so.1"
 IPC_HANDLE_BYTES = 64
 
 NOT_READY = 600  # CUDA_ERROR_NOT_READY
+# Errors after which no call of this process succeeds: the context, or the whole driver, is unusable until it ends.
+FATAL = frozenset({
+    4,  # deinitialized
+    214, 220, 226,  # uncorrectable memory or NVLink error, contained error
+    700, 702, 709, 710,  # illegal address, launch timeout, context destroyed, assertion
+    714, 715, 716, 717, 718, 719, 721,  # faults of a kernel
+})  # fmt: skip
 _LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 _LAZY_ENABLE_PEER_ACCESS = 1
 _STREAM_NON_BLOCKING = 1
@@ -61,6 +68,7 @@ class Driver:
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
         self.uuid = _uuid_of(library, self._device)
         self._batch = _batch_copy(library)
+        self.fatal = ""  # the error that made this process's context unusable, in the driver's words
 
     @classmethod
     def of_device(cls, name: str) -> Driver:
@@ -83,7 +91,16 @@ class Driver:
 
     def call(self, name: str, *arguments: Any) -> None:
         """Raises TransferError with the driver's words."""
-        _check(self._library, name, getattr(self._library, name)(*arguments))
+        self._check(name, getattr(self._library, name)(*arguments))
+
+    def _check(self, name: str, result: int, where: str = "") -> None:
+        """Raises TransferError, and remembers an error after which nothing succeeds any more."""
+        try:
+            _check(self._library, name, result, where=where)
+        except TransferError as error:
+            if result in FATAL and not self.fatal:
+                self.fatal = error.message
+            raise
 
     # -- memory ----
 
@@ -103,8 +120,8 @@ class Driver:
         if not capable.value:
             raise UnsupportedLayout(
                 "the KV cache lies in virtual-memory-managed GPU memory, which has no IPC handle: start the engine "
-                "without PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True and without sleep mode, or set mover to "
-                "in_process"
+                "without expandable_segments:True in PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF and without sleep "
+                "mode, or set mover to in_process"
             )
         base, _ = self.allocation_of(pointer)
         handle = IpcHandle()
@@ -147,11 +164,13 @@ class Driver:
     # -- streams and events ----
 
     def stream(self) -> int:
-        """A stream that waits for no other, of the lowest priority: the engine's kernels go first."""
-        least, greatest = ctypes.c_int(), ctypes.c_int()
-        self.call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
+        """A stream that waits for no other, of the priority that every stream has by default.
+
+        A lower one does not exist, and priorities do not reach over processes: the GPU divides its time between those
+        whatever they are. Copies by copy engine run beside another process's kernels, a kernel takes turns with them.
+        """
         stream = ctypes.c_void_p()
-        self.call("cuStreamCreateWithPriority", ctypes.byref(stream), ctypes.c_uint(_STREAM_NON_BLOCKING), least)
+        self.call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_STREAM_NON_BLOCKING))
         return stream.value or 0
 
     def destroy_stream(self, stream: int) -> None:
@@ -178,7 +197,7 @@ class Driver:
         result = self._library.cuEventQuery(ctypes.c_void_p(event))
         if result == NOT_READY:
             return False
-        _check(self._library, "cuEventQuery", result)
+        self._check("cuEventQuery", result)
         return True
 
     # -- copies ----
@@ -209,7 +228,10 @@ class Driver:
             ctypes.addressof(failed),
             stream,
         )
-        _check(self._library, "cuMemcpyBatchAsync", result)
+        where, index = "", failed.value
+        if result and index < len(lengths):
+            where = f", copy {index}: {lengths[index]} bytes from {sources[index]:#x} to {targets[index]:#x}"
+        self._check("cuMemcpyBatchAsync", result, where)
 
 
 @functools.cache
@@ -253,8 +275,11 @@ def _uuid_of(library: Any, device: ctypes.c_int) -> str:
 
 def _batch_copy(library: Any) -> Any:
     """cuMemcpyBatchAsync with the arguments it had in CUDA 12.8; None with an older driver."""
+    address_of = getattr(library, "cuGetProcAddress_v2", None)  # came with CUDA 12.0
+    if address_of is None:
+        return None
     pointer, status = ctypes.c_void_p(), ctypes.c_int()
-    result = library.cuGetProcAddress_v2(
+    result = address_of(
         b"cuMemcpyBatchAsync",
         ctypes.byref(pointer),
         ctypes.c_int(_BATCH_VERSION),
@@ -267,10 +292,12 @@ def _batch_copy(library: Any) -> Any:
     return ctypes.CFUNCTYPE(ctypes.c_int, word, word, word, size, word, word, size, word, word)(pointer.value)
 
 
-def _check(library: Any, name: str, result: int, error: type[Unavailable | TransferError] = TransferError) -> None:
+def _check(
+    library: Any, name: str, result: int, error: type[Unavailable | TransferError] = TransferError, where: str = ""
+) -> None:
     if result == 0:
         return
     text = ctypes.c_char_p()
     library.cuGetErrorString(ctypes.c_int(result), ctypes.byref(text))
     words = (text.value or b"unknown error").decode(errors="replace")
-    raise error(f"{name}: {words} (CUDA error {result})")
+    raise error(f"{name}: {words} (CUDA error {result}){where}")

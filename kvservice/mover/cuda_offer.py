@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from kvservice.core.descriptors import RegionLayout
+from kvservice.errors import UnsupportedLayout
 from kvservice.mover.cuda_driver import Driver
 from kvservice.mover.link import KVOffer
 from kvservice.mover.message import MemoryKind
@@ -30,8 +31,11 @@ class CudaOffer:
         driver.bind()
         handle, offset = driver.export(storage.data_ptr())
         self._events = [torch.cuda.Event(interprocess=True) for _ in range(EVENTS)]
-        with torch.cuda.device(self._device):
-            handles = [event.ipc_handle().hex() for event in self._events]
+        try:
+            with torch.cuda.device(self._device):
+                handles = [event.ipc_handle().hex() for event in self._events]
+        except RuntimeError as error:
+            raise UnsupportedLayout(f"this GPU's events cannot be shared with a move worker: {error}") from error
         self._last = 0
         memory = {
             "kind": MemoryKind.CUDA_IPC.value,

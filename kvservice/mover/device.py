@@ -60,6 +60,11 @@ class Device(Protocol):
         """For status output: progress of pinning, copy engine."""
         ...
 
+    @property
+    def lost(self) -> str:
+        """Why no copy of this process can succeed any more; empty while they can."""
+        ...
+
 
 class HostKV:
     def __init__(self, shared: SharedMemory) -> None:
@@ -96,6 +101,10 @@ class HostDevice:
     def facts(self) -> dict[str, Any]:
         return {"device": self.name, "copies": "memmove"}
 
+    @property
+    def lost(self) -> str:
+        return ""
+
 
 @dataclass(slots=True)
 class _Mapped:
@@ -126,6 +135,8 @@ class Segments:
             return self._mapped[key].segment
 
     def give(self, segment: Segment) -> None:
+        """The caller copies nothing any more. Does not block: what was prepared is undone on a thread of its own. To
+        unpin hundreds of GiB takes half a minute, and no engine may wait for an answer so long."""
         with self._lock:
             key = (str(segment.path), segment.geometry, segment.epoch)
             mapped = self._mapped[key]
@@ -133,5 +144,9 @@ class Segments:
             if mapped.users:
                 return
             del self._mapped[key]
-        mapped.undo()
-        segment.close()
+        threading.Thread(target=_unmap, args=(mapped,), name="kvservice-mover-unmap", daemon=True).start()
+
+
+def _unmap(mapped: _Mapped) -> None:
+    mapped.undo()
+    mapped.segment.close()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from kvservice.core.geometry import Geometry
-from kvservice.errors import KVServiceError
 from kvservice.units import MiB
 
 log = logging.getLogger("kvservice.mover")
@@ -35,6 +35,7 @@ class Pinning:
         self._pieces = list(pieces(geometry))
         self._pin, self._unpin, self._start = pin, unpin, start
         self._pinned: list[int] = []  # addresses
+        self.unpin_failures = 0  # pieces that could not be unpinned: the context is unusable
         self._until = 0  # bytes from the start of the segment
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="kvservice-pinning", daemon=True)
@@ -50,13 +51,17 @@ class Pinning:
         return end <= self._until
 
     def undo(self) -> None:
-        """Stop and unpin all. Blocks for the piece under way. No copy may be."""
+        """Stop and unpin all. Blocks: hundreds of GiB take half a minute. No copy may be. Raises nothing."""
         self._stopping.set()
         self._thread.join()
-        self._start()
         self._until = 0
         for address in self._pinned:
-            self._unpin(address)
+            try:
+                self._start()
+                self._unpin(address)
+            except Exception as error:  # noqa: BLE001  see `_work`; the end of the process unpins what is left
+                self.unpin_failures += 1
+                log.warning("a piece of the pool's memory could not be unpinned: %s", error)
         self._pinned.clear()
 
     def _work(self) -> None:
@@ -68,11 +73,39 @@ class Pinning:
                 self._pin(self._address + offset, size)
                 self._pinned.append(self._address + offset)
                 self._until = offset + size
-        except KVServiceError as error:
+        except Exception as error:  # noqa: BLE001  torch's binding has errors of its own; copies work unpinned
             log.error(
                 "the pool's memory stays unpinned from %d of %d MiB on, copies there are slower: %s",
-                self._until // MiB, self._total // MiB, error.message,
+                self._until // MiB, self._total // MiB, error,
             )  # fmt: skip
+
+
+class PinningOnUse:
+    """Pins once copies have been running here for `patience` seconds. The engine's process is the fallback of a move
+    worker, which has pinned the pool already: pinning it twice costs minutes of the kernel's work and page tables."""
+
+    def __init__(
+        self, begin: Callable[[], Pinning], patience: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._begin = begin
+        self._patience = patience
+        self._clock = clock
+        self._used_since: float | None = None
+        self._pinning: Pinning | None = None
+
+    def used(self) -> None:
+        """A copy is about to run. Does not block."""
+        now = self._clock()
+        if self._used_since is None:
+            self._used_since = now
+        if self._pinning is None and now - self._used_since >= self._patience:
+            self._pinning = self._begin()
+
+    def undo(self) -> None:
+        """Blocks as `Pinning.undo`."""
+        if self._pinning is not None:
+            self._pinning.undo()
+            self._pinning = None
 
 
 def pieces(geometry: Geometry, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, int]]:

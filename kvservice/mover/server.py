@@ -61,6 +61,7 @@ class MoverServer:
         self._stopping = threading.Event()
         self._started = time.monotonic()
         self.wedged = threading.Event()  # set for good: a thread that hangs in a copy cannot be ended
+        self.device_lost = threading.Event()  # set for good: no copy of this process can succeed any more
 
     def start(self) -> MoverRecord:
         """Listen and register. Raises ServiceConflict when another worker of this device listens."""
@@ -84,6 +85,7 @@ class MoverServer:
         return {
             "engines": len(sessions),
             "wedged": self.wedged.is_set(),
+            "device_lost": self.device_lost.is_set(),
             "uptime_seconds": time.monotonic() - self._started,
             "counters": counters,
             **self._device.facts(),
@@ -130,6 +132,9 @@ class MoverServer:
 
     def _watch(self) -> None:
         while not self._stopping.wait(WATCH_SECONDS):
+            if self._device.lost and not self.device_lost.is_set():
+                log.error("the device is lost to this process: this worker must be replaced: %s", self._device.lost)
+                self.device_lost.set()
             with self._lock:
                 lanes = [lane for session in self._sessions for lane in session.lanes.values()]
             limit = time.monotonic() - self._config.wedge_seconds

@@ -1,7 +1,8 @@
 """One engine as its move worker sees it: the connection, the imported KV memory, the segment, a lane a direction.
 
 A thread of its own reads the connection; the lanes' threads copy and answer. BYE is sent and the connection closed only
-after all lanes have ended, so that an engine that sees it knows that nothing is copied for it any more.
+after all lanes have ended and the engine's memory is closed: an engine that sees it knows that nothing is copied for it
+any more, and the next engine finds the GPU memory of this one free.
 """
 
 from __future__ import annotations
@@ -190,12 +191,12 @@ class EngineSession:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+        if self._lock is not None:  # before the memory: nothing is written any more
+            self._lock.release()
+            self._lock = None
         if self._segment is not None:
             self._segments.give(self._segment)
             self._segment = None
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
 
     def _copies(self, data: bytes) -> None:
         jobs, event = parse_copies(data)
@@ -227,12 +228,16 @@ class EngineSession:
     def _end(self) -> None:
         for lane in self.lanes.values():
             lane.stop()
-        self._leave()
-        if self._kv is not None:
-            self._kv.close()
-        self._send(pack_json(Kind.BYE, {}))
-        self._connection.close()
-        self._on_end(self)
+        try:
+            self._leave()
+            if self._kv is not None:
+                self._kv.close()
+        except Exception:  # whatever is left open: nothing is copied any more, and the engine waits to be told
+            log.exception("engine left")
+        finally:
+            self._send(pack_json(Kind.BYE, {}))
+            self._connection.close()
+            self._on_end(self)
 
     # -- any thread ----
 

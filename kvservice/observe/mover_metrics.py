@@ -32,6 +32,7 @@ class MoverCollector(Collector):
         gauges = {
             "engines": ("engines that use this worker", float(state["engines"])),
             "wedged": ("1 while a copy hangs", float(state["wedged"])),
+            "device_lost": ("1 when no copy of this worker can succeed any more", float(state["device_lost"])),
         }
         if "pinned_share" in state:
             gauges["pinned_share"] = ("share of the pool's memory that is pinned for the GPU", state["pinned_share"])

@@ -12,7 +12,8 @@ from kvservice.core.geometry import slot_index
 from kvservice.mover.cuda_copies import CudaCopies, gather_launcher
 from kvservice.mover.cuda_driver import Driver
 from kvservice.mover.pinning import Pinning
-from tests.gpu.device import BLOCKS, ORDERS, SLOT, block_bytes, kv_cache, layout_of, segment
+from tests.gpu.device import block_bytes, kv_cache, layout_of
+from tests.gpu.slots import BLOCKS, ORDERS, SLOT, segment
 
 pytestmark = pytest.mark.gpu
 

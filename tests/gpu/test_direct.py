@@ -17,8 +17,9 @@ from kvservice.memory.segment import Segment
 from kvservice.mover.link import Copies, WorkerLink
 from kvservice.mover.message import CopyRow, Direction
 from kvservice.units import Generation
-from tests.gpu.device import KEY, SLOT, block_bytes, kv_cache, segment, write_header
-from tests.gpu.test_worker import eventually, linked, worker
+from tests.gpu.device import block_bytes, kv_cache
+from tests.gpu.slots import KEY, SLOT, eventually, segment, write_header
+from tests.gpu.test_worker import linked, worker
 
 pytestmark = pytest.mark.gpu
 
@@ -30,8 +31,9 @@ from kvservice.core.geometry import Geometry
 from kvservice.memory.segment import Segment
 from kvservice.mover.message import CopyRow
 from kvservice.units import Generation, SlotIndex
-from tests.gpu.device import KEY, kv_cache
-from tests.gpu.test_worker import eventually, linked
+from tests.gpu.device import kv_cache
+from tests.gpu.slots import KEY, eventually
+from tests.gpu.test_worker import linked
 
 made = Segment.attach(Path(sys.argv[2]), Geometry(int(sys.argv[3]), int(sys.argv[4])))
 cache = kv_cache("lbnh", seed=5)

@@ -15,7 +15,7 @@ import pytest
 from kvservice.client.discovery import find_movers, node_directory
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import MiB, NodeId
-from tests.gpu.test_worker import eventually
+from tests.gpu.slots import eventually
 from tests.vllm.replica import Replica
 from tests.vllm.test_service_failures import PROMPTS
 

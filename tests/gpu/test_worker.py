@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,7 +19,8 @@ from kvservice.memory.segment import Segment
 from kvservice.mover.link import Copies, WorkerLink
 from kvservice.mover.message import CopyRow, Direction, Outcome, PoolSource
 from kvservice.units import Generation, NodeId
-from tests.gpu.device import BLOCKS, KEY, ORDERS, SLOT, block_bytes, kv_cache, layout_of, segment, write_header
+from tests.gpu.device import block_bytes, kv_cache, layout_of
+from tests.gpu.slots import BLOCKS, KEY, ORDERS, SLOT, eventually, segment, write_header
 
 pytestmark = pytest.mark.gpu
 
@@ -58,13 +58,6 @@ def linked(
         yield link, offer.mark
     finally:
         link.close()
-
-
-def eventually(read: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not read():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 def copy(link: WorkerLink, mark: Callable[[], int], direction: Direction, *rows: CopyRow) -> Copies:

@@ -155,7 +155,13 @@ def test_a_json_line_keeps_fields_as_values() -> None:
 
 
 def test_a_move_worker_exports_its_copies_by_direction() -> None:
-    state = {"engines": 2, "wedged": True, "pinned_share": 0.25, "counters": {"store_bytes": 4096, "load_blocks": 3}}
+    state = {
+        "engines": 2,
+        "wedged": True,
+        "device_lost": False,
+        "pinned_share": 0.25,
+        "counters": {"store_bytes": 4096, "load_blocks": 3},
+    }
     registry = CollectorRegistry()
     registry.register(MoverCollector(("s", "n0", "GPU-1"), lambda: state))
     text = generate_latest(registry).decode()

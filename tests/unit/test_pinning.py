@@ -8,7 +8,7 @@ import pytest
 
 from kvservice.core.geometry import Geometry
 from kvservice.errors import TransferError
-from kvservice.mover.pinning import Pinning, pieces
+from kvservice.mover.pinning import Pinning, PinningOnUse, pieces
 from kvservice.units import MiB
 
 GEOMETRY = Geometry(slab_bytes=4 * MiB, slab_count=10)
@@ -70,3 +70,78 @@ def test_what_was_pinned_before_a_failure_stays_usable() -> None:
     assert not pinning.covers(1)
     pinning.undo()
     assert driver.pinned == {}
+
+
+def test_piece_that_cannot_be_unpinned_is_counted_and_keeps_no_other_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvservice.mover.pinning.pieces", lambda geometry: pieces(geometry, 8 * MiB))
+    driver = Driver()
+    for _ in range(len(list(pieces(GEOMETRY, 8 * MiB)))):
+        driver.gate.release()
+    tried = []
+
+    def unpin(address: int) -> None:
+        tried.append(address)
+        if len(tried) == 2:
+            raise TransferError("the context is dead")
+        driver.unpin(address)
+
+    pinning = Pinning(BASE, GEOMETRY, driver.pin, unpin)
+    pinning._thread.join(10)
+    pinning.undo()
+    assert tried == sorted(tried) and len(tried) == 5
+    assert len(driver.pinned) == pinning.unpin_failures == 1
+
+
+def test_error_that_is_not_ours_leaves_the_rest_unpinned() -> None:
+    """Torch's binding raises what it likes; the thread must end as with a driver that refuses."""
+
+    def pin(address: int, byte_count: int) -> None:
+        raise TypeError("int() argument must be ...")
+
+    pinning = Pinning(BASE, GEOMETRY, pin, lambda address: None)
+    pinning._thread.join(10)
+    assert pinning.share == 0
+    pinning.undo()
+
+
+class Watch:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_fallback_pins_only_when_copies_have_run_in_it_for_a_while() -> None:
+    clock, begun = Watch(), []
+
+    def begin() -> Pinning:
+        begun.append(clock.now)
+        return Pinning(BASE, GEOMETRY, lambda *_: None, lambda _: None)
+
+    pinning = PinningOnUse(begin, 5.0, clock)
+    clock.now += 60  # a worker has had all copies
+    pinning.used()
+    clock.now += 4
+    pinning.used()
+    assert begun == [], "the worker is being replaced"
+    clock.now += 2
+    pinning.used()
+    pinning.used()
+    assert begun == [166.0]
+    pinning.undo()
+    pinning.undo()
+
+
+def test_without_a_worker_the_first_copy_begins_the_pinning() -> None:
+    begun = []
+
+    def begin() -> Pinning:
+        begun.append(1)
+        return Pinning(BASE, GEOMETRY, lambda *_: None, lambda _: None)
+
+    pinning = PinningOnUse(begin, 0.0)
+    assert begun == []
+    pinning.used()
+    assert begun == [1]
+    pinning.undo()

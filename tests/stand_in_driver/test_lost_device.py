@@ -1,0 +1,75 @@
+"""A context that died ends its worker, with a status of its own; an engine that leaves waits for nobody, and kills none
+that is healthy."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from kvservice.client.discovery import find_movers
+from kvservice.core.geometry import slot_index
+from kvservice.mover.__main__ import STATUS_DEVICE_LOST
+from kvservice.mover.cuda_driver import Driver
+from kvservice.mover.message import CopyRow
+from kvservice.units import Generation
+from tests.gpu.slots import KEY, eventually, segment
+from tests.stand_in_driver.engine import WEDGE_SECONDS, Cache, cache_of, linked, worker
+from tests.stand_in_driver.test_worker import Bench, bench
+
+UNPIN_MS = 8000
+
+
+def test_worker_whose_context_died_ends_with_a_status_of_its_own(driver: Driver) -> None:
+    with bench(driver, FAULTS_AT=1) as it:
+        assert not it.store(0, 0).succeeded()
+        assert it.process.wait(20) == STATUS_DEVICE_LOST
+        eventually(lambda: not it.link.is_ready, "the engine to see that it is gone")
+
+
+def test_engine_leaves_a_worker_whose_context_died_without_waiting(driver: Driver) -> None:
+    with bench(driver, FAULTS_AT=1) as it:
+        assert not it.store(0, 0).succeeded()
+        lend_something(it)
+        started = time.monotonic()
+        it.link.close()
+        assert time.monotonic() - started < WEDGE_SECONDS
+        assert it.link.take_counters().get("mover_wedged", 0) == 0
+
+
+def test_engine_that_leaves_neither_waits_for_the_unpinning_nor_kills_its_worker(driver: Driver) -> None:
+    """To unpin a large pool takes longer than an engine's patience."""
+    with bench(driver, UNPIN_MS=UNPIN_MS) as it:
+        assert it.store(0, 0).succeeded()
+        lend_something(it)  # so that it waits for the worker's last word
+        started = time.monotonic()
+        it.link.close()
+        assert time.monotonic() - started < WEDGE_SECONDS
+        assert it.process.poll() is None, "the engine killed it"
+        with linked(it.cache, it.directory, it.made) as (link, mark):  # and the next engine is served meanwhile
+            again = Bench(it.cache, it.made, link, mark, it.directory, it.process)
+            assert again.store(1, 1).succeeded()
+            assert again.slot(1) == it.cache.block(1)
+
+
+def test_memory_of_an_engine_that_left_is_closed_before_the_pool_is_unpinned(driver: Driver) -> None:
+    """While it is open in the worker, the GPU does not have it for the engine's successor."""
+    with worker(UNPIN_MS=UNPIN_MS) as (process, directory), segment() as made:
+        with cache_of(driver) as cache, linked(cache, directory, made):
+            assert has_opened(process.pid, cache)
+        eventually(lambda: not has_opened(process.pid, cache), "the worker to close it", UNPIN_MS / 2000)
+        assert find_movers(directory), "the worker goes on"
+
+
+def lend_something(it: Bench) -> None:
+    row = CopyRow(3, slot_index(0, 0), Generation(0), KEY)
+    assert it.link.lend([row], it.mark()) is not None
+
+
+def has_opened(pid: int, cache: Cache) -> bool:
+    """A mapping of the stand-in as large as this cache is in that process."""
+    sizes = set()
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if "memfd:stand-in" in line:
+            start, _, end = line.split()[0].partition("-")
+            sizes.add(int(end, 16) - int(start, 16))
+    return any(size > cache.layout.region_bytes for size in sizes)

@@ -1,0 +1,78 @@
+"""`python -m kvservice.mover` with the stand-in's kernel in place of Triton's, and with one planted mistake or none.
+
+The tests of the stand-in must notice each of these mistakes: otherwise the stand-in is too kind, or the tests are.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from kvservice.mover import __main__, cuda_copies, cuda_device, lanes, loans, pinning
+from kvservice.mover.cuda_driver import ORDER_ANY
+from kvservice.mover.message import NO_EVENT
+from tests.stand_in_driver import engine
+
+
+def stores_in_any_order() -> None:
+    """A store's source may come from the gather kernel on the same stream: it is read too early."""
+    cuda_copies.ORDER_STREAM = ORDER_ANY  # type: ignore[misc]
+
+
+def copies_are_not_awaited() -> None:
+    cuda_copies._await = lambda driver, way: None  # type: ignore[assignment]
+
+
+def engine_is_not_awaited() -> None:
+    """Copies begin while the kernels that write the block still run."""
+    submit = lanes.Lane.submit
+    lanes.Lane.submit = lambda self, target, job, ready=None: submit(self, target, job)  # type: ignore[method-assign, misc, assignment]
+
+
+def offset_is_forgotten() -> None:
+    """The KV cache begins where its allocation begins."""
+    made = cuda_device.CudaKV.__init__
+
+    def without_offset(self: Any, driver: Any, base: int, offset: int, events: list[int]) -> None:
+        made(self, driver, base, 0, events)
+
+    cuda_device.CudaKV.__init__ = without_offset  # type: ignore[method-assign]
+
+
+def lender_is_not_awaited() -> None:
+    """A lent block is read while the lender still computes it."""
+    lend = loans.Loans.lend
+
+    def without_event(self: Any, lender: Any, lending_id: int, blocks: Any, event: int, on_taken: Any) -> None:
+        lend(self, lender, lending_id, blocks, NO_EVENT, on_taken)
+
+    loans.Loans.lend = without_event  # type: ignore[method-assign, assignment]
+
+
+PLANTS: dict[str, Callable[[], None]] = {
+    plant.__name__: plant
+    for plant in (
+        stores_in_any_order, copies_are_not_awaited, engine_is_not_awaited, offset_is_forgotten, lender_is_not_awaited,
+    )
+}  # fmt: skip
+
+
+def pinned_is_said() -> None:
+    """On standard output, so that a test knows which way its copies go."""
+    work = pinning.Pinning._work
+
+    def and_say(self: pinning.Pinning) -> None:
+        work(self)
+        print("pinned", flush=True)
+
+    pinning.Pinning._work = and_say  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    pinned_is_said()
+    cuda_device.gather_launcher = lambda driver: engine.gather  # type: ignore[assignment]
+    if plant := os.environ.get("STAND_IN_PLANT"):
+        PLANTS[plant]()
+    sys.exit(__main__.main())
