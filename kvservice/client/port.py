@@ -18,6 +18,7 @@ from kvservice.core.messages import (
     RequestReport,
     SealItem,
     SealStatus,
+    Statement,
 )
 from kvservice.units import AttachmentId, HandoffId, LeaseId
 
@@ -37,9 +38,10 @@ class PoolPort(Protocol):
         """See AcquireRequest. Answers within the request's timeout with what is promised by then."""
         ...
 
-    async def reserve(self, attachment: AttachmentId, count: int, side: int = 0) -> list[BlockRef]:
+    async def reserve(self, attachment: AttachmentId, count: int, side: int = 0, call: int = 0) -> list[BlockRef]:
         """Up to `count` slots to write, each with its odd generation; fewer (even none) when the pool is full.
-        `side`: for the engine's own layout (0), or for which of its sides, from 1."""
+        `side`: for the engine's own layout (0), or for which of its sides, from 1. `call`: the caller's number of this
+        call, for its statements (core.reconcile); 0 = it makes none."""
         ...
 
     async def seal(self, attachment: AttachmentId, items: Sequence[SealItem]) -> list[SealStatus]:
@@ -54,21 +56,27 @@ class PoolPort(Protocol):
         """End read leases. Releasing twice is a counted no-op."""
         ...
 
-    async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
+    async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId, call: int = 0) -> None:
         """A prompt is being computed for another engine, which may follow its blocks as they are sealed. `handoff` is
-        16 random bytes. Raises InvalidRequest when the id is in use, Exhausted when too many are open."""
+        16 random bytes. `call` as in `reserve`. Raises InvalidRequest when the id is in use, Exhausted when too many
+        are open."""
         ...
 
     async def close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
-        """Everything that will be stored for it is sealed. Unknown ones are counted, not an error. Hand-offs of an
+        """Everything that will be stored for it is sealed, also when its Open has not been heard yet. Hand-offs of an
         attachment that is lost are closed with it."""
         ...
 
     async def renew(
-        self, attachment: AttachmentId, lease_ids: Sequence[LeaseId], reports: Sequence[RequestReport] = ()
+        self,
+        attachment: AttachmentId,
+        lease_ids: Sequence[LeaseId],
+        reports: Sequence[RequestReport] = (),
+        statement: Statement | None = None,
     ) -> None:
         """Heartbeat: extends these leases to lease_seconds from the moment this was sent. One whose answer was lost on
-        the way is never named here and ends by itself. `reports`: of requests that ended, kept for a while."""
+        the way is never named here and ends by itself. `reports`: of requests that ended, kept for a while.
+        `statement`: what else the engine holds; see core.reconcile for what becomes of the rest."""
         ...
 
     async def close(self) -> None:

@@ -27,6 +27,7 @@ from kvservice.core.messages import (
     RequestReport,
     SealItem,
     SealStatus,
+    Statement,
 )
 from kvservice.errors import KVServiceError, Unavailable
 from kvservice.units import AttachmentId, BootEpoch, HandoffId, LeaseId
@@ -37,6 +38,7 @@ from kvservice.wire.codec import (
     encode_refs,
     encode_seal_item,
     encode_spec,
+    encode_statement,
 )
 from kvservice.wire.explain import encode_report
 from kvservice.wire.serving import CHANNEL_OPTIONS
@@ -108,9 +110,9 @@ class ShardClient:
         reply = await self._unary("Acquire", message, request.timeout_seconds + ACQUIRE_SLACK_SECONDS)
         return decode_acquired(reply)
 
-    async def reserve(self, attachment: AttachmentId, count: int, side: int = 0) -> list[BlockRef]:
+    async def reserve(self, attachment: AttachmentId, count: int, side: int = 0, call: int = 0) -> list[BlockRef]:
         message = shard_pb2.ReserveRequest(
-            attachment_id=attachment, epoch=self._epoch(attachment), count=count, side=side
+            attachment_id=attachment, epoch=self._epoch(attachment), count=count, side=side, call=call
         )
         reply = await self._unary("Reserve", message, CALL_SECONDS)
         return list(decode_refs(reply.blocks))
@@ -135,19 +137,24 @@ class ShardClient:
         await self._unary("Release", message, CALL_SECONDS)
 
     async def renew(
-        self, attachment: AttachmentId, lease_ids: Sequence[LeaseId], reports: Sequence[RequestReport] = ()
+        self,
+        attachment: AttachmentId,
+        lease_ids: Sequence[LeaseId],
+        reports: Sequence[RequestReport] = (),
+        statement: Statement | None = None,
     ) -> None:
         message = shard_pb2.RenewRequest(
             attachment_id=attachment,
             epoch=self._epoch(attachment),
             lease_ids=list(lease_ids),
             reports=[encode_report(report) for report in reports],
+            statement=None if statement is None else encode_statement(statement),
         )
         await self._unary("Renew", message, CALL_SECONDS)
 
-    async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
+    async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId, call: int = 0) -> None:
         epoch = self._epoch(attachment)
-        message = shard_pb2.OpenHandoffRequest(attachment_id=attachment, epoch=epoch, handoff=handoff)
+        message = shard_pb2.OpenHandoffRequest(attachment_id=attachment, epoch=epoch, handoff=handoff, call=call)
         await self._unary("OpenHandoff", message, CALL_SECONDS)
 
     async def close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:

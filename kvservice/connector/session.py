@@ -29,6 +29,7 @@ from kvservice.core.messages import (
     SealItem,
     SealStatus,
 )
+from kvservice.core.reconcile import Ledger
 from kvservice.errors import KVServiceError, Refused
 from kvservice.units import AttachmentId, HandoffId, LeaseId
 
@@ -80,6 +81,7 @@ class Session:
         self._seals: set[asyncio.Task[Any]] = set()  # the loop's own
         self._reports: deque[RequestReport] = deque(maxlen=REPORTS_MAX)
         self._leases: set[LeaseId] = set()  # delivered and not released: only these are renewed
+        self._ledger = Ledger()  # what each heartbeat states
         self._abandoned: set[str] = set()  # requests that ended meanwhile: what is promised to them is given back here
         self._attachment: Attachment | None = None
         self._pool: PoolPort | None = None
@@ -152,7 +154,7 @@ class Session:
     def take_slots(self, attachment: AttachmentId, count: int, side: int = 0) -> list[BlockRef]:
         """Up to `count` reserved slots of this attachment and side; the caller seals or aborts each."""
         with self._lock:
-            if self._attachment is None or self._attachment.attachment_id != attachment:
+            if not self._is_current(attachment):
                 return []
             stock = self._stocks[side]
             taken = [stock.popleft() for _ in range(min(count, len(stock)))]
@@ -163,15 +165,19 @@ class Session:
         self._post(self._seal(attachment, list(items)))
 
     def abort(self, attachment: AttachmentId, refs: Sequence[BlockRef]) -> None:
+        with self._lock:
+            if self._is_current(attachment):
+                self._ledger.give_back(refs)
         self._post(self._with_pool(attachment, "abort", lambda pool: pool.abort(attachment, list(refs))))
 
     def open_handoff(self, handoff: HandoffId) -> AttachmentId | None:
         """Others may follow what is stored for it. None when there is no pool."""
-        attachment = self.attachment
-        if attachment is None:
-            return None
-        wanted = attachment.attachment_id
-        self._post(self._with_pool(wanted, "open_handoff", lambda pool: pool.open_handoff(wanted, handoff)))
+        with self._lock:
+            if self._attachment is None:
+                return None
+            wanted = self._attachment.attachment_id
+            call = self._ledger.open_handoff(handoff)
+        self._post(self._with_pool(wanted, "open_handoff", lambda pool: pool.open_handoff(wanted, handoff, call)))
         return wanted
 
     def close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
@@ -180,7 +186,8 @@ class Session:
 
     def release(self, attachment: AttachmentId, lease_id: LeaseId) -> None:
         with self._lock:
-            self._leases.discard(lease_id)
+            if self._is_current(attachment):
+                self._leases.discard(lease_id)
         self._post(self._with_pool(attachment, "release", lambda pool: pool.release(attachment, [lease_id])))
 
     def report(self, report: RequestReport) -> None:
@@ -282,10 +289,10 @@ class Session:
     def _renewer(self, attachment: Attachment) -> Callable[[PoolPort], Awaitable[None]]:
         # A lease whose answer was lost on the way is not among them and ends by itself.
         with self._lock:
-            leases = sorted(self._leases)
+            leases, statement = sorted(self._leases), self._ledger.state()
             reports = list(self._reports)
             self._reports.clear()
-        return lambda pool: pool.renew(attachment.attachment_id, leases, reports)
+        return lambda pool: pool.renew(attachment.attachment_id, leases, reports, statement)
 
     async def _restock(self, attachment: Attachment, side: int) -> None:
         """Top the stock up in one call, or give back what an idle engine need not hold."""
@@ -302,20 +309,29 @@ class Session:
             wanted = max(1, min(idle + self._expected, STOCK_MAX, slots // 2))
             have = len(stock)
             surplus = [stock.pop() for _ in range(have - 2 * wanted)] if have > 2 * wanted else []
+            self._ledger.give_back(surplus)
         try:
             if surplus:
                 await self._pool.abort(attachment.attachment_id, surplus)
             elif have * 2 <= wanted:
-                refs = await self._pool.reserve(attachment.attachment_id, wanted - have, side)
-                with self._lock:
-                    if self._attachment is attachment:
-                        stock.extend(refs)
-                        refs = []
-                if refs:
-                    await self._pool.abort(attachment.attachment_id, refs)
+                await self._reserve(attachment, side, wanted - have)
         except KVServiceError as error:
             self.counters["reserve_failed"] += 1
             log.debug("reserve failed: %s", error.message)
+
+    async def _reserve(self, attachment: Attachment, side: int, count: int) -> None:
+        """Put so many slots into stock. What comes too late is not used: the next heartbeat has denied it."""
+        assert self._pool is not None
+        with self._lock:
+            call = self._ledger.begin_call()
+        try:
+            refs = await self._pool.reserve(attachment.attachment_id, count, side, call)
+            with self._lock:
+                if self._attachment is attachment and self._ledger.take(call, refs):
+                    self._stocks[side].extend(refs)
+        finally:
+            with self._lock:
+                self._ledger.give_up(call)
 
     async def _acquire(self, attachment: Attachment, request_id: str, request: AcquireRequest) -> None:
         result: AcquireResult | None = None
@@ -332,7 +348,7 @@ class Session:
             self._acquires.pop(request_id, None)
             if not self._is_abandoned(request_id):
                 with self._answered:
-                    if result is not None and result.lease_id:
+                    if result is not None and result.lease_id and self._attachment is attachment:
                         self._leases.add(result.lease_id)
                     self._answers.append(Answer(request_id, attachment.attachment_id, result))
                     self._answered.notify_all()
@@ -348,6 +364,9 @@ class Session:
     async def _close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
         if self._seals:
             await asyncio.wait(set(self._seals))
+        with self._lock:
+            if self._is_current(attachment):
+                self._ledger.close_handoff(handoff)
         await self._with_pool(attachment, "close_handoff", lambda pool: pool.close_handoff(attachment, handoff))
 
     def _is_abandoned(self, request_id: str) -> bool:
@@ -362,8 +381,7 @@ class Session:
 
     async def _seal(self, attachment: AttachmentId, items: list[SealItem]) -> None:
         pool = self._pool
-        current = self.attachment
-        if pool is None or current is None or current.attachment_id != attachment:
+        if pool is None or not self._is_current(attachment):
             self.counters["seal_dropped"] += len(items)
             return
         sealing = asyncio.ensure_future(pool.seal(attachment, items))
@@ -375,6 +393,10 @@ class Session:
             self.counters["seal_failed"] += len(items)
             log.debug("seal failed: %s", error.message)
             return
+        finally:
+            with self._lock:
+                if self._is_current(attachment):
+                    self._ledger.give_back(item.ref for item in items)
         for status in statuses:
             self.counters[f"seal_{status.value}"] += 1
         if SealStatus.SEALED in statuses:
@@ -384,14 +406,17 @@ class Session:
         self, attachment: AttachmentId, what: str, call: Callable[[PoolPort], Awaitable[None]]
     ) -> None:
         pool = self._pool
-        current = self.attachment
-        if pool is None or current is None or current.attachment_id != attachment:
+        if pool is None or not self._is_current(attachment):
             return  # the attachment is gone, and with it what it held
         try:
             await call(pool)
         except KVServiceError as error:
             self.counters[f"{what}_failed"] += 1
             log.debug("%s failed: %s", what, error.message)
+
+    def _is_current(self, attachment: AttachmentId) -> bool:
+        current = self._attachment
+        return current is not None and current.attachment_id == attachment
 
     # -- between the threads ----
 
@@ -437,6 +462,7 @@ class Session:
             for stock in self._stocks:
                 stock.clear()
             self._leases.clear()
+            self._ledger.forget()
         return unused
 
     def _report_failure(self, error: KVServiceError) -> None:

@@ -19,6 +19,7 @@ from kvservice.core.messages import (
     Peer,
     RequestReport,
     SealItem,
+    Statement,
     TakeOverItem,
     TakeOverResult,
 )
@@ -67,6 +68,7 @@ class Reserve:
     attachment: AttachmentId
     count: int
     side: int = 0  # which of the engine's sides they are for, from 1; 0 = none
+    call: int = 0  # the engine's number of this call, for its statements; 0 = it makes none
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ class Renew:
     attachment: AttachmentId
     lease_ids: tuple[LeaseId, ...]
     reports: tuple[RequestReport, ...] = ()
+    statement: Statement | None = None  # what the engine holds, if it says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,7 @@ class OpenHandoff:
     op: int
     attachment: AttachmentId
     handoff: HandoffId
+    call: int = 0  # as in Reserve
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,11 @@ again for each. A hand-off promises nothing: a reader only ever gets blocks that
 writer dies, aborts or evicts, it hears at once that no more will come.
 
     unknown -> open -> closed -> (forgotten)
+
+An Open or a Close may be lost, late, doubled or overtaken by the other (core.reconcile). Closed is final: a Close that
+comes first leaves a mark that the Open finds. The statements of the writer's engine open what they name, keep it open,
+and close what they deny. A writer that says nothing at all, but whose attachment lives, is waited for no longer than
+OPEN_SECONDS.
 """
 
 from __future__ import annotations
@@ -18,12 +23,15 @@ from enum import Enum
 from kvservice.core.actions import Action, Reply
 from kvservice.core.blocks import Block, BlockStore
 from kvservice.core.leases import LeaseTable
-from kvservice.core.messages import FollowResult, HandoffState, LocateResult
+from kvservice.core.messages import FollowResult, HandoffState, LocateResult, Statement
+from kvservice.core.reconcile import is_settled
 from kvservice.errors import Exhausted, InvalidRequest
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId
 
 HANDOFF_ID_BYTES = 16
-OPEN_MAX = 4096  # of one shard, open and closed
+OPEN_MAX = 4096  # of one shard, open and closed; of the closed ones the oldest go first
+OPEN_OF_ONE_MAX = 1024  # of one attachment, so that none keeps all others out
+OPEN_SECONDS = 120.0  # without a word from its writer: longer than a pause from which an engine goes on
 FOLLOWS_MAX = 4096
 CLOSED_SECONDS = 30.0  # a reader that comes later than this hears "unknown"
 APPEAR_SECONDS = 3.0  # a reader may ask before the writer has opened; then it is not coming any more
@@ -45,8 +53,11 @@ class HandoffEvent(Enum):
 
 TRANSITIONS: dict[tuple[HandoffState, HandoffEvent], HandoffState] = {
     (HandoffState.UNKNOWN, HandoffEvent.OPEN): HandoffState.OPEN,
+    (HandoffState.UNKNOWN, HandoffEvent.CLOSE): HandoffState.CLOSED,
+    (HandoffState.OPEN, HandoffEvent.OPEN): HandoffState.OPEN,
     (HandoffState.OPEN, HandoffEvent.CLOSE): HandoffState.CLOSED,
     (HandoffState.CLOSED, HandoffEvent.CLOSE): HandoffState.CLOSED,
+    (HandoffState.CLOSED, HandoffEvent.OPEN): HandoffState.CLOSED,
 }
 
 
@@ -54,7 +65,9 @@ TRANSITIONS: dict[tuple[HandoffState, HandoffEvent], HandoffState] = {
 class _Handoff:
     attachment: AttachmentId
     state: HandoffState
-    forget_at: float = 0.0  # of a closed one
+    until: float  # an open one is closed then, a closed one is forgotten
+    call: int  # of the Open, as far as it is known: no statement composed before it says anything about this one
+    is_heard: bool  # the Open itself has arrived
 
 
 @dataclass(slots=True)
@@ -103,24 +116,69 @@ class Handoffs:
 
     # -- the writer ----
 
-    def open(self, handoff: HandoffId, attachment: AttachmentId, now: float) -> None:
-        known = self._handoffs.get(handoff)
-        if known is not None:
+    def open(self, handoff: HandoffId, attachment: AttachmentId, call: int, now: float) -> None:
+        """Once, or the same call again; one that was closed before stays closed."""
+        known = self._enter(handoff, attachment, call, now)
+        if known is None:
+            raise Exhausted(f"{OPEN_MAX} hand-offs are open already, or {OPEN_OF_ONE_MAX} of this engine")
+        if known.attachment != attachment or (known.is_heard and not 0 < call == known.call):
             raise InvalidRequest(f"hand-off {handoff.hex()} exists already: use a fresh random id for each request")
-        if len(self._handoffs) >= OPEN_MAX:
-            raise Exhausted(f"{OPEN_MAX} hand-offs are open already")
-        state = TRANSITIONS[HandoffState.UNKNOWN, HandoffEvent.OPEN]
-        self._handoffs[handoff] = _Handoff(attachment, state)
-        self._counters["handoffs_opened"] += 1
+        known.call, known.is_heard = call, True
+        self._move(known, HandoffEvent.OPEN, now)
 
     def close(self, handoff: HandoffId, attachment: AttachmentId, now: float) -> None:
-        """Nothing more will be sealed for it. Unknown ones, and those of others, are counted and ignored."""
-        known = self._handoffs.get(handoff)
+        """Nothing more will be sealed for it. Those of others are counted and ignored."""
+        known = self._enter(handoff, attachment, 0, now)
         if known is None or known.attachment != attachment:
             self._counters["handoff_close_ignored"] += 1
             return
-        known.state = TRANSITIONS[known.state, HandoffEvent.CLOSE]
-        known.forget_at = now + CLOSED_SECONDS
+        self._close(handoff, known, now)
+
+    def reconcile(self, statement: Statement, attachment: AttachmentId, now: float) -> None:
+        """The writer says which of its hand-offs are open."""
+        for handoff in statement.handoffs:
+            # Its Open may be on the way. Statements that were composed before it have lower numbers than this one.
+            known = self._enter(handoff, attachment, statement.calls, now)
+            if known is not None and known.attachment == attachment:
+                self._move(known, HandoffEvent.OPEN, now)
+        stated = frozenset(statement.handoffs)
+        for handoff, known in list(self._handoffs.items()):
+            is_mine = known.attachment == attachment and known.state is HandoffState.OPEN
+            if is_mine and handoff not in stated and is_settled(known.call, statement):
+                self._counters["handoffs_reconciled"] += 1
+                self._close(handoff, known, now)
+
+    def _enter(self, handoff: HandoffId, attachment: AttachmentId, call: int, now: float) -> _Handoff | None:
+        """What is known of it, or a new entry that is moved on at once. None when there is no room for one."""
+        known = self._handoffs.get(handoff)
+        if known is None and self._has_room(attachment):
+            known = self._handoffs[handoff] = _Handoff(attachment, HandoffState.UNKNOWN, now, call, is_heard=False)
+        return known
+
+    def _has_room(self, attachment: AttachmentId) -> bool:
+        """For one more. The closed one that was to be forgotten first goes for it."""
+        if len(self._handoffs) < OPEN_OF_ONE_MAX:
+            return True
+        is_open = [known for known in self._handoffs.values() if known.state is HandoffState.OPEN]
+        if len(is_open) == OPEN_MAX or sum(known.attachment == attachment for known in is_open) >= OPEN_OF_ONE_MAX:
+            return False
+        if len(self._handoffs) == OPEN_MAX:
+            closed = [(h.until, name) for name, h in self._handoffs.items() if h.state is HandoffState.CLOSED]
+            del self._handoffs[min(closed)[1]]
+        return True
+
+    def _move(self, known: _Handoff, event: HandoffEvent, now: float) -> None:
+        before, known.state = known.state, TRANSITIONS[known.state, event]
+        if known.state is HandoffState.OPEN:
+            known.until = now + OPEN_SECONDS
+        elif before is not HandoffState.CLOSED:
+            known.until = now + CLOSED_SECONDS
+        is_open = known.state is HandoffState.OPEN
+        self._counters["handoffs_opened"] += is_open and before is not HandoffState.OPEN
+        self._counters["handoffs_closed"] += before is HandoffState.OPEN and not is_open
+
+    def _close(self, handoff: HandoffId, known: _Handoff, now: float) -> None:
+        self._move(known, HandoffEvent.CLOSE, now)
         for follow in [f for f in self._follows.values() if f.handoff == handoff]:
             self._answer(follow, now)
         for op in [op for op, watch in self._watches.items() if watch.handoff == handoff]:
@@ -131,7 +189,7 @@ class Handoffs:
         for handoff, known in list(self._handoffs.items()):
             if known.attachment == attachment and known.state is HandoffState.OPEN:
                 self._counters["handoffs_broken"] += 1
-                self.close(handoff, attachment, now)
+                self._close(handoff, known, now)
 
     def sealed(self, key: BlockKey, now: float) -> None:
         """A block can be read from now on."""
@@ -182,14 +240,17 @@ class Handoffs:
         for op, watch in list(self._watches.items()):
             if watch.until <= now and self._state(watch.handoff) is HandoffState.UNKNOWN:
                 self._end_watch(op, now)
-        for handoff, known in list(self._handoffs.items()):
-            if known.state is HandoffState.CLOSED and known.forget_at <= now:
+        for handoff, known in [item for item in self._handoffs.items() if item[1].until <= now]:
+            if known.state is HandoffState.CLOSED:
                 del self._handoffs[handoff]
+            else:
+                self._counters["handoffs_silent"] += 1
+                self._close(handoff, known, now)
 
     def next_deadline(self) -> float | None:
         times = [follow.due for follow in self._follows.values()]
         times += [w.until for w in self._watches.values() if self._state(w.handoff) is HandoffState.UNKNOWN]
-        times += [h.forget_at for h in self._handoffs.values() if h.state is HandoffState.CLOSED]
+        times += [h.until for h in self._handoffs.values()]
         return min(times, default=None)
 
     # -- inside ----

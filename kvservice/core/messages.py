@@ -63,6 +63,16 @@ class BlockRef:
     generation: Generation
 
 
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What an engine holds at the moment when it composes a heartbeat; see core.reconcile for what follows from it."""
+
+    calls: int  # the last number that it has given to a call that grants something; the first is 1
+    open_calls: tuple[int, ...]  # those whose answers it may still use
+    slots: tuple[SlotIndex, ...]  # that it, or a worker of it, may write
+    handoffs: tuple[HandoffId, ...]  # that it has open
+
+
 class MissReason(Enum):
     """Why an acquired prefix ended where it did. Counted by name; NONE when everything asked was promised."""
 

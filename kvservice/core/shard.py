@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvservice.core import events as ev
 from kvservice.core.actions import Action, Announce, Refuse, Reply
@@ -33,6 +33,7 @@ from kvservice.core.messages import (
     Survey,
 )
 from kvservice.core.peers import TIMEOUT_SECONDS_MAX, PeerCalls, check_keys
+from kvservice.core.reconcile import Grants
 from kvservice.core.slots import SlotState
 from kvservice.core.takeover import TakeOvers
 from kvservice.core.tenants import NOBODY, TenantLimits, TenantUsage
@@ -52,6 +53,7 @@ from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, 
 
 ENGINE_ID_BYTES = 16
 ATTACHMENTS_MAX = 256
+BOOT_ATTACHMENTS_BITS = 20
 ATTACHMENTS_OF_TENANT_MAX = 128  # so that none keeps all others out
 
 
@@ -70,6 +72,7 @@ class _Attached:
     spec: EngineSpec
     account: str  # the tenant that it belongs to
     seconds_per_block: float = 0.0  # of prefill, as the engine said last
+    grants: Grants = field(default_factory=Grants)
 
 
 class ShardState:
@@ -119,7 +122,7 @@ class ShardState:
         )  # fmt: skip
         self._writes = Writes(self._store, self._acquisitions, self._actions, self.counters)
         self._attached: dict[AttachmentId, _Attached] = {}
-        self._next_attachment = 1
+        self._next_attachment = (epoch << BOOT_ATTACHMENTS_BITS) + 1  # a number of an earlier boot names nothing
         self._handlers = self._handlers_with(peers)
 
     def _handlers_with(self, peers: PeerCalls) -> dict[type, Callable[..., None]]:
@@ -389,7 +392,7 @@ class ShardState:
 
     def _reserve(self, event: ev.Reserve, now: float) -> None:
         attached = self._require(event.attachment)
-        self._writes.reserve(event, attached.spec, attached.account)
+        self._writes.reserve(event, attached.spec, attached.account, attached.grants)
 
     def _seal(self, event: ev.Seal, now: float) -> None:
         self._writes.seal(event, self._require(event.attachment).spec.engine_id)
@@ -410,6 +413,9 @@ class ShardState:
         for report in event.reports:
             self.records.reported(attached.spec, report, now, attached.account)
         self._leases.renew(("engine", int(event.attachment)), event.lease_ids, now, self.lease_seconds)
+        if event.statement is not None:
+            self._writes.reconcile(event.statement, attached.grants, attached.spec.engine_id)
+            self._handoffs.reconcile(event.statement, event.attachment, now)
         self._actions.append(Reply(event.op, None))
 
     # -- hand-offs ----
@@ -417,7 +423,7 @@ class ShardState:
     def _open_handoff(self, event: ev.OpenHandoff, now: float) -> None:
         self._require(event.attachment)
         check_handoff_id(event.handoff)
-        self._handoffs.open(event.handoff, event.attachment, now)
+        self._handoffs.open(event.handoff, event.attachment, event.call, now)
         self._actions.append(Reply(event.op, None))
 
     def _close_handoff(self, event: ev.CloseHandoff, now: float) -> None:

@@ -13,8 +13,9 @@ from kvservice.core import events as ev
 from kvservice.core.actions import Action, Digest, Reply, WatchEngine
 from kvservice.core.blocks import BlockStore
 from kvservice.core.fetch import Acquisitions
-from kvservice.core.messages import BlockRef, EngineSpec, SealItem, SealStatus
+from kvservice.core.messages import BlockRef, EngineSpec, SealItem, SealStatus, Statement
 from kvservice.core.peers import check_keys
+from kvservice.core.reconcile import Grants
 from kvservice.core.slots import Slot, SlotState
 from kvservice.errors import InvalidRequest
 from kvservice.units import BlockKey
@@ -51,7 +52,7 @@ class Writes:
         self._sealing: dict[int, _Sealing] = {}  # by slot
         self.draining = False  # nothing new is given out
 
-    def reserve(self, event: ev.Reserve, spec: EngineSpec, account: str) -> None:
+    def reserve(self, event: ev.Reserve, spec: EngineSpec, account: str, grants: Grants) -> None:
         if not 0 < event.count <= RESERVE_COUNT_MAX:
             raise InvalidRequest(f"reserve 1 to {RESERVE_COUNT_MAX} slots, not {event.count}", count=event.count)
         layouts = (spec.layout, *(side.layout for side in spec.sides))
@@ -62,8 +63,10 @@ class Writes:
             room_for = f"stores of {spec.model} by engine {spec.engine_id.hex()[:8]}"
             size = layouts[event.side].payload_bytes
             slots = self._store.reserve(size, event.count, spec.engine_id, room_for, account)
+        refs = [BlockRef(slot.index, slot.generation) for slot in slots]
+        grants.add(event.call, refs)
         self._counters["reserve_shortfall"] += event.count - len(slots)
-        self._actions.append(Reply(event.op, [BlockRef(slot.index, slot.generation) for slot in slots]))
+        self._actions.append(Reply(event.op, refs))
 
     def seal(self, event: ev.Seal, engine_id: bytes) -> None:
         for item in event.items:
@@ -126,6 +129,15 @@ class Writes:
             else:
                 self._store.abort(slot)
         self._actions.append(Reply(event.op, None))
+
+    def reconcile(self, statement: Statement, grants: Grants, engine_id: bytes) -> None:
+        """Free what the engine says it does not hold. What was sealed or given back since is not its any more, and a
+        slot being digested ends with its digest."""
+        for ref in grants.denied(statement):
+            slot = self._store.written_by(ref, engine_id)
+            if slot is not None and slot.index not in self._sealing:
+                self._store.abort(slot)
+                self._counters["slots_reconciled"] += 1
 
     def distrust(self, engine_id: bytes) -> None:
         """Its attachment ended, and some process of this engine may be in the middle of a copy: what it reserved and

@@ -37,6 +37,7 @@ from kvservice.core.messages import (
     RequestReport,
     SealItem,
     SealStatus,
+    Statement,
     Survey,
     TakeOverItem,
     TakeOverResult,
@@ -174,8 +175,8 @@ class PoolRuntime:
         result: AcquireResult = await self._call(lambda op: ev.Acquire(op, attachment, request), attachment)
         return result
 
-    async def reserve(self, attachment: AttachmentId, count: int, side: int = 0) -> list[BlockRef]:
-        refs: list[BlockRef] = await self._call(lambda op: ev.Reserve(op, attachment, count, side), attachment)
+    async def reserve(self, attachment: AttachmentId, count: int, side: int = 0, call: int = 0) -> list[BlockRef]:
+        refs: list[BlockRef] = await self._call(lambda op: ev.Reserve(op, attachment, count, side, call), attachment)
         return refs
 
     async def seal(self, attachment: AttachmentId, items: Sequence[SealItem]) -> list[SealStatus]:
@@ -189,12 +190,17 @@ class PoolRuntime:
         await self._call(lambda op: ev.Release(op, attachment, tuple(lease_ids)), attachment)
 
     async def renew(
-        self, attachment: AttachmentId, lease_ids: Sequence[LeaseId], reports: Sequence[RequestReport] = ()
+        self,
+        attachment: AttachmentId,
+        lease_ids: Sequence[LeaseId],
+        reports: Sequence[RequestReport] = (),
+        statement: Statement | None = None,
     ) -> None:
-        await self._call(lambda op: ev.Renew(op, attachment, tuple(lease_ids), tuple(reports)), attachment)
+        leases, ended = tuple(lease_ids), tuple(reports)
+        await self._call(lambda op: ev.Renew(op, attachment, leases, ended, statement), attachment)
 
-    async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
-        await self._call(lambda op: ev.OpenHandoff(op, attachment, handoff), attachment)
+    async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId, call: int = 0) -> None:
+        await self._call(lambda op: ev.OpenHandoff(op, attachment, handoff, call), attachment)
 
     async def close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
         await self._call(lambda op: ev.CloseHandoff(op, attachment, handoff), attachment)

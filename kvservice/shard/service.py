@@ -79,7 +79,7 @@ class EngineServicer:
 
     async def reserve(self, request: shard_pb2.ReserveRequest, context: Context) -> shard_pb2.ReserveReply:
         attachment = self._attachment(request, context)
-        refs = await self._pool.reserve(attachment, request.count, request.side)
+        refs = await self._pool.reserve(attachment, request.count, request.side, request.call)
         return shard_pb2.ReserveReply(blocks=codec.encode_refs(refs))
 
     async def seal(self, request: shard_pb2.SealRequest, context: Context) -> shard_pb2.SealReply:
@@ -99,7 +99,7 @@ class EngineServicer:
 
     async def open_handoff(self, request: shard_pb2.OpenHandoffRequest, context: Context) -> shard_pb2.OpenHandoffReply:
         attachment = self._attachment(request, context)
-        await self._pool.open_handoff(attachment, check_handoff_id(request.handoff))
+        await self._pool.open_handoff(attachment, check_handoff_id(request.handoff), request.call)
         return shard_pb2.OpenHandoffReply()
 
     async def close_handoff(
@@ -112,7 +112,8 @@ class EngineServicer:
     async def renew(self, request: shard_pb2.RenewRequest, context: Context) -> shard_pb2.RenewReply:
         attachment = self._attachment(request, context)
         leases = codec.decode_lease_ids(request.lease_ids)
-        await self._pool.renew(attachment, leases, decode_reports(request.reports))
+        statement = codec.decode_statement(request.statement) if request.HasField("statement") else None
+        await self._pool.renew(attachment, leases, decode_reports(request.reports), statement)
         return shard_pb2.RenewReply()
 
     def _attachment(self, request: _OfEngine, context: Context) -> AttachmentId:

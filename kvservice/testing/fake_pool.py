@@ -24,7 +24,9 @@ from kvservice.core.messages import (
     RequestReport,
     SealItem,
     SealStatus,
+    Statement,
 )
+from kvservice.core.reconcile import Grants, is_settled
 from kvservice.errors import NotAttached, Unavailable
 from kvservice.memory.segment import Segment
 from kvservice.units import (
@@ -56,6 +58,8 @@ class FakePool:
         self.renewed: list[LeaseId] = []  # by the last heartbeat
         self.reported: list[RequestReport] = []
         self.handoffs: dict[HandoffId, bool] = {}  # -> is open
+        self._handoff_calls: dict[HandoffId, int] = {}
+        self._grants = Grants()
         self._payload_bytes = 0
         self._free: list[SlotIndex] = []
         self._generations: Counter[SlotIndex] = Counter()
@@ -100,7 +104,7 @@ class FakePool:
         self.leases[lease_id] = tuple(found)
         return AcquireResult(lease_id, tuple(found), 0, miss)
 
-    async def reserve(self, attachment: AttachmentId, count: int, side: int = 0) -> list[BlockRef]:
+    async def reserve(self, attachment: AttachmentId, count: int, side: int = 0, call: int = 0) -> list[BlockRef]:
         await self._enter("reserve", attachment)
         refs: list[BlockRef] = []
         while self._free and len(refs) < count:
@@ -110,6 +114,7 @@ class FakePool:
             self.reserved[slot] = generation
             self._write_header(slot, BlockKey(bytes(16)), 0, SpanRoute(0), 0)
             refs.append(BlockRef(slot, generation))
+        self._grants.add(call, refs)
         return refs
 
     async def seal(self, attachment: AttachmentId, items: Sequence[SealItem]) -> list[SealStatus]:
@@ -133,12 +138,14 @@ class FakePool:
 
     async def abort(self, attachment: AttachmentId, refs: Sequence[BlockRef]) -> None:
         await self._enter("abort", attachment)
-        for ref in refs:
-            if self.reserved.get(ref.slot) != ref.generation:
-                self.counters["abort_unknown"] += 1
-                continue
+        self.counters["abort_unknown"] += len(refs) - self._abort(refs)
+
+    def _abort(self, refs: Sequence[BlockRef]) -> int:
+        mine = [ref for ref in refs if self.reserved.get(ref.slot) == ref.generation]
+        for ref in mine:
             del self.reserved[ref.slot]
             self._give_back(ref.slot)
+        return len(mine)
 
     async def release(self, attachment: AttachmentId, lease_ids: Sequence[LeaseId]) -> None:
         await self._enter("release", attachment)
@@ -146,20 +153,36 @@ class FakePool:
             if self.leases.pop(lease_id, None) is None:
                 self.counters["release_unknown"] += 1
 
-    async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
+    async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId, call: int = 0) -> None:
         await self._enter("open_handoff", attachment)
-        self.handoffs[handoff] = True
+        self.handoffs.setdefault(handoff, True)
+        self._handoff_calls[handoff] = call
 
     async def close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
         await self._enter("close_handoff", attachment)
         self.handoffs[handoff] = False
 
     async def renew(
-        self, attachment: AttachmentId, lease_ids: Sequence[LeaseId], reports: Sequence[RequestReport] = ()
+        self,
+        attachment: AttachmentId,
+        lease_ids: Sequence[LeaseId],
+        reports: Sequence[RequestReport] = (),
+        statement: Statement | None = None,
     ) -> None:
         await self._enter("renew", attachment)
         self.renewed = list(lease_ids)
         self.reported += reports
+        if statement is not None:
+            self._reconcile(statement)
+
+    def _reconcile(self, statement: Statement) -> None:
+        self.counters["slots_reconciled"] += self._abort(self._grants.denied(statement))
+        for handoff in statement.handoffs:
+            self.handoffs.setdefault(handoff, True)
+            self._handoff_calls.setdefault(handoff, statement.calls)
+        for handoff in self.handoffs.keys() - set(statement.handoffs):
+            if is_settled(self._handoff_calls.get(handoff, 0), statement):
+                self.handoffs[handoff] = False
 
     async def close(self) -> None:
         self.closed = True
@@ -191,6 +214,7 @@ class FakePool:
 
     def _void(self) -> None:
         self._attachment = None
+        self._grants = Grants()
         self.leases.clear()
         for slot in list(self.reserved):
             del self.reserved[slot]

@@ -12,7 +12,7 @@ from itertools import accumulate
 from kvservice.core.explain import check_request_id
 from kvservice.core.fingerprint import FIELDS_MAX, Fingerprint
 from kvservice.core.geometry import Geometry
-from kvservice.core.handoff import check_handoff_id
+from kvservice.core.handoff import HANDOFF_ID_BYTES, check_handoff_id
 from kvservice.core.keys import KEY_BYTES, unpack_keys
 from kvservice.core.layout import SlotLayout
 from kvservice.core.messages import (
@@ -31,8 +31,10 @@ from kvservice.core.messages import (
     MissReason,
     PeerSpeed,
     SealItem,
+    Statement,
     Survey,
 )
+from kvservice.core.reconcile import OPEN_CALLS_MAX, STATED_HANDOFFS_MAX, STATED_SLOTS_MAX
 from kvservice.core.tenants import TenantUsage
 from kvservice.core.windows import SIDES_MAX, Reach, Side
 from kvservice.errors import InvalidRequest, UnsupportedLayout
@@ -41,6 +43,7 @@ from kvservice.units import (
     BlockKey,
     BootEpoch,
     Generation,
+    HandoffId,
     LeaseId,
     NodeId,
     SlotIndex,
@@ -195,6 +198,26 @@ def decode_lease_ids(lease_ids: Collection[int]) -> list[LeaseId]:
     if len(lease_ids) > LEASES_PER_MESSAGE_MAX:
         raise InvalidRequest(f"{len(lease_ids)} leases in one message, at most {LEASES_PER_MESSAGE_MAX}")
     return [LeaseId(lease_id) for lease_id in lease_ids]
+
+
+def encode_statement(statement: Statement) -> shard_pb2.Statement:
+    return shard_pb2.Statement(
+        calls=statement.calls,
+        open_calls=statement.open_calls,
+        slots=statement.slots,
+        handoffs=b"".join(statement.handoffs),
+    )
+
+
+def decode_statement(message: shard_pb2.Statement) -> Statement:
+    sizes = len(message.open_calls), len(message.slots), len(message.handoffs) // HANDOFF_ID_BYTES
+    most = (OPEN_CALLS_MAX, STATED_SLOTS_MAX, STATED_HANDOFFS_MAX)
+    if any(size > limit for size, limit in zip(sizes, most, strict=True)) or len(message.handoffs) % HANDOFF_ID_BYTES:
+        raise InvalidRequest(f"a statement has {sizes} calls, slots and whole hand-off ids, at most {most}")
+    ids = message.handoffs
+    handoffs = tuple(HandoffId(ids[i : i + HANDOFF_ID_BYTES]) for i in range(0, len(ids), HANDOFF_ID_BYTES))
+    slots = tuple(SlotIndex(slot) for slot in message.slots)
+    return Statement(message.calls, tuple(message.open_calls), slots, handoffs)
 
 
 def decode_ref(message: shard_pb2.BlockRef) -> BlockRef:

@@ -9,8 +9,11 @@ from urllib.parse import quote
 import pytest
 
 from kvservice.core.fingerprint import FIELDS_MAX
+from kvservice.core.messages import Statement
+from kvservice.core.reconcile import OPEN_CALLS_MAX, STATED_HANDOFFS_MAX, STATED_SLOTS_MAX
 from kvservice.core.windows import SIDES_MAX
 from kvservice.errors import FingerprintMismatch, InvalidRequest
+from kvservice.units import HandoffId, SlotIndex
 from kvservice.wire import codec
 from kvservice.wire.serving import LISTS_BYTES_MAX
 from kvservice.wire.status import ATTRIBUTES_BYTES_MAX, TEXT_BYTES_MAX, status_text
@@ -49,6 +52,25 @@ def test_a_fingerprint_and_the_sides_of_an_engine_are_counted_first() -> None:
     fields = [common_pb2.FingerprintField(name="same")] * (FIELDS_MAX + 1)
     with pytest.raises(InvalidRequest, match="fields"):
         codec.decode_fingerprint(common_pb2.Fingerprint(fields=fields))
+
+
+def test_a_statement_is_counted_first_and_the_largest_that_is_meant_fits_a_request() -> None:
+    whole = Statement(
+        1 << 60, tuple(range(OPEN_CALLS_MAX)), tuple(SlotIndex((1 << 48) - 1 - i) for i in range(STATED_SLOTS_MAX)),
+        tuple(HandoffId(i.to_bytes(16, "big")) for i in range(STATED_HANDOFFS_MAX)),
+    )  # fmt: skip
+    message = codec.encode_statement(whole)
+    assert codec.decode_statement(message) == whole
+    leases = range(codec.LEASES_PER_MESSAGE_MAX)
+    assert shard_pb2.RenewRequest(lease_ids=leases, statement=message).ByteSize() < LISTS_BYTES_MAX
+    for more in ({"open_calls": [1]}, {"slots": [1]}, {"handoffs": bytes(16)}, {"handoffs": b"x"}):
+        larger = shard_pb2.Statement()
+        larger.MergeFrom(message)
+        larger.MergeFrom(shard_pb2.Statement(**more))
+        if "handoffs" in more:
+            larger.handoffs = message.handoffs + more["handoffs"]
+        with pytest.raises(InvalidRequest, match="statement"):
+            codec.decode_statement(larger)
 
 
 @pytest.mark.parametrize("seconds", [math.inf, -math.inf, math.nan, -1.0])

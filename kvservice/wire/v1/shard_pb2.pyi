@@ -150,16 +150,18 @@ class AcquireReply(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., fetched_count: _Optional[int] = ..., miss: _Optional[str] = ..., side_blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., side_counts: _Optional[_Iterable[int]] = ..., not_stored: bool = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("attachment_id", "epoch", "count", "side")
+    __slots__ = ("attachment_id", "epoch", "count", "side", "call")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     SIDE_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
     attachment_id: int
     epoch: int
     count: int
     side: int
-    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., count: _Optional[int] = ..., side: _Optional[int] = ...) -> None: ...
+    call: int
+    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., count: _Optional[int] = ..., side: _Optional[int] = ..., call: _Optional[int] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("blocks",)
@@ -226,16 +228,30 @@ class ReleaseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("attachment_id", "epoch", "lease_ids", "reports")
+    __slots__ = ("attachment_id", "epoch", "lease_ids", "statement", "reports")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    STATEMENT_FIELD_NUMBER: _ClassVar[int]
     REPORTS_FIELD_NUMBER: _ClassVar[int]
     attachment_id: int
     epoch: int
     lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    statement: Statement
     reports: _containers.RepeatedCompositeFieldContainer[RequestReport]
-    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_ids: _Optional[_Iterable[int]] = ..., reports: _Optional[_Iterable[_Union[RequestReport, _Mapping]]] = ...) -> None: ...
+    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_ids: _Optional[_Iterable[int]] = ..., statement: _Optional[_Union[Statement, _Mapping]] = ..., reports: _Optional[_Iterable[_Union[RequestReport, _Mapping]]] = ...) -> None: ...
+
+class Statement(_message.Message):
+    __slots__ = ("calls", "open_calls", "slots", "handoffs")
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_CALLS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    HANDOFFS_FIELD_NUMBER: _ClassVar[int]
+    calls: int
+    open_calls: _containers.RepeatedScalarFieldContainer[int]
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    handoffs: bytes
+    def __init__(self, calls: _Optional[int] = ..., open_calls: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[int]] = ..., handoffs: _Optional[bytes] = ...) -> None: ...
 
 class RequestReport(_message.Message):
     __slots__ = ("request_id", "prompt_blocks", "engine_blocks", "loaded_blocks", "computed_blocks", "load_failed", "gave_up", "asked", "salted")
@@ -264,14 +280,16 @@ class RenewReply(_message.Message):
     def __init__(self) -> None: ...
 
 class OpenHandoffRequest(_message.Message):
-    __slots__ = ("attachment_id", "epoch", "handoff")
+    __slots__ = ("attachment_id", "epoch", "handoff", "call")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
     attachment_id: int
     epoch: int
     handoff: bytes
-    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., handoff: _Optional[bytes] = ...) -> None: ...
+    call: int
+    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., handoff: _Optional[bytes] = ..., call: _Optional[int] = ...) -> None: ...
 
 class OpenHandoffReply(_message.Message):
     __slots__ = ()

@@ -19,7 +19,7 @@ from kvservice.core.messages import AcquireRequest, Attachment, BlockRef, Engine
 from kvservice.core.windows import Reach, Side
 from kvservice.errors import FingerprintMismatch, Unavailable
 from kvservice.testing.fake_pool import FakePool
-from kvservice.units import AttachmentId, BlockKey, HandoffId, MiB, SpanRoute
+from kvservice.units import AttachmentId, BlockKey, HandoffId, MiB, SlotIndex, SpanRoute
 from tests.unit.connector.line import LAYOUT
 
 SPEC = EngineSpec(b"e" * 16, "m", Fingerprint.of({"model": "m"}), LAYOUT)
@@ -35,6 +35,7 @@ class Bench:
         self.failures: list[Exception] = []  # of opening, one per attempt
         self.loop: asyncio.AbstractEventLoop | None = None
         self.may_reattach = True
+        self.lost = 0  # calls
         self.session = Session(self.open, replace(SPEC, sides=sides), lambda: self.may_reattach)
 
     async def open(self) -> PoolPort:
@@ -47,6 +48,21 @@ class Bench:
         attachment = self.session.start(5.0)
         assert attachment is not None
         return attachment
+
+    def lose(self, method: str) -> None:
+        """From now on calls of this method fail; a Reserve is performed all the same, only its answer is lost."""
+        original = getattr(self.pool, method)
+
+        async def failing(*arguments: object) -> None:
+            if method == "reserve":
+                await original(*arguments)
+            self.lost += 1
+            raise Unavailable(f"{method} is lost")
+
+        setattr(self.pool, method, failing)
+
+    def held(self) -> set[SlotIndex]:
+        return {ref.slot for ref in self.session._ledger.slots}
 
     def on_loop(self, call: Callable[[], None]) -> None:
         assert self.loop is not None
@@ -110,9 +126,9 @@ def test_each_side_has_a_stock_of_its_own() -> None:
     asked: list[int] = []
     reserve = bench.pool.reserve
 
-    async def recorded(attachment: AttachmentId, count: int, side: int = 0) -> list[BlockRef]:
+    async def recorded(attachment: AttachmentId, count: int, side: int = 0, call: int = 0) -> list[BlockRef]:
         asked.append(side)
-        return await reserve(attachment, count, side)
+        return await reserve(attachment, count, side, call)
 
     bench.pool.reserve = recorded  # type: ignore[method-assign]
     try:
@@ -203,6 +219,45 @@ def test_handoff_is_closed_after_everything_that_was_to_be_sealed(bench: Bench) 
     bench.session.close_handoff(attachment.attachment_id, handoff)
     until(lambda: bench.pool.counters["close_handoff"])
     assert set(KEYS[:2]) <= set(bench.pool.sealed)
+    until(lambda: bench.pool.handoffs == {handoff: False})
+
+
+@pytest.mark.parametrize("lost", ["abort", "reserve", "seal"])
+def test_what_is_lost_of_slots_is_made_good_by_a_heartbeat(bench: Bench, lost: str) -> None:
+    """The pool hears or answers no call of this kind any more: it holds for the engine what the engine holds."""
+    attachment = bench.start()
+    refs = _take(bench, attachment.attachment_id, 4)
+    bench.lose(lost)
+    if lost == "abort":
+        bench.session.abort(attachment.attachment_id, refs)
+    elif lost == "seal":
+        items = [SealItem(ref, key, None, 0, SpanRoute(0)) for ref, key in zip(refs, KEYS, strict=True)]
+        bench.session.seal(attachment.attachment_id, items)
+    else:
+        bench.session.expect(64)
+    until(lambda: bench.lost)
+    until(lambda: bench.pool.counters["slots_reconciled"] >= 4)
+    bench.session.expect(-64)
+    until(lambda: bench.held() == set(bench.pool.reserved))
+
+
+def test_slots_that_workers_write_are_stated(bench: Bench) -> None:
+    attachment = bench.start()
+    refs = _take(bench, attachment.attachment_id, 4)
+    before = bench.pool.counters["renew"]
+    until(lambda: bench.pool.counters["renew"] >= before + 3)
+    assert {ref.slot for ref in refs} <= set(bench.pool.reserved)
+    assert not bench.pool.counters["slots_reconciled"]
+
+
+def test_an_open_or_a_close_that_is_lost_is_made_good_by_a_heartbeat(bench: Bench) -> None:
+    attachment = bench.start()
+    bench.lose("open_handoff")
+    bench.lose("close_handoff")
+    handoff = HandoffId(b"h" * 16)
+    bench.session.open_handoff(handoff)
+    until(lambda: bench.pool.handoffs == {handoff: True})
+    bench.session.close_handoff(attachment.attachment_id, handoff)
     until(lambda: bench.pool.handoffs == {handoff: False})
 
 
