@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import platform
+import pwd
 import resource
 import shutil
 import socket
@@ -37,6 +38,16 @@ CLOCK_DRIFT_SECONDS = 0.05
 CONNECT_SECONDS = 1.0
 SHARED_MEMORY = Path("/dev/shm")
 MOUNTS = Path("/proc/mounts")
+SYSTEMD = Path("/run/systemd/system")  # is there when systemd runs this machine
+LOGIND_FOLDERS = tuple(
+    Path(root) / "systemd" for root in ("/usr/lib", "/usr/local/lib", "/run", "/etc")
+)  # the last wins
+LOGIND_UID_MIN = 1000  # files of system users stay
+LINGER = Path("/var/lib/systemd/linger")
+LOGOUT_ADVICE = (
+    "RemoveIPC=no in /etc/systemd/logind.conf, or `loginctl enable-linger` for this user, or run the service as a "
+    "system user; a shard that loses its segment makes a new, empty one"
+)
 HUGE_ADVICE = "as root, before the service starts: mount -o remount,huge=within_size /dev/shm; docs/performance.md"
 RAY_TOKEN = Path("~/.ray/auth_token")
 RAY_CURRENT = Path("/tmp/ray/ray_current_cluster")  # where `ray start` notes the address that "auto" means
@@ -56,8 +67,8 @@ Probe = Callable[[], Iterable[Check]]
 def run_checks() -> list[Check]:
     """Blocks for up to a minute: NIXL moves real bytes."""
     probes: list[Probe] = [
-        python, packages, settings, shared_memory, huge_pages, locked_memory, nixl, block_keys, engine_hash, clock, tls,
-        ray_cluster, service_parts,
+        python, packages, settings, shared_memory, logout, huge_pages, locked_memory, nixl, block_keys, engine_hash,
+        clock, tls, ray_cluster, service_parts,
     ]  # fmt: skip
     return [check for probe in probes for check in guarded(probe)]
 
@@ -160,6 +171,45 @@ def shared_memory() -> Iterator[Check]:
     else:
         advice = f"the default pool of {format_bytes(wanted)} does not fit: choose a smaller --pool, or {SHM_ADVICE}"
         yield Check("shared_memory", WARNING, detail, advice)
+
+
+def logout() -> Iterator[Check]:
+    """systemd-logind removes all shared memory of a person whose last session ends, unless it is told not to."""
+    if not SYSTEMD.is_dir():
+        yield Check("logout", OK, "no systemd here that would remove shared memory at a logout")
+        return
+    try:
+        user = pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        user = str(os.geteuid())
+    if os.geteuid() < LOGIND_UID_MIN:
+        yield Check("logout", OK, f"shared memory of system users, as {user}, stays")
+    elif not _removes_ipc():
+        yield Check("logout", OK, "shared memory stays at a logout (RemoveIPC=no)")
+    elif (LINGER / user).exists():
+        yield Check("logout", OK, f"shared memory of {user} stays at a logout (linger)")
+    else:
+        detail = (
+            f"when the last session of {user} ends, systemd-logind removes the segments of its shards (RemoveIPC=yes)"
+        )
+        yield Check("logout", WARNING, detail, LOGOUT_ADVICE)
+
+
+def _removes_ipc() -> bool:
+    """What logind's files say; yes where they say nothing."""
+    drop_ins: dict[str, Path] = {}  # one that comes later takes the place of another with its name
+    for folder in LOGIND_FOLDERS:
+        drop_ins.update({path.name: path for path in folder.glob("logind.conf.d/*.conf")})
+    main = next(
+        (folder / "logind.conf" for folder in reversed(LOGIND_FOLDERS) if (folder / "logind.conf").exists()), None
+    )
+    removes = True
+    for path in [*([main] if main else []), *(drop_ins[name] for name in sorted(drop_ins))]:
+        for line in path.read_text(errors="replace").splitlines():
+            name, _, value = line.partition("=")
+            if name.strip() == "RemoveIPC":
+                removes = value.strip().lower() not in ("no", "false", "off", "0", "n", "f")
+    return removes
 
 
 def huge_pages() -> Iterator[Check]:

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -224,3 +225,52 @@ def test_every_part_of_a_running_service_has_its_row(monkeypatch: pytest.MonkeyP
     assert {check.status for check in checks} == {OK}, checks
     assert kinds.count("shard") == 2
     assert kinds.count("lookup") >= 1
+
+
+@pytest.mark.parametrize(
+    ("files", "uid", "lingers", "status"),
+    [
+        ({}, 1000, False, WARNING),  # yes is what systemd does unless it is told not to
+        ({"etc/systemd/logind.conf": "[Login]\n#RemoveIPC=no\n"}, 1000, False, WARNING),
+        ({"etc/systemd/logind.conf": "[Login]\nRemoveIPC=no\n"}, 1000, False, OK),
+        ({"etc/systemd/logind.conf": "[Login]\nRemoveIPC=yes\n"}, 999, False, OK),
+        ({"etc/systemd/logind.conf": "[Login]\nRemoveIPC=yes\n"}, 1000, True, OK),
+        (
+            {
+                "usr/systemd/logind.conf": "[Login]\nRemoveIPC=yes\n",
+                "usr/systemd/logind.conf.d/50-server.conf": "[Login]\nRemoveIPC = no\n",
+            },
+            1000, False, OK,
+        ),
+        (
+            {
+                "usr/systemd/logind.conf.d/50-server.conf": "[Login]\nRemoveIPC=no\n",
+                "etc/systemd/logind.conf.d/50-server.conf": "[Login]\nKillUserProcesses=no\n",
+            },
+            1000, False, WARNING,
+        ),
+    ],
+)  # fmt: skip
+def test_memory_that_goes_with_a_logout_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], uid: int, lingers: bool, status: str
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    folders = (tmp_path / "usr/systemd", tmp_path / "etc/systemd")
+    monkeypatch.setattr(doctor, "LOGIND_FOLDERS", folders)
+    monkeypatch.setattr(doctor, "SYSTEMD", tmp_path)
+    monkeypatch.setattr(doctor, "LINGER", tmp_path / "linger")
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    monkeypatch.setattr(doctor.pwd, "getpwuid", lambda number: SimpleNamespace(pw_name="kim"))
+    if lingers:
+        (tmp_path / "linger").mkdir()
+        (tmp_path / "linger/kim").touch()
+    check = one(doctor.logout)
+    assert check.status == status
+    assert ("enable-linger" in check.advice) is (status == WARNING)
+
+
+def test_without_systemd_nothing_goes_with_a_logout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "SYSTEMD", tmp_path / "none")
+    assert one(doctor.logout).status == OK
