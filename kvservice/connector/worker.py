@@ -173,7 +173,12 @@ class WorkerHalf:
             self._lock = None
 
     def _follow_pool(self, plan: StepPlan) -> None:
-        """Map the pool's memory when it is new; the shard of this node may have been restarted."""
+        """Map the pool's memory when it is new; the shard of this node may have been restarted. Let it go when it is of
+        no boot any more, or of another one: a new segment may need the room."""
+        segment, pool = self._segment, self._pool
+        if segment is not None and pool is not None and segment.current_epoch() != pool.epoch:
+            self._pool = None
+            self._unmap()
         if plan.pool is None or plan.pool == self._tried:
             return
         self._unmap()

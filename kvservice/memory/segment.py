@@ -225,6 +225,11 @@ class Segment:
         found = _parse_control(bytes(self.buffer[:HEADER_BYTES]))
         return BootEpoch(0) if found is None else found[1]
 
+    def retire(self) -> None:
+        """Tell whoever has it mapped that it is nobody's segment any more: they let it go at their next step, and its
+        memory is free then."""
+        self.buffer[:HEADER_BYTES] = bytes(HEADER_BYTES)
+
     def write_control(self, node_id: str) -> None:
         body = _CONTROL.pack(
             SEGMENT_MAGIC, self.geometry.slab_bytes, self.geometry.slab_count, self.epoch, _node_mark(node_id), 0

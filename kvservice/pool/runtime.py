@@ -147,6 +147,8 @@ class PoolRuntime:
             if puller is not None:
                 puller.close()
             segment.close()
+            if not segment.existed:
+                segment.unlink()
             raise
         runtime._spawn(runtime._check_forever())
         return runtime
@@ -363,6 +365,19 @@ class PoolRuntime:
     @property
     def uptime_seconds(self) -> float:
         return self._clock() - self._opened_at
+
+    @property
+    def is_new(self) -> bool:
+        """No earlier boot left anything here."""
+        return not self._segment.existed
+
+    def is_linked(self) -> bool:
+        """Whether engines that attach find this pool's memory under its path."""
+        return self._segment.is_linked()
+
+    def retire(self) -> None:
+        """The memory will not be used again: engines let go of it at their next step."""
+        self._segment.retire()
 
     def unlink(self) -> None:
         """Remove the segment file: nothing is left to adopt."""

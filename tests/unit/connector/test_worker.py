@@ -21,6 +21,7 @@ from kvservice.core.header import SlotHeader
 from kvservice.core.layout import HeadShare, SlotLayout
 from kvservice.core.messages import BlockRef
 from kvservice.errors import UnsupportedLayout
+from kvservice.memory.liveness import claim
 from kvservice.memory.segment import Segment
 from kvservice.mover.message import Direction
 from kvservice.units import BlockKey, BootEpoch, Generation, MiB, SlotIndex, SpanRoute
@@ -391,6 +392,25 @@ def test_restarted_shard_gets_no_late_writes(segment: Segment) -> None:
     report = worker.take_report()
     assert report is not None
     assert report.failed == {1: 1}
+
+
+@pytest.mark.parametrize("what", ["retired", "another boot"])
+def test_memory_of_a_shard_that_is_gone_is_let_go_at_the_next_step(segment: Segment, what: str) -> None:
+    """A new segment may not fit beside it, and what it kept from being reused is free again."""
+    worker = WorkerHalf(BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.OFF)
+    assert store(segment, worker, 0, write_header(segment, slot_index(0, 0), 1))
+    with claim(segment, bytes(16)) as is_free:
+        assert not is_free
+    if what == "retired":
+        segment.retire()
+    else:
+        segment.epoch = BootEpoch(segment.epoch + 1)
+        segment.write_control("n")
+    worker.start_loads(StepPlan())
+    with claim(segment, bytes(16)) as is_free:
+        assert is_free
+    mapped = Path("/proc/self/maps").read_text().count(str(segment.path))
+    assert mapped == 1, "the shard's own mapping only"
 
 
 def test_memory_that_cannot_be_mapped_fails_loads_and_stores_and_is_said_once(
