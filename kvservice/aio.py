@@ -8,7 +8,8 @@ place, on the event loop that runs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -41,6 +42,19 @@ async def is_set_within(seconds: float, event: asyncio.Event) -> bool:
     except asyncio.TimeoutError:
         return False
     return True
+
+
+async def in_thread(work: Callable[[], T], threads: Executor | None = None) -> T:
+    """The result of `work`, computed on one of `threads`, or of the loop's own.
+
+    Where no thread takes work any more, it is done here and blocks the loop. That is so once the interpreter has begun
+    to end: then the loop has nothing left to do but end as well.
+    """
+    try:
+        future = asyncio.get_running_loop().run_in_executor(threads, work)
+    except RuntimeError:
+        return work()
+    return await future
 
 
 async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvservice.core.messages import AcquireRequest, BlockHandle, Holder, MissReason
+from kvservice.core.messages import AcquireRequest, BlockHandle, Holder, HolderRun, MissReason
 from kvservice.core.slots import Slot
 from kvservice.core.tenants import NOBODY
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, SlotIndex
@@ -65,6 +65,16 @@ class Fetch:
     lease_id: LeaseId = LeaseId(0)  # noqa: RUF009
     handles: list[BlockHandle] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
+
+
+def holders_by_index(runs: Sequence[HolderRun], end: int, own: NodeId) -> dict[int, tuple[Holder, ...]]:
+    """Which other nodes have each block before `end`, in the directory's order. Blocks that none has are left out."""
+    by_index: dict[int, tuple[Holder, ...]] = {}
+    for run in runs:
+        others = tuple(dict.fromkeys(holder for holder in run.holders if holder.node_id != own))
+        if others:
+            by_index.update(dict.fromkeys(range(run.start, min(run.start + run.count, end)), others))
+    return by_index
 
 
 def longest_run(

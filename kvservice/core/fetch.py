@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvservice.core.acquisition import Acquisition, Fetch, FetchState, Then, longest_run
+from kvservice.core.acquisition import Acquisition, Fetch, FetchState, Then, holders_by_index, longest_run
 from kvservice.core.actions import Action, Follow, Locate, Pull, ReleaseRemote, Reply, Resolve
 from kvservice.core.blocks import NO_KEY, BlockStore
 from kvservice.core.estimate import FetchEstimates
@@ -168,7 +168,7 @@ class Acquisitions:
         if acquisition is None or not acquisition.resolving:
             return  # answered at its deadline already
         acquisition.resolving = False
-        holders = self._holders_by_index(runs, acquisition.break_at)
+        holders = holders_by_index(runs, acquisition.break_at, self._node_id)
         wanted: list[int] = []
         for index in range(acquisition.request.skip, acquisition.break_at):
             if index in acquisition.held or index in acquisition.pending:
@@ -212,8 +212,10 @@ class Acquisitions:
             self._release_remote(fetch)
             self._end_fetch(fetch, 0, reason, now)
             return
-        self._fail_indices(fetch, fetch.indices[kept:], reason, now)
+        rest = fetch.indices[kept:]
         del fetch.indices[kept:]
+        lost = self._ask_next if reason is MissReason.STALE else self._fail_indices
+        lost(fetch, rest, reason, now)
         fetch.state, fetch.started = FetchState.PULLING, now
         items = tuple((handle, slot.index) for handle, slot in zip(fetch.handles, fetch.slots, strict=True))
         deadline = sent_at + min(result.lease_seconds, PULL_SECONDS_MAX) - LEASE_MARGIN_SECONDS
@@ -385,14 +387,6 @@ class Acquisitions:
         acquisition.pending.add(index)
         self._waiters.setdefault(acquisition.request.keys[index], []).append((acquisition.op, index))
 
-    def _holders_by_index(self, runs: Sequence[HolderRun], end: int) -> dict[int, tuple[Holder, ...]]:
-        by_index: dict[int, tuple[Holder, ...]] = {}
-        for run in runs:
-            others = tuple(dict.fromkeys(holder for holder in run.holders if holder.node_id != self._node_id))
-            if others:
-                by_index.update(dict.fromkeys(range(run.start, min(run.start + run.count, end)), others))
-        return by_index
-
     def _fetch_worthwhile(
         self, acquisition: Acquisition, wanted: list[int], holders: dict[int, tuple[Holder, ...]], now: float
     ) -> None:
@@ -429,12 +423,15 @@ class Acquisitions:
             self._next_id, holder, alternates, chain, indices, acquisition.payload_bytes, acquisition.base,
             self.accounts.get(acquisition.attachment, NOBODY),
         )  # fmt: skip
-        self._next_id += 1
-        self._fetches[fetch.fetch] = fetch
-        for index in indices:
-            self._arriving[chain[index]] = fetch.fetch
+        self._register(fetch)
         self._counters["fetches_started"] += 1
         return fetch
+
+    def _register(self, fetch: Fetch) -> None:
+        self._next_id += 1
+        self._fetches[fetch.fetch] = fetch
+        for index in fetch.indices:
+            self._arriving[fetch.chain[index]] = fetch.fetch
 
     def _locate(self, fetch: Fetch, now: float) -> None:
         fetch.state, fetch.give_up_at = FetchState.LOCATING, now + LOCATE_GIVE_UP_SECONDS
@@ -472,20 +469,19 @@ class Acquisitions:
         """
         left = [i for i in fetch.indices[from_position:] if self._arriving.get(fetch.chain[i]) == fetch.fetch]
         self._counters["fetches_failed"] += 1
-        if left and fetch.alternates:
-            fetch.holder = fetch.alternates.pop(0)
-            fetch.indices, fetch.handles, fetch.slots = left, [], []
-            # The job id names one Pull: a late Quiesced of the old one must not touch the new one's slots.
-            del self._fetches[fetch.fetch]
-            for index in left:
-                self._arriving[fetch.chain[index]] = self._next_id
-            fetch.fetch = self._next_id
-            self._next_id += 1
-            self._fetches[fetch.fetch] = fetch
-            self._locate(fetch, now)
-            return
         del self._fetches[fetch.fetch]
-        self._fail_indices(fetch, left, reason, now)
+        self._ask_next(fetch, left, reason, now)
+
+    def _ask_next(self, fetch: Fetch, left: list[int], reason: MissReason, now: float) -> None:
+        """What this holder did not give is fetched from the next one, or does not come."""
+        if not left or not fetch.alternates:
+            self._fail_indices(fetch, left, reason, now)
+            return
+        holder, *others = fetch.alternates
+        # An id names one Pull: a late Quiesced of the old one must not touch the new one's slots.
+        again = Fetch(self._next_id, holder, others, fetch.chain, left, fetch.payload_bytes, fetch.base, fetch.account)
+        self._register(again)
+        self._locate(again, now)
 
     def _give_up(self, fetch: Fetch, now: float) -> None:
         """Its performer owes an answer that does not come: the blocks may be fetched anew, by whoever wants them."""

@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from kvservice.aio import in_thread
 from kvservice.core import events as ev
 from kvservice.core.actions import Digest
 from kvservice.core.digest import digest_payload
@@ -35,7 +36,7 @@ class Digests:
             failpoint("shard.digest")
             return [ev.Digested(one.slot, one.key, self._of(one.slot, one.payload_bytes, one.key)) for one in batch]
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads, compute)
+        return await in_thread(compute, self._threads)
 
     async def verified(self) -> list[ev.Adopt]:
         """Every block in the segment, and whether its bytes are what its header says."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvservice.aio import end_tasks
+from kvservice.aio import end_tasks, in_thread
 from kvservice.client.peer import PeerPort
 from kvservice.core import actions as act
 from kvservice.core import events as ev
@@ -222,8 +222,8 @@ class PoolRuntime:
                 future.set_exception(Unavailable("the pool is shutting down"))
         self._calls.clear()
         if self._puller is not None:
-            await asyncio.to_thread(self._puller.close)
-        await asyncio.to_thread(self._digests.shutdown)
+            await in_thread(self._puller.close)
+        await in_thread(self._digests.shutdown)
         await self._outside.close()
         self._segment.close()
 
@@ -326,7 +326,7 @@ class PoolRuntime:
     def stats(self) -> PoolStats:
         counters = self._state.all_counters()
         if self._puller is not None:
-            counters.update({f"transfer_{name}": count for name, count in self._puller.counters.items()})
+            counters.update({f"transfer_{name}": count for name, count in self._puller.counters().items()})
         return PoolStats(
             self._config.node_id,
             self._state.epoch,

@@ -117,7 +117,8 @@ class Puller:
         self._description = b""
         self._stopping = False
         self._ended = False  # the thread takes nothing any more
-        self.counters: Counter[str] = Counter()
+        self._counters: Counter[str] = Counter()
+        self._counting = threading.Lock()
 
     def start(self) -> None:
         """Make the transport on its thread. Blocks until that is done; raises what it raised."""
@@ -130,6 +131,11 @@ class Puller:
 
     def describe(self) -> bytes:
         return self._description
+
+    def counters(self) -> dict[str, int]:
+        """All of them as they are now. Any thread may ask."""
+        with self._counting:
+            return dict(self._counters)
 
     def submit(self, job: PullJob, on_done: DoneCallback, on_quiesced: QuiescedCallback) -> None:
         """Never blocks. `on_done` comes exactly once, by the deadline; `on_quiesced` exactly once if a verdict was
@@ -197,8 +203,12 @@ class Puller:
         except Exception as error:  # noqa: BLE001  thread boundary: one caller's bug must not stop the others' pulls
             self._count_error("callback_errors", error)
 
+    def _count(self, name: str, more: int = 1) -> None:
+        with self._counting:
+            self._counters[name] += more
+
     def _count_error(self, name: str, error: Exception) -> None:
-        self.counters[name] += 1
+        self._count(name)
         log.warning(name, extra={"error": f"{type(error).__name__}: {error}"})
 
     def _take_jobs(self, transport: Transport) -> None:
@@ -217,7 +227,7 @@ class Puller:
             peer = self._connect(transport, job)
         except Exception as error:  # noqa: BLE001  a transport's bug must not end the thread that serves all peers
             log.info("pull_connect_failed", extra={"peer": job.peer, "error": str(error)})
-            self.counters["connect_failed"] += 1
+            self._count("connect_failed")
             self._call(on_done, job.job_id, (PullVerdict.FAILED,) * len(job.items))
             return
         self._active.append(_Active(job, on_done, on_quiesced, peer, bytearray(len(job.items))))
@@ -230,7 +240,7 @@ class Puller:
             self._drop_peer(transport, job.peer if known is not None else next(iter(self._peers)))
         handle = transport.connect(job.description)
         self._peers[job.peer] = _Peer(job.peer_epoch, job.description, handle)
-        self.counters["connects"] += 1
+        self._count("connects")
         return handle
 
     def _drop_peer(self, transport: Transport, peer: NodeId, handle: PeerHandle | None = None) -> None:
@@ -282,7 +292,7 @@ class Puller:
                     active.verifying.append(self._digesting.submit(self._verify_landed, active))
             if not done:
                 log.info("read_failed", extra={"peer": active.job.peer, "detail": completion.detail})
-                self.counters["reads_failed"] += 1
+                self._count("reads_failed")
                 self._fail_rest(active)
                 self._drop_peer(transport, active.job.peer, active.peer)  # the next job starts with a new connection
             return
@@ -293,7 +303,7 @@ class Puller:
         if active.answered:
             return self._retire(active)
         if self._clock() > job.deadline:
-            self.counters["deadlines"] += 1
+            self._count("deadlines")
             self._fail_rest(active)
         moved = False
         if active.next_item < len(job.items):
@@ -382,11 +392,11 @@ class Puller:
             active.pieces.clear()
             ordered = tuple(verdicts[index] for index in range(len(active.job.items)))
             good = ordered.count(PullVerdict.OK)
-            self.counters["jobs"] += 1
-            self.counters["blocks"] += good
+            self._count("jobs")
+            self._count("blocks", good)
             for verdict, count in Counter(ordered).items():
-                self.counters[f"verdict_{verdict.value}"] += count
-            self.counters[f"{self._name}_bytes"] += good * active.job.payload_bytes
+                self._count(f"verdict_{verdict.value}", count)
+            self._count(f"{self._name}_bytes", good * active.job.payload_bytes)
             active.verdicts = verdicts
             self._call(active.on_done, active.job.job_id, ordered)
 

@@ -188,7 +188,7 @@ def test_all_blocks_of_a_healthy_peer_arrive_verified(peer: Peer, reader: Segmen
     assert pull.done.get(timeout=WAIT_SECONDS) == (PullVerdict.OK,) * BLOCKS
     for index, slot in enumerate(SLOTS):
         assert bytes(reader.payload(slot, PAYLOAD)) == bytes([index + 1]) * PAYLOAD
-    assert pull.puller.counters["nixl_bytes"] == BLOCKS * PAYLOAD
+    assert pull.puller.counters()["nixl_bytes"] == BLOCKS * PAYLOAD
 
 
 def test_killed_peer_fails_the_pull_well_before_the_deadline(peer: Peer, pull: Pull) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -99,7 +100,7 @@ def test_unchanged_blocks_arrive_whole(rig: Rig) -> None:
     assert rig.pull(handles) == (OK,) * 12
     for i in range(12):
         assert bytes(rig.reader.payload(SlotIndex(20 + i), PAYLOAD)) == content(key(i), PAYLOAD)
-    assert rig.puller.counters["fake_bytes"] == 12 * PAYLOAD
+    assert rig.puller.counters()["fake_bytes"] == 12 * PAYLOAD
 
 
 def test_flipped_byte_is_corrupt(rig: Rig) -> None:
@@ -155,7 +156,7 @@ def test_refused_post_fails_the_job_and_reconnects(rig: Rig) -> None:
     assert rig.pull(handles) == (FAILED,)
     rig.faults.refuse = False
     assert rig.pull(handles) == (OK,)
-    assert rig.puller.counters["connects"] == 2
+    assert rig.puller.counters()["connects"] == 2
 
 
 def test_wedged_transfer_is_stuck_at_the_deadline_and_quiesces_when_it_ends(rig: Rig) -> None:
@@ -198,7 +199,7 @@ def test_new_epoch_of_a_peer_is_a_new_connection(rig: Rig) -> None:
     assert rig.pull([handle]) == (OK,)
     rig.submit([handle], epoch=rig.source.epoch + 1)
     assert rig.done.get(timeout=10)[1] == (STALE,), "the header still names the old epoch"
-    assert rig.puller.counters["connects"] == 2
+    assert rig.puller.counters()["connects"] == 2
 
 
 def test_close_answers_everything_that_is_open(rig: Rig) -> None:
@@ -234,7 +235,7 @@ def test_transport_that_raises_fails_jobs_and_works_again_afterwards(rig: Rig) -
     assert rig.done.get(timeout=10)[1][0] in (FAILED, STUCK)
     rig.faults.poll_error = None
     assert rig.pull([handle]) == (OK,)
-    assert rig.puller.counters["poll_errors"] >= 1
+    assert rig.puller.counters()["poll_errors"] >= 1
 
 
 def test_callback_that_raises_does_not_stop_the_next_job(rig: Rig) -> None:
@@ -245,13 +246,13 @@ def test_callback_that_raises_does_not_stop_the_next_job(rig: Rig) -> None:
 
     rig.submit([handle], on_done=broken)
     assert rig.pull([handle]) == (OK,)
-    assert rig.puller.counters["callback_errors"] == 1
+    assert rig.puller.counters()["callback_errors"] == 1
 
 
 def test_completions_reported_twice_are_counted_once(rig: Rig) -> None:
     rig.faults.duplicate = True
     assert rig.pull([rig.publish(i, key(i)) for i in range(4)]) == (OK,) * 4
-    assert rig.puller.counters["verdict_ok"] == 4
+    assert rig.puller.counters()["verdict_ok"] == 4
 
 
 def test_failed_read_starts_a_new_connection(rig: Rig) -> None:
@@ -260,7 +261,7 @@ def test_failed_read_starts_a_new_connection(rig: Rig) -> None:
     assert rig.pull([handle]) == (FAILED,)
     rig.faults.fail = False
     assert rig.pull([handle]) == (OK,)
-    assert rig.puller.counters["connects"] == 2
+    assert rig.puller.counters()["connects"] == 2
 
 
 def test_verdicts_are_counted(rig: Rig) -> None:
@@ -268,7 +269,7 @@ def test_verdicts_are_counted(rig: Rig) -> None:
     rig.source.clear_header(SlotIndex(0))
     rig.source.payload(SlotIndex(1), PAYLOAD)[:1] = b"!"
     assert rig.pull(handles) == (STALE, CORRUPT, OK)
-    counters = rig.puller.counters
+    counters = rig.puller.counters()
     assert (counters["verdict_stale"], counters["verdict_corrupt"], counters["verdict_ok"]) == (1, 1, 1)
     assert counters["fake_bytes"] == PAYLOAD
 
@@ -279,3 +280,13 @@ def test_scattered_and_neighbouring_blocks_arrive_in_their_own_slots(rig: Rig) -
     assert rig.pull(handles) == (OK,) * len(order)
     for position, i in enumerate(order):
         assert bytes(rig.reader.payload(SlotIndex(20 + position), PAYLOAD)) == content(key(i), PAYLOAD)
+
+
+def test_counters_are_read_while_the_puller_adds_new_ones(rig: Rig) -> None:
+    """A round of reads is over before the puller has added all, or it proves nothing."""
+    adding = threading.Thread(target=lambda: [rig.puller._count(f"counter_{i}") for i in range(20_000)])
+    adding.start()
+    sizes = [len(rig.puller.counters())]
+    while adding.is_alive():
+        sizes.append(sum(1 for _ in rig.puller.counters().items()))
+    assert len(set(sizes)) > 1
