@@ -34,7 +34,10 @@ Json = Annotated[bool, typer.Option("--json", help="Machine-readable output with
 
 
 def fail(error: KVServiceError) -> typer.Exit:
-    typer.secho(f"error: {error.message}", err=True, fg="red")
+    from kvservice.observe import logs
+
+    if not logs.say_error(error.message):
+        typer.secho(f"error: {error.message}", err=True, fg="red")
     return typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_PROBLEM)
 
 

@@ -38,7 +38,7 @@ def choose_pool(options: ConnectorOptions, spec: EngineSpec) -> PoolChoice:
         found = options.socket is not None or choose_shard(options.service, options.node) is not None
         mode = Mode.SERVICE if found else Mode.EMBEDDED
     if mode is Mode.SERVICE:
-        log.warning("kvservice: mode service, using this node's shard")
+        log.info("mode service: uses this node's shard")
         return PoolChoice(mode, spec, lambda: _open_service(options))
     return _embedded(options, spec)
 
@@ -61,7 +61,7 @@ async def _open_service(options: ConnectorOptions) -> PoolPort:
 
 def _embedded(options: ConnectorOptions, spec: EngineSpec) -> PoolChoice:
     geometry = plan_geometry(options.embedded_bytes())
-    log.warning("kvservice: mode embedded, a pool of %s in this process", format_bytes(geometry.segment_bytes))
+    log.info("mode embedded: a pool of %s of this engine's own", format_bytes(geometry.segment_bytes))
 
     async def open_pool() -> PoolPort:
         # Without a name, so that no end of this engine leaves it behind.

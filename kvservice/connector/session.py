@@ -31,7 +31,7 @@ from kvservice.core.messages import (
 )
 from kvservice.core.reconcile import Ledger
 from kvservice.errors import KVServiceError, Refused
-from kvservice.units import AttachmentId, HandoffId, LeaseId
+from kvservice.units import AttachmentId, HandoffId, LeaseId, format_bytes
 
 log = logging.getLogger("kvservice.connector")
 
@@ -258,7 +258,7 @@ class Session:
         self._refusal = ""
         self._first_attempt.set()
         self.counters["attached"] += 1
-        log.info("attached to node %s, epoch %s", attachment.node_id, attachment.epoch)
+        log.info("%s", self._describe(attachment))
         try:
             await self._keep(attachment, lost)
         finally:
@@ -271,6 +271,15 @@ class Session:
                 with contextlib.suppress(KVServiceError):
                     await self._pool.abort(attachment.attachment_id, unused)
             await self._pool.detach(attachment.attachment_id)
+
+    def _describe(self, attachment: Attachment) -> str:
+        again = " again" if self.counters["attached"] > 1 else ""
+        where = f"to node {attachment.node_id}" if attachment.node_directory else "to the pool of this engine"
+        layout, size = self._spec.layout, format_bytes(attachment.geometry.segment_bytes)
+        return (
+            f"attached{again} {where} (pool {size}, a block of {layout.block_tokens} tokens is "
+            f"{format_bytes(layout.payload_bytes)}, fingerprint {self._spec.fingerprint.digest.hex()[:12]})"
+        )
 
     async def _keep(self, attachment: Attachment, lost: list[str]) -> None:
         assert self._loop is not None and self._wake is not None

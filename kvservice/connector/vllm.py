@@ -49,6 +49,7 @@ from kvservice.core.handoff import HANDOFF_ID_BYTES
 from kvservice.core.keys import block_keys
 from kvservice.core.messages import Attachment, Handoff
 from kvservice.errors import ConfigError, KVServiceError
+from kvservice.observe import logs
 from kvservice.units import HandoffId
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     settings are not supported: the connector is then inert."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        logs.speak_through("vllm")
         super().__init__(vllm_config, role, kv_cache_config)
         self._options = ConnectorOptions.parse(self._kv_transfer_config.kv_connector_extra_config or {})
         self._config = kv_cache_config

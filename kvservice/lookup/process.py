@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 
 from kvservice.lookup.server import LookupServer
+from kvservice.observe.logs import say
 from kvservice.observe.lookup_metrics import serve_lookup_metrics
 from kvservice.observe.metrics import read_on
 
@@ -29,7 +30,7 @@ async def serve(
     try:
         if metrics_port:
             end_metrics = serve_lookup_metrics(service, read_on(loop, server.numbers), metrics_port, host)
-        print(f"{where}:{port}", flush=True)
+        say(f"{where}:{port}")
         await stopped.wait()
         for number in SIGNALS:
             loop.remove_signal_handler(number)  # a second signal ends the process: it has no files

@@ -1,22 +1,26 @@
 """Logs as event name + fields: `log.info("shard_started", extra={"node": …})`.
 
-Owns how such a record becomes a line of text or of JSON. Any thread may log.
+Owns how such a record becomes a line of text or of JSON, and whose logger writes it: ours in processes of our own, the
+engine's in an engine. Any thread may log.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
+import os
 import sys
 import time
 from typing import TextIO
 
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_WRITTEN_LATER = frozenset({"message", "asctime", "taskName"})
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
     """What the caller gave as `extra`."""
-    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+    own = vars(logging.makeLogRecord({})).keys() | _WRITTEN_LATER  # an engine's factory adds some of its own
+    return {name: value for name, value in vars(record).items() if name not in own}
 
 
 class TextFormatter(logging.Formatter):
@@ -46,11 +50,69 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class EngineHandler(logging.Handler):
+    """Hands our records to the logger of the engine that we run in: its format, its level, its stream. Without it they
+    would reach nobody below WARNING, and bare of time and level above."""
+
+    def __init__(self, engine: logging.Logger) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def emit(self, record: logging.LogRecord) -> None:
+        passed = copy.copy(record)
+        pairs = [f"{name}={value}" for name, value in fields_of(record).items()]
+        passed.msg, passed.args = " ".join([f"kvservice: {record.getMessage()}", *pairs]), None
+        self._engine.handle(passed)
+
+
 def configure(*, json_lines: bool = False, level: int = logging.INFO, stream: TextIO | None = None) -> None:
-    """For processes of our own. Engines keep their logging: nothing there calls this. Repeating it replaces."""
+    """For processes of our own. Engines keep their logging: `speak_through`. Repeating it replaces."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if json_lines else TextFormatter())
     logger = logging.getLogger("kvservice")
     logger.handlers = [handler]
     logger.setLevel(level)
     logger.propagate = False
+    if json_lines:  # nobody writes lines of another kind between ours
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+        logging.captureWarnings(True)
+        take_over("py.warnings")
+
+
+def speak_through(name: str) -> None:
+    """In an engine: what we log goes to the engine's logger of this name, marked as ours. Not where somebody has
+    configured our logger, or the root logger, which then has our records as usual."""
+    ours, engine = logging.getLogger("kvservice"), logging.getLogger(name)
+    if not ours.handlers and not logging.getLogger().handlers:
+        ours.addHandler(EngineHandler(engine))
+        ours.setLevel(engine.getEffectiveLevel())
+        ours.propagate = False
+
+
+def take_over(name: str) -> None:
+    """What another library logs under this name goes where our records go."""
+    theirs = logging.getLogger(name)
+    theirs.handlers = list(logging.getLogger("kvservice").handlers)
+    theirs.propagate = not theirs.handlers
+
+
+def say(text: str) -> None:
+    """A line for whoever started this process, on stdout; where logs are JSON, one of them."""
+    ours = logging.getLogger("kvservice")
+    if _writes_json(ours):
+        ours.info(text)
+    else:
+        print(text, flush=True)
+
+
+def say_error(text: str) -> bool:
+    """Log why the process ends, where logs are JSON. False where they are not: then it is for people."""
+    ours = logging.getLogger("kvservice")
+    if not _writes_json(ours):
+        return False
+    ours.error(text)
+    return True
+
+
+def _writes_json(logger: logging.Logger) -> bool:
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logger.handlers)

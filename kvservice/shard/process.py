@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvservice.aio import end_tasks, is_set_within
+from kvservice.observe.logs import say
 from kvservice.observe.metrics import read_on, serve_metrics
 from kvservice.shard.server import ShardServer, ShardServerConfig
 
@@ -42,7 +43,7 @@ async def serve(
         if metrics_port:
             read = read_on(asyncio.get_running_loop(), server.stats)
             end_metrics = serve_metrics(config.service, read, metrics_port, config.peer_host.strip("[]"))
-        print(f"shard {holder.node_id} serves peers at {holder.peer_address}, epoch {holder.epoch}", flush=True)
+        say(f"shard {holder.node_id} serves peers at {holder.peer_address}, epoch {holder.epoch}")
         await first_of(asked.to_end.wait(), server.left.wait())
         if keep_segment:
             await wait_for_readers(server, asked, grace_seconds)

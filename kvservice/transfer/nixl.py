@@ -28,6 +28,7 @@ import numpy as np
 
 from kvservice.errors import TransferError
 from kvservice.memory.segment import Segment
+from kvservice.observe import logs
 from kvservice.transfer.base import Completion, Copy, PeerHandle, TransferId, TransferOutcome
 
 # UCX's TCP defaults (8 KiB segments) reach a third of what the link gives; these were the best of those tried.
@@ -64,6 +65,7 @@ def load_nixl() -> tuple[ModuleType, tuple[type[Exception], ...]]:
         except (ImportError, AttributeError) as error:
             reasons.append(f"{package}: {error}")
             continue
+        logs.take_over("nixl")  # its import gives it a handler of its own, on stdout
         kinds = [getattr(bindings, name) for name in dir(bindings) if name.endswith("Error")]
         return api, tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))
     raise TransferError(f"NIXL cannot be loaded ({'; '.join(reasons)}): pip install 'kvservice[nixl]'")

@@ -19,6 +19,7 @@ import pytest
 
 from kvservice.client.discovery import find_shards
 from kvservice.testing.cluster import LocalCluster
+from kvservice.transfer.nixl import nixl_available
 
 HEAVY = ("ray", "vllm", "torch", "grpc", "nixl_cu12", "matplotlib", "numpy")
 
@@ -127,6 +128,39 @@ def test_a_service_in_the_foreground_ends_cleanly(foreground: Foreground, number
     assert (code, "Traceback" in output) == (0, False), output
     assert not (foreground.runtime / foreground.service).exists()
     assert not list(Path("/dev/shm").glob(f"kvservice-{foreground.service}-*"))
+
+
+TRANSPORTS = ("shm", "nixl") if nixl_available() else ("shm",)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["shard", "--node", "n0", "--pool", "16MiB"], ["lookup", "--lookups", "1", "--port", "0"]],
+    ids=["shard", "lookup"],
+)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_json_logs_are_all_that_a_process_writes(runtime: Path, arguments: list[str], transport: str) -> None:
+    """Start, work and end; libraries' lines too. In a container both streams are one."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvservice.cli.main", *arguments, "--json-logs", "--service", f"json-{os.getpid()}"],
+        env={**os.environ, "KVSERVICE_RUNTIME_DIR": str(runtime), "KVSERVICE_TRANSPORT": transport},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    lines: list[dict[str, object]] = []
+    for line in process.stdout:
+        lines.append(json.loads(line))
+        if "serves" in str(lines[-1]["event"]):
+            process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    assert any("serves" in str(line["event"]) for line in lines)
+    assert not [line for line in lines if line["level"] in ("warning", "error")]
+
+
+def test_with_json_logs_the_reason_of_an_early_end_is_json_too(runtime: Path) -> None:
+    shown = command(runtime, "shard", "--node", "n0", "--pool", "1", "--json-logs")
+    (line,) = [json.loads(line) for line in (shown.stdout + shown.stderr).splitlines()]
+    assert (shown.returncode, line["level"]) == (2, "error") and "give at least" in line["event"]
 
 
 def test_a_service_in_the_foreground_answers_prometheus(foreground: Foreground) -> None:

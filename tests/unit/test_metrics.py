@@ -7,6 +7,8 @@ import json
 import logging
 import re
 import socket
+import subprocess
+import sys
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
@@ -152,6 +154,39 @@ def test_a_text_line_ends_with_its_fields() -> None:
 def test_a_json_line_keeps_fields_as_values() -> None:
     line = json.loads(logged(logs.JsonFormatter()))
     assert (line["event"], line["node"], line["epoch"], line["level"]) == ("shard_started", "n0", 3, "warning")
+
+
+IN_AN_ENGINE = """
+import logging, sys
+from kvservice.observe import logs
+handler = logging.StreamHandler(sys.stdout)
+handler.setFormatter(logging.Formatter("ENGINE %(levelname)s [%(filename)s] %(message)s"))
+engine = logging.getLogger("vllm")
+engine.addHandler(handler)
+engine.setLevel(logging.INFO)
+engine.propagate = False
+for _ in range(2):  # once for each half of the connector
+    logs.speak_through("vllm")
+logging.getLogger("kvservice.connector").info("attached to node %s", "n0")
+logging.getLogger("kvservice.client").warning("token_file_not_taken", extra={"reason": "it is empty"})
+logging.getLogger("kvservice.client").debug("nobody wants to know")
+"""
+
+
+def test_in_an_engine_our_records_are_lines_of_its_logger_marked_as_ours() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_AN_ENGINE], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == [
+        "ENGINE INFO [<string>] kvservice: attached to node n0",
+        "ENGINE WARNING [<string>] kvservice: token_file_not_taken reason=it is empty",
+    ]
+    assert done.stderr == ""
+
+
+def test_who_has_configured_the_root_logger_gets_our_records_there() -> None:
+    ours = logging.getLogger("kvservice")
+    before = ours.handlers[:], ours.propagate
+    logs.speak_through("vllm")  # pytest's own handlers are at the root
+    assert (ours.handlers, ours.propagate) == before
 
 
 def test_a_move_worker_exports_its_copies_by_direction() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -311,6 +312,18 @@ def test_failure_nobody_thought_of_is_tried_again(bench: Bench, monkeypatch: pyt
     bench.failures = [RuntimeError("a bug")]
     assert bench.session.start(5.0) is None
     until(lambda: bench.session.attachment is not None)
+
+
+def test_the_log_says_attached_lost_and_attached_again(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvservice")
+    bench.start()
+    bench.on_loop(lambda: bench.pool.lose("it restarted"))
+    until(lambda: bench.session.counters["attached"] == 2)
+    until(lambda: len(caplog.records) >= 3)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0].startswith("attached to ") and "fingerprint" in lines[0] and "tokens" in lines[0]
+    assert lines[1] == "the pool is gone (it restarted): serving without the cache until it is back"
+    assert lines[2].startswith("attached again to ")
 
 
 def test_refusal_is_said_once_and_names_the_reason(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
