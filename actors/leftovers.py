@@ -13,14 +13,15 @@ from pathlib import Path
 from kvservice.client.discovery import (
     MIRROR_NAME,
     MOVER_PREFIX,
+    PEER_SOCKET_NAME,
     RECORD_NAME,
     SECRET_NAME,
     SOCKET_NAME,
     default_runtime_root,
-    is_listening,
 )
 from kvservice.memory.mirror_segment import MIRROR_SUFFIX
 from kvservice.memory.segment import remove_stale, segment_path
+from kvservice.private_files import is_listening
 from kvservice.shard.server import DEV_SHM
 from kvservice.units import NodeId
 
@@ -35,7 +36,13 @@ def remove_leftovers(service: str, alive: Collection[NodeId], runtime_root: Path
         node = path.name.removeprefix(prefix).removesuffix(MIRROR_SUFFIX)
         if _RAY_NODE.fullmatch(node) and node not in alive:
             removed += remove_stale(DEV_SHM, path.name)
-    for directory in sorted(((runtime_root or default_runtime_root()) / service).glob("*")):
+    own = (runtime_root or default_runtime_root()) / service
+    if not alive:  # the whole service has ended: a lookup shard that just starts has a file before it listens
+        silent = [path for path in sorted(own.glob("lookup-*.sock")) if not is_listening(str(path))]
+        for path in silent:
+            path.unlink(missing_ok=True)
+        removed += silent
+    for directory in sorted(own.glob("*")):
         dead = _RAY_NODE.fullmatch(directory.name) and directory.name not in alive
         if dead and not is_listening(str(directory / SOCKET_NAME)):
             removed += _remove_record(directory)
@@ -47,6 +54,7 @@ def _remove_record(directory: Path) -> list[Path]:
         *directory.glob("engines/*.lock"),
         *directory.glob(f"{MOVER_PREFIX}*"),
         directory / SOCKET_NAME,
+        directory / PEER_SOCKET_NAME,
         directory / RECORD_NAME,
         directory / SECRET_NAME,
         directory / MIRROR_NAME,

@@ -12,7 +12,7 @@ import secrets
 from pathlib import Path
 
 from kvservice.client.discovery import default_runtime_root
-from kvservice.client.private_files import write_private
+from kvservice.private_files import write_private
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 USE_TLS = "RAY_USE_TLS"

@@ -24,6 +24,7 @@ from kvservice.actors.cache_shard import CacheShard
 from kvservice.actors.draining import draining_nodes
 from kvservice.actors.gpu_worker import GpuWorker
 from kvservice.actors.lookup_node import LookupNode
+from kvservice.client.discovery import lookup_address
 from kvservice.config import ServiceConfig
 from kvservice.errors import KVServiceError
 from kvservice.mover.device import HOST
@@ -151,10 +152,16 @@ class Supervisor:
             if partition in self._lookups:
                 continue
             ray_node = sorted(nodes)[partition % len(nodes)]
-            # Given to the actor for good: a restarted one must come back where its clients look for it.
-            port = self._config.lookup_port + partition if self._config.lookup_port else _free_port_on(ray_node)
-            address = f"{nodes[ray_node]}:{port}"
             config = self._config
+            port = config.lookup_port + partition if config.lookup_port else 0
+            root = Path(config.runtime_dir) if config.runtime_dir else None
+            # Given to the actor for good: a restarted one must come back where its clients look for it.
+            address = lookup_address(
+                config.service, partition, root, nodes[ray_node], port, tls=bool(config.tls_dir),
+                allow_plaintext=config.allow_plaintext,
+            )  # fmt: skip
+            if address.endswith(":0"):
+                address = f"{nodes[ray_node]}:{_free_port_on(ray_node)}"
             arguments = (
                 address, partition, config.lookup_shards, config.tls_dir, config.allow_plaintext,
                 config.heartbeat_seconds,
@@ -308,7 +315,7 @@ def _alive_nodes() -> dict[str, str]:
 
 def listening_hosts(nodes: Mapping[str, str], config: ServiceConfig) -> dict[str, str]:
     """Ray node id -> the address its parts listen on and are known by. Without TLS a service of one machine stays on
-    loopback, whatever address Ray has; on several machines each part then refuses to start, and says why."""
+    it, whatever address Ray has; on several machines each part then refuses to start, and says why."""
     if config.tls_dir or config.allow_plaintext or len(set(nodes.values())) > 1:
         return dict(nodes)
     return dict.fromkeys(nodes, LOOPBACK)

@@ -27,7 +27,6 @@ from typing import Any
 from benchmarks.local_bandwidth import stored
 from benchmarks.report import default_out, percentile, print_table, write_report
 from kvservice.client.announcer import AnnouncePump
-from kvservice.client.private_files import write_private
 from kvservice.client.shard import ShardClient
 from kvservice.client.token import Token
 from kvservice.connector.options import Verify
@@ -35,6 +34,7 @@ from kvservice.core.announce import Announcer
 from kvservice.core.layout import SlotLayout
 from kvservice.core.messages import Holder
 from kvservice.errors import KVServiceError
+from kvservice.private_files import write_private
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import BlockKey, BootEpoch, GiB, MiB, NodeId
 from kvservice.wire.tenants import Tenant, Tenants, dump_tenants, hash_token, new_secret, new_token

@@ -24,7 +24,7 @@ else:
 
 ENVIRONMENT_PREFIX = "KVSERVICE_"
 POOL_BYTES_MIN = 4 * MiB
-_ADDRESS = re.compile(r"(dns:///)?([A-Za-z0-9_.-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
+_ADDRESS = re.compile(r"(dns:///)?([A-Za-z0-9_.-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}|unix:/[^,]+")
 # They pick a shard, a file or a tenant, they do not configure a service.
 _NOT_CONFIG = frozenset({"NODE", "CONFIG", "TOKEN", "TOKEN_FILE"})
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
@@ -60,7 +60,8 @@ class ServiceConfig:
     # Where lookup shards run that were started apart (`kvservice lookup`): host:port or dns:///host:port of each, in
     # their order, with commas between. Only `kvservice shard` reads it; with Ray the service places its own.
     lookup_addresses: str = ""
-    # Directory for sockets and records on every node; empty = /tmp/kvservice-<uid>. Engines need the same one.
+    # Directory for sockets and records on every node, of the service's user alone; empty = /run/kvservice for root,
+    # else ~/.local/state/kvservice. Engines need the same one.
     runtime_dir: str = ""
     # HTTP port on every node where Prometheus finds /metrics; 0 = none.
     metrics_port: int = 0
@@ -68,11 +69,11 @@ class ServiceConfig:
     # number also gives nodes without a GPU one for their CPU engines. Engines use them with "mover": "worker".
     gpu_workers: str = "off"
     # Directory with tls.crt, tls.key and ca.crt, the same path on every node: with it everything between nodes that is
-    # gRPC is encrypted, and both sides show a certificate. Read again when the files change. Empty = plaintext, served
-    # on loopback only.
+    # gRPC is encrypted, and both sides show a certificate. Read again when the files change. Empty = one machine only,
+    # over Unix sockets.
     tls_dir: str = ""
-    # Serve plaintext beyond loopback all the same: whoever reaches a port can read and remove blocks. For networks that
-    # nobody else is in.
+    # Serve plaintext on ports all the same: whoever reaches one, on loopback every user of the machine, can read and
+    # remove blocks. For networks and machines that nobody else is on.
     allow_plaintext: bool = False
     # File that says who may use the service, by hashes of their tokens, and how much each may hold; the same path on
     # every node, made by `kvservice tenants add`. Read again when it changes. Empty = everybody, as one tenant.
@@ -104,7 +105,9 @@ class ServiceConfig:
             raise ConfigError(f"tenants_file is {self.tenants_file!r}; give an absolute path")
         for address in self.lookups_elsewhere:
             if not _ADDRESS.fullmatch(address):
-                raise ConfigError(f"lookup_addresses has {address!r}; write host:port or dns:///host:port, with commas")
+                raise ConfigError(
+                    f"lookup_addresses has {address!r}; write host:port, dns:///host:port or unix:/path, with commas"
+                )
         if self.transport not in ("auto", "nixl", "shm"):
             raise ConfigError(f"transport is {self.transport!r}; choose auto, nixl or shm")
         if self.gpu_workers not in ("auto", "off") and not (

@@ -112,12 +112,12 @@ class ConfigError(KVServiceError):
 
 
 def plaintext_refused(what: str) -> ConfigError:
-    """`what` would be plaintext where others reach it: the three ways out."""
+    """`what` would be plaintext where others reach it, as every user of the machine reaches loopback: the ways out."""
     return ConfigError(
         f"{what}: whoever reaches it could read and remove blocks. Either give every part certificates: set tls_dir "
         "(KVSERVICE_TLS_DIR) to a directory with tls.crt, tls.key and ca.crt, which `kvservice certs DIR` makes; or "
-        "stay on this machine: bind 127.0.0.1; or, on a network that nobody else is in, set allow_plaintext "
-        "(KVSERVICE_ALLOW_PLAINTEXT=1). See docs/security.md",
+        "stay on this machine: give 127.0.0.1 and no port, and it has a Unix socket; or, where nobody else is on the "
+        "network and the machine, set allow_plaintext (KVSERVICE_ALLOW_PLAINTEXT=1). See docs/security.md",
         key="tls_dir",
     )
 

@@ -57,7 +57,7 @@ def run(directory: Path, days: int, *, renew: bool, owner: Owner | None = None, 
     """Write ca.crt, ca.key, tls.crt and tls.key; with `ca`, a folder that has a CA, all but the CA's key. With `renew`
     only tls.crt and tls.key, for the owner that the old one was for. Returns what to do next. Raises ConfigError when
     files would be lost, or there is no CA to sign with."""
-    from kvservice.client.private_files import write_private
+    from kvservice.private_files import write_private
     from kvservice.wire.tls import AUTHORITY_NAME, CERTIFICATE_NAME, KEY_NAME, open_tls
 
     directory = directory.absolute()
@@ -120,7 +120,7 @@ def for_ray(directory: Path, host: str) -> None:
     """Write a CA and a certificate for a Ray of one machine at this IP address. Ray takes no renewed files while it
     runs, so they are valid for ten years; nobody keeps the CA's key. Raises ConfigError without the library."""
     from kvservice.actors import ray_auth
-    from kvservice.client.private_files import write_private
+    from kvservice.private_files import write_private
 
     authority = make_authority("kvservice CA of a local Ray")
     certificate, key = issue(authority, days=AUTHORITY_DAYS, name="localhost", hosts=(host, "127.0.0.1"))

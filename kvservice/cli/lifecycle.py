@@ -19,6 +19,7 @@ from rich.console import Console
 
 from kvservice.errors import ConfigError, Unavailable
 
+LOOPBACK = "127.0.0.1"
 RAY_START_SECONDS = 60.0
 RAY_STOP_SECONDS = 30.0
 _ADDRESS = re.compile(r"--address=['\"]?([^'\"\s]+:\d+)")
@@ -59,8 +60,8 @@ def up(config: Any, address: str | None) -> None:
     )
     if not config.tls_dir and not config.allow_plaintext:
         console.print(
-            "There are no certificates, so it listens on loopback: machines that join later get no shard until it is "
-            "started with KVSERVICE_TLS_DIR (`kvservice certs DIR`)."
+            "There are no certificates, so it listens on Unix sockets: machines that join later get no shard until it "
+            "is started with KVSERVICE_TLS_DIR (`kvservice certs DIR`)."
         )
 
 
@@ -112,6 +113,7 @@ def run_foreground(config: Any) -> None:
 
 
 async def _foreground(config: Any) -> None:
+    from kvservice.client.discovery import lookup_address
     from kvservice.core.membership import patience
     from kvservice.lookup.server import LookupServer
     from kvservice.observe.lookup_metrics import LookupCollector
@@ -123,17 +125,23 @@ async def _foreground(config: Any) -> None:
     console = Console(stderr=True)
     asked = Asked()
     hide, forget = patience(config.heartbeat_seconds)
+    root = Path(config.runtime_dir) if config.runtime_dir else None
+    where = lookup_address(
+        config.service, 0, root, LOOPBACK, config.lookup_port, tls=bool(config.tls_dir),
+        allow_plaintext=config.allow_plaintext,
+    )  # fmt: skip
     lookup = LookupServer(
-        f"127.0.0.1:{config.lookup_port}", hide_seconds=hide, forget_seconds=forget, tls_dir=config.tls_dir
-    )
-    port = await lookup.start()
+        where, hide_seconds=hide, forget_seconds=forget, tls_dir=config.tls_dir,
+        allow_plaintext=config.allow_plaintext,
+    )  # fmt: skip
+    address = await lookup.start()
     shard = ShardServer(
         ShardServerConfig(
             service=config.service,
             node_id=NodeId("local"),
             pool_bytes=config.pool_bytes,
-            lookup_addresses=(f"127.0.0.1:{port}",),
-            runtime_root=Path(config.runtime_dir) if config.runtime_dir else None,
+            lookup_addresses=(address,),
+            runtime_root=root,
             lease_seconds=config.lease_seconds,
             heartbeat_seconds=config.heartbeat_seconds,
             transport=config.transport,
@@ -183,10 +191,10 @@ def _start_head(service: str, console: Console) -> str:
     from ray.util import get_node_ip_address
 
     from kvservice.actors import ray_auth
-    from kvservice.client.discovery import ensure_private_directory
+    from kvservice.private_files import make_directory
 
     record = ray_auth.head_record(service)
-    ensure_private_directory(record.parent)
+    make_directory(record.parent)
     ray = shutil.which("ray", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if ray is None:
         raise ConfigError("the `ray` command is not installed: pip install 'kvservice[ray]', or use --no-ray")

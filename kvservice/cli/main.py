@@ -147,9 +147,15 @@ def explain(request_id: str, service: Service = None, as_json: Json = False) -> 
 def shard(
     node: Annotated[str, typer.Option(envvar="KVSERVICE_NODE", help="Name of this machine, unique in the service.")],
     host: Annotated[str, typer.Option(help="Address other nodes reach this one by; bound and announced.")] = LOOPBACK,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port for them; 0: any free one.")] = 0,
+    port: Annotated[
+        int,
+        typer.Option(
+            min=0, max=65535, help="Port for them; 0: any free one, or a Unix socket on loopback without TLS."
+        ),
+    ] = 0,
     lookup_at: Annotated[
-        list[str] | None, typer.Option("--lookup", help="host:port of a lookup shard; repeat, in their order.")
+        list[str] | None,
+        typer.Option("--lookup", help="host:port or unix:/path of a lookup shard; repeat, in their order."),
     ] = None,
     service: Service = None,
     pool: Annotated[str | None, typer.Option(help="Shared memory to give, e.g. 64GiB. Default: 4GiB.")] = None,
@@ -180,7 +186,14 @@ def lookup(
     partition: Annotated[int, typer.Option(min=0, help="Which lookup shard this is, from 0.")] = 0,
     lookups: Annotated[int | None, typer.Option(help="How many there are. Default: 2.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = LOOPBACK,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one, printed at start.")] = 7400,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="0: any free one, printed at start. Default: 7400; on loopback without TLS a Unix socket instead.",
+        ),
+    ] = None,
     service: Service = None,
     config: Config = None,
     json_logs: JsonLogs = False,
@@ -200,7 +213,8 @@ def lookup(
 @app.command()
 def check(
     lookup_at: Annotated[
-        list[str] | None, typer.Option("--lookup", help="host:port of a lookup shard; repeat, in their order.")
+        list[str] | None,
+        typer.Option("--lookup", help="host:port or unix:/path of a lookup shard; repeat, in their order."),
     ] = None,
     metrics: Annotated[
         list[str] | None, typer.Option(help="host:port of shards' metrics; every address of the name is asked. Repeat.")

@@ -74,7 +74,8 @@ def tls_beside(record: Any = None) -> Any:
 
 def find_members(service: str) -> Members | None:
     """None when this machine knows no such service. Raises ConfigError for TLS files that cannot be used."""
-    from kvservice.client.discovery import find_shards, is_listening
+    from kvservice.client.discovery import find_shards
+    from kvservice.private_files import is_listening
     from kvservice.wire.tls import open_blocking_channel
     from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from kvservice.errors import ConfigError
 
+LOOKUP_PORT = 7400
+
 
 def run_shard(
     config: Any, node: str, host: str, port: int, memory: Path, *, keep_blocks: bool, grace_seconds: float
@@ -45,18 +47,26 @@ def run_shard(
     asyncio.run(served)
 
 
-def run_lookup(config: Any, partition: int, host: str, port: int) -> None:
-    """One lookup shard of `config.lookup_shards`. Blocks until a signal."""
+def run_lookup(config: Any, partition: int, host: str, port: int | None) -> None:
+    """One lookup shard of `config.lookup_shards`, at its Unix socket where it needs no port. Blocks until a signal."""
+    from kvservice.client.discovery import lookup_address
     from kvservice.core.membership import patience
     from kvservice.lookup.process import serve
     from kvservice.lookup.server import LookupServer
 
     count = config.lookup_shards
+    root = Path(config.runtime_dir) if config.runtime_dir else None
+    address = lookup_address(
+        config.service, partition, root, bracketed(host), port or 0, tls=bool(config.tls_dir),
+        allow_plaintext=config.allow_plaintext,
+    )  # fmt: skip
+    if port is None and not address.startswith("unix:"):
+        address = f"{bracketed(host)}:{LOOKUP_PORT}"
     hide, forget = patience(config.heartbeat_seconds)
 
     async def run() -> None:
         server = LookupServer(
-            f"{bracketed(host)}:{port}",
+            address,
             partition,
             count,
             hide_seconds=hide,
@@ -64,8 +74,13 @@ def run_lookup(config: Any, partition: int, host: str, port: int) -> None:
             tls_dir=config.tls_dir,
             allow_plaintext=config.allow_plaintext,
         )
-        where = f"lookup shard {partition} of {count} serves {bracketed(host)}"
-        await serve(server, where, service=config.service, host=host.strip("[]"), metrics_port=config.metrics_port)
+        await serve(
+            server,
+            f"lookup shard {partition} of {count}",
+            service=config.service,
+            host=host.strip("[]"),
+            metrics_port=config.metrics_port,
+        )
 
     asyncio.run(run())
 

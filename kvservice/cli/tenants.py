@@ -150,7 +150,7 @@ def _known(tenants: Any, name: str) -> Any:
 
 def _edit(path: Path, change: Callable[[Any], None], fresh: Any = None) -> None:
     """Read, change, check and replace the file, alone. `fresh`: what it is where there is none."""
-    from kvservice.client.private_files import write_private
+    from kvservice.private_files import write_private
     from kvservice.wire.tenants import dump_tenants, parse_tenants, read_tenants
 
     path = path.absolute()
@@ -184,7 +184,7 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def _show_token(name: str, token: str, token_to: Path | None) -> None:
-    from kvservice.client.private_files import write_private
+    from kvservice.private_files import write_private
 
     what = f"the token of {name}, shown this once: give its engines a file with it, KVSERVICE_TOKEN_FILE"
     if token_to is None:

@@ -43,7 +43,12 @@ class Channels:
     def keep_only(self, addresses: Container[str]) -> None:
         """Let go of all others. Returns at once; calls under way may still finish."""
         for address in [address for address in self._open if address not in addresses]:
-            channel = self._open.pop(address)
+            self.drop(address)
+
+    def drop(self, address: str) -> None:
+        """Let go of this one, if it is open, in the same way."""
+        channel = self._open.pop(address, None)
+        if channel is not None:
             # With time to finish: ending a call under way would look like a cancellation of the caller's own task.
             task = asyncio.get_running_loop().create_task(channel.close(RETIRED_SECONDS))
             self._retired[task] = channel

@@ -3,10 +3,13 @@
     <runtime root>/<service>/<node id>/shard.json    {"service", "node_id", "socket", "peer_address", "pid", "epoch",
                                                      "lookup_addresses", "tls_dir"}
     <runtime root>/<service>/<node id>/shard.sock    the engines' Unix socket
+    <runtime root>/<service>/<node id>/peer.sock     the other shards' Unix socket, on one machine without TLS
+    <runtime root>/<service>/lookup-<i>.sock         likewise, of lookup shard i
     <runtime root>/<service>/<node id>/secret        32 bytes by which others know the node, for its shards only
     <runtime root>/<service>/<node id>/mover-<device>.json, mover-<device>.sock    a move worker of that node, if any
 
-A record whose socket nobody listens on is stale and is not returned.
+All of it belongs to one user, and nobody else may look inside. A record whose socket nobody listens on is stale and is
+not returned.
 """
 
 from __future__ import annotations
@@ -14,18 +17,26 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
-import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvservice.client.private_files import write_private
 from kvservice.errors import ConfigError
+from kvservice.private_files import (
+    check_directory,
+    check_socket_path,
+    is_listening,
+    make_directory,
+    open_own,
+    write_private,
+)
 from kvservice.units import BootEpoch, NodeId
+from kvservice.wire.tls import local_or_tcp
 
+ROOTS_RUNTIME = Path("/run/kvservice")
 RECORD_NAME = "shard.json"
 SOCKET_NAME = "shard.sock"
+PEER_SOCKET_NAME = "peer.sock"
 MIRROR_NAME = "mirror"  # symbolic link to the mirror of the directory, in shared memory
 SECRET_NAME = "secret"
 MOVER_PREFIX = "mover-"
@@ -38,7 +49,7 @@ class ShardRecord:
     service: str
     node_id: NodeId
     socket: str  # path of the Unix socket
-    peer_address: str  # host:port
+    peer_address: str  # gRPC target: host:port, or unix:<path>
     pid: int
     epoch: BootEpoch
     lookup_addresses: tuple[str, ...] = ()  # host:port of every lookup shard, in partition order
@@ -55,21 +66,53 @@ class MoverRecord:
 
 
 def default_runtime_root() -> Path:
-    """KVSERVICE_RUNTIME_DIR, else a directory of this user in /tmp (Unix socket paths must stay short)."""
-    return Path(os.environ.get("KVSERVICE_RUNTIME_DIR") or f"/tmp/kvservice-{os.getuid()}")
+    """KVSERVICE_RUNTIME_DIR; else /run/kvservice for root and the state directory of any other user. Not below /tmp,
+    where anybody can be first, nor below /run/user, which goes when the user logs out. Raises ConfigError for a user
+    without a home."""
+    named = os.environ.get("KVSERVICE_RUNTIME_DIR")
+    if named:
+        return Path(named)
+    if os.geteuid() == 0:
+        return ROOTS_RUNTIME
+    state = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if state.is_absolute():
+        return state / "kvservice"
+    try:
+        return Path.home() / ".local/state/kvservice"
+    except RuntimeError as error:
+        raise ConfigError(f"{error}: set KVSERVICE_RUNTIME_DIR", key="runtime_dir") from error
 
 
 def node_directory(service: str, node_id: NodeId, runtime_root: Path | None = None) -> Path:
     return (runtime_root or default_runtime_root()) / service / node_id
 
 
-def ensure_private_directory(path: Path) -> None:
-    """Create path owner-only, and refuse one that belongs to somebody else: its files would be theirs to swap."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise ConfigError(f"{path} is not a directory of this user; set KVSERVICE_RUNTIME_DIR to one that is")
-    path.chmod(0o700)
+def shard_socket(service: str, node_id: NodeId, runtime_root: Path | None = None) -> str:
+    """Where this node's engines reach their shard. Raises ConfigError when the path is too long."""
+    return _socket(node_directory(service, node_id, runtime_root) / SOCKET_NAME)
+
+
+def peer_socket(service: str, node_id: NodeId, runtime_root: Path | None = None) -> str:
+    """Where the other shards of this machine reach this one, when the service has no TLS. Raises ConfigError."""
+    return _socket(node_directory(service, node_id, runtime_root) / PEER_SOCKET_NAME)
+
+
+def lookup_socket(service: str, partition: int, runtime_root: Path | None = None) -> str:
+    """Where a lookup shard of this machine is reached, when the service has no TLS. Raises ConfigError."""
+    return _socket((runtime_root or default_runtime_root()) / service / f"lookup-{partition}.sock")
+
+
+def lookup_address(
+    service: str, partition: int, runtime_root: Path | None, host: str, port: int, *, tls: bool, allow_plaintext: bool
+) -> str:
+    """Where a lookup shard that was given this host and port listens and is called: see `local_or_tcp`."""
+    path = lookup_socket(service, partition, runtime_root)
+    return local_or_tcp(host, port, path, tls=tls, allow_plaintext=allow_plaintext)
+
+
+def _socket(path: Path) -> str:
+    check_socket_path(str(path))
+    return str(path)
 
 
 def node_secret(directory: Path) -> bytes:
@@ -80,33 +123,44 @@ def node_secret(directory: Path) -> bytes:
         known = path.read_bytes() if path.exists() else b""
         if len(known) == SECRET_BYTES:
             return known
-        made = secrets.token_bytes(SECRET_BYTES)
-        write_private(path, made)
     except OSError as error:
         raise ConfigError(f"cannot keep the node's secret in {path}: {error.strerror}") from error
+    made = secrets.token_bytes(SECRET_BYTES)
+    keep_secret(directory, made)
     return made
+
+
+def keep_secret(directory: Path, secret: bytes) -> None:
+    """Raises ConfigError."""
+    path = directory / SECRET_NAME
+    try:
+        write_private(path, secret)
+    except OSError as error:
+        raise ConfigError(f"cannot keep the node's secret in {path}: {error.strerror}") from error
 
 
 def write_record(record: ShardRecord, runtime_root: Path | None = None) -> Path:
     """Register atomically. Returns the path, which the shard removes when it stops."""
     directory = node_directory(record.service, record.node_id, runtime_root)
-    ensure_private_directory(directory)
+    make_directory(directory)
     target = directory / RECORD_NAME
-    draft = directory / f".{RECORD_NAME}.{os.getpid()}"
     fields = asdict(record)
     if not record.tls_dir:  # engines of an earlier version do not know it
         del fields["tls_dir"]
-    draft.write_text(json.dumps(fields))
-    draft.replace(target)
+    write_private(target, json.dumps(fields).encode())
     return target
 
 
 def find_shards(
     service: str | None = None, runtime_root: Path | None = None, *, live_only: bool = True
 ) -> list[ShardRecord]:
-    """Registered shards of this machine, by service and node. Blocks for a connect per record at most."""
+    """Registered shards of this machine, by service and node. Blocks for a connect per record at most. Raises
+    ConfigError, with the name of the user, where somebody else could have written a record."""
     found: list[ShardRecord] = []
-    for path in sorted((runtime_root or default_runtime_root()).glob(f"{service or '*'}/*/{RECORD_NAME}")):
+    root = runtime_root or default_runtime_root()
+    check_directory(root)
+    for path in sorted(root.glob(f"{service or '*'}/*/{RECORD_NAME}")):
+        check_directory(path.parent)
         fields = _read_fields(path)
         record = None if fields is None else _shard_record(fields)
         if record is not None and (not live_only or is_listening(record.socket)):
@@ -134,25 +188,16 @@ def _are(kind: type, fields: Mapping[str, object], *names: str) -> bool:
 
 
 def _read_fields(path: Path) -> dict[str, object] | None:
-    """The JSON object in this file; None for a half-removed or foreign file, which is as good as none."""
+    """The JSON object in this file; None for a half-removed file or one that is no record. Raises ConfigError for a
+    file that somebody else can have written."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_own(path), "rb") as file:
             data = file.read(RECORD_BYTES_MAX + 1)
         fields = json.loads(data) if len(data) <= RECORD_BYTES_MAX else None
         json.dumps(fields, ensure_ascii=False).encode()  # halves of surrogate pairs are no text to anybody else
     except (OSError, ValueError, RecursionError):
         return None
     return fields if isinstance(fields, dict) else None
-
-
-def is_listening(socket_path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(socket_path)
-        except (OSError, ValueError):  # the latter: no path at all
-            return False
-        return True
 
 
 def choose_shard(
@@ -184,15 +229,16 @@ def mover_socket(directory: Path, device: str) -> Path:
 def write_mover(record: MoverRecord, directory: Path) -> Path:
     """Register a move worker atomically. Returns the path, which the worker removes when it stops."""
     target = mover_socket(directory, record.device).with_suffix(".json")
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    draft.write_text(json.dumps(asdict(record)))
-    draft.replace(target)
+    write_private(target, json.dumps(asdict(record)).encode())
     return target
 
 
 def read_mover(path: Path) -> MoverRecord | None:
-    """The record in this file; None when there is none that can be read."""
-    fields = _read_fields(path)
+    """The record in this file; None when there is none that can be read, or another user's."""
+    try:
+        fields = _read_fields(path)
+    except ConfigError:
+        return None
     if (
         fields is None
         or not _are(str, fields, "service", "node_id", "device", "socket")
@@ -206,6 +252,7 @@ def read_mover(path: Path) -> MoverRecord | None:
 
 
 def find_movers(directory: Path) -> list[MoverRecord]:
-    """Move workers registered in a node's directory, by device. Whether they listen shows when connecting."""
+    """Move workers registered in a node's directory, by device. Whether they listen, and whose they are,
+    shows when connecting."""
     found = [read_mover(path) for path in sorted(directory.glob(f"{MOVER_PREFIX}*.json"))]
     return [record for record in found if record is not None]

@@ -23,6 +23,7 @@ from kvservice.units import BlockKey, BootEpoch, HandoffId, LeaseId, NodeId
 from kvservice.wire.codec import decode_followed, decode_geometry, decode_located
 from kvservice.wire.identity import proofs_of, shard_audience
 from kvservice.wire.leaving import decode_taken, encode_take_over
+from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.tls import TlsFiles
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
@@ -82,7 +83,9 @@ class PeerClient:
         self._proofs = proofs_of(secret)
         self._reader = reader
         self._clock = clock
-        self._channels = Channels(tls)
+        # Of its own: gRPC shares connections of one address, and with them the pause after one that failed.
+        self._channels = Channels(tls, [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)])
+        self._epochs: dict[NodeId, BootEpoch] = {}  # the newest boot of each node that was called
         self._infos: dict[NodeId, PeerInfo] = {}
         self._breakers: dict[NodeId, Breaker] = {}
 
@@ -161,6 +164,7 @@ class PeerClient:
     async def _call(
         self, holder: Holder, call: Callable[[shard_pb2_grpc.PeerServiceStub], Awaitable[Any]], what: str
     ) -> Any:
+        self._follow_boot(holder)
         breaker = self._breakers.setdefault(holder.node_id, Breaker())
         if not breaker.allows(self._clock()):
             raise Unavailable(f"node {holder.node_id} failed {breaker.failures} times in a row: not asked for now")
@@ -173,6 +177,16 @@ class PeerClient:
             raise error_from_rpc(error, f"{what} at node {holder.node_id}") from error
         breaker.succeeded()
         return reply
+
+    def _follow_boot(self, holder: Holder) -> None:
+        """A node that has started again is dialled at once: nothing that its last boot failed at counts."""
+        if holder.epoch <= self._epochs.get(holder.node_id, 0):
+            return
+        if len(self._epochs) >= PEERS_MAX:
+            self._epochs.clear()
+        self._epochs[holder.node_id] = holder.epoch
+        self._channels.drop(holder.peer_address)
+        self._breakers.pop(holder.node_id, None)
 
     def _proof(self, holder: Holder) -> tuple[tuple[str, bytes], ...]:
         return self._proofs(shard_audience(holder.node_id))

@@ -13,7 +13,6 @@ from pathlib import Path
 from kvservice.config import token_of_environment
 from kvservice.errors import ConfigError
 from kvservice.wire.tenants import TOKEN_BYTES_MAX, token_metadata
-from kvservice.wire.tls import is_loopback
 
 log = logging.getLogger("kvservice.client")
 
@@ -47,8 +46,8 @@ class Token:
         return self._metadata
 
     def metadata_for(self, address: str, *, encrypted: bool) -> Metadata:
-        """Likewise, for a call to this address; nothing where somebody could listen."""
-        return self.metadata() if encrypted or address.startswith("unix:") or is_loopback(address) else ()
+        """Likewise, for a call to this address; nothing where somebody could listen, as at any plaintext port."""
+        return self.metadata() if encrypted or address.startswith("unix:") else ()
 
     def _read(self, path: Path) -> None:
         try:

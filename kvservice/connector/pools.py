@@ -7,7 +7,7 @@ import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from kvservice.client.discovery import choose_shard, is_listening
+from kvservice.client.discovery import choose_shard
 from kvservice.client.port import PoolPort
 from kvservice.client.shard import ShardClient
 from kvservice.client.token import Token
@@ -16,6 +16,7 @@ from kvservice.core.geometry import plan_geometry
 from kvservice.core.messages import EngineSpec
 from kvservice.errors import ConfigError, Unavailable
 from kvservice.pool.runtime import PoolConfig, PoolRuntime
+from kvservice.private_files import is_listening
 from kvservice.units import NodeId, format_bytes
 
 log = logging.getLogger("kvservice.connector")
@@ -46,16 +47,16 @@ def choose_pool(options: ConnectorOptions, spec: EngineSpec) -> PoolChoice:
 async def _open_service(options: ConnectorOptions) -> PoolPort:
     """The shard may not be up yet, or may come back at another place: looked up at every attempt."""
     socket = options.socket
-    if socket is None:
-        try:
+    try:
+        if socket is None:
             record = choose_shard(options.service, options.node)
-        except ConfigError as error:
-            raise Unavailable(error.message) from error
-        if record is None:
-            raise Unavailable("no shard is registered on this machine: start the service with `kvservice up`")
-        socket = record.socket
-    if not is_listening(socket):
-        raise Unavailable(f"no shard listens at {socket}: start the service with `kvservice up`")
+            if record is None:
+                raise Unavailable("no shard is registered on this machine: start the service with `kvservice up`")
+            socket = record.socket
+        if not is_listening(socket):
+            raise Unavailable(f"no shard listens at {socket}: start the service with `kvservice up`")
+    except ConfigError as error:  # several fit, or another user's process listens there
+        raise Unavailable(error.message) from error
     return ShardClient(socket, Token.of_environment(options.token_file))
 
 

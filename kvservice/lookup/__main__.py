@@ -17,7 +17,9 @@ from kvservice.lookup.server import LookupServer
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m kvservice.lookup", description=__doc__)
-    parser.add_argument("--bind", default="127.0.0.1:7400", metavar="HOST:PORT", help="port 0 = any free one")
+    parser.add_argument(
+        "--bind", required=True, metavar="ADDRESS", help="unix:/path on one machine; host:port with TLS, 0 = any port"
+    )
     parser.add_argument("--partition", type=int, default=0, help="which lookup shard this is, from 0")
     parser.add_argument("--partition-count", type=int, default=1, help="how many there are")
     parser.add_argument(
@@ -43,8 +45,7 @@ async def run(given: argparse.Namespace) -> None:
         tls_dir=tls_dir,
         allow_plaintext=allow_plaintext,
     )
-    host = given.bind.rpartition(":")[0]
-    await serve(server, f"lookup shard {given.partition} of {given.partition_count} serves {host}")
+    await serve(server, f"lookup shard {given.partition} of {given.partition_count}")
 
 
 def main() -> int:

@@ -24,13 +24,14 @@ from kvservice.lookup.service import LookupServicer
 from kvservice.lookup.watch import WatchHub
 from kvservice.observe.lookup_metrics import LookupNumbers
 from kvservice.wire.serving import MESSAGE_BYTES_MAX, server_options, service_handler
-from kvservice.wire.tls import listen, open_tls
+from kvservice.wire.tls import TlsFiles, is_bound, listen, open_tls, remove_socket
 from kvservice.wire.v1 import lookup_pb2
 
 log = logging.getLogger("kvservice.lookup")
 
 STOP_GRACE_SECONDS = 1.0
 EXPIRE_SECONDS = 0.25  # how late a change by time alone may reach the watchers
+LOOK_SECONDS = 1.0  # how late a socket that was removed is noticed
 SWEEP_KEYS = 4_096  # about 1 ms
 SWEEP_PAUSE_SECONDS = 0.005  # lookups come first
 CONCURRENT_CALLS_MAX = 4_096
@@ -67,12 +68,20 @@ class LookupServer:
         self._hub = WatchHub(self._index, clock)
         self._servicer = LookupServicer(self._index, self._hub, partition, partition_count, self.epoch, clock)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
-        self._server: grpc.aio.Server | None = None
+        self._tls: TlsFiles | None = None
+        self._servers: list[grpc.aio.Server] = []  # several after the directory of its socket was removed
+        self._address = ""
         self._maintenance: asyncio.Task[None] | None = None
 
-    async def start(self) -> int:
-        """Returns the port. Raises ConfigError when the address cannot be bound or the TLS files cannot be used."""
-        tls = open_tls(self._tls_dir)
+    async def start(self) -> str:
+        """Returns the address to call. Raises ConfigError when it cannot be bound or the TLS files cannot be used."""
+        self._tls = open_tls(self._tls_dir)
+        self._address = await self._serve(self._bind_address)
+        self._maintenance = asyncio.get_running_loop().create_task(self._maintain())
+        log.info("lookup_started", extra={"address": self._address})
+        return self._address
+
+    async def _serve(self, wanted: str) -> str:
         server = grpc.aio.server(
             options=server_options(MESSAGE_BYTES_MAX), maximum_concurrent_rpcs=CONCURRENT_CALLS_MAX
         )
@@ -81,26 +90,25 @@ class LookupServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
-        port = listen(server, self._bind_address, tls, allow_plaintext=self._allow_plaintext)
+        address = listen(server, wanted, self._tls, allow_plaintext=self._allow_plaintext)
         await server.start()
-        self._server = server
-        self._maintenance = asyncio.get_running_loop().create_task(self._maintain())
+        self._servers.append(server)
         for name in ("", "live", "ready", service.full_name):  # a shard answers to these as well
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        log.info("lookup_started", extra={"address": self._bind_address, "port": port})
-        return port
+        return address
 
     async def stop(self, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
         """Idempotent."""
-        server, self._server = self._server, None
-        if server is None:
+        if self._maintenance is not None:  # first: it would make a removed socket again
+            await end_tasks([self._maintenance])
+            self._maintenance = None
+        servers, self._servers = self._servers, []
+        if not servers:
             return
         await self._health.enter_graceful_shutdown()
         self._hub.close()
-        await server.stop(grace_seconds)
-        if self._maintenance is not None:
-            await end_tasks([self._maintenance])
-            self._maintenance = None
+        await asyncio.gather(*[server.stop(grace_seconds) for server in servers])
+        remove_socket(self._address)
 
     def numbers(self) -> LookupNumbers:
         """What its metrics say. Call it on the server's loop."""
@@ -115,12 +123,18 @@ class LookupServer:
         return LookupNumbers(self._partition, gauges, self._servicer.counters())
 
     async def wait_for_termination(self) -> None:
-        if self._server is not None:
-            await self._server.wait_for_termination()
+        if self._servers:
+            await self._servers[0].wait_for_termination()
 
     async def _maintain(self) -> None:
+        look_at = self._clock()
         while True:
             try:
+                if self._clock() >= look_at:
+                    look_at = self._clock() + LOOK_SECONDS
+                    if not is_bound(self._address):  # its directory was removed; who is connected stays so
+                        await self._serve(self._address)
+                        log.warning("runtime_files_remade", extra={"address": self._address})
                 self._index.expire(self._clock())
                 self._hub.publish()
                 looked_at = self._index.sweep(SWEEP_KEYS)

@@ -29,6 +29,7 @@ from pathlib import Path
 from kvservice.core.geometry import CONTROL_BYTES, HEADER_BYTES, Geometry, slot_index
 from kvservice.core.header import SlotHeader, pack_header, unpack_header
 from kvservice.errors import SegmentError, ServiceConflict
+from kvservice.private_files import user_name
 from kvservice.units import BootEpoch, SlotIndex, format_bytes
 
 SEGMENT_MAGIC = b"KVSSEG01"
@@ -272,9 +273,10 @@ def open_private(path: Path, flags: int) -> int:
         raise SegmentError(f"cannot open the segment {path}: {error.strerror}{advice}", path=path) from error
     except ValueError as error:  # a zero byte in it, or what no file name can say
         raise SegmentError(f"{str(path)!a} is no path of a segment", path=ascii(str(path))) from error
-    if os.fstat(descriptor).st_uid != os.getuid():
+    owner = os.fstat(descriptor).st_uid
+    if owner != os.geteuid():
         os.close(descriptor)
-        raise SegmentError(f"the segment {path} belongs to another user", path=path)
+        raise SegmentError(f"the segment {path} belongs to {user_name(owner)}: remove it, or ask him to", path=path)
     return descriptor
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from kvservice.client.discovery import (
     MoverRecord,
-    ensure_private_directory,
     mover_socket,
     node_directory,
     read_mover,
@@ -30,12 +29,12 @@ from kvservice.mover.device import Device, Segments
 from kvservice.mover.loans import Loans
 from kvservice.mover.message import Direction
 from kvservice.mover.session import SEND_SECONDS, EngineSession
+from kvservice.private_files import check_socket_path, make_directory, peer_uid
 from kvservice.units import NodeId
 
 log = logging.getLogger("kvservice.mover")
 
 WATCH_SECONDS = 0.25
-CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +66,9 @@ class MoverServer:
         """Listen and register. Raises ServiceConflict when another worker of this device listens."""
         config = self._config
         directory = node_directory(config.service, config.node_id, config.runtime_root)
-        ensure_private_directory(directory)
+        make_directory(directory)
         path = mover_socket(directory, self._device.name)
+        check_socket_path(str(path))
         self._listener = _listen(path)
         self.record = record = MoverRecord(config.service, config.node_id, self._device.name, str(path), os.getpid())
         self._record = write_mover(record, directory)
@@ -116,7 +116,7 @@ class MoverServer:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            if CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1] != os.getuid():
+            if peer_uid(connection) != os.geteuid():
                 connection.close()  # the directory is private, so this is a changed mode
                 continue
             # Of sends only: a receive that waits for ever is an engine with nothing to do.

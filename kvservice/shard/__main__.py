@@ -23,10 +23,14 @@ def parse_config(arguments: list[str] | None = None) -> tuple[ShardServerConfig,
     parser.add_argument("--node", required=True, help="name of this node, unique in the service")
     parser.add_argument("--pool", type=parse_bytes, default="1GiB", help="shared memory budget, e.g. 64GiB")
     parser.add_argument(
-        "--lookup", action="append", default=[], metavar="HOST:PORT", help="lookup shard; repeat in order"
+        "--lookup",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="host:port or unix:/path of a lookup shard; repeat in order",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address peers reach this node by; bound and advertised")
-    parser.add_argument("--port", type=int, default=0, help="port for peers; 0 = any")
+    parser.add_argument("--port", type=int, default=0, help="port for peers; 0 = any, or none on loopback without TLS")
     parser.add_argument("--transport", choices=("auto", "nixl", "shm"), default="auto")
     parser.add_argument("--lease-seconds", type=float, default=10.0)
     parser.add_argument("--runtime-root", type=Path, default=None)

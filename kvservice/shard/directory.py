@@ -71,6 +71,11 @@ class ShardDirectory:
                 self._has_left = True
                 await self._pump.stop(leaving=True)
 
+    def relink_mirror(self) -> None:
+        """The runtime directory was removed: name the mirror there again. Raises OSError."""
+        if self._mirror is not None:
+            self._mirror.relink()
+
     def self_holder(self) -> Holder | None:
         return None if self._node is None else self._node()
 

@@ -98,14 +98,17 @@ class DirectoryMirror:
             log.warning("mirror_failed", extra={"reason": str(error)})
             return None
         try:
-            link.unlink(missing_ok=True)
-            link.symlink_to(path)
+            _link(link, path)
         except OSError as error:
             segment.close()
             segment.unlink()
             log.warning("mirror_failed", extra={"reason": str(error)})
             return None
         return cls(segment, MirrorWriter(segment.buffer, len(addresses), epoch), link, addresses, tls, clock)
+
+    def relink(self) -> None:
+        """Name it again after its directory was removed. Raises OSError."""
+        _link(self._link, self._segment.path)
 
     def start(self) -> None:
         """Begin to listen, on the loop that runs."""
@@ -238,6 +241,11 @@ class DirectoryMirror:
                 log.exception("mirror_sweep_failed")
                 return
             await asyncio.sleep(IDLE_SWEEP_SECONDS if is_busy else HEARTBEAT_SECONDS)
+
+
+def _link(link: Path, path: Path) -> None:
+    link.unlink(missing_ok=True)
+    link.symlink_to(path)
 
 
 def pieces_of(event: lookup_pb2.WatchEvent) -> list[MirrorEvent]:

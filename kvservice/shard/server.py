@@ -1,4 +1,6 @@
-"""Hosts one node's pool behind gRPC: a Unix socket for the node's engines, TCP for peers and operators.
+"""Hosts one node's pool behind gRPC: a Unix socket for the node's engines, another listener for peers and operators.
+
+That listener is a port with TLS, or a second Unix socket where everybody is on this machine.
 
 The Ray actor, `kvservice up --no-ray` and the tests all run this class. It owns the order of start (memory, blocks,
 transport, listeners, registration, announcements) and of stop, and leaves no file behind that it made, except the
@@ -27,10 +29,11 @@ from kvservice.config import MIRROR_BYTES
 from kvservice.core.drain import DrainPhase, DrainProgress
 from kvservice.core.geometry import plan_geometry
 from kvservice.core.messages import Holder, PoolStats
-from kvservice.errors import ConfigError, ServiceConflict, Unavailable
+from kvservice.errors import ConfigError, KVServiceError, ServiceConflict, Unavailable, plaintext_refused
 from kvservice.memory.mirror_segment import mirror_path
 from kvservice.memory.segment import Segment, segment_path
 from kvservice.pool.runtime import PoolConfig, PoolRuntime
+from kvservice.private_files import is_listening, make_directory
 from kvservice.shard.directory import ShardDirectory
 from kvservice.shard.door import Door, room_of
 from kvservice.shard.mirror import DirectoryMirror
@@ -42,7 +45,7 @@ from kvservice.transfer.shm import SharedMemoryTransport
 from kvservice.units import BlockKey, NodeId, SpanRoute
 from kvservice.wire.serving import CALLS_MAX, LISTS_BYTES_MAX, Gate, server_options, service_handler
 from kvservice.wire.tenants import open_tenants
-from kvservice.wire.tls import TlsFiles, listen, open_tls
+from kvservice.wire.tls import TlsFiles, is_bound, is_loopback, listen, local_or_tcp, open_tls
 from kvservice.wire.v1 import shard_pb2
 
 log = logging.getLogger("kvservice.shard")
@@ -60,18 +63,18 @@ class ShardServerConfig:
     service: str  # name shared by all parts of one installation
     node_id: NodeId
     pool_bytes: int  # budget of the segment; must be free in segment_directory
-    lookup_addresses: tuple[str, ...] = ()  # host:port of every lookup shard, in partition order; () = node alone
+    lookup_addresses: tuple[str, ...] = ()  # host:port or unix:/path of each, in partition order; () = node alone
     runtime_root: Path | None = None
     segment_directory: Path = DEV_SHM
-    peer_host: str = "127.0.0.1"  # bound and advertised
+    peer_host: str = "127.0.0.1"  # bound and advertised; loopback without TLS = a Unix socket instead
     peer_port: int = 0  # 0 = any free one
     lease_seconds: float = 10.0  # how long a promise outlives a vanished engine
     heartbeat_seconds: float = 1.0  # between signs of life to the lookup service
-    transport: str = "auto"  # nixl, shm (peers of this machine only), or auto: NIXL where it is installed
+    transport: str = "auto"  # nixl, shm (peers of this machine only), or auto: shm on loopback, else NIXL if installed
     slab_bytes: int | None = None
     eviction: str = "reuse"  # or lru
     tls_dir: str = ""  # certificate, key and CA for what goes over TCP; empty = plaintext
-    allow_plaintext: bool = False  # start without, although peer_host is not loopback
+    allow_plaintext: bool = False  # serve a port without
     mirror_bytes: int = MIRROR_BYTES  # at most, for the directory in shared memory; 0 = none
     tenants_file: str = ""  # who may use the pool; empty = everybody on this node, as one tenant
 
@@ -90,6 +93,10 @@ class ShardServer:
         self._health = ReadinessServicer(lambda: self._pool is not None and not self._pool.draining)
         self._peer_address = ""
         self._socket_path = ""
+        self._secret = b""
+        self._lookup_addresses: tuple[str, ...] = ()
+        self._keeper: asyncio.Task[None] | None = None
+        self._remade = 0
         self._leaver: asyncio.Task[None] | None = None
         self._exits = False
         self._health_names: set[str] = set()
@@ -110,17 +117,16 @@ class ShardServer:
     async def _start(self) -> None:
         config = self._config
         self._tls = open_tls(config.tls_dir)
+        check_lookups(config.lookup_addresses, tls=self._tls is not None, allow_plaintext=config.allow_plaintext)
         directory = discovery.node_directory(config.service, config.node_id, config.runtime_root)
-        discovery.ensure_private_directory(directory)
-        socket_path = str(directory / discovery.SOCKET_NAME)
-        if len(socket_path) > 100:
-            raise ConfigError(f"{socket_path} is too long for a Unix socket: set KVSERVICE_RUNTIME_DIR to a short path")
-        if await asyncio.to_thread(discovery.is_listening, socket_path):
+        make_directory(directory)
+        socket_path = discovery.shard_socket(config.service, config.node_id, config.runtime_root)
+        if await asyncio.to_thread(is_listening, socket_path):
             raise ServiceConflict(
                 f"a shard of service {config.service!r} already serves node {config.node_id} at {socket_path}: end it "
                 "(`kvservice down` does, or says how), or choose another --service name"
             )
-        secret = discovery.node_secret(directory)
+        self._secret = secret = discovery.node_secret(directory)
         if config.lookup_addresses:
             mirror = DirectoryMirror.open(
                 mirror_path(segment_path(config.service, config.node_id, config.segment_directory)),
@@ -154,6 +160,7 @@ class ShardServer:
         await self._listen(socket_path)
         self._socket_path = socket_path
         self._register(config.lookup_addresses)
+        self._keeper = asyncio.get_running_loop().create_task(self._keep_files())
         if self._directory is not None:
             self._directory.start(self.holder, config.heartbeat_seconds, self._superseded)
 
@@ -197,12 +204,14 @@ class ShardServer:
         the process. The files go all the same, also when this is cancelled.
         """
         served = self._record is not None  # otherwise the files in our place are another shard's
-        if self._record is not None:
-            self._record.unlink(missing_ok=True)
-            self._record = None
+        record, self._record = self._record, None
         pool, directory = self._pool, self._directory
         all_ended = True
         try:
+            if self._keeper is not None:  # first: it would make the files again
+                all_ended &= await _end("files", end_tasks([self._keeper]), PART_END_SECONDS)
+            if record is not None:
+                record.unlink(missing_ok=True)
             if self._leaver is not None:
                 all_ended &= await _end("drain", end_tasks([self._leaver]), PART_END_SECONDS)
             if directory is not None:
@@ -217,7 +226,9 @@ class ShardServer:
             if pool is not None:
                 all_ended &= await _end("pool", pool.close(), POOL_END_SECONDS)
         finally:
-            self._pool = self._directory = self._leaver = None
+            self._pool = self._directory = self._leaver = self._keeper = None
+            if record is not None:
+                record.unlink(missing_ok=True)
             if directory is not None:
                 directory.unlink()
             if pool is not None and leaving and not keep_segment:
@@ -229,8 +240,8 @@ class ShardServer:
         directory = discovery.node_directory(self._config.service, self._config.node_id, self._config.runtime_root)
         if not leaving or not directory.is_dir():
             return
-        own = [directory / name for name in (discovery.SOCKET_NAME, discovery.SECRET_NAME, discovery.MIRROR_NAME)]
-        for path in own:
+        names = (discovery.SOCKET_NAME, discovery.PEER_SOCKET_NAME, discovery.SECRET_NAME, discovery.MIRROR_NAME)
+        for path in [directory / name for name in names]:
             path.unlink(missing_ok=True)
         for empty in (directory, directory.parent):
             with contextlib.suppress(OSError):  # somebody else's files: they stay
@@ -249,6 +260,7 @@ class ShardServer:
         stats = self.pool.stats()
         if self._directory is not None:
             stats.counters.update(self._directory.counters)
+        stats.counters["runtime_files_remade"] = self._remade
         return stats
 
     def set_lookup_addresses(self, addresses: Sequence[str]) -> None:
@@ -259,6 +271,7 @@ class ShardServer:
 
     def _register(self, lookup_addresses: Sequence[str]) -> None:
         config = self._config
+        self._lookup_addresses = tuple(lookup_addresses)
         record = discovery.ShardRecord(
             config.service,
             config.node_id,
@@ -266,29 +279,29 @@ class ShardServer:
             self._peer_address,
             os.getpid(),
             self.pool.epoch,
-            tuple(lookup_addresses),
+            self._lookup_addresses,
             config.tls_dir,
         )
         self._record = discovery.write_record(record, config.runtime_root)
 
     async def _listen(self, socket_path: str) -> None:
         """Both listeners serve everything operators need; only the Unix socket serves engines."""
-        await asyncio.to_thread(Path(socket_path).unlink, missing_ok=True)  # a killed shard's: nobody listens on it
         config = self._config
-        local = await self._server(with_engines=True)
-        previous = os.umask(0o177)  # owner-only socket from its first moment on
-        try:
-            local.add_insecure_port(f"unix:{socket_path}")
-            await local.start()
-        finally:
-            os.umask(previous)
-        self._servers.append(local)
-        remote = await self._server(with_engines=False)
-        address = f"{config.peer_host}:{config.peer_port}"
-        port = listen(remote, address, self._tls, allow_plaintext=config.allow_plaintext)
-        await remote.start()
-        self._servers.append(remote)
-        self._peer_address = f"{config.peer_host}:{port}"
+        peers = local_or_tcp(
+            config.peer_host, config.peer_port,
+            discovery.peer_socket(config.service, config.node_id, config.runtime_root),
+            tls=self._tls is not None, allow_plaintext=config.allow_plaintext,
+        )  # fmt: skip
+        await self._serve(f"unix:{socket_path}", with_engines=True)
+        self._peer_address = await self._serve(peers, with_engines=False)
+
+    async def _serve(self, address: str, *, with_engines: bool) -> str:
+        """Returns the address to call."""
+        server = await self._server(with_engines=with_engines)
+        called = listen(server, address, self._tls, allow_plaintext=self._config.allow_plaintext)
+        await server.start()
+        self._servers.append(server)
+        return called
 
     async def _server(self, *, with_engines: bool) -> grpc.aio.Server:
         server = grpc.aio.server(options=server_options(LISTS_BYTES_MAX), maximum_concurrent_rpcs=CALLS_MAX)
@@ -308,8 +321,48 @@ class ShardServer:
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
         self._health_names |= {name for name in names if not name.endswith(".AdminService")}
         for name in ["", LIVE, *names]:
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+            leaves = self._leaver is not None and name in self._health_names
+            status = health_pb2.HealthCheckResponse.NOT_SERVING if leaves else health_pb2.HealthCheckResponse.SERVING
+            await self._health.set(name, status)
         return server
+
+    async def _keep_files(self) -> None:
+        """Whatever cleans the runtime directory takes neither the service nor the node's name from it."""
+        complained = ""
+        while True:
+            await asyncio.sleep(self._config.heartbeat_seconds)
+            try:
+                if await asyncio.to_thread(self._lacks_files):
+                    await self._remake_files()
+                    complained = ""
+            except (KVServiceError, OSError) as error:
+                if str(error) != complained:
+                    complained = str(error)
+                    log.warning("runtime_files_not_remade", extra={"reason": complained})
+            except Exception:  # task boundary: nobody else makes the files again
+                log.exception("runtime_files_failed")
+
+    def _lacks_files(self) -> bool:
+        directory = Path(self._socket_path).parent
+        own = [directory / discovery.RECORD_NAME, directory / discovery.SECRET_NAME]
+        return not all(path.exists() for path in own) or not all(map(is_bound, self._addresses()))
+
+    async def _remake_files(self) -> None:
+        """The same boot with the same secret. Servers whose sockets are gone go on for those who are connected."""
+        directory = Path(self._socket_path).parent
+        make_directory(directory)
+        discovery.keep_secret(directory, self._secret)
+        for address in self._addresses():
+            if not is_bound(address):
+                await self._serve(address, with_engines=address == f"unix:{self._socket_path}")
+        if self._directory is not None:
+            self._directory.relink_mirror()
+        self._register(self._lookup_addresses)
+        self._remade += 1
+        log.warning("runtime_files_remade", extra={"directory": str(directory)})
+
+    def _addresses(self) -> tuple[str, str]:
+        return f"unix:{self._socket_path}", self._peer_address
 
     def _inventory(self) -> list[tuple[BlockKey, SpanRoute]]:
         return [] if self._pool is None else self._pool.inventory()
@@ -335,15 +388,23 @@ async def _end(what: str, work: Awaitable[None], seconds: float) -> bool:
     return ending.done()
 
 
+def check_lookups(addresses: Sequence[str], *, tls: bool, allow_plaintext: bool) -> None:
+    """Raises ConfigError for lookup shards at a plaintext port, where any user of that machine may listen."""
+    for address in addresses:
+        if not (tls or allow_plaintext or address.startswith("unix:")):
+            raise plaintext_refused(f"the lookup shard at {address} would be called without TLS")
+
+
 def _choose_transport(config: ShardServerConfig) -> tuple[str, Callable[[Segment], Transport]]:
     """Name and factory. Raises ConfigError for an unknown name, and for NIXL where it is not installed."""
     kind = config.transport
-    if kind == "auto":
-        kind = "nixl" if nixl_available() else "shm"
+    if kind == "auto":  # a shard on loopback has no peers but those of its machine, and over TCP UCX checks no keys
+        beyond = not is_loopback(f"{config.peer_host}:0")
+        kind = "nixl" if beyond and nixl_available() else "shm"
     if kind == "nixl":
         if not nixl_available():
             raise ConfigError("transport 'nixl' needs NIXL: pip install 'kvservice[nixl]', or choose transport 'shm'")
-        return kind, lambda segment: NixlTransport(segment, config.node_id)
+        return kind, lambda segment: NixlTransport(segment, config.node_id, config.peer_host)
     if kind == "shm":
         return kind, SharedMemoryTransport
     raise ConfigError(f"unknown transport {kind!r}: choose auto, nixl or shm")

@@ -3,7 +3,8 @@
     with LocalCluster(nodes=2) as cluster:
         client = ShardClient(cluster.socket("n0"))
 
-Every process is started by its own `python -m` entry point, on loopback, with its files under a temporary directory.
+Every process is started by its own `python -m` entry point, with its files and sockets under a temporary directory;
+only with TLS are there ports.
 Leaving the block ends all processes and removes what killed ones left behind.
 """
 
@@ -25,12 +26,13 @@ from types import TracebackType
 
 import grpc
 
-from kvservice.client.discovery import ShardRecord, find_movers, find_shards, node_directory
+from kvservice.client.discovery import ShardRecord, find_movers, find_shards, lookup_socket, node_directory
 from kvservice.client.mirror import NodeMirror
 from kvservice.core.keys import pack_keys
 from kvservice.core.mirror import Feed
 from kvservice.memory.mirror_segment import mirror_path
 from kvservice.memory.segment import segment_path
+from kvservice.private_files import is_listening
 from kvservice.units import BlockKey, MiB, NodeId
 from kvservice.wire.tls import open_blocking_channel, open_tls
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
@@ -65,7 +67,10 @@ class LocalCluster:
         self.service = f"t{uuid.uuid4().hex[:8]}"
         self.nodes = [f"n{i}" for i in range(nodes)]
         self.root = Path(tempfile.mkdtemp(prefix="kvs-"))
-        self.lookup_addresses = [f"127.0.0.1:{free_port()}" for _ in range(lookups)]
+        self.lookup_addresses = [
+            f"127.0.0.1:{free_port()}" if tls_dir else f"unix:{lookup_socket(self.service, index, self.root)}"
+            for index in range(lookups)
+        ]
         self._pool_bytes = pool_bytes
         self._transport = transport
         self._lease_seconds = lease_seconds
@@ -249,6 +254,8 @@ class LocalCluster:
 
     @staticmethod
     def _answers(address: str) -> bool:
+        if address.startswith("unix:"):
+            return is_listening(address.removeprefix("unix:"))
         host, port = address.rsplit(":", 1)
         with socket.socket() as probe:
             probe.settimeout(0.5)

@@ -19,7 +19,7 @@ import struct
 import time
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -30,6 +30,7 @@ from kvservice.errors import TransferError
 from kvservice.memory.segment import Segment
 from kvservice.observe import logs
 from kvservice.transfer.base import Completion, Copy, PeerHandle, TransferId, TransferOutcome
+from kvservice.transfer.devices import LOOPBACK, devices_for
 
 # UCX's TCP defaults (8 KiB segments) reach a third of what the link gives; these were the best of those tried.
 UCX_DEFAULTS = {
@@ -38,6 +39,7 @@ UCX_DEFAULTS = {
     "UCX_TCP_SNDBUF": "4m",
     "UCX_TCP_RCVBUF": "4m",
 }
+DEVICES_VARIABLE = "UCX_NET_DEVICES"
 DESCRIPTION_MAGIC = b"KVSNIXL1"
 DESCRIPTION_BYTES_MAX = 64 << 10
 _DESCRIPTION = struct.Struct("<8sQQI")  # magic, base address, segment bytes, crc32 of all else; then agent metadata
@@ -69,6 +71,21 @@ def load_nixl() -> tuple[ModuleType, tuple[type[Exception], ...]]:
         kinds = [getattr(bindings, name) for name in dir(bindings) if name.endswith("Error")]
         return api, tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))
     raise TransferError(f"NIXL cannot be loaded ({'; '.join(reasons)}): pip install 'kvservice[nixl]'")
+
+
+@contextlib.contextmanager
+def ucx_devices_of(host: str) -> Iterator[None]:
+    """UCX contexts made meanwhile use the network device with this address and RDMA devices, unless UCX_NET_DEVICES is
+    set: over TCP UCX answers whoever connects, on every interface, and looks at no key."""
+    devices = devices_for(host)
+    if DEVICES_VARIABLE in os.environ or not devices:
+        yield
+        return
+    os.environ[DEVICES_VARIABLE] = ",".join(devices)
+    try:
+        yield
+    finally:
+        del os.environ[DEVICES_VARIABLE]
 
 
 def make_agent(api: ModuleType, name: str) -> Any:
@@ -110,8 +127,9 @@ class _Transfer:
 class NixlTransport:
     """Satisfies transfer.base.Transport."""
 
-    def __init__(self, segment: Segment, node_name: str) -> None:
-        """Registers the segment. Blocks (pinning, backend start). Raises TransferError."""
+    def __init__(self, segment: Segment, node_name: str, host: str = LOOPBACK) -> None:
+        """Registers the segment. UCX listens where the service does, at `host`, and nowhere else. Blocks (pinning,
+        backend start). Raises TransferError."""
         self._segment = segment
         api, self._errors = load_nixl()
         self._peers: dict[PeerHandle, _Peer] = {}
@@ -121,8 +139,9 @@ class NixlTransport:
         self._next_id = 1
         self._closed = False
         try:
-            # A name of its own for each boot: an agent name seen twice is refused by the peers.
-            self._agent = make_agent(api, f"{node_name}-{uuid.uuid4().hex[:12]}")
+            with ucx_devices_of(host):
+                # A name of its own for each boot: an agent name seen twice is refused by the peers.
+                self._agent = make_agent(api, f"{node_name}-{uuid.uuid4().hex[:12]}")
             region = [(segment.address, segment.geometry.segment_bytes, DRAM_DEVICE, "")]
             self._registration = self._agent.register_memory(region, "DRAM")
             self._metadata = bytes(self._agent.get_agent_metadata())

@@ -69,6 +69,9 @@ class Caller:
         """Raises Forbidden when its certificate is another node's, or does not have the host of this address."""
         if self.nodes and node not in self.nodes:
             raise Forbidden(f"this certificate is of node {', '.join(sorted(self.nodes))}, not of {node[:64]!r}")
+        if self.checked and address is not None and address.startswith("unix:"):
+            # Whoever called it would send nothing through TLS.
+            raise Forbidden(f"with certificates a shard is reached by host:port, not at {address[:64]!r}")
         host = None if address is None else address.rpartition(":")[0].strip("[]")
         if self.hosts and host is not None and host not in self.hosts:
             raise Forbidden(f"this certificate is for address {', '.join(sorted(self.hosts))}, not for {host[:64]!r}")

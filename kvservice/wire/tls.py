@@ -2,7 +2,8 @@
 
 A directory holds `tls.crt`, `tls.key` and `ca.crt`, as a Kubernetes secret does. Both ends show a certificate and check
 the other's against the CA (mTLS). Addresses change and are mostly IPs, so a certificate is not made for them: it has
-the DNS name `kvservice`, and clients check that name. Unix sockets stay as they are: their file's mode protects them.
+the DNS name `kvservice`, and clients check that name. Without TLS the parts of one machine talk over Unix sockets in a
+private directory: a port on loopback is open to every user of the machine.
 
 Files are taken only when a handshake with themselves succeeds, so a pair that is half replaced, expired or of another
 CA never takes the place of one that works. `TlsFiles` may be used from any thread; it reads files where it is called.
@@ -24,7 +25,8 @@ from typing import Any, NoReturn, cast
 
 import grpc
 
-from kvservice.errors import ConfigError, plaintext_refused
+from kvservice.errors import ConfigError, ServiceConflict, plaintext_refused
+from kvservice.private_files import check_socket_path, is_listening, make_directory
 from kvservice.wire.identity import CLIENT_NAME, NODE_NAME
 from kvservice.wire.serving import CHANNEL_OPTIONS
 
@@ -132,10 +134,20 @@ def open_tls(directory: str | Path | None) -> TlsFiles | None:
     return TlsFiles(Path(directory)) if directory else None
 
 
-def listen(server: grpc.aio.Server, address: str, tls: TlsFiles | None, *, allow_plaintext: bool) -> int:
-    """Bind a TCP listener, with TLS where there is any. Returns the port. Plaintext beyond loopback is refused, or with
-    `allow_plaintext` said in the log. Raises ConfigError for that, and for an address that cannot be bound."""
-    if tls is None and not is_loopback(address):
+def local_or_tcp(host: str, port: int, socket_path: str, *, tls: bool, allow_plaintext: bool) -> str:
+    """Where a part listens and is called: at its Unix socket when it needs no network and nothing would protect a port,
+    else at host:port."""
+    address = f"{host}:{port}"
+    return address if tls or allow_plaintext or port or not is_loopback(address) else f"unix:{socket_path}"
+
+
+def listen(server: grpc.aio.Server, address: str, tls: TlsFiles | None, *, allow_plaintext: bool) -> str:
+    """Bind a listener: `unix:` addresses as they are, for this user only, host:port with TLS where there is any.
+    Returns the address to call. A plaintext port is refused, or with `allow_plaintext` said in the log. Raises
+    ConfigError for that, and for an address that cannot be bound."""
+    if address.startswith("unix:"):
+        return _listen_locally(server, address)
+    if tls is None:
         if not allow_plaintext:
             raise plaintext_refused(f"{address} would be served without TLS")
         log.warning(
@@ -145,10 +157,44 @@ def listen(server: grpc.aio.Server, address: str, tls: TlsFiles | None, *, allow
         )  # fmt: skip
     try:
         if tls is None:
-            return server.add_insecure_port(address)
-        return server.add_secure_port(address, tls.server_credentials())
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, tls.server_credentials())
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {address}: {error}") from error
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+def is_bound(address: str) -> bool:
+    """Whether the socket of a `unix:` address that we listen at is still there, or its directory was cleaned. Ports
+    stay."""
+    return not address.startswith("unix:") or Path(address.removeprefix("unix:")).is_socket()
+
+
+def remove_socket(address: str) -> None:
+    """After the end of what listened at a `unix:` address: its file, and its directory where that is empty."""
+    if address.startswith("unix:"):
+        path = Path(address.removeprefix("unix:"))
+        with contextlib.suppress(OSError):  # somebody else's files: they stay
+            path.unlink(missing_ok=True)
+            path.parent.rmdir()
+
+
+def _listen_locally(server: grpc.aio.Server, address: str) -> str:
+    path = Path(address.removeprefix("unix:"))
+    check_socket_path(str(path))
+    make_directory(path.parent)
+    if is_listening(str(path)):
+        raise ServiceConflict(f"another process already serves {path}: stop it, or choose another --service name")
+    path.unlink(missing_ok=True)  # a killed process's: nobody listens on it
+    previous = os.umask(0o177)  # owner-only from its first moment on
+    try:
+        server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address}: {error}") from error
+    finally:
+        os.umask(previous)
+    return address
 
 
 def open_channel(address: str, tls: TlsFiles | None, options: Options = CHANNEL_OPTIONS) -> grpc.aio.Channel:

@@ -34,11 +34,11 @@ CATCH_UP_SECONDS = 5.0  # what a busy machine adds
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_announcements_stop_however_soon_after_a_kick(turns: int) -> None:
-    server = LookupServer("127.0.0.1:0")
-    port = await server.start()
+async def test_announcements_stop_however_soon_after_a_kick(tmp_path: Path, turns: int) -> None:
+    server = LookupServer(f"unix:{tmp_path}/l.sock")
+    address = await server.start()
     holder = Holder(NodeId("n"), "127.0.0.1:1", BootEpoch(5))
-    pump = AnnouncePump(Announcer(1, list), [f"127.0.0.1:{port}"], lambda: holder, 1.0, lambda: None)
+    pump = AnnouncePump(Announcer(1, list), [address], lambda: holder, 1.0, lambda: None)
     run = asyncio.ensure_future(pump.run())
     while not server.numbers().gauges["nodes_alive"]:  # it has announced itself, and waits for a heartbeat or a kick
         await asyncio.sleep(0.02)
@@ -57,13 +57,11 @@ async def test_announcements_stop_however_soon_after_a_kick(turns: int) -> None:
 @pytest.mark.timeout(60 + 10 * BUSY_ROUNDS)
 @pytest.mark.parametrize(("writers", "blocks"), [(1, 1), (4, 4)])
 async def test_a_shard_stops_while_engines_store(tmp_path: Path, writers: int, blocks: int) -> None:
-    lookup = LookupServer("127.0.0.1:0")
-    port = await lookup.start()
+    lookup = LookupServer(f"unix:{tmp_path}/l.sock")
+    address = await lookup.start()
     for number in range(BUSY_ROUNDS):
         root = tmp_path / str(number)
-        config = ShardServerConfig(
-            f"stop{writers}", NodeId(f"n{number}"), 16 * MiB, (f"127.0.0.1:{port}",), root, transport="shm"
-        )
+        config = ShardServerConfig(f"stop{writers}", NodeId(f"n{number}"), 16 * MiB, (address,), root, transport="shm")
         shard = ShardServer(config)
         await shard.start()
         is_over = asyncio.Event()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvservice.cli.certs import Authority, Owner, issue, make_authority
-from kvservice.client.private_files import write_private
+from kvservice.private_files import write_private
 
 AUTHORITY = make_authority("test CA")
 STRANGER = make_authority("another CA")

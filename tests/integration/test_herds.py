@@ -7,6 +7,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ from kvservice.core.messages import MissReason
 from kvservice.errors import KVServiceError
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import MiB
+from tests.integration.certificates import write
 from tests.integration.engine import Engine, chain
 from tests.integration.test_two_nodes import eventually, leave, pair
 
@@ -105,8 +107,11 @@ def swallow(address: str) -> list[socket.socket]:
     return [listener, *filling]
 
 
-async def test_an_address_that_swallows_every_attempt_costs_the_lookup_its_time_and_then_nothing() -> None:
-    with LocalCluster(nodes=1, lookups=1, mirror_bytes=0) as cluster:
+async def test_an_address_that_swallows_every_attempt_costs_the_lookup_its_time_and_then_nothing(
+    tmp_path: Path,
+) -> None:
+    certificates = str(write(tmp_path / "tls"))  # with them it has a port
+    with LocalCluster(nodes=1, lookups=1, mirror_bytes=0, tls_dir=certificates) as cluster:
         engine = await Engine.attach(ShardClient(cluster.socket("n0")))
         cluster.kill("lookup0")
         swallowing = swallow(cluster.lookup_addresses[0])

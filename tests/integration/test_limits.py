@@ -79,8 +79,8 @@ def test_a_gate_counts_each_kind_apart_and_forgets_calls_that_failed() -> None:
 
 async def test_watchers_are_bounded_and_starve_no_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "SUBSCRIBERS_MAX", 2)
-    server = LookupServer("127.0.0.1:0")
-    address = f"127.0.0.1:{await server.start()}"
+    server = LookupServer("127.0.0.1:0", allow_plaintext=True)
+    address = await server.start()
     try:
         async with grpc.aio.insecure_channel(address) as channel:
             stub = lookup_pb2_grpc.LookupServiceStub(channel)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -22,7 +23,6 @@ from kvservice.core.keys import KEYS_PER_REQUEST_MAX, span_route
 from kvservice.core.messages import Holder
 from kvservice.errors import ConfigError, Unavailable
 from kvservice.lookup.server import LookupServer
-from kvservice.testing.cluster import free_port
 from kvservice.units import BlockKey, BootEpoch, NodeId
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 
@@ -30,10 +30,11 @@ SERVICE = "/kvservice.wire.v1.LookupService/"
 
 
 class LookupProcess:
-    """One lookup shard in a process of its own, on a port that stays the same over restarts."""
+    """One lookup shard in a process of its own, at a socket that stays the same over restarts."""
 
     def __init__(self, partition: int, partition_count: int, *arguments: str) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
+        self._folder = tempfile.TemporaryDirectory(prefix="kvl-")
+        self.address = f"unix:{self._folder.name}/lookup.sock"
         self._command = [sys.executable, "-m", "kvservice.lookup", "--bind", self.address, *arguments]
         self._command += ["--partition", str(partition), "--partition-count", str(partition_count)]
         self.start()
@@ -110,10 +111,9 @@ async def client(addresses: Sequence[str]) -> AsyncIterator[LookupClient]:
 
 @asynccontextmanager
 async def one_lookup(**settings: float) -> AsyncIterator[str]:
-    server = LookupServer("127.0.0.1:0", 0, 1, **settings)
-    port = await server.start()
+    server = LookupServer("127.0.0.1:0", 0, 1, allow_plaintext=True, **settings)
     try:
-        yield f"127.0.0.1:{port}"
+        yield await server.start()
     finally:
         await server.stop(0)
 
@@ -379,7 +379,7 @@ def test_partition_outside_the_count_is_a_config_error(partition: int, count: in
 async def test_port_that_is_taken_is_a_config_error() -> None:
     async with one_lookup() as address:
         with pytest.raises(ConfigError, match="cannot listen"):
-            await LookupServer(address).start()
+            await LookupServer(address, allow_plaintext=True).start()
 
 
 # -- watching ----

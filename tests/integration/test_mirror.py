@@ -135,8 +135,8 @@ async def test_router_of_the_node_reads_the_mirror(cluster: LocalCluster, monkey
 
 async def test_mirror_ends_at_once_while_events_arrive(tmp_path: Path) -> None:
     """Over and over, because the two must come together: a cancellation that got lost held the end of a shard up."""
-    server = LookupServer("127.0.0.1:0")
-    addresses = [f"127.0.0.1:{await server.start()}"]
+    server = LookupServer("127.0.0.1:0", allow_plaintext=True)
+    addresses = [await server.start()]
     for attempt in range(30):
         mirror = DirectoryMirror.open(tmp_path / "memory", tmp_path / MIRROR_NAME, addresses, 64 << 20, epoch=1)
         assert mirror is not None
@@ -158,8 +158,8 @@ async def test_mirror_ends_at_once_while_events_arrive(tmp_path: Path) -> None:
 
 
 async def test_mirror_follows_a_lookup_shard_that_moves(tmp_path: Path) -> None:
-    first, second = LookupServer("127.0.0.1:0"), LookupServer("127.0.0.1:0")
-    addresses = [f"127.0.0.1:{await server.start()}" for server in (first, second)]
+    first, second = (LookupServer("127.0.0.1:0", allow_plaintext=True) for _ in range(2))
+    addresses = [await server.start() for server in (first, second)]
     mirror = DirectoryMirror.open(tmp_path / "memory", tmp_path / MIRROR_NAME, addresses[:1], 64 << 20, epoch=1)
     assert mirror is not None
     mirror.start()

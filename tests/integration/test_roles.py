@@ -173,7 +173,7 @@ async def service(
 ) -> AsyncIterator[tuple[str, Holder]]:
     """A lookup shard and the cache shard of n0."""
     lookup = LookupServer("127.0.0.1:0", tls_dir=str(lookup_directory or directory))
-    address = f"127.0.0.1:{await lookup.start()}"
+    address = await lookup.start()
     shard = ShardServer(
         ShardServerConfig(
             service=f"roles{root.name[:16]}", node_id=N0, pool_bytes=8 * MiB, slab_bytes=1 * MiB, transport="shm",

@@ -357,15 +357,15 @@ async def test_a_drain_with_any_numbers_leaves_or_is_refused(cluster: LocalClust
 
 
 async def test_no_message_breaks_the_books_of_the_directory() -> None:
-    server = LookupServer("127.0.0.1:0")
-    port = await server.start()
+    server = LookupServer("127.0.0.1:0", allow_plaintext=True)
+    address = await server.start()
     nodes = [common_pb2.NodeInfo(node_id=f"n{i}", peer_address="a:1", epoch=3) for i in range(4)]
     keys: list[object] = list(chain(seed=1, count=40))
     fields: dict[str, list[object]] = {"sequence": [1, 2, 3, 4], "partition": [0], "partition_count": [1]}
     fields |= {name: keys for name in ("keys", "added", "removed")}
     menu = Menu(fields, {nodes[0].DESCRIPTOR.full_name: list(nodes)})
     try:
-        async with connected(f"127.0.0.1:{port}") as channel:
+        async with connected(address) as channel:
             for index in range(10):
                 await campaign(channel, made(of_services("LookupService"), 40, f"b{index}", menu), DOCUMENTED)
                 server._index.check_invariants()

@@ -13,13 +13,13 @@ import grpc
 import numpy as np
 import pytest
 
-from kvservice.client.private_files import write_private
 from kvservice.client.shard import ShardClient
 from kvservice.client.survey import Surveyor
 from kvservice.client.token import Token
 from kvservice.core.keys import block_keys, chain_hashes
 from kvservice.core.messages import AcquireResult, MissReason, SealStatus
 from kvservice.errors import NotAttached, Unauthenticated
+from kvservice.private_files import write_private
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import BlockKey, MiB, NodeId
 from kvservice.wire.tenants import (

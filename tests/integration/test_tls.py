@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -22,7 +23,7 @@ from kvservice.core.messages import Holder, MissReason, SealStatus
 from kvservice.errors import ConfigError, Unavailable
 from kvservice.lookup.server import LookupServer
 from kvservice.shard.server import ShardServer, ShardServerConfig
-from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.cluster import LocalCluster, free_port
 from kvservice.units import BootEpoch, MiB, NodeId
 from kvservice.wire import tls as wire_tls
 from kvservice.wire.tls import TlsFiles, open_blocking_channel, open_channel
@@ -42,10 +43,9 @@ def files(tmp_path: Path) -> Path:
 
 @asynccontextmanager
 async def one_lookup(directory: Path | None) -> AsyncIterator[str]:
-    server = LookupServer("127.0.0.1:0", tls_dir=str(directory or ""))
-    port = await server.start()
+    server = LookupServer("127.0.0.1:0", tls_dir=str(directory or ""), allow_plaintext=directory is None)
     try:
-        yield f"127.0.0.1:{port}"
+        yield await server.start()
     finally:
         await server.stop(0)
 
@@ -56,7 +56,7 @@ async def one_shard(root: Path, directory: Path | None, *lookups: str) -> AsyncI
         ShardServerConfig(
             service=f"tls{root.name[:16]}", node_id=NODE, pool_bytes=8 * MiB, slab_bytes=1 * MiB, transport="shm",
             lookup_addresses=lookups, runtime_root=root, segment_directory=root, heartbeat_seconds=0.1,
-            tls_dir=str(directory or ""),
+            tls_dir=str(directory or ""), allow_plaintext=directory is None,
         )
     )  # fmt: skip
     holder = await server.start()
@@ -216,17 +216,26 @@ async def test_half_configured_tls_starts_nothing(files: Path, tmp_path: Path) -
     assert not [path for path in (tmp_path / "shard").rglob("*") if path.is_file()]
 
 
-async def test_plaintext_beyond_loopback_is_refused_with_three_ways_out(files: Path, tmp_path: Path) -> None:
-    ways = r"0\.0\.0\.0.*KVSERVICE_TLS_DIR.*kvservice certs.*bind 127\.0\.0\.1.*KVSERVICE_ALLOW_PLAINTEXT=1"
+async def test_a_plaintext_port_is_refused_with_three_ways_out(files: Path, tmp_path: Path) -> None:
+    ways = (
+        r"(0\.0\.0\.0|127\.0\.0\.1|10\.9\.9\.9).*KVSERVICE_TLS_DIR.*kvservice certs.*Unix socket.*"
+        "KVSERVICE_ALLOW_PLAINTEXT=1"
+    )
     with pytest.raises(ConfigError, match=ways):
         await LookupServer("0.0.0.0:0").start()
+    with pytest.raises(ConfigError, match=ways):
+        await LookupServer("127.0.0.1:0").start()
     config = ShardServerConfig(
         service="tlsrequired", node_id=NODE, pool_bytes=8 * MiB, slab_bytes=1 * MiB, transport="shm",
-        runtime_root=tmp_path, segment_directory=tmp_path, peer_host="0.0.0.0",
+        runtime_root=tmp_path, segment_directory=tmp_path,
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=ways):
-        await ShardServer(config).start()
-    for server in (LookupServer("127.0.0.1:0"), LookupServer("0.0.0.0:0", allow_plaintext=True)):
+    for wrong in (
+        replace(config, peer_host="0.0.0.0"), replace(config, peer_port=free_port()),
+        replace(config, lookup_addresses=("127.0.0.1:1",)), replace(config, lookup_addresses=("10.9.9.9:1",)),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=ways):
+            await ShardServer(wrong).start()
+    for server in (LookupServer(f"unix:{tmp_path / 'l.sock'}"), LookupServer("0.0.0.0:0", allow_plaintext=True)):
         assert await server.start()
         await server.stop(0)
 

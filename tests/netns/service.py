@@ -84,7 +84,7 @@ class Service:
         shard = [sys.executable, "-m", "kvservice.shard", "--service", SERVICE, "--node", f"host{index}"]
         shard += ["--host", host.address, "--transport", "nixl", "--runtime-root", str(RUNTIME_ROOT), *self._options]
         shard += [word for address in self._lookups for word in ("--lookup", address)]
-        environment = {**self._environment, "UCX_TLS": "tcp", "UCX_NET_DEVICES": host.device}
+        environment = {**self._environment, "UCX_TLS": "tcp"}
         self._shards[index] = host.run(shard, self._log(index), **environment)
         self._processes.append(self._shards[index])
 

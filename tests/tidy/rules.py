@@ -16,7 +16,7 @@ GENERATED = "kvservice/wire/v1"
 SOURCE_FOLDERS = ("kvservice", "actors", "examples", "benchmarks", "scripts", "tests")
 
 # Everybody may import these.
-GROUND = frozenset({"aio", "errors", "units", "version"})
+GROUND = frozenset({"aio", "errors", "private_files", "units", "version"})
 
 # Package → the other packages of kvservice that it may import. A package's place in the tree says what it may know.
 LAYERS: dict[str, frozenset[str]] = {
@@ -25,6 +25,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "units": frozenset(),
     "version": frozenset(),
+    "private_files": frozenset(),
     "config": frozenset(),
     "core": frozenset(),
     "observe": frozenset(),

@@ -170,16 +170,23 @@ def test_only_addresses_of_this_machine_are_loopback(address: str, loopback: boo
     assert is_loopback(address) is loopback
 
 
-async def test_plaintext_beyond_loopback_is_refused_or_said(files: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_plaintext_port_is_refused_or_said(
+    files: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     server = grpc.aio.server()
-    with pytest.raises(
-        ConfigError, match=r"KVSERVICE_TLS_DIR.*kvservice certs DIR.*bind 127\.0\.0\.1.*KVSERVICE_ALLOW_PLAINTEXT"
-    ):
-        listen(server, "0.0.0.0:0", None, allow_plaintext=False)
+    for address in ("0.0.0.0:0", "127.0.0.1:0"):
+        with pytest.raises(
+            ConfigError, match=r"KVSERVICE_TLS_DIR.*kvservice certs DIR.*Unix socket.*KVSERVICE_ALLOW_PLAINTEXT"
+        ):
+            listen(server, address, None, allow_plaintext=False)
     assert not caplog.records
-    assert listen(server, "127.0.0.1:0", None, allow_plaintext=False)
-    assert listen(server, "0.0.0.0:0", TlsFiles(files), allow_plaintext=False)
-    assert not caplog.records, "loopback and TLS need no word"
+    local = f"unix:{tmp_path / 'd' / 's.sock'}"
+    assert listen(server, local, None, allow_plaintext=False) == local
+    assert stat.S_IMODE((tmp_path / "d" / "s.sock").stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "d").stat().st_mode) == 0o700
+    address = listen(server, "0.0.0.0:0", TlsFiles(files), allow_plaintext=False)
+    assert address.startswith("0.0.0.0:") and not address.endswith(":0")
+    assert not caplog.records, "a private socket and TLS need no word"
     assert listen(server, "0.0.0.0:0", None, allow_plaintext=True)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "KVSERVICE_TLS_DIR" in caplog.text

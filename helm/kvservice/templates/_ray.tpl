@@ -65,6 +65,18 @@ securityContext: {{- include "kvservice.podSecurity" .root | nindent 2 }}
 {{- include "kvservice.placement" .own }}
 {{- $labels := printf "%s\napp.kubernetes.io/component: %s" (include "kvservice.raySelector" .root) .component }}
 {{- include "kvservice.spread" (dict "constraints" .spread "labels" $labels) }}
+initContainers:
+  # Volumes can be written by everybody, and the sockets below this folder are believed only where nobody else can.
+  - name: private-home
+    image: {{ include "kvservice.image" .root }}
+    imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+    command: [install, -d, -m, "0700", /scratch/home]
+    securityContext: {{- include "kvservice.containerSecurity" (dict "root" .root "rdma" false) | nindent 6 }}
+    resources:
+      requests: {cpu: 10m, memory: 16Mi}
+      limits: {memory: 64Mi}
+    volumeMounts:
+      - {name: scratch, mountPath: /scratch}
 volumes: {{- include "kvservice.rayVolumes" .root | nindent 2 }}
 {{- end -}}
 

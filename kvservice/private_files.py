@@ -1,0 +1,177 @@
+"""Files, directories and sockets that only this user can change, and the checks before another's are believed.
+
+Whoever can rename one component of a path can put his own file there. So every component of a directory must belong to
+this user or to root and be writable by nobody else. Everything here blocks for a few system calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import socket
+import stat
+import struct
+from pathlib import Path
+
+from kvservice.errors import ConfigError
+
+LINKS_MAX = 40  # as the kernel's own limit
+SOCKET_PATH_BYTES_MAX = 107  # sun_path holds 108 with the zero at its end
+ROOT_UID = 0
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+WHAT_TO_DO = "set KVSERVICE_RUNTIME_DIR to a directory of your own, below directories that only you and root can change"
+
+
+def write_private(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Replace a file at once; at no moment can more people read it than should. Blocks until the bytes are on disk. A
+    link is replaced, not followed. Raises OSError."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        os.fchmod(descriptor, mode)  # whatever the umask
+        file.write(data)
+        file.flush()
+        os.fsync(descriptor)
+    draft.replace(path)
+
+
+def user_name(uid: int) -> str:
+    """'uid 65534 (nobody)', for messages."""
+    try:
+        return f"uid {uid} ({pwd.getpwuid(uid).pw_name})"
+    except KeyError:
+        return f"uid {uid}"
+
+
+def make_directory(path: Path) -> None:
+    """Make an absolute path owner-only, missing parents too. Raises ConfigError where another user could have put his
+    own in its place: see `check_directory`."""
+    try:
+        made = _walk(path, make=True)
+        if made.lstat().st_uid != os.geteuid():
+            raise ConfigError(f"{path} belongs to {user_name(made.lstat().st_uid)}: {WHAT_TO_DO}", key="runtime_dir")
+        made.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(f"cannot make {path}: {error.strerror}: {WHAT_TO_DO}", key="runtime_dir") from error
+
+
+def check_directory(path: Path) -> None:
+    """Raises ConfigError, with the name of the user who could change it, for a directory that somebody other than this
+    user and root can rename, replace or write. A directory that is not there is fine: nobody is believed there."""
+    try:
+        _walk(path, make=False)
+    except (FileNotFoundError, PermissionError):  # what we may not look at, we cannot read from either
+        return
+    except OSError as error:
+        raise ConfigError(f"cannot look at {path}: {error.strerror}: {WHAT_TO_DO}", key="runtime_dir") from error
+
+
+def open_own(path: Path) -> int:
+    """A descriptor to read a file that only this user can have written. Raises ConfigError naming its owner, or
+    OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid():
+            raise ConfigError(f"{path} was made by {user_name(status.st_uid)}: {WHAT_TO_DO}", key="runtime_dir")
+        if status.st_mode & OTHERS_WRITE:
+            raise ConfigError(f"others can write {path}: remove it, and start the service again", key="runtime_dir")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def check_socket_path(path: str) -> None:
+    """Raises ConfigError for a path that is too long for a Unix socket."""
+    length = len(os.fsencode(path))
+    if length > SOCKET_PATH_BYTES_MAX:
+        raise ConfigError(
+            f"{path} has {length} bytes, and a Unix socket's path has at most {SOCKET_PATH_BYTES_MAX}: set "
+            "KVSERVICE_RUNTIME_DIR to a short path, or use a shorter service or node name",
+            key="runtime_dir",
+        )
+
+
+def is_listening(path: str) -> bool:
+    """Whether somebody serves this Unix socket. Blocks for a second at most. Raises ConfigError naming the user when it
+    is not a process of this user."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+            uid = peer_uid(probe)
+        except (OSError, ValueError):  # the latter: no path at all
+            return False
+    if uid != os.geteuid():
+        raise ConfigError(f"a process of {user_name(uid)} listens at {path}: {WHAT_TO_DO}", key="runtime_dir")
+    return True
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Of the process at the other end of a Unix socket; of the one that called listen, where we connected."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(credentials)[1]
+    return uid
+
+
+def _walk(path: Path, *, make: bool) -> Path:
+    """Follow a path component by component, links too, and check each. Returns where it leads. Raises ConfigError, and
+    OSError for what is not there."""
+    if not path.is_absolute():
+        raise ConfigError(f"{path} is not an absolute path: {WHAT_TO_DO}", key="runtime_dir")
+    at, links = Path("/"), 0
+    _check(at, at.lstat())
+    pending = list(reversed(path.parts[1:]))
+    while pending:
+        name = pending.pop()
+        if name == "..":
+            at = at.parent
+            continue
+        step = at / name
+        if make:
+            with contextlib.suppress(FileExistsError):
+                step.mkdir(0o700)
+        status = step.lstat()
+        if not stat.S_ISLNK(status.st_mode):
+            _check(step, status)
+            at = step
+            continue
+        links += 1
+        if links > LINKS_MAX or status.st_uid not in (ROOT_UID, os.geteuid()):
+            raise ConfigError(f"{step} is a link made by {user_name(status.st_uid)}: {WHAT_TO_DO}", key="runtime_dir")
+        target = step.readlink()
+        at = Path("/") if target.is_absolute() else at
+        pending += reversed([part for part in target.parts if part != "/"])
+    return at
+
+
+def _check(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"{path} is not a directory: {WHAT_TO_DO}", key="runtime_dir")
+    if status.st_uid not in (ROOT_UID, os.geteuid()):
+        raise ConfigError(
+            f"{path} belongs to {user_name(status.st_uid)}, who could take the service's place there: {WHAT_TO_DO}",
+            key="runtime_dir",
+        )
+    # In a sticky directory others make entries of their own; they rename and remove nobody else's.
+    if status.st_mode & OTHERS_WRITE and not status.st_mode & stat.S_ISVTX and not _only_ours_to_write(status):
+        raise ConfigError(
+            f"other users can write {path}, and so replace what is in it: {WHAT_TO_DO}", key="runtime_dir"
+        )
+
+
+def _only_ours_to_write(status: os.stat_result) -> bool:
+    """The group that may write is this user's own, with nobody else in it, as a umask of 002 leaves directories."""
+    if status.st_mode & stat.S_IWOTH or status.st_gid != os.getegid():
+        return False
+    import grp
+
+    try:
+        group, user = grp.getgrgid(status.st_gid), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
