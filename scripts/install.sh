@@ -29,3 +29,4 @@ grep '==' "$lock" | grep -v '^torch==' | split --number=r/8 - "$work/part."
 printf '%s\0' "$work"/part.* | xargs -0 -n 1 -P 2 "${pip[@]}" "${locked[@]}"
 wait "$torch"
 "${pip[@]}" install --quiet --no-deps --no-build-isolation --editable .
+"$venv/bin/python" "$(dirname "$0")/vllm_alias.py"

@@ -304,8 +304,8 @@ def demo_pd(
 def demo_serve(
     model: Annotated[str | None, typer.Option(help="Model folder or hub id. Default: a small one, prepared.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the table and the plot.")] = Path("demo-output"),
-    users: Annotated[int, typer.Option(min=2, max=64, help="How many conversations.")] = 8,
-    turns: Annotated[int, typer.Option(min=1, max=5, help="How many turns each has.")] = 4,
+    users: Annotated[int, typer.Option(min=2, max=64, help="How many conversations.")] = 10,
+    turns: Annotated[int, typer.Option(min=2, max=8, help="How many turns each has.")] = 6,
 ) -> None:
     """Conversations through Ray Serve: without the cache, with it, and routed to where it is; measured and plotted."""
     from kvservice.cli.demo.conversation import Shape

@@ -21,8 +21,8 @@ REQUEST_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    users: int = 8
-    turns: int = 4
+    users: int = 10
+    turns: int = 6
     at_once: int = 1  # requests in flight: two small engines keep two cores busy with one
     seed: int = 7
 

@@ -50,12 +50,12 @@ class Stops:
 
 
 class Steps:
-    """A progress bar on a terminal, a line per step elsewhere."""
+    """A progress bar on a terminal, a line per step elsewhere. `redirect`: what others print appears above the bar."""
 
-    def __init__(self, console: Console, total: int) -> None:
+    def __init__(self, console: Console, total: int, *, redirect: bool = True) -> None:
         self._console = console
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=console)
+        self._progress = Progress(*columns, console=console, redirect_stdout=redirect, redirect_stderr=redirect)
         self._task = self._progress.add_task("starting", total=total)
 
     def __enter__(self) -> Steps:
