@@ -15,8 +15,6 @@ Generation = NewType("Generation", int)  # uint64; odd while the slot is being w
 LeaseId = NewType("LeaseId", int)  # uint64, single use within one boot epoch
 AttachmentId = NewType("AttachmentId", int)  # uint64, one attached engine within one boot epoch
 HandoffId = NewType("HandoffId", bytes)  # 16 random bytes, one prompt handed from a prefill to a decode engine
-TokenCount = NewType("TokenCount", int)
-Seconds = NewType("Seconds", float)
 
 KiB = 1 << 10
 MiB = 1 << 20

@@ -276,7 +276,9 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the table and the plot.")] = Path("demo-output"),
     questions: Annotated[int, typer.Option(min=1, max=5, help="How many questions about the document.")] = 3,
 ) -> None:
-    """A prefix that one vLLM replica computed is hit by another on another node, measured and plotted."""
+    """A prefix that one vLLM replica computed is hit by another on another node, measured and plotted.
+
+    Needs a clone of the repository, where the document and the model come from."""
     from kvservice.cli.demo.run import run
 
     try:
@@ -291,7 +293,9 @@ def demo_pd(
     out: Annotated[Path, typer.Option(help="Folder for the table and the timeline.")] = Path("demo-output"),
     prompts: Annotated[int, typer.Option(min=1, max=5, help="How many prompts are handed off.")] = 2,
 ) -> None:
-    """One vLLM engine prefills, another on another node decodes, measured and plotted."""
+    """One vLLM engine prefills, another on another node decodes, measured and plotted.
+
+    Needs a clone of the repository, where the document and the model come from."""
     from kvservice.cli.demo.pd import run
 
     try:
@@ -307,7 +311,9 @@ def demo_serve(
     users: Annotated[int, typer.Option(min=2, max=64, help="How many conversations.")] = 10,
     turns: Annotated[int, typer.Option(min=2, max=8, help="How many turns each has.")] = 6,
 ) -> None:
-    """Conversations through Ray Serve: without the cache, with it, and routed to where it is; measured and plotted."""
+    """Conversations through Ray Serve: without the cache, with it, and routed to where it is; measured and plotted.
+
+    Needs a clone of the repository, where the document and the model come from."""
     from kvservice.cli.demo.conversation import Shape
     from kvservice.cli.demo.serve import run
 

@@ -152,14 +152,6 @@ class PeerRelease:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerValidate:
-    op: int
-    epoch: BootEpoch
-    keys: tuple[BlockKey, ...]
-    refs: tuple[BlockRef, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Digested:
     """digest is None when the bytes could not be read."""
 
@@ -290,7 +282,6 @@ Event = (
     | PeerFollow
     | PeerLocate
     | PeerRelease
-    | PeerValidate
     | Digested
     | Resolved
     | Located

@@ -62,7 +62,6 @@ class PeerCalls:
             ev.PeerFollow: self._follow,
             ev.PeerLocate: self._locate,
             ev.PeerRelease: self._release,
-            ev.PeerValidate: self._validate,
             ev.PeerTakeOver: self._take_over,
         }
 
@@ -110,16 +109,6 @@ class PeerCalls:
         if lease is not None:
             self._unpin(lease)
         self._actions.append(Reply(event.op, None))
-
-    def _validate(self, event: ev.PeerValidate, now: float) -> None:
-        self._check_epoch(event.epoch)
-        if len(event.keys) != len(event.refs):
-            raise InvalidRequest(f"{len(event.keys)} keys with {len(event.refs)} slots: one slot for each key")
-        answers: list[bool] = []
-        for key, ref in zip(event.keys, event.refs, strict=True):
-            block = self._store.get(key)
-            answers.append(block is not None and self._store.ref(block) == ref)
-        self._actions.append(Reply(event.op, answers))
 
     def _take_over(self, event: ev.PeerTakeOver, now: float) -> None:
         self._check_epoch(event.epoch)

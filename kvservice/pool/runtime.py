@@ -250,10 +250,6 @@ class PoolRuntime:
     async def release_located(self, reader: NodeId, epoch: BootEpoch, lease_id: LeaseId) -> None:
         await self._call(lambda op: ev.PeerRelease(op, reader, epoch, lease_id), None)
 
-    async def validate(self, epoch: BootEpoch, keys: tuple[BlockKey, ...], refs: tuple[BlockRef, ...]) -> list[bool]:
-        answers: list[bool] = await self._call(lambda op: ev.PeerValidate(op, epoch, keys, refs), None)
-        return answers
-
     async def take_over(
         self, epoch: BootEpoch, leaver: Holder, payload_bytes: int, items: tuple[TakeOverItem, ...], wait_seconds: float
     ) -> TakeOverResult:

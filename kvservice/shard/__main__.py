@@ -9,7 +9,7 @@ import logging
 import sys
 from pathlib import Path
 
-from kvservice.config import MIRROR_BYTES, tenants_of_environment, tls_of_environment
+from kvservice.config import MIRROR_BYTES, ServiceConfig, tenants_of_environment, tls_of_environment
 from kvservice.errors import KVServiceError
 from kvservice.shard.process import serve
 from kvservice.shard.server import DEV_SHM, ShardServerConfig
@@ -21,7 +21,12 @@ def parse_config(arguments: list[str] | None = None) -> tuple[ShardServerConfig,
     parser = argparse.ArgumentParser(prog="python -m kvservice.shard", description=__doc__)
     parser.add_argument("--service", default="default", help="name shared by all parts of one installation")
     parser.add_argument("--node", required=True, help="name of this node, unique in the service")
-    parser.add_argument("--pool", type=parse_bytes, default="1GiB", help="shared memory budget, e.g. 64GiB")
+    parser.add_argument(
+        "--pool",
+        type=parse_bytes,
+        default=ServiceConfig().pool_bytes,
+        help="shared memory budget, e.g. 64GiB; default 4GiB",
+    )
     parser.add_argument(
         "--lookup",
         action="append",
@@ -32,14 +37,14 @@ def parse_config(arguments: list[str] | None = None) -> tuple[ShardServerConfig,
     parser.add_argument("--host", default="127.0.0.1", help="address peers reach this node by; bound and advertised")
     parser.add_argument("--port", type=int, default=0, help="port for peers; 0 = any, or none on loopback without TLS")
     parser.add_argument("--transport", choices=("auto", "nixl", "shm"), default="auto")
-    parser.add_argument("--lease-seconds", type=float, default=10.0)
+    parser.add_argument("--lease-seconds", type=float, default=ServiceConfig().lease_seconds)
     parser.add_argument("--runtime-root", type=Path, default=None)
     parser.add_argument("--segment-directory", type=Path, default=DEV_SHM)
     parser.add_argument("--mirror-bytes", type=parse_bytes, default=MIRROR_BYTES, help="0 = no mirror of the directory")
     parser.add_argument("--slab-bytes", type=parse_bytes, default=None)
     parser.add_argument("--keep-segment", action="store_true", help="leave the blocks for the next start of this node")
     parser.add_argument(
-        "--drain-seconds", type=float, default=5.0, help="on SIGTERM, hand hot blocks over for so long; 0 = at once"
+        "--drain-seconds", type=float, default=20.0, help="on SIGTERM, hand hot blocks over for so long; 0 = at once"
     )
     parser.add_argument("--eviction", choices=("reuse", "lru"), default="reuse")
     given = parser.parse_args(arguments)
@@ -47,7 +52,7 @@ def parse_config(arguments: list[str] | None = None) -> tuple[ShardServerConfig,
     config = ShardServerConfig(
         service=given.service,
         node_id=NodeId(given.node),
-        pool_bytes=parse_bytes(given.pool),
+        pool_bytes=given.pool,
         lookup_addresses=tuple(given.lookup),
         runtime_root=given.runtime_root,
         segment_directory=given.segment_directory,

@@ -166,12 +166,6 @@ class PeerServicer:
         )  # fmt: skip
         return shard_pb2.TakeOverReply(kept=result.kept, full=result.full)
 
-    async def validate(self, request: shard_pb2.ValidateRequest, context: Context) -> shard_pb2.ValidateReply:
-        keys = tuple(unpack_keys(request.keys))
-        refs = codec.decode_refs(request.blocks)[: len(keys)]
-        answers = await self._pool.validate(BootEpoch(request.epoch), keys[: len(refs)], refs)
-        return shard_pb2.ValidateReply(valid=answers + [False] * (len(keys) - len(answers)))
-
     async def release_located(
         self, request: shard_pb2.ReleaseLocatedRequest, context: Context
     ) -> shard_pb2.ReleaseLocatedReply:

@@ -16,15 +16,14 @@ GENERATED = "kvservice/wire/v1"
 SOURCE_FOLDERS = ("kvservice", "actors", "examples", "benchmarks", "scripts", "tests")
 
 # Everybody may import these.
-GROUND = frozenset({"aio", "errors", "private_files", "units", "version"})
+GROUND = frozenset({"aio", "errors", "private_files", "units"})
 
 # Package → the other packages of kvservice that it may import. A package's place in the tree says what it may know.
 LAYERS: dict[str, frozenset[str]] = {
-    "": frozenset({"config", "client"}),
+    "": frozenset(),
     "aio": frozenset(),
     "errors": frozenset(),
     "units": frozenset(),
-    "version": frozenset(),
     "private_files": frozenset(),
     "config": frozenset(),
     "core": frozenset(),
@@ -71,7 +70,6 @@ HOMES: dict[str, frozenset[str]] = {
     "torch": frozenset({"connector", "transfer", "memory", "mover", "testing"}),
     "triton": frozenset({"mover"}),
     "prometheus_client": frozenset({"observe", "connector", "proxy"}),
-    "opentelemetry": frozenset({"observe"}),
     "xxhash": frozenset({"core"}),
     "typer": frozenset({"cli"}),
     "rich": frozenset({"cli"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -17,7 +18,10 @@ from pathlib import Path
 
 import pytest
 
+from kvservice.cli import main
 from kvservice.client.discovery import find_shards
+from kvservice.config import ServiceConfig
+from kvservice.shard.__main__ import parse_config
 from kvservice.testing.cluster import LocalCluster
 from kvservice.transfer.nixl import nixl_available
 
@@ -244,3 +248,13 @@ def test_a_shard_with_a_wrong_setting_says_which(runtime: Path) -> None:
     result = command(runtime, "shard", "--node", "n0", "--lookup", "nowhere")
     assert result.returncode == 2 and "lookup_addresses has 'nowhere'" in result.stderr
     assert "node name 'a/b'" in command(runtime, "shard", "--node", "a/b").stderr
+
+
+def test_both_commands_that_run_a_shard_have_the_same_defaults() -> None:
+    typed = {name: each.default for name, each in inspect.signature(main.shard).parameters.items()}
+    config, keep, drain_seconds = parse_config(["--node", "n0"])
+    settings = ServiceConfig()
+    same = ("service", "pool_bytes", "transport", "lease_seconds", "heartbeat_seconds", "mirror_bytes", "tls_dir")
+    assert {name: getattr(config, name) for name in same} == {name: getattr(settings, name) for name in same}
+    assert (config.slab_bytes, config.peer_host, config.peer_port) == (settings.slab_bytes or None, typed["host"], 0)
+    assert (config.segment_directory, keep, drain_seconds) == (typed["memory"], typed["keep_blocks"], typed["grace"])

@@ -391,22 +391,6 @@ class FollowReply(_message.Message):
     handles: _containers.RepeatedCompositeFieldContainer[Handle]
     def __init__(self, state: _Optional[str] = ..., epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., handles: _Optional[_Iterable[_Union[Handle, _Mapping]]] = ...) -> None: ...
 
-class ValidateRequest(_message.Message):
-    __slots__ = ("epoch", "keys", "blocks")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    KEYS_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    epoch: int
-    keys: bytes
-    blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
-    def __init__(self, epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ...) -> None: ...
-
-class ValidateReply(_message.Message):
-    __slots__ = ("valid",)
-    VALID_FIELD_NUMBER: _ClassVar[int]
-    valid: _containers.RepeatedScalarFieldContainer[bool]
-    def __init__(self, valid: _Optional[_Iterable[bool]] = ...) -> None: ...
-
 class ReleaseLocatedRequest(_message.Message):
     __slots__ = ("epoch", "lease_id", "reader")
     EPOCH_FIELD_NUMBER: _ClassVar[int]

@@ -510,11 +510,6 @@ class PeerServiceStub(object):
                 request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.FollowRequest.SerializeToString,
                 response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.FollowReply.FromString,
                 _registered_method=True)
-        self.Validate = channel.unary_unary(
-                '/kvservice.wire.v1.PeerService/Validate',
-                request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ValidateRequest.SerializeToString,
-                response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ValidateReply.FromString,
-                _registered_method=True)
         self.ReleaseLocated = channel.unary_unary(
                 '/kvservice.wire.v1.PeerService/ReleaseLocated',
                 request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ReleaseLocatedRequest.SerializeToString,
@@ -551,12 +546,6 @@ class PeerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Validate(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def ReleaseLocated(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -587,11 +576,6 @@ def add_PeerServiceServicer_to_server(servicer, server):
                     servicer.Follow,
                     request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.FollowRequest.FromString,
                     response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.FollowReply.SerializeToString,
-            ),
-            'Validate': grpc.unary_unary_rpc_method_handler(
-                    servicer.Validate,
-                    request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ValidateRequest.FromString,
-                    response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ValidateReply.SerializeToString,
             ),
             'ReleaseLocated': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseLocated,
@@ -685,33 +669,6 @@ class PeerService(object):
             '/kvservice.wire.v1.PeerService/Follow',
             kvservice_dot_wire_dot_v1_dot_shard__pb2.FollowRequest.SerializeToString,
             kvservice_dot_wire_dot_v1_dot_shard__pb2.FollowReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Validate(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvservice.wire.v1.PeerService/Validate',
-            kvservice_dot_wire_dot_v1_dot_shard__pb2.ValidateRequest.SerializeToString,
-            kvservice_dot_wire_dot_v1_dot_shard__pb2.ValidateReply.FromString,
             options,
             channel_credentials,
             insecure,

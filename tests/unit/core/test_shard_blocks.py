@@ -333,37 +333,15 @@ def test_a_peer_asking_for_nothing_that_is_here_gets_no_lease() -> None:
 def test_a_peer_of_another_epoch_is_refused() -> None:
     harness = CoreHarness()
     harness.store(harness.attach(), CHAIN)
-    ref = BlockRef(SlotIndex(0), Generation(2))
     for epoch in (BootEpoch(0), BootEpoch(2)):
         for event in (
             ev.PeerLocate(harness.next_op(), PEER, epoch, CHAIN),
             ev.PeerRelease(harness.next_op(), PEER, epoch, LeaseId(1)),
-            ev.PeerValidate(harness.next_op(), epoch, CHAIN[:1], (ref,)),
         ):
             harness.send(event)
             with pytest.raises(StaleEpoch):
                 harness.reply(event.op)
     assert harness.slots("leased") == 0
-
-
-def test_validation_says_which_slots_still_hold_their_block() -> None:
-    harness = one_slab()
-    engine = harness.attach()
-    harness.store(engine, CHAIN)
-    refs = tuple(BlockRef(handle.slot, handle.generation) for handle in peer_locate(harness, *CHAIN).handles if handle)
-    harness.advance(10.0)
-    harness.reserve(engine, 1)
-    op = harness.next_op()
-    harness.send(ev.PeerValidate(op, harness.state.epoch, CHAIN, refs))
-    assert harness.reply(op) == [True, True, True, False]
-    harness.send(ev.PeerValidate(op + 1, harness.state.epoch, CHAIN[:2], (refs[1], refs[0])))
-    assert harness.reply(op + 1) == [False, False]
-    harness.send(ev.PeerValidate(op + 2, harness.state.epoch, CHAIN, refs[:1]))
-    with pytest.raises(InvalidRequest):
-        harness.reply(op + 2)
-
-
-# -- after a restart ----
 
 
 def test_every_sealed_block_survives_a_restart_under_the_new_epoch() -> None:
