@@ -49,7 +49,7 @@ def exported() -> dict[str, set[str]]:
     counters = {**dict.fromkeys(COUNTERS, 1), "transfer_nixl_bytes": 1, "other": 1}
     stats = PoolStats("n0", 1, 1 << 20, 2, 1, {"free": 1, "quarantined": 0}, counters, False)  # type: ignore[arg-type]
     lookups = LookupNumbers(0, dict.fromkeys(LOOKUP_GAUGES, 1), dict.fromkeys(LOOKUP_COUNTERS, 1))
-    mover = {"engines": 1, "wedged": 0, "counters": {}}
+    mover = {"engines": 1, "wedged": 0, "device_lost": 0, "counters": {}}
     families: list[Metric] = [
         *ShardCollector("s", lambda: stats).collect(),
         *LookupCollector("s", lambda: lookups).collect(),

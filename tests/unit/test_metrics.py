@@ -27,7 +27,7 @@ from kvservice.observe.mover_metrics import MoverCollector
 from kvservice.units import BootEpoch, NodeId
 
 ROOT = Path(__file__).resolve().parents[2]
-COUNTED = re.compile(r"(?:counters\[|_pool\.count\()\"([a-z_]+)\"(?:\] \+=|\))")
+COUNTED = re.compile(r"(?:counters\[|_count\(|_pool\.count\()\"([a-z_]+)\"(?:\] \+=|[,)])")
 
 
 def stats(**counters: int) -> PoolStats:
@@ -98,7 +98,11 @@ def test_whatever_dashboards_and_alerts_ask_for_is_there_before_anything_has_hap
     registry.register(ShardCollector("s", stats))
     lookups = LookupNumbers(0, dict.fromkeys(LOOKUP_GAUGES, 0), {})
     registry.register(LookupCollector("s", lambda: lookups))
-    registry.register(MoverCollector(("s", "n0", "cpu"), lambda: {"engines": 0, "wedged": False, "counters": {}}))
+    registry.register(
+        MoverCollector(
+            ("s", "n0", "cpu"), lambda: {"engines": 0, "wedged": False, "device_lost": False, "counters": {}}
+        )
+    )
     at_rest = {sample.name for family in registry.collect() for sample in family.samples}
     assert len(names) > 25 and names <= at_rest
     assert {f"kvservice_{name}_total" for name in COUNTERS} <= at_rest
