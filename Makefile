@@ -35,10 +35,10 @@ AUDIT_VENV := .venv-audit
 AUDIT_INSTALLED := $(AUDIT_VENV)/.installed
 LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/helm.txt requirements/fuzz.txt
 
-BENCHMARKS := $(filter-out __init__ report summary layerwise_link mirror_reads,$(basename $(notdir $(wildcard benchmarks/*.py))))
+BENCHMARKS := $(filter-out __init__ report summary figures layerwise_link mirror_reads,$(basename $(notdir $(wildcard benchmarks/*.py))))
 FAST := not ray and not vllm and not netns and not helm and not sim
 
-.PHONY: help install native model lock protos check lint tidy format test-fast test test-all sim faults fuzz stand-in-driver demo demo-pd demo-serve bench bench-peers gpu-carry gpu helm chart-readme audit wheel release clean distclean
+.PHONY: help install native model lock protos check lint tidy format test-fast test test-all sim faults fuzz stand-in-driver demo demo-pd demo-serve bench bench-peers figures gpu-carry gpu helm chart-readme audit wheel release clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -135,10 +135,15 @@ demo-serve: $(INSTALLED) $(MODEL) ## Ray Serve without the cache, with it, and w
 bench: $(INSTALLED) $(MODEL) ## Every benchmark, one after the other; JSON, a table and a plot in benchmarks/results/
 	for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m "benchmarks.$$name"; done
 	$(BIN)/python -m benchmarks.summary
+	$(BIN)/python -m benchmarks.figures
+
+figures: $(INSTALLED) ## Write the figures of README.md and docs/performance.md from benchmarks/results
+	$(BIN)/python -m benchmarks.figures
 
 bench-peers: $(INSTALLED) $(PEERS_INSTALLED) ## Ours beside Mooncake Store, Redis and Ray's object store, in one run
 	$(BIN)/python -m benchmarks.peers
 	$(BIN)/python -m benchmarks.summary
+	$(BIN)/python -m benchmarks.figures
 
 $(PEERS_INSTALLED): requirements/peers.txt scripts/new-peers.sh | $(INSTALLED)
 	scripts/new-peers.sh "$(PYTHON)" "$(PEERS_VENV)"
