@@ -26,6 +26,7 @@ from kvservice.actors.gpu_worker import GpuWorker
 from kvservice.actors.lookup_node import LookupNode
 from kvservice.client.discovery import lookup_address
 from kvservice.config import ServiceConfig
+from kvservice.core.recent import NODES_MAX
 from kvservice.errors import KVServiceError
 from kvservice.mover.device import HOST
 from kvservice.mover.server import MoverConfig
@@ -69,7 +70,7 @@ class Supervisor:
         self._lookups: dict[int, _Part] = {}
         self._shards: dict[str, _Part] = {}  # by Ray node id
         self._gpu_workers: dict[tuple[str, int], _Part] = {}  # by Ray node id and index on the node
-        self._left: set[str] = set()  # Ray nodes whose shards were drained: they get none until `readmit`
+        self._left: tuple[str, ...] = ()  # Ray nodes whose shards were drained, the latest: none until `readmit`
         self._problems: dict[str, str] = {}
         self._lock = threading.Lock()  # one round at a time, and none after stop
         self._stopping = threading.Event()
@@ -85,13 +86,13 @@ class Supervisor:
         lookups = [part.row() for _, part in sorted(dict(self._lookups).items()) if part.facts]
         shards = [part.row() for part in list(self._shards.values()) if part.facts]
         running = {row["ray_node"] for row in shards if row["running"]}
-        going = self._left | {node for node, part in dict(self._shards).items() if part.leaving is not None}
+        going = set(self._left) | {node for node, part in dict(self._shards).items() if part.leaving is not None}
         return {
             "service": self._config.service,
             "complete": sum(row["running"] for row in lookups) == self._config.lookup_shards
             and running >= set(nodes) - going,
             "nodes": nodes,
-            "left": sorted(names.node_id(node) for node in self._left & set(nodes)),
+            "left": sorted(names.node_id(node) for node in set(self._left) & set(nodes)),
             "lookups": lookups,
             "shards": sorted(shards, key=lambda row: row["node_id"]),
             "gpu_workers": [part.row() for _, part in sorted(dict(self._gpu_workers).items()) if part.facts],
@@ -100,7 +101,7 @@ class Supervisor:
 
     def readmit(self) -> None:
         """Nodes whose shards were drained get one again, apart from those that Ray takes away."""
-        self._left = set()
+        self._left = ()
 
     def stop(self) -> None:
         """Place nothing any more. Blocks until a round under way has ended."""
@@ -197,7 +198,7 @@ class Supervisor:
         """Shards of nodes that Ray takes away leave; those that have left are not placed anew."""
         for ray_node, part in list(self._shards.items()):
             if part.facts.get("left"):
-                self._left.add(ray_node)
+                self._left = (*self._left, ray_node)[-NODES_MAX:]
                 ray.kill(part.handle, no_restart=True)
                 self._problems.pop(part.what, None)
                 del self._shards[ray_node]

@@ -12,6 +12,7 @@ from collections.abc import Container
 import grpc
 
 from kvservice.aio import end_tasks
+from kvservice.core.recent import NODES_MAX, Recent
 from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.tls import Options, TlsFiles, open_channel
 
@@ -21,10 +22,13 @@ RETIRED_SECONDS = 10.0  # for calls under way on a channel that is no longer use
 class Channels:
     """Channels are made on first use, in the loop that runs then."""
 
-    def __init__(self, tls: TlsFiles | None = None, options: Options = CHANNEL_OPTIONS) -> None:
+    def __init__(
+        self, tls: TlsFiles | None = None, options: Options = CHANNEL_OPTIONS, open_max: int = NODES_MAX
+    ) -> None:
+        """`open_max`: the channel used longest ago is let go of when there are more."""
         self._tls = tls
         self._options = options
-        self._open: dict[str, grpc.aio.Channel] = {}
+        self._open: Recent[str, grpc.aio.Channel] = Recent(open_max, self._retire)
         self._version = 0
         self._retired: dict[asyncio.Task[None], grpc.aio.Channel] = {}
 
@@ -37,7 +41,7 @@ class Channels:
                 self.keep_only(())
         channel = self._open.get(address)
         if channel is None:
-            channel = self._open[address] = open_channel(address, self._tls, self._options)
+            channel = self._open.put(address, open_channel(address, self._tls, self._options))
         return channel
 
     def keep_only(self, addresses: Container[str]) -> None:
@@ -47,17 +51,22 @@ class Channels:
 
     def drop(self, address: str) -> None:
         """Let go of this one, if it is open, in the same way."""
-        channel = self._open.pop(address, None)
+        channel = self._open.pop(address)
         if channel is not None:
-            # With time to finish: ending a call under way would look like a cancellation of the caller's own task.
-            task = asyncio.get_running_loop().create_task(channel.close(RETIRED_SECONDS))
-            self._retired[task] = channel
-            task.add_done_callback(lambda done: self._retired.pop(done, None))
+            self._retire(channel)
+
+    def _retire(self, channel: grpc.aio.Channel) -> None:
+        """With time to finish: ending a call under way would look like a cancellation of the caller's own task."""
+        task = asyncio.get_running_loop().create_task(channel.close(RETIRED_SECONDS))
+        self._retired[task] = channel
+        task.add_done_callback(lambda done: self._retired.pop(done, None))
 
     async def close(self) -> None:
         """Ends what is under way."""
         retired, self._retired = self._retired, {}
         await end_tasks(retired)
-        channels, self._open = [*retired.values(), *self._open.values()], {}
+        channels = [*retired.values(), *(channel for _, channel in self._open.items())]
+        for address in list(self._open):
+            self._open.pop(address)
         for channel in channels:
             await channel.close(None)

@@ -18,6 +18,7 @@ from kvservice.client.channels import Channels
 from kvservice.core.geometry import Geometry
 from kvservice.core.keys import pack_keys
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverItem, TakeOverResult
+from kvservice.core.recent import NODES_MAX, Recent
 from kvservice.errors import StaleEpoch, TransferError, Unavailable
 from kvservice.units import BlockKey, BootEpoch, HandoffId, LeaseId, NodeId
 from kvservice.wire.codec import decode_followed, decode_geometry, decode_located
@@ -29,7 +30,6 @@ from kvservice.wire.tls import TlsFiles
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 
 T = TypeVar("T")
-PEERS_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +84,11 @@ class PeerClient:
         self._reader = reader
         self._clock = clock
         # Of its own: gRPC shares connections of one address, and with them the pause after one that failed.
-        self._channels = Channels(tls, [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)])
-        self._epochs: dict[NodeId, BootEpoch] = {}  # the newest boot of each node that was called
-        self._infos: dict[NodeId, PeerInfo] = {}
-        self._breakers: dict[NodeId, Breaker] = {}
+        options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+        self._channels = Channels(tls, options, open_max=NODES_MAX)
+        self._epochs: Recent[NodeId, BootEpoch] = Recent(NODES_MAX)  # the newest boot of each node that was called
+        self._infos: Recent[NodeId, PeerInfo] = Recent(NODES_MAX)
+        self._breakers: Recent[NodeId, Breaker] = Recent(NODES_MAX)
 
     async def handshake(self, holder: Holder, timeout: float) -> PeerInfo:
         known = self._infos.get(holder.node_id)
@@ -104,9 +105,7 @@ class PeerClient:
                 theirs=reply.transport,
             )
         info = PeerInfo(BootEpoch(reply.node.epoch), decode_geometry(reply.geometry), reply.description)
-        if len(self._infos) >= PEERS_MAX:
-            self._infos.clear()
-        self._infos[holder.node_id] = info
+        self._infos.put(holder.node_id, info)
         if info.epoch != holder.epoch:
             raise StaleEpoch(f"node {holder.node_id} restarted: epoch {info.epoch}, the directory said {holder.epoch}")
         return info
@@ -165,7 +164,7 @@ class PeerClient:
         self, holder: Holder, call: Callable[[shard_pb2_grpc.PeerServiceStub], Awaitable[Any]], what: str
     ) -> Any:
         self._follow_boot(holder)
-        breaker = self._breakers.setdefault(holder.node_id, Breaker())
+        breaker = self._breakers.get(holder.node_id) or self._breakers.put(holder.node_id, Breaker())
         if not breaker.allows(self._clock()):
             raise Unavailable(f"node {holder.node_id} failed {breaker.failures} times in a row: not asked for now")
         try:
@@ -180,13 +179,11 @@ class PeerClient:
 
     def _follow_boot(self, holder: Holder) -> None:
         """A node that has started again is dialled at once: nothing that its last boot failed at counts."""
-        if holder.epoch <= self._epochs.get(holder.node_id, 0):
+        if holder.epoch <= (self._epochs.get(holder.node_id) or 0):
             return
-        if len(self._epochs) >= PEERS_MAX:
-            self._epochs.clear()
-        self._epochs[holder.node_id] = holder.epoch
+        self._epochs.put(holder.node_id, holder.epoch)
         self._channels.drop(holder.peer_address)
-        self._breakers.pop(holder.node_id, None)
+        self._breakers.pop(holder.node_id)
 
     def _proof(self, holder: Holder) -> tuple[tuple[str, bytes], ...]:
         return self._proofs(shard_audience(holder.node_id))

@@ -282,6 +282,7 @@ class SchedulerHalf:
                 self._end_lease(answer.attachment, lease_id)  # too late: nobody waits for it any more
                 continue
             result = answer.result or AcquireResult(LeaseId(0), (), 0, MissReason.DETACHED)
+            self._speak_of(answer.attachment)
             request.result = self._usable(result)
             request.move(RequestEvent.ANSWER)
             if not result.stores and request.writes is None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from kvservice.core.actions import Action, Reply
 from kvservice.core.messages import AcquireResult, LocateResult
+from kvservice.core.recent import Recent
 from kvservice.units import BlockKey
 
 SAMPLE_STRIDE = 16  # blocks of a chain for one that is remembered
@@ -26,6 +27,7 @@ STOP_SHARE = 0.005  # of the blocks of a whole window, asked again or used
 STOP_WINDOWS = 2  # in a row: a new service has nothing to repeat yet
 RESUME_SHARE = 0.01
 RESUME_SAMPLES = 4  # repetitions that are no accident
+ACCOUNTS_MAX = 1024
 PROBE_ONE_IN = 16  # chains that are stored nevertheless
 
 
@@ -50,12 +52,12 @@ class Governor:
     def __init__(self, capacity: Callable[[], int], counters: Counter[str]) -> None:
         self._capacity = capacity
         self._counters = counters
-        self._accounts: dict[str, _Account] = {}
+        self._accounts: Recent[str, _Account] = Recent(ACCOUNTS_MAX)  # one that is forgotten is judged anew
         self._open: dict[int, tuple[str, bool]] = {}  # by op: whose it is, whether its chain is stored
 
     def asked(self, op: int, account: str, chain: Sequence[BlockKey]) -> None:
         """A request begins. Its answer ends it, or `forget`."""
-        of = self._accounts.setdefault(account, _Account())
+        of = self._accounts.get(account) or self._accounts.put(account, _Account())
         sample = chain[::SAMPLE_STRIDE]
         of.asked += len(chain)
         of.sampled += len(sample)
@@ -73,12 +75,13 @@ class Governor:
     def _told(self, reply: Reply) -> Reply:
         if isinstance(reply.value, LocateResult):  # whose blocks another node reads is not known here
             count = sum(handle is not None for handle in reply.value.handles)
-            for of in self._accounts.values():
+            for _, of in self._accounts.items():
                 of.used += count
         if not isinstance(reply.value, AcquireResult) or reply.op not in self._open:
             return reply
         account, keeps = self._open.pop(reply.op)
-        self._accounts[account].used += len(reply.value.blocks)
+        if (asker := self._accounts.get(account)) is not None:
+            asker.used += len(reply.value.blocks)
         return reply if keeps else Reply(reply.op, replace(reply.value, stores=False))
 
     def forget(self, op: int) -> None:
@@ -108,4 +111,3 @@ class Governor:
         for name, of in self._accounts.items():
             assert 0 <= of.repeated <= of.sampled <= of.asked, f"{name} repeats more than it asks"
             assert len(of.seen) <= of.sampled, f"{name} remembers more than it asked"
-        assert all(account in self._accounts for account, _ in self._open.values()), "an open request is of nobody"

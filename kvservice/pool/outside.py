@@ -16,6 +16,7 @@ from kvservice.client.peer import PeerInfo, PeerPort
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverResult
+from kvservice.core.recent import NODES_MAX, Recent
 from kvservice.errors import Forbidden, KVServiceError, Refused
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 
@@ -24,7 +25,6 @@ log = logging.getLogger("kvservice.pool")
 RELEASE_SECONDS = 2.0
 FIND_NODE_SECONDS = 0.5
 FOLLOW_SLACK_SECONDS = 1.0  # for the way there and back
-WRITERS_MAX = 4096
 FIND_SECONDS = 2.0  # for each of its questions
 OFFER_SLACK_SECONDS = 1.0
 
@@ -71,12 +71,13 @@ class Outside:
         self._peers = peers
         self._clock = clock
         self._counters = counters
-        self._peer_infos: dict[tuple[NodeId, BootEpoch], PeerInfo] = {}
-        self._writers: dict[NodeId, Holder] = {}  # nodes whose hand-offs were followed
+        self._peer_infos: Recent[NodeId, PeerInfo] = Recent(NODES_MAX)
+        self._writers: Recent[NodeId, Holder] = Recent(NODES_MAX)  # nodes whose hand-offs were followed
 
     def peer_info(self, node_id: NodeId, epoch: BootEpoch) -> PeerInfo | None:
         """Of a peer that was asked before."""
-        return self._peer_infos.get((node_id, epoch))
+        info = self._peer_infos.get(node_id)
+        return info if info is not None and info.epoch == epoch else None
 
     async def resolve(self, action: act.Resolve) -> ev.Event:
         answer = LookupAnswer((), complete=False)
@@ -109,7 +110,7 @@ class Outside:
             followed = await self._follow_at(action, known)
             if followed.result is not None:
                 return followed
-            self._writers.pop(writer, None)  # it may have restarted since: the directory knows better
+            self._writers.pop(writer)  # it may have restarted since: the directory knows better
         found = await self._find_writer(writer)
         if found is None or found == known:
             return ev.Followed(action.follow, action.op, None, None, self._clock())
@@ -189,14 +190,11 @@ class Outside:
 
     async def _meet(self, peers: PeerPort, holder: Holder, timeout: float) -> None:
         info = await peers.handshake(holder, timeout)
-        self._peer_infos[holder.node_id, info.epoch] = info
+        self._peer_infos.put(holder.node_id, info)
 
     async def _find_writer(self, node_id: NodeId) -> Holder | None:
         found = None if self._directory is None else await self._directory.find_node(node_id, FIND_NODE_SECONDS)
         if found is None:
             self._counters["writer_unknown"] += 1
             return None
-        if len(self._writers) >= WRITERS_MAX:
-            self._writers.clear()
-        self._writers[node_id] = found
-        return found
+        return self._writers.put(node_id, found)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -22,6 +22,7 @@ from kvservice.client.survey import NodeSurvey, Surveyor
 from kvservice.client.token import Token
 from kvservice.config import ServiceConfig, tls_of_environment
 from kvservice.core.messages import EngineGroup
+from kvservice.core.recent import Recent
 from kvservice.errors import KVServiceError
 from kvservice.units import BlockKey, NodeId
 from kvservice.wire.tls import TlsFiles, open_tls
@@ -92,7 +93,7 @@ class Holdings:
         self._clock = clock
         self._lookup: LookupClient | None = None
         self._surveyor = Surveyor()
-        self._answers: OrderedDict[tuple[int, BlockKey], tuple[float, LookupAnswer]] = OrderedDict()
+        self._answers: Recent[tuple[int, BlockKey], tuple[float, LookupAnswer]] = Recent(ANSWERS_MAX)
         self._calls: set[asyncio.Task[LookupAnswer]] = set()
         self._addresses: tuple[str, ...] = ()
         self._doubted: tuple[str, ...] = ()
@@ -153,10 +154,7 @@ class Holdings:
     ) -> LookupAnswer:
         answer = await lookup.resolve(keys, 0, timeout)
         if answer.complete:
-            self._answers[name] = (self._clock(), answer)
-            self._answers.move_to_end(name)
-            while len(self._answers) > ANSWERS_MAX:
-                self._answers.popitem(last=False)
+            self._answers.put(name, (self._clock(), answer))
         return answer
 
     async def close(self) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections import OrderedDict
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -20,6 +19,7 @@ from ray.exceptions import RayActorError
 from kvservice.actors import names
 from kvservice.aio import within
 from kvservice.config import REQUEST_TRIES
+from kvservice.core.recent import Recent
 from kvservice.errors import ConfigError
 
 try:
@@ -78,7 +78,7 @@ class KVServiceBackend(BaseConnectorBackend):  # type: ignore[misc]
 
     def __init__(self, llm_config: Any) -> None:
         super().__init__(llm_config)
-        self._handoffs: OrderedDict[int, tuple[Any, str]] = OrderedDict()  # by identity of the request, which is kept
+        self._handoffs: Recent[int, tuple[Any, str]] = Recent(HANDOFFS_MAX)  # by identity of the request, which is kept
 
     def setup(self) -> None:
         """In the replica, before its engine is made: several shards may be registered on this machine."""
@@ -91,9 +91,7 @@ class KVServiceBackend(BaseConnectorBackend):  # type: ignore[misc]
 
     def prepare_prefill_request(self, *, request: Any, peer: dict[str, Any] | None) -> Any:
         handoff = secrets.token_hex(16)
-        self._handoffs[id(request)] = (request, handoff)
-        while len(self._handoffs) > HANDOFFS_MAX:
-            self._handoffs.popitem(last=False)
+        self._handoffs.put(id(request), (request, handoff))
         prefill = request.model_copy(deep=True)
         prefill.kv_transfer_params = {"kvservice": {"version": VERSION, "role": "prefill", "handoff": handoff}}
         clamp_request_to_single_token(prefill)
@@ -104,7 +102,7 @@ class KVServiceBackend(BaseConnectorBackend):  # type: ignore[misc]
 
     def prepare_decode_request(self, *, request: Any, peer: dict[str, Any] | None, prefill_response: Any | None) -> Any:
         """Without a peer, or a hand-off begun, an ordinary request: the replica then computes the prompt itself."""
-        _, handoff = self._handoffs.pop(id(request), (None, ""))
+        _, handoff = self._handoffs.pop(id(request)) or (None, "")
         node = (peer or {}).get("node")
         decode = request.model_copy(deep=True)
         decode.kv_transfer_params = None

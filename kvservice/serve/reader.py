@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from kvservice.core.keys import DEFAULT_TENANT_KEY, block_keys
 from kvservice.core.messages import EngineGroup
+from kvservice.core.recent import Recent
 from kvservice.errors import KVServiceError
 from kvservice.serve.options import RouterOptions
 from kvservice.serve.prompt import PromptTokenizer, Question, Unknown
@@ -24,6 +25,7 @@ from kvservice.units import BlockHash, BlockKey
 log = logging.getLogger("kvservice.serve")
 
 JOBS_MAX = 64
+REFUSED_MAX = 64
 RETRY_SECONDS = 30.0  # after a tokenizer that could not be loaded
 
 
@@ -58,7 +60,7 @@ class PromptReader:
         self._loading: Future[None] | None = None
         self._load_again_at = 0.0
         self._loaded = False
-        self._refused: set[str] = set()
+        self._refused: Recent[str, None] = Recent(REFUSED_MAX)  # what was said
 
     @classmethod
     def shared(cls, options: RouterOptions) -> PromptReader:
@@ -132,5 +134,5 @@ class PromptReader:
 
     def _refuse(self, error: KVServiceError) -> None:
         if error.message not in self._refused:  # once, not for every request
-            self._refused.add(error.message)
+            self._refused.put(error.message, None)
             log.error("no prompt is known to the router: %s", error.message)

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import random
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,6 +31,7 @@ from ray.serve.request_router import (
 from kvservice.aio import within
 from kvservice.client.token import Token
 from kvservice.core.messages import EngineGroup, HolderRun
+from kvservice.core.recent import Recent
 from kvservice.serve.holdings import Facts, Holdings, find_lookups, find_tls
 from kvservice.serve.load import LoadBook, SentPrefixes
 from kvservice.serve.meters import Meters
@@ -99,8 +100,8 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
         self._reader = PromptReader.shared(options)
         self._book = LoadBook()
         self._sent = SentPrefixes(options.engine_blocks, options.engine_seconds)
-        self._plans: OrderedDict[str, _Plan] = OrderedDict()
-        self._counted: OrderedDict[str, None] = OrderedDict()
+        self._plans: Recent[str, _Plan] = Recent(PLANS_MAX)
+        self._counted: Recent[str, None] = Recent(REQUESTS_MAX)
         self._meters = Meters(self._deployment_id.app_name, self._deployment_id.name)
         self._failures: Counter[str] = Counter()
         self._random = random.Random()
@@ -130,7 +131,7 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
         request, name = pending_request.metadata.internal_request_id, replica_id.to_full_id_str()
         try:
             self._book.routed(request, name, now)
-            plan = self._plans.pop(request, None)
+            plan = self._plans.pop(request)
             replica = self._replicas.get(replica_id)
             if plan is not None and plan.hashes and replica is not None:
                 self._remember(plan, replica, now)
@@ -224,9 +225,7 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
         if plan is None or now - plan.made_at > PLAN_SECONDS:
             plan = await self._make_plan(pending, replicas, now)
             plan.made_at = now
-            self._plans[request] = plan
-            while len(self._plans) > PLANS_MAX:
-                self._plans.popitem(last=False)
+            self._plans.put(request, plan)
         return plan
 
     async def _make_plan(self, pending: PendingRequest, replicas: Sequence[RunningReplica], begun: float) -> _Plan:
@@ -289,9 +288,7 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
         request = pending.metadata.internal_request_id
         if request in self._counted:
             return False
-        self._counted[request] = None
-        while len(self._counted) > REQUESTS_MAX:
-            self._counted.popitem(last=False)
+        self._counted.put(request, None)
         return True
 
     def _count_fallback(self, pending: PendingRequest, reason: str) -> None:

@@ -16,6 +16,8 @@ class Faults:
     """What goes wrong from now on; a test changes it while transfers run."""
 
     hold: bool = False  # transfers do not complete, as with a wedged link
+    holds: Callable[[Sequence[Copy]], bool] | None = None  # transfers for which it is true do not complete
+    newest_first: bool = False  # no transport promises an order
     fail: bool = False  # transfers end as FAILED, without having moved a byte
     refuse: bool = False  # post_read raises
     corrupt: bool = False  # one byte of every run arrives wrong
@@ -83,9 +85,9 @@ class FakeTransport:
             raise faults.poll_error
         if self._open and self._waited < faults.delay_polls:
             self._waited += 1
-        elif self._open and not faults.hold:
+        elif ready := self._ready():
             self._waited = 0
-            transfer = next(iter(self._open))
+            transfer = ready[-1] if faults.newest_first else ready[0]
             peer, copies = self._open.pop(transfer)
             if faults.fail:
                 self._finished.append(Completion(transfer, TransferOutcome.FAILED, "told to fail"))
@@ -94,6 +96,12 @@ class FakeTransport:
                 self._finished.append(Completion(transfer, TransferOutcome.DONE))
         finished, self._finished = self._finished, []
         return finished * 2 if faults.duplicate else finished
+
+    def _ready(self) -> list[TransferId]:
+        faults = self._network.faults
+        if faults.hold:
+            return []
+        return [t for t, (_, copies) in self._open.items() if faults.holds is None or not faults.holds(copies)]
 
     def disconnect(self, peer: PeerHandle) -> None:
         self._peers.pop(peer, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvservice.core.fetch import LEASE_MARGIN_SECONDS
 from kvservice.core.messages import MissReason
 from kvservice.testing.builders import make_located, run_of
 from tests.unit.core.test_fetch import CHAIN, OK, A, B, make, nothing_left
@@ -24,6 +25,14 @@ def test_what_one_holder_has_lost_since_is_asked_of_the_next() -> None:
     answer = harness.result(op)
     assert (len(answer.blocks), answer.miss) == (4, MissReason.NONE)
     nothing_left(harness)
+
+
+def test_reading_stops_before_the_peers_lease_ends() -> None:
+    harness, engine = make()
+    op = harness.acquire(engine, CHAIN)
+    harness.resolved(op, run_of(0, 4, A))
+    harness.located(harness.locates[0], make_located(CHAIN, lease_seconds=7.0))
+    assert harness.pulls[0].deadline <= harness.now + 7.0 - LEASE_MARGIN_SECONDS < harness.now + 7.0
 
 
 def test_what_both_holders_have_lost_ends_the_prefix() -> None:

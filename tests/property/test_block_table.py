@@ -175,3 +175,34 @@ def test_native_loops_refuse_sizes_that_do_not_fit() -> None:
         insert(body.toreadonly(), ROWS_MIN, 1, keys, numbers, done)
     with pytest.raises(TypeError):
         insert(body, ROWS_MIN, 1, keys, numbers)
+
+
+def test_a_reader_finds_every_key_at_each_step_of_growing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are in their new rows before these are in use, and leave their old rows after that."""
+    buffer = memoryview(bytearray(table_bytes(4 * ROWS_MIN)))
+    table = BlockTable(buffer, fresh=True)
+    there: list[int] = []
+    looked = 0
+
+    def look(step: str) -> None:
+        nonlocal looked
+        looked += 1
+        reader = BlockTable(buffer, fresh=False)
+        missing = int((reader.get_many(keys_array(packed(there))) == 0).sum())
+        assert not missing, f"{missing} of {len(there)} keys are not found {step}"
+
+    insert, clear, split = table._insert, table._clear, table._split
+
+    def splitting(rows: int, count: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(table, "_insert", lambda *a: (look("before they are copied"), insert(*a))[1])
+            patch.setattr(table, "_clear", lambda *a: (look("before they are cleared"), clear(*a))[1])
+            split(rows, count)
+        look("afterwards")
+
+    monkeypatch.setattr(table, "_split", splitting)
+    for number in range(0, 900, 30):
+        batch = list(range(number, number + 30))
+        table.insert_many(keys_array(packed(batch)), np.ones(len(batch), np.uint32))
+        there += batch
+    assert looked >= 6, "it did not grow"

@@ -120,6 +120,39 @@ def test_failed_load_is_never_promised_to_that_request_again() -> None:
     assert not line.leases
 
 
+def test_blocks_whose_load_failed_are_stored_again_once_they_are_computed() -> None:
+    line, chain = Line(), hashes(1, 2)
+    scheduler = half(line)
+    scheduler.on_new_request("r", chain, 0.0)
+    line.answer(2)
+    scheduler.matched("r", 0, 33, 0.1)
+    scheduler.allocated("r", [1, 2, 3], 2 * BLOCK)
+    plan_step(scheduler)
+    scheduler.loaded("r", failed=True)
+    stored = run_step(scheduler, "r", chain, 2 * BLOCK).stores
+    assert [entry.block_id for store in stored for entry in store.entries] == [100, 101]
+
+
+def test_a_slot_found_wrong_is_suspected_in_its_own_pool_only() -> None:
+    line, chain = Line(), hashes(1, 2)
+    scheduler = half(line)
+    scheduler.on_new_request("a", chain, 0.0)
+    line.answer(2)
+    scheduler.matched("a", 0, 33, 0.1)
+    scheduler.allocated("a", [1, 2, 3], 2 * BLOCK)
+    (load,) = plan_step(scheduler).loads
+    scheduler.reported(StepReport(suspects={load.entries[0].ref}))
+    scheduler.loaded("a", failed=True)
+    scheduler.on_new_request("b", chain, 0.2)
+    line.answer(2)
+    assert scheduler.matched("b", 0, 33, 0.3) == Promise(0), "the same slot of the same pool"
+    line.lose()
+    line.attach(2)
+    scheduler.on_new_request("c", chain, 0.4)
+    line.answer(2)
+    assert scheduler.matched("c", 0, 33, 0.5) == Promise(2 * BLOCK), "another boot has other bytes in its slots"
+
+
 def test_every_block_that_a_step_fills_is_stored_once() -> None:
     line, chain = Line(), hashes(1, 3)
     scheduler = half(line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -298,6 +299,32 @@ def test_what_belongs_to_a_lost_attachment_is_dropped(bench: Bench) -> None:
     bench.session.abort(first.attachment_id, [ref])
     until(lambda: bench.session.counters["seal_dropped"] == 1)
     assert (bench.pool.counters["seal"], bench.pool.counters["abort"]) == before
+
+
+def test_slots_that_a_lost_pool_gave_too_late_are_not_used_in_the_next(bench: Bench) -> None:
+    first, late, gate = bench.start(), list[BlockRef](), threading.Event()
+    until(lambda: bench.pool.reserved)
+    reserve = bench.pool.reserve
+
+    async def slow(attachment: AttachmentId, count: int, side: int = 0, call: int = 0) -> list[BlockRef]:
+        refs = await reserve(attachment, count, side, call)
+        if attachment == first.attachment_id:
+            late.extend(refs)
+            while not gate.is_set():
+                await asyncio.sleep(0.01)
+        return refs
+
+    bench.pool.reserve = slow  # type: ignore[method-assign]
+    bench.session.expect(16)
+    until(lambda: late)
+    bench.on_loop(lambda: bench.pool.lose("killed"))
+    until(lambda: bench.session.attachment is None)
+    gate.set()
+    until(lambda: bench.session.attachment is not None)
+    second = bench.session.attachment
+    assert second is not None
+    taken = _take(bench, second.attachment_id, 4)
+    assert not set(taken) & set(late)
 
 
 def test_pool_that_is_not_up_yet_is_found_later(bench: Bench) -> None:

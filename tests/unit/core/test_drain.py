@@ -9,9 +9,19 @@ import pytest
 from kvservice.core import events as ev
 from kvservice.core.blocks import Block
 from kvservice.core.drain import RAMP_FLOOR, RAMP_SECONDS, DrainPhase, plan, ramp, weights
+from kvservice.core.fetch import LEASE_MARGIN_SECONDS
 from kvservice.core.messages import Holder, MissReason, Peer, TakeOverItem, TakeOverResult
 from kvservice.errors import InvalidRequest, Unavailable
-from kvservice.testing.builders import LARGE, SMALL, CoreHarness, make_chain, make_holder, make_located, make_spec
+from kvservice.testing.builders import (
+    LARGE,
+    SMALL,
+    CoreHarness,
+    make_chain,
+    make_holder,
+    make_located,
+    make_spec,
+    run_of,
+)
 from kvservice.units import AttachmentId, BlockKey, MiB, NodeId, SlotIndex, SpanRoute
 
 CHAIN = make_chain(4)
@@ -352,6 +362,32 @@ def test_an_engine_that_stores_the_same_block_meanwhile_wins() -> None:
     receiver.pulled(receiver.pulls[-1], ev.PullVerdict.OK)
     assert receiver.taken(op).kept == (True, True)
     assert receiver.announced[CHAIN[0]] == 1
+
+
+def test_a_block_that_a_fetch_brought_meanwhile_becomes_the_original() -> None:
+    """The leaver's copy goes away, and copies are evicted first."""
+    receiver = Receiver()
+    engine = receiver.attach()
+    op = receiver.acquire(engine, CHAIN[:1])
+    receiver.resolved(op, run_of(0, 1, PEER))
+    receiver.located(receiver.locates[-1], make_located(CHAIN[:1]))
+    fetch = receiver.pulls[-1]
+    take = receiver.offer(CHAIN[:1])
+    receiver.located(receiver.locates[-1], make_located(CHAIN[:1]))
+    receiver.pulled(fetch, ev.PullVerdict.OK)
+    assert [one.is_copy for one in receiver.state.blocks()] == [True]
+    receiver.pulled(receiver.pulls[-1], ev.PullVerdict.OK)
+    assert receiver.taken(take).kept == (True,)
+    assert [one.is_copy for one in receiver.state.blocks()] == [False]
+
+
+def test_a_take_over_reads_neither_beyond_its_time_nor_beyond_the_leavers_lease() -> None:
+    for wait, lease_seconds in ((1.0, 10.0), (10.0, 3.0)):
+        receiver = Receiver()
+        receiver.offer(CHAIN, wait=wait)
+        receiver.located(receiver.locates[-1], make_located(CHAIN, lease_seconds=lease_seconds))
+        end = receiver.now + min(wait, lease_seconds - LEASE_MARGIN_SECONDS)
+        assert receiver.now < receiver.pulls[-1].deadline <= end
 
 
 def test_a_request_for_blocks_that_are_being_taken_over_is_answered_and_the_next_one_hits() -> None:

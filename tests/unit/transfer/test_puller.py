@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from kvservice.core.header import SlotHeader
 from kvservice.core.messages import BlockHandle
 from kvservice.memory.segment import Segment, segment_path
 from kvservice.testing.fake_transport import FakeNetwork, Faults
+from kvservice.transfer.base import Copy
 from kvservice.transfer.puller import DoneCallback, Puller, PullItem, PullJob
 from kvservice.units import BlockKey, BootEpoch, Generation, MiB, NodeId, SlotIndex, SpanRoute
 from tests.integration.engine import content
@@ -280,6 +282,62 @@ def test_scattered_and_neighbouring_blocks_arrive_in_their_own_slots(rig: Rig) -
     assert rig.pull(handles) == (OK,) * len(order)
     for position, i in enumerate(order):
         assert bytes(rig.reader.payload(SlotIndex(20 + position), PAYLOAD)) == content(key(i), PAYLOAD)
+
+
+def test_source_headers_are_read_after_every_payload_whatever_order_transfers_end_in(rig: Rig) -> None:
+    """A header read before a payload says nothing about the bytes that came after it."""
+    handle = rig.publish(0, key(0))
+    copies = iter([lambda: None, lambda: rig.publish(0, key(0), generation=4)])
+    rig.faults.newest_first = True
+    rig.faults.before_copy = lambda: next(copies)() and None
+    assert rig.pull([handle]) == (STALE,)
+
+
+def test_a_deadline_that_passes_as_the_job_is_judged_counts(rig: Rig) -> None:
+    handle, copies = rig.publish(0, key(0)), iter([False, True])
+    looked = 0
+
+    def clock() -> float:
+        """Late from the second look on after the headers have landed: the first one lets the round begin."""
+        nonlocal looked
+        looked += landed
+        return 100.0 + 60.0 * (looked > 1)
+
+    landed = False
+
+    def headers_land() -> None:
+        nonlocal landed
+        landed = next(copies)
+        for verified in rig.puller._active[0].verifying:
+            verified.result()
+
+    rig.puller._clock, rig.faults.before_copy = clock, headers_land
+    assert rig.pull([handle], seconds=50.0) == (FAILED,)
+
+
+def test_scratch_headers_of_a_job_are_its_own_until_nothing_is_read_into_them(rig: Rig) -> None:
+    read_into: list[set[int]] = []
+
+    def hold_headers(copies: Sequence[Copy]) -> bool:
+        if copies[0].length >= PAYLOAD:
+            return False
+        into = {offset for copy in copies for offset in range(copy.local_offset, copy.local_offset + copy.length)}
+        if into not in read_into:
+            read_into.append(into)
+        return True
+
+    rig.faults.holds = hold_headers
+    rig.submit([rig.publish(i, key(i)) for i in range(4)], seconds=5.0)
+    while not read_into:
+        time.sleep(0.005)
+    rig.clock.now += 6.0
+    assert rig.done.get(timeout=10)[1] == (FAILED,) * 4, "the headers are still being read"
+    rig.submit([rig.publish(8, key(8))], seconds=5.0)
+    while len(read_into) < 2:
+        time.sleep(0.005)
+    assert read_into[0].isdisjoint(read_into[1])
+    rig.faults.holds = None
+    assert rig.done.get(timeout=10)[1] == (OK,)
 
 
 def test_counters_are_read_while_the_puller_adds_new_ones(rig: Rig) -> None:

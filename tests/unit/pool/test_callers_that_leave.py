@@ -1,0 +1,54 @@
+"""What PoolRuntime does for callers that gave up: nothing of theirs stays promised."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvservice.core import actions as act
+from kvservice.core.geometry import plan_geometry
+from kvservice.core.messages import AcquireRequest, AcquireResult, SealItem
+from kvservice.pool.runtime import PoolConfig, PoolRuntime
+from kvservice.testing.builders import make_chain, make_spec
+from kvservice.units import MiB, NodeId, SpanRoute
+
+CHAIN = make_chain(1)
+
+
+@pytest.fixture
+async def runtime() -> AsyncIterator[PoolRuntime]:
+    path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
+    made = await PoolRuntime.open(PoolConfig(NodeId("n"), path, plan_geometry(8 * MiB)))
+    yield made
+    made.unlink()
+    await made.close()
+
+
+async def test_an_answer_that_meets_the_cancellation_of_its_caller_is_given_back(
+    runtime: PoolRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = (await runtime.attach(make_spec(), lambda reason: None)).attachment_id
+    (ref,) = await runtime.reserve(engine, 1)
+    sealing = asyncio.create_task(runtime.seal(engine, [SealItem(ref, CHAIN[0], None, 0, SpanRoute(1))]))
+    await asyncio.sleep(0)  # its digest is being computed: whoever asks waits for it
+    asking = asyncio.create_task(runtime.acquire(engine, AcquireRequest(CHAIN, 0, 20.0)))
+    answer, promised = runtime._answer, list[AcquireResult]()
+
+    def answered(action: act.Reply | act.Refuse) -> None:
+        answer(action)
+        if isinstance(action, act.Reply) and isinstance(action.value, AcquireResult):
+            promised.append(action.value)
+            asking.cancel()  # before the caller has had its turn
+
+    monkeypatch.setattr(runtime, "_answer", answered)
+    await sealing
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert promised and promised[0].lease_id, "nothing was promised, so nothing is shown"
+    async with asyncio.timeout(20):
+        while runtime._state.lease_count:
+            await asyncio.sleep(0.01)
