@@ -448,8 +448,7 @@ class SchedulerHalf:
 
     def loaded(self, request_id: str, *, failed: bool) -> None:
         """All workers are done with the load of this request."""
-        lease = self._loading.pop(request_id, None)
-        if lease is not None:
+        if (lease := self._loading.pop(request_id, None)) is not None:
             self._end_lease(*lease)
         request = self._requests.get(request_id)
         if request is None or request.state is not RequestState.LOADING:

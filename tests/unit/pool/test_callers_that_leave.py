@@ -22,7 +22,7 @@ CHAIN = make_chain(1)
 @pytest.fixture
 async def runtime() -> AsyncIterator[PoolRuntime]:
     path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
-    made = await PoolRuntime.open(PoolConfig(NodeId("n"), path, plan_geometry(8 * MiB)))
+    made = await PoolRuntime.open(PoolConfig(NodeId("n"), path, plan_geometry(8 * MiB), lease_seconds=3600.0))
     yield made
     made.unlink()
     await made.close()
