@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import time
+from types import TracebackType
 from typing import TextIO
 
 _WRITTEN_LATER = frozenset({"message", "asctime", "taskName"})
@@ -76,7 +77,13 @@ def configure(*, json_lines: bool = False, level: int = logging.INFO, stream: Te
     if json_lines:  # nobody writes lines of another kind between ours
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         logging.captureWarnings(True)
-        take_over("py.warnings")
+        root = logging.getLogger()
+        root.handlers = [each for each in root.handlers if not isinstance(each.formatter, JsonFormatter)] + [handler]
+        sys.excepthook = _log_uncaught
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    logging.getLogger("kvservice").critical("uncaught", exc_info=(kind, error, trace))
 
 
 def speak_through(name: str) -> None:

@@ -186,6 +186,29 @@ def test_in_an_engine_our_records_are_lines_of_its_logger_marked_as_ours() -> No
     assert done.stderr == ""
 
 
+OF_MANY = """
+import logging, warnings
+from kvservice.observe import logs
+logs.configure(json_lines=True)
+logs.configure(json_lines=True)
+logging.getLogger("kvservice.test").info("ours")
+logging.getLogger("asyncio").error("of another library")
+logging.getLogger("quiet.library").info("nobody asked for it")
+warnings.warn("of Python")
+logs.say("a line for whoever started it")
+raise RuntimeError("a bug")
+"""
+
+
+def test_with_json_lines_whatever_anybody_logs_is_one_json_line_too() -> None:
+    done = subprocess.run([sys.executable, "-c", OF_MANY], capture_output=True, text=True, timeout=60, check=False)
+    lines = [json.loads(line) for line in (done.stdout + done.stderr).splitlines()]
+    assert [line["event"].split("\n")[0].rpartition(": ")[2] for line in lines] == [
+        "ours", "of another library", "of Python", "a line for whoever started it", "uncaught",
+    ]  # fmt: skip
+    assert "RuntimeError: a bug" in lines[-1]["exception"]
+
+
 def test_who_has_configured_the_root_logger_gets_our_records_there() -> None:
     ours = logging.getLogger("kvservice")
     before = ours.handlers[:], ours.propagate

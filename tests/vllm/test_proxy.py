@@ -67,7 +67,7 @@ class Servers:
             "kv_connector": "KVServiceConnector", "kv_connector_module_path": "kvservice.connector.vllm",
             "kv_role": role, "kv_connector_extra_config": {"mode": "service", "socket": self.cluster.socket(node)},
         }  # fmt: skip
-        # What `vllm serve` runs; that command itself asks for a distribution of another name than the CPU build's.
+        # What `vllm serve` runs, as a module that the nursery can fork.
         module = "vllm.entrypoints.openai.api_server"
         words = ["--model", str(model), "--served-model-name", MODEL, "--num-gpu-blocks-override", str(BLOCKS)]
         words += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "2048"]
