@@ -9,14 +9,15 @@ FROM ${PYTHON_IMAGE} AS build
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /src
-COPY requirements/cpu-py311.lock docker/dev-only.txt ./
+COPY requirements/cpu-py311.lock docker/dev-only.txt scripts/vllm_alias.py ./
 # torch's CPU build has a version of its own, which PyPI does not take: it comes from the project's index, by hash as well.
 RUN python3.11 -m venv /opt/kvservice \
  && sed 's/$/==/; s/^/^/' dev-only.txt > dev-only.patterns \
  && grep '^torch==' cpu-py311.lock > torch.lock \
  && grep -v -f dev-only.patterns cpu-py311.lock | grep -v '^torch==' > runtime.lock \
  && /opt/kvservice/bin/pip install --no-deps --require-hashes --index-url https://download.pytorch.org/whl/cpu -r torch.lock \
- && /opt/kvservice/bin/pip install --no-deps --require-hashes -r runtime.lock
+ && /opt/kvservice/bin/pip install --no-deps --require-hashes -r runtime.lock \
+ && /opt/kvservice/bin/python vllm_alias.py
 # gcc for the modules in C.
 # hadolint ignore=DL3008
 RUN apt-get update \
