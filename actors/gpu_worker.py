@@ -1,7 +1,7 @@
 """GpuWorker: one a GPU, beside its node's shard; copies blocks between engines' KV memory and the pool's slots.
 
 On a node without a GPU the same actor serves CPU engines. Ray restarts it when its process dies; the supervisor
-replaces it when a copy hangs, which `ready` tells without waiting for any copy.
+replaces it when a copy hangs or the GPU is lost to it, which `ready` tells without waiting for any copy.
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ from kvservice.private_files import (
     write_private,
 )
 from kvservice.units import BootEpoch, NodeId
-from kvservice.wire.tls import local_or_tcp
 
 ROOTS_RUNTIME = Path("/run/kvservice")
 RECORD_NAME = "shard.json"
@@ -107,6 +106,8 @@ def lookup_address(
 ) -> str:
     """Where a lookup shard that was given this host and port listens and is called: see `local_or_tcp`."""
     path = lookup_socket(service, partition, runtime_root)
+    from kvservice.wire.tls import local_or_tcp  # gRPC, which a move worker finds its node without
+
     return local_or_tcp(host, port, path, tls=tls, allow_plaintext=allow_plaintext)
 
 

@@ -359,7 +359,7 @@ static Stream *stream_of(void *handle) {
 
 static void sleep_us(unsigned us) {
     struct timespec span = {us / 1000000, (long)(us % 1000000) * 1000};
-    nanosleep(&span, NULL);
+    if (us) nanosleep(&span, NULL);
 }
 
 static void perform(const Work *work) { /* without the lock */

@@ -51,6 +51,13 @@ def stage(module: str, *arguments: str, environment: dict[str, str], findings: P
     return found
 
 
+def test_tests_and_worker_of_a_gpu_need_no_more_than_such_a_machine_has(bare: dict[str, str]) -> None:
+    modules = ["tests.gpu.test_copies", "tests.gpu.test_direct", "tests.gpu.test_worker", "benchmarks.gpu_copies"]
+    command = [sys.executable, "-c", f"import kvservice.mover.__main__, {', '.join(modules)}"]
+    done = subprocess.run(command, env=bare, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-1000:]
+
+
 @pytest.mark.parametrize("part", sorted(PARTS))
 def test_every_stage_ends_with_its_line_where_there_is_no_gpu(part: int, bare: dict[str, str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", str(part), "--out", str(tmp_path)]
