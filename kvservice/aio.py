@@ -26,8 +26,10 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait([task], timeout=seconds)
-    finally:
+    except asyncio.CancelledError:
         await end_tasks([task])
+        raise
+    await end_tasks([task])
     if task.cancelled():
         raise asyncio.TimeoutError
     return task.result()
@@ -62,8 +64,8 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
     Cancel the caller to leave behind a task that refuses to end.
     """
-    ended = set(tasks)
-    while pending := {task for task in ended if not task.done()}:
+    ended = list(tasks)
+    while pending := [task for task in ended if not task.done()]:
         for task in pending:
             task.cancel()
         await asyncio.wait(pending, timeout=CANCEL_AGAIN_SECONDS)

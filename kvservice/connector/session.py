@@ -64,12 +64,14 @@ class Session:
         spec: EngineSpec,
         may_reattach: Callable[[], bool],
         stock_min: int = STOCK_MIN,
+        rng: random.Random | None = None,
     ) -> None:
-        """`stock_min`: slots held ready while nothing is known of requests to come."""
+        """`stock_min`: slots held ready while nothing is known of requests to come. `rng` spreads its attempts."""
         self._open_pool = open_pool
         self._spec = spec
         self._may_reattach = may_reattach
         self._stock_min = min(max(stock_min, STOCK_MIN), STOCK_MAX)
+        self._rng = rng or random.Random()
         self._lock = threading.Lock()
         self._layouts = (spec.layout, *(side.layout for side in spec.sides))
         self._stocks: list[deque[BlockRef]] = [deque() for _ in self._layouts]  # by side, 0 = the main family
@@ -206,7 +208,7 @@ class Session:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._main())
+            asyncio.run(self.serve())
         except Exception:  # thread boundary: without a session the engine runs on without the cache
             log.exception("session_failed")
             self.counters["session_crashed"] += 1
@@ -215,7 +217,8 @@ class Session:
                 self._attachment = None
             self._first_attempt.set()
 
-    async def _main(self) -> None:
+    async def serve(self) -> None:
+        """What the thread of `start` does, on the loop that runs: until `close`, and a moment for what is under way."""
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         delay = RETRY_SECONDS_FIRST
@@ -231,7 +234,7 @@ class Session:
                 log.debug("session_failed", exc_info=True)
                 delay = RETRY_SECONDS_MAX
             self._first_attempt.set()
-            await self._pause(delay * random.uniform(0.8, 1.2))
+            await self._pause(delay * self._rng.uniform(0.8, 1.2))
         if self._background:
             await asyncio.wait(self._background, timeout=1.0)
         if self._pool is not None:

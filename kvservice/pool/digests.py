@@ -12,8 +12,8 @@ from kvservice.core import events as ev
 from kvservice.core.actions import Digest
 from kvservice.core.digest import digest_payload
 from kvservice.core.header import SlotHeader
-from kvservice.memory.segment import Segment
 from kvservice.observe.failpoints import failpoint
+from kvservice.pool.ports import MemoryPort
 from kvservice.units import BlockKey, SlotIndex
 
 THREADS = 2
@@ -23,7 +23,7 @@ T = TypeVar("T")
 class Digests:
     """Called on the loop; what it returns is awaited there."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: MemoryPort) -> None:
         self._segment = segment
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvservice-digest")
 

@@ -11,7 +11,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,7 @@ from kvservice.memory.segment import Segment
 from kvservice.observe.failpoints import failpoint
 from kvservice.pool.digests import Digests
 from kvservice.pool.outside import DirectoryPort, Outside
+from kvservice.pool.ports import MemoryPort, PullerPort
 from kvservice.transfer.base import Transport
 from kvservice.transfer.puller import Puller, PullItem, PullJob
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, SpanRoute
@@ -59,6 +62,9 @@ log = logging.getLogger("kvservice.pool")
 LIVENESS_POLL_SECONDS = 0.5
 CHECK_SECONDS = 5.0
 CHECK_SLOTS_MAX = 20_000  # a full check of more slots would hold the loop for too long
+
+
+Claim = Callable[[bytes], AbstractContextManager[bool]]  # of an engine id; see memory.liveness.claim
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +91,19 @@ class PoolRuntime:
     def __init__(
         self,
         config: PoolConfig,
-        segment: Segment,
-        puller: Puller | None,
+        segment: MemoryPort,
+        puller: PullerPort | None,
         directory: DirectoryPort | None,
         peers: PeerPort | None,
         clock: Callable[[], float],
+        claim: Claim,
     ) -> None:
         self._config = config
         self._segment = segment
         self._puller = puller
         self._directory = directory
         self._clock = clock
+        self._claim = claim
         self._loop = asyncio.get_running_loop()
         self._state = ShardState(
             config.node_id,
@@ -110,7 +118,7 @@ class PoolRuntime:
         self._digests = Digests(self._segment)
         self._calls: dict[int, tuple[asyncio.Future[Any], AttachmentId | None]] = {}
         self._lost: dict[AttachmentId, Callable[[str], None]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}  # in the order in which they began
         self._watched: set[bytes] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._next_op = 1
@@ -141,8 +149,7 @@ class PoolRuntime:
             if transport is not None:
                 puller = Puller(segment, lambda: transport(segment))
                 await asyncio.to_thread(puller.start)
-            runtime = cls(config, segment, puller, directory, peers, clock)
-            await runtime._adopt()
+            return await cls.start(config, segment, puller, directory, peers, clock, partial(claim, segment))
         except BaseException:
             if puller is not None:
                 puller.close()
@@ -150,6 +157,22 @@ class PoolRuntime:
             if not segment.existed:
                 segment.unlink()
             raise
+
+    @classmethod
+    async def start(
+        cls,
+        config: PoolConfig,
+        segment: MemoryPort,
+        puller: PullerPort | None,
+        directory: DirectoryPort | None,
+        peers: PeerPort | None,
+        clock: Callable[[], float],
+        claim: Claim,
+    ) -> PoolRuntime:
+        """As `open`, on parts that are there already: `segment` in its new epoch, `puller` started, `claim` of
+        memory.liveness for this segment."""
+        runtime = cls(config, segment, puller, directory, peers, clock, claim)
+        await runtime._adopt()
         runtime._spawn(runtime._check_forever())
         return runtime
 
@@ -287,6 +310,11 @@ class PoolRuntime:
         Takes milliseconds: for people."""
         now = self._clock()
         return self._state.recall(keys, now, now - age_seconds), now
+
+    @property
+    def state(self) -> ShardState:
+        """To look at, not to change."""
+        return self._state
 
     @property
     def draining(self) -> bool:
@@ -540,9 +568,7 @@ class PoolRuntime:
     def _watch_engine(self, engine_id: bytes) -> None:
         if engine_id not in self._watched:
             self._watched.add(engine_id)
-            task = self._loop.create_task(self._await_engine_end(engine_id))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._keep(self._loop.create_task(self._await_engine_end(engine_id)))
 
     async def _await_engine_end(self, engine_id: bytes) -> None:
         try:
@@ -554,7 +580,7 @@ class PoolRuntime:
     def _end_engine(self, engine_id: bytes) -> bool:
         """Take back what this engine may have been writing, unless it still may. Look and act under one lock: a worker
         that comes in between waits, and then finds its slots gone."""
-        with claim(self._segment, engine_id) as is_free:
+        with self._claim(engine_id) as is_free:
             if is_free:
                 self._dispatch(ev.EngineGone(engine_id))
         return is_free
@@ -591,6 +617,8 @@ class PoolRuntime:
             except KVServiceError as error:
                 log.info("background_call_failed", extra={"error": error.message})
 
-        task = self._loop.create_task(run())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._keep(self._loop.create_task(run()))
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks[task] = None
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))

@@ -1,4 +1,4 @@
-"""One simulated engine: the production scheduler half with a simulated session and worker, and a scheduler around it.
+"""One simulated engine: the production scheduler half and session, with a simulated worker and a scheduler around them.
 
 An engine has two processes, as vLLM does: the one with the scheduler, and the worker, which may live on for a moment
 when the first is killed, and then still writes what it was told to write.
@@ -15,13 +15,14 @@ from kvservice.connector.handoff import Prefill
 from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport
 from kvservice.connector.ports import Promise, Wait
 from kvservice.connector.scheduler import SchedulerHalf
-from kvservice.core import events as ev
+from kvservice.connector.session import Session
 from kvservice.core.keys import DEFAULT_TENANT_KEY, block_keys, tenant_key
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, EngineSpec, Handoff
 from kvservice.core.tenants import NOBODY
+from kvservice.testing.sim.line import Line
+from kvservice.testing.sim.loop import ProcessLoop
 from kvservice.testing.sim.memory import BLANK, content_of
 from kvservice.testing.sim.node import Node
-from kvservice.testing.sim.session import SimSession
 from kvservice.testing.sim.worker import SimWorker
 from kvservice.testing.sim.world import Process, Violation, World
 from kvservice.units import BlockHash, BlockKey
@@ -32,6 +33,7 @@ BLOCKS_PER_STEP = 2  # that a request computes
 BLOCK_TOKENS = 16
 FETCH_TIMEOUT_SECONDS = 0.5
 HANDOFF_TIMEOUT_SECONDS = 5.0
+STOP_SECONDS = 20.0  # of virtual time: the longest that a session that is closed may take
 
 
 @dataclass(slots=True)
@@ -69,13 +71,16 @@ class Engine(Process):
         self._blocks: dict[int, bytearray] = {}
         self._pins: dict[int, int] = {}
         self._next_block = 1
-        self._on_death: list[tuple[int, Callable[[object], None]]] = []
         self.on_store: Callable[[], None] | None = None  # called once, when the worker has begun to copy
         self.pause_at_answer = 0.0  # seconds: the moment between a promise and its load
         self.worker = SimWorker(self)
-        self.session = SimSession(self)
+        self.line = Line(self)
+        self.loop = ProcessLoop(self)
+        self.session = Session(self._open_line, spec, lambda: self.half.may_reattach(), rng=world.random)
         self.half = self._make_half()
+        self._serving = self.loop.start(self.session.serve())
         self._is_stepping = False
+        self._stopped_at: float | None = None
 
     def _make_half(self) -> SchedulerHalf:
         def info(attachment: Attachment) -> PoolInfo:
@@ -179,6 +184,8 @@ class Engine(Process):
         return not self.unfinished
 
     def _step(self) -> None:
+        if self._stopped_at is not None:
+            return
         now = self.clock()
         self._schedule(now)
         plan = StepPlan()
@@ -253,31 +260,43 @@ class Engine(Process):
             if block not in self._pins:
                 self._blocks[block][:] = b"\xee" * len(self._blocks[block])
 
+    async def _open_line(self) -> Line:
+        return self.line
+
+    def promised(self, result: AcquireResult) -> None:
+        """An answer has come."""
+        if self.pause_at_answer and result.lease_id:
+            seconds, self.pause_at_answer = self.pause_at_answer, 0.0
+            self.world.at(0.001, self.pause, seconds)
+
     # -- death ----
 
-    def when_node_dies(self, node: Node, life: int, call: Callable[[object], None]) -> None:
-        self._on_death.append((life, call))
+    def stop(self, ended: Callable[[], None]) -> None:
+        """The engine is told to end: its scheduler steps no more, and its session detaches."""
+        self.world.note(self.name, "is told to stop")
+        self._stopped_at = self.world.now
+        self.session.close()
 
-    def node_died(self) -> None:
-        """The stream of the attachment ended."""
-        calls, self._on_death = self._on_death, []
-        for _, call in calls:
-            call(None)
-        self.session.lost()
+        def over(_: object) -> None:
+            if self._stopped_at is not None:
+                self.world.note(self.name, "stopped")
+                self.die()
+                self.world.at(0.0, ended)
+
+        self._serving.add_done_callback(over)
+
+    def check(self) -> None:
+        """Raises AssertionError when it contradicts itself, or does not end."""
+        stopped_at = self._stopped_at
+        if self.alive:
+            self.half.check_invariants()
+            if stopped_at is not None and self.world.now - max(stopped_at, self.paused_until) > STOP_SECONDS:
+                raise Violation(f"{self.name} was told to stop at {stopped_at:.2f}, and its session does not end")
 
     def crash(self) -> None:
         """kill -9 of the scheduler's process; the worker ends what it is at, holding its lock."""
         self.world.note(self.name, "crashed")
-        attachment = self.session.attachment
         self.die()
-        node, life = self.node, self.node.life
-        if attachment is not None:
-
-            def lost() -> None:
-                if node.life == life:
-                    node.receive(node.handle, ev.AttachmentLost(attachment.attachment_id))
-
-            self.world.at(0.001, lost)
 
     @property
     def holds_lock(self) -> bool:

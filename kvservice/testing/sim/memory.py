@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from pathlib import Path
 
 from kvservice.core.digest import digest_payload
 from kvservice.core.geometry import Geometry, slab_of
@@ -26,15 +27,16 @@ def content_of(model: bytes, block_hash: BlockHash) -> bytes:
 class SegmentMemory:
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
-        self.epoch = 0
+        self.epoch = BootEpoch(0)
+        self.path = Path("simulated")
         self._headers: dict[SlotIndex, bytes] = {}
         self._payloads: dict[SlotIndex, bytearray] = {}
         self._slabs: dict[int, int] = {}
 
     def boot(self) -> BootEpoch:
         """A shard takes the segment over."""
-        self.epoch += 1
-        return BootEpoch(self.epoch)
+        self.epoch = BootEpoch(self.epoch + 1)
+        return self.epoch
 
     def lose(self) -> None:
         """The host restarted: only that it existed is known (the epoch grows with time in production)."""
@@ -67,8 +69,17 @@ class SegmentMemory:
     def read(self, slot: SlotIndex) -> bytes:
         return bytes(self._payloads.get(slot, BLANK))
 
+    def payload(self, slot: SlotIndex, payload_bytes: int) -> memoryview:
+        return memoryview(self.read(slot))
+
     def digest(self, slot: SlotIndex, key: BlockKey) -> int:
         return digest_payload(self.read(slot), key)
+
+    def close(self) -> None:
+        """Stays as it is: the next boot maps it again."""
+
+    def unlink(self) -> None:
+        self.lose()
 
     def scan(self) -> list[tuple[SlotIndex, int, SlotHeader]]:
         found = []

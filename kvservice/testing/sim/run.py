@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvservice.connector.handoff import Prefill
-from kvservice.core import events as ev
 from kvservice.core.fetch import SUSPECT_SECONDS
 from kvservice.core.geometry import Geometry
 from kvservice.core.messages import Handoff
@@ -23,11 +22,11 @@ from kvservice.testing.sim.engine import BLOCK_TOKENS, Engine
 from kvservice.testing.sim.lookup import LookupShard
 from kvservice.testing.sim.memory import SegmentMemory
 from kvservice.testing.sim.node import LEASE_SECONDS, Node
-from kvservice.testing.sim.schedule import FAULTS_SECONDS, Ask, Fault, Schedule, hashes_of, smaller
-from kvservice.testing.sim.world import Violation, World
+from kvservice.testing.sim.schedule import FAULTS_SECONDS, FROZEN_SECONDS_MAX, Ask, Fault, Schedule, hashes_of, smaller
+from kvservice.testing.sim.world import Process, Violation, World
 from kvservice.units import HandoffId, MiB, NodeId
 
-CONVERGE_SECONDS = 40.0  # of virtual time, after healing
+CONVERGE_SECONDS = 40.0  # of virtual time, after healing and the last pause
 CHECK_EVERY = 60  # events between full checks of all states
 EVENTS_MAX = 400_000
 BITES = {"flip", "flip_header", "swap", "transplant"}  # need engines that verify what they load
@@ -99,14 +98,14 @@ class Run:
             self.world.at(fault.at, self._inject, fault)
         self._until(FAULTS_SECONDS + 2.0, lambda: False)
         self._heal()
-        end = self.world.now + CONVERGE_SECONDS
+        end = self._all_run_at() + CONVERGE_SECONDS
         self._until(end, self._is_quiet)
         if not self._is_quiet():
             open_requests = [request for engine in self.engines for request in engine.unfinished.values()]
             raise Violation(f"after healing, {len(open_requests)} requests never end: {open_requests[:2]}")
-        self._until(self.world.now + 4 * LEASE_SECONDS, lambda: False)
+        self._until(self._all_run_at() + 4 * LEASE_SECONDS, lambda: False)
         bytes_were_wrong = self.verifies or self.world.counters["fault_garble"]
-        if bytes_were_wrong and any(node.state.slot_counts().get("quarantined") for node in self.nodes):
+        if bytes_were_wrong and any(node.state and node.state.slot_counts().get("quarantined") for node in self.nodes):
             self._until(self.world.now + SUSPECT_SECONDS, lambda: False)  # a slot that failed a check rests so long
         self._check_end()
 
@@ -120,24 +119,25 @@ class Run:
                 raise Violation("too many events: something goes in a circle")
         self._check()
 
+    def _all_run_at(self) -> float:
+        """When nobody is paused any more."""
+        processes: list[Process] = [*self.nodes, *self.engines, *self.lookups]
+        return max(self.world.now, *(process.paused_until for process in processes))
+
     def _is_quiet(self) -> bool:
         return all(engine.is_idle for engine in self.engines)
 
     def _check(self) -> None:
         for node in self.nodes:
-            if node.alive and node.is_changed:
-                node.is_changed = False
-                node.state.check_invariants()
-                node.announcer.check_invariants()
-                if not self.verifies:  # nobody has corrupted memory
-                    self._audit(node)
+            node.check()
+            if not self.verifies:  # nobody has corrupted memory
+                self._audit(node)
         for engine in self.engines:
-            if engine.alive:
-                engine.half.check_invariants()
+            engine.check()
 
     def _audit(self, node: Node) -> None:
         """A block that can be read holds the bytes of its key, whether anybody reads it or not."""
-        for block in node.state.blocks():
+        for block in [] if node.state is None else node.state.blocks():
             if node.memory.read(block.slot) != self.world.right[block.key]:
                 raise Violation(f"{node.name} holds wrong bytes in slot {block.slot:#x}, as block {block.position}")
 
@@ -145,6 +145,8 @@ class Run:
         for lookup in self.lookups:
             lookup.index.check_invariants()
         for node in self.nodes:
+            if node.state is None:
+                raise Violation(f"{node.name} does not serve after everything ended")
             counts = node.state.slot_counts()
             if node.state.lease_count:
                 raise Violation(f"{node.name} still has {node.state.lease_count} leases after everything ended")
@@ -212,6 +214,16 @@ class Run:
                 self.world.at(fault.seconds, self._restart_lookup, lookup)
         elif kind == "pause_lookup":
             lookup.pause(fault.seconds)
+        elif kind.startswith("freeze_"):
+            frozen = {"freeze_node": node, "freeze_engine": self.engines[engine_index], "freeze_lookup": lookup}[kind]
+            frozen.pause(1.0 + (FROZEN_SECONDS_MAX - 1.0) * fault.number / (1 << 16))
+        elif kind == "stop_node":
+            self._stop_node(node, fault.seconds)
+        elif kind == "stop_engine":
+            self._stop_engine(engine_index, fault.seconds)
+        elif kind.startswith("line_"):
+            engine = self.engines[engine_index]
+            self._disturb(kind.removeprefix("line_"), engine.name, engine.node.name, fault.seconds)
         elif kind in ("cut", "cut_one_way", "loss", "twice", "slow"):
             self._disturb(kind, one, other, fault.seconds)
         elif kind in BITES:
@@ -221,15 +233,15 @@ class Run:
         elif kind == "wedge":
             node.wedge(fault.seconds)
         elif kind == "drain":
-            if node.alive:
-                node.handle(ev.Drain())
+            if node.runtime is not None:
+                node.runtime.drain()
                 self.world.at(fault.seconds, self._undrain, node)
         else:
             self._abort(fault)
 
     def _undrain(self, node: Node) -> None:
-        if node.alive:
-            node.handle(ev.Drain(undo=True))
+        if node.runtime is not None:
+            node.runtime.drain(undo=True)
 
     def _abort(self, fault: Fault) -> None:
         engine = self.engines[fault.target % len(self.engines)]
@@ -248,8 +260,23 @@ class Run:
                     engine.worker.die()
         for engine in self.engines:
             if engine.node is node and engine.alive:
-                engine.after(0.001, engine.node_died)
+                engine.after(0.001, engine.line.node_died)
         self.world.at(seconds, self._boot, node)
+
+    def _stop_node(self, node: Node, seconds: float) -> None:
+        def ended() -> None:
+            node.die()
+            for engine in self.engines:
+                if engine.node is node and engine.alive:
+                    engine.after(0.001, engine.line.node_died)
+            self.world.at(seconds, self._boot, node)
+
+        node.stop(ended)
+
+    def _stop_engine(self, index: int, seconds: float) -> None:
+        engine = self.engines[index]
+        if engine.alive:
+            engine.stop(lambda: self.world.at(seconds, self._restart_engine, index))
 
     def _boot(self, node: Node) -> None:
         if not node.alive:
@@ -327,6 +354,8 @@ def run_schedule(schedule: Schedule, tell: bool = False) -> Outcome:
         violation = f"{type(error).__name__}: {error}"
     except Exception as error:  # noqa: BLE001  whatever the code under test raises is what we are looking for
         violation = f"raised {type(error).__name__}: {error}"
+    finally:
+        run.world.end()
     if violation:
         run.world.note("world", violation)
     return Outcome(schedule.seed, violation, run.world.counters, run.world.story, run.world.now)

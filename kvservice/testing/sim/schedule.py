@@ -40,7 +40,16 @@ FAULTS: dict[str, int] = {
     "wedge": 7,
     "abort": 6,
     "drain": 1,
+    "stop_node": 3,
+    "stop_engine": 2,
+    "freeze_node": 2,
+    "freeze_engine": 2,
+    "freeze_lookup": 1,
+    "line_loss": 4,
+    "line_twice": 3,
+    "line_slow": 4,
 }
+FROZEN_SECONDS_MAX = 60.0
 
 
 @dataclass(frozen=True, slots=True)

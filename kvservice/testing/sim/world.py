@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 
 class Violation(AssertionError):
@@ -26,6 +27,15 @@ class Link:
     slow_seconds: float = 0.0  # upper bound of an extra delay
 
 
+class Buried(Protocol):
+    def bury(self) -> None: ...
+
+
+@runtime_checkable
+class Dropped(Protocol):
+    def drop(self) -> None: ...
+
+
 @dataclass(slots=True)
 class World:
     random: random.Random
@@ -36,11 +46,15 @@ class World:
     right: dict[bytes, bytes] = field(default_factory=dict)  # block key -> the only bytes that are right under it
     _heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = field(default_factory=list)
     _next: int = 0
+    loops: list[Buried] = field(default_factory=list)  # of every life of every process
     _links: dict[tuple[str, str], Link] = field(default_factory=dict)
 
     def at(self, delay: float, call: Callable[..., None], *arguments: object) -> None:
         """Run `call` so many seconds from now; calls of one moment run in the order they were asked for."""
-        heapq.heappush(self._heap, (self.now + delay, self._next, call, arguments))
+        self.at_moment(self.now + delay, call, *arguments)
+
+    def at_moment(self, moment: float, call: Callable[..., None], *arguments: object) -> None:
+        heapq.heappush(self._heap, (moment, self._next, call, arguments))
         self._next += 1
 
     def step(self, until: float) -> bool:
@@ -51,6 +65,16 @@ class World:
         self.now, _, call, arguments = heapq.heappop(self._heap)
         call(*arguments)
         return True
+
+    def end(self) -> None:
+        """After the run: nothing of it runs any more."""
+        waiting, self._heap = self._heap, []
+        for loop in self.loops:
+            loop.bury()
+        for _, _, _, arguments in waiting:
+            for argument in arguments:
+                if isinstance(argument, Dropped):
+                    argument.drop()
 
     def note(self, who: str, what: str) -> None:
         if self.tell:
@@ -115,13 +139,17 @@ class Process:
         if life != self.life or not self.alive:
             return
         if self.world.now < self._paused_until:
-            self.world.at(self._paused_until - self.world.now, self._guarded, life, call, arguments)
+            self.world.at_moment(self._paused_until, self._guarded, life, call, arguments)
             return
         call(*arguments)
 
     def pause(self, seconds: float) -> None:
         self._paused_until = max(self._paused_until, self.world.now + seconds)
         self.world.note(self.name, f"paused for {seconds:.2f} s")
+
+    @property
+    def paused_until(self) -> float:
+        return self._paused_until
 
     @property
     def is_paused(self) -> bool:

@@ -1,0 +1,126 @@
+"""What a simulated node sees of the others: the directory and the shards of peers, as pool.outside asks for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvservice.client.lookup import LookupAnswer
+from kvservice.client.peer import PeerInfo
+from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverItem, TakeOverResult
+from kvservice.errors import StaleEpoch, Unavailable
+from kvservice.pool.runtime import PoolRuntime
+from kvservice.testing.sim.calls import Caller
+from kvservice.testing.sim.lookup import Herald, LookupShard, ask_directory
+from kvservice.units import BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, SpanRoute
+
+if TYPE_CHECKING:
+    from kvservice.testing.sim.node import Node
+
+T = TypeVar("T")
+
+
+class SimDirectory:
+    """DirectoryPort over the simulated lookup shards."""
+
+    def __init__(self, node: Node, lookups: Sequence[LookupShard], herald: Herald) -> None:
+        self._node = node
+        self._lookups = lookups
+        self._herald = herald
+
+    async def resolve(
+        self, chain: Sequence[BlockKey], start: int, timeout: float, exclude: NodeId | None = None
+    ) -> LookupAnswer:
+        answer: asyncio.Future[LookupAnswer] = asyncio.get_running_loop().create_future()
+
+        def resolved(runs: tuple[Any, ...], complete: bool) -> None:
+            _answer(answer, LookupAnswer(runs, complete))
+
+        node_id = self._node.node_id
+        ask_directory(self._node, node_id, self._lookups, chain, start, timeout, resolved)
+        return await answer
+
+    def announce(self, key: BlockKey, route: SpanRoute) -> None:
+        self._herald.announcer.add(key, route)
+
+    def retract(self, key: BlockKey, route: SpanRoute) -> None:
+        self._herald.announcer.remove(key, route)
+
+    def kick(self) -> None:
+        self._herald.kick()
+
+    async def find_node(self, node_id: NodeId, timeout: float) -> Holder | None:
+        node, lookup = self._node, self._lookups[0]
+        answer: asyncio.Future[Holder | None] = asyncio.get_running_loop().create_future()
+
+        def reply(holder: Holder | None) -> None:
+            node.receive(_answer, answer, holder)
+
+        node.world.send(node.host, lookup.host, lookup.receive, lookup.find_node, node_id, node.node_id, reply)
+        node.after(timeout, _answer, answer, None)
+        return await answer
+
+    async def members(self, timeout: float) -> list[Holder]:
+        return []  # nobody is offered anything: hand-overs of leaving shards are not simulated
+
+    async def holders_of(
+        self, blocks: Sequence[tuple[BlockKey, SpanRoute]], timeout: float
+    ) -> dict[BlockKey, tuple[Holder, ...]]:
+        return {}
+
+    async def leave(self) -> None:
+        """The heartbeat timeout does the same, later."""
+
+    def self_holder(self) -> Holder | None:
+        return self._node.holder()
+
+
+class SimPeers:
+    """PeerPort over calls between nodes."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._caller = Caller(node, node.host)
+
+    async def handshake(self, holder: Holder, timeout: float) -> PeerInfo:
+        """What it says is known for as long as the epoch lasts, so nobody is asked."""
+        memory = self._node.peers[holder.node_id].memory
+        if memory.epoch != holder.epoch:
+            raise StaleEpoch(f"{holder.node_id} restarted: epoch {memory.epoch}, the directory said {holder.epoch}")
+        return PeerInfo(holder.epoch, memory.geometry, b"")
+
+    async def locate(self, holder: Holder, keys: tuple[BlockKey, ...], reader: NodeId, timeout: float) -> LocateResult:
+        return await self._call(holder, timeout, lambda runtime: runtime.locate(reader, holder.epoch, keys))
+
+    async def follow(
+        self, holder: Holder, handoff: HandoffId, keys: tuple[BlockKey, ...], reader: NodeId, wait_seconds: float,
+        timeout: float,
+    ) -> FollowResult:  # fmt: skip
+        return await self._call(
+            holder, timeout, lambda runtime: runtime.follow(reader, holder.epoch, handoff, keys, wait_seconds)
+        )
+
+    async def release(self, holder: Holder, epoch: BootEpoch, lease_id: LeaseId, timeout: float) -> None:
+        me = self._node.node_id
+        await self._call(holder, timeout, lambda runtime: runtime.release_located(me, epoch, lease_id))
+
+    async def take_over(
+        self, peer: Holder, leaver: Holder, payload_bytes: int, items: Sequence[TakeOverItem], wait_seconds: float,
+        timeout: float,
+    ) -> TakeOverResult:  # fmt: skip
+        raise Unavailable("hand-overs of leaving shards are not simulated")
+
+    async def room(self, holder: Holder, timeout: float) -> Peer:
+        raise Unavailable("hand-overs of leaving shards are not simulated")
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+    async def _call(self, holder: Holder, timeout: float, work: Callable[[PoolRuntime], Awaitable[T]]) -> T:
+        return await self._caller.call(self._node.peers[holder.node_id], timeout, work)
+
+
+def _answer(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_result(value)

@@ -1,0 +1,148 @@
+"""One-sided reads of one simulated node: each half of each payload, then the headers, at different moments, without
+asking whether the other process still runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvservice.core import events as ev
+from kvservice.core.checks import is_as_located
+from kvservice.core.digest import digest_payload
+from kvservice.core.messages import BlockHandle
+from kvservice.testing.sim.memory import HALF, SegmentMemory
+from kvservice.transfer.puller import DoneCallback, PullJob, QuiescedCallback
+from kvservice.units import BootEpoch, SlotIndex
+
+if TYPE_CHECKING:
+    from kvservice.testing.sim.node import Node
+
+LATE_SECONDS = 2.0  # a transfer that was given up may write so long
+READ_SECONDS = 0.02  # at most, for half a block: slow enough for something to happen meanwhile
+
+
+@dataclass(slots=True)
+class _Pull:
+    job: PullJob
+    memory: SegmentMemory
+    on_done: DoneCallback
+    on_quiesced: QuiescedCallback
+    is_decided: bool = False
+
+
+class SimPuller:
+    """PullerPort. One is one life of its node."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._world = node.world
+        self._life = node.life
+        self._is_closed = False
+        self.counters: Counter[str] = Counter()
+
+    name = "simulated"
+
+    def describe(self) -> bytes:
+        return b""
+
+    def submit(self, job: PullJob, on_done: DoneCallback, on_quiesced: QuiescedCallback) -> None:
+        peer = self._node.peers[job.peer]
+        pull = _Pull(job, peer.memory, on_done, on_quiesced)
+        self._world.note(self._node.name, f"pulls {len(job.items)} blocks from {peer.name}")
+        if self._is_cut(pull):
+            self._broken(pull, landed_late=self._world.random.random() < 0.5)
+            return
+        self._node.after(max(job.deadline - self._node.clock(), 0.0) + 0.001, self._deadline, pull)
+        self._read(pull, 0, 0)
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        self._is_closed = True
+
+    @property
+    def _writes(self) -> bool:
+        return self._node.life == self._life and not self._is_closed  # a NIC stops with its registration
+
+    def _is_cut(self, pull: _Pull) -> bool:
+        me, peer = self._node.host, pull.job.peer
+        return self._world.is_cut(me, peer) or self._world.is_cut(peer, me)
+
+    def _read(self, pull: _Pull, index: int, half: int) -> None:
+        """One half of one payload lands; then the next, and in the end the headers."""
+        if pull.is_decided or not self._writes:
+            return
+        items, memory = pull.job.items, self._node.memory
+        if self._is_cut(pull):
+            self._broken(pull, landed_late=True)
+            return
+        if self._node.hang_seconds:
+            hang, self._node.hang_seconds = self._node.hang_seconds, 0.0
+            self._world.at(hang, self._read, pull, index, half)
+            return
+        item = items[index]
+        memory.write_half(item.destination, half, pull.memory.read(item.handle.slot))
+        if self._node.garbles:
+            self._node.garbles = False
+            memory.flip(item.destination, half * 8 * HALF + 5)
+            self._world.note(self._node.name, f"garbled what it read into slot {item.destination:#x}")
+        pause = READ_SECONDS * self._world.random.random()
+        if half == 0:
+            self._world.at(pause, self._read, pull, index, 1)
+        elif index + 1 < len(items):
+            self._world.at(pause, self._read, pull, index + 1, 0)
+        else:
+            self._world.at(pause, self._judge, pull)
+
+    def _judge(self, pull: _Pull) -> None:
+        if self._writes and not pull.is_decided:
+            headers = [pull.memory.header_bytes(item.handle.slot) for item in pull.job.items]
+            self._node.receive(self._pulled, pull, headers)
+
+    def _pulled(self, pull: _Pull, headers: list[bytes]) -> None:
+        if pull.is_decided:
+            return
+        pull.is_decided = True
+        job = pull.job
+        if self._node.clock() > job.deadline:
+            pull.on_done(job.job_id, (ev.PullVerdict.FAILED,) * len(job.items))
+            return
+        verdicts = tuple(
+            self._verdict(header, item.handle, item.destination, job.peer_epoch)
+            for header, item in zip(headers, job.items, strict=True)
+        )
+        self._world.counters["blocks_pulled"] += verdicts.count(ev.PullVerdict.OK)
+        pull.on_done(job.job_id, verdicts)
+
+    def _verdict(self, header: bytes, handle: BlockHandle, destination: SlotIndex, epoch: BootEpoch) -> ev.PullVerdict:
+        if not is_as_located(header, handle, epoch):
+            return ev.PullVerdict.STALE
+        landed = self._node.memory.read(destination)
+        return ev.PullVerdict.OK if digest_payload(landed, handle.key) == handle.digest else ev.PullVerdict.CORRUPT
+
+    def _deadline(self, pull: _Pull) -> None:
+        if not pull.is_decided:
+            self._broken(pull, landed_late=True)
+
+    def _broken(self, pull: _Pull, landed_late: bool) -> None:
+        """The transfer did not end: what it writes may still come, and only then is the slot free of it."""
+        pull.is_decided = True
+        stuck = ev.PullVerdict.STUCK if landed_late else ev.PullVerdict.FAILED
+        self._node.after(0.001, pull.on_done, pull.job.job_id, (stuck,) * len(pull.job.items))
+        if landed_late:
+            self._world.counters["pulls_stuck"] += 1
+            times = sorted(0.05 + LATE_SECONDS * self._world.random.random() for _ in range(3))
+            for delay in times:
+                self._world.at(delay, self._land_late, pull)
+            self._world.at(times[-1], self._quiesce, pull)
+
+    def _land_late(self, pull: _Pull) -> None:
+        if self._writes:
+            for item in pull.job.items:
+                self._node.memory.write_half(
+                    item.destination, self._world.random.randrange(2), b"late" * (2 * HALF // 4)
+                )
+
+    def _quiesce(self, pull: _Pull) -> None:
+        if self._writes:
+            self._node.receive(pull.on_quiesced, pull.job.job_id)
