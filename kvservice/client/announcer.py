@@ -56,6 +56,7 @@ class AnnouncePump:
         clock: Callable[[], float] = time.monotonic,
         tls: TlsFiles | None = None,
         secret: bytes = b"",
+        rng: random.Random | None = None,
     ) -> None:
         self._announcer = announcer
         self._addresses = _checked(addresses, announcer)
@@ -63,6 +64,7 @@ class AnnouncePump:
         self._heartbeat_seconds = heartbeat_seconds
         self._on_fenced = on_fenced
         self._clock = clock
+        self._rng = rng or random.Random()
         self._channels = Channels(tls)
         self._proofs = proofs_of(secret)
         self._kicks = [asyncio.Event() for _ in self._addresses]
@@ -126,7 +128,7 @@ class AnnouncePump:
             else:
                 failures += 1
                 pause = min(BACKOFF_SECONDS_FIRST * 2 ** min(failures - 1, 10), BACKOFF_SECONDS_MAX)
-                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+                await asyncio.sleep(pause * self._rng.uniform(0.5, 1.0))
         self._fence()
 
     async def _deliver(self, partition: int, update: Update, failures: int) -> bool:

@@ -15,7 +15,8 @@ from kvservice.connector.options import ConnectorOptions, Mode
 from kvservice.core.geometry import plan_geometry
 from kvservice.core.messages import EngineSpec
 from kvservice.errors import ConfigError, Unavailable
-from kvservice.pool.runtime import PoolConfig, PoolRuntime
+from kvservice.pool.ports import PoolConfig
+from kvservice.pool.runtime import PoolRuntime
 from kvservice.private_files import is_listening
 from kvservice.units import NodeId, format_bytes
 

@@ -1,16 +1,19 @@
-"""What a pool's runtime is made of, as far as it cares: the memory of the slots, and the reader of peers' blocks."""
+"""What a pool's runtime is made of, as far as it cares: its settings, the memory of the slots, the reader of peers'
+blocks, and who asks whether an engine still writes."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from kvservice.core.geometry import Geometry
 from kvservice.core.header import SlotHeader
+from kvservice.core.tenants import TenantLimits
 from kvservice.transfer.puller import DoneCallback, PullJob, QuiescedCallback
-from kvservice.units import BootEpoch, SlotIndex
+from kvservice.units import BootEpoch, NodeId, SlotIndex
 
 
 class MemoryPort(Protocol):
@@ -19,6 +22,7 @@ class MemoryPort(Protocol):
     path: Path
     geometry: Geometry
     epoch: BootEpoch
+    existed: bool
 
     def write_header(self, slot: SlotIndex, header: SlotHeader) -> None: ...
 
@@ -34,17 +38,36 @@ class MemoryPort(Protocol):
 
     def unlink(self) -> None: ...
 
+    def is_linked(self) -> bool: ...
+
+    def retire(self) -> None: ...
+
 
 class PullerPort(Protocol):
     """Verified reads. transfer.puller.Puller is one."""
-
-    counters: Counter[str]
 
     @property
     def name(self) -> str: ...
 
     def describe(self) -> bytes: ...
 
+    def counters(self) -> Mapping[str, int]: ...
+
     def submit(self, job: PullJob, on_done: DoneCallback, on_quiesced: QuiescedCallback) -> None: ...
 
     def close(self) -> None: ...
+
+
+Claim = Callable[[bytes], AbstractContextManager[bool]]  # of an engine id; see memory.liveness.claim
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    node_id: NodeId
+    segment_path: Path | None  # None: memory without a name in `directory`, gone with the processes that map it
+    geometry: Geometry
+    lease_seconds: float = 10.0
+    directory: Path = Path("/dev/shm")
+    epoch_floor: int = 1  # the boot epoch is at least this; lets a lost segment still get a newer epoch
+    tenants: Mapping[str, TenantLimits] = field(default_factory=dict)  # at start; see PoolRuntime.set_tenants
+    eviction: str = "reuse"  # a name in core.eviction.POLICIES

@@ -11,10 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from kvservice.aio import end_tasks, in_thread
@@ -52,7 +49,7 @@ from kvservice.memory.segment import Segment
 from kvservice.observe.failpoints import failpoint
 from kvservice.pool.digests import Digests
 from kvservice.pool.outside import DirectoryPort, Outside
-from kvservice.pool.ports import MemoryPort, PullerPort
+from kvservice.pool.ports import Claim, MemoryPort, PoolConfig, PullerPort
 from kvservice.transfer.base import Transport
 from kvservice.transfer.puller import Puller, PullItem, PullJob
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, SpanRoute
@@ -64,21 +61,6 @@ CHECK_SECONDS = 5.0
 CHECK_SLOTS_MAX = 20_000  # a full check of more slots would hold the loop for too long
 
 
-Claim = Callable[[bytes], AbstractContextManager[bool]]  # of an engine id; see memory.liveness.claim
-
-
-@dataclass(frozen=True, slots=True)
-class PoolConfig:
-    node_id: NodeId
-    segment_path: Path | None  # None: memory without a name in `directory`, gone with the processes that map it
-    geometry: Geometry
-    lease_seconds: float = 10.0
-    directory: Path = Path("/dev/shm")
-    epoch_floor: int = 1  # the boot epoch is at least this; lets a lost segment still get a newer epoch
-    tenants: Mapping[str, TenantLimits] = field(default_factory=dict)  # at start; see PoolRuntime.set_tenants
-    eviction: str = "reuse"  # a name in core.eviction.POLICIES
-
-
 def _segment_of(config: PoolConfig) -> Segment:
     if config.segment_path is None:
         return Segment.nameless(config.directory, config.geometry, config.node_id)
@@ -86,7 +68,7 @@ def _segment_of(config: PoolConfig) -> Segment:
 
 
 class PoolRuntime:
-    """Use `open`; every method must be called on the loop that opened it."""
+    """Use `open`, or `begin` with parts of your own; every method must be called on the loop that made it."""
 
     def __init__(
         self,
@@ -149,7 +131,8 @@ class PoolRuntime:
             if transport is not None:
                 puller = Puller(segment, lambda: transport(segment))
                 await asyncio.to_thread(puller.start)
-            return await cls.start(config, segment, puller, directory, peers, clock, partial(claim, segment))
+            runtime = cls(config, segment, puller, directory, peers, clock, partial(claim, segment))
+            await runtime.begin()
         except BaseException:
             if puller is not None:
                 puller.close()
@@ -157,24 +140,12 @@ class PoolRuntime:
             if not segment.existed:
                 segment.unlink()
             raise
-
-    @classmethod
-    async def start(
-        cls,
-        config: PoolConfig,
-        segment: MemoryPort,
-        puller: PullerPort | None,
-        directory: DirectoryPort | None,
-        peers: PeerPort | None,
-        clock: Callable[[], float],
-        claim: Claim,
-    ) -> PoolRuntime:
-        """As `open`, on parts that are there already: `segment` in its new epoch, `puller` started, `claim` of
-        memory.liveness for this segment."""
-        runtime = cls(config, segment, puller, directory, peers, clock, claim)
-        await runtime._adopt()
-        runtime._spawn(runtime._check_forever())
         return runtime
+
+    async def begin(self) -> None:
+        """Take up what an earlier boot left, and start the checks. `open` has done it."""
+        await self._adopt()
+        self._spawn(self._check_forever())
 
     # -- PoolPort ----
 

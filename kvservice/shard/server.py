@@ -32,7 +32,8 @@ from kvservice.core.messages import Holder, PoolStats
 from kvservice.errors import ConfigError, KVServiceError, ServiceConflict, Unavailable, plaintext_refused
 from kvservice.memory.mirror_segment import mirror_path
 from kvservice.memory.segment import Segment, segment_path
-from kvservice.pool.runtime import PoolConfig, PoolRuntime
+from kvservice.pool.ports import PoolConfig
+from kvservice.pool.runtime import PoolRuntime
 from kvservice.private_files import is_listening, make_directory
 from kvservice.shard.directory import ShardDirectory
 from kvservice.shard.door import Door, room_of

@@ -33,7 +33,8 @@ from kvservice.core.messages import BlockRef, SealStatus
 from kvservice.errors import Unavailable
 from kvservice.memory.liveness import claim, hold
 from kvservice.memory.segment import Segment
-from kvservice.pool.runtime import PoolConfig, PoolRuntime
+from kvservice.pool.ports import PoolConfig
+from kvservice.pool.runtime import PoolRuntime
 from kvservice.shard.server import ShardServer, ShardServerConfig
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import BlockKey, BootEpoch, MiB, NodeId

@@ -14,7 +14,8 @@ from kvservice.core.geometry import CONTROL_BYTES, SCRATCH_BYTES, SLAB_BYTES_MIN
 from kvservice.core.layout import SlotLayout
 from kvservice.core.messages import EngineSpec, SealItem
 from kvservice.memory.segment import Segment
-from kvservice.pool.runtime import PoolConfig, PoolRuntime
+from kvservice.pool.ports import PoolConfig
+from kvservice.pool.runtime import PoolRuntime
 from kvservice.units import BlockKey, NodeId, SpanRoute
 from tests.integration.engine import content
 

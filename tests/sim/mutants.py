@@ -22,7 +22,25 @@ ANNOUNCE = "kvservice.core.announce"
 SCHEDULER = "kvservice.connector.scheduler"
 STORE_PLAN = "kvservice.connector.store_plan"
 
+AIO = "kvservice.aio"
+ANNOUNCER = "kvservice.client.announcer"
+
 MUTANTS = (
+    Mutant(
+        "a cancellation that meets a result is not lost",
+        AIO,
+        "        await end_tasks([task])\n        raise\n",
+        "        if not task.done():\n            await end_tasks([task])\n            raise\n",
+        also=(
+            (
+                ANNOUNCER,
+                "        await end_tasks(tasks)\n",
+                "        for task in tasks:\n            task.cancel()\n"
+                "        await asyncio.gather(*tasks, return_exceptions=True)\n",
+            ),
+        ),
+        seed=75,
+    ),
     Mutant("a digest is bound to its key", DIGEST, 'int.from_bytes(key[8:16], "big")', "0", seed=278),
     Mutant(
         "the fingerprint is in the key",

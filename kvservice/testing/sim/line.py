@@ -28,6 +28,7 @@ from kvservice.core.messages import (
     RequestReport,
     SealItem,
     SealStatus,
+    Statement,
 )
 from kvservice.errors import StaleEpoch
 from kvservice.pool.runtime import PoolRuntime
@@ -97,10 +98,10 @@ class Line:
         self._engine.promised(result)
         return result
 
-    async def reserve(self, attachment: AttachmentId, count: int, side: int = 0) -> list[BlockRef]:
+    async def reserve(self, attachment: AttachmentId, count: int, side: int = 0, call: int = 0) -> list[BlockRef]:
         async def serve(runtime: PoolRuntime) -> list[BlockRef]:
             with self._node.quotas_kept(attachment):
-                return await runtime.reserve(attachment, count, side)
+                return await runtime.reserve(attachment, count, side, call)
 
         return await self._ask(attachment, CALL_SECONDS, serve)
 
@@ -114,12 +115,18 @@ class Line:
         await self._ask(attachment, CALL_SECONDS, lambda runtime: runtime.release(attachment, lease_ids))
 
     async def renew(
-        self, attachment: AttachmentId, lease_ids: Sequence[LeaseId], reports: Sequence[RequestReport] = ()
+        self,
+        attachment: AttachmentId,
+        lease_ids: Sequence[LeaseId],
+        reports: Sequence[RequestReport] = (),
+        statement: Statement | None = None,
     ) -> None:
-        await self._ask(attachment, CALL_SECONDS, lambda runtime: runtime.renew(attachment, lease_ids, reports))
+        await self._ask(
+            attachment, CALL_SECONDS, lambda runtime: runtime.renew(attachment, lease_ids, reports, statement)
+        )
 
-    async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
-        await self._ask(attachment, CALL_SECONDS, lambda runtime: runtime.open_handoff(attachment, handoff))
+    async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId, call: int = 0) -> None:
+        await self._ask(attachment, CALL_SECONDS, lambda runtime: runtime.open_handoff(attachment, handoff, call))
 
     async def close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
         await self._ask(attachment, CALL_SECONDS, lambda runtime: runtime.close_handoff(attachment, handoff))

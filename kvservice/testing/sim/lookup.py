@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
+from kvservice.aio import within
+from kvservice.client.announcer import AnnouncePump
 from kvservice.core.announce import Announcer, Update
 from kvservice.core.index import DirectoryIndex, Outcome
 from kvservice.core.keys import KEYS_PER_REQUEST_MAX as SNAPSHOT_KEYS
@@ -11,11 +14,16 @@ from kvservice.core.keys import partition_of, route_of_head, unpack_keys
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.testing.sim.world import Process, World
 from kvservice.units import BlockKey, NodeId
+from kvservice.wire.v1 import lookup_pb2
 
 HEARTBEAT_SECONDS = 1.0
 CALL_SECONDS = 0.5
-RETRY_SECONDS = 0.2
 SWEEP_SECONDS = 1.0
+_OUTCOMES = {
+    Outcome.APPLIED: lookup_pb2.AnnounceReply.OUTCOME_APPLIED,
+    Outcome.RESYNC: lookup_pb2.AnnounceReply.OUTCOME_RESYNC,
+    Outcome.STALE_EPOCH: lookup_pb2.AnnounceReply.OUTCOME_STALE_EPOCH,
+}
 
 
 class LookupShard(Process):
@@ -62,8 +70,8 @@ class LookupShard(Process):
         self.world.send(self.host, str(asker), reply, self.index.find_node(node_id, self.clock()))
 
 
-class Herald:
-    """Carries a node's announcements: one update a partition at a time, sent again until it is answered."""
+class Herald(AnnouncePump):
+    """Carries a node's announcements: the production pump, over the simulated network."""
 
     def __init__(
         self,
@@ -73,70 +81,29 @@ class Herald:
         node: Callable[[], Holder],
         on_fenced: Callable[[], None],
     ) -> None:
+        addresses = [lookup.name for lookup in lookups]
+        super().__init__(
+            announcer, addresses, node, HEARTBEAT_SECONDS, on_fenced, process.clock, rng=process.world.random
+        )
         self._process = process
-        self._life = process.life
-        self.announcer = announcer
         self._lookups = lookups
-        self._node = node
-        self._on_fenced = on_fenced
-        self._sent: dict[int, Update] = {}  # on its way, by partition
-        self._heard = [-HEARTBEAT_SECONDS] * len(lookups)
-        for partition in range(len(lookups)):
-            process.after(0.0, self._beat, partition)
+        self._me = node
 
-    def kick(self) -> None:
-        for partition in range(len(self._lookups)):
-            self._offer(partition)
+    async def _announce(self, partition: int, update: Update, timeout: float) -> lookup_pb2.AnnounceReply:
+        lookup, process, world = self._lookups[partition], self._process, self._process.world
+        answer: asyncio.Future[lookup_pb2.AnnounceReply] = asyncio.get_running_loop().create_future()
+        life = process.life
 
-    def _beat(self, partition: int) -> None:
-        """Nothing said for a heartbeat: say that the node lives."""
-        if self.announcer.fenced:
-            return
-        self._offer(partition)
-        due = self._heard[partition] + HEARTBEAT_SECONDS
-        if partition not in self._sent and self._process.clock() >= due:
-            self._send(partition, self.announcer.heartbeat(partition))
-        self._process.after(HEARTBEAT_SECONDS / 2, self._beat, partition)
-
-    def _offer(self, partition: int) -> None:
-        if partition not in self._sent and not self.announcer.fenced:
-            update = self.announcer.next_update(partition)
-            if update is not None:
-                self._send(partition, update)
-
-    def _send(self, partition: int, update: Update) -> None:
-        self._sent[partition] = update
-        lookup, me, world = self._lookups[partition], self._process, self._process.world
+        def answered(outcome: Outcome, lookup_epoch: int) -> None:
+            if not answer.done():
+                answer.set_result(lookup_pb2.AnnounceReply(outcome=_OUTCOMES[outcome], lookup_epoch=lookup_epoch))
 
         def reply(outcome: Outcome, lookup_epoch: int) -> None:
-            if me.life == self._life:
-                me.receive(self._answered, partition, update, outcome, lookup_epoch)
+            if process.life == life:
+                process.receive(answered, outcome, lookup_epoch)
 
-        world.send(me.host, lookup.host, lookup.receive, lookup.announce, self._node(), update, reply)
-        me.after(CALL_SECONDS, self._timed_out, partition, update)
-
-    def _answered(self, partition: int, update: Update, outcome: Outcome, lookup_epoch: int) -> None:
-        if self._sent.get(partition) is not update:
-            return  # answered before, or given up
-        del self._sent[partition]
-        self._heard[partition] = self._process.clock()
-        self.announcer.on_reply(partition, outcome, lookup_epoch)
-        if self.announcer.fenced:
-            self._on_fenced()
-        else:
-            self._offer(partition)
-
-    def _timed_out(self, partition: int, update: Update) -> None:
-        if self._sent.get(partition) is not update:
-            return
-        self.announcer.on_failure(partition)
-        # Still "on its way" for a moment, so that it is not sent again in a circle.
-        self._process.after(RETRY_SECONDS, self._again, partition, update)
-
-    def _again(self, partition: int, update: Update) -> None:
-        if self._sent.get(partition) is update:
-            del self._sent[partition]
-            self._offer(partition)
+        world.send(process.host, lookup.host, lookup.receive, lookup.announce, self._me(), update, reply)
+        return await within(min(timeout, CALL_SECONDS), answer)
 
 
 def ask_directory(

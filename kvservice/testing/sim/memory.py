@@ -29,6 +29,7 @@ class SegmentMemory:
         self.geometry = geometry
         self.epoch = BootEpoch(0)
         self.path = Path("simulated")
+        self.existed = True
         self._headers: dict[SlotIndex, bytes] = {}
         self._payloads: dict[SlotIndex, bytearray] = {}
         self._slabs: dict[int, int] = {}
@@ -80,6 +81,12 @@ class SegmentMemory:
 
     def unlink(self) -> None:
         self.lose()
+
+    def is_linked(self) -> bool:
+        return True
+
+    def retire(self) -> None:
+        """Engines look at the epoch: the next boot has another one."""
 
     def scan(self) -> list[tuple[SlotIndex, int, SlotHeader]]:
         found = []

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from kvservice.core.announce import Announcer
 from kvservice.core.messages import Holder
 from kvservice.core.shard import ShardState
 from kvservice.core.tenants import TenantLimits
-from kvservice.pool.runtime import PoolConfig, PoolRuntime
+from kvservice.pool.ports import PoolConfig
+from kvservice.pool.runtime import PoolRuntime
 from kvservice.testing.sim.lookup import Herald, LookupShard
 from kvservice.testing.sim.loop import ProcessLoop
 from kvservice.testing.sim.memory import SegmentMemory
@@ -45,6 +47,7 @@ class Node(Process):
         self._engines_alive = engines_alive
         self._tenants = tenants
         self._stopped_at: float | None = None
+        self._on_news: Callable[[], None] | None = None
         self.boot()
 
     # -- life ----
@@ -58,20 +61,23 @@ class Node(Process):
 
     async def _serve(self) -> None:
         self.announcer = Announcer(len(self._lookups), self._inventory)
-        herald = Herald(self, self.announcer, self._lookups, self.holder, self._fenced)
-        self.runtime = await PoolRuntime.start(
+        self._herald = Herald(self, self.announcer, self._lookups, self.holder, self._fenced)
+        runtime = PoolRuntime(
             PoolConfig(
                 self.node_id, self.memory.path, self.memory.geometry, lease_seconds=LEASE_SECONDS,
                 tenants=self._tenants,
             ),
             self.memory,
             SimPuller(self),
-            SimDirectory(self, self._lookups, herald),
+            SimDirectory(self, self._lookups, self.announcer),
             SimPeers(self),
             self.clock,
             self._claim,
         )  # fmt: skip
-        self.world.note(self.name, f"booted, epoch {self.runtime.epoch}, {len(self.runtime.state.blocks())} blocks")
+        await runtime.begin()
+        self.runtime = runtime
+        self.loop.start(self._herald.run())
+        self.world.note(self.name, f"booted, epoch {runtime.epoch}, {len(runtime.state.blocks())} blocks")
 
     def crash(self, with_memory: bool) -> None:
         self.world.note(self.name, "crashed" + (" with its memory" if with_memory else ""))
@@ -88,14 +94,34 @@ class Node(Process):
         self.world.note(self.name, "is told to stop")
 
         async def close() -> None:
+            await self._herald.stop(leaving=False)
             await runtime.close()
             self.world.note(self.name, "stopped")
             self.world.at(0.0, ended)
 
         self.loop.start(close())
 
+    def stop_at_news(self, turns: int, ended: Callable[[], None]) -> None:
+        """As `stop`, so many turns of the loop after there is something to announce."""
+
+        def later(turns: int) -> None:
+            if turns:
+                self.loop.call_soon(later, turns - 1)
+            else:
+                self.stop(ended)
+
+        self._on_news = partial(later, turns)
+
+    def kick(self) -> None:
+        """There is something to announce."""
+        self._herald.kick()
+        if self._on_news is not None:
+            call, self._on_news = self._on_news, None
+            call()
+
     def die(self) -> None:
         super().die()
+        self._on_news = None
         self.runtime = None
         self._stopped_at = None
 

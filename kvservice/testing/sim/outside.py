@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvservice.client.lookup import LookupAnswer
 from kvservice.client.peer import PeerInfo
+from kvservice.core.announce import Announcer
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverItem, TakeOverResult
 from kvservice.errors import StaleEpoch, Unavailable
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.testing.sim.calls import Caller
-from kvservice.testing.sim.lookup import Herald, LookupShard, ask_directory
+from kvservice.testing.sim.lookup import LookupShard, ask_directory
 from kvservice.units import BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, SpanRoute
 
 if TYPE_CHECKING:
@@ -24,10 +25,10 @@ T = TypeVar("T")
 class SimDirectory:
     """DirectoryPort over the simulated lookup shards."""
 
-    def __init__(self, node: Node, lookups: Sequence[LookupShard], herald: Herald) -> None:
+    def __init__(self, node: Node, lookups: Sequence[LookupShard], announcer: Announcer) -> None:
         self._node = node
         self._lookups = lookups
-        self._herald = herald
+        self._announcer = announcer
 
     async def resolve(
         self, chain: Sequence[BlockKey], start: int, timeout: float, exclude: NodeId | None = None
@@ -42,13 +43,13 @@ class SimDirectory:
         return await answer
 
     def announce(self, key: BlockKey, route: SpanRoute) -> None:
-        self._herald.announcer.add(key, route)
+        self._announcer.add(key, route)
 
     def retract(self, key: BlockKey, route: SpanRoute) -> None:
-        self._herald.announcer.remove(key, route)
+        self._announcer.remove(key, route)
 
     def kick(self) -> None:
-        self._herald.kick()
+        self._node.kick()
 
     async def find_node(self, node_id: NodeId, timeout: float) -> Holder | None:
         node, lookup = self._node, self._lookups[0]

@@ -3,7 +3,7 @@ asking whether the other process still runs."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,12 +39,14 @@ class SimPuller:
         self._world = node.world
         self._life = node.life
         self._is_closed = False
-        self.counters: Counter[str] = Counter()
 
     name = "simulated"
 
     def describe(self) -> bytes:
         return b""
+
+    def counters(self) -> Mapping[str, int]:
+        return {}
 
     def submit(self, job: PullJob, on_done: DoneCallback, on_quiesced: QuiescedCallback) -> None:
         peer = self._node.peers[job.peer]

@@ -6,6 +6,7 @@ request ends, no lease and no slot stays taken, and the directory says what the 
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from kvservice.testing.sim.world import Process, Violation, World
 from kvservice.units import HandoffId, MiB, NodeId
 
 CONVERGE_SECONDS = 40.0  # of virtual time, after healing and the last pause
-CHECK_EVERY = 60  # events between full checks of all states
+CHECK_EVERY = 150  # events between full checks of all states
 EVENTS_MAX = 400_000
 BITES = {"flip", "flip_header", "swap", "transplant"}  # need engines that verify what they load
 
@@ -218,7 +219,7 @@ class Run:
             frozen = {"freeze_node": node, "freeze_engine": self.engines[engine_index], "freeze_lookup": lookup}[kind]
             frozen.pause(1.0 + (FROZEN_SECONDS_MAX - 1.0) * fault.number / (1 << 16))
         elif kind == "stop_node":
-            self._stop_node(node, fault.seconds)
+            self._stop_node(node, fault.seconds, fault.number)
         elif kind == "stop_engine":
             self._stop_engine(engine_index, fault.seconds)
         elif kind.startswith("line_"):
@@ -263,7 +264,7 @@ class Run:
                 engine.after(0.001, engine.line.node_died)
         self.world.at(seconds, self._boot, node)
 
-    def _stop_node(self, node: Node, seconds: float) -> None:
+    def _stop_node(self, node: Node, seconds: float, number: int) -> None:
         def ended() -> None:
             node.die()
             for engine in self.engines:
@@ -271,7 +272,10 @@ class Run:
                     engine.after(0.001, engine.line.node_died)
             self.world.at(seconds, self._boot, node)
 
-        node.stop(ended)
+        if number % 2:
+            node.stop_at_news(number // 2 % 3, ended)
+        else:
+            node.stop(ended)
 
     def _stop_engine(self, index: int, seconds: float) -> None:
         engine = self.engines[index]
@@ -346,8 +350,11 @@ class Run:
 
 def run_schedule(schedule: Schedule, tell: bool = False) -> Outcome:
     """Never raises for what the simulated system does; an AssertionError of it is a violation."""
-    run = Run(schedule, tell)
     violation = ""
+    logger = logging.getLogger("kvservice")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)  # what is logged of simulated faults helps nobody
+    run = Run(schedule, tell)
     try:
         run.play()
     except AssertionError as error:
@@ -356,6 +363,7 @@ def run_schedule(schedule: Schedule, tell: bool = False) -> Outcome:
         violation = f"raised {type(error).__name__}: {error}"
     finally:
         run.world.end()
+        logger.setLevel(level)
     if violation:
         run.world.note("world", violation)
     return Outcome(schedule.seed, violation, run.world.counters, run.world.story, run.world.now)
