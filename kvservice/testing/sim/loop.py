@@ -18,6 +18,7 @@ from kvservice.errors import KVServiceError
 from kvservice.testing.sim.world import Process, Violation
 
 T = TypeVar("T")
+TIMER_SECONDS_MIN = 1e-6  # no clock is finer: a shorter wait would not move the time
 THREAD_SECONDS = 0.001  # at most, until a thread has done what it was given
 EXPECTED = (KVServiceError, asyncio.TimeoutError, OSError)  # what a task may end with
 
@@ -70,7 +71,7 @@ class ProcessLoop:
     def call_later(self, delay: float, callback: Any, *arguments: Any, context: Any = None) -> Any:
         handle = Handle(callback, arguments, context or contextvars.copy_context())
         if not self.is_closed():
-            self._world.at(max(delay, 0.0), self._run, handle)
+            self._world.at(max(delay, TIMER_SECONDS_MIN) if delay > 0 else 0.0, self._run, handle)
         return handle
 
     def create_future(self) -> asyncio.Future[Any]:
