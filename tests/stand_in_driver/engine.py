@@ -30,7 +30,7 @@ from tests.stand_in_driver.build import LIBRARY, ROOT
 OFFSET = 4096  # the KV cache does not begin where its allocation begins: torch sub-allocates
 EVENTS = 8
 EVENT_FLAGS = 2 | 4  # without timing, of two processes
-WEDGE_SECONDS = 3.0
+WEDGE_SECONDS = 10.0  # of worker and engine; a busy machine makes a healthy one wait, too
 
 
 class Count(IntEnum):
@@ -178,12 +178,14 @@ def stand_in_environment(**settings: int) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def worker(plant: str = "", **settings: int) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+def worker(
+    plant: str = "", wedge_seconds: float = WEDGE_SECONDS, **settings: int
+) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """`python -m kvservice.mover` on the stand-in, with a planted mistake of `worker.py` or none."""
     with tempfile.TemporaryDirectory(prefix="kvg-") as folder:
         command = [sys.executable, "-m", "tests.stand_in_driver.worker", "--service", "s", "--node", "n"]
         process = subprocess.Popen(
-            [*command, "--device", "0", "--runtime-root", folder, "--wedge-seconds", str(WEDGE_SECONDS)],
+            [*command, "--device", "0", "--runtime-root", folder, "--wedge-seconds", str(wedge_seconds)],
             stdout=subprocess.PIPE, text=True, env={**stand_in_environment(**settings), "STAND_IN_PLANT": plant},
         )  # fmt: skip
         assert process.stdout is not None
@@ -201,9 +203,11 @@ def worker(plant: str = "", **settings: int) -> Iterator[tuple[subprocess.Popen[
 
 
 @contextlib.contextmanager
-def linked(cache: Cache, directory: Path, made: Segment) -> Iterator[tuple[WorkerLink, Callable[[], int]]]:
+def linked(
+    cache: Cache, directory: Path, made: Segment, wedge_seconds: float = WEDGE_SECONDS
+) -> Iterator[tuple[WorkerLink, Callable[[], int]]]:
     offer = Offer(cache)
-    link = WorkerLink(offer.offer, WEDGE_SECONDS)
+    link = WorkerLink(offer.offer, wedge_seconds)
     try:
         link.follow(directory, PoolSource(1, str(made.path), made.geometry, made.epoch, SLOT, bytes(16)))
         eventually(lambda: link.is_ready, "the link")

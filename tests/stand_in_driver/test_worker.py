@@ -22,7 +22,16 @@ from kvservice.mover.message import CopyRow, Direction, Outcome
 from kvservice.units import Generation
 from tests.gpu.slots import BLOCKS, KEY, ORDERS, SLOT, payload, segment, write_header
 from tests.stand_in_driver.build import ROOT
-from tests.stand_in_driver.engine import EVENTS, Cache, cache_of, copy, linked, stand_in_environment, worker
+from tests.stand_in_driver.engine import (
+    EVENTS,
+    WEDGE_SECONDS,
+    Cache,
+    cache_of,
+    copy,
+    linked,
+    stand_in_environment,
+    worker,
+)
 
 
 @dataclass
@@ -56,12 +65,14 @@ class Bench:
 
 
 @contextlib.contextmanager
-def bench(driver: Driver, order: str = "blhn", plant: str = "", **settings: int) -> Iterator[Bench]:
+def bench(
+    driver: Driver, order: str = "blhn", plant: str = "", wedge_seconds: float = WEDGE_SECONDS, **settings: int
+) -> Iterator[Bench]:
     with (
         cache_of(driver, order) as cache,
-        worker(plant, **settings) as (process, directory),
+        worker(plant, wedge_seconds, **settings) as (process, directory),
         segment() as made,
-        linked(cache, directory, made) as (link, mark),
+        linked(cache, directory, made, wedge_seconds) as (link, mark),
     ):
         assert process.stdout is not None
         assert process.stdout.readline() == "pinned\n"  # before it, copies go another way, which is also right
@@ -87,7 +98,7 @@ def check_blocks_go_through_the_worker_and_come_back(driver: Driver, order: str 
 
 
 def check_copy_has_ended_when_the_engine_is_told(driver: Driver, plant: str = "") -> None:
-    with bench(driver, "blhn", plant, DELAY_US=100_000) as it:
+    with bench(driver, "blhn", plant, DELAY_US=400_000) as it:
         assert it.store(4, 0).succeeded()
         assert it.slot(0) == it.cache.block(4)
 
@@ -116,7 +127,7 @@ driver.bind()
 made = Segment.attach(Path(sys.argv[2]), Geometry(int(sys.argv[3]), int(sys.argv[4])))
 cache = Cache(driver, "lbnh", seed=5)
 with linked(cache, Path(sys.argv[1]), made) as (link, mark):
-    cache.kernel(9, 600_000)  # still runs when the block is lent
+    cache.kernel(9, 2_000_000)  # still runs when the block is lent, and when it is read
     lent = link.lend([CopyRow(7, SlotIndex(0), Generation(0), KEY)], mark())
     lent.lent.synchronize()
     print("lent", flush=True)
@@ -213,6 +224,6 @@ def test_killed_worker_ends_every_copy(driver: Driver) -> None:
 
 
 def test_worker_whose_copy_hangs_ends(driver: Driver) -> None:
-    with bench(driver, HANGS_AT=1) as it:
+    with bench(driver, wedge_seconds=2.0, HANGS_AT=1) as it:
         assert not it.store(0, 0).succeeded()
         assert it.process.wait(20) in (STATUS_WEDGED, -signal.SIGKILL), "by itself or by its engine, who is first"
