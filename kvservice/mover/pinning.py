@@ -81,8 +81,9 @@ class Pinning:
 
 
 class PinningOnUse:
-    """Pins once copies have been running here for `patience` seconds. The engine's process is the fallback of a move
-    worker, which has pinned the pool already: pinning it twice costs minutes of the kernel's work and page tables."""
+    """Pins once copies have been running here for `patience` seconds, without a pause as long as that. The engine's
+    process is the fallback of a move worker, which has pinned the pool already: pinning it twice costs minutes of the
+    kernel's work and page tables."""
 
     def __init__(
         self, begin: Callable[[], Pinning], patience: float, clock: Callable[[], float] = time.monotonic
@@ -90,14 +91,15 @@ class PinningOnUse:
         self._begin = begin
         self._patience = patience
         self._clock = clock
-        self._used_since: float | None = None
+        self._used_since = self._used_last = float("-inf")
         self._pinning: Pinning | None = None
 
     def used(self) -> None:
         """A copy is about to run. Does not block."""
         now = self._clock()
-        if self._used_since is None:
+        if now - self._used_last > self._patience:  # a worker had the copies meanwhile
             self._used_since = now
+        self._used_last = now
         if self._pinning is None and now - self._used_since >= self._patience:
             self._pinning = self._begin()
 
