@@ -4,7 +4,10 @@ that is healthy."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from kvservice.client.discovery import find_movers
 from kvservice.core.geometry import slot_index
@@ -19,11 +22,32 @@ from tests.stand_in_driver.test_worker import Bench, bench
 UNPIN_MS = 60_000
 
 
-def test_worker_whose_context_died_ends_with_a_status_of_its_own(driver: Driver) -> None:
-    with bench(driver, FAULTS_AT=1) as it:
+def check_worker_whose_context_died_ends(driver: Driver, plant: str = "", seconds: float = 20.0) -> None:
+    with bench(driver, plant=plant, FAULTS_AT=1) as it:
         assert not it.store(0, 0).succeeded()
-        assert it.process.wait(20) == STATUS_DEVICE_LOST
+        eventually(lambda: it.process.poll() is not None, "the end of the worker", seconds)
+        assert it.process.returncode == STATUS_DEVICE_LOST
         eventually(lambda: not it.link.is_ready, "the engine to see that it is gone")
+
+
+def check_engine_that_leaves_does_not_kill_its_worker(
+    driver: Driver, plant: str = "", seconds: float = WEDGE_SECONDS
+) -> None:
+    with bench(driver, plant=plant, wedge_seconds=seconds, UNPIN_MS=UNPIN_MS) as it:
+        assert it.store(0, 0).succeeded()
+        lend_something(it)  # so that it waits for the worker's last word
+        started = time.monotonic()
+        it.link.close()
+        assert time.monotonic() - started < seconds
+        assert it.process.poll() is None, "the engine killed it"
+        with linked(it.cache, it.directory, it.made) as (link, mark):  # and the next engine is served meanwhile
+            again = Bench(it.cache, it.made, link, mark, it.directory, it.process)
+            assert again.store(1, 1).succeeded()
+            assert again.slot(1) == it.cache.block(1)
+
+
+def test_worker_whose_context_died_ends_with_a_status_of_its_own(driver: Driver) -> None:
+    check_worker_whose_context_died_ends(driver)
 
 
 def test_engine_leaves_a_worker_whose_context_died_without_waiting(driver: Driver) -> None:
@@ -38,17 +62,19 @@ def test_engine_leaves_a_worker_whose_context_died_without_waiting(driver: Drive
 
 def test_engine_that_leaves_neither_waits_for_the_unpinning_nor_kills_its_worker(driver: Driver) -> None:
     """To unpin a large pool takes longer than an engine's patience."""
-    with bench(driver, UNPIN_MS=UNPIN_MS) as it:
-        assert it.store(0, 0).succeeded()
-        lend_something(it)  # so that it waits for the worker's last word
-        started = time.monotonic()
-        it.link.close()
-        assert time.monotonic() - started < WEDGE_SECONDS
-        assert it.process.poll() is None, "the engine killed it"
-        with linked(it.cache, it.directory, it.made) as (link, mark):  # and the next engine is served meanwhile
-            again = Bench(it.cache, it.made, link, mark, it.directory, it.process)
-            assert again.store(1, 1).succeeded()
-            assert again.slot(1) == it.cache.block(1)
+    check_engine_that_leaves_does_not_kill_its_worker(driver)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "check"),
+    [
+        ("final_errors_are_forgotten", check_worker_whose_context_died_ends),
+        ("unpinning_is_awaited", check_engine_that_leaves_does_not_kill_its_worker),
+    ],
+)
+def test_planted_mistake_around_copies_is_noticed(driver: Driver, mistake: str, check: Callable[..., None]) -> None:
+    with pytest.raises(AssertionError):
+        check(driver, mistake, seconds=3.0)
 
 
 def test_memory_of_an_engine_that_left_is_closed_before_the_pool_is_unpinned(driver: Driver) -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
-from kvservice.mover import __main__, cuda_copies, cuda_device, lanes, loans, pinning
+from kvservice.mover import __main__, cuda_copies, cuda_device, cuda_driver, device, lanes, loans, pinning
 from kvservice.mover.cuda_driver import ORDER_ANY
 from kvservice.mover.message import NO_EVENT
 from tests.stand_in_driver import engine
@@ -51,10 +52,29 @@ def lender_is_not_awaited() -> None:
     loans.Loans.lend = without_event  # type: ignore[method-assign, assignment]
 
 
+def final_errors_are_forgotten() -> None:
+    """The worker stays, and fails every copy."""
+    cuda_driver.FATAL = frozenset()  # type: ignore[misc]
+
+
+def unpinning_is_awaited() -> None:
+    """An engine that leaves hears of the end of its copies only afterwards."""
+    give = device.Segments.give
+
+    def and_wait(self: device.Segments, segment: Any) -> None:
+        give(self, segment)
+        for thread in threading.enumerate():
+            if thread.name == "kvservice-mover-unmap":
+                thread.join()
+
+    device.Segments.give = and_wait  # type: ignore[method-assign]
+
+
 PLANTS: dict[str, Callable[[], None]] = {
     plant.__name__: plant
     for plant in (
         stores_in_any_order, copies_are_not_awaited, engine_is_not_awaited, offset_is_forgotten, lender_is_not_awaited,
+        final_errors_are_forgotten, unpinning_is_awaited,
     )
 }  # fmt: skip
 
