@@ -11,11 +11,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 from kvservice.client.discovery import (
-    MIRROR_NAME,
     MOVER_PREFIX,
-    PEER_SOCKET_NAME,
+    OWN_NAMES,
     RECORD_NAME,
-    SECRET_NAME,
     SOCKET_NAME,
     default_runtime_root,
 )
@@ -51,18 +49,14 @@ def remove_leftovers(service: str, alive: Collection[NodeId], runtime_root: Path
 
 def _remove_record(directory: Path) -> list[Path]:
     found = [
-        *directory.glob("engines/*.lock"),
         *directory.glob(f"{MOVER_PREFIX}*"),
-        directory / SOCKET_NAME,
-        directory / PEER_SOCKET_NAME,
         directory / RECORD_NAME,
-        directory / SECRET_NAME,
-        directory / MIRROR_NAME,
+        *(directory / name for name in OWN_NAMES),
     ]
     removed = [path for path in found if path.exists() or path.is_symlink()]
     for path in removed:
         path.unlink(missing_ok=True)
-    for empty in (directory / "engines", directory, directory.parent):
+    for empty in (directory, directory.parent):
         with contextlib.suppress(OSError):  # somebody else's files: they stay
             empty.rmdir()
     return removed

@@ -6,6 +6,7 @@
     <runtime root>/<service>/<node id>/peer.sock     the other shards' Unix socket, on one machine without TLS
     <runtime root>/<service>/lookup-<i>.sock         likewise, of lookup shard i
     <runtime root>/<service>/<node id>/secret        32 bytes by which others know the node, for its shards only
+    <runtime root>/<service>/<node id>/epoch         the boot epoch of its last shard, in digits
     <runtime root>/<service>/<node id>/mover-<device>.json, mover-<device>.sock    a move worker of that node, if any
 
 All of it belongs to one user, and nobody else may look inside. A record whose socket nobody listens on is stale and is
@@ -38,6 +39,8 @@ SOCKET_NAME = "shard.sock"
 PEER_SOCKET_NAME = "peer.sock"
 MIRROR_NAME = "mirror"  # symbolic link to the mirror of the directory, in shared memory
 SECRET_NAME = "secret"
+EPOCH_NAME = "epoch"
+OWN_NAMES = (SOCKET_NAME, PEER_SOCKET_NAME, SECRET_NAME, EPOCH_NAME, MIRROR_NAME)  # of a shard, beside its record
 MOVER_PREFIX = "mover-"
 SECRET_BYTES = 32
 RECORD_BYTES_MAX = 256 << 10
@@ -138,6 +141,23 @@ def keep_secret(directory: Path, secret: bytes) -> None:
         write_private(path, secret)
     except OSError as error:
         raise ConfigError(f"cannot keep the node's secret in {path}: {error.strerror}") from error
+
+
+def last_epoch(directory: Path) -> int:
+    """The boot epoch that the node had last, as far as its directory knows; else 0."""
+    try:
+        return int((directory / EPOCH_NAME).read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def keep_epoch(directory: Path, epoch: BootEpoch) -> None:
+    """Raises ConfigError when it cannot be kept."""
+    path = directory / EPOCH_NAME
+    try:
+        write_private(path, str(epoch).encode())
+    except OSError as error:
+        raise ConfigError(f"cannot keep the node's boot epoch in {path}: {error.strerror}") from error
 
 
 def write_record(record: ShardRecord, runtime_root: Path | None = None) -> Path:

@@ -74,6 +74,7 @@ COUNTERS: Mapping[str, str] = {
     "slabs_moved": "slabs handed from one block size to another",
     "seal_duplicate": "stored blocks that were here already",
     "seal_stale": "seals of reservations that had ended",
+    "segments_replaced": "times that the segment's file was removed by somebody, and made again",
     "attaches": "engines that attached",
     "attach_fingerprint_refused": "engines refused for another fingerprint",
     "attachments_lost": "engines that vanished without detaching",

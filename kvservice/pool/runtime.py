@@ -67,6 +67,14 @@ def _segment_of(config: PoolConfig) -> Segment:
     return Segment.create(config.segment_path, config.geometry, config.node_id, epoch_floor=config.epoch_floor)
 
 
+def _discard(making: asyncio.Future[Segment]) -> None:
+    if not making.cancelled() and making.exception() is None:
+        segment = making.result()
+        segment.close()
+        if not segment.existed:
+            segment.unlink()
+
+
 class PoolRuntime:
     """Use `open`, or `begin` with parts of your own; every method must be called on the loop that made it."""
 
@@ -125,7 +133,12 @@ class PoolRuntime:
         Raises SegmentError when the memory cannot be had, ServiceConflict when another process owns the segment,
         TransferError when the transport cannot start.
         """
-        segment = await asyncio.to_thread(_segment_of, config)
+        making = asyncio.ensure_future(asyncio.to_thread(_segment_of, config))
+        try:
+            segment = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(_discard)  # the thread goes on, and nobody else would hear of what it made
+            raise
         puller: Puller | None = None
         try:
             if transport is not None:

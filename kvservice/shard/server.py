@@ -14,7 +14,8 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,12 +47,13 @@ from kvservice.transfer.shm import SharedMemoryTransport
 from kvservice.units import BlockKey, NodeId, SpanRoute
 from kvservice.wire.serving import CALLS_MAX, LISTS_BYTES_MAX, Gate, server_options, service_handler
 from kvservice.wire.tenants import open_tenants
-from kvservice.wire.tls import TlsFiles, is_bound, is_loopback, listen, local_or_tcp, open_tls
+from kvservice.wire.tls import TlsFiles, check_listener, is_bound, is_loopback, listen, local_or_tcp, open_tls
 from kvservice.wire.v1 import shard_pb2
 
 log = logging.getLogger("kvservice.shard")
 
 STOP_GRACE_SECONDS = 1.0
+REPLACE_SECONDS_MAX = 5.0  # between two attempts to have a segment again
 PART_END_SECONDS = 1.0  # the longest that a part may take to end; see ShardServer.stop
 DIRECTORY_END_SECONDS = 4.0  # says farewell, a second at most for each lookup shard, all at once
 POOL_END_SECONDS = 8.0  # waits for digests under way and closes the transport
@@ -83,8 +85,9 @@ class ShardServerConfig:
 class ShardServer:
     """Use start/stop on one event loop."""
 
-    def __init__(self, config: ShardServerConfig) -> None:
+    def __init__(self, config: ShardServerConfig, wall_clock: Callable[[], float] = time.time) -> None:
         self._config = config
+        self._wall_clock = wall_clock
         self._tls: TlsFiles | None = None
         self._door: Door | None = None
         self._pool: PoolRuntime | None = None
@@ -96,8 +99,9 @@ class ShardServer:
         self._socket_path = ""
         self._secret = b""
         self._lookup_addresses: tuple[str, ...] = ()
+        self._peer_port = config.peer_port  # from the first start on, the one that it got
         self._keeper: asyncio.Task[None] | None = None
-        self._remade = 0
+        self._counters: Counter[str] = Counter()
         self._leaver: asyncio.Task[None] | None = None
         self._exits = False
         self._health_names: set[str] = set()
@@ -107,18 +111,29 @@ class ShardServer:
     async def start(self) -> Holder:
         """Returns who this shard is now. Raises ConfigError, SegmentError, ServiceConflict or TransferError, and
         leaves nothing behind then."""
+        there = {path for path in self._own_files() if path.exists() or path.is_symlink()}
         try:
             await self._start()
         except BaseException:
+            pool = self._pool
             await self.stop(leaving=False)
+            if pool is not None and pool.is_new:
+                pool.unlink()
+            self._remove(set(self._own_files()) - there)
             raise
+        self._keeper = asyncio.get_running_loop().create_task(self._keep_files())
         log.info("shard_started", extra={"node": self._config.node_id, "address": self._peer_address})
         return self.holder()
 
     async def _start(self) -> None:
+        """What can be known is checked before memory is taken."""
         config = self._config
         self._tls = open_tls(config.tls_dir)
         check_lookups(config.lookup_addresses, tls=self._tls is not None, allow_plaintext=config.allow_plaintext)
+        tenants = open_tenants(config.tenants_file)
+        geometry = plan_geometry(config.pool_bytes, config.slab_bytes)
+        kind, make_transport = _choose_transport(config)
+        check_listener(self._peers_at(), self._tls, allow_plaintext=config.allow_plaintext)
         directory = discovery.node_directory(config.service, config.node_id, config.runtime_root)
         make_directory(directory)
         socket_path = discovery.shard_socket(config.service, config.node_id, config.runtime_root)
@@ -138,17 +153,15 @@ class ShardServer:
                 self._tls,
             )
             self._directory = ShardDirectory(config.lookup_addresses, self._inventory, self._tls, secret, mirror)
-        tenants = open_tenants(config.tenants_file)
-        geometry = plan_geometry(config.pool_bytes, config.slab_bytes)
-        kind, make_transport = _choose_transport(config)
         self._pool = await PoolRuntime.open(
             PoolConfig(
                 config.node_id,
                 segment_path(config.service, config.node_id, config.segment_directory),
                 geometry,
                 config.lease_seconds,
-                # A new segment (the machine rebooted) must still come after every epoch anybody has seen.
-                epoch_floor=int(time.time()),
+                # A new segment (the machine rebooted) must still come after every epoch anybody has seen, and the
+                # clock may have been set back.
+                epoch_floor=max(discovery.last_epoch(directory) + 1, int(self._wall_clock())),
                 tenants={} if tenants is None else tenants.current.limits(room_of(geometry)),
                 eviction=config.eviction,
             ),
@@ -156,12 +169,12 @@ class ShardServer:
             directory=self._directory,
             peers=PeerClient(kind, config.node_id, tls=self._tls, secret=secret),
         )
+        discovery.keep_epoch(directory, self._pool.epoch)
         self._door = Door(tenants, self._pool)
         self._door.start()
         await self._listen(socket_path)
         self._socket_path = socket_path
         self._register(config.lookup_addresses)
-        self._keeper = asyncio.get_running_loop().create_task(self._keep_files())
         if self._directory is not None:
             self._directory.start(self.holder, config.heartbeat_seconds, self._superseded)
 
@@ -209,8 +222,10 @@ class ShardServer:
         pool, directory = self._pool, self._directory
         all_ended = True
         try:
-            if self._keeper is not None:  # first: it would make the files again
-                all_ended &= await _end("files", end_tasks([self._keeper]), PART_END_SECONDS)
+            keeper = self._keeper
+            if keeper is not None and keeper is not asyncio.current_task():  # first: it would make the files again
+                self._keeper = None
+                all_ended &= await _end("files", end_tasks([keeper]), PART_END_SECONDS)
             if record is not None:
                 record.unlink(missing_ok=True)
             if self._leaver is not None:
@@ -227,7 +242,7 @@ class ShardServer:
             if pool is not None:
                 all_ended &= await _end("pool", pool.close(), POOL_END_SECONDS)
         finally:
-            self._pool = self._directory = self._leaver = self._keeper = None
+            self._pool = self._directory = self._leaver = None
             if record is not None:
                 record.unlink(missing_ok=True)
             if directory is not None:
@@ -238,12 +253,19 @@ class ShardServer:
         return all_ended
 
     def _remove_files(self, leaving: bool) -> None:
+        if leaving:
+            self._remove(self._own_files())
+
+    def _own_files(self) -> list[Path]:
+        """In the node's directory, beside the record."""
         directory = discovery.node_directory(self._config.service, self._config.node_id, self._config.runtime_root)
-        if not leaving or not directory.is_dir():
-            return
-        names = (discovery.SOCKET_NAME, discovery.PEER_SOCKET_NAME, discovery.SECRET_NAME, discovery.MIRROR_NAME)
-        for path in [directory / name for name in names]:
-            path.unlink(missing_ok=True)
+        return [directory / name for name in discovery.OWN_NAMES]
+
+    def _remove(self, files: Iterable[Path]) -> None:
+        for path in files:
+            with contextlib.suppress(NotADirectoryError):
+                path.unlink(missing_ok=True)
+        directory = discovery.node_directory(self._config.service, self._config.node_id, self._config.runtime_root)
         for empty in (directory, directory.parent):
             with contextlib.suppress(OSError):  # somebody else's files: they stay
                 empty.rmdir()
@@ -261,7 +283,7 @@ class ShardServer:
         stats = self.pool.stats()
         if self._directory is not None:
             stats.counters.update(self._directory.counters)
-        stats.counters["runtime_files_remade"] = self._remade
+        stats.counters.update(self._counters)
         return stats
 
     def set_lookup_addresses(self, addresses: Sequence[str]) -> None:
@@ -287,25 +309,30 @@ class ShardServer:
 
     async def _listen(self, socket_path: str) -> None:
         """Both listeners serve everything operators need; only the Unix socket serves engines."""
+        await self._serve(f"unix:{socket_path}", with_engines=True)
+        self._peer_address = await self._serve(self._peers_at(), with_engines=False)
+        if not self._peer_address.startswith("unix:"):
+            self._peer_port = int(self._peer_address.rpartition(":")[2])
+
+    def _peers_at(self) -> str:
+        """Where to listen for other shards."""
         config = self._config
-        peers = local_or_tcp(
-            config.peer_host, config.peer_port,
+        return local_or_tcp(
+            config.peer_host, self._peer_port,
             discovery.peer_socket(config.service, config.node_id, config.runtime_root),
             tls=self._tls is not None, allow_plaintext=config.allow_plaintext,
         )  # fmt: skip
-        await self._serve(f"unix:{socket_path}", with_engines=True)
-        self._peer_address = await self._serve(peers, with_engines=False)
 
     async def _serve(self, address: str, *, with_engines: bool) -> str:
         """Returns the address to call."""
         server = await self._server(with_engines=with_engines)
         called = listen(server, address, self._tls, allow_plaintext=self._config.allow_plaintext)
         await server.start()
-        self._servers.append(server)
         return called
 
     async def _server(self, *, with_engines: bool) -> grpc.aio.Server:
         server = grpc.aio.server(options=server_options(LISTS_BYTES_MAX), maximum_concurrent_rpcs=CALLS_MAX)
+        self._servers.append(server)
         gate = Gate()
         assert self._door is not None
         services = shard_pb2.DESCRIPTOR.services_by_name
@@ -328,12 +355,15 @@ class ShardServer:
         return server
 
     async def _keep_files(self) -> None:
-        """Whatever cleans the runtime directory takes neither the service nor the node's name from it."""
+        """Whatever cleans the runtime directory or shared memory, as systemd-logind does at a logout, takes neither the
+        service nor the node's name from it: noticed within a heartbeat."""
         complained = ""
         while True:
             await asyncio.sleep(self._config.heartbeat_seconds)
             try:
-                if await asyncio.to_thread(self._lacks_files):
+                if self._leaver is None and not self.pool.is_linked():
+                    await self._replace_segment()
+                elif await asyncio.to_thread(self._lacks_files):
                     await self._remake_files()
                     complained = ""
             except (KVServiceError, OSError) as error:
@@ -345,7 +375,7 @@ class ShardServer:
 
     def _lacks_files(self) -> bool:
         directory = Path(self._socket_path).parent
-        own = [directory / discovery.RECORD_NAME, directory / discovery.SECRET_NAME]
+        own = [directory / name for name in (discovery.RECORD_NAME, discovery.SECRET_NAME, discovery.EPOCH_NAME)]
         return not all(path.exists() for path in own) or not all(map(is_bound, self._addresses()))
 
     async def _remake_files(self) -> None:
@@ -353,17 +383,38 @@ class ShardServer:
         directory = Path(self._socket_path).parent
         make_directory(directory)
         discovery.keep_secret(directory, self._secret)
+        discovery.keep_epoch(directory, self.pool.epoch)
         for address in self._addresses():
             if not is_bound(address):
                 await self._serve(address, with_engines=address == f"unix:{self._socket_path}")
         if self._directory is not None:
             self._directory.relink_mirror()
         self._register(self._lookup_addresses)
-        self._remade += 1
+        self._counters["runtime_files_remade"] += 1
         log.warning("runtime_files_remade", extra={"directory": str(directory)})
 
     def _addresses(self) -> tuple[str, str]:
         return f"unix:{self._socket_path}", self._peer_address
+
+    async def _replace_segment(self) -> None:
+        """A boot of its own, with new memory: engines lose their attachments, let the old memory go and attach again.
+        Until there is room for it this node has no pool."""
+        log.critical("segment_removed", extra={"node": self._config.node_id})
+        self._counters["segments_replaced"] += 1
+        self.pool.retire()
+        pause = self._config.heartbeat_seconds
+        while True:
+            await self.stop(leaving=False)
+            try:
+                await self._start()
+            except Exception as error:  # task boundary: nobody else starts it again
+                unexpected = not isinstance(error, KVServiceError)
+                log.error("segment_not_replaced", extra={"reason": str(error)}, exc_info=unexpected)
+            else:
+                break
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, REPLACE_SECONDS_MAX)
+        log.warning("segment_replaced", extra={"node": self._config.node_id, "epoch": self.pool.epoch})
 
     def _inventory(self) -> list[tuple[BlockKey, SpanRoute]]:
         return [] if self._pool is None else self._pool.inventory()

@@ -15,6 +15,7 @@ import contextlib
 import ipaddress
 import logging
 import os
+import socket
 import ssl
 import threading
 import time
@@ -147,9 +148,8 @@ def listen(server: grpc.aio.Server, address: str, tls: TlsFiles | None, *, allow
     ConfigError for that, and for an address that cannot be bound."""
     if address.startswith("unix:"):
         return _listen_locally(server, address)
+    _check_plaintext(address, tls, allow_plaintext)
     if tls is None:
-        if not allow_plaintext:
-            raise plaintext_refused(f"{address} would be served without TLS")
         log.warning(
             "plaintext_listener: %s is served without TLS, and whoever reaches it can read and remove blocks: set "
             "KVSERVICE_TLS_DIR everywhere (%s), or keep the network closed",
@@ -195,6 +195,29 @@ def _listen_locally(server: grpc.aio.Server, address: str) -> str:
     finally:
         os.umask(previous)
     return address
+
+
+def check_listener(address: str, tls: TlsFiles | None, *, allow_plaintext: bool) -> None:
+    """Whether `listen` could have this port now. Raises ConfigError as it does, and keeps nothing."""
+    if address.startswith("unix:"):
+        return
+    _check_plaintext(address, tls, allow_plaintext)
+    host, _, port = address.rpartition(":")
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+            probe.listen(1)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {address}: {error.strerror}") from error
+
+
+def _check_plaintext(address: str, tls: TlsFiles | None, allow_plaintext: bool) -> None:
+    if tls is None and not allow_plaintext:
+        raise plaintext_refused(f"{address} would be served without TLS")
 
 
 def open_channel(address: str, tls: TlsFiles | None, options: Options = CHANNEL_OPTIONS) -> grpc.aio.Channel:

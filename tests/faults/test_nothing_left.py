@@ -1,0 +1,301 @@
+"""What a start that fails, an engine that is killed and a segment that somebody removes leave behind: nothing, and a
+service that goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvservice.client.shard import ShardClient
+from kvservice.connector.session import Session
+from kvservice.errors import ConfigError, SegmentError, TransferError, Unavailable
+from kvservice.lookup.server import LookupServer
+from kvservice.memory.segment import Segment
+from kvservice.shard import server as module
+from kvservice.shard.server import DEV_SHM, ShardServer, ShardServerConfig
+from kvservice.transfer.base import Transport
+from kvservice.units import GiB, MiB, NodeId
+from tests.faults.rounds import rounds
+from tests.integration.engine import Engine, chain, spec
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
+
+TOO_MUCH = 100_000 * GiB  # whoever is asked to reserve it says so
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    found = Path(tempfile.mkdtemp(prefix="kvs-"))
+    yield found
+    shutil.rmtree(found, ignore_errors=True)
+
+
+@pytest.fixture
+def config(root: Path) -> Iterator[ShardServerConfig]:
+    service = f"t{uuid.uuid4().hex[:8]}"
+    yield ShardServerConfig(
+        service, NodeId("n"), 4 * MiB, (), root, slab_bytes=1 << 20, transport="shm", heartbeat_seconds=0.05,
+        allow_plaintext=True,
+    )  # fmt: skip
+    for path in DEV_SHM.glob(f"kvservice-{service}-*"):
+        path.unlink()
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        yield listener.getsockname()[1]
+
+
+def everything(config: ShardServerConfig) -> set[str]:
+    assert config.runtime_root is not None
+    files = {str(path) for path in config.runtime_root.rglob("*")}
+    return files | {str(path) for path in DEV_SHM.glob(f"kvservice-{config.service}-*")}
+
+
+async def eventually(is_so: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.005)
+
+
+# -- a start that fails ----
+
+
+@pytest.mark.parametrize("what", ["port", "plaintext", "certificates", "transport", "tenants"])
+async def test_what_can_be_known_before_is_said_before_memory_is_reserved(
+    config: ShardServerConfig, taken_port: int, root: Path, what: str
+) -> None:
+    config = replace(config, pool_bytes=TOO_MUCH, **{
+        "port": {"peer_port": taken_port},
+        "plaintext": {"peer_host": "0.0.0.0", "allow_plaintext": False},
+        "certificates": {"tls_dir": str(root / "none")},
+        "transport": {"transport": "pigeon"},
+        "tenants": {"tenants_file": str(root / "none.json")},
+    }[what])  # type: ignore[arg-type]  # fmt: skip
+    before = everything(config)
+    with pytest.raises(ConfigError):
+        await ShardServer(config).start()
+    assert everything(config) == before
+
+
+def _breaks(*arguments: object, **options: object) -> Transport:
+    raise TransferError("no such device")
+
+
+@pytest.mark.parametrize("what", ["memory", "transport", "a listener"])
+async def test_a_start_that_fails_later_leaves_nothing(
+    config: ShardServerConfig, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    if what == "memory":
+        config = replace(config, pool_bytes=TOO_MUCH)
+    elif what == "transport":
+        monkeypatch.setattr(module, "SharedMemoryTransport", _breaks)
+    else:
+        monkeypatch.setattr(module, "listen", _breaks)
+    with pytest.raises(SegmentError if what == "memory" else TransferError):
+        await ShardServer(config).start()
+    assert everything(config) == set()
+    monkeypatch.undo()
+    if what != "memory":
+        server = ShardServer(config)
+        await server.start()
+        await server.stop()
+
+
+async def test_a_start_that_fails_keeps_the_blocks_that_were_kept_for_it(
+    config: ShardServerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = ShardServer(config)
+    await server.start()
+    engine = await Engine.attach(server.pool)
+    await engine.store(chain(1, 5))
+    engine.let_go()
+    await server.stop(keep_segment=True)
+    monkeypatch.setattr(module, "listen", _breaks)
+    with pytest.raises(TransferError):
+        await ShardServer(config).start()
+    monkeypatch.undo()
+    server = ShardServer(config)
+    await server.start()
+    assert server.pool.accounting()[0]["sealed"] == 5
+    await server.stop()
+    assert everything(config) == set()
+
+
+def test_a_shard_process_that_cannot_have_its_port_leaves_nothing(config: ShardServerConfig, taken_port: int) -> None:
+    words = ["--service", config.service, "--node", "n", "--pool", "256MiB", "--port", str(taken_port)]
+    words += ["--runtime-root", str(config.runtime_root)]
+    environment = {**os.environ, "KVSERVICE_ALLOW_PLAINTEXT": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "kvservice.shard", *words], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert ended.returncode != 0
+    assert str(taken_port) in ended.stderr
+    assert everything(config) == set()
+
+
+# -- an embedded pool ----
+
+EMBEDDED = """
+import asyncio, sys
+from kvservice.connector.options import ConnectorOptions
+from kvservice.connector.pools import choose_pool
+from kvservice.memory.segment import Segment
+from tests.integration.engine import Engine, spec
+
+async def main():
+    choice = choose_pool(ConnectorOptions.parse({"mode": "embedded", "memory": "64MiB"}), spec())
+    engine = await Engine.attach(await choice.open(), choice.spec)
+    print(engine.attachment.segment_path, engine.segment.geometry.slab_bytes, engine.segment.geometry.slab_count)
+    sys.stdout.flush()
+    sys.stdin.read()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_engine_with_a_pool_of_its_own_leaves_nothing_however_it_ends(number: signal.Signals) -> None:
+    free = os.statvfs(DEV_SHM).f_bavail
+    files = set(DEV_SHM.iterdir())
+    engine = subprocess.Popen(
+        [sys.executable, "-c", EMBEDDED], stdout=subprocess.PIPE, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert engine.stdout is not None
+    assert engine.stdout.readline().startswith(b"/proc/")
+    assert set(DEV_SHM.iterdir()) == files
+    page = os.statvfs(DEV_SHM).f_frsize
+    assert (free - os.statvfs(DEV_SHM).f_bavail) * page > 32 * MiB
+    engine.send_signal(number)
+    engine.communicate(timeout=60)
+    assert (free - os.statvfs(DEV_SHM).f_bavail) * page < MiB
+
+
+# -- a segment that somebody removes ----
+
+
+@contextlib.asynccontextmanager
+async def serving(config: ShardServerConfig) -> AsyncIterator[ShardServer]:
+    server = ShardServer(config)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+def epoch_of(server: ShardServer) -> int:
+    """0 while there is no pool."""
+    try:
+        return int(server.pool.epoch)
+    except Unavailable:
+        return 0
+
+
+async def test_a_segment_that_was_removed_is_made_again_and_engines_attach_again(config: ShardServerConfig) -> None:
+    segment = DEV_SHM / f"kvservice-{config.service}-n"
+    async with serving(config) as server:
+        session = Session(
+            lambda: _client(str(config.runtime_root / config.service / "n" / "shard.sock")),  # type: ignore[operator]
+            spec(), lambda: True,
+        )  # fmt: skip
+        await asyncio.to_thread(session.start, 20.0)
+        for played in range(rounds(2, failed_before=1.0, campaign=10)):
+            await eventually(lambda: session.attachment is not None, "the engine to attach")
+            attachment = session.attachment
+            assert attachment is not None
+            mapped = Segment.attach(Path(attachment.segment_path), attachment.geometry)
+            before = server.pool.epoch
+            segment.unlink()
+            await eventually(lambda: epoch_of(server) > before, "a new segment")  # noqa: B023
+            assert segment.exists()
+            assert server.stats().counters["segments_replaced"] == played + 1
+            assert mapped.current_epoch() == 0, "whoever has the old one mapped is told"
+            mapped.close()
+            await eventually(
+                lambda: session.attachment is not None and session.attachment.epoch > before,  # noqa: B023
+                "the engine to attach again",
+            )
+        engine = await Engine.attach(server.pool)
+        keys = chain(2, 3)
+        await engine.store(keys)
+        assert len((await engine.read_all(keys)).blocks) == 3
+        engine.let_go()
+        await asyncio.to_thread(session.close)
+    assert everything(config) == set()
+
+
+async def _client(path: str) -> ShardClient:
+    return ShardClient(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+async def test_a_new_segment_waits_for_the_room_of_the_old_one(config: ShardServerConfig, tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(tmp_path)], check=True)
+    try:
+        config = replace(config, pool_bytes=8 * MiB, segment_directory=tmp_path)
+        async with serving(config) as server:
+            attachment = await server.pool.attach(spec(), lambda reason: None)
+            mapped = Segment.attach(Path(attachment.segment_path), attachment.geometry)
+            before = server.pool.epoch
+            Path(attachment.segment_path).unlink()
+            await eventually(lambda: epoch_of(server) == 0, "the shard to notice")
+            await asyncio.sleep(0.3)
+            assert epoch_of(server) == 0, "there is no room beside what an engine has mapped"
+            mapped.close()
+            await eventually(lambda: epoch_of(server) > before, "a new segment")
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+# -- boot epochs ----
+
+
+@pytest.mark.parametrize("loses", ["nothing", "the segment", "the segment and its clock an hour"])
+async def test_boot_epochs_grow_whatever_the_clock_says(config: ShardServerConfig, loses: str) -> None:
+    now = time.time() + (3600 if loses.endswith("hour") else 0)
+    epochs = []
+    for _ in range(3):
+        server = ShardServer(config, wall_clock=lambda: now)  # noqa: B023
+        epochs.append(int((await server.start()).epoch))
+        await server.stop(leaving=False)  # as a crash: it says no farewell
+        if loses != "nothing":
+            (DEV_SHM / f"kvservice-{config.service}-n").unlink()
+        if loses.endswith("hour"):
+            now -= 3600
+    assert epochs == sorted(set(epochs)), epochs
+
+
+async def test_the_directory_takes_a_node_back_whose_clock_went_back(config: ShardServerConfig, root: Path) -> None:
+    lookup = LookupServer("127.0.0.1:0")
+    port = await lookup.start()
+    address = port if isinstance(port, str) else f"127.0.0.1:{port}"
+    config = replace(config, lookup_addresses=(address,))
+    try:
+        for ahead in (3600, 0):
+            server = ShardServer(config, wall_clock=lambda: time.time() + ahead)  # noqa: B023
+            await server.start()
+            await asyncio.sleep(1.0)  # many heartbeats: it would have been told by now that it is not the newest
+            heard = [member.holder.epoch for member in lookup._index.membership.members()]
+            assert heard == [server.pool.epoch]
+            assert not server.pool.draining
+            await server.stop(leaving=False)
+            (DEV_SHM / f"kvservice-{config.service}-n").unlink()
+    finally:
+        await lookup.stop()
