@@ -283,10 +283,8 @@ async def test_boot_epochs_grow_whatever_the_clock_says(config: ShardServerConfi
 
 
 async def test_the_directory_takes_a_node_back_whose_clock_went_back(config: ShardServerConfig, root: Path) -> None:
-    lookup = LookupServer("127.0.0.1:0")
-    port = await lookup.start()
-    address = port if isinstance(port, str) else f"127.0.0.1:{port}"
-    config = replace(config, lookup_addresses=(address,))
+    lookup = LookupServer(f"unix:{root}/lookup/0.sock")
+    config = replace(config, lookup_addresses=(await lookup.start(),))
     try:
         for ahead in (3600, 0):
             server = ShardServer(config, wall_clock=lambda: time.time() + ahead)  # noqa: B023
