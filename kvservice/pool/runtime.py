@@ -48,6 +48,7 @@ from kvservice.memory.liveness import claim
 from kvservice.memory.segment import Segment
 from kvservice.observe.failpoints import failpoint
 from kvservice.pool.digests import Digests
+from kvservice.pool.opening import close_new, open_segment
 from kvservice.pool.outside import DirectoryPort, Outside
 from kvservice.pool.ports import Claim, MemoryPort, PoolConfig, PullerPort
 from kvservice.transfer.base import Transport
@@ -59,20 +60,6 @@ log = logging.getLogger("kvservice.pool")
 LIVENESS_POLL_SECONDS = 0.5
 CHECK_SECONDS = 5.0
 CHECK_SLOTS_MAX = 20_000  # a full check of more slots would hold the loop for too long
-
-
-def _segment_of(config: PoolConfig) -> Segment:
-    if config.segment_path is None:
-        return Segment.nameless(config.directory, config.geometry, config.node_id)
-    return Segment.create(config.segment_path, config.geometry, config.node_id, epoch_floor=config.epoch_floor)
-
-
-def _discard(making: asyncio.Future[Segment]) -> None:
-    if not making.cancelled() and making.exception() is None:
-        segment = making.result()
-        segment.close()
-        if not segment.existed:
-            segment.unlink()
 
 
 class PoolRuntime:
@@ -133,12 +120,9 @@ class PoolRuntime:
         Raises SegmentError when the memory cannot be had, ServiceConflict when another process owns the segment,
         TransferError when the transport cannot start.
         """
-        making = asyncio.ensure_future(asyncio.to_thread(_segment_of, config))
-        try:
-            segment = await asyncio.shield(making)
-        except asyncio.CancelledError:
-            making.add_done_callback(_discard)  # the thread goes on, and nobody else would hear of what it made
-            raise
+        segment = await open_segment(
+            config.segment_path, config.directory, config.geometry, config.node_id, config.epoch_floor
+        )
         puller: Puller | None = None
         try:
             if transport is not None:
@@ -149,9 +133,7 @@ class PoolRuntime:
         except BaseException:
             if puller is not None:
                 puller.close()
-            segment.close()
-            if not segment.existed:
-                segment.unlink()
+            close_new(segment)
             raise
         return runtime
 

@@ -1,0 +1,38 @@
+"""Opens the memory of a pool on a thread: reserving it takes seconds."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from kvservice.core.geometry import Geometry
+from kvservice.memory.segment import Segment
+
+
+async def open_segment(path: Path | None, directory: Path, geometry: Geometry, node_id: str, epoch: int) -> Segment:
+    """The segment at `path`, in a boot epoch of `epoch` at least; without a path memory without a name in `directory`.
+    Raises as Segment.create does. Leaves nothing when it is cancelled."""
+
+    def make() -> Segment:
+        if path is None:
+            return Segment.nameless(directory, geometry, node_id)
+        return Segment.create(path, geometry, node_id, epoch_floor=epoch)
+
+    making = asyncio.ensure_future(asyncio.to_thread(make))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(_discard)  # the thread goes on, and nobody else would hear of what it made
+        raise
+
+
+def _discard(making: asyncio.Future[Segment]) -> None:
+    if not making.cancelled() and making.exception() is None:
+        close_new(making.result())
+
+
+def close_new(segment: Segment) -> None:
+    """After a start that failed: unmap, and remove it unless it has blocks of an earlier boot."""
+    segment.close()
+    if not segment.existed:
+        segment.unlink()
