@@ -29,7 +29,8 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
     except asyncio.CancelledError:
         await end_tasks([task])
         raise
-    await end_tasks([task])
+    if not task.done():
+        await end_tasks([task])
     if task.cancelled():
         raise asyncio.TimeoutError
     return task.result()
