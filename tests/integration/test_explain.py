@@ -141,7 +141,9 @@ async def test_what_was_handed_off_says_from_where_and_how_long_it_took(cluster:
     keys, handoff = chain(next(seeds), 5), Handoff(HandoffId(os.urandom(16)), NodeId("n0"))
     async with At(cluster, "n0") as writer, At(cluster, reading) as reader:
         await writer.pool.open_handoff(writer.attachment.attachment_id, handoff.handoff_id)
-        asked = asyncio.create_task(reader.read_all(keys, request_id=f"handed-{reading}", handoff=handoff))
+        asked = asyncio.create_task(
+            reader.read_all(keys, request_id=f"handed-{reading}", handoff=handoff, timeout=30.0)
+        )
         await asyncio.sleep(0.3)
         await writer.store(keys)
         await asked
