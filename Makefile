@@ -38,7 +38,7 @@ LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/he
 BENCHMARKS := $(filter-out __init__ report summary figures layerwise_link mirror_reads,$(basename $(notdir $(wildcard benchmarks/*.py))))
 FAST := not ray and not vllm and not netns and not helm and not sim
 
-.PHONY: help install native model lock protos check lint tidy format test-fast test test-all sim faults fuzz stand-in-driver demo demo-pd demo-serve bench bench-peers figures gpu-carry gpu helm chart-readme audit wheel release clean distclean
+.PHONY: help install native model lock protos check lint tidy format test-fast test test-all sim faults mutants fuzz stand-in-driver demo demo-pd demo-serve bench bench-peers figures gpu-carry gpu helm chart-readme audit wheel release clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -102,6 +102,10 @@ test-all: $(INSTALLED) $(MODEL) ## Every test, also what is slow by nature, and 
 
 sim: $(INSTALLED) ## The simulator: thousands of schedules of faults, and the planted bugs that it must find
 	$(BIN)/python -m pytest -m sim tests/sim
+
+SEED ?= 1
+mutants: $(INSTALLED) ## Twenty small faults in lines drawn at random (SEED=1), each against the near tests: all are to be noticed
+	$(BIN)/python -m tests.mutants --seed $(SEED)
 
 faults: $(INSTALLED) $(MODEL) ## Every attack that once succeeded, as often as it takes to be certain that it fails now
 	KVSERVICE_FAULT_ROUNDS=certain $(BIN)/python -m pytest --timeout 3600 tests/faults

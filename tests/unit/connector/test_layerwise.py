@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvservice.connector.copier import BlockCopier
-from kvservice.connector.layerwise import LAYERS_AHEAD, BlockRun, HostLayers, LayerwiseWorker, runs_of
+from kvservice.connector.layerwise import LAYERS_AHEAD, BlockRun, CudaLayers, HostLayers, LayerwiseWorker, runs_of
 from kvservice.connector.mover import InlineMover
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, StepPlan, StorePlan
@@ -327,3 +327,32 @@ def test_store_of_an_earlier_boot_is_not_written(segment: Segment, started: list
     save(segment, worker, [CopyEntry(2, ref, KEY)])
     assert not outcome(worker)
     assert bytes(segment.payload(ref.slot, LAYOUT.payload_bytes)) == before
+
+
+@pytest.mark.parametrize("heads", [range(HEADS), range(1, HEADS)])
+def test_layers_on_a_device_move_the_same_bytes_as_layers_of_the_host(segment: Segment, heads: range) -> None:
+    """On a GPU they go through a buffer there; the same code runs on tensors of the host."""
+    first, second = (segment.geometry.payload_offset(slot_index(0, i), LAYOUT.payload_bytes) for i in (0, 1))
+    runs, own = [BlockRun(1, first, second - first, 2)], engine_tensors(ORDERS["LBHNC"], len(heads))
+    slots = slice(first, second + LAYOUT.payload_bytes)
+    empty = bytes(slots.stop - slots.start)
+    found_by: tuple[type[HostLayers] | type[CudaLayers], ...] = (HostLayers, CudaLayers)
+    found: dict[type, tuple[bytes, list[torch.Tensor]]] = {}
+    for kind in found_by:
+        tensors = [layer.clone() for layer in own]
+        copier = BlockCopier(tensors, heads)
+        segment.buffer[slots] = empty
+        copier.bind(segment.buffer, LAYOUT)
+        layers = kind(copier, info(segment))
+        for layer in range(LAYERS):
+            layers.copy(Direction.STORE, layer, runs)
+        stored = bytes(segment.buffer[slots])
+        for tensor in tensors:
+            tensor.zero_()
+        for layer in range(LAYERS):
+            layers.copy(Direction.LOAD, layer, runs)
+        found[kind] = stored, [tensor.clone() for tensor in tensors]
+        copier.unbind()
+    assert found[HostLayers][0] == found[CudaLayers][0] != empty
+    for ours, theirs in zip(found[HostLayers][1], found[CudaLayers][1], strict=True):
+        assert torch.equal(ours[1:3], theirs[1:3]) and bool(ours[1:3].any())

@@ -52,3 +52,20 @@ async def test_an_answer_that_meets_the_cancellation_of_its_caller_is_given_back
     async with asyncio.timeout(20):
         while runtime._state.lease_count:
             await asyncio.sleep(0.01)
+
+
+async def test_a_pool_ends_what_it_has_under_way_before_it_is_closed(runtime: PoolRuntime) -> None:
+    """Or a digest would read a segment that is not mapped any more."""
+    began, ended = asyncio.Event(), list[str]()
+
+    async def endless() -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("work")
+
+    runtime._spawn(endless())
+    await began.wait()
+    await runtime.close()
+    assert ended == ["work"]

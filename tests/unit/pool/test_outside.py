@@ -1,0 +1,36 @@
+"""Every question that the core asks of other nodes is answered by an event, also where there is nobody to ask."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+
+from kvservice.core import actions as act
+from kvservice.core import events as ev
+from kvservice.core.messages import Handoff
+from kvservice.pool.outside import Outside
+from kvservice.testing.builders import make_chain, make_holder
+from kvservice.units import HandoffId, NodeId
+
+CHAIN, PEER = make_chain(2), make_holder("peer")
+HANDOFF = Handoff(HandoffId(b"h" * 16), NodeId("peer"))
+
+
+@pytest.fixture
+def alone() -> Outside:
+    return Outside(NodeId("me"), None, None, time.monotonic, Counter())
+
+
+async def test_without_a_directory_nothing_is_found_and_it_is_said_that_nobody_was_asked(alone: Outside) -> None:
+    assert await alone.resolve(act.Resolve(3, CHAIN, 0, 1.0)) == ev.Resolved(3, (), complete=False)
+    assert await alone.find_takers(act.FindTakers(())) == ev.TakersFound((), {})
+
+
+async def test_without_peers_every_call_to_one_fails_and_ends(alone: Outside) -> None:
+    located = await alone.locate(act.Locate(3, PEER, CHAIN, 1.0))
+    followed = await alone.follow(act.Follow(4, 5, HANDOFF, CHAIN, 1.0))
+    assert isinstance(located, ev.Located) and (located.fetch, located.result) == (3, None)
+    assert isinstance(followed, ev.Followed) and (followed.follow, followed.op, followed.result) == (4, 5, None)
+    assert await alone.offer(act.Offer(6, PEER, 1, (), 1.0)) == ev.Offered(6, None)
