@@ -18,6 +18,7 @@ from rich.console import Console
 
 from kvservice.cli.demo.pd_report import HandedOff, Sample, save, show
 from kvservice.cli.demo.stage import (
+    ONE_MACHINE,
     Steps,
     Stops,
     cache_service,
@@ -46,6 +47,7 @@ def run(model: str | None, out: Path, prompt_count: int) -> None:
         steps = stack.enter_context(Steps(console, total=5 + 2 * prompt_count))
         found, transport = _measure(steps, stops, model, prompt_count)
     show(found, transport, console)
+    console.print(ONE_MACHINE)
     for path in save(found, out, transport):
         console.print(f"saved {path}")
     console.print(f"took {time.perf_counter() - started:.0f} s")

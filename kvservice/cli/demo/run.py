@@ -15,6 +15,7 @@ from rich.console import Console
 
 from kvservice.cli.demo.report import Row, save, show_gain, show_table, show_transfers
 from kvservice.cli.demo.stage import (
+    ONE_MACHINE,
     SERVICE,
     Steps,
     Stops,
@@ -44,9 +45,10 @@ def run(model: str | None, out: Path, question_count: int) -> None:
     show_table(rows, console)
     show_gain(rows, console)
     show_transfers(nodes, console)
+    console.print(ONE_MACHINE)
     equal = _compare(rows, console)
     transport = nodes[0][1]["transport"].upper()
-    title = f"one document, two vLLM replicas on two Ray nodes (CPU), blocks cross by {transport}"
+    title = f"one document, two vLLM replicas on two Ray nodes of one machine (CPU), blocks cross by {transport}"
     for path in save(rows, nodes, out, title):
         console.print(f"saved {path}")
     console.print(f"took {time.perf_counter() - started:.0f} s")
