@@ -49,6 +49,9 @@ LOGOUT_ADVICE = (
     "system user; a shard that loses its segment makes a new, empty one"
 )
 HUGE_ADVICE = "as root, before the service starts: mount -o remount,huge=within_size /dev/shm; docs/performance.md"
+NETWORK_FILE_SYSTEMS = frozenset(
+    {"cifs", "smb3", "9p", "ceph", "lustre", "glusterfs", "beegfs", "gpfs", "sshfs", "afs"}
+)
 RAY_TOKEN = Path("~/.ray/auth_token")
 RAY_CURRENT = Path("/tmp/ray/ray_current_cluster")  # where `ray start` notes the address that "auto" means
 
@@ -67,8 +70,8 @@ Probe = Callable[[], Iterable[Check]]
 def run_checks() -> list[Check]:
     """Blocks for up to a minute: NIXL moves real bytes."""
     probes: list[Probe] = [
-        python, packages, settings, shared_memory, logout, huge_pages, locked_memory, nixl, block_keys, engine_hash,
-        clock, tls, ray_cluster, service_parts,
+        python, packages, settings, runtime_directory, shared_memory, logout, huge_pages, locked_memory, nixl,
+        block_keys, engine_hash, clock, tls, ray_cluster, service_parts,
     ]  # fmt: skip
     return [check for probe in probes for check in guarded(probe)]
 
@@ -135,6 +138,38 @@ def settings() -> Iterator[Check]:
     yield Check("settings", OK, f"service '{config.service}', {format_bytes(config.pool_bytes)} a node by default")
 
 
+def runtime_directory() -> Iterator[Check]:
+    """Where the sockets are: nobody else may change it, and no other machine may share it."""
+    from kvservice.client.discovery import default_runtime_root
+    from kvservice.errors import ConfigError
+    from kvservice.private_files import check_directory
+
+    try:
+        root = default_runtime_root()
+        check_directory(root)
+    except ConfigError as error:
+        yield Check("runtime_directory", PROBLEM, error.message)
+        return
+    kind = file_system_of(root)
+    if kind.rpartition(".")[2] in NETWORK_FILE_SYSTEMS or kind.startswith("nfs"):
+        advice = "set KVSERVICE_RUNTIME_DIR to a directory of this machine: machines that share one mix up their shards"
+        yield Check("runtime_directory", WARNING, f"{root} is on {kind}, which other machines may share", advice)
+    else:
+        yield Check("runtime_directory", OK, f"{root} on {kind}, which only this user and root can change")
+
+
+def file_system_of(path: Path, mounts: str | None = None) -> str:
+    """The kind of file system that this path is on, or would be; 'unknown' where /proc does not tell."""
+    text = Path("/proc/self/mounts").read_text() if mounts is None else mounts
+    found, deepest = "unknown", -1
+    for line in text.splitlines():
+        _, place, kind, *_ = line.split()
+        at = Path(place.replace("\\040", " "))
+        if (path == at or at in path.parents) and len(at.parts) >= deepest:
+            found, deepest = kind, len(at.parts)
+    return found
+
+
 def tls() -> Iterator[Check]:
     from kvservice.cli.members import tls_beside
     from kvservice.client.discovery import find_shards
@@ -147,11 +182,12 @@ def tls() -> Iterator[Check]:
         yield Check("tls", PROBLEM, error.message, "`kvservice certs DIR --renew`, or correct KVSERVICE_TLS_DIR")
         return
     if files is None:
-        detail = "no KVSERVICE_TLS_DIR: a service started here is plaintext"
         if tls_of_environment()[1]:
-            yield Check("tls", WARNING, f"{detail}, also to others, as KVSERVICE_ALLOW_PLAINTEXT says", TLS_ADVICE)
+            detail = "no KVSERVICE_TLS_DIR, and KVSERVICE_ALLOW_PLAINTEXT: a service here serves ports without TLS"
+            yield Check("tls", WARNING, detail, TLS_ADVICE)
         else:
-            yield Check("tls", ABSENT, f"{detail} and stays on this machine", TLS_ADVICE)
+            detail = "no KVSERVICE_TLS_DIR: a service started here stays on this machine, over Unix sockets"
+            yield Check("tls", ABSENT, detail, TLS_ADVICE)
     else:
         yield Check("tls", OK, f"the certificate in {files.directory} works with its key and CA")
 

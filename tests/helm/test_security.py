@@ -61,7 +61,7 @@ def test_root_file_systems_are_read_only_and_tmp_is_a_volume(values: str) -> Non
         for container in each.containers:
             assert container["securityContext"]["readOnlyRootFilesystem"] is True
             mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
-            assert "/tmp" in mounted or container["name"] == "prepare-host"
+            assert "/tmp" in mounted or container["name"] in ("prepare-host", "private-home")
             home = {item["name"]: item.get("value") for item in container.get("env", [])}.get("HOME")
             assert home is None or home in mounted
     loose = pod(rendered(values, "security.readOnlyRootFilesystem=false"), "check")

@@ -26,7 +26,9 @@ from kvservice.units import MiB
 
 EXAMPLES = Path(kvservice.__file__).parents[1] / "examples"
 POOL_BYTES = 768 * MiB
-ONE_MACHINE = "Both nodes are on this machine: blocks cross by shared memory, and no network is used. Between machines it is NIXL."
+ONE_MACHINE = (
+    "Both nodes are on this machine: blocks cross by shared memory and no network. Between machines it is NIXL."
+)
 REPLICA_START_SECONDS = 300
 CLOSE_SECONDS = 5
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
