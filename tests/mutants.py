@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
 import os
 import random
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ from enum import Enum
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import SESSION_VARIABLE, processes_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("core", "pool", "connector", "transfer", "client")
@@ -258,18 +262,22 @@ def _pytest(folder: Path, tests: list[str], seconds: float) -> tuple[int, str]:
         sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", MARKERS,
         f"--timeout={TEST_SECONDS_MAX}", *tests,
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    process = subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True, preexec_fn=_limit_memory,
-    )  # fmt: skip
-    try:
-        said, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise
-    return process.returncode, said
+    session = uuid.uuid4().hex
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", SESSION_VARIABLE: session}
+    with tempfile.TemporaryFile() as said:  # a pipe would stay open as long as any process of a test
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=_limit_memory,
+        )  # fmt: skip
+        try:
+            process.wait(timeout=seconds)
+        finally:
+            for pid in (process.pid, *processes_of(session)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+        said.seek(0)
+        return process.returncode, said.read().decode(errors="replace")
 
 
 def described(mutant: Mutant, source: bytes) -> str:
