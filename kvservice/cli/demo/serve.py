@@ -55,6 +55,13 @@ def run(model: str | None, out: Path, shape: Shape) -> None:
     log = out / "demo-serve.log"
     with output_into(log) as console:
         console.print(f"what Ray, Serve and vLLM write goes into {log}", highlight=False)
+        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+        if load > cores / 2:
+            console.print(
+                f"others use this machine (load {load:.1f} on {cores} cores): times will say more about them than "
+                "about the cache",
+                highlight=False,
+            )
         with engine_memory_removed(), performance(console) as (stack, stops):
             steps = stack.enter_context(Steps(console, total=2 + 2 * len(APPS), redirect=False))
             found = _measure(steps, stops, model, document, shape)
