@@ -8,6 +8,7 @@
     │   ├── NotAttached            NOT_ATTACHED                                  no such attachment here
     │   ├── UnsupportedLayout      LAYOUT                                        cache groups or layout not supported
     │   ├── RandomHashSeed         HASH_SEED                                     the engine's hash differs per process
+    │   ├── UnnamedWeights         WEIGHTS                                       nothing says which weights it has
     │   └── Unauthenticated        UNAUTHENTICATED   UNAUTHENTICATED             no token of a tenant, or a revoked one
     ├── Forbidden                  FORBIDDEN         PERMISSION_DENIED     no    not this role's, or another node's name
     ├── Exhausted                  EXHAUSTED         RESOURCE_EXHAUSTED    yes   no slot, quota, message too large
@@ -71,6 +72,10 @@ class UnsupportedLayout(Refused):
 
 class RandomHashSeed(Refused):
     reason = "HASH_SEED"
+
+
+class UnnamedWeights(Refused):
+    reason = "WEIGHTS"
 
 
 class Forbidden(KVServiceError):

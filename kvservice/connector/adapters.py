@@ -3,6 +3,10 @@
 vLLM names an adapter's blocks with its name and path. The content's digest is mixed into their keys here, so that an
 adapter that was trained again has blocks of its own. Files are read by a thread; until it is through, and for an
 adapter whose files changed while the engine may still have the old ones loaded, requests run without the cache.
+
+vLLM tells nobody when it loads an adapter, and that may be long before the first request. Files that have not changed
+since before the engine could load anything are those that it has loaded. Others are only believed if the operator says
+that files at one path never change.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ WEIGHTS = frozenset({".safetensors", ".bin", ".pt"})
 CONFIG_NAME = "adapter_config.json"
 PIECE_BYTES = 1 << 20
 ADAPTERS_MAX = 10_000
+CLOCK_SECONDS = 2.0  # by which the clock of a file system may be behind this machine's
 
 Stamp = tuple[tuple[str, int, int], ...]  # of each file: name, bytes, time of change in ns
 
@@ -35,21 +40,39 @@ class _Adapter:
     identity: bytes | None = None
     look_at: float = 0.0
     changed: bool = False
+    is_in_doubt: bool = False  # it may have been loaded before its files became what they are
 
 
 class Adapters:
     """`of` is called by one thread and never waits; `locate` finds the folder of a path or of a name on a hub."""
 
-    def __init__(self, locate: Callable[[str], Path | None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        locate: Callable[[str], Path | None],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        since: float | None = None,
+        files_stay: bool = False,
+    ) -> None:
+        """`since`: no adapter was loaded before, in seconds of the wall clock; None = now. `files_stay`: the operator's
+        word that the files of a path never change."""
         self._locate = locate
         self._clock = clock
+        self._since_ns = None if files_stay else int(((time.time() if since is None else since) - CLOCK_SECONDS) * 1e9)
+        self._paths: dict[int, str] = {}  # vLLM's number of an adapter -> where it was when it was first asked for
         self._adapters: dict[str, _Adapter] = {}
         self._reader = ThreadPoolExecutor(1, "kvservice-adapters")  # its thread starts with the first adapter
         self.counters: Counter[str] = Counter()
 
-    def of(self, path: str) -> bytes | None:
-        """32 bytes; None as long as it is not known, counted with the reason."""
+    def of(self, path: str, number: int = 0) -> bytes | None:
+        """32 bytes; None as long as it is not known, counted with the reason. `number`: vLLM's own, by which it finds
+        what it has loaded, whatever path a later request gives."""
         now = self._clock()
+        if number and len(self._paths) < ADAPTERS_MAX and self._paths.setdefault(number, path) != path:
+            self._paths[number] = ""  # equal to no path: either may be loaded
+        if number and self._paths.get(number) != path:
+            self.counters["adapter_ambiguous"] += 1
+            return None
         adapter = self._adapters.get(path)
         if adapter is None:
             if len(self._adapters) >= ADAPTERS_MAX:
@@ -59,6 +82,9 @@ class Adapters:
         self._take(path, adapter, now)
         if adapter.changed:
             self.counters["adapter_changed"] += 1
+            return None
+        if adapter.is_in_doubt:
+            self.counters["adapter_in_doubt"] += 1
             return None
         if adapter.work is None and now >= adapter.look_at:
             adapter.work = self._reader.submit(self._read, path, adapter.stamp or None)
@@ -77,6 +103,12 @@ class Adapters:
             if adapter.identity is not None:
                 adapter.changed = True
             adapter.look_at = now + RETRY_SECONDS
+        elif adapter.identity is None and not found[1]:
+            adapter.is_in_doubt = True
+            log.warning(
+                "adapter %s may have changed since the engine loaded it: its requests run without the cache until the "
+                'engine is restarted. If files at one path never change, say so: "adapter_files": "immutable"', path,
+            )  # fmt: skip
         elif adapter.identity is None:
             (adapter.stamp, adapter.identity), adapter.look_at = found, now + LOOK_SECONDS
         else:
@@ -89,13 +121,13 @@ class Adapters:
             )  # fmt: skip
 
     def _read(self, path: str, known: Stamp | None) -> tuple[Stamp, bytes] | None:
-        """On the thread. Reads the bytes only when nothing is known yet."""
+        """On the thread. Reads the bytes only when nothing is known yet. No identity: it is in doubt."""
         try:
             folder = self._locate(path)
             stamp = None if folder is None else stamp_of(folder)
             if folder is None or not stamp:
                 return None
-            if known is not None:
+            if known is not None or (self._since_ns is not None and changed_ns(path, folder) >= self._since_ns):
                 return stamp, b""
             identity = identity_of(folder)
             return (stamp, identity) if stamp_of(folder) == stamp else None
@@ -114,6 +146,16 @@ def stamp_of(folder: Path) -> Stamp:
     """Empty where there is no adapter. Raises OSError."""
     found = [(path.name, path.stat()) for path in _files(folder)]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
+def changed_ns(path: str, folder: Path) -> int:
+    """When anything last changed of what the path leads to: links on the way, the folder, its files. No program can set
+    these times back. Raises OSError."""
+    given = Path(path).expanduser().absolute()
+    links = [step for step in (given, *given.parents) if step.is_symlink()]
+    files = _files(folder)
+    times = [step.lstat().st_ctime_ns for step in (*links, *files, folder)]
+    return max(times + [file.stat().st_ctime_ns for file in files] + [folder.stat().st_ctime_ns])
 
 
 def identity_of(folder: Path) -> bytes:

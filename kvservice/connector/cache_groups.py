@@ -7,8 +7,10 @@ left.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
 from kvservice.connector.plan import CopyEntry
@@ -130,3 +132,22 @@ def is_whole(grouping: Grouping, result: AcquireResult) -> bool:
     return not end or [len(refs) for refs in result.sides] == [
         end - grouping.needed_from(side, end) for side in range(1, len(grouping.sides) + 1)
     ]
+
+
+def usable(
+    grouping: Grouping, result: AcquireResult, suspects: Set[BlockRef], counters: Counter[str]
+) -> AcquireResult:  # fmt: skip
+    """Cut before the first block whose bytes were found wrong: it would only fail again. With several cache groups
+    another end has other windows, so nothing is left."""
+    suspect = (i for i, ref in enumerate(result.blocks if suspects else ()) if ref in suspects)
+    index = next(suspect, None)
+    if not grouping.sides:
+        if index is None:
+            return result
+        counters["promises_cut_at_suspect"] += 1
+        return replace(result, blocks=result.blocks[:index])
+    sound = index is None and suspects.isdisjoint(chain.from_iterable(result.sides))
+    if sound and is_whole(grouping, result):
+        return result
+    counters["promises_dropped"] += 1
+    return replace(result, blocks=(), sides=())

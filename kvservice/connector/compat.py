@@ -5,8 +5,6 @@ Written against vLLM 0.32, the only version tested. Other versions differ here f
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import os
@@ -26,22 +24,40 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, group_ke
 from kvservice.connector.cache_groups import Grouping, OneGroup, SeveralGroups
 from kvservice.connector.copier import BlockCopier, GroupedCopier
 from kvservice.connector.groups import Families, Family, Spec, families
+from kvservice.connector.identity import config_fields, model_fields, text_of
 from kvservice.connector.options import ConnectorOptions, Layerwise, MoverChoice
+from kvservice.connector.weights import weights_identity
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.layout import HeadShare, SlotLayout
 from kvservice.core.messages import EngineSpec
 from kvservice.core.windows import Side
-from kvservice.errors import RandomHashSeed, UnsupportedLayout
+from kvservice.errors import RandomHashSeed, UnnamedWeights, UnsupportedLayout
 
 log = logging.getLogger("kvservice.connector")
 
 MEDIUM = "CPU"  # what vLLM's own offloading calls host memory in its events
-UNIMPORTANT_FIELDS = frozenset({"_name_or_path", "transformers_version", "_commit_hash", "architectures"})
-EDGE_BYTES = 1 << 20  # of each weight file that goes into the identity, at both ends
 
 
-def engine_spec(vllm_config: Any, cache_config: KVCacheConfig, engine_id: bytes, namespace: str) -> EngineSpec:
-    """Who this engine is to the pool. Raises UnsupportedLayout or RandomHashSeed, saying what to change."""
+def check(vllm_config: Any, cache_config: KVCacheConfig) -> None:
+    """Raises UnsupportedLayout or RandomHashSeed, saying what to change."""
+    supported(vllm_config, cache_config)
+    hash_fields(vllm_config)
+
+
+def engine_spec(
+    vllm_config: Any,
+    cache_config: KVCacheConfig,
+    engine_id: bytes,
+    namespace: str,
+    *,
+    weights: str | None = None,
+    weights_cache: Path | None = None,
+) -> EngineSpec:
+    """Who this engine is to the pool. `weights`: what they are called, where their files need not be read.
+
+    May read all files of the model. Raises UnsupportedLayout, RandomHashSeed or UnnamedWeights, saying what to change.
+    """
+    check(vllm_config, cache_config)
     found = supported(vllm_config, cache_config)
     layout = slot_layout(vllm_config, cache_config)
     sides = tuple(
@@ -54,9 +70,8 @@ def engine_spec(vllm_config: Any, cache_config: KVCacheConfig, engine_id: bytes,
     name = names[0] if isinstance(names, list) else names
     spec = found.main
     fields: dict[str, object] = {
-        "engine": f"vllm {'.'.join(vllm.__version__.split('.')[:2])}",
-        "weights": weights_identity(str(model.model), model.revision, getattr(model.hf_config, "_commit_hash", None)),
-        "config": config_digest(model.hf_text_config.to_dict()),
+        "engine": f"vllm {vllm.__version__}",
+        "weights": weights or _weights(model, weights_cache),
         "model_dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_dtype": str(spec.dtype),
@@ -68,8 +83,9 @@ def engine_spec(vllm_config: Any, cache_config: KVCacheConfig, engine_id: bytes,
         "block_tokens": layout.block_tokens,
         **_packing_fields(vllm_config, cache_config, spec),
         **_group_fields(vllm_config, cache_config, found, sides),
-        **_draft_fields(vllm_config.speculative_config),
+        **_draft_fields(vllm_config.speculative_config, weights_cache),
         **hash_fields(vllm_config),
+        **config_fields(vllm_config),
     }
     return EngineSpec(engine_id, Path(str(name)).name or str(name), Fingerprint.of(fields), layout, namespace, sides)
 
@@ -225,33 +241,6 @@ def hash_fields(vllm_config: Any) -> dict[str, object]:
     return fields
 
 
-def config_digest(config: Mapping[str, object]) -> str:
-    """Of the model's configuration as the engine uses it, overrides included; without names of files and versions."""
-    kept = {name: value for name, value in config.items() if name not in UNIMPORTANT_FIELDS}
-    text = json.dumps(kept, sort_keys=True, default=str)
-    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
-
-
-def weights_identity(model: str, revision: str | None, commit: str | None = None) -> str:
-    """For a local folder: SHA-256 over config and over size, name, first and last MiB of each weight file (reading
-    all bytes of a large model would take minutes). Otherwise the hub's name and commit, or revision if that is all."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return f"{model}@{commit or revision or 'main'}"
-    hasher = hashlib.sha256()
-    files = sorted(p for p in folder.iterdir() if p.suffix in {".safetensors", ".bin", ".pt", ".gguf"})
-    for path in [folder / "config.json", *files]:
-        if not path.is_file():
-            continue
-        size = path.stat().st_size
-        hasher.update(f"{path.name}:{size}:".encode())
-        with path.open("rb") as file:
-            hasher.update(file.read(EDGE_BYTES))
-            file.seek(max(size - EDGE_BYTES, 0))
-            hasher.update(file.read(EDGE_BYTES))
-    return f"sha256:{hasher.hexdigest()}"
-
-
 def _shard_count(vllm_config: Any, spec: Spec) -> int:
     """Different parts that the tensor-parallel ranks hold; ranks beyond them hold copies."""
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
@@ -305,12 +294,26 @@ def _group_fields(
     return fields
 
 
-def _draft_fields(speculative: Any) -> dict[str, object]:
+def _draft_fields(speculative: Any, weights_cache: Path | None) -> dict[str, object]:
     """A draft model keeps its KV in the same blocks."""
     if speculative is None or not speculative.uses_draft_model():
         return {}
     draft = speculative.draft_model_config
-    return {"draft": weights_identity(str(draft.model), draft.revision)}
+    fields: dict[str, object] = {"draft": _weights(draft, weights_cache)}
+    for name in ("quantization", "kv_cache_dtype", "attention_backend", "moe_backend"):
+        fields[f"draft.{name}"] = text_of(getattr(speculative, name, None))
+    return fields | model_fields(draft, "draft")
+
+
+def _weights(model_config: Any, cache: Path | None) -> str:
+    """Raises UnnamedWeights."""
+    if getattr(model_config, "model_weights", ""):
+        raise UnnamedWeights(
+            f"the weights come from {model_config.model_weights}, whose bytes are not read here: name them yourself "
+            'with "weights_version" in kv_connector_extra_config'
+        )
+    commit = getattr(model_config.hf_config, "_commit_hash", None)
+    return weights_identity(str(model_config.model), model_config.revision, commit, cache)
 
 
 def _cell_format(vllm_config: Any) -> str:
@@ -334,3 +337,16 @@ def block_stored(block_hash: bytes, parent: bytes | None, block_tokens: int) -> 
         medium=MEDIUM,
         lora_name=None,
     )
+
+
+def publishes_events(vllm_config: Any) -> bool:
+    events = vllm_config.kv_events_config
+    return events is not None and bool(events.enable_kv_cache_events)
+
+
+def prefer_recompute(vllm_config: Any) -> None:
+    """vLLM's default policy fails a request whose load fails; ours is that it is recomputed."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_load_failure_policy != "recompute":
+        transfer.kv_load_failure_policy = "recompute"
+        log.info("kv_load_failure_policy is set to 'recompute': a failed load costs time, not the request")

@@ -121,6 +121,12 @@ class WriterHandoffs:
             self._open[handoff].has_ended = True
             self._settle(handoff)
 
+    def end_all(self) -> None:
+        """Nothing more is stored for any of them: whoever follows one computes the rest."""
+        for handoff, writing in self._open.items():
+            self._close(writing.attachment, handoff)
+        self._open.clear()
+
     def _settle(self, handoff: HandoffId) -> None:
         writing = self._open[handoff]
         if writing.has_ended and writing.open_stores == 0:

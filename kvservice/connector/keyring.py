@@ -19,13 +19,22 @@ MakeKeys = Callable[[Sequence[BlockHash], bytes], list[BlockKey]]
 
 
 class Keyring:
-    """The keys of every request so far, by the naming of the attachment that was current when they were made."""
+    """The keys of every request so far, by the attachment and the term that were current when they were made."""
 
-    def __init__(self, make_keys: MakeKeys, block_tokens: int) -> None:
+    def __init__(self, make_keys: MakeKeys, block_tokens: int, term: bytes = b"") -> None:
+        """`term`: of the engine's weights. Empty while they are what the fingerprint names."""
         self._make_keys = make_keys
         self._block_tokens = block_tokens
-        self._naming = Naming()
+        self._term = term
+        self._naming = Naming().under(term)
         self._read: tuple[Attachment | None, Naming] = (None, self._naming)
+
+    def begin_term(self, term: bytes) -> None:
+        """The engine's weights changed: from here on every block has another name, also of requests it has already."""
+        self._term = term
+        attachment = self._read[0]
+        self._naming = (Naming() if attachment is None else Naming.of(attachment)).under(term)
+        self._read = attachment, self._naming
 
     def is_current(self, request: EngineRequest, attachment: Attachment | None) -> bool:
         """Whether the request's keys are of this attachment."""
@@ -61,7 +70,7 @@ class Keyring:
     def _naming_of(self, attachment: Attachment) -> Naming:
         """Asked for every request of every step: read once for each attachment."""
         if self._read[0] is not attachment:
-            self._read = attachment, Naming.of(attachment)
+            self._read = attachment, Naming.of(attachment).under(self._term)
         return self._read[1]
 
 

@@ -88,7 +88,11 @@ class LoanBook:
         plan.recalls = [loan_id for loan_id, loan in self._loans.items() if loan.is_recalled]
 
     def recall_all(self) -> None:
-        """Ask for every block back with the next step."""
+        """Ask for every block back with the next step; what nobody was told of yet is not lent."""
+        for lending in self._fresh:
+            assert self._pins is not None
+            self._pins.unpin([block_id for block_id, _ in lending.blocks])
+        self._fresh = []
         for loan in self._loans.values():
             self._counters["loans_recalled_early"] += not loan.is_recalled
             loan.is_recalled = True

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 
+from kvservice.connector.weights import VERSION_CHARS_MAX, is_version
 from kvservice.errors import ConfigError
 from kvservice.units import GiB, MiB, format_bytes, parse_bytes
 
@@ -63,6 +64,13 @@ class Layerwise(Enum):
         return self in (Layerwise.SAVE, Layerwise.BOTH)
 
 
+class AdapterFiles(Enum):
+    """Which LoRA adapters are cached."""
+
+    CHECKED = "checked"  # those whose files have not changed since before the engine started
+    IMMUTABLE = "immutable"  # all: the operator's word that files at one path never change once they are there
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectorOptions:
     mode: Mode = Mode.AUTO
@@ -80,6 +88,10 @@ class ConnectorOptions:
     handoff_timeout_seconds: float = 60.0  # longest a decode request waits for its prefill elsewhere
     handoff_loans: HandoffLoans = HandoffLoans.AUTO  # a decode engine copies from the prefill's blocks
     loan_seconds: float = 5.0  # longest the prefill keeps its blocks for that
+    adapter_files: AdapterFiles = AdapterFiles.CHECKED  # which LoRA adapters are cached
+    weights_version: str | None = None  # what the operator calls the weights; None = read all of their bytes
+    weights_version_file: str | None = None  # has the version of weights that are changed in place, read at each reset
+    cache_folder: str | None = None  # for digests of weight files; None = $XDG_CACHE_HOME/kvservice
 
     @classmethod
     def parse(cls, given: Mapping[str, object]) -> ConnectorOptions:
@@ -97,12 +109,23 @@ class ConnectorOptions:
             raise ConfigError("mode 'embedded' uses no service: remove socket, node, service, token_file, or the mode")
         if options.handoff_loans is HandoffLoans.ON and options.mover is not MoverChoice.WORKER:
             raise ConfigError("handoff_loans 'on' needs mover 'worker': only a move worker can copy between engines")
+        if options.weights_version is not None and options.weights_version_file is not None:
+            raise ConfigError(
+                "weights_version names weights that stay, weights_version_file weights that are changed in place: "
+                "give one of them"
+            )
         return options
 
     def loans_on(self, device: str) -> bool:
         """Whether an engine on this kind of device (vLLM's device type) lends and borrows blocks."""
         wanted = self.handoff_loans is HandoffLoans.ON or (self.handoff_loans is HandoffLoans.AUTO and device == "cuda")
         return wanted and self.mover is MoverChoice.WORKER
+
+    def weights_name(self) -> str | None:
+        """What the weights are called in the fingerprint; None where their bytes say it."""
+        if self.weights_version is not None:
+            return f"version {self.weights_version}"
+        return None if self.weights_version_file is None else "by weights_version_file"
 
     def embedded_bytes(self) -> int:
         """Size of the embedded pool's segment."""
@@ -114,7 +137,7 @@ class ConnectorOptions:
 
 _CHOICES: dict[str, type[Enum]] = {
     "mode": Mode, "offload": Offload, "verify_load": Verify, "mover": MoverChoice, "handoff_loans": HandoffLoans,
-    "layerwise": Layerwise,
+    "layerwise": Layerwise, "adapter_files": AdapterFiles,
 }  # fmt: skip
 _MEMORY_MIN = 4 * MiB
 
@@ -143,4 +166,6 @@ def _convert(key: str, value: object) -> object:
         return float(value)
     if not isinstance(value, str):
         raise ConfigError(f"{key} is {value!r}; give a string", key=key)
+    if key == "weights_version" and not is_version(value):
+        raise ConfigError(f"weights_version is {value!r}; give 1 to {VERSION_CHARS_MAX} printable characters", key=key)
     return value

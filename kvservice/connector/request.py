@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from kvservice.core.keys import DEFAULT_TENANT_KEY
-from kvservice.core.messages import AcquireResult, Attachment, Handoff, RequestReport
+from kvservice.core.keys import DEFAULT_TENANT_KEY, term_key
+from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, Handoff, RequestReport
 from kvservice.units import AttachmentId, BlockKey, HandoffId
 
 
@@ -49,7 +49,7 @@ TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """What an attachment says of names. Secret."""
+    """What the names of blocks derive from, as an attachment says it. Secret."""
 
     tenant_key: bytes = field(default=DEFAULT_TENANT_KEY, repr=False)
     public_key: bytes = field(default=b"", repr=False)
@@ -58,6 +58,13 @@ class Naming:
     @classmethod
     def of(cls, attachment: Attachment) -> Naming:
         return cls(attachment.tenant_key or DEFAULT_TENANT_KEY, attachment.public_key, attachment.may_publish)
+
+    def under(self, term: bytes) -> Naming:
+        """The same in a term of the engine's weights; without one, the weights are as they were loaded."""
+        if not term:
+            return self
+        public = term_key(self.public_key, term) if self.public_key else b""
+        return replace(self, tenant_key=term_key(self.tenant_key, term), public_key=public)
 
 
 @dataclass(slots=True)
@@ -70,6 +77,7 @@ class EngineRequest:
     attachment: AttachmentId | None = None  # that holds the lease
     deadline: float = 0.0
     ask_number: int = 0
+    asked: AcquireRequest | None = None  # the one ask whose answer counts
     result: AcquireResult | None = None
     prompt_blocks: int = 0  # full ones, when it came
     engine_blocks: int = 0  # the engine's own hit, when it was first asked about

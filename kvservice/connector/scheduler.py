@@ -13,12 +13,12 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import cast
 
-from kvservice.connector.cache_groups import Grouping, OneGroup, Table, is_whole, load_entries
+from kvservice.connector.cache_groups import Grouping, OneGroup, Table, load_entries, usable
 from kvservice.connector.handoff import Prefill, WriterHandoffs
 from kvservice.connector.keyring import Keyring, MakeKeys
 from kvservice.connector.layered import LayeredLoads
@@ -26,7 +26,7 @@ from kvservice.connector.loan_book import BlockPins, LoanBook
 from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
 from kvservice.connector.ports import Promise, SessionPort, StoredBlock, Wait
 from kvservice.connector.request import EngineRequest, RequestEvent, RequestState
-from kvservice.connector.store_plan import plan_store
+from kvservice.connector.store_plan import OpenStore, plan_store
 from kvservice.core.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.messages import (
     AcquireRequest,
@@ -35,7 +35,6 @@ from kvservice.core.messages import (
     BlockRef,
     Handoff,
     MissReason,
-    SealItem,
 )
 from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId, LeaseId
 
@@ -51,17 +50,6 @@ IDLE_SECONDS = 0.002  # a step with nothing to compute waits so long for the poo
 IDLE_SECONDS_HANDOFF = 0.01  # a prompt that is computed elsewhere takes longer than a lookup
 
 BlockIds = Callable[[], Table]
-
-
-@dataclass(slots=True)
-class _Store:
-    attachment: AttachmentId
-    items: list[SealItem]
-    blocks: list[StoredBlock]
-    block_ids: list[int]
-    planned_at: float
-    handoff: HandoffId | None
-    reports: Counter[str] = field(default_factory=Counter)
 
 
 class SchedulerHalf:
@@ -81,10 +69,11 @@ class SchedulerHalf:
         remember_stored: bool = False,
         grouping: Grouping | None = None,
         layerwise: bool = False,
+        term: bytes = b"",
     ) -> None:
         self._grouping = grouping or OneGroup()
         self._session = session
-        self._keyring = Keyring(make_keys, block_tokens)
+        self._keyring = Keyring(make_keys, block_tokens, term)
         self._pool_info = pool_info
         self._block_tokens = block_tokens
         self._worker_count = worker_count
@@ -96,6 +85,7 @@ class SchedulerHalf:
         self._stored: list[StoredBlock] = []
         self._pins: BlockPins | None = None
         self._step_began = 0.0
+        self._paused = False  # a reset could not be done: nothing is read or stored until one is
         self._suspects: set[BlockRef] = set()  # of this attachment: did not hold what was promised
         self._fetch_timeout = fetch_timeout_seconds
         self._handoff_timeout = handoff_timeout_seconds
@@ -107,7 +97,7 @@ class SchedulerHalf:
         self._loads: list[LoadPlan] = []
         self._loading: dict[str, tuple[AttachmentId, LeaseId]] = {}  # leases that end when the workers are done
         self._queued_stores: list[StorePlan] = []
-        self._stores: dict[int, _Store] = {}
+        self._stores: dict[int, OpenStore] = {}
         self._next_store = 1
         self._seconds_per_token: float | None = None
         self.counters: Counter[str] = Counter()
@@ -168,7 +158,7 @@ class SchedulerHalf:
         if self._grouping.sides:
             # The engine computes at least the last token itself: a window that ends behind it may lack its first one.
             keys = keys[: max(request.tokens - 1, 0) // self._block_tokens]
-        if not keys or not self._keyring.is_current(request, self._session.attachment):
+        if not keys or self._paused or not self._keyring.is_current(request, self._session.attachment):
             return False
         per_block = (self._seconds_per_token or 0.0) * self._block_tokens
         timeout = self._fetch_timeout
@@ -184,7 +174,7 @@ class SchedulerHalf:
         if asked is None:
             self.counters["asked_without_pool"] += 1
             return False
-        request.attachment, request.result = asked, None
+        request.attachment, request.result, request.asked = asked, None, wanted
         request.deadline = now + timeout
         self._asks += 1
         request.ask_number = self._asks
@@ -212,7 +202,7 @@ class SchedulerHalf:
             request.move(RequestEvent.GIVE_UP)
             request.gave_up = True
             self.counters["gave_up_waiting"] += 1
-        if request.state is not RequestState.ANSWERED or request.result is None:
+        if request.state is not RequestState.ANSWERED or request.result is None or self._paused:
             return Promise(0)
         if not self._is_current(request.attachment):
             return Promise(0)  # the pool that promised is gone
@@ -277,13 +267,12 @@ class SchedulerHalf:
         for answer in self._session.answers():
             request = self._requests.get(answer.request_id)
             lease_id = LeaseId(0) if answer.result is None else answer.result.lease_id
-            waiting = request is not None and request.state is RequestState.ASKED
-            if request is None or not waiting or request.attachment != answer.attachment:
+            if request is None or request.state is not RequestState.ASKED or request.asked is not answer.asked:
                 self._end_lease(answer.attachment, lease_id)  # too late: nobody waits for it any more
                 continue
             result = answer.result or AcquireResult(LeaseId(0), (), 0, MissReason.DETACHED)
             self._speak_of(answer.attachment)
-            request.result = self._usable(result)
+            request.result = usable(self._grouping, result, self._suspects, self.counters)
             request.move(RequestEvent.ANSWER)
             if not result.stores and request.writes is None:
                 request.passed_over = True
@@ -319,7 +308,7 @@ class SchedulerHalf:
         """Add the stores of this step. `scheduled`: (request id, its block hashes so far, tokens computed when the
         step ends, how to get the ids of its blocks). Steps that fill no block cost next to nothing."""
         attachment = self._session.attachment
-        if attachment is None or plan.pool is None or not self._may_write or self._lazy:
+        if attachment is None or plan.pool is None or not self._may_write or self._lazy or self._paused:
             return
         for request_id, hashes, computed_tokens, block_ids in scheduled:
             self._plan_store(plan, attachment, request_id, hashes, computed_tokens, block_ids)
@@ -379,7 +368,7 @@ class SchedulerHalf:
         read = [entry.block_id for entry in planned.entries]
         if self._pins is not None:
             self._pins.pin(read)
-        self._stores[store_id] = _Store(
+        self._stores[store_id] = OpenStore(
             attachment.attachment_id, planned.items, blocks, read, self._step_began, request.writes
         )
         self._handoffs.store_begun(request.writes)
@@ -429,14 +418,14 @@ class SchedulerHalf:
         if self._pins is not None:
             self._pins.forget(block_ids)
 
-    def _finish_store(self, store_id: int, store: _Store) -> None:
+    def _finish_store(self, store_id: int, store: OpenStore) -> None:
         if store.reports.total() < self._worker_count:
             return
         del self._stores[store_id]
         if self._pins is not None:
             self._pins.unpin(store.block_ids)
-        if store.reports["failed"]:
-            self.counters["store_blocks_failed"] += len(store.items)
+        if store.reports["failed"] or store.is_void:
+            self.counters["store_blocks_void" if store.is_void else "store_blocks_failed"] += len(store.items)
             for item in store.items:
                 self._known.pop(item.key, None)
             self._session.abort(store.attachment, [item.ref for item in store.items])
@@ -490,7 +479,8 @@ class SchedulerHalf:
             return None
         attachment = self._session.attachment
         unconfirmed = self._layered.is_open(request_id)
-        store_rest = store_rest and self._may_write and (request.state is RequestState.RUNNING or unconfirmed)
+        store_rest = store_rest and self._may_write and not self._paused
+        store_rest = store_rest and (request.state is RequestState.RUNNING or unconfirmed)
         if store_rest and attachment is not None and self._pins is not None:
             store = self._store_of(attachment, request, hashes, computed_tokens, block_ids)
             if store is not None and unconfirmed:
@@ -534,10 +524,36 @@ class SchedulerHalf:
         """No worker can still write a slot of an earlier attachment."""
         return not self._stores
 
-    def forget_known(self) -> None:
-        """Store again what was stored before: the pool or the engine's cache was reset."""
-        self._known.clear()
+    def reset(self, term: bytes | None) -> None:
+        """The engine's weights change, between two steps: nothing from before is promised, sealed, lent or handed off,
+        and new blocks have the names of this term. None: the engine still holds blocks from before, so nothing is read
+        or stored until a reset with a term."""
+        self._paused = True
+        self.take_answers()
+        for store in self._stores.values():
+            store.is_void, store.handoff = True, None
+        self._handoffs.end_all()
         self._loans.recall_all()
+        self._stored.clear()
+        self._known.clear()
+        for request in self._requests.values():
+            self._forget_promise(request)
+        if term is not None:
+            self._keyring.begin_term(term)
+            self._paused = False
+            self.counters["resets"] += 1
+
+    def _forget_promise(self, request: EngineRequest) -> None:
+        request.reads = request.writes = request.asked = None
+        request.stored = request.kept_out  # it is computed again from its start, if it goes on
+        self._expect(request, -request.expected)
+        if request.state is RequestState.ASKED:  # its answer is given back when it comes
+            request.move(RequestEvent.GIVE_UP)
+        elif request.state is RequestState.ANSWERED:
+            assert request.result is not None and request.attachment is not None
+            self._end_lease(request.attachment, request.result.lease_id)
+            request.result = None
+            request.move(RequestEvent.DECLINE)
 
     # -- inside ----
 
@@ -556,22 +572,6 @@ class SchedulerHalf:
 
     def _blocks_in_flight(self) -> int:
         return sum(len(store.items) for store in self._stores.values())
-
-    def _usable(self, result: AcquireResult) -> AcquireResult:
-        """Cut before the first block whose bytes were found wrong: it would only fail again. With several cache groups
-        another end has other windows, so nothing is left."""
-        suspect = (i for i, ref in enumerate(result.blocks if self._suspects else ()) if ref in self._suspects)
-        index = next(suspect, None)
-        if not self._grouping.sides:
-            if index is None:
-                return result
-            self.counters["promises_cut_at_suspect"] += 1
-            return replace(result, blocks=result.blocks[:index])
-        sound = index is None and self._suspects.isdisjoint(chain.from_iterable(result.sides))
-        if sound and is_whole(self._grouping, result):
-            return result
-        self.counters["promises_dropped"] += 1
-        return replace(result, blocks=(), sides=())
 
     def _remember(self, attachment: AttachmentId, keys: Sequence[BlockKey]) -> None:
         self._speak_of(attachment)

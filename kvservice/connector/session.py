@@ -53,6 +53,7 @@ class Answer:
     request_id: str
     attachment: AttachmentId
     result: AcquireResult | None
+    asked: AcquireRequest
 
 
 class Session:
@@ -362,7 +363,7 @@ class Session:
                 with self._answered:
                     if result is not None and result.lease_id and self._attachment is attachment:
                         self._leases.add(result.lease_id)
-                    self._answers.append(Answer(request_id, attachment.attachment_id, result))
+                    self._answers.append(Answer(request_id, attachment.attachment_id, result, request))
                     self._answered.notify_all()
             elif result is not None and result.lease_id:
                 self.counters["acquire_abandoned"] += 1

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from kvservice.connector.cache_groups import Grouping, Table, entries_of
 from kvservice.connector.plan import CopyEntry
+from kvservice.connector.ports import StoredBlock
 from kvservice.core.keys import span_route
 from kvservice.core.messages import BlockRef, SealItem
 from kvservice.core.windows import SIDE_POSITION
-from kvservice.units import BlockKey
+from kvservice.units import AttachmentId, BlockKey, HandoffId
 
 TakeSlots = Callable[[int, int], Sequence[BlockRef]]  # (count, side) -> at most so many
 
@@ -23,6 +25,20 @@ class PlannedStore:
     done: int = 0  # everything before it is stored, known or gone
     put_off: int = 0  # blocks that found no slot
     unused: list[BlockRef] = field(default_factory=list)  # slots to give back
+
+
+@dataclass(slots=True)
+class OpenStore:
+    """Under copy; sealed once every worker has reported."""
+
+    attachment: AttachmentId
+    items: list[SealItem]
+    blocks: list[StoredBlock]
+    block_ids: list[int]
+    planned_at: float
+    handoff: HandoffId | None
+    reports: Counter[str] = field(default_factory=Counter)
+    is_void: bool = False  # the weights changed meanwhile: its blocks are given back, not sealed
 
 
 def plan_store(

@@ -14,8 +14,9 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -35,7 +36,8 @@ from kvservice.connector.cache_groups import Table
 from kvservice.connector.copier import BlockCopier
 from kvservice.connector.handoff import Prefill, decode_params, parse_public_tokens, parse_transfer_params
 from kvservice.connector.layerwise import LayerwiseWorker
-from kvservice.connector.options import ConnectorOptions, Layerwise, MoverChoice, Offload
+from kvservice.connector.options import AdapterFiles, ConnectorOptions, Layerwise, MoverChoice, Offload
+from kvservice.connector.pins import PoolPins
 from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport
 from kvservice.connector.pools import PoolChoice, choose_pool
 from kvservice.connector.ports import Wait
@@ -44,6 +46,7 @@ from kvservice.connector.scheduler import BlockIds, SchedulerHalf
 from kvservice.connector.session import Session
 from kvservice.connector.shared_kv import SharedKV
 from kvservice.connector.stats import ConnectorPromMetrics, ConnectorStats
+from kvservice.connector.weights import Terms
 from kvservice.connector.worker import WorkerHalf
 from kvservice.core.handoff import HANDOFF_ID_BYTES
 from kvservice.core.keys import block_keys
@@ -128,20 +131,29 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._layered_sound: set[str] = set()
         self._sync_promised: dict[str, int] = {}  # scheduler role: blocks of its own the engine had then
         self._sync_taken: dict[str, list[int]] = {}  # blocks that the step being planned computes on
-        self._adapters = Adapters(located)
+        self._adapters = Adapters(located, files_stay=self._options.adapter_files is AdapterFiles.IMMUTABLE)
+        self._terms = Terms(_path(self._options.weights_version_file))
+        self._pins: PoolPins | None = None
+        self._is_supported = False  # worker role
         self._live: dict[str, Request] = {}  # scheduler role: requests between their first and last call
-        _prefer_recompute(vllm_config)
+        compat.prefer_recompute(vllm_config)
         try:
             self._layerwise = compat.layerwise_for(vllm_config, self._options, len(kv_cache_config.kv_cache_groups))
-            self._spec = compat.engine_spec(vllm_config, kv_cache_config, bytes(16), self._options.namespace)
             if role is KVConnectorRole.SCHEDULER:
                 self._start_scheduler(vllm_config)
+            else:
+                compat.check(vllm_config, kv_cache_config)
+                self._is_supported = True
         except ConfigError:
             raise  # the user's typo: say so at start instead of running without a cache for months
         except KVServiceError as error:
             log.error("serving without the cache: %s", error.message)
 
     def _start_scheduler(self, vllm_config: VllmConfig) -> None:
+        self._spec = compat.engine_spec(
+            vllm_config, self._config, bytes(16), self._options.namespace,
+            weights=self._options.weights_name(), weights_cache=_path(self._options.cache_folder),
+        )  # fmt: skip
         self._pool = choose_pool(self._options, self._spec)
         # A prompt that is handed off is waited for: the blocks of its first step find their slots at once.
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens or 0
@@ -160,9 +172,10 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             handoff_timeout_seconds=self._options.handoff_timeout_seconds,
             loan_seconds=self._options.loan_seconds if self._options.loans_on(device) else 0.0,
             may_write=self._kv_transfer_config.is_kv_producer,
-            remember_stored=_publishes_events(vllm_config),
+            remember_stored=compat.publishes_events(vllm_config),
             grouping=grouping,
             layerwise=self._layerwise.loads,
+            term=self._terms.first(),
         )
         self._session, self._scheduler = session, half
         session.start(ATTACH_WAIT_SECONDS)
@@ -206,7 +219,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _adapter(self, request: Request) -> bytes | None:
         """None: which weights it is computed with is not known."""
-        return b"" if request.lora_request is None else self._adapters.of(request.lora_request.lora_path)
+        lora = request.lora_request
+        return b"" if lora is None else self._adapters.of(lora.lora_path, lora.lora_int_id)
 
     def _hashes(self, request: Request) -> Any:
         """One a position: with several cache groups vLLM may hash in smaller steps."""
@@ -251,7 +265,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if self._scheduler is not None:
-            self._scheduler.pin_with(_Pins(gpu_block_pool))
+            self._pins = PoolPins(gpu_block_pool)
+            self._scheduler.pin_with(self._pins)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         first = self._sync_promised.pop(request.request_id, None)
@@ -400,9 +415,24 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: False)
     def reset_cache(self) -> bool | None:
-        """The pool is shared and keyed by content, so nothing in it is wrong; only the memory of it is forgotten."""
-        if self._scheduler is not None:
-            self._scheduler.forget_known()
+        """The weights are, or are about to be, others: blocks from before are not served again, and those from now on
+        have names of their own. vLLM calls it between two steps, after it has emptied its own cache.
+
+        False while the engine holds blocks, because what is computed on them is of both weights. Nothing is read or
+        stored then until a reset succeeds.
+        """
+        if self._scheduler is None:
+            return True
+        if self._pins is not None and self._pins.are_blocks_in_use():
+            self._scheduler.reset(None)
+            self._failures["resets_refused"] += 1
+            log.error(
+                "the cache is not reset while requests or copies hold blocks: serving without the cache until it is. "
+                "Pause the engine, or reset again when it is idle"
+            )
+            return False
+        self._scheduler.reset(None)  # whatever fails below, nothing from before is served
+        self._scheduler.reset(self._terms.next())
         return True
 
     # -- worker role ----
@@ -415,7 +445,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: None)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if not hasattr(self, "_spec"):
+        if not self._is_supported:
             return
         share = compat.rank_share(self._vllm_config, self._config)
         if len(self._config.kv_cache_groups) > 1:
@@ -560,34 +590,5 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-class _Pins:
-    """BlockPins over vLLM's block pool: a reference of our own on each block."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-
-    def pin(self, block_ids: Sequence[int]) -> None:
-        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
-
-    def unpin(self, block_ids: Sequence[int]) -> None:
-        # The last block of a chain first: freed first, it is also evicted first.
-        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(block_ids)])
-
-    def free_share(self) -> float:
-        return float(self._pool.get_num_free_blocks() / self._pool.num_gpu_blocks)
-
-    def forget(self, block_ids: Sequence[int]) -> None:
-        self._pool.evict_blocks(set(block_ids))
-
-
-def _publishes_events(vllm_config: VllmConfig) -> bool:
-    events = vllm_config.kv_events_config
-    return events is not None and events.enable_kv_cache_events
-
-
-def _prefer_recompute(vllm_config: VllmConfig) -> None:
-    """vLLM's default policy fails a request whose load fails; ours is that it is recomputed."""
-    transfer = vllm_config.kv_transfer_config
-    if transfer is not None and transfer.kv_load_failure_policy != "recompute":
-        transfer.kv_load_failure_policy = "recompute"
-        log.info("kv_load_failure_policy is set to 'recompute': a failed load costs time, not the request")
+def _path(given: str | None) -> Path | None:
+    return None if given is None else Path(given).expanduser()

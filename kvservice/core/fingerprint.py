@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from kvservice.errors import InvalidRequest
 
-FIELDS_MAX = 64
+FIELDS_MAX = 512
 FIELD_CHARS_MAX = 4096
+DIFFERENCES_TOLD = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,13 @@ class Fingerprint:
         return hasher.digest()
 
     def difference(self, other: Fingerprint) -> str:
-        """Readable list of the fields that differ: 'dtype: bfloat16 here, float16 there; …'. Empty when equal."""
+        """Readable list of the fields that differ: 'dtype: bfloat16 here, float16 there; …'. Empty when equal; of two
+        models that have little in common, the first fields and how many more differ."""
         ours, theirs = dict(self.fields), dict(other.fields)
         parts = [
             f"{name}: {ours.get(name, '(absent)')} here, {theirs.get(name, '(absent)')} there"
             for name in sorted(ours.keys() | theirs.keys())
             if ours.get(name) != theirs.get(name)
         ]
-        return "; ".join(parts)
+        more = len(parts) - DIFFERENCES_TOLD
+        return "; ".join(parts[:DIFFERENCES_TOLD]) + (f"; and {more} more fields" if more > 0 else "")

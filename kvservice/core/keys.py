@@ -59,6 +59,16 @@ def adapter_key(key: bytes, identity: bytes) -> bytes:
     return hashlib.blake2b(b"kvservice/adapter/1" + identity, key=key, digest_size=32).digest()
 
 
+def term_key(key: bytes, term: bytes) -> bytes:
+    """The same key for one term of an engine's weights: blocks from before its weights changed have other names."""
+    return hashlib.blake2b(b"kvservice/term/1" + term, key=key, digest_size=32).digest()
+
+
+def version_term(version: str) -> bytes:
+    """The term of weights that their operator names: equal for every engine that is given this version."""
+    return hashlib.blake2b(b"kvservice/weights-version/1" + version.encode(), digest_size=16).digest()
+
+
 def chain_hashes(token_ids: Sequence[int], block_tokens: int, root: bytes = b"") -> list[BlockHash]:
     """Chained SHA-256 of full token blocks (tokens as little-endian u32), for engines without block hashes.
 

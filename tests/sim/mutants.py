@@ -219,6 +219,20 @@ MUTANTS = (
         seed=1,
     ),
     Mutant(
+        "a reset changes the names",
+        "kvservice.connector.keyring",
+        "        self._term = term\n        attachment",
+        "        attachment",
+        seed=9,
+    ),
+    Mutant(
+        "what was promised before a reset is forgotten",
+        SCHEDULER,
+        "            self._forget_promise(request)\n",
+        "            pass\n",
+        seed=59,
+    ),
+    Mutant(
         "a promise that is not taken up is given back",
         SCHEDULER,
         "if request.state is RequestState.ANSWERED and request.result is not None and request.attachment is not None:",

@@ -70,7 +70,7 @@ HOMES: dict[str, frozenset[str]] = {
     "torch": frozenset({"connector", "transfer", "memory", "mover", "testing"}),
     "triton": frozenset({"mover"}),
     "prometheus_client": frozenset({"observe", "connector", "proxy"}),
-    "xxhash": frozenset({"core"}),
+    "xxhash": frozenset({"core", "connector"}),
     "typer": frozenset({"cli"}),
     "rich": frozenset({"cli"}),
     "matplotlib": frozenset({"cli"}),

@@ -4,6 +4,10 @@
     "params": [{...}]                  kv_transfer_params, one each
     "abort_after": 0.5                 seconds; what is not finished then is aborted
 {"reset": true}                     ->  {"reset": true}       forgets the engine's own prefix cache
+{"reset_all": true}                 ->  {"reset": true}       the connector's as well; false when it is refused
+{"scale_norms": 0.3}                ->  {"scaled": 12}        changes the weights in place
+{"midway": "...", "max_tokens": 20, "after": 8, "scale_norms": 0.3}  ->  {"outputs": [...]}
+    the weights change when so many tokens are there, as `pause_generation(mode="keep")` allows
 """
 
 from __future__ import annotations
@@ -195,6 +199,12 @@ def main() -> None:
         if command.get("reset"):
             assert llm.reset_prefix_cache(), "some blocks are still in use"
             say(reset=True)
+        elif command.get("reset_all"):
+            say(reset=llm.reset_prefix_cache(reset_connector=True))
+        elif "midway" in command:
+            say(outputs=[describe(change_midway(llm, command))])
+        elif "scale_norms" in command:
+            say(scaled=sum(llm.collective_rpc(scale_norms, args=(command["scale_norms"],))))
         elif command.get("counters"):
             found = {} if scheduler.connector is None else scheduler.connector.counters()
             say(**found, preemptions=len(preemptions))
@@ -229,6 +239,47 @@ def run_and_abort(engine: Any, prompts: list[str], sampling: list[Any], deadline
         if time.perf_counter() > deadline:
             engine.abort_request([f"abort-{deadline}-{number}" for number in range(len(prompts))])
     return finished
+
+
+def scale_norms(worker: Any, factor: float) -> int:
+    """In the worker: every layer norm of every second layer. How many they are."""
+    import torch
+
+    found = [
+        parameter
+        for name, parameter in worker.model_runner.model.named_parameters()
+        if "layernorm" in name and int(name.split("layers.")[1].split(".")[0]) % 2
+    ]
+    with torch.no_grad():
+        for parameter in found:
+            parameter.mul_(factor)
+    return len(found)
+
+
+def change_midway(llm: Any, command: dict[str, Any]) -> Any:
+    """Other weights while a request runs: it is preempted, and computed again with them."""
+    from vllm import SamplingParams
+
+    engine, core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
+    params = SamplingParams(temperature=0, max_tokens=command["max_tokens"], ignore_eos=True)
+    engine.add_request("midway", command["midway"], params)
+    while len(request_of(core.scheduler).output_token_ids) < command["after"]:
+        engine.step()
+    time.sleep(1)  # copies end, which the next step hears: vLLM resets nothing while blocks are held
+    engine.step()
+    core._reset_caches()
+    scale = llm.collective_rpc(scale_norms, args=(command["scale_norms"],))
+    assert sum(scale) > 0
+    outputs: list[Any] = []
+    while engine.has_unfinished_requests():
+        outputs += [output for output in engine.step() if output.finished]
+    while core.scheduler.has_requests():
+        engine.step()
+    return outputs[0]
+
+
+def request_of(scheduler: Any) -> Any:
+    return next(iter(scheduler.requests.values()))
 
 
 def count_calls(owner: Any, name: str) -> list[int]:

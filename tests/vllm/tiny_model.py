@@ -48,6 +48,28 @@ def make_llama(folder: Path, tokenizer: Path, *, attention_heads: int, kv_heads:
     return folder
 
 
+def make_phi3(folder: Path, tokenizer: Path, *, original_context: int) -> Path:
+    """LongRoPE: beyond that context all angles are others. SmolLM2's tokenizer. Returns `folder`."""
+    import torch
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    torch.manual_seed(0)
+    half = 32  # of a head
+    config = Phi3Config(
+        vocab_size=49152, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=2048, original_max_position_embeddings=original_context,
+        bos_token_id=1, eos_token_id=2, pad_token_id=2, tie_word_embeddings=False, sliding_window=None,
+        initializer_range=SPREAD, rope_theta=10000.0,
+        rope_scaling={
+            "type": "longrope", "short_factor": [1.0] * half, "long_factor": [1.0 + 0.5 * i for i in range(half)],
+        },
+    )  # fmt: skip
+    Phi3ForCausalLM(config).save_pretrained(folder)
+    for name in TOKENIZER:
+        shutil.copy(tokenizer / name, folder / name)
+    return folder
+
+
 def make_gemma3(folder: Path, tokenizer: Path, *, window: int, layers: int = 7) -> Path:
     """Every fourth layer sees all tokens and the others a window of so many: vLLM makes several cache groups of them,
     the last of which has fewer layers than the others. SmolLM2's tokenizer. Returns `folder`."""

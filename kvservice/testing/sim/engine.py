@@ -16,7 +16,7 @@ from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport
 from kvservice.connector.ports import Promise, Wait
 from kvservice.connector.scheduler import SchedulerHalf
 from kvservice.connector.session import Session
-from kvservice.core.keys import DEFAULT_TENANT_KEY, block_keys, tenant_key
+from kvservice.core.keys import DEFAULT_TENANT_KEY, block_keys, tenant_key, term_key
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, EngineSpec, Handoff
 from kvservice.core.tenants import NOBODY
 from kvservice.testing.sim.line import Line
@@ -34,6 +34,7 @@ BLOCK_TOKENS = 16
 FETCH_TIMEOUT_SECONDS = 0.5
 HANDOFF_TIMEOUT_SECONDS = 5.0
 STOP_SECONDS = 20.0  # of virtual time: the longest that a session that is closed may take
+RESET_SECONDS = 0.05  # between two tries
 
 
 @dataclass(slots=True)
@@ -62,7 +63,8 @@ class Engine(Process):
         self.spec = spec
         self.tenant = tenant
         self.tenant_key = tenant_key(b"simulated secret", tenant) if tenant else b""
-        self._contents = tenant.encode() + spec.fingerprint.digest  # the same prompt of another tenant is told apart
+        self._term = b""  # of its weights
+        self._changes = 0
         self.verifies_loads = verifies_loads
         self.copy_delay = copy_delay
         self.requests: dict[str, SimRequest] = {}
@@ -159,14 +161,59 @@ class Engine(Process):
     def _right(self, request: SimRequest, position: int) -> bytes:
         return content_of(self._contents, request.hashes[position])
 
+    @property
+    def _contents(self) -> bytes:
+        """What the bytes of a block depend on beside its prompt; tenants, to tell their blocks apart."""
+        return self.tenant.encode() + self.spec.fingerprint.digest + self._term
+
+    # -- weights ----
+
+    def change_weights(self) -> None:
+        """As a trainer does: every request that runs is preempted, the cache is reset, and the weights are others from
+        here on. While blocks are held the reset is refused, and tried again."""
+        if not self.alive or self._stopped_at is not None:
+            return
+        for request in self.unfinished.values():
+            if request.block_ids and not request.is_loading:
+                self._preempt(request)
+        if self._pins or any(request.is_loading for request in self.unfinished.values()):
+            self.half.reset(None)
+            self.after(RESET_SECONDS, self.change_weights)
+            return
+        self._changes += 1
+        self._term = f"{self.spec.engine_id.hex()} {self._changes}".encode()
+        self.half.reset(self._term)
+        self.world.note(self.name, "has other weights")
+        self.world.counters["weights_changed"] += 1
+        for request in self.unfinished.values():
+            self._name(request)
+
+    def _preempt(self, request: SimRequest) -> None:
+        self._free(request.block_ids)
+        request.block_ids, request.computed, request.written = [], 0, 0
+        self.waiting.append(request.request_id)
+
+    def _free(self, block_ids: Sequence[int]) -> None:
+        """The engine uses them for something else now, unless they are being copied."""
+        for block in block_ids:
+            if block not in self._pins:
+                self._blocks[block][:] = b"\xee" * len(self._blocks[block])
+
+    def _name(self, request: SimRequest) -> None:
+        """Its blocks, as this tenant calls them with these weights."""
+        key = self.tenant_key or DEFAULT_TENANT_KEY
+        if self._term:
+            key = term_key(key, self._term)
+        request.keys = block_keys(self.spec.fingerprint.digest, request.hashes, key)
+        for block_hash, name in zip(request.hashes, request.keys, strict=True):
+            self.world.right[name] = content_of(self._contents, block_hash)
+
     # -- requests ----
 
     def submit(self, request_id: str, hashes: list[BlockHash], wants: Prefill | Handoff | None) -> None:
-        keys = block_keys(self.spec.fingerprint.digest, hashes, self.tenant_key or DEFAULT_TENANT_KEY)
-        request = SimRequest(request_id, hashes, keys, wants, arrived_at=self.world.now)
+        request = SimRequest(request_id, hashes, [], wants, arrived_at=self.world.now)
+        self._name(request)
         self.requests[request_id] = self.unfinished[request_id] = request
-        for block_hash, key in zip(hashes, keys, strict=True):
-            self.world.right[key] = content_of(self._contents, block_hash)
         self.waiting.append(request_id)
         self.half.on_new_request(request_id, hashes, self.clock(), wants=wants)
         if not self._is_stepping:
@@ -256,9 +303,7 @@ class Engine(Process):
             request.request_id, request.hashes, request.computed * BLOCK_TOKENS, request.block_ids,
             store_rest=store_rest,
         )  # fmt: skip
-        for block in request.block_ids:  # the engine uses them for something else now, unless they are being copied
-            if block not in self._pins:
-                self._blocks[block][:] = b"\xee" * len(self._blocks[block])
+        self._free(request.block_ids)
 
     async def _open_line(self) -> Line:
         return self.line

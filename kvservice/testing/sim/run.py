@@ -231,6 +231,8 @@ class Run:
             self._corrupt(kind, node, fault.number)
         elif kind == "garble":
             node.garble()
+        elif kind == "reset":
+            self.engines[engine_index].change_weights()
         elif kind == "wedge":
             node.wedge(fault.seconds)
         elif kind == "drain":

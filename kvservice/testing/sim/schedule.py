@@ -48,6 +48,7 @@ FAULTS: dict[str, int] = {
     "line_loss": 4,
     "line_twice": 3,
     "line_slow": 4,
+    "reset": 0,  # drawn apart
 }
 FROZEN_SECONDS_MAX = 60.0
 
@@ -116,13 +117,20 @@ def make_schedule(seed: int) -> Schedule:
         )
         for _ in range(rng.randint(0, 8))
     ]  # fmt: skip
-    return Schedule(
+    made = Schedule(
         seed, nodes, rng.choice((1, 2)), engines, rng.choice((2, 2, 3, 4, 5)),
         tuple(sorted(asks, key=lambda ask: ask.at)), tuple(sorted(faults, key=lambda fault: fault.at)),
         rng.choice((1, 1, 1, 2)), rng.choice((0.0, 0.3, 0.8, 1.6)),
         tuple(round(1 + rng.uniform(-0.005, 0.005), 5) for _ in range(nodes)),
         2 if seed % 7 == 6 else 1,
     )  # fmt: skip
+    if seed % 5 != 4:
+        return made
+    # An engine's weights are changed in place. Drawn last, so that nothing else of the schedule changes with it.
+    resets = [
+        Fault(round(_moment(rng, asks), 4), "reset", rng.randrange(12), 0, 0.0, 0) for _ in range(rng.choice((1, 1, 2)))
+    ]
+    return replace(made, faults=tuple(sorted((*made.faults, *resets), key=lambda fault: fault.at)))
 
 
 def _moment(rng: random.Random, asks: list[Ask]) -> float:

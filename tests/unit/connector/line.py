@@ -161,7 +161,7 @@ class Line:
             for side, window in enumerate(windows, 1)
         )
         result = AcquireResult(lease_id, refs, fetched, miss, sides, stores)
-        self._answers.append(Answer(request_id, asked_of, result))
+        self._answers.append(Answer(request_id, asked_of, result, request))
         return request_id
 
     def lose(self) -> None:

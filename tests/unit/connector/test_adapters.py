@@ -26,7 +26,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def adapters(clock: Clock) -> Iterator[Adapters]:
-    made = Adapters(lambda path: Path(path) if Path(path).is_dir() else None, clock)
+    made = Adapters(lambda path: Path(path) if Path(path).is_dir() else None, clock, files_stay=True)
     yield made
     made.close()
 
@@ -61,7 +61,7 @@ def test_equal_bytes_are_one_adapter_and_one_other_byte_is_another(adapters: Ada
 
 def test_the_first_request_does_not_wait_for_the_reading(clock: Clock, tmp_path: Path) -> None:
     path, may_read = adapter(tmp_path / "a", b"weights"), threading.Event()
-    adapters = Adapters(lambda found: Path(found) if may_read.wait(30) else None, clock)
+    adapters = Adapters(lambda found: Path(found) if may_read.wait(30) else None, clock, files_stay=True)
     assert adapters.of(path) is None
     assert adapters.counters["adapter_unknown"] == 1
     may_read.set()

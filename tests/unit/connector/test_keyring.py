@@ -8,7 +8,7 @@ from kvservice.connector.handoff import Prefill, parse_public_tokens, parse_tran
 from kvservice.connector.keyring import Keyring
 from kvservice.connector.request import EngineRequest
 from kvservice.core.geometry import Geometry
-from kvservice.core.keys import DEFAULT_TENANT_KEY, block_keys
+from kvservice.core.keys import DEFAULT_TENANT_KEY, block_keys, term_key, version_term
 from kvservice.core.messages import Attachment
 from kvservice.core.windows import side_key
 from kvservice.errors import InvalidRequest
@@ -80,3 +80,32 @@ def test_public_tokens_are_asked_for_alone_or_beside_a_hand_off() -> None:
 def test_nonsense_for_public_tokens_is_refused(count: object) -> None:
     with pytest.raises(InvalidRequest, match="public_tokens"):
         parse_public_tokens({"kvservice": {"version": 1, "public_tokens": count}})
+
+
+def test_a_term_of_the_weights_changes_every_name_also_of_requests_that_are_there() -> None:
+    rings = keyring()
+    here = attachment(public=b"all", publishes=True)
+    request = EngineRequest("r", [], public_tokens=2 * BLOCK)
+    rings.extend(request, HASHES, here)
+    before, request.stored = list(request.keys), 6
+    rings.begin_term(b"one")
+    assert not rings.is_current(request, here)
+    rings.extend(request, HASHES, here)
+    assert rings.is_current(request, here)
+    assert not set(request.keys) & set(before)
+    assert request.stored == 0
+    assert request.keys == [*names(HASHES[:2], term_key(b"all", b"one")), *names(HASHES[2:], term_key(b"mine", b"one"))]
+    fresh = EngineRequest("s", [], public_tokens=2 * BLOCK)
+    Keyring(lambda found, key: block_keys(DIGEST, found, key), BLOCK, b"one").extend(fresh, HASHES, here)
+    assert fresh.keys == request.keys, "an engine of this term from its start shares them"
+
+
+def test_a_term_holds_for_attachments_that_come_later_and_while_there_is_none() -> None:
+    rings = keyring()
+    request = EngineRequest("r", [])
+    rings.begin_term(b"one")
+    rings.extend(request, HASHES, None)
+    assert request.keys == names(HASHES, term_key(DEFAULT_TENANT_KEY, b"one"))
+    rings.extend(request, HASHES, attachment())
+    assert request.keys == names(HASHES, term_key(b"mine", b"one"))
+    assert version_term("a") != version_term("b")

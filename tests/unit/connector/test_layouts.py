@@ -330,12 +330,14 @@ def test_draft_model_that_keeps_its_kv_in_the_same_blocks_is_part_of_the_identit
 ) -> None:
     def fields_with(drafts: bool) -> dict[str, str]:
         engine = Engine(MODELS["GQA"], KVCacheLayout.LBHNC)
+        hf = SimpleNamespace(to_dict=lambda: {"hidden_size": 8})
         engine.ranks[0].config.speculative_config = SimpleNamespace(
             use_eagle=lambda: False,
             uses_draft_model=lambda: drafts,
-            draft_model_config=SimpleNamespace(model="small", revision=None),
+            draft_model_config=SimpleNamespace(model="small", revision=None, hf_config=hf, hf_text_config=hf),
         )
         return engine_fields(engine, monkeypatch)
 
     assert fields_with(True)["draft"] == "weights of small"
+    assert fields_with(True)["draft.hf.hidden_size"] == "8"
     assert "draft" not in fields_with(False), "n-gram speculation keeps nothing"

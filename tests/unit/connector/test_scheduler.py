@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvservice.connector.handoff import Prefill
 from kvservice.connector.plan import StepPlan, StepReport
 from kvservice.connector.ports import Promise, Wait
 from kvservice.connector.scheduler import REPORT_SECONDS_MAX, SchedulerHalf
-from kvservice.units import BlockHash
+from kvservice.units import BlockHash, HandoffId
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
 
 
@@ -409,3 +410,39 @@ def test_a_request_that_may_not_read_asks_nothing_after_a_preemption_either() ->
     run_step(scheduler, "r", chain, 4 * BLOCK)
     assert scheduler.matched("r", 0, 4 * BLOCK, 0.1) == Promise(0)
     assert not line.asked and not scheduler.counters["asked_after_preemption"]
+
+
+def test_an_answer_to_what_was_asked_before_a_reset_is_not_taken_for_a_later_one() -> None:
+    line, chain = Line(), hashes(1, 4)
+    scheduler = half(line)
+    scheduler.on_new_request("r", chain, 0.0)
+    scheduler.reset(b"other weights")
+    assert scheduler.matched("r", 0, 70, 0.0) == Promise(0)
+    scheduler.allocated("r", [100, 101, 102, 103, 104], 0)
+    run_step(scheduler, "r", chain, 4 * BLOCK)  # from here on its keys are those of the new weights
+    assert scheduler.matched("r", 0, 70, 0.1) == Wait(), "preempted, it asks again"
+    line.answer(4, 0)
+    assert scheduler.matched("r", 0, 70, 0.1) == Wait()
+    assert not line.leases, "what was promised of the old weights is given back"
+    line.answer(2, 0)
+    assert scheduler.matched("r", 0, 70, 0.1) == Promise(2 * BLOCK)
+
+
+def test_a_reset_closes_the_hand_offs_of_before_and_takes_back_what_is_not_lent_yet() -> None:
+    line, chain = Line(), hashes(1, 2)
+    scheduler = half(line, loan_seconds=5.0)
+    running, ended = (HandoffId(bytes([number]) * 16) for number in (1, 2))
+    scheduler.on_new_request("ended", chain, 0.0, may_read=False, wants=Prefill(ended))
+    scheduler.allocated("ended", [100, 101, 102], 0)
+    scheduler.on_new_request("running", hashes(2, 2), 0.0, may_read=False, wants=Prefill(running))
+    scheduler.finished("ended", chain, 2 * BLOCK, [100, 101, 102], store_rest=True)
+    scheduler.reset(b"other weights")
+    assert sorted(line.closed) == [running, ended]
+    plan = plan_step(scheduler)
+    assert not plan.lends
+    scheduler.reported(report(plan))
+    assert line.counters["aborted"] == 2
+    assert not line.sealed
+    assert not line.pins.pinned
+    scheduler.finished("running", hashes(2, 2), 0, [], store_rest=True)
+    assert not line.handoffs, "closed once"

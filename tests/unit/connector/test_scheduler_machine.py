@@ -17,7 +17,7 @@ from kvservice.connector.plan import LendPlan, LoadPlan, StepPlan, StepReport, S
 from kvservice.connector.ports import Promise
 from kvservice.connector.scheduler import SchedulerHalf
 from kvservice.core.messages import Handoff
-from kvservice.units import BlockHash, HandoffId, NodeId
+from kvservice.units import AttachmentId, BlockHash, HandoffId, LeaseId, NodeId
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
 
 WORKERS = 2
@@ -188,6 +188,18 @@ class Engine(RuleBasedStateMachine):
         if self.half.may_reattach():
             self.attachments += 1
             self.line.attach(self.attachments)
+
+    @rule()
+    def reset(self) -> None:
+        """The weights change; the engine may hold blocks, and then the reset cannot be done."""
+        holds = bool(self.line.pins.pinned) or any(r.state != "waiting" for r in self.requests.values())
+        self.half.reset(None if holds else f"term {self.names}".encode())
+        assert not self.line.handoffs, "a hand-off outlived the weights that it was for"
+        assert not set(self.line.leases) - set(self.half._loading.values()) - self.answered(), "a promise outlived them"
+
+    def answered(self) -> set[tuple[AttachmentId, LeaseId]]:
+        """Leases of answers that nobody has heard yet."""
+        return {(answer.attachment, answer.result.lease_id) for answer in self.line._answers if answer.result}
 
     @rule(seconds=st.sampled_from([0.001, 0.5, 3.0]))
     def time_passes(self, seconds: float) -> None:

@@ -246,13 +246,13 @@ def test_blocks_of_one_request_come_back_for_the_next_byte_for_byte(make: Callab
 
 def adapted(name: str, path: Path) -> Request:
     found = request(name)
-    found.lora_request = SimpleNamespace(lora_path=str(path))
+    found.lora_request = SimpleNamespace(lora_path=str(path), lora_int_id=1 + sum(path.name.encode()))
     return found
 
 
 def test_adapters_share_blocks_only_with_adapters_of_the_same_bytes(make: Callable[..., Pair], tmp_path: Path) -> None:
     """vLLM's hashes are equal here, as those of two replicas are that have other weights at the same path."""
-    pair = make()
+    pair = make({"adapter_files": "immutable"})
     for name, weights in (("poet", b"one"), ("copy", b"one"), ("other", b"two")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").write_text("{}")
@@ -530,6 +530,9 @@ def test_what_is_not_supported_is_named_and_the_engine_runs_without_the_cache(
     assert [r for r in caplog.records if "without the cache" in r.message]
 
 
+OTHER = HfConfig(hidden_size=16, rope_theta=2.0)
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -537,7 +540,8 @@ def test_what_is_not_supported_is_named_and_the_engine_runs_without_the_cache(
         ({"cache_config__cache_dtype": "fp8"}, "kv_cache_dtype"),
         ({"model_config__quantization": "awq"}, "quantization"),
         ({"cache_config__prefix_caching_hash_algo": "sha256"}, "hash"),
-        ({"model_config__hf_text_config": HfConfig(hidden_size=16, rope_theta=2.0)}, "config"),
+        ({"model_config__hf_config": OTHER, "model_config__hf_text_config": OTHER}, "hf.rope_theta"),
+        ({"model_config__hf_text_config": OTHER}, "text.rope_theta"),
         ({"attention_config__backend": "OTHER"}, "cell_format"),
     ],
 )

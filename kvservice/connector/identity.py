@@ -1,0 +1,221 @@
+"""vLLM's resolved configuration as named fields of a fingerprint: everything that may change the bytes of a block.
+
+Only settings that differ from vLLM's default are named, since the version of vLLM is a field as well. What is left out
+is in `identity_tables`, by name and with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.model_executor.models.registry import ModelRegistry
+
+from kvservice.connector.identity_tables import (
+    ENVIRONMENT_HASHED,
+    GENERATION_MODULES,
+    HF_LEFT_OUT,
+    LEFT_OUT,
+    LENGTH_ENTRIES,
+    LENGTH_MODULES,
+    PLAIN_ROPES,
+    SAMPLING,
+    SECTIONS_LEFT_OUT,
+)
+
+TEXT_CHARS_MAX = 160  # longer values are digests
+HF_FIELDS_MAX = 300  # beyond, parts of a configuration are one digest each
+MODELS = "vllm.model_executor.models."
+
+
+def config_fields(vllm_config: Any) -> dict[str, object]:
+    """Names are those of vLLM's settings, or `hf.` and the entry of the model's configuration."""
+    model = vllm_config.model_config
+    fields = _settings(vllm_config)
+    fields |= hf_fields(model)
+    fields |= length_fields(model)
+    fields |= generation_fields(model)
+    fields |= {f"env.{name}": os.environ[name] for name in os.environ if re.fullmatch(ENVIRONMENT_HASHED, name)}
+    return fields
+
+
+def _settings(vllm_config: Any) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name in _names(vllm_config):
+        if name not in SECTIONS_LEFT_OUT:
+            found |= _of_setting(name, getattr(vllm_config, name, None), _default(vllm_config, name))
+    return found
+
+
+def model_fields(model_config: Any, name: str) -> dict[str, object]:
+    """Of a second model in the same engine, for example a draft."""
+    found = _of_setting("model_config", model_config, None)
+    found |= hf_fields(model_config) | length_fields(model_config) | generation_fields(model_config)
+    return {f"{name}.{key}": value for key, value in found.items()}
+
+
+def _of_setting(path: str, value: object, default: object) -> dict[str, object]:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        left_out = LEFT_OUT.get(path, {})
+        found: dict[str, object] = {}
+        for name in _names(value):
+            if name not in left_out:
+                found |= _of_setting(f"{path}.{name}", getattr(value, name, None), _default(value, name))
+        return found
+    text = text_of(value)
+    return {} if text == text_of(default) else {path: text}
+
+
+def _names(config: Any) -> Iterator[str]:
+    if dataclasses.is_dataclass(config):
+        yield from (field.name for field in dataclasses.fields(config))
+
+
+def _default(config: Any, name: str) -> object:
+    """As vLLM declares it; None where it declares none."""
+    field = next(field for field in dataclasses.fields(config) if field.name == name)
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    default = None if field.default is dataclasses.MISSING else field.default
+    declared = getattr(default, "default", default)  # pydantic's Field
+    if declared is default or type(declared).__name__ != "PydanticUndefinedType":
+        return declared
+    factory = getattr(default, "default_factory", None)
+    return factory() if factory is not None else None
+
+
+# -- the model's own configuration ----
+
+
+def hf_fields(model_config: Any) -> dict[str, object]:
+    """The configuration as the engine uses it, overrides included; long lists as digests."""
+    whole = _kept(model_config.hf_config.to_dict())
+    fields = _flat("hf", whole)
+    text = model_config.hf_text_config
+    if text is not model_config.hf_config and (kept := _kept(text.to_dict())) not in _parts(whole):
+        fields |= _flat("text", kept)
+    fields["architecture"] = str(getattr(model_config, "architecture", ""))
+    return fields
+
+
+def _kept(config: Mapping[str, object]) -> dict[str, object]:
+    return {
+        str(name): _kept(value) if isinstance(value, Mapping) else value
+        for name, value in config.items()
+        if name not in HF_LEFT_OUT
+    }
+
+
+def _parts(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
+    """The configurations inside a configuration, at any depth, and itself."""
+    yield config
+    for value in config.values():
+        if isinstance(value, Mapping):
+            yield from _parts(value)
+
+
+def _flat(prefix: str, config: Mapping[str, object]) -> dict[str, object]:
+    found: dict[str, object] = dict(_entries(prefix, config))
+    if len(found) > HF_FIELDS_MAX:
+        return {f"{prefix}.{name}": text_of(value) for name, value in config.items() if value is not None}
+    return found
+
+
+def _entries(prefix: str, config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _entries(f"{prefix}.{name}", value)
+        elif value is not None:
+            yield f"{prefix}.{name}", text_of(value)
+
+
+# -- what depends on how long a prompt may become ----
+
+
+def length_fields(model_config: Any) -> dict[str, object]:
+    """`rope_context` where max_model_len chooses between two sets of angles, `max_model_len` where a model reads it in
+    another way or nobody knows, nothing where it changes no byte."""
+    fields: dict[str, object] = {}
+    length = getattr(model_config, "max_model_len", None)
+    parts = [_kept(model_config.hf_config.to_dict()), _kept(model_config.hf_text_config.to_dict())]
+    for part in (inner for outer in parts for inner in _parts(outer)):
+        kind = part.get("rope_type", part.get("type")) if _is_rope(part) else None
+        if kind in ("longrope", "su"):
+            original = part.get("original_max_position_embeddings") or _first(parts, "original_max_position_embeddings")
+            if isinstance(original, int) and isinstance(length, int):
+                fields["rope_context"] = f"{'over' if length > original else 'within'} {original} tokens"
+            else:
+                fields["max_model_len"] = str(length)
+        elif kind is not None and kind not in PLAIN_ROPES:
+            fields["max_model_len"] = str(length)
+        if any(part.get(name) for name in LENGTH_ENTRIES):
+            fields["max_model_len"] = str(length)
+    module = module_of(model_config)
+    if module is None or LENGTH_MODULES.get(module) == "":
+        fields["max_model_len"] = str(length)
+    return fields
+
+
+def _is_rope(part: Mapping[str, object]) -> bool:
+    return "rope_type" in part or ("type" in part and ("factor" in part or "long_factor" in part))
+
+
+def _first(parts: Sequence[Mapping[str, object]], name: str) -> object:
+    return next((part[name] for outer in parts for part in _parts(outer) if part.get(name) is not None), None)
+
+
+def module_of(model_config: Any) -> str | None:
+    """vLLM's module that computes the model; None for code from elsewhere, which may read anything."""
+    registered = ModelRegistry.models.get(str(getattr(model_config, "architecture", "")))
+    name = str(getattr(registered, "module_name", ""))
+    return name.removeprefix(MODELS).split(".")[0] if name.startswith(MODELS) else None
+
+
+def generation_fields(model_config: Any) -> dict[str, object]:
+    """Of the generation config, for models that read it while they are built: all but what only sampling reads."""
+    module = module_of(model_config)
+    if module is not None and module not in GENERATION_MODULES:
+        return {}
+    read = getattr(model_config, "try_get_generation_config", dict)
+    config = {**read(), **getattr(model_config, "override_generation_config", {})}
+    return {f"generation.{name}": text_of(value) for name, value in config.items() if name not in SAMPLING}
+
+
+# -- values ----
+
+
+def text_of(value: object) -> str:
+    """The same text in every process for the same value; a digest of it when it is long."""
+    text = json.dumps(_plain(value), sort_keys=True)
+    if len(text) <= TEXT_CHARS_MAX:
+        return text
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
+def _plain(value: object) -> object:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, torch.dtype | Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted((_plain(inner) for inner in value), key=str)
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [_plain(inner) for inner in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name, None)) for field in dataclasses.fields(value)}
+    if isinstance(value, type) or callable(value):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    compute_hash = getattr(value, "compute_hash", None)
+    return f"{type(value).__qualname__} {compute_hash() if compute_hash is not None else value!r}"

@@ -1,0 +1,295 @@
+"""What an engine's weights are called: by all of their bytes, or by what their operator says. Imports no engine.
+
+A folder's files are read once, by several threads, and their digests kept in a cache folder, so that a restart reads
+nothing. XXH3-128 tells files apart that differ by accident; somebody who makes two files of one digest on purpose can
+also name his weights as he likes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+
+from kvservice.core.keys import version_term
+from kvservice.errors import UnnamedWeights
+from kvservice.units import GiB, MiB, format_bytes
+
+log = logging.getLogger("kvservice.connector")
+
+WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
+# What a folder has beside its weights that engines compute with and that the resolved configuration does not repeat.
+OTHER_NAMES = frozenset({"hf_quant_config.json", "quantize_config.json", "quant_config.json", "quant_strategy.json"})
+OTHER_SUFFIXES = frozenset({".py"})  # code that came with the model
+PIECE_BYTES = 32 * MiB
+BUFFER_BYTES = MiB  # of each thread: what the processor's own cache holds
+THREADS_MAX = 8
+PROGRESS_SECONDS = 10.0
+TALKATIVE_BYTES = GiB  # from here on the reading is announced
+TERM_BYTES = 16
+VERSION_CHARS_MAX = 256
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def cache_folder() -> Path:
+    """Where digests are kept: $XDG_CACHE_HOME/kvservice, or ~/.cache/kvservice."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "kvservice"
+
+
+def weights_identity(model: str, revision: str | None, commit: str | None = None, cache: Path | None = None) -> str:
+    """A file or a folder by all of its bytes; a model of a hub by its commit, which names all of its bytes as well.
+
+    May read for minutes, with progress in the log. Raises UnnamedWeights when nothing says which bytes they are.
+    """
+    path = Path(model)
+    try:
+        if path.is_file():
+            return _named([path], cache)
+        if path.is_dir():
+            if not (files := weight_files(path)):
+                raise UnnamedWeights(f"{model} has no weight files: {_ADVICE}")
+            return _named(files, cache)
+    except OSError as error:
+        raise UnnamedWeights(f"the weights in {model} cannot be read ({error}): {_ADVICE}") from error
+    found = commit or _downloaded_commit(model, revision)
+    if found is None:
+        raise UnnamedWeights(f"nothing says which commit of {model} the engine has loaded: {_ADVICE}")
+    return f"{model}@{found}"
+
+
+_ADVICE = 'name the weights yourself with "weights_version" in kv_connector_extra_config'
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Everything in it that an engine may compute with; empty without weights."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    if not any(path.suffix in WEIGHT_SUFFIXES for path in files):
+        return []
+    return [p for p in files if p.suffix in WEIGHT_SUFFIXES | OTHER_SUFFIXES or p.name in OTHER_NAMES]
+
+
+def _named(files: Sequence[Path], cache: Path | None) -> str:
+    digests = FileDigests(cache or cache_folder()).of(files)
+    hasher = hashlib.sha256()
+    for path, digest in zip(files, digests, strict=True):
+        hasher.update(f"{len(path.name)}:{path.name}:{digest}:".encode())
+    return f"xxh3:{hasher.hexdigest()[:32]}"
+
+
+def _downloaded_commit(model: str, revision: str | None) -> str | None:
+    """What the hub's own cache says; asks no network."""
+    if revision and _COMMIT.fullmatch(revision):
+        return revision
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        name = Path(snapshot_download(model, revision=revision, local_files_only=True)).name
+    except (HFValidationError, LocalEntryNotFoundError, OSError):
+        return None
+    return name if _COMMIT.fullmatch(name) else None
+
+
+# -- the bytes of files ----
+
+
+@dataclass(frozen=True, slots=True)
+class _Stamp:
+    """A file that still has all of these has not been written since: no program can set ctime back."""
+
+    path: str  # resolved
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> _Stamp:
+        real = path.resolve(strict=True)
+        stat = real.stat()
+        return cls(str(real), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+class FileDigests:
+    """Digests of whole files, kept in `folder`, one small file each. A folder that cannot be used only costs time."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = folder / "weights"
+        self._clock = clock
+
+    def of(self, files: Sequence[Path]) -> list[str]:
+        """In the order of `files`. Raises OSError; UnnamedWeights when a file changes while it is read."""
+        with self._one_reader():
+            stamps = [_Stamp.of(path) for path in files]
+            known = [self._load(stamp) for stamp in stamps]
+            to_read = [stamp for stamp, digest in zip(stamps, known, strict=True) if digest is None]
+            read = dict(zip(to_read, self._read_all(to_read), strict=True))
+            for path, stamp in zip(files, stamps, strict=True):
+                if _Stamp.of(path) != stamp:
+                    raise UnnamedWeights(f"{path} changes while it is read: {_ADVICE}")
+            for stamp, digest in read.items():
+                self._save(stamp, digest)
+            if read:
+                self._forget_gone()
+        return [read.get(stamp) or str(digest) for stamp, digest in zip(stamps, known, strict=True)]
+
+    def _read_all(self, stamps: Sequence[_Stamp]) -> list[str]:
+        total = sum(stamp.size for stamp in stamps)
+        if not stamps:
+            return []
+        if total >= TALKATIVE_BYTES:
+            log.info("naming the weights: reading %s once, in %s", format_bytes(total), Path(stamps[0].path).parent)
+        pieces = [(stamp.path, start) for stamp in stamps for start in range(0, stamp.size, PIECE_BYTES)]
+        found: dict[tuple[str, int], bytes] = {}
+        begun = told = self._clock()
+        done = 0
+        with ThreadPoolExecutor(min(THREADS_MAX, os.cpu_count() or 1), "kvservice-weights") as threads:
+            for piece, (digest, size) in zip(pieces, threads.map(lambda p: _piece(*p), pieces), strict=True):
+                found[piece] = digest
+                done += size
+                if (now := self._clock()) - told >= PROGRESS_SECONDS:
+                    told = now
+                    log.info("naming the weights: %s of %s read", format_bytes(done), format_bytes(total))
+        if total >= TALKATIVE_BYTES:
+            seconds = max(self._clock() - begun, 1e-9)
+            log.info("naming the weights: done, %.1f GB/s", total / seconds / 1e9)
+        digests = []
+        for stamp in stamps:
+            hasher = xxhash.xxh3_128(stamp.size.to_bytes(8, "big"))
+            for start in range(0, stamp.size, PIECE_BYTES):
+                hasher.update(found[stamp.path, start])
+            digests.append(hasher.hexdigest())
+        return digests
+
+    # -- the cache ----
+
+    def _entry(self, stamp: _Stamp) -> Path:
+        return self._folder / f"{hashlib.sha256(stamp.path.encode()).hexdigest()[:32]}.json"
+
+    def _load(self, stamp: _Stamp) -> str | None:
+        """None for whatever is not exactly what `_save` wrote of this file as it is now."""
+        try:
+            found = json.loads(self._entry(stamp).read_bytes())
+        except (OSError, ValueError):
+            return None
+        if not isinstance(found, dict) or not isinstance(digest := found.pop("digest", None), str):
+            return None
+        seal = found.pop("seal", None)
+        return digest if found == asdict(stamp) and seal == _seal(stamp, digest) else None
+
+    def _save(self, stamp: _Stamp, digest: str) -> None:
+        entry = {**asdict(stamp), "digest": digest, "seal": _seal(stamp, digest)}
+        try:
+            with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False) as file:
+                json.dump(entry, file)
+            Path(file.name).replace(self._entry(stamp))
+        except OSError as error:
+            log.warning("the digest of %s is not kept (%s): the next start reads it again", stamp.path, error)
+
+    def _forget_gone(self) -> None:
+        """Files that are not there any more, so that the folder does not grow for ever."""
+        with contextlib.suppress(OSError):
+            for entry in self._folder.glob("*.json"):
+                try:
+                    is_gone = not Path(json.loads(entry.read_bytes())["path"]).exists()
+                except (OSError, ValueError, KeyError, TypeError):
+                    is_gone = True
+                if is_gone:
+                    entry.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _one_reader(self) -> Iterator[None]:
+        """Engines that start together on one machine: the first reads, the others find what it kept."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file = (self._folder / "lock").open("w")
+        except OSError:
+            yield
+            return
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                log.info("naming the weights: another engine is at it, waiting for what it finds")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def _seal(stamp: _Stamp, digest: str) -> str:
+    """Tells an entry whose digest was damaged."""
+    return xxhash.xxh3_64(f"{stamp}{digest}".encode()).hexdigest()
+
+
+def _piece(path: str, start: int) -> tuple[bytes, int]:
+    """Digest of up to PIECE_BYTES from there on, and how many they are."""
+    hasher, done = xxhash.xxh3_128(), 0
+    view = memoryview(bytearray(min(BUFFER_BYTES, PIECE_BYTES)))
+    with Path(path).open("rb", buffering=0) as file:
+        while rest := PIECE_BYTES - done:
+            count = os.preadv(file.fileno(), [view[:rest]], start + done)
+            if not count:
+                break
+            hasher.update(view[:count])
+            done += count
+    return hasher.digest(), done
+
+
+# -- what they are called after a change in place ----
+
+
+class Terms:
+    """Names the weights of an engine whose weights are changed in place: by a random term, which nobody shares, or by
+    what the operator wrote into a file, which everybody with the same words shares."""
+
+    def __init__(self, version_file: Path | None) -> None:
+        self._file = version_file
+        self._read: _Stamp | None = None  # the file as it was read last
+
+    def first(self) -> bytes:
+        """Of the weights that the engine was started with; empty when the fingerprint names them."""
+        return b"" if self._file is None else self.next()
+
+    def next(self) -> bytes:
+        """Of the weights that the engine has from now on. Reads one small file."""
+        if (version := self._version()) is None:
+            return os.urandom(TERM_BYTES)
+        log.info("the weights are version %r from here on", version)
+        return version_term(version)
+
+    def _version(self) -> str | None:
+        """None where the file says nothing new: the version from before is not that of weights that may have changed
+        since."""
+        if self._file is None:
+            return None
+        try:
+            stamp = _Stamp.of(self._file)
+            version = self._file.read_text().strip()
+        except (OSError, ValueError) as error:
+            log.warning("weights_version_file cannot be read (%s): this engine shares with nobody until a reset", error)
+            return None
+        if stamp == self._read or not is_version(version):
+            log.warning(
+                "weights_version_file %s was not written anew with a version: this engine shares with nobody until it "
+                "is, before a reset", self._file,
+            )  # fmt: skip
+            return None
+        self._read = stamp
+        return version
+
+
+def is_version(text: str) -> bool:
+    """1 to 256 printable characters."""
+    return 0 < len(text) <= VERSION_CHARS_MAX and text.isprintable()
