@@ -427,6 +427,12 @@ class Session:
             self.counters[f"{what}_failed"] += 1
             log.debug("%s failed: %s", what, error.message)
 
+    @property
+    def held(self) -> frozenset[BlockRef]:
+        """Slots that this engine may write, in stock, in plans, with its workers or being sealed."""
+        with self._lock:
+            return self._ledger.slots
+
     def _is_current(self, attachment: AttachmentId) -> bool:
         current = self._attachment
         return current is not None and current.attachment_id == attachment

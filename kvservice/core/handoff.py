@@ -114,6 +114,10 @@ class Handoffs:
         self._next_key: dict[BlockKey, list[int]] = {}  # first key that a follow lacks -> ops
         self._watches: dict[int, _Watch] = {}
 
+    @property
+    def open_count(self) -> int:
+        return sum(known.state is HandoffState.OPEN for known in self._handoffs.values())
+
     # -- the writer ----
 
     def open(self, handoff: HandoffId, attachment: AttachmentId, call: int, now: float) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from kvservice.core import events as ev
 from kvservice.core.actions import Action, Announce, Refuse, Reply
-from kvservice.core.blocks import Block, BlockStore
+from kvservice.core.blocks import NO_KEY, Block, BlockStore
 from kvservice.core.drain import DrainPhase, DrainProgress, Leaving
 from kvservice.core.eviction import EvictionPolicy, LeafFirstReuse
 from kvservice.core.explain import Explanation, KeyFate, RequestRecords, find_fates, name_engine
@@ -49,7 +49,7 @@ from kvservice.errors import (
     Unavailable,
     UnsupportedLayout,
 )
-from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, format_bytes
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, SlotIndex, format_bytes
 
 ENGINE_ID_BYTES = 16
 ATTACHMENTS_MAX = 256
@@ -187,6 +187,15 @@ class ShardState:
 
     def slot_counts(self) -> dict[str, int]:
         return self._store.table.counts()
+
+    def reserved_slots(self) -> set[SlotIndex]:
+        """Those that some engine may write. Slow: for checks."""
+        slots = self._store.table.all_slots()
+        return {slot.index for slot in slots if slot.state is SlotState.WRITING and slot.owner != NO_KEY}
+
+    @property
+    def open_handoff_count(self) -> int:
+        return self._handoffs.open_count
 
     @property
     def capacity(self) -> int:

@@ -17,6 +17,7 @@ from hypothesis.stateful import invariant, precondition, rule, run_state_machine
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
+from kvservice.core.handoff import CLOSED_SECONDS
 from kvservice.core.messages import BlockRef, HandoffState
 from kvservice.core.reconcile import Ledger
 from kvservice.core.slots import SlotState
@@ -27,6 +28,8 @@ from tests.sim.mutation import Mutant, planted
 
 MAIL_MAX = 6  # messages under way; older ones are lost
 MakeEvent = Callable[[int], ev.Event]
+reserve_fates = st.sampled_from(["goes well", "goes well", "on its way", "after a heartbeat", "given up"])
+handoff_fates = st.sampled_from(["on its way", "opened", "overtaken", "with an old heartbeat"])
 
 
 @dataclass
@@ -41,6 +44,7 @@ class Book:
     waiting: set[int] = field(default_factory=set)  # Reserves whose answers it would still use
     sealing: list[BlockRef] = field(default_factory=list)  # sent to be sealed, not answered
     handoffs: dict[HandoffId, bool] = field(default_factory=dict)  # -> is open
+    ended: dict[HandoffId, float] = field(default_factory=dict)  # -> when the shard heard so
 
     def post(self, make: MakeEvent, call: int = 0) -> None:
         self.mail = [*self.mail, (call, make)][-MAIL_MAX:]
@@ -68,6 +72,7 @@ class ReconcileMachine(ShardMachine):
             book.attachment = engine.attachment
         if book.epoch != self.harness.state.epoch:  # calls of an earlier epoch do not get past the wire
             book.mail.clear()
+            book.ended.clear()
             book.epoch = self.harness.state.epoch
         return book
 
@@ -75,17 +80,22 @@ class ReconcileMachine(ShardMachine):
 
     @somebody_attached
     @precondition(lambda self: sum(len(engine.writes) for engine in self.engines) < 5)
-    @rule(one=engines, count=st.integers(1, 4), fate=st.sampled_from(["goes well", "goes well", "later", "too late"]))
+    @rule(one=engines, count=st.integers(1, 4), fate=reserve_fates)
     def reserve(self, one: int, count: int, fate: str) -> None:
         engine, book, attachment = self._speaker(one)
+        one = self.engines.index(engine)
         call = book.ledger.begin_call()
         book.waiting.add(call)
         book.post(lambda op: ev.Reserve(op, attachment, count, 0, call), call)
-        if fate == "goes well":
-            self.message_arrives(self.engines.index(engine), len(book.mail) - 1, again=False)
-            self.answer_arrives(self.engines.index(engine), len(book.answers) - 1, again=False)
-        elif fate == "too late":
-            self.give_up(self.engines.index(engine), 0)
+        if fate == "on its way":
+            return
+        self.message_arrives(one, len(book.mail) - 1, again=False)
+        if fate == "given up":
+            book.waiting.remove(call)
+            book.ledger.give_up(call)
+        if fate != "goes well":
+            self.heartbeat(one, at_once=True)
+        self.answer_arrives(one, len(book.answers) - 1, again=False)
 
     @precondition(lambda self: any(book.waiting for book in self.books))
     @rule(one=engines, which=any_index)
@@ -155,26 +165,45 @@ class ReconcileMachine(ShardMachine):
         book.sealing.clear()
 
     @somebody_attached
-    @rule(one=engines, overtaken=st.booleans())
-    def hand_off(self, one: int, overtaken: bool) -> None:
-        _, book, attachment = self._speaker(one)
+    @rule(one=engines, fate=handoff_fates)
+    def hand_off(self, one: int, fate: str) -> None:
+        engine, book, attachment = self._speaker(one)
+        one = self.engines.index(engine)
+        if fate == "with an old heartbeat":
+            self.heartbeat(one, at_once=False)
         handoff = HandoffId(self.next_handoff.to_bytes(16, "big"))
         self.next_handoff += 1
         call = book.ledger.open_handoff(handoff)
         book.handoffs[handoff] = True
         book.post(lambda op: ev.OpenHandoff(op, attachment, handoff, call))
-        if overtaken:
-            self.end_hand_off(self.engines.index(self._attached(one)), len(book.handoffs) - 1)
+        last = len(book.mail) - 1
+        if fate == "opened":
+            self.message_arrives(one, last, again=False)
+        elif fate == "overtaken":
+            self.end_hand_off(one, sorted(book.handoffs).index(handoff), lost=False)
+            self.message_arrives(one, len(book.mail) - 1, again=False)
+            self.message_arrives(one, len(book.mail) - 1, again=False)
+        elif fate == "with an old heartbeat":
+            self.heartbeat(one, at_once=True)
+            self.message_arrives(one, len(book.mail) - 3, again=False)
 
     @somebody_attached
-    @rule(one=engines, which=any_index)
-    def end_hand_off(self, one: int, which: int) -> None:
-        _, book, attachment = self._speaker(one)
+    @rule(one=engines, which=any_index, lost=st.booleans())
+    def end_hand_off(self, one: int, which: int, lost: bool) -> None:
+        engine, book, attachment = self._speaker(one)
         if book.handoffs:
             handoff = sorted(book.handoffs)[which % len(book.handoffs)]
             book.handoffs[handoff] = False
             book.ledger.close_handoff(handoff)
-            book.post(lambda op: ev.CloseHandoff(op, attachment, handoff))
+
+            def close(op: int) -> ev.Event:
+                book.ended.setdefault(handoff, self.harness.now)
+                return ev.CloseHandoff(op, attachment, handoff)
+
+            if lost:
+                self.everything_is_heard(self.engines.index(engine))
+            else:
+                book.post(close)
 
     @somebody_attached
     @rule(one=engines, at_once=st.booleans())
@@ -215,6 +244,13 @@ class ReconcileMachine(ShardMachine):
             for handoff, is_open in self._book(engine).handoffs.items():
                 if is_open and not self.harness.count("handoffs_silent"):
                     assert self.harness.state._handoffs._state(handoff) is not HandoffState.CLOSED
+
+    @invariant()
+    def a_handoff_that_was_closed_is_not_open_again(self) -> None:
+        for book in self.books:
+            for handoff, ended_at in book.ended.items():
+                if self.harness.now < ended_at + CLOSED_SECONDS:
+                    assert self.harness.state._handoffs._state(handoff) is not HandoffState.OPEN
 
 
 TestReconcile = ReconcileMachine.TestCase

@@ -20,6 +20,9 @@ MEMBERSHIP = "kvservice.core.membership"
 INDEX = "kvservice.core.index"
 ANNOUNCE = "kvservice.core.announce"
 SCHEDULER = "kvservice.connector.scheduler"
+SESSION = "kvservice.connector.session"
+RECONCILE = "kvservice.core.reconcile"
+HANDOFF = "kvservice.core.handoff"
 STORE_PLAN = "kvservice.connector.store_plan"
 
 AIO = "kvservice.aio"
@@ -266,5 +269,44 @@ MUTANTS = (
         "        if slot.pins == 1:\n            self._policy.pin(block.key)",
         "        if slot.pins == 9:\n            self._policy.pin(block.key)",
         seed=1,
+    ),
+    Mutant("a slot whose abort was lost comes back", RECONCILE, "                found.append(ref)\n", "", seed=24),
+    Mutant(
+        "a lease whose release was lost ends",
+        LEASES,
+        "renewed = self._by_holder.get(holder, set()).intersection(lease_ids)",
+        "renewed = set(self._by_holder.get(holder, ()))",
+        seed=1,
+    ),
+    Mutant(
+        "a hand-off whose close was lost is closed",
+        HANDOFF,
+        "                self._close(handoff, known, now)\n\n    def _enter",
+        "\n    def _enter",
+        seed=1009,
+    ),
+    Mutant(
+        "slots of an answer that came too late come back",
+        RECONCILE,
+        "        self._open.discard(call)\n",
+        "",
+        seed=194,
+    ),
+    Mutant(
+        "a close that overtakes its open wins",
+        HANDOFF,
+        '            self._counters["handoff_close_ignored"] += 1\n            return\n',
+        '            self._counters["handoff_close_ignored"] += 1\n            return\n'
+        "        if not known.is_heard:\n            del self._handoffs[handoff]\n            return\n",
+        also=((SHARD, "            self._handoffs.reconcile(event.statement, event.attachment, now)\n", ""),),
+        seed=246,
+    ),
+    Mutant(
+        "a slot that a worker writes is stated",
+        SESSION,
+        "            taken = [stock.popleft() for _ in range(min(count, len(stock)))]\n",
+        "            taken = [stock.popleft() for _ in range(min(count, len(stock)))]\n"
+        "            self._ledger.give_back(taken)\n",
+        seed=11,
     ),
 )

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from kvservice.client.shard import SEAL_SECONDS
 from kvservice.connector.handoff import Prefill
 from kvservice.core.fetch import SUSPECT_SECONDS
 from kvservice.core.geometry import Geometry
@@ -108,7 +109,22 @@ class Run:
         bytes_were_wrong = self.verifies or self.world.counters["fault_garble"]
         if bytes_were_wrong and any(node.state and node.state.slot_counts().get("quarantined") for node in self.nodes):
             self._until(self.world.now + SUSPECT_SECONDS, lambda: False)  # a slot that failed a check rests so long
+        # A Seal whose answer was lost is waited for as long as it may take.
+        self._until(self.world.now + SEAL_SECONDS + LEASE_SECONDS, lambda: not self._unequal())
         self._check_end()
+
+    def _unequal(self) -> list[str]:
+        """Where a shard and the engines of its node do not agree about what these may write, or have open."""
+        found = []
+        for node in self.nodes:
+            engines = [engine for engine in self.engines if engine.node is node]
+            held = {ref.slot for engine in engines for ref in engine.session.held}
+            if node.state is not None and node.state.reserved_slots() != held:
+                reserved = len(node.state.reserved_slots())
+                found.append(f"{node.name} holds {reserved} slots for engines, they hold {len(held)}")
+            if node.state is not None and node.state.open_handoff_count:
+                found.append(f"{node.name} has {node.state.open_handoff_count} hand-offs open")
+        return found
 
     def _until(self, end: float, is_over: Callable[[], bool]) -> None:
         count = 0
@@ -143,6 +159,9 @@ class Run:
                 raise Violation(f"{node.name} holds wrong bytes in slot {block.slot:#x}, as block {block.position}")
 
     def _check_end(self) -> None:
+        unequal = self._unequal()
+        if unequal:
+            raise Violation(f"after everything ended, {unequal[0]}")
         for lookup in self.lookups:
             lookup.index.check_invariants()
         for node in self.nodes:
