@@ -155,6 +155,9 @@ def test_load_store_and_end_of_a_request() -> None:
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_suspect_block_of_any_group_drops_the_promise(wrong: int) -> None:
     bench = Bench()
+    bench.half.on_new_request("earlier", hashes(2, 1), 0.0, tokens=BLOCK + 3)
+    bench.line.answer(0, windows=[0])
+    assert bench.half.matched("earlier", 0, BLOCK + 3, 0.0) == Promise(0)
     bench.half.on_new_request("r", hashes(1, 6), 0.0, tokens=6 * BLOCK + 3)
     bench.line.answer(4, windows=[2])
     bench.half.reported(StepReport(suspects={BlockRef(slot_index(1 + wrong, 1), Generation(2))}))

@@ -341,10 +341,20 @@ def test_scratch_headers_of_a_job_are_its_own_until_nothing_is_read_into_them(ri
 
 
 def test_counters_are_read_while_the_puller_adds_new_ones(rig: Rig) -> None:
-    """A round of reads is over before the puller has added all, or it proves nothing."""
-    adding = threading.Thread(target=lambda: [rig.puller._count(f"counter_{i}") for i in range(20_000)])
+    is_read = threading.Event()
+
+    def add() -> None:
+        number = 0
+        while not is_read.is_set():
+            rig.puller._count(f"counter_{number}")
+            number += 1
+
+    adding = threading.Thread(target=add)
     adding.start()
-    sizes = [len(rig.puller.counters())]
-    while adding.is_alive():
-        sizes.append(sum(1 for _ in rig.puller.counters().items()))
-    assert len(set(sizes)) > 1
+    try:
+        sizes: set[int] = set()
+        while len(sizes) < 20:  # each read went through a table that another thread was growing
+            sizes.add(sum(1 for _ in rig.puller.counters().items()))
+    finally:
+        is_read.set()
+        adding.join()
