@@ -117,6 +117,8 @@ class Proxy:
             raw = await within(self.settings.request_seconds, request.read())
         except asyncio.TimeoutError:
             return problem_response(SLOW_BODY)
+        except web.RequestPayloadError as error:  # not compressed as it says, or its client has left
+            raise InvalidRequest(f"the request body cannot be read: {str(error)[:200]}") from error
         body = bodies.read_body(raw)
         if self._stopping:
             return problem_response(STOPPING)
