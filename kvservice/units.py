@@ -34,6 +34,14 @@ def align_up(value: int, alignment: int) -> int:
     return div_ceil(value, alignment) * alignment
 
 
+def printable(text: str) -> str:
+    """Text of others on one line: line ends, terminal codes and halves of surrogate pairs become escapes, because a log
+    and a terminal would act on them, and protobuf refuses the last."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 def format_bytes(count: int) -> str:
     """Human form with a binary unit, for messages only: 737280 -> '720.0 KiB'."""
     size = float(count)

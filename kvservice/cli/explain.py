@@ -18,6 +18,7 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
+from kvservice.cli.status import plain
 from kvservice.errors import Unauthenticated, Unavailable
 
 CALL_SECONDS = 3.0
@@ -263,37 +264,40 @@ def show(state: dict[str, Any]) -> None:
     for row in state["requests"]:
         _show_record(console, state["request_id"], row)
     if state["candidates"]:
-        console.print(f"several requests begin with {state['asked_for']!r}; say more of the id:", highlight=False)
+        console.print(
+            f"several requests begin with {plain(repr(state['asked_for']))}; say more of the id:", highlight=False
+        )
         for candidate in state["candidates"]:
-            console.print(f"  {candidate}", highlight=False)
+            console.print(f"  {plain(candidate)}", highlight=False)
     elif not state["requests"]:
         minutes = state["keep_seconds"] / 60
         console.print(
-            f"no shard remembers a request {state['asked_for']!r}. Records are kept for {minutes:.0f} minutes, the "
-            "latest 4096 a node; a request appears when it asks for its prefix. The id is the engine's: what the API "
-            "returned, or its beginning.",
+            f"no shard remembers a request {plain(repr(state['asked_for']))}. Records are kept for "
+            f"{minutes:.0f} minutes, the latest 4096 a node; a request appears when it asks for its prefix. The id is "
+            "the engine's: what the API returned, or its beginning.",
             highlight=False,
         )  # fmt: skip
         for refused in state["refused_engines"]:
             console.print(
-                f"[yellow]an engine of {refused['model']} was refused at node {refused['node']} "
-                f"{refused['age_seconds']:.0f} s ago, and serves without the cache:[/] {refused['message']}",
+                f"[yellow]an engine of {plain(refused['model'])} was refused at node {plain(refused['node'])} "
+                f"{refused['age_seconds']:.0f} s ago, and serves without the cache:[/] {plain(refused['message'])}",
                 highlight=False,
             )
     for node in state["silent_nodes"]:
-        console.print(f"[red]node {node} did not answer: what it knows is missing here[/]", highlight=False)
+        console.print(f"[red]node {plain(node)} did not answer: what it knows is missing here[/]", highlight=False)
     for address in state["silent_lookups"]:
-        console.print(f"[red]lookup shard {address} did not answer[/]", highlight=False)
+        console.print(f"[red]lookup shard {plain(address)} did not answer[/]", highlight=False)
     for hint in state["hints"]:
-        console.print(f"→ {hint}", highlight=False, markup=False)
+        console.print(f"→ {plain(hint)}", highlight=False)
 
 
 def _show_record(console: Console, request_id: str, row: dict[str, Any]) -> None:
     blocks = row["blocks"]
-    waited = f" (it waited for a hand-off from node {row['handoff_node']})" if row["handoff_node"] else ""
+    waited = f" (it waited for a hand-off from node {plain(row['handoff_node'])})" if row["handoff_node"] else ""
     took = f", answered after {row['took_seconds'] * 1000:.1f} ms{waited}" if row["answered"] else ", never answered"
     table = Table(
-        title=f"{request_id}\non node {row['node']}, model {row['model']}, {row['age_seconds']:.1f} s ago{took}",
+        title=f"{plain(request_id)}\non node {plain(row['node'])}, model {plain(row['model'])}, "
+        f"{row['age_seconds']:.1f} s ago{took}",
         title_justify="left",
     )
     for column in ("blocks", "", "from", "why"):
@@ -303,7 +307,7 @@ def _show_record(console: Console, request_id: str, row: dict[str, Any]) -> None
         span = f"{one['start']}" if last == one["start"] else f"{one['start']}-{last}"
         outcome = f"[{COLOURS[one['outcome']]}]{one['outcome']}[/]"
         why = one["text"] if one["why"] is None else f"{one['why'].replace('_', ' ')}: {one['text']}"
-        table.add_row(f"{span} ({one['count']})", outcome, one["node"], why)
+        table.add_row(f"{span} ({one['count']})", outcome, plain(one["node"]), plain(why))
     console.print(table)
     end = "" if row["finished"] else "; it has not ended yet, or its engine has not reported"
     console.print(

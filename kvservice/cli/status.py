@@ -11,9 +11,10 @@ from typing import Any
 
 import grpc
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from kvservice.units import format_bytes
+from kvservice.units import format_bytes, printable
 
 CALL_SECONDS = 3.0
 ASKED_AT_ONCE = 16
@@ -83,7 +84,7 @@ def show(state: dict[str, Any], *, as_json: bool) -> None:
     for row in state["lookups"]:
         alive = sum(node["alive"] for node in row["nodes"])
         part = f"{row['partition']} of {row['partition_count']}"
-        lookups.add_row(row["address"], part, f"{row['key_count']:,}", row["error"] or str(alive))
+        lookups.add_row(plain(row["address"]), part, f"{row['key_count']:,}", plain(row["error"]) or str(alive))
     console.print(lookups)
     rates = state["hit_rates"]
     if rates["local"] is not None:
@@ -93,12 +94,18 @@ def show(state: dict[str, Any], *, as_json: bool) -> None:
         if "mirror_keys" in row["counters"]:
             console.print(mirror_line(row["node_id"], row["counters"]))
         for model in row["models"]:
-            console.print(f"attached at {row['node_id']}: {model}")
+            console.print(f"attached at {plain(row['node_id'])}: {plain(model)}")
         for tenant in row["tenants"]:
             quota = f" of {format_bytes(tenant['quota_bytes'])}" if tenant["quota_bytes"] else ""
-            console.print(f"tenant {tenant['name']} at {row['node_id']}: {format_bytes(tenant['used_bytes'])}{quota}")
+            held = f"{format_bytes(tenant['used_bytes'])}{quota}"
+            console.print(f"tenant {plain(tenant['name'])} at {plain(row['node_id'])}: {held}")
     for problem in state["problems"]:
-        console.print(f"[red]problem:[/] {problem}")
+        console.print(f"[red]problem:[/] {plain(problem)}")
+
+
+def plain(text: str) -> str:
+    """Text of others as it is: neither Rich nor the terminal acts on it."""
+    return escape(printable(text))
 
 
 def mirror_line(node_id: str, counters: Mapping[str, int]) -> str:
@@ -106,7 +113,7 @@ def mirror_line(node_id: str, counters: Mapping[str, int]) -> str:
     fallbacks = {name[len(FALLBACK) :]: count for name, count in sorted(counters.items()) if name.startswith(FALLBACK)}
     reasons = f" ({', '.join(f'{name} {count:,}' for name, count in fallbacks.items())})" if fallbacks else ""
     return (
-        f"mirror of the directory at {node_id}: {counters['mirror_keys']:,} keys in "
+        f"mirror of the directory at {plain(node_id)}: {counters['mirror_keys']:,} keys in "
         f"{format_bytes(counters['mirror_bytes'])}, {counters['mirror_live_partitions']} lookup shards live, "
         f"{counters['mirror_age_ms'] / 1e3:.1f} s old; answered {counters.get('mirror_answers', 0):,}, left to the "
         f"lookup shards {sum(fallbacks.values()):,}{reasons}"
@@ -114,9 +121,9 @@ def mirror_line(node_id: str, counters: Mapping[str, int]) -> str:
 
 
 def _node_cells(row: dict[str, Any]) -> list[str]:
-    place = f"{row['node_id']}\n{row['peer_address']}"
+    place = f"{plain(row['node_id'])}\n{plain(row['peer_address'])}"
     if row["error"]:
-        return [place, "", f"[red]{row['error']}[/]", "", "", ""]
+        return [place, "", f"[red]{plain(row['error'])}[/]", "", "", ""]
     counters = row["counters"]
     pulled = row["pulled_bytes"] or {row["transport"]: 0}
     return [

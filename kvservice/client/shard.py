@@ -16,7 +16,7 @@ import grpc
 
 from kvservice.aio import within
 from kvservice.client.token import Token
-from kvservice.core.explain import REQUEST_ID_CHARS_MAX
+from kvservice.core.explain import check_request_id
 from kvservice.core.keys import pack_keys
 from kvservice.core.messages import (
     AcquireRequest,
@@ -105,7 +105,7 @@ class ShardClient:
             recompute_seconds_per_block=request.recompute_seconds_per_block,
             handoff=b"" if request.handoff is None else request.handoff.handoff_id,
             handoff_node="" if request.handoff is None else request.handoff.node_id,
-            request_id=request.request_id[:REQUEST_ID_CHARS_MAX],
+            request_id=check_request_id(request.request_id),
         )
         reply = await self._unary("Acquire", message, request.timeout_seconds + ACQUIRE_SLACK_SECONDS)
         return decode_acquired(reply)

@@ -14,7 +14,7 @@ from kvservice.core.ghosts import Ghost
 from kvservice.core.keys import KEY_BYTES, pack_keys
 from kvservice.core.messages import AcquireRequest, EngineSpec, MissReason, RequestReport
 from kvservice.core.tenants import NOBODY
-from kvservice.units import BlockKey, NodeId
+from kvservice.units import BlockKey, NodeId, printable
 
 KEEP_SECONDS = 900.0
 RECORDS_MAX = 4096
@@ -205,8 +205,8 @@ def name_engine(engine_id: bytes) -> str:
 
 
 def check_request_id(text: str) -> str:
-    """Ids come from clients: cut, not refused, because a request must not fail for it."""
-    return text[:REQUEST_ID_CHARS_MAX]
+    """Ids come from clients: cut and made printable, not refused, because a request must not fail for it."""
+    return printable(text[:REQUEST_ID_CHARS_MAX])[:REQUEST_ID_CHARS_MAX]
 
 
 def find_fates(

@@ -51,6 +51,7 @@ class Segment:
         self.existed = False  # create() found blocks of an earlier boot
         self._descriptor = descriptor
         self._map = mmap.mmap(descriptor, geometry.segment_bytes)
+        self._map.madvise(mmap.MADV_DONTDUMP)  # core dumps go elsewhere, and memory without a name would be in them
         self.buffer = memoryview(self._map)
         self._anchor = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(self._anchor)

@@ -28,6 +28,7 @@ class SharedMemory:
             if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise SegmentError("the engine's memory can shrink, which would kill whoever has it mapped")
             self.buffer = mmap.mmap(descriptor, byte_count)
+            self.buffer.madvise(mmap.MADV_DONTDUMP)  # a memfd has no name, so a core dump would hold its blocks
         except (OSError, ValueError) as error:
             os.close(descriptor)
             raise SegmentError(f"cannot map the engine's memory: {error}") from error

@@ -15,6 +15,8 @@ import time
 from types import TracebackType
 from typing import TextIO
 
+from kvservice.units import printable
+
 _WRITTEN_LATER = frozenset({"message", "asctime", "taskName"})
 
 
@@ -24,14 +26,19 @@ def fields_of(record: logging.LogRecord) -> dict[str, object]:
     return {name: value for name, value in vars(record).items() if name not in own}
 
 
+def _on_one_line(record: logging.LogRecord) -> str:
+    """Names and ids in it may be another's choice, and must not look like a line of their own."""
+    pairs = [f"{name}={value}" for name, value in fields_of(record).items()]
+    return printable(" ".join([record.getMessage(), *pairs]))
+
+
 class TextFormatter(logging.Formatter):
     """12:00:00.123 INFO kvservice.shard shard_started node=n0 address=127.0.0.1:7000"""
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        head = f"{clock}.{int(record.msecs):03d} {record.levelname} {record.name} {record.getMessage()}"
-        pairs = [f"{name}={value}" for name, value in fields_of(record).items()]
-        line = " ".join([head, *pairs])
+        head = f"{clock}.{int(record.msecs):03d} {record.levelname} {record.name}"
+        line = f"{head} {_on_one_line(record)}"
         return line if record.exc_info is None else f"{line}\n{self.formatException(record.exc_info)}"
 
 
@@ -61,8 +68,7 @@ class EngineHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         passed = copy.copy(record)
-        pairs = [f"{name}={value}" for name, value in fields_of(record).items()]
-        passed.msg, passed.args = " ".join([f"kvservice: {record.getMessage()}", *pairs]), None
+        passed.msg, passed.args = f"kvservice: {_on_one_line(record)}", None
         self._engine.handle(passed)
 
 

@@ -21,6 +21,9 @@ MEDIA_CHARS = 4096  # what an image or another part without text counts for; the
 CHARS_PER_TOKEN = 4  # for prompts that come as token ids
 EVENT_BYTES_MAX = 1 << 20  # of one server-sent event held back until it is complete
 PROBE_PROMPT = "Hello"
+# Reading JSON holds up all other requests: a body of empty lists would for seconds, and take thirty times its size.
+LISTS_MAX = 1 << 20  # lists and objects, also where they only look so, in the text of a prompt
+VALUES_MAX = 1 << 22  # beside them: a prompt of token ids
 
 # Of the client's wishes these do not fit a request for one token, or cost work whose result nobody reads.
 _DROPPED_FOR_PREFILL = (
@@ -47,8 +50,11 @@ class ClientBody:
 
 def read_body(raw: bytes) -> ClientBody:
     """Raises InvalidRequest with a message for the client. Whatever else is wrong, the server will say."""
+    if raw.count(b"[") + raw.count(b"{") > LISTS_MAX or raw.count(b",") > VALUES_MAX:
+        raise InvalidRequest(f"the request body has more than {LISTS_MAX} lists and objects, or {VALUES_MAX} values")
     try:
         parsed = json.loads(raw.decode("utf-8"))
+        chars = prompt_chars(parsed) if isinstance(parsed, dict) else 0
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the request body is not JSON in UTF-8: {str(error)[:200]}") from error
     if not isinstance(parsed, dict):
@@ -59,7 +65,7 @@ def read_body(raw: bytes) -> ClientBody:
     return ClientBody(
         raw=raw,
         parsed=parsed,
-        prompt_chars=prompt_chars(parsed),
+        prompt_chars=chars,
         single=_is_single(parsed),
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import struct
 from collections import deque
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from kvservice.errors import TransferError
-from kvservice.memory.segment import Segment
+from kvservice.memory.segment import SEGMENT_MAGIC, Segment
 from kvservice.transfer.base import Completion, Copy, PeerHandle, TransferId, TransferOutcome
 
 DESCRIPTION_MAGIC = b"KVSSHM01"
@@ -54,7 +55,7 @@ class SharedMemoryTransport:
             raise TransferError("this is not a shared-memory peer description of this version")
         path = Path(os.fsdecode(description[_DESCRIPTION.size :]))
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except (OSError, ValueError) as error:
             raise TransferError(
                 f"cannot map the peer's segment {path}: {error}. The shm transport reaches peers of this machine "
@@ -64,7 +65,12 @@ class SharedMemoryTransport:
             status = os.fstat(descriptor)
             if status.st_ino != inode or status.st_size < length:
                 raise TransferError(f"{path} is not the peer's segment any more")
+            # The peer names the file: a pipe, a secret of ours, or memory that another user cuts off under our reads.
+            plain = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+            if not plain or os.pread(descriptor, len(SEGMENT_MAGIC), 0) != SEGMENT_MAGIC:
+                raise TransferError(f"{path} is no segment of this user")
             mapped = mmap.mmap(descriptor, length, prot=mmap.PROT_READ)
+            mapped.madvise(mmap.MADV_DONTDUMP)
         finally:
             os.close(descriptor)
         handle = PeerHandle(self._next_id)

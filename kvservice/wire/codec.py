@@ -334,7 +334,8 @@ def decode_followed(message: shard_pb2.FollowReply, keys: tuple[BlockKey, ...]) 
     except ValueError as error:
         raise InvalidRequest(f"a peer answered hand-off state {message.state[:NAME_CHARS_MAX]!r}") from error
     handles = _decode_handles(message.handles, keys[: len(message.handles)])
-    located = LocateResult(BootEpoch(message.epoch), LeaseId(message.lease_id), message.lease_seconds, handles)
+    seconds = _lease_seconds(message.lease_seconds)
+    located = LocateResult(BootEpoch(message.epoch), LeaseId(message.lease_id), seconds, handles)
     return FollowResult(state, located)
 
 
@@ -342,7 +343,15 @@ def decode_located(message: shard_pb2.LocateReply, keys: tuple[BlockKey, ...]) -
     if len(message.handles) != len(keys):
         raise InvalidRequest(f"a peer answered {len(message.handles)} handles for {len(keys)} keys")
     handles = _decode_handles(message.handles, keys)
-    return LocateResult(BootEpoch(message.epoch), LeaseId(message.lease_id), message.lease_seconds, handles)
+    return LocateResult(
+        BootEpoch(message.epoch), LeaseId(message.lease_id), _lease_seconds(message.lease_seconds), handles
+    )
+
+
+def _lease_seconds(seconds: float) -> float:
+    if not 0 <= seconds < math.inf:  # also refuses NaN, with which no deadline would ever come
+        raise InvalidRequest(f"a peer's lease lasts {seconds} s, which is no time")
+    return seconds
 
 
 def _decode_handles(messages: Iterable[shard_pb2.Handle], keys: tuple[BlockKey, ...]) -> tuple[BlockHandle | None, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvservice.core.explain import REQUEST_ID_CHARS_MAX, Explanation, KeyFate, RequestRecord, name_engine
+from kvservice.core.explain import Explanation, KeyFate, RequestRecord, check_request_id, name_engine
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.messages import RequestReport
 from kvservice.wire.v1 import common_pb2, shard_pb2
@@ -15,7 +15,7 @@ REPORTS_MAX = 4096
 
 def encode_report(report: RequestReport) -> shard_pb2.RequestReport:
     return shard_pb2.RequestReport(
-        request_id=report.request_id[:REQUEST_ID_CHARS_MAX],
+        request_id=check_request_id(report.request_id),
         prompt_blocks=report.prompt_blocks,
         engine_blocks=report.engine_blocks,
         loaded_blocks=report.loaded_blocks,
@@ -29,7 +29,7 @@ def encode_report(report: RequestReport) -> shard_pb2.RequestReport:
 
 def decode_report(message: shard_pb2.RequestReport) -> RequestReport:
     return RequestReport(
-        message.request_id[:REQUEST_ID_CHARS_MAX],
+        check_request_id(message.request_id),
         message.prompt_blocks,
         message.engine_blocks,
         message.loaded_blocks,

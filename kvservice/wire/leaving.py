@@ -6,6 +6,7 @@ Every `decode_*` raises InvalidRequest for values that no honest peer sends; not
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 from kvservice.core.blocks import NO_KEY
@@ -17,6 +18,8 @@ from kvservice.errors import InvalidRequest
 from kvservice.units import BootEpoch, SpanRoute
 from kvservice.wire.codec import encode_holder
 from kvservice.wire.v1 import shard_pb2
+
+_COUNT = re.compile(r"[0-9]{1,18}")  # int() takes less than isdigit() does
 
 
 def encode_take_over(
@@ -90,5 +93,5 @@ def decode_progress(message: shard_pb2.DrainReply) -> DrainProgress:
         message.bytes_handed,
         message.seconds,
         message.note,
-        tuple((node, int(count)) for node, _, count in receivers if count.isdigit()),
+        tuple((node, int(count)) for node, _, count in receivers if _COUNT.fullmatch(count)),
     )

@@ -15,8 +15,10 @@ import hashlib
 import hmac
 import json
 import logging
+import os
 import re
 import secrets
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -192,7 +194,13 @@ def quota_bytes(quota: str, pool_bytes: int) -> int:
 def read_tenants(path: Path) -> Tenants:
     """Raises ConfigError, which never quotes what the file holds under tokens and secrets."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_mode & stat.S_IWOTH:
+                raise ConfigError(
+                    f"the tenants file {path} is no plain file, or everybody can write it: chmod o-w {path}",
+                    key="tenants_file",
+                )
             data = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
         raise ConfigError(
@@ -209,6 +217,11 @@ def read_tenants(path: Path) -> Tenants:
         return parse_tenants(found)
     except ValueError as error:
         raise ConfigError(f"the tenants file {path}: {error}", key="tenants_file") from None
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """A pipe in its place would be waited for, and with it the whole shard."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def parse_tenants(found: object) -> Tenants:

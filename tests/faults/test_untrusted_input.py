@@ -1,0 +1,241 @@
+"""What a client, a tenant, a peer or a file says is text and numbers: nothing acts on it, and nothing waits for it."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import os
+import re
+import stat
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kvservice.cli import explain, status
+from kvservice.core.explain import REQUEST_ID_CHARS_MAX, check_request_id
+from kvservice.core.geometry import Geometry
+from kvservice.core.messages import RequestReport
+from kvservice.errors import ConfigError, InvalidRequest, TransferError
+from kvservice.memory.segment import Segment
+from kvservice.mover.memory import SharedMemory
+from kvservice.observe.logs import EngineHandler, TextFormatter
+from kvservice.private_files import check_directory, make_directory, write_private
+from kvservice.proxy import bodies
+from kvservice.transfer.shm import SharedMemoryTransport
+from kvservice.units import BlockKey, MiB
+from kvservice.wire import codec
+from kvservice.wire.explain import decode_report, encode_report
+from kvservice.wire.leaving import decode_progress
+from kvservice.wire.tenants import read_tenants
+from kvservice.wire.v1 import shard_pb2
+
+pytestmark = pytest.mark.faults
+
+HOSTILE = [
+    "a\n12:00:00.000 CRITICAL kvservice forged",
+    "a\r\x1b[2J\x1b]0;title\x07",
+    "a\ud800b",
+    "a\u2028b\x85c",
+    "[/]",
+]
+REPORT = RequestReport("", 4, 0, 0, 4, False, False, 4, False)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("by", ["own process", "engine"])
+def test_no_name_makes_a_line_of_its_own_in_a_log(name: str, by: str) -> None:
+    stream = io.StringIO()
+    last = logging.StreamHandler(stream)
+    ours = logging.Logger("kvservice")
+    if by == "engine":
+        engine = logging.Logger("engine")
+        engine.addHandler(last)
+        ours.addHandler(EngineHandler(engine))
+    else:
+        last.setFormatter(TextFormatter())
+        ours.addHandler(last)
+    ours.warning("request %s is served without a hand-off", name, extra={"model": name})
+    text = stream.getvalue()
+    assert text.endswith("\n") and text[:-1].isprintable()
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_request_id_keeps_its_engine_from_reporting(name: str) -> None:
+    sent = encode_report(replace(REPORT, request_id=name * 9000)).SerializeToString()
+    told = decode_report(shard_pb2.RequestReport.FromString(sent)).request_id
+    assert told.isprintable() and 0 < len(told) <= REQUEST_ID_CHARS_MAX
+    assert check_request_id(told) == told  # what was made readable is found by it
+
+
+def _record(name: str) -> dict[str, Any]:
+    return {
+        "node": name, "model": name, "age_seconds": 1.0, "took_seconds": 0.0, "answered": True, "handoff_node": name,
+        "blocks_asked": 1, "blocks": {"engine": 0, "local": 0, "fetched": 0, "missed": 1}, "finished": True,
+        "verdicts": [{"start": 0, "count": 1, "outcome": "missed", "node": name, "why": None, "text": name}],
+    }  # fmt: skip
+
+
+def _explained(name: str) -> None:
+    explain.show({
+        "requests": [_record(name)], "request_id": name, "asked_for": name, "candidates": [name],
+        "silent_nodes": [name], "silent_lookups": [name], "hints": [name],
+    })  # fmt: skip
+    explain.show({
+        "requests": [], "asked_for": name, "candidates": [], "keep_seconds": 900.0, "silent_nodes": [],
+        "silent_lookups": [], "hints": [],
+        "refused_engines": [{"model": name, "node": name, "age_seconds": 1.0, "message": name}],
+    })  # fmt: skip
+
+
+def _status(name: str) -> None:
+    row = {
+        "node_id": name, "peer_address": name, "error": name, "counters": {}, "models": [name],
+        "tenants": [{"name": name, "quota_bytes": 0, "used_bytes": 0}],
+    }  # fmt: skip
+    lookup = {"address": name, "partition": 0, "partition_count": 1, "key_count": 0, "nodes": [], "error": name}
+    state = {
+        "service": "s", "nodes": [row], "lookups": [lookup], "totals": {"asked_blocks": 0},
+        "hit_rates": {"local": None}, "problems": [name],
+    }  # fmt: skip
+    status.show(state, as_json=False)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("show", [_explained, _status])
+def test_no_name_acts_on_the_terminal_of_an_operator(
+    show: Callable[[str], None], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    for module in (explain, status):
+        monkeypatch.setattr(module, "Console", lambda **_: Console(file=stream, width=200, color_system=None))
+    show(name)
+    stream.getvalue().encode()
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028]", stream.getvalue())
+    if name == "[/]":
+        assert "[/]" in stream.getvalue()
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, -math.inf])
+def test_no_peer_gives_a_lease_without_an_end(seconds: float) -> None:
+    key = (BlockKey(bytes(16)),)
+    with pytest.raises(InvalidRequest):
+        codec.decode_located(shard_pb2.LocateReply(lease_seconds=seconds, handles=[shard_pb2.Handle()]), key)
+    with pytest.raises(InvalidRequest):
+        codec.decode_followed(shard_pb2.FollowReply(state="open", lease_seconds=seconds), key)
+
+
+@pytest.mark.parametrize("count", ["\u00b2", "9" * 5000, "-1", "\u0663", ""])
+def test_no_answer_about_a_drain_breaks_the_command(count: str) -> None:
+    reply = shard_pb2.DrainReply(phase="gone", receivers=[f"n {count}", "m 7"])
+    assert decode_progress(reply).receivers == (("m", 7),)
+
+
+@pytest.mark.parametrize("inside", [b"[],", b"{},", b"0,", b'"",'])
+def test_a_body_of_empty_values_is_refused_before_it_is_read(inside: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies.json, "loads", lambda _: pytest.fail("it was read"))
+    with pytest.raises(InvalidRequest, match="more than"):
+        bodies.read_body(b'{"prompt":[' + inside * (bodies.VALUES_MAX + 1) + b"0]}")
+
+
+@pytest.mark.parametrize("member", ["prompt", "tools", "messages", "stop"])
+def test_a_nested_body_is_refused_or_can_be_handed_off(member: str) -> None:
+    refused = 0
+    for depth in [1, *range(930, 1000), 5000, 100_000]:
+        text = f'{{"prompt":"x","{member}":{"[" * depth}{"]" * depth}}}'
+        try:
+            body = bodies.read_body(text.encode())
+        except InvalidRequest:
+            refused += 1
+            continue
+        bodies.prefill_body(body, "0" * 32)
+    assert refused >= 2
+
+
+def _dumped(address: int) -> bool:
+    """Whether a core dump has the mapping with this address in it, as far as the mapping says."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(span[1], 16) <= address < int(span[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return "dd" not in line.split()
+    raise AssertionError("no such mapping")
+
+
+def test_no_core_dump_holds_blocks(tmp_path: Path) -> None:
+    geometry = Geometry(MiB, 2)
+    named, nameless = Segment.create(tmp_path / "s", geometry, "n"), Segment.nameless(tmp_path, geometry, "n")
+    memory = SharedMemory.make(MiB)
+    try:
+        assert [_dumped(one.address) for one in (named, nameless, memory)] == [False] * 3
+        assert _dumped(id(named))  # the reader of smaps tells one from the other
+    finally:
+        memory.close()
+        nameless.close()
+        named.close()
+
+
+def test_a_peer_names_a_segment_of_this_user_and_no_other_file(tmp_path: Path) -> None:
+    geometry = Geometry(MiB, 2)
+    mine, theirs = Segment.create(tmp_path / "a", geometry, "a"), Segment.create(tmp_path / "b", geometry, "b")
+    transport, peer = SharedMemoryTransport(mine), SharedMemoryTransport(theirs)
+    honest = peer.describe()
+
+    def naming(path: Path) -> bytes:
+        return honest[:8] + path.stat().st_ino.to_bytes(8, "little") + honest[16:24] + os.fsencode(path)
+
+    secret, pipe = tmp_path / "secret", tmp_path / "pipe"
+    secret.write_bytes(bytes(geometry.segment_bytes))
+    os.mkfifo(pipe)
+    try:
+        transport.connect(honest)
+        for path in (secret, pipe, Path("/dev/zero")):
+            with pytest.raises(TransferError):
+                transport.connect(naming(path))
+        if os.geteuid() == 0:
+            os.chown(theirs.path, 65534, -1)
+            with pytest.raises(TransferError, match="of this user"):
+                transport.connect(honest)
+    finally:
+        transport.close()
+        peer.close()
+        theirs.close()
+        mine.close()
+
+
+TENANTS = '{"version": 1, "public_secret": "%s", "tenants": []}' % ("0" * 64)
+
+
+def test_a_tenants_file_is_a_plain_file_that_not_everybody_writes(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.json"
+    path.write_text(TENANTS)
+    path.chmod(0o644)
+    assert not read_tenants(path).by_name
+    path.chmod(0o646)
+    with pytest.raises(ConfigError, match="everybody can write"):
+        read_tenants(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="plain file"):  # a pipe would be waited for
+        read_tenants(path)
+
+
+def test_private_files_stay_private_whatever_the_umask_and_the_links(tmp_path: Path) -> None:
+    victim, place = tmp_path / "victim", tmp_path / "place"
+    victim.write_text("untouched")
+    before = os.umask(0)
+    try:
+        make_directory(place)
+        check_directory(place)
+        (place / "secret").hardlink_to(victim)
+        (place / f".secret.{os.getpid()}").symlink_to(victim)
+        write_private(place / "secret", b"x")
+    finally:
+        os.umask(before)
+    assert victim.read_text() == "untouched" and (place / "secret").read_bytes() == b"x"
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (place, place / "secret")] == [0o700, 0o600]
