@@ -248,6 +248,8 @@ class Session:
         # An old plan may still be in a worker's hands: attaching again would free the slots it writes.
         while not self._stopping and not self._may_reattach():  # noqa: ASYNC110  the answer comes from another thread
             await asyncio.sleep(0.05)
+        if self._stopping:  # a worker may be writing still: nobody attaches just to leave
+            return
         lost: list[str] = []
 
         def on_lost(reason: str) -> None:

@@ -23,6 +23,7 @@ SCHEDULER = "kvservice.connector.scheduler"
 SESSION = "kvservice.connector.session"
 RECONCILE = "kvservice.core.reconcile"
 HANDOFF = "kvservice.core.handoff"
+RUNTIME = "kvservice.pool.runtime"
 STORE_PLAN = "kvservice.connector.store_plan"
 
 AIO = "kvservice.aio"
@@ -308,5 +309,27 @@ MUTANTS = (
         "            taken = [stock.popleft() for _ in range(min(count, len(stock)))]\n"
         "            self._ledger.give_back(taken)\n",
         seed=11,
+    ),
+    Mutant(
+        "a restarted shard asks who may still write",
+        RUNTIME,
+        "        for engine_id in self._state.watch_list():\n            self._watch_engine(engine_id)\n",
+        "        for engine_id in self._state.watch_list():\n            self._dispatch(ev.EngineGone(engine_id))\n",
+        seed=196,
+    ),
+    Mutant(
+        "a detach says nothing about who still writes",
+        SHARD,
+        "            self._writes.distrust(attached.spec.engine_id)\n\n    def _attachment_lost",
+        "            self._writes.free(attached.spec.engine_id)\n\n    def _attachment_lost",
+        seed=52,
+    ),
+    Mutant(
+        "the shard looks and acts under one lock",
+        RUNTIME,
+        "            if is_free:\n                self._dispatch(ev.EngineGone(engine_id))\n",
+        "            if is_free:\n"
+        "                self._loop.call_later(0.5, self._dispatch, ev.EngineGone(engine_id))\n",
+        seed=354,
     ),
 )

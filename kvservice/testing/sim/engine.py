@@ -343,9 +343,9 @@ class Engine(Process):
         self.world.note(self.name, "crashed")
         self.die()
 
-    @property
-    def holds_lock(self) -> bool:
-        return self.alive or self.worker.busy > 0
+    def die(self) -> None:
+        super().die()
+        self.worker.scheduler_died()
 
 
 def _same(ids: list[int]) -> list[int]:

@@ -30,6 +30,8 @@ class SegmentMemory:
         self.epoch = BootEpoch(0)
         self.path = Path("simulated")
         self.existed = True
+        self.writers: set[bytes] = set()  # engines whose liveness lock is held: it lives in the memory
+        self.claimed: set[bytes] = set()  # those whose slots the shard takes back just now
         self._headers: dict[SlotIndex, bytes] = {}
         self._payloads: dict[SlotIndex, bytearray] = {}
         self._slabs: dict[int, int] = {}
@@ -41,6 +43,7 @@ class SegmentMemory:
 
     def lose(self) -> None:
         """The host restarted: only that it existed is known (the epoch grows with time in production)."""
+        self.writers.clear()
         self._headers.clear()
         self._payloads.clear()
         self._slabs.clear()

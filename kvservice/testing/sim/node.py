@@ -25,15 +25,12 @@ STOP_SECONDS = 10.0  # of virtual time: the longest that a runtime that is close
 
 
 class Node(Process):
-    """`engines_alive` says whether any process of an engine still holds its liveness lock."""
-
     def __init__(
         self,
         world: World,
         name: str,
         memory: SegmentMemory,
         lookups: Sequence[LookupShard],
-        engines_alive: Callable[[bytes], bool],
         tenants: Mapping[str, TenantLimits],
     ) -> None:
         super().__init__(world, name, name)
@@ -44,7 +41,6 @@ class Node(Process):
         self.hang_seconds = 0.0  # of the next read
         self.garbles = False  # the next read
         self._lookups = lookups
-        self._engines_alive = engines_alive
         self._tenants = tenants
         self._stopped_at: float | None = None
         self._on_news: Callable[[], None] | None = None
@@ -160,7 +156,13 @@ class Node(Process):
 
     @contextlib.contextmanager
     def _claim(self, engine_id: bytes) -> Iterator[bool]:
-        yield not self._engines_alive(engine_id)
+        """As memory.liveness.claim."""
+        if engine_id in self.memory.writers:
+            yield False
+            return
+        self.memory.claimed.add(engine_id)
+        yield True
+        self.memory.claimed.discard(engine_id)
 
     # -- tenants ----
 

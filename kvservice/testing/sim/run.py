@@ -60,7 +60,7 @@ class Run:
         self.nodes: list[Node] = []
         for i in range(schedule.nodes):
             node = Node(
-                self.world, f"node{i}", SegmentMemory(geometry), self.lookups, self._is_engine_alive,
+                self.world, f"node{i}", SegmentMemory(geometry), self.lookups,
                 limits_of(schedule),
             )  # fmt: skip
             node.set_clock_rate(schedule.rates[i])
@@ -87,9 +87,6 @@ class Run:
     def _tenant_of(self, index: int) -> str:
         names = tuple(limits_of(self.schedule))
         return names[index // self.schedule.models % len(names)] if names else NOBODY
-
-    def _is_engine_alive(self, engine_id: bytes) -> bool:
-        return any(engine.spec.engine_id == engine_id and engine.holds_lock for engine in self.engines + self.gone)
 
     # -- the run ----
 
@@ -240,7 +237,12 @@ class Run:
         elif kind == "stop_node":
             self._stop_node(node, fault.seconds, fault.number)
         elif kind == "stop_engine":
-            self._stop_engine(engine_index, fault.seconds)
+            if fault.number % 2:
+                self._stop_engine(engine_index, fault.seconds)
+            else:  # when its worker has a plan in hand, and has not begun
+                worker = self.engines[engine_index].worker
+                worker.late_seconds = fault.seconds / 4
+                worker.on_late = partial(self._stop_engine, engine_index, fault.seconds)
         elif kind.startswith("line_"):
             engine = self.engines[engine_index]
             self._disturb(kind.removeprefix("line_"), engine.name, engine.node.name, fault.seconds)
@@ -279,6 +281,8 @@ class Run:
             for index, engine in enumerate(self.engines):
                 if engine.node is node and engine.alive:
                     self._crash_engine(index, seconds + 0.1)
+            for engine in self.engines + self.gone:  # and workers that outlived theirs
+                if engine.node is node:
                     engine.worker.die()
         for engine in self.engines:
             if engine.node is node and engine.alive:

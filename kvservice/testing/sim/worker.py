@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
 from kvservice.core.checks import is_as_promised, is_reserved
 from kvservice.core.digest import digest_payload
 from kvservice.core.header import SlotHeader
+from kvservice.testing.sim.world import Violation
+from kvservice.units import BootEpoch
 
 if TYPE_CHECKING:
     from kvservice.testing.sim.engine import Engine
@@ -21,7 +24,9 @@ class SimWorker:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.alive = True
-        self.busy = 0  # copies under way: the liveness lock is held as long
+        self.busy = 0  # plans that it was given and has not ended
+        self.late_seconds = 0.0  # it stands still for so long before it begins with the next store
+        self.on_late: Callable[[], None] | None = None  # called once, when it stands still
         self.report = StepReport()
         self.loaded: set[str] = set()
         self.failed: set[str] = set()
@@ -30,6 +35,28 @@ class SimWorker:
         """With its host: nothing of it writes any more."""
         self.alive = False
         self.busy = 0
+        self._let_go()
+
+    def scheduler_died(self) -> None:
+        """It ends what it is at, holding its lock, and then itself."""
+        if not self.busy:
+            self._let_go()
+
+    def _ended(self) -> None:
+        self.busy -= 1
+        if not self._engine.alive:
+            self.scheduler_died()
+
+    def _hold(self, epoch: BootEpoch) -> bool:
+        """As memory.liveness.hold; kept as long as the worker lives."""
+        memory, engine_id = self._engine.node.memory, self._engine.spec.engine_id
+        if memory.epoch != epoch or engine_id in memory.claimed:
+            return False
+        memory.writers.add(engine_id)
+        return True
+
+    def _let_go(self) -> None:
+        self._engine.node.memory.writers.discard(self._engine.spec.engine_id)
 
     def run(self, plan: StepPlan) -> None:
         pool = plan.pool
@@ -59,7 +86,7 @@ class SimWorker:
         def end() -> None:
             if not self.alive:
                 return
-            self.busy -= 1
+            self._ended()
             sound = True
             for entry, before in zip(load.entries, headers, strict=True):
                 header = memory.read_header(entry.ref.slot)
@@ -88,26 +115,42 @@ class SimWorker:
             self._engine.world.counters["loads_failed"] += 1
 
     def _store(self, store: StorePlan, pool: PoolInfo | None) -> None:
+        self.busy += 1
+        late, self.late_seconds = self.late_seconds, 0.0
+        if late:
+            call, self.on_late = self.on_late, None
+            if call is not None:
+                self._engine.world.at(0.0, call)
+            self._engine.world.at(late, self._begin_store, store, pool)
+        else:
+            self._begin_store(store, pool)
+
+    def _begin_store(self, store: StorePlan, pool: PoolInfo | None) -> None:
+        if not self.alive:
+            return
         memory, world = self._engine.node.memory, self._engine.world
-        good = pool is not None and memory.epoch == pool.epoch
+        good = pool is not None and self._hold(pool.epoch)
         if pool is not None:
             for entry in store.entries:
                 good &= is_reserved(
                     memory.header_bytes(entry.ref.slot), pool.epoch, entry.ref, pool.layout.payload_bytes
                 )
-        if not good:
+        if not good or pool is None:
             self.report.failed[store.store_id] = 1
+            self._ended()
             return
-        self.busy += 1
 
         def copy(half: int) -> None:
             for entry in store.entries if self.alive else ():
+                header = memory.header_bytes(entry.ref.slot)
+                if not is_reserved(header, pool.epoch, entry.ref, pool.layout.payload_bytes):
+                    raise Violation(f"slot {entry.ref.slot:#x} was taken back while {self._engine.name} writes it")
                 memory.write_half(entry.ref.slot, half, self._engine.read_block(entry.block_id))
 
         def end() -> None:
             if not self.alive:
                 return
-            self.busy -= 1
+            self._ended()
             self.report.stored[store.store_id] = 1
             world.counters["blocks_stored"] += len(store.entries)
 
