@@ -246,10 +246,10 @@ class Session:
         if self._pool is None:
             self._pool = await self._open_pool()
         # An old plan may still be in a worker's hands: attaching again would free the slots it writes.
-        while not self._stopping and not self._may_reattach():  # noqa: ASYNC110  the answer comes from another thread
+        while not self._may_reattach():
+            if self._stopping:  # nobody attaches just to leave
+                return
             await asyncio.sleep(0.05)
-        if self._stopping:  # a worker may be writing still: nobody attaches just to leave
-            return
         lost: list[str] = []
 
         def on_lost(reason: str) -> None:

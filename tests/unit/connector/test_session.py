@@ -289,6 +289,17 @@ def test_reattaching_waits_until_no_worker_can_write_old_slots(bench: Bench) -> 
     until(lambda: bench.session.attachment is not None)
 
 
+def test_a_session_that_is_told_to_end_while_workers_write_does_not_attach_once_more(bench: Bench) -> None:
+    """That would free what they write."""
+    bench.start()
+    bench.may_reattach = False
+    attached = bench.pool.counters["attach"]
+    bench.on_loop(lambda: bench.pool.lose("killed"))
+    until(lambda: bench.session.attachment is None)
+    bench.session.close()
+    assert bench.pool.counters["attach"] == attached
+
+
 def test_what_belongs_to_a_lost_attachment_is_dropped(bench: Bench) -> None:
     first = bench.start()
     (ref,) = _take(bench, first.attachment_id, 1)
