@@ -6,13 +6,14 @@ Used on one event loop or thread; reads the file where it is called, once a seco
 from __future__ import annotations
 
 import logging
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from kvservice.config import token_of_environment
 from kvservice.errors import ConfigError
-from kvservice.wire.tenants import TOKEN_BYTES_MAX, token_metadata
+from kvservice.wire.tenants import TOKEN_BYTES_MAX, TOKEN_PREFIX, token_metadata
 
 log = logging.getLogger("kvservice.client")
 
@@ -24,7 +25,10 @@ class Token:
     """`metadata` is what every call carries; empty where there is no token."""
 
     def __init__(self, value: str = "", path: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        """A file wins over a value. Neither means no token."""
+        """A file wins over a value. Neither means no token. Raises ConfigError for a token where a path belongs, which
+        every error about the file would show."""
+        if path.startswith(TOKEN_PREFIX):
+            raise ConfigError("token_file is a token; write it to a file, and name the file", key="token_file")
         self._path = Path(path) if path else None
         self._metadata: Metadata = token_metadata(value) if value and not path else ()
         self._clock = clock
@@ -52,6 +56,8 @@ class Token:
     def _read(self, path: Path) -> None:
         try:
             status = path.stat()
+            if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+                raise ConfigError("it is no plain file", key="token_file")
             stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
             if stamp == self._stamp:
                 return

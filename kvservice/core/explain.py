@@ -83,7 +83,7 @@ class RequestRecords:
         self._keep_seconds = keep_seconds
         self._records: OrderedDict[int, RequestRecord] = OrderedDict()  # by number, oldest first
         self._by_op: dict[int, int] = {}  # open calls
-        self._latest: dict[str, int] = {}  # by request id
+        self._latest: dict[tuple[bytes, str], int] = {}  # by engine and request id: another engine may use the same
         self._key_bytes = 0
         self._next = 1
         self._refused: deque[RefusedAttach] = deque(maxlen=REFUSED_MAX)
@@ -124,9 +124,9 @@ class RequestRecords:
 
     def reported(self, spec: EngineSpec, report: RequestReport, now: float, account: str = NOBODY) -> None:
         """The engine is done with a request. One that never asked gets its record now."""
-        number = self._latest.get(report.request_id)
+        number = self._latest.get((spec.engine_id, report.request_id))
         record = None if number is None else self._records.get(number)
-        if record is None or record.spec.engine_id != spec.engine_id:
+        if record is None:
             record = self._records[self._add(RequestRecord(report.request_id, spec, now, account=account), now)]
         record.report, record.reported_at = report, now
 
@@ -151,7 +151,7 @@ class RequestRecords:
         number = self._next
         self._next += 1
         self._records[number] = record
-        self._latest[record.request_id] = number
+        self._latest[_asker(record)] = number
         self._key_bytes += len(record.keys)
         while len(self._records) > RECORDS_MAX or (self._key_bytes > KEY_BYTES * KEYS_MAX and len(self._records) > 1):
             self._drop()
@@ -164,14 +164,18 @@ class RequestRecords:
     def _drop(self) -> None:
         number, record = self._records.popitem(last=False)
         self._key_bytes -= len(record.keys)
-        if self._latest.get(record.request_id) == number:
-            del self._latest[record.request_id]
+        if self._latest.get(_asker(record)) == number:
+            del self._latest[_asker(record)]
 
     def check_invariants(self) -> None:
         assert self._key_bytes == sum(len(record.keys) for record in self._records.values())
         assert len(self._records) <= RECORDS_MAX
-        for request_id, number in self._latest.items():
-            assert self._records[number].request_id == request_id
+        for asker, number in self._latest.items():
+            assert _asker(self._records[number]) == asker
+
+
+def _asker(record: RequestRecord) -> tuple[bytes, str]:
+    return record.spec.engine_id, record.request_id
 
 
 def _runs(start: int, end: int, origins: Mapping[int, NodeId]) -> tuple[SourceRun, ...]:

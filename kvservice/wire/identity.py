@@ -91,9 +91,15 @@ def caller_of(connection: Connection) -> Caller:
         True,
         NODE_NAME in names,
         CLIENT_NAME in names,
-        frozenset(uri.removeprefix(NODE_URI) for uri in uris if uri.startswith(NODE_URI)),
+        frozenset(uri.removeprefix(NODE_URI) for uri in uris if _binds(uri)),
         frozenset(uri.removeprefix(ADDRESS_URI) for uri in uris if uri.startswith(ADDRESS_URI)),
     )
+
+
+def _binds(uri: str) -> bool:
+    """To a node; also what only looks like a name of ours, and then to a node that nobody has: one that was meant to be
+    bound must not be free for a mistake in its name."""
+    return uri.lower().startswith("kvservice:") and not uri.startswith(ADDRESS_URI)
 
 
 def proofs_of(secret: bytes) -> Proofs:

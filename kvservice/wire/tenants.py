@@ -37,6 +37,7 @@ FILE_BYTES_MAX = 64 << 20  # some 100,000 tenants
 TOKENS_MAX = 8  # of one tenant
 SECRET_BYTES = 32
 TOKEN_BYTES_MAX = 512
+TOKEN_PREFIX = "kvs_"
 METADATA_KEY = "authorization"
 _SCHEME = "Bearer "
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -148,7 +149,7 @@ def new_secret() -> bytes:
 
 def new_token() -> str:
     """256 random bits, in characters that fit everywhere."""
-    return "kvs_" + secrets.token_urlsafe(32)
+    return TOKEN_PREFIX + secrets.token_urlsafe(32)
 
 
 def hash_token(token: str) -> bytes:

@@ -17,9 +17,10 @@ import pytest
 from rich.console import Console
 
 from kvservice.cli import explain, status
-from kvservice.core.explain import REQUEST_ID_CHARS_MAX, check_request_id
+from kvservice.client.token import Token
+from kvservice.core.explain import REQUEST_ID_CHARS_MAX, RequestRecords, check_request_id
 from kvservice.core.geometry import Geometry
-from kvservice.core.messages import RequestReport
+from kvservice.core.messages import AcquireRequest, RequestReport
 from kvservice.errors import ConfigError, InvalidRequest, TransferError
 from kvservice.memory.segment import Segment
 from kvservice.mover.memory import SharedMemory
@@ -31,8 +32,9 @@ from kvservice.units import BlockKey, MiB
 from kvservice.wire import codec
 from kvservice.wire.explain import decode_report, encode_report
 from kvservice.wire.leaving import decode_progress
-from kvservice.wire.tenants import read_tenants
+from kvservice.wire.tenants import new_token, read_tenants
 from kvservice.wire.v1 import shard_pb2
+from tests.integration.engine import spec
 
 pytestmark = pytest.mark.faults
 
@@ -223,6 +225,29 @@ def test_a_tenants_file_is_a_plain_file_that_not_everybody_writes(tmp_path: Path
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="plain file"):  # a pipe would be waited for
         read_tenants(path)
+
+
+def test_no_engine_takes_the_report_of_anothers_request() -> None:
+    records, mine, theirs = RequestRecords(), spec(engine_id=bytes(16)), spec(engine_id=bytes([1] * 16))
+    for op, each in enumerate((mine, theirs)):
+        records.asked(op, each, AcquireRequest((), 0, 1.0, request_id="same"), 0.0)
+    records.reported(theirs, replace(REPORT, request_id="same"), 1.0)
+    records.reported(mine, replace(REPORT, request_id="same", asked=7), 2.0)
+    records.check_invariants()
+    found = [
+        (record.spec.engine_id, record.report and record.report.asked) for record in records.find("same", 3.0).records
+    ]
+    assert found == [(mine.engine_id, 7), (theirs.engine_id, 4)]
+
+
+def test_no_error_shows_a_token_that_stands_where_its_file_belongs(tmp_path: Path) -> None:
+    token = new_token()
+    with pytest.raises(ConfigError) as refused:
+        Token.of_environment(token).metadata()
+    assert token not in str(refused.value) and refused.value.__cause__ is None
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="no plain file"):  # it would be waited for
+        Token(path=str(tmp_path / "pipe")).metadata()
 
 
 def test_private_files_stay_private_whatever_the_umask_and_the_links(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from kvservice.client.shard import ShardClient
 from kvservice.client.survey import Surveyor
 from kvservice.client.token import Token
 from kvservice.core.keys import block_keys, chain_hashes
-from kvservice.core.messages import AcquireResult, MissReason, SealStatus
+from kvservice.core.messages import AcquireResult, MissReason, SealItem, SealStatus
 from kvservice.errors import NotAttached, Unauthenticated
 from kvservice.private_files import write_private
 from kvservice.testing.cluster import LocalCluster
-from kvservice.units import BlockKey, MiB, NodeId
+from kvservice.units import BlockKey, MiB, NodeId, SpanRoute
 from kvservice.wire.tenants import (
     Public,
     Tenant,
@@ -33,7 +33,7 @@ from kvservice.wire.tenants import (
     token_metadata,
 )
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
-from tests.integration.engine import LAYOUT, Engine, chain, spec
+from tests.integration.engine import LAYOUT, Engine, chain, content, spec
 from tests.integration.test_two_nodes import leave
 
 TOKENS = {name: new_token() for name in ("a", "b", "small", "narrow", "boss", "turner", "goner")}
@@ -299,6 +299,33 @@ async def test_what_a_request_did_is_told_to_its_tenant_and_to_admins(cluster: L
     with pytest.raises(grpc.RpcError) as refused:
         seen(None)
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
+
+
+async def test_a_tenant_ends_no_lease_and_no_write_of_another(cluster: LocalCluster) -> None:
+    """With an attachment of its own, and whatever numbers it guesses."""
+    owner, other = await enter(cluster, "a"), await enter(cluster, "b")
+    keys = named(owner, 30, 3)
+    await owner.store(keys[:2])
+    lease = await owner.acquire(keys[:2])
+    (ref,) = await owner.pool.reserve(owner.id, 1)
+    owner.segment.payload(ref.slot, BLOCK)[:] = content(keys[2])
+
+    def leases() -> int:
+        with cluster.channel(cluster.record("n0").peer_address) as channel:
+            stub = shard_pb2_grpc.AdminServiceStub(channel)
+            return int(stub.Accounting(shard_pb2.AccountingRequest(), timeout=5).leases)
+
+    before = leases()
+    await other.pool.release(other.id, [lease.lease_id])
+    await other.pool.abort(other.id, [ref, *lease.blocks])
+    item = SealItem(ref, named(other, 30, 1)[0], None, 0, SpanRoute(0))
+    assert SealStatus.SEALED not in await other.pool.seal(other.id, [item])
+    assert leases() == before
+    mine = SealItem(ref, keys[2], keys[1], 2, SpanRoute(0))
+    assert await owner.pool.seal(owner.id, [mine]) == [SealStatus.SEALED]
+    assert held(await owner.read_all(keys)) == 3
+    await owner.pool.release(owner.id, [lease.lease_id])
+    await leave(owner, other)
 
 
 async def test_a_router_with_a_token_is_told_how_its_tenants_blocks_are_named(cluster: LocalCluster) -> None:
