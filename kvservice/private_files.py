@@ -158,16 +158,19 @@ def _check(path: Path, status: os.stat_result) -> None:
             key="runtime_dir",
         )
     # In a sticky directory others make entries of their own; they rename and remove nobody else's.
-    if status.st_mode & OTHERS_WRITE and not status.st_mode & stat.S_ISVTX and not _only_ours_to_write(status):
+    if status.st_mode & OTHERS_WRITE and not status.st_mode & stat.S_ISVTX and not _only_ours_to_write(path, status):
         raise ConfigError(
             f"other users can write {path}, and so replace what is in it: {WHAT_TO_DO}", key="runtime_dir"
         )
 
 
-def _only_ours_to_write(status: os.stat_result) -> bool:
+def _only_ours_to_write(path: Path, status: os.stat_result) -> bool:
     """The group that may write is this user's own, with nobody else in it, as a umask of 002 leaves directories."""
     if status.st_mode & stat.S_IWOTH or status.st_gid != os.getegid():
         return False
+    with contextlib.suppress(OSError):  # no list, or a file system without any
+        os.getxattr(path, "system.posix_acl_access", follow_symlinks=False)
+        return False  # then the group's bits stand for whomever it names
     import grp
 
     try:

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import stat
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -248,6 +249,23 @@ def test_no_error_shows_a_token_that_stands_where_its_file_belongs(tmp_path: Pat
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="no plain file"):  # it would be waited for
         Token(path=str(tmp_path / "pipe")).metadata()
+
+
+def test_a_directory_that_a_list_opens_to_another_user_is_refused(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    place.chmod(0o770)
+    entries = [(1, 7, -1), (2, 7, 65534), (4, 0, -1), (16, 7, -1), (32, 0, -1)]  # user 65534 may write
+    rules = b"".join(struct.pack("<HHi", tag, bits, who) for tag, bits, who in entries)
+    try:
+        os.setxattr(place, "system.posix_acl_access", struct.pack("<I", 2) + rules)
+    except OSError as error:
+        pytest.skip(f"no access lists here: {error}")
+    with pytest.raises(ConfigError, match="other users can write"):
+        check_directory(place)
+    place.chmod(0o700)  # takes the right away
+    make_directory(place)
+    check_directory(place)
 
 
 def test_private_files_stay_private_whatever_the_umask_and_the_links(tmp_path: Path) -> None:
