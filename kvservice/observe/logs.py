@@ -17,6 +17,7 @@ from typing import TextIO
 
 from kvservice.units import printable
 
+TEXT_CHARS_MAX = 8192  # of a line, or of one field in JSON: a client may have chosen how long it is
 _WRITTEN_LATER = frozenset({"message", "asctime", "taskName"})
 
 
@@ -26,10 +27,14 @@ def fields_of(record: logging.LogRecord) -> dict[str, object]:
     return {name: value for name, value in vars(record).items() if name not in own}
 
 
+def _cut(value: object) -> object:
+    return value[:TEXT_CHARS_MAX] if isinstance(value, str) else value
+
+
 def _on_one_line(record: logging.LogRecord) -> str:
     """Names and ids in it may be another's choice, and must not look like a line of their own."""
     pairs = [f"{name}={value}" for name, value in fields_of(record).items()]
-    return printable(" ".join([record.getMessage(), *pairs]))
+    return printable(" ".join([record.getMessage(), *pairs])[:TEXT_CHARS_MAX])
 
 
 class TextFormatter(logging.Formatter):
@@ -50,9 +55,9 @@ class JsonFormatter(logging.Formatter):
             "time": round(record.created, 6),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "event": record.getMessage(),
+            "event": record.getMessage()[:TEXT_CHARS_MAX],
         }
-        line.update({name: value for name, value in fields_of(record).items() if name not in line})
+        line.update({name: _cut(value) for name, value in fields_of(record).items() if name not in line})
         if record.exc_info is not None:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)

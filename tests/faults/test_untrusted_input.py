@@ -18,14 +18,19 @@ import pytest
 from rich.console import Console
 
 from kvservice.cli import explain, status
+from kvservice.client.discovery import MIRROR_NAME
+from kvservice.client.mirror import NodeMirror
 from kvservice.client.token import Token
+from kvservice.core.block_table import ROWS_MIN
 from kvservice.core.explain import REQUEST_ID_CHARS_MAX, RequestRecords, check_request_id
 from kvservice.core.geometry import Geometry
 from kvservice.core.messages import AcquireRequest, RequestReport
+from kvservice.core.mirror import TABLE_AT, Feed, MirrorWriter, mirror_bytes
 from kvservice.errors import ConfigError, InvalidRequest, TransferError
+from kvservice.memory.mirror_segment import MirrorSegment
 from kvservice.memory.segment import Segment
 from kvservice.mover.memory import SharedMemory
-from kvservice.observe.logs import EngineHandler, TextFormatter
+from kvservice.observe.logs import EngineHandler, JsonFormatter, TextFormatter
 from kvservice.private_files import check_directory, make_directory, write_private
 from kvservice.proxy import bodies
 from kvservice.transfer.shm import SharedMemoryTransport
@@ -65,6 +70,14 @@ def test_no_name_makes_a_line_of_its_own_in_a_log(name: str, by: str) -> None:
     ours.warning("request %s is served without a hand-off", name, extra={"model": name})
     text = stream.getvalue()
     assert text.endswith("\n") and text[:-1].isprintable()
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
+def test_no_client_decides_how_long_a_line_of_a_log_is(formatter: logging.Formatter) -> None:
+    name = "\n" * 9_000_000
+    record = logging.makeLogRecord({"name": "kvservice", "levelname": "INFO", "msg": f"x {name}", "model": name})
+    assert len(formatter.format(record)) < 1 << 17
+    assert "\n" not in formatter.format(record)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -226,6 +239,34 @@ def test_a_tenants_file_is_a_plain_file_that_not_everybody_writes(tmp_path: Path
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="plain file"):  # a pipe would be waited for
         read_tenants(path)
+
+
+def test_no_word_of_a_mirrors_heads_breaks_its_reader(tmp_path: Path) -> None:
+    """Counts beyond the end of the file, above all: what lies there must be neither looked at nor mapped."""
+    size = mirror_bytes(ROWS_MIN * 4)
+    segment = MirrorSegment.create(tmp_path / "memory", size)
+    segment.reserve(size)
+    writer, mirror = MirrorWriter(segment.buffer, 1, epoch=1), NodeMirror(tmp_path)
+    (tmp_path / MIRROR_NAME).symlink_to(segment.path)
+    before, now = bytes(segment.buffer), 0.0
+    try:
+        for at in [*range(0, 192, 8), *range(4096, 4128, 8), *range(TABLE_AT, TABLE_AT + 64, 8)]:
+            for word in (0, 1 << 20, 1 << 40, (1 << 64) - 1):
+                segment.buffer[at : at + 8] = word.to_bytes(8, "little")
+                mirror.close()
+                for _ in range(3):
+                    now += 10.0
+                    reader = mirror.reader(now)
+                    mirror.map_ahead(1 << 40)
+                    if reader is not None:
+                        assert reader.used_bytes <= size
+                        assert reader.feed(0, now) in Feed and reader.resolve(bytes(64)) in (None, [])
+            segment.buffer[at : at + 8] = before[at : at + 8]
+        assert mirror.reader(now + 10.0) is not None
+    finally:
+        mirror.close()
+        writer.close()
+        segment.close()
 
 
 def test_no_engine_takes_the_report_of_anothers_request() -> None:
