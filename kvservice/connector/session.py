@@ -14,7 +14,7 @@ import random
 import threading
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvservice.aio import is_set_within
@@ -87,6 +87,7 @@ class Session:
         self._ledger = Ledger()  # what each heartbeat states
         self._abandoned: set[str] = set()  # requests that ended meanwhile: what is promised to them is given back here
         self._attachment: Attachment | None = None
+        self._attempts = 0  # to attach
         self._pool: PoolPort | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
@@ -258,7 +259,8 @@ class Session:
             if self._wake is not None:
                 self._wake.set()
 
-        attachment = await self._pool.attach(self._spec, on_lost)
+        self._attempts += 1
+        attachment = await self._pool.attach(replace(self._spec, attempt=self._attempts), on_lost)
         with self._lock:
             self._attachment = attachment
         self._refusal = ""

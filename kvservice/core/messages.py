@@ -36,6 +36,7 @@ class EngineSpec:
     layout: SlotLayout
     namespace: str = ""  # lets engines of one model with different fingerprints live side by side
     sides: tuple[Side, ...] = ()  # cache groups with a window; `layout` is then that of the groups without
+    attempt: int = 0  # grows with each attach of this engine; one that was overtaken is refused. 0: not counted
 
 
 @dataclass(frozen=True, slots=True)

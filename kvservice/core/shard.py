@@ -33,6 +33,7 @@ from kvservice.core.messages import (
     Survey,
 )
 from kvservice.core.peers import TIMEOUT_SECONDS_MAX, PeerCalls, check_keys
+from kvservice.core.recent import Recent
 from kvservice.core.reconcile import Grants
 from kvservice.core.slots import SlotState
 from kvservice.core.takeover import TakeOvers
@@ -53,6 +54,8 @@ from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, 
 
 ENGINE_ID_BYTES = 16
 ATTACHMENTS_MAX = 256
+ENGINES_REMEMBERED = 4 * ATTACHMENTS_MAX  # also some that left: a late message of theirs may still come
+assert ENGINES_REMEMBERED > ATTACHMENTS_MAX
 BOOT_ATTACHMENTS_BITS = 20
 ATTACHMENTS_OF_TENANT_MAX = 128  # so that none keeps all others out
 
@@ -64,6 +67,7 @@ class AttachReply:
     attachment: AttachmentId
     epoch: BootEpoch
     lease_seconds: float
+    replaced: tuple[AttachmentId, ...] = ()  # earlier ones of the same engine, which are over now
 
 
 @dataclass(slots=True)
@@ -122,6 +126,7 @@ class ShardState:
         )  # fmt: skip
         self._writes = Writes(self._store, self._acquisitions, self._actions, self.counters)
         self._attached: dict[AttachmentId, _Attached] = {}
+        self._attempts: Recent[bytes, int] = Recent(ENGINES_REMEMBERED)  # of each engine the last that was answered
         self._next_attachment = (epoch << BOOT_ATTACHMENTS_BITS) + 1  # a number of an earlier boot names nothing
         self._handlers = self._handlers_with(peers)
 
@@ -293,8 +298,14 @@ class ShardState:
             )
         if any(a.spec.engine_id == spec.engine_id and a.account != event.account for a in self._attached.values()):
             raise InvalidRequest("this engine id belongs to another engine: make a random one")
+        if 0 < spec.attempt <= (self._attempts.get(spec.engine_id) or 0):
+            # A later one of this engine has been answered, and its workers may write what it reserved since.
+            self.counters["attach_overtaken"] += 1
+            raise NotAttached("a later attach of this engine has overtaken this one")
         self._refuse_other_fingerprint(spec, event.account, now)
-        for attached in [a for a in self._attached.values() if a.spec.engine_id == spec.engine_id]:
+        self._attempts.put(spec.engine_id, spec.attempt)
+        replaced = [a for a in self._attached.values() if a.spec.engine_id == spec.engine_id]
+        for attached in replaced:
             self._end_attachment(attached, now)
         # The engine attaches again only once none of its processes can write an old reservation (PoolPort.attach).
         self._writes.free(spec.engine_id)
@@ -303,7 +314,11 @@ class ShardState:
         self._attached[attachment] = _Attached(attachment, spec, event.account)
         self._acquisitions.accounts[attachment] = event.account
         self.counters["attaches"] += 1
-        self._actions.append(Reply(event.op, AttachReply(attachment, self.epoch, self.lease_seconds)))
+        self._actions.append(
+            Reply(
+                event.op, AttachReply(attachment, self.epoch, self.lease_seconds, tuple(a.attachment for a in replaced))
+            )
+        )
 
     def _refuse_other_fingerprint(self, spec: EngineSpec, account: str, now: float) -> None:
         """Within a tenant: others' engines share nothing with it, and are none of its business."""

@@ -77,6 +77,7 @@ COUNTERS: Mapping[str, str] = {
     "segments_replaced": "times that the segment's file was removed by somebody, and made again",
     "attaches": "engines that attached",
     "attach_fingerprint_refused": "engines refused for another fingerprint",
+    "attach_overtaken": "attaches refused because a later one of the same engine had been answered",
     "attachments_lost": "engines that vanished without detaching",
     "leases_granted": "read leases granted",
     "leases_released": "read leases given back",

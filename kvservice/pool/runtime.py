@@ -147,6 +147,9 @@ class PoolRuntime:
     async def attach(self, spec: EngineSpec, on_lost: Callable[[str], None], account: str = NOBODY) -> Attachment:
         """`account`: the tenant that the engine's channel says."""
         reply: AttachReply = await self._call(lambda op: ev.Attach(op, spec, account), None)
+        for attachment in reply.replaced:
+            if (end := self._lost.pop(attachment, None)) is not None:
+                end("the engine attached again")
         self._lost[reply.attachment] = on_lost
         return Attachment(
             reply.attachment,

@@ -90,6 +90,7 @@ def encode_spec(spec: EngineSpec) -> shard_pb2.AttachRequest:
             shard_pb2.Side(layout=encode_layout(side.layout), window=side.reach.window, chunk=side.reach.chunk)
             for side in spec.sides
         ],
+        attempt=spec.attempt,
     )
 
 
@@ -104,7 +105,9 @@ def decode_spec(message: shard_pb2.AttachRequest) -> EngineSpec:
         sides = tuple(Side(decode_layout(s.layout), Reach(s.window, s.chunk)) for s in message.sides)
     except UnsupportedLayout as error:
         raise InvalidRequest(f"layout: {error.message}") from error
-    return EngineSpec(message.engine_id, message.model, fingerprint, layout, message.namespace, sides)
+    return EngineSpec(
+        message.engine_id, message.model, fingerprint, layout, message.namespace, sides, message.attempt
+    )  # fmt: skip
 
 
 def encode_fingerprint(fingerprint: Fingerprint) -> common_pb2.Fingerprint:

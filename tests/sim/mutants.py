@@ -325,6 +325,13 @@ MUTANTS = (
         seed=52,
     ),
     Mutant(
+        "an attach that was overtaken is refused",
+        SHARD,
+        "        if 0 < spec.attempt <= (self._attempts.get(spec.engine_id) or 0):",
+        "        if False:",
+        seed=396,
+    ),
+    Mutant(
         "the shard looks and acts under one lock",
         RUNTIME,
         "            if is_free:\n                self._dispatch(ev.EngineGone(engine_id))\n",

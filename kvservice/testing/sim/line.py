@@ -50,7 +50,6 @@ class _Stream:
     on_lost: Callable[[str], None]
     attachment: Attachment | None = None  # once the engine has heard of it
     heard_at: float = 0.0
-    is_served: bool = False
     is_over: bool = False
 
 
@@ -153,9 +152,6 @@ class Line:
 
     async def _serve_attach(self, runtime: PoolRuntime, spec: EngineSpec, stream: _Stream) -> Attachment:
         engine, node, life = self._engine, self._node, self._engine.life
-        if stream.is_served:  # a connection opens each stream once, whatever is doubled on it
-            raise StaleEpoch(f"{engine.name} opened this stream already")
-        stream.is_served = True
         lost: asyncio.Event = asyncio.Event()
         given = await runtime.attach(spec, lambda reason: lost.set(), engine.tenant)
         attachment = replace(given, tenant_key=engine.tenant_key, quota_bytes=node.quota_of(engine.tenant))

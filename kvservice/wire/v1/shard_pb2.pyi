@@ -46,20 +46,22 @@ class BlockRef(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("engine_id", "model", "namespace", "fingerprint", "layout", "sides")
+    __slots__ = ("engine_id", "model", "namespace", "fingerprint", "layout", "sides", "attempt")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     SIDES_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     engine_id: bytes
     model: str
     namespace: str
     fingerprint: _common_pb2.Fingerprint
     layout: Layout
     sides: _containers.RepeatedCompositeFieldContainer[Side]
-    def __init__(self, engine_id: _Optional[bytes] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., sides: _Optional[_Iterable[_Union[Side, _Mapping]]] = ...) -> None: ...
+    attempt: int
+    def __init__(self, engine_id: _Optional[bytes] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., sides: _Optional[_Iterable[_Union[Side, _Mapping]]] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Attached(_message.Message):
     __slots__ = ("attachment_id", "node_id", "epoch", "lease_seconds", "segment_path", "geometry", "tenant_key", "public_key", "may_publish", "quota_bytes")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvservice.core import events as ev
@@ -99,6 +101,23 @@ def test_attachments_are_limited_and_re_attaching_takes_no_second_place() -> Non
         harness.attach(make_spec("one too many"))
     assert harness.attach(make_spec("7"))
     assert harness.state.attachment_count == ATTACHMENTS_MAX
+
+
+def test_an_attach_that_a_later_one_has_overtaken_takes_nothing_back() -> None:
+    harness = CoreHarness()
+    spec = make_spec()
+    first = harness.attach(replace(spec, attempt=1))
+    second = harness.attach(replace(spec, attempt=2))
+    written = harness.reserve(second, 2)
+    for late in (1, 2):  # the first one once more, and the second one doubled
+        op = harness.next_op()
+        harness.send(ev.Attach(op, replace(spec, attempt=late)))
+        with pytest.raises(NotAttached, match="overtaken"):
+            harness.reply(op)
+    assert harness.slots("writing") == len(written) == 2
+    assert harness.count("attach_overtaken") == 2
+    assert harness.state.attachment_count == 1
+    assert first != second
 
 
 def test_calls_without_an_attachment_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from kvservice.core import actions as act
 from kvservice.core.geometry import plan_geometry
 from kvservice.core.messages import AcquireRequest, AcquireResult, SealItem
+from kvservice.errors import NotAttached
 from kvservice.pool.runtime import PoolConfig, PoolRuntime
 from kvservice.testing.builders import make_chain, make_spec
 from kvservice.units import MiB, NodeId, SpanRoute
@@ -52,6 +54,17 @@ async def test_an_answer_that_meets_the_cancellation_of_its_caller_is_given_back
     async with asyncio.timeout(20):
         while runtime._state.lease_count:
             await asyncio.sleep(0.01)
+
+
+async def test_an_engine_that_attaches_again_ends_the_stream_of_its_earlier_attachment(runtime: PoolRuntime) -> None:
+    lost: list[str] = []
+    spec = make_spec()
+    await runtime.attach(replace(spec, attempt=1), lost.append)
+    await runtime.attach(replace(spec, attempt=2), lost.append)
+    assert lost == ["the engine attached again"]
+    with pytest.raises(NotAttached):
+        await runtime.attach(replace(spec, attempt=1), lost.append)
+    assert len(lost) == 1, "an attach that was overtaken ends nothing"
 
 
 async def test_a_pool_ends_what_it_has_under_way_before_it_is_closed(runtime: PoolRuntime) -> None:
