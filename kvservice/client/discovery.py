@@ -43,6 +43,7 @@ EPOCH_NAME = "epoch"
 OWN_NAMES = (SOCKET_NAME, PEER_SOCKET_NAME, SECRET_NAME, EPOCH_NAME, MIRROR_NAME)  # of a shard, beside its record
 MOVER_PREFIX = "mover-"
 SECRET_BYTES = 32
+EPOCH_MAX = (1 << 43) - 1  # with the number of an attachment behind it, it must go into 64 bits on the wire
 RECORD_BYTES_MAX = 256 << 10
 
 
@@ -146,9 +147,10 @@ def keep_secret(directory: Path, secret: bytes) -> None:
 def last_epoch(directory: Path) -> int:
     """The boot epoch that the node had last, as far as its directory knows; else 0."""
     try:
-        return int((directory / EPOCH_NAME).read_text())
+        found = int((directory / EPOCH_NAME).read_bytes()[:32])
     except (OSError, ValueError):
         return 0
+    return found if 0 < found <= EPOCH_MAX else 0
 
 
 def keep_epoch(directory: Path, epoch: BootEpoch) -> None:

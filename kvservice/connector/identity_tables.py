@@ -101,8 +101,6 @@ LEFT_OUT: Mapping[str, Mapping[str, str]] = {
     "model_config.multimodal_config": {
         "limit_per_prompt": BEFORE,
         "enable_mm_embeds": BEFORE,
-        "media_io_kwargs": BEFORE,
-        "mm_processor_kwargs": BEFORE,
         "mm_device_do_normalize": ROUNDING,
         "mm_processor_cache_gb": PLACE,
         "mm_processor_cache_type": PLACE,
@@ -223,6 +221,8 @@ HASHED: Mapping[str, frozenset[str]] = {
     "model_config.multimodal_config": frozenset({
         "language_model_only", "mm_encoder_only", "mm_encoder_attn_backend", "mm_encoder_attn_dtype",
         "video_pruning_rate", "video_pruning_method", "mm_encoder_fp8_scale_path",
+        # vLLM hashes what a request says of these, not what its command line does.
+        "media_io_kwargs", "mm_processor_kwargs",
     }),
     "cache_config": frozenset({
         "sliding_window", "kv_cache_dtype_skip_layers", "mamba_block_size", "mamba_cache_dtype",
@@ -307,6 +307,7 @@ ENVIRONMENT_HASHED = (
     r"|VLLM_USE_HW_AGNOSTIC|VLLM_GDN_DECODE_KERNEL|VLLM_ENABLE_FLA_PACKED_RECURRENT_DECODE|VLLM_XPU_INC_WNA16_BACKEND"
     r"|VLLM_USE_OINK_OPS|VLLM_ENABLE_HPC_OPS|VLLM_PLUGINS|VLLM_TEST_FORCE_LOAD_FORMAT|VLLM_MODEL_REDIRECT_PATH"
     r"|VLLM_USE_MODELSCOPE|VLLM_SSM_CONV_STATE_LAYOUT|VLLM_KIMI_K3_.*"
+    r"|NVIDIA_TF32_OVERRIDE|(DNNL|ONEDNN)_DEFAULT_FPMATH_MODE"  # of libraries below it: fewer bits of each product
 )
 
 ENVIRONMENT_LEFT_OUT: Mapping[str, str] = {

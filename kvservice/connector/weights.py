@@ -16,23 +16,31 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 import xxhash
 
 from kvservice.core.keys import version_term
-from kvservice.errors import UnnamedWeights
+from kvservice.errors import ConfigError, UnnamedWeights
+from kvservice.private_files import make_directory, open_own
 from kvservice.units import GiB, MiB, format_bytes
 
 log = logging.getLogger("kvservice.connector")
 
-WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
-# What a folder has beside its weights that engines compute with and that the resolved configuration does not repeat.
-OTHER_NAMES = frozenset({"hf_quant_config.json", "quantize_config.json", "quant_config.json", "quant_strategy.json"})
-OTHER_SUFFIXES = frozenset({".py"})  # code that came with the model
+WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors"})
+# Whatever else lies beside the weights is part of the name: code, what is done to images, which files are loaded.
+# These are not, with the reason.
+LEFT_OUT_NAMES: Mapping[str, str] = {
+    r"config\.json|generation_config\.json|params\.json": "named as the engine has resolved them",
+    r"tokenizer.*|vocab.*|merges\.txt|special_tokens_map\.json|added_tokens\.json|tekken\.json|.*\.tiktoken|spiece\.model"
+    r"|sentencepiece.*|chat_template.*|.*\.jinja": "token ids are in the engine's hash of the input",
+    r"\..*|.*\.(md|rst|pdf|png|jpe?g|gif|svg|log|lock)|(LICENSE|NOTICE|USE_POLICY).*": "words and pictures",
+    r".*\.(onnx|onnx_data|h5|msgpack|ot|tflite)": "weights for others than engines",
+}
 PIECE_BYTES = 32 * MiB
 BUFFER_BYTES = MiB  # of each thread: what the processor's own cache holds
 THREADS_MAX = 8
@@ -40,6 +48,16 @@ PROGRESS_SECONDS = 10.0
 TALKATIVE_BYTES = GiB  # from here on the reading is announced
 TERM_BYTES = 16
 VERSION_CHARS_MAX = 256
+SETTLED_SECONDS = 2.0  # a file that was written later may be written again without its times telling
+WAIT_SECONDS = 600.0  # for another engine that reads the same files; then this one reads them, too
+POLL_SECONDS = 0.2
+# File systems whose kernel sets ctime, here or on the server. Images (squashfs, erofs) bring it along, also under an
+# overlay, and programs (FUSE) make it up, so that another model may have the same.
+KEEPERS_OF_CTIME = frozenset({
+    "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "ramfs", "nfs", "nfs4", "lustre",
+    "ceph", "gpfs", "beegfs", "wekafs",
+})  # fmt: skip
+MOUNTS = Path("/proc/self/mountinfo")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -78,7 +96,11 @@ def weight_files(folder: Path) -> list[Path]:
     files = sorted(path for path in folder.iterdir() if path.is_file())
     if not any(path.suffix in WEIGHT_SUFFIXES for path in files):
         return []
-    return [p for p in files if p.suffix in WEIGHT_SUFFIXES | OTHER_SUFFIXES or p.name in OTHER_NAMES]
+    return [path for path in files if path.suffix in WEIGHT_SUFFIXES or not _is_left_out(path.name)]
+
+
+def _is_left_out(name: str) -> bool:
+    return any(re.fullmatch(names, name) for names in LEFT_OUT_NAMES)
 
 
 def _named(files: Sequence[Path], cache: Path | None) -> str:
@@ -119,30 +141,48 @@ class _Stamp:
     @classmethod
     def of(cls, path: Path) -> _Stamp:
         real = path.resolve(strict=True)
-        stat = real.stat()
+        with real.open("rb") as file:  # opening asks the server, where looking believes what it heard a minute ago
+            stat = os.fstat(file.fileno())
         return cls(str(real), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
+def keeps_ctime(path: str, mounts: str) -> bool:
+    """Whether a kernel sets the times of change at this resolved path. `mounts`: what MOUNTS says."""
+    found, kind = "", ""
+    for line in mounts.splitlines():
+        words, _, rest = line.partition(" - ")
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), words.split()[4])
+        if len(point) >= len(found) and Path(path).is_relative_to(point):
+            found, kind = point, rest.split()[0]
+    return kind in KEEPERS_OF_CTIME
+
+
 class FileDigests:
-    """Digests of whole files, kept in `folder`, one small file each. A folder that cannot be used only costs time."""
+    """Digests of whole files, kept in `folder`, one small file each. A folder that cannot be used, or that somebody
+    else can write, only costs time."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder = folder / "weights"
+        self._folder = folder.absolute() / "weights"
+        self._is_usable = False
         self._clock = clock
 
     def of(self, files: Sequence[Path]) -> list[str]:
         """In the order of `files`. Raises OSError; UnnamedWeights when a file changes while it is read."""
         with self._one_reader():
             stamps = [_Stamp.of(path) for path in files]
-            known = [self._load(stamp) for stamp in stamps]
+            mounts = _read_mounts()
+            may_keep = {stamp for stamp in stamps if self._is_usable and keeps_ctime(stamp.path, mounts)}
+            known = [self._load(stamp) if stamp in may_keep else None for stamp in stamps]
             to_read = [stamp for stamp, digest in zip(stamps, known, strict=True) if digest is None]
             read = dict(zip(to_read, self._read_all(to_read), strict=True))
             for path, stamp in zip(files, stamps, strict=True):
                 if _Stamp.of(path) != stamp:
                     raise UnnamedWeights(f"{path} changes while it is read: {_ADVICE}")
+            settled = time.time_ns() - int(SETTLED_SECONDS * 1e9)
             for stamp, digest in read.items():
-                self._save(stamp, digest)
-            if read:
+                if stamp in may_keep and max(stamp.mtime_ns, stamp.ctime_ns) < settled:
+                    self._save(stamp, digest)
+            if read and self._is_usable:
                 self._forget_gone()
         return [read.get(stamp) or str(digest) for stamp, digest in zip(stamps, known, strict=True)]
 
@@ -182,8 +222,9 @@ class FileDigests:
     def _load(self, stamp: _Stamp) -> str | None:
         """None for whatever is not exactly what `_save` wrote of this file as it is now."""
         try:
-            found = json.loads(self._entry(stamp).read_bytes())
-        except (OSError, ValueError):
+            with os.fdopen(open_own(self._entry(stamp)), "rb") as file:
+                found = json.loads(file.read())
+        except (OSError, ValueError, ConfigError):
             return None
         if not isinstance(found, dict) or not isinstance(digest := found.pop("digest", None), str):
             return None
@@ -214,18 +255,42 @@ class FileDigests:
     def _one_reader(self) -> Iterator[None]:
         """Engines that start together on one machine: the first reads, the others find what it kept."""
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directory(self._folder)
             file = (self._folder / "lock").open("w")
-        except OSError:
+        except (OSError, ConfigError) as error:
+            log.warning("digests of weights are not kept (%s): every start reads the files", error)
             yield
             return
+        self._is_usable = True
         with file:
+            self._wait_for(file)
+            yield
+
+    def _wait_for(self, file: IO[str]) -> None:
+        """Of those that read at once each only loses time, so one that stands still keeps nobody else from starting."""
+        deadline = self._clock() + WAIT_SECONDS
+        is_told = False
+        while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                log.info("naming the weights: another engine is at it, waiting for what it finds")
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+                if self._clock() >= deadline:
+                    log.warning("naming the weights: the other engine does not come to an end, reading beside it")
+                    return
+                if not is_told:
+                    is_told = True
+                    log.info("naming the weights: another engine is at it, waiting for what it finds")
+                time.sleep(POLL_SECONDS)
+            else:
+                return
+
+
+def _read_mounts() -> str:
+    """Empty, so that nothing is believed, where it cannot be read."""
+    try:
+        return MOUNTS.read_text()
+    except (OSError, ValueError):
+        return ""
 
 
 def _seal(stamp: _Stamp, digest: str) -> str:
@@ -259,8 +324,12 @@ class Terms:
         self._read: _Stamp | None = None  # the file as it was read last
 
     def first(self) -> bytes:
-        """Of the weights that the engine was started with; empty when the fingerprint names them."""
-        return b"" if self._file is None else self.next()
+        """Of the weights that the engine was started with: empty, because the fingerprint names them. What the file
+        says by then is of weights that an engine had before, for example this one before it crashed."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._read = _Stamp.of(self._file)
+        return b""
 
     def next(self) -> bytes:
         """Of the weights that the engine has from now on. Reads one small file."""

@@ -24,6 +24,7 @@ from kvservice.units import BootEpoch
 _OFD_SETLK = getattr(fcntl, "F_OFD_SETLK", 37)  # Linux on every architecture; not in every build of Python
 _FLOCK = struct.Struct("@hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid (0 for these locks)
 _BASE = 1 << 62  # beyond any segment
+_PLACES = 1 << 60
 HOLD_SECONDS = 0.2  # a shard that takes slots back has the byte for milliseconds
 _POLL_SECONDS = 0.001
 
@@ -74,11 +75,24 @@ def claim(segment: Segment, engine_id: bytes) -> Iterator[bool]:
             _lock(segment.descriptor, fcntl.F_UNLCK, engine_id)
 
 
+def has_writers(segment: Segment) -> bool:
+    """For the shard that has just opened it: whether a process of any engine of an earlier boot can still write. Nobody
+    can begin to any more, because the segment says another boot by then."""
+    if not _lock_bytes(segment.descriptor, fcntl.F_WRLCK, 0, _PLACES):
+        return True
+    _lock_bytes(segment.descriptor, fcntl.F_UNLCK, 0, _PLACES)
+    return False
+
+
 def _lock(descriptor: int, kind: int, engine_id: bytes) -> bool:
     """False when somebody else's lock is in the way. Raises SegmentError when the file system has no such locks."""
     place = int.from_bytes(hashlib.blake2b(engine_id, digest_size=8).digest(), "big") >> 4
+    return _lock_bytes(descriptor, kind, place, 1)
+
+
+def _lock_bytes(descriptor: int, kind: int, first: int, count: int) -> bool:
     try:
-        fcntl.fcntl(descriptor, _OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, _BASE + place, 1, 0))
+        fcntl.fcntl(descriptor, _OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, _BASE + first, count, 0))
     except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, as the kernel likes
         return False
     except OSError as error:

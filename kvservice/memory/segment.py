@@ -4,11 +4,14 @@ The shard creates it and holds an exclusive lock on it for its life; engines att
 shard, so that the next boot can adopt its blocks. Control page, 64 bytes, little endian:
 
     0   8  magic "KVSSEG01"      8  8  slab bytes      16  8  slab count     24  8  boot epoch
-    32 24  SHA-256 prefix of the node id                56  4  zero           60  4  crc32 of bytes 0..59
+    32 24  SHA-256 prefix of the node id                56  4  slot version   60  4  crc32 of bytes 0..59
 
-A slab header is 64 bytes: u64 magic, u64 payload bytes, zeros. Headers are written with one 64-byte copy; x86-64 and
-ARM64 do not tear aligned words, and the header's CRC turns any other mixture into "no block". Single writer per header
-by construction: the shard. No lock is needed to read.
+The slot version is that of the headers (core.header). A segment of another one is replaced, never adopted: headers that
+nobody can read would hide who still writes where.
+
+A slab header is 64 bytes: u64 magic, u64 payload bytes, u32 crc32 of both, zeros. Headers are written with one 64-byte
+copy; x86-64 and ARM64 do not tear aligned words, and the header's CRC turns any other mixture into "no block". Single
+writer per header by construction: the shard. No lock is needed to read.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvservice.core.geometry import CONTROL_BYTES, HEADER_BYTES, Geometry, slot_index
-from kvservice.core.header import SlotHeader, pack_header, unpack_header
+from kvservice.core.header import SLOT_VERSION, SlotHeader, has_length, is_whole, pack_header, unpack_header
 from kvservice.errors import SegmentError, ServiceConflict
 from kvservice.private_files import user_name
 from kvservice.units import BootEpoch, SlotIndex, format_bytes
@@ -37,6 +40,7 @@ SLAB_MAGIC = 0x4B565353_4C414230
 _CONTROL = struct.Struct("<8sQQQ24sI")
 _CRC = struct.Struct("<I")
 _SLAB = struct.Struct("<QQ")
+_SLAB_BYTES = _SLAB.size + _CRC.size
 _EMPTY_HEADER = bytes(HEADER_BYTES)
 _OF_PROCESS = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 assert _CONTROL.size + _CRC.size == HEADER_BYTES <= CONTROL_BYTES
@@ -196,19 +200,29 @@ class Segment:
 
     def slab_payload_bytes(self, slab: int) -> int:
         """Payload size the slab is given to; 0 when it is unassigned or its header is not valid for this geometry."""
-        magic, payload_bytes = _SLAB.unpack_from(self.buffer, self.geometry.slab_offset(slab))
-        if magic != SLAB_MAGIC or payload_bytes == 0 or self.geometry.slots_per_slab(payload_bytes) == 0:
+        data = self._slab_header(slab)
+        magic, payload_bytes = _SLAB.unpack_from(data)
+        if (
+            magic != SLAB_MAGIC
+            or data != _pack_slab(payload_bytes)
+            or payload_bytes == 0
+            or self.geometry.slots_per_slab(payload_bytes) == 0
+        ):
             return 0
         return int(payload_bytes)
+
+    def _slab_header(self, slab: int) -> bytes:
+        start = self.geometry.slab_offset(slab)
+        return self._map[start : start + _SLAB_BYTES]
 
     def assign_slab(self, slab: int, payload_bytes: int) -> None:
         """Give the slab to a payload size (0: to none). Old headers go first, so that none survives in a new role."""
         start = self.geometry.slab_offset(slab)
         slots = self.geometry.slots_per_slab(payload_bytes) if payload_bytes else 0
-        _SLAB.pack_into(self.buffer, start, 0, 0)
+        self.buffer[start : start + _SLAB_BYTES] = bytes(_SLAB_BYTES)
         self.buffer[start : start + HEADER_BYTES * (1 + slots)] = bytes(HEADER_BYTES * (1 + slots))
         if payload_bytes:
-            _SLAB.pack_into(self.buffer, start, SLAB_MAGIC, payload_bytes)
+            self.buffer[start : start + _SLAB_BYTES] = _pack_slab(payload_bytes)
 
     def scan(self) -> Iterator[tuple[SlotIndex, int, SlotHeader]]:
         """(slot, payload bytes, header) of every whole header, stable or being written, for adoption."""
@@ -222,6 +236,21 @@ class Segment:
                 if header is not None:
                     yield slot, payload_bytes, header
 
+    def is_understood(self) -> bool:
+        """Whether everything in it reads as free, as a block or as being written. Otherwise something was damaged, and
+        may have said that somebody writes there."""
+        for slab in range(self.geometry.slab_count):
+            payload_bytes = self.slab_payload_bytes(slab)
+            if not payload_bytes:
+                if any(self._slab_header(slab)):
+                    return False
+                continue
+            for index in range(self.geometry.slots_per_slab(payload_bytes)):
+                header = self.header_bytes(slot_index(slab, index))
+                if header != _EMPTY_HEADER and not (is_whole(header) and has_length(header, payload_bytes)):
+                    return False
+        return True
+
     def current_epoch(self) -> BootEpoch:
         """The owner's boot epoch as it is now: an engine whose attachment has another one must not write."""
         found = _parse_control(bytes(self.buffer[:HEADER_BYTES]))
@@ -234,7 +263,12 @@ class Segment:
 
     def write_control(self, node_id: str) -> None:
         body = _CONTROL.pack(
-            SEGMENT_MAGIC, self.geometry.slab_bytes, self.geometry.slab_count, self.epoch, _node_mark(node_id), 0
+            SEGMENT_MAGIC,
+            self.geometry.slab_bytes,
+            self.geometry.slab_count,
+            self.epoch,
+            _node_mark(node_id),
+            SLOT_VERSION,
         )
         self.buffer[:HEADER_BYTES] = body + _CRC.pack(zlib.crc32(body))
 
@@ -362,10 +396,15 @@ def _read_control(descriptor: int) -> tuple[Geometry, BootEpoch, bytes] | None:
 def _parse_control(data: bytes) -> tuple[Geometry, BootEpoch, bytes] | None:
     if len(data) < HEADER_BYTES or _CRC.unpack_from(data, _CONTROL.size)[0] != zlib.crc32(data[: _CONTROL.size]):
         return None
-    magic, slab_bytes, slab_count, epoch, mark, _ = _CONTROL.unpack_from(data)
-    if magic != SEGMENT_MAGIC or slab_bytes == 0 or slab_count == 0:
+    magic, slab_bytes, slab_count, epoch, mark, version = _CONTROL.unpack_from(data)
+    if magic != SEGMENT_MAGIC or version != SLOT_VERSION or slab_bytes == 0 or slab_count == 0:
         return None
     return Geometry(slab_bytes=slab_bytes, slab_count=slab_count), BootEpoch(epoch), mark
+
+
+def _pack_slab(payload_bytes: int) -> bytes:
+    body = _SLAB.pack(SLAB_MAGIC, payload_bytes)
+    return body + _CRC.pack(zlib.crc32(body))
 
 
 def _node_mark(node_id: str) -> bytes:

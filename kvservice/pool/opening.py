@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 from kvservice.core.geometry import Geometry
+from kvservice.memory.liveness import has_writers
 from kvservice.memory.segment import Segment
+
+log = logging.getLogger("kvservice.pool")
 
 
 async def open_segment(path: Path | None, directory: Path, geometry: Geometry, node_id: str, epoch: int) -> Segment:
@@ -16,7 +20,15 @@ async def open_segment(path: Path | None, directory: Path, geometry: Geometry, n
     def make() -> Segment:
         if path is None:
             return Segment.nameless(directory, geometry, node_id)
-        return Segment.create(path, geometry, node_id, epoch_floor=epoch)
+        segment = Segment.create(path, geometry, node_id, epoch_floor=epoch)
+        if not segment.existed or not has_writers(segment) or segment.is_understood():
+            return segment
+        # Which slots they write is not known for sure: they keep the old memory, and write into nobody's block.
+        log.warning("damaged_segment_replaced", extra={"path": str(path)})
+        segment.retire()
+        segment.unlink()
+        segment.close()
+        return Segment.create(path, geometry, node_id, epoch_floor=segment.epoch + 1)
 
     making = asyncio.ensure_future(asyncio.to_thread(make))
     try:

@@ -282,6 +282,22 @@ async def test_boot_epochs_grow_whatever_the_clock_says(config: ShardServerConfi
     assert epochs == sorted(set(epochs)), epochs
 
 
+@pytest.mark.parametrize("text", ["", "no number", "-5", "9" * 30, str(1 << 63), "\x00\xff", "1" * 5000])
+async def test_a_damaged_record_of_the_boot_epoch_keeps_no_shard_from_starting(
+    config: ShardServerConfig, text: str
+) -> None:
+    epochs = []
+    for _ in range(2):
+        server = ShardServer(config)
+        epochs.append(int((await server.start()).epoch))
+        engine = await Engine.attach(ShardClient(str(config.runtime_root / config.service / "n" / "shard.sock")))  # type: ignore[operator]
+        engine.let_go()
+        await engine.pool.close()
+        await server.stop(leaving=False)
+        (config.runtime_root / config.service / "n" / "epoch").write_text(text, errors="surrogateescape")  # type: ignore[operator]
+    assert epochs[0] < epochs[1] < 2 * epochs[0]
+
+
 async def test_the_directory_takes_a_node_back_whose_clock_went_back(config: ShardServerConfig, root: Path) -> None:
     lookup = LookupServer(f"unix:{root}/lookup/0.sock")
     config = replace(config, lookup_addresses=(await lookup.start(),))

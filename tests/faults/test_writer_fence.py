@@ -153,6 +153,99 @@ async def test_a_copy_that_was_paused_over_a_restart_writes_into_nobodys_block(r
         await server.stop()
 
 
+@pytest.mark.parametrize("what", ["its slot's header", "its slab's header", "another block's header", "nothing"])
+async def test_what_nobody_can_read_any_more_after_a_restart_may_be_what_somebody_writes(what: str) -> None:
+    """A flipped bit hides that a slot is being written. Whoever is paused there keeps the old memory to write into."""
+    path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
+    config = PoolConfig(NodeId("n"), path, Geometry(1 << 20, 1))
+    pool = await PoolRuntime.open(config)
+    try:
+        slow = await Engine.attach(pool)
+        stored = chain(1, 2)
+        await slow.store(stored)
+        refs = await pool.reserve(slow.id, 4)
+        copy = PausedCopy(slow.segment, slow.attachment.epoch, refs)
+        before = slow.segment.epoch
+        at = slow.segment.geometry.header_offset(refs[0].slot)
+        if what == "its slab's header":
+            at = slow.segment.geometry.slab_offset(0)
+        elif what == "another block's header":
+            slot = next(slot for slot, _, header in slow.segment.scan() if header.is_stable)
+            at = slow.segment.geometry.header_offset(slot)
+        if what != "nothing":
+            slow.segment.buffer[at + 12] ^= 1
+        await pool.close()
+        pool = await PoolRuntime.open(config)
+        assert pool.epoch > before
+        assert pool.accounting()[0]["quarantined"] == (len(refs) if what == "nothing" else 0)
+        other = await Engine.attach(pool)
+        keys = await fill(other, 2)
+        copy.go_on()
+        assert await wrong_blocks(other, keys) == 0
+        slow.let_go()
+        await no_slot_rests(pool)
+        other.let_go()
+    finally:
+        await pool.close()
+        pool.unlink()
+
+
+async def test_a_copy_of_the_segment_that_takes_its_place_gives_nobody_wrong_bytes() -> None:
+    """A backup that is moved back, or a disk after a power failure: headers and payloads are of different moments."""
+    path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
+    config = PoolConfig(NodeId("n"), path, Geometry(1 << 20, 1))
+    pool = await PoolRuntime.open(config)
+    try:
+        engine = await Engine.attach(pool)
+        keys = chain(1, 5)
+        await engine.store(keys)
+        slow = await Engine.attach(pool)
+        copy = PausedCopy(slow.segment, slow.attachment.epoch, await pool.reserve(slow.id, 4))
+        backup = path.with_name(path.name + ".backup")
+        shutil.copyfile(path, backup)
+        backup.chmod(0o600)
+        slot = next(slot for slot, _, header in engine.segment.scan() if header.key == keys[-1])
+        with backup.open("r+b") as file:
+            file.seek(engine.segment.geometry.payload_offset(slot, SIZE))
+            file.write(b"\xe1" * (SIZE // 2))
+        backup.replace(path)
+        assert not pool.is_linked()
+        before = pool.epoch
+        pool.retire()
+        await pool.close()
+        pool = await PoolRuntime.open(config)
+        assert pool.epoch > before
+        assert pool.accounting()[0]["sealed"] == 4
+        await no_slot_rests(pool)
+        other = await Engine.attach(pool)
+        filled = await fill(other, 2)
+        copy.go_on()
+        assert await wrong_blocks(other, filled) == 0
+        for each in (engine, slow, other):
+            each.let_go()
+    finally:
+        await pool.close()
+        pool.unlink()
+
+
+async def test_a_damaged_header_costs_its_own_block_only_where_nobody_can_write() -> None:
+    path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
+    config = PoolConfig(NodeId("n"), path, Geometry(1 << 20, 1))
+    pool = await PoolRuntime.open(config)
+    try:
+        engine = await Engine.attach(pool)
+        await engine.store(chain(1, 5))
+        slot = next(slot for slot, _, header in engine.segment.scan() if header.is_stable)
+        engine.segment.buffer[engine.segment.geometry.header_offset(slot) + 12] ^= 1
+        engine.let_go()
+        await pool.close()
+        pool = await PoolRuntime.open(config)
+        assert pool.accounting()[0]["sealed"] == 4
+    finally:
+        await pool.close()
+        pool.unlink()
+
+
 def test_a_stopped_process_of_an_engine_keeps_its_slots_over_a_restart_of_the_shard() -> None:
     """The same with processes: SIGSTOP in the middle of a copy, SIGTERM to a shard that keeps its blocks."""
     for played in range(rounds(1, failed_before=1.0, campaign=20)):

@@ -11,9 +11,11 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import vllm.model_executor.models
 from vllm import envs
 from vllm.config import VllmConfig
@@ -29,7 +31,10 @@ from vllm.config.model import ModelConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
+from kvservice.connector import identity
 from kvservice.connector import identity_tables as tables
 from kvservice.connector.identity import config_fields, text_of
 from kvservice.core.fingerprint import Fingerprint
@@ -179,6 +184,23 @@ def test_an_environment_variable_that_chooses_another_arithmetic_is_named(
     assert before.difference(resolve(LLAMA)) == "env.VLLM_MARLIN_INPUT_DTYPE: (absent) here, fp8 there"
 
 
+@pytest.mark.parametrize("name", ["NVIDIA_TF32_OVERRIDE", "DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_DEFAULT_FPMATH_MODE"])
+def test_an_arithmetic_that_is_chosen_below_vllm_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    assert re.fullmatch(tables.ENVIRONMENT_HASHED, name)
+
+
+def test_what_the_command_line_says_of_images_is_named() -> None:
+    """vLLM hashes an image with what its request says of processors, and not with what every request gets."""
+    for option in ("mm_processor_kwargs", "media_io_kwargs"):
+        path = "model_config.multimodal_config"
+        one, other = (
+            identity._of_setting(path, MultiModalConfig(**{option: {"image": {"size": n}}}), None) for n in (1, 2)
+        )
+        assert one != other
+        assert [name for name in one if option in name]
+
+
 def test_a_prompt_length_beyond_the_original_context_is_another_model_where_it_chooses_the_angles(
     resolve: Callable[..., Fingerprint],
 ) -> None:
@@ -209,3 +231,30 @@ def test_the_same_settings_have_the_same_text_in_every_process() -> None:
     assert text_of({"b": 1, "a": None}) == '{"a": null, "b": 1}'
     assert text_of(LoadConfig) == '"vllm.config.load.LoadConfig"'
     assert text_of("1") != text_of(1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cache_salt": "of a tenant"},
+        {"lora_request": SimpleNamespace(lora_name="sql", lora_path="/one")},
+        {"lora_request": SimpleNamespace(lora_name="sql", lora_path="/other")},
+        {"prompt_embeds": torch.zeros(16, 4)},
+        {"prompt_embeds": torch.ones(16, 4)},
+        {"mm_features": [SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=2, length=4))]},
+        {"mm_features": [SimpleNamespace(identifier="dog", mm_position=SimpleNamespace(offset=2, length=4))]},
+    ],
+)
+def test_what_is_left_to_the_engines_hash_is_in_it(change: dict[str, Any]) -> None:
+    """Of one block of equal tokens: what the fingerprint leaves out because vLLM's own hash has it."""
+    plain: dict[str, Any] = {"cache_salt": None, "lora_request": None, "prompt_embeds": None, "mm_features": []}
+
+    def hashed(values: dict[str, Any]) -> bytes:
+        request: Any = SimpleNamespace(**{**plain, **values}, _prompt_embeds_per_block_hashes={})
+        return sha256_cbor((b"parent", tuple(range(16)), generate_block_hash_extra_keys(request, 0, 16, 0)[0]))
+
+    SEEN_HASHES.setdefault(hashed({}), "plain")
+    assert SEEN_HASHES.setdefault(hashed(change), str(change)) == str(change)
+
+
+SEEN_HASHES: dict[bytes, str] = {}

@@ -106,6 +106,6 @@ def test_engines_that_are_given_one_version_of_the_weights_share_after_a_reset(
     stored(pair, "c", 6)
     assert pair.scheduler.reset_cache() is True
     assert promised(pair, "d") == 0, "nobody has said that these are the weights of step 2 again"
-    version.write_text("step-1")
+    version.write_text("step-2")
     assert pair.scheduler.reset_cache() is True
-    assert promised(pair, "e") == 3, "back to the weights of step 1"
+    assert promised(pair, "e") == 3, "back to the weights of step 2"

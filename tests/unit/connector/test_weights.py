@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,13 @@ import pytest
 from kvservice.connector import weights
 from kvservice.connector.weights import FileDigests, Terms, cache_folder, weight_files, weights_identity
 from kvservice.errors import UnnamedWeights
+
+
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files were written a moment ago here, wherever the temporary directory lies."""
+    monkeypatch.setattr(weights, "SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(weights, "KEEPERS_OF_CTIME", weights.KEEPERS_OF_CTIME | {"overlay"})
 
 
 @pytest.fixture
@@ -67,6 +76,24 @@ def test_code_and_scales_that_come_with_a_model_are_part_of_it_and_tokenizers_ar
     assert name(model) != after
 
 
+@pytest.mark.parametrize(
+    "beside",
+    [
+        "model.safetensors.index.json",  # which of the files are loaded
+        "preprocessor_config.json", "video_preprocessor_config.json",  # what becomes of an image
+        "an_option_of_tomorrow.json", "kernels.so", "model.tensors",
+    ],
+)  # fmt: skip
+def test_whatever_lies_beside_the_weights_is_part_of_the_model_unless_it_is_left_out_by_name(
+    model: Path, name: Callable[[Path], str], beside: str
+) -> None:
+    before = name(model)
+    (model / beside).write_text("1")
+    one = name(model)
+    (model / beside).write_text("2")
+    assert len({before, one, name(model)}) == 3
+
+
 def test_copies_are_one_model_and_so_is_a_file_of_its_own(
     model: Path, name: Callable[[Path], str], tmp_path: Path
 ) -> None:
@@ -98,6 +125,94 @@ def test_files_are_read_once_and_again_when_they_were_written(
     os.utime(files[1], ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as tools do that keep a file's time
     assert FileDigests(tmp_path / "cache").of(files) != first
     assert read[2:] == ["model-2.safetensors"]
+
+
+def read_of(files: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that are read to say their digests."""
+    read: set[str] = set()
+    piece = weights._piece
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "_piece", lambda path, start: read.add(Path(path).name) or piece(path, start))
+        FileDigests(cache).of(files)
+    return sorted(read)
+
+
+def test_a_file_that_was_just_written_is_read_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be written again within one tick of the clock that times are taken from."""
+    monkeypatch.setattr(weights, "SETTLED_SECONDS", 60.0)
+    files, cache = weight_files(model), tmp_path / "cache"
+    assert read_of(files, cache, monkeypatch) == read_of(files, cache, monkeypatch) == [path.name for path in files]
+    monkeypatch.setattr(weights, "SETTLED_SECONDS", 0.0)
+    time.sleep(0.01)
+    read_of(files, cache, monkeypatch)
+    assert read_of(files, cache, monkeypatch) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "is_kept"),
+    [
+        ("/models/m.safetensors", True), ("/models/image/m.safetensors", False), ("/models/image2/m.safetensors", True),
+        ("/models/my bucket/m.safetensors", False), ("/etc/m.safetensors", False),
+        ("/models/again/m.safetensors", False),
+    ],
+)  # fmt: skip
+def test_times_are_believed_where_a_kernel_keeps_them(path: str, is_kept: bool) -> None:
+    """An image of another model may have the same inodes and times: they are those that its maker wrote into it."""
+    mounts = "\n".join([
+        "22 1 0:20 / / rw - overlay overlay rw", "23 22 8:1 / /models rw shared:1 - ext4 /dev/sda1 rw",
+        "24 23 7:0 / /models/image ro - squashfs /dev/loop0 ro",
+        "25 23 0:31 / /models/my\\040bucket ro - fuse.s3 s3 ro",
+        "26 23 8:2 / /models/again rw - ext4 /dev/sda2 rw", "27 26 7:1 / /models/again ro - erofs /dev/loop1 ro",
+    ])  # fmt: skip
+    with_overlay, weights.KEEPERS_OF_CTIME = weights.KEEPERS_OF_CTIME, weights.KEEPERS_OF_CTIME - {"overlay"}
+    try:
+        assert weights.keeps_ctime(path, mounts) is is_kept
+        assert not weights.keeps_ctime(path, "")
+    finally:
+        weights.KEEPERS_OF_CTIME = with_overlay
+
+
+def test_files_of_such_a_file_system_are_read_at_every_start(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, cache = weight_files(model), tmp_path / "cache"
+    read_of(files, cache, monkeypatch)
+    assert read_of(files, cache, monkeypatch) == []
+    monkeypatch.setattr(weights, "KEEPERS_OF_CTIME", frozenset({"nothing"}))
+    assert read_of(files, cache, monkeypatch) == [path.name for path in files]
+
+
+def test_a_cache_that_others_can_write_is_neither_believed_nor_touched(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever writes into it could name these weights after others', or have a file of ours emptied by a link."""
+    files, cache, ours = weight_files(model), tmp_path / "cache", tmp_path / "ours"
+    first = FileDigests(cache).of(files)
+    ours.write_text("kept")
+    (cache / "weights" / "lock").unlink()
+    (cache / "weights" / "lock").symlink_to(ours)
+    for entry in (cache / "weights").glob("*.json"):
+        found = json.loads(entry.read_text())
+        found["digest"] = "0" * 32
+        stamp = weights._Stamp(*(found[key] for key in ("path", "inode", "size", "mtime_ns", "ctime_ns")))
+        entry.write_text(json.dumps({**found, "seal": weights._seal(stamp, "0" * 32)}))
+    cache.chmod(0o777)
+    assert FileDigests(cache).of(files) == first
+    assert ours.read_text() == "kept"
+
+
+def test_an_engine_that_stands_still_while_it_reads_keeps_no_other_from_starting(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, cache = weight_files(model), tmp_path / "cache"
+    first = FileDigests(cache).of(files)
+    monkeypatch.setattr(weights, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(weights, "POLL_SECONDS", 0.01)
+    with (cache / "weights" / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert FileDigests(cache).of(files) == first
 
 
 @pytest.mark.parametrize(
@@ -211,7 +326,9 @@ def test_a_version_is_believed_once_and_without_one_every_term_is_new(tmp_path: 
     assert Terms(None).next() != Terms(None).next()
     file = tmp_path / "version"
     one, other = Terms(file), Terms(file)
-    assert one.first() != other.first(), "there is no version yet"
+    file.write_text("step-0")
+    assert one.first() == other.first() == b"", "the fingerprint names what was loaded, whatever was loaded before"
+    assert one.next() != other.next(), "the file speaks of weights from before the start"
     file.write_text("step-1")
     assert (first := one.next()) == other.next()
     assert one.next() != other.next(), "nobody has said that the weights are the same"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +17,7 @@ import pytest
 from kvservice.core.geometry import Geometry, plan_geometry
 from kvservice.errors import SegmentError, Unavailable
 from kvservice.memory import liveness
-from kvservice.memory.liveness import claim, hold
+from kvservice.memory.liveness import claim, has_writers, hold
 from kvservice.memory.segment import Segment
 from kvservice.units import BootEpoch, MiB
 
@@ -165,3 +167,44 @@ def test_a_file_without_a_name_is_held_like_any_other() -> None:
     lock.release()
     assert is_free(shard)
     shard.close()
+
+
+def test_a_child_that_was_forked_keeps_its_engine_from_being_gone(path: Path, shard: Segment) -> None:
+    """It has the mapping, too, and may write as its parent may: killed, the parent is not all of the engine."""
+    ready, end = os.pipe(), os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        try:
+            mapped = Segment.attach(path, GEOMETRY)
+            hold(mapped, ENGINE, mapped.epoch)
+            if os.fork() == 0:
+                os.close(end[1])
+                os.write(ready[1], b"1")
+                os.read(end[0], 1)
+            else:
+                time.sleep(60)
+        finally:
+            os._exit(0)
+    os.close(end[0])
+    assert os.read(ready[0], 1) == b"1"
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    assert not is_free(shard)
+    os.close(end[1])  # it ends, too
+    deadline = time.monotonic() + 30
+    while not is_free(shard):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.close(ready[0])
+    os.close(ready[1])
+
+
+def test_whether_anybody_writes_is_told_for_all_engines_at_once(path: Path, shard: Segment) -> None:
+    mapped = Segment.attach(path, GEOMETRY)
+    assert not has_writers(shard)
+    lock = hold(mapped, os.urandom(16), shard.epoch)
+    assert has_writers(shard)
+    lock.release()
+    assert not has_writers(shard)
+    hold(mapped, ENGINE, shard.epoch).release()  # it was asked, not taken
+    mapped.close()

@@ -8,13 +8,14 @@ import stat
 import subprocess
 import sys
 import uuid
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvservice.core.geometry import plan_geometry
-from kvservice.core.header import SlotHeader
+from kvservice.core.header import SLOT_VERSION, SlotHeader
 from kvservice.errors import SegmentError, ServiceConflict
 from kvservice.memory.segment import Segment, remove_stale, segment_path
 from kvservice.units import BlockKey, BootEpoch, Generation, GiB, MiB, SlotIndex, SpanRoute
@@ -93,7 +94,7 @@ time.sleep(60)
     segment.close()
 
 
-@pytest.mark.parametrize("change", ["geometry", "node", "truncated", "foreign"])
+@pytest.mark.parametrize("change", ["geometry", "node", "truncated", "foreign", "older", "newer"])
 def test_foreign_content_is_replaced_not_adopted(path: Path, change: str) -> None:
     first = Segment.create(path, GEOMETRY, "other" if change == "node" else "node")
     first.assign_slab(0, 65536)
@@ -103,6 +104,15 @@ def test_foreign_content_is_replaced_not_adopted(path: Path, change: str) -> Non
         os.truncate(path, GEOMETRY.segment_bytes - 4096)
     if change == "foreign":
         path.write_bytes(os.urandom(1 << 20))
+    if change in ("older", "newer"):  # the version of the slot headers, which would all read as free
+        with path.open("r+b") as file:
+            control = bytearray(file.read(64))
+            control[56:60] = (SLOT_VERSION + (1 if change == "newer" else -1)).to_bytes(4, "little")
+            control[60:] = zlib.crc32(control[:60]).to_bytes(4, "little")
+            file.seek(0)
+            file.write(control)
+        with pytest.raises(SegmentError, match="of another version"):
+            Segment.attach(path, GEOMETRY)
     geometry = plan_geometry(14 * MiB) if change == "geometry" else GEOMETRY
     segment = Segment.create(path, geometry, "node", epoch_floor=5)
     assert not segment.existed
@@ -238,3 +248,17 @@ def test_a_link_in_the_place_of_a_segment_is_not_followed(path: Path, tmp_path: 
     path.symlink_to(tmp_path / "other")
     with pytest.raises(SegmentError, match="cannot open"):
         Segment.attach(path, GEOMETRY)
+
+
+@pytest.mark.parametrize("what", ["nothing", "slab header", "slot header"])
+def test_a_segment_is_understood_unless_something_in_it_reads_as_nothing_known(path: Path, what: str) -> None:
+    segment = Segment.create(path, GEOMETRY, "node")
+    segment.assign_slab(1, 65536)
+    segment.write_header(SlotIndex(1 << 16), header())
+    segment.clear_header(SlotIndex(1 << 16 | 1))
+    if what != "nothing":
+        slot = SlotIndex(1 << 16)
+        at = GEOMETRY.slab_offset(1) if what == "slab header" else GEOMETRY.header_offset(slot)
+        segment.buffer[at + 9] ^= 0x80
+    assert segment.is_understood() is (what == "nothing")
+    segment.close()
