@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from kvservice.cli.demo.network import why_not
+
 pytestmark = pytest.mark.ray
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -156,8 +158,8 @@ def test_a_model_folder_that_does_not_exist_is_said_before_anything_starts(start
 
 
 @pytest.mark.vllm
-@pytest.mark.usefixtures("model_path")
-def test_whole_demo_shows_a_remote_hit_over_nixl_and_equal_answers(start: Start, tmp_path: Path) -> None:
+def test_whole_demo_shows_a_remote_hit_and_equal_answers(start: Start, tmp_path: Path, model_path: Path) -> None:
+    """Over a network, where the demo may make one; else it says what it used."""
     demo = start("--questions", "1")
     code, output = demo.ended(280)
     assert (code, demo.left()) == (0, []), output
@@ -168,7 +170,17 @@ def test_whole_demo_shows_a_remote_hit_over_nixl_and_equal_answers(start: Start,
     assert rows["remote"]["remote_tokens"] > 0.95 * rows["remote"]["prompt_tokens"]
     assert rows["remote"]["first_token_seconds"] < 0.3 * rows["recompute"]["first_token_seconds"]
     shard_a, shard_b = shown["shards"].values()
-    assert shard_b["transport"] == "nixl"
-    assert shard_b["counters"]["transfer_nixl_bytes"] == shard_b["counters"]["fetched_bytes"] > 0
+    reason = why_not(str(model_path))
+    transport = "nixl" if reason is None else "shm"
+    pulled = shard_b["counters"][f"transfer_{transport}_bytes"]
+    assert pulled == shard_b["counters"]["fetched_bytes"] > 0
+    crossing, said = shown["crossing"], " ".join(output.split())
+    assert (crossing["transport"], crossing["reason"]) == (transport, reason or "")
+    if reason is None:
+        assert crossing["link_bytes"] >= pulled, "the blocks did not cross the link"
+        assert "Blocks crossed by NIXL over a network between two namespaces" in said
+    else:
+        assert crossing["link_bytes"] is None
+        assert "Blocks crossed by shared memory" in said and reason in said
     assert shard_a["counters"]["peer_located_blocks"] >= rows["remote"]["remote_tokens"] // 32
     assert (tmp_path / "out" / "demo.png").stat().st_size > 10_000

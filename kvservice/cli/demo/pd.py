@@ -16,9 +16,9 @@ from typing import Any
 
 from rich.console import Console
 
+from kvservice.cli.demo.network import Crossing, why_not
 from kvservice.cli.demo.pd_report import HandedOff, Sample, save, show
 from kvservice.cli.demo.stage import (
-    ONE_MACHINE,
     Steps,
     Stops,
     cache_service,
@@ -45,10 +45,9 @@ def run(model: str | None, out: Path, prompt_count: int) -> None:
     started = time.perf_counter()
     with performance(console) as (stack, stops):
         steps = stack.enter_context(Steps(console, total=5 + 2 * prompt_count))
-        found, transport = _measure(steps, stops, model, prompt_count)
-    show(found, transport, console)
-    console.print(ONE_MACHINE)
-    for path in save(found, out, transport):
+        found, crossing = _measure(steps, stops, model, prompt_count)
+    show(found, crossing, console)
+    for path in save(found, out, crossing):
         console.print(f"saved {path}")
     console.print(f"took {time.perf_counter() - started:.0f} s")
     wrong = [one.number for one in found if one.token_ids != one.alone_token_ids]
@@ -58,33 +57,33 @@ def run(model: str | None, out: Path, prompt_count: int) -> None:
         raise KVServiceError("no block crossed while the prefill ran: see the table")
 
 
-def _measure(steps: Steps, stops: Stops, model: str | None, count: int) -> tuple[list[HandedOff], str]:
+def _measure(steps: Steps, stops: Stops, model: str | None, count: int) -> tuple[list[HandedOff], Crossing]:
     prompts = _prompts(count)
     steps.begin("preparing the model")
     folder = prepared_model(model)
     steps.begin("starting a Ray cluster of two nodes")
     found: list[HandedOff] = []
-    with ray_cluster(stops) as ray_nodes, cache_service(steps.begin) as sockets:
+    with ray_cluster(stops, why_not(folder)) as cluster, cache_service(steps.begin, cluster) as sockets:
         steps.begin("loading the model into a prefill engine and a decode engine, one on each node")
         with (
-            running_replica(folder, ray_nodes[0], sockets[0], "kv_producer", STEP_TOKENS) as prefill,
-            running_replica(folder, ray_nodes[1], sockets[1], "kv_consumer", STEP_TOKENS) as decode,
+            running_replica(folder, cluster.ids[0], sockets[0], "kv_producer", STEP_TOKENS) as prefill,
+            running_replica(folder, cluster.ids[1], sockets[1], "kv_consumer", STEP_TOKENS) as decode,
         ):
             wait_ready(prefill, decode)
             for number, prompt in enumerate(prompts, 1):
                 steps.begin(f"prompt {number}: prefill here, decode there")
-                found.append(_hand_off(number, prompt, prefill, decode, ray_nodes))
+                found.append(_hand_off(number, prompt, prefill, decode, cluster.ids))
                 steps.say(found[-1].sentence())
-            transport = shard_numbers(ray_nodes)[1]["transport"].upper()
+            crossing = cluster.crossing()
         steps.begin("loading one engine without the cache, to compare with")
-        with running_replica(folder, ray_nodes[1], None, batch_tokens=STEP_TOKENS) as alone:
+        with running_replica(folder, cluster.ids[1], None, batch_tokens=STEP_TOKENS) as alone:
             wait_ready(alone)
             for number, prompt in enumerate(prompts, 1):
                 steps.begin(f"prompt {number}: one engine alone")
                 answer = _get(alone.ask.remote(prompt, ANSWER_TOKENS))
                 found[number - 1].alone_token_ids = tuple(answer["token_ids"])
                 found[number - 1].alone_first_token_seconds = answer["first_token_seconds"]
-    return found, transport
+    return found, crossing
 
 
 def _prompts(count: int) -> list[str]:

@@ -9,6 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from kvservice.cli.demo.network import TRANSPORTS, Crossing
+
 SEALED, PULLED, MARK = "#c44e52", "#4c72b0", "#555555"
 
 
@@ -48,12 +50,13 @@ class HandedOff:
         )
 
 
-def show(found: list[HandedOff], transport: str, console: Console) -> None:
+def show(found: list[HandedOff], crossing: Crossing, console: Console) -> None:
     title = "prefill on one node, decode on the other, against one engine alone"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", caption=crossing.sentence, caption_justify="left")
     for column in ("prompt", "tokens", "prefill done", "decode's first token", "hand-off", "recomputed"):
         table.add_column(column, justify="right")
-    for column in (f"blocks by {transport}", "of these while prefill ran", "one engine alone", "same tokens"):
+    blocks = f"blocks by {TRANSPORTS[crossing.transport]}"
+    for column in (blocks, "of these while prefill ran", "one engine alone", "same tokens"):
         table.add_column(column, justify="right")
     for one in found:
         share = one.pulled_before_prefill_end / one.pulled_blocks if one.pulled_blocks else 0.0
@@ -64,16 +67,16 @@ def show(found: list[HandedOff], transport: str, console: Console) -> None:
     console.print(table)
 
 
-def save(found: list[HandedOff], folder: Path, transport: str) -> list[Path]:
+def save(found: list[HandedOff], folder: Path, crossing: Crossing) -> list[Path]:
     """demo-pd.json and demo-pd.png in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     data, picture = folder / "demo-pd.json", folder / "demo-pd.png"
-    data.write_text(json.dumps({"transport": transport, "prompts": [asdict(one) for one in found]}, indent=2))
-    _plot(found, picture, transport)
+    data.write_text(json.dumps({"crossing": asdict(crossing), "prompts": [asdict(one) for one in found]}, indent=2))
+    _plot(found, picture, crossing.how)
     return [data, picture]
 
 
-def _plot(found: list[HandedOff], path: Path, transport: str) -> None:
+def _plot(found: list[HandedOff], path: Path, how: str) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -84,7 +87,7 @@ def _plot(found: list[HandedOff], path: Path, transport: str) -> None:
         seconds = [sample.seconds for sample in one.samples]
         axes.step(seconds, [s.sealed for s in one.samples], where="post", color=SEALED, label="sealed by the prefill")
         pulled = [sample.pulled for sample in one.samples]
-        axes.step(seconds, pulled, where="post", color=PULLED, label=f"pulled to the decode's node ({transport})")
+        axes.step(seconds, pulled, where="post", color=PULLED, label=f"pulled to the decode's node ({how})")
         axes.fill_between(seconds, pulled, step="post", color=PULLED, alpha=0.15)
         for at, text, side in (
             (one.prefill_seconds, "prefill done ", "right"),

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kvservice.cli.demo.network import Crossing
 from kvservice.units import format_bytes
 
 KINDS = {"recompute": "#8c8c8c", "cold": "#c44e52", "engine": "#dd8452", "remote": "#4c72b0", "pool": "#55a868"}
@@ -44,9 +45,10 @@ class Row:
         )  # fmt: skip
 
 
-def show_table(rows: list[Row], console: Console) -> None:
+def show_table(rows: list[Row], crossing: str, console: Console) -> None:
     reference = {row.question: row.first_token_seconds for row in rows if row.kind == "recompute"}
-    table = Table(title="time to first token, and where the prompt's tokens came from", title_justify="left")
+    title = "time to first token, and where the prompt's tokens came from"
+    table = Table(title=title, title_justify="left", caption=crossing, caption_justify="left")
     for column in ("question", "replica"):
         table.add_column(column)
     for column in ("first token", "computed", "hit in engine", "hit in local pool", "hit remotely", "speed-up"):
@@ -87,14 +89,15 @@ def show_transfers(nodes: list[tuple[str, dict[str, Any]]], console: Console) ->
         )
 
 
-def save(rows: list[Row], nodes: list[tuple[str, dict[str, Any]]], folder: Path, title: str) -> list[Path]:
+def save(rows: list[Row], nodes: list[tuple[str, dict[str, Any]]], crossing: Crossing, folder: Path) -> list[Path]:
     """demo.json and demo.png in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "demo.json"
     shards = {name: {k: node[k] for k in ("transport", "pulled_bytes", "counters")} for name, node in nodes}
-    data.write_text(json.dumps({"rows": [asdict(row) for row in rows], "shards": shards}, indent=2))
+    found = {"rows": [asdict(row) for row in rows], "shards": shards, "crossing": asdict(crossing)}
+    data.write_text(json.dumps(found, indent=2))
     picture = folder / "demo.png"
-    _plot(rows, picture, title)
+    _plot(rows, picture, f"one document, two vLLM replicas on two Ray nodes (CPU), blocks cross by {crossing.how}")
     return [data, picture]
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from rich.console import Console
 
+from kvservice.cli.demo.network import Crossing, why_not
 from kvservice.cli.demo.report import Row, save, show_gain, show_table, show_transfers
 from kvservice.cli.demo.stage import (
-    ONE_MACHINE,
     SERVICE,
     Steps,
     Stops,
@@ -41,15 +41,12 @@ def run(model: str | None, out: Path, question_count: int) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     started = time.perf_counter()
     with performance(console) as (stack, stops):
-        rows, nodes = _measure(stack, stops, model, question_count, console)
-    show_table(rows, console)
+        rows, nodes, crossing = _measure(stack, stops, model, question_count, console)
+    show_table(rows, crossing.sentence, console)
     show_gain(rows, console)
     show_transfers(nodes, console)
-    console.print(ONE_MACHINE)
     equal = _compare(rows, console)
-    transport = nodes[0][1]["transport"].upper()
-    title = f"one document, two vLLM replicas on two Ray nodes of one machine (CPU), blocks cross by {transport}"
-    for path in save(rows, nodes, out, title):
+    for path in save(rows, nodes, crossing, out):
         console.print(f"saved {path}")
     console.print(f"took {time.perf_counter() - started:.0f} s")
     remote = [row for row in rows if row.kind == "remote"]
@@ -59,7 +56,7 @@ def run(model: str | None, out: Path, question_count: int) -> None:
 
 def _measure(
     stack: contextlib.ExitStack, stops: Stops, model: str | None, question_count: int, console: Console
-) -> tuple[list[Row], list[tuple[str, dict[str, Any]]]]:
+) -> tuple[list[Row], list[tuple[str, dict[str, Any]]], Crossing]:
     document, questions = shipped_document(question_count)
     steps = stack.enter_context(Steps(console, total=5 + 4 * len(questions)))
     rows: list[Row] = []
@@ -80,10 +77,10 @@ def _measure(
     steps.begin("preparing the model")
     folder = prepared_model(model)
     steps.begin("starting a Ray cluster of two nodes")
-    with ray_cluster(stops) as ray_nodes, cache_service(steps.begin) as sockets:
+    with ray_cluster(stops, why_not(folder)) as cluster, cache_service(steps.begin, cluster) as sockets:
         steps.begin("loading the model into two replicas, one on each node")
-        with running_replica(folder, ray_nodes[0], sockets[0]) as a:
-            with running_replica(folder, ray_nodes[1], sockets[1]) as b:
+        with running_replica(folder, cluster.ids[0], sockets[0]) as a:
+            with running_replica(folder, cluster.ids[1], sockets[1]) as b:
                 wait_ready(a, b)
                 for number in range(1, len(questions) + 1):
                     ask("A", a, number)
@@ -92,15 +89,16 @@ def _measure(
                     ask("B", b, number)
                 _forget(b)
                 ask("B, engine emptied", b, 1)
-            nodes = list(zip(("A's node", "B's node"), shard_numbers(ray_nodes), strict=True))
+            nodes = list(zip(("A's node", "B's node"), shard_numbers(cluster.ids), strict=True))
+            crossing = cluster.crossing()
         steps.begin("loading a replica without the cache on B's node")
-        with running_replica(folder, ray_nodes[1], None) as plain:
+        with running_replica(folder, cluster.ids[1], None) as plain:
             wait_ready(plain)
             for number in range(1, len(questions) + 1):
                 _forget(plain)
                 ask("B, cache off", plain, number, with_cache=False)
         steps.begin("stopping")
-    return rows, nodes
+    return rows, nodes, crossing
 
 
 def _compare(rows: list[Row], console: Console) -> bool:

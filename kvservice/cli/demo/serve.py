@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from kvservice.cli.demo.conversation import Shape, play, warm
+from kvservice.cli.demo.network import Crossing, why_not
 from kvservice.cli.demo.offspring import engine_memory_removed
 from kvservice.cli.demo.replica import DTYPE, ENVIRONMENT
 from kvservice.cli.demo.serve_report import Played, routing_shortfall, save, shortfalls, show
@@ -27,6 +28,7 @@ from kvservice.cli.demo.stage import (
     SERVICE,
     Steps,
     Stops,
+    TwoNodes,
     performance,
     prepared_model,
     ray_cluster,
@@ -64,8 +66,9 @@ def run(model: str | None, out: Path, shape: Shape) -> None:
             )
         with engine_memory_removed(), performance(console) as (stack, stops):
             steps = stack.enter_context(Steps(console, total=2 + 2 * len(APPS), redirect=False))
-            found = _measure(steps, stops, model, document, shape)
+            found, crossing = _measure(steps, stops, model, document, shape)
         show(found, console)
+        console.print(crossing.sentence, highlight=False)
         for path in save(found, shape, out):
             console.print(f"saved {path}")
         console.print(f"took {time.perf_counter() - started:.0f} s")
@@ -111,7 +114,9 @@ APPS: tuple[tuple[str, str | None], ...] = (
 )
 
 
-def _measure(steps: Steps, stops: Stops, model: str | None, document: str, shape: Shape) -> list[Played]:
+def _measure(
+    steps: Steps, stops: Stops, model: str | None, document: str, shape: Shape
+) -> tuple[list[Played], Crossing]:
     steps.begin("preparing the model")
     folder = prepared_model(model)
     steps.begin("starting a Ray cluster of two nodes")
@@ -119,25 +124,27 @@ def _measure(steps: Steps, stops: Stops, model: str | None, document: str, shape
     # Two vLLM replicas import for seconds on few cores; workers started for nothing would take the time from them.
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", ENVIRONMENT["VLLM_LOGGING_LEVEL"])
-    with ray_cluster(stops) as ray_nodes, serve_running() as base_url:
+    with ray_cluster(stops, why_not(folder)) as cluster, serve_running() as base_url:
         stops.watch()
         quiet()
         for name, router in APPS:
             steps.begin(f"{name}: starting the app, two replicas load the model")
-            with deployed(folder, router, pool_bytes_for(shape)):
+            with deployed(folder, router, service_settings(shape, cluster)):
                 asyncio.run(warm(base_url, MODEL, WARM_REQUESTS))
                 steps.begin(f"{name}: {shape.users} users, {shape.turns} turns each")
-                before = _fetched(ray_nodes, router)
+                before = _fetched(cluster, router)
                 started = time.perf_counter()
                 turns = asyncio.run(play(base_url, MODEL, document, shape))
                 seconds = time.perf_counter() - started
-                found.append(Played(name, tuple(turns), seconds, _fetched(ray_nodes, router) - before))
+                found.append(Played(name, tuple(turns), seconds, _fetched(cluster, router) - before))
+                if router is not None:
+                    crossing = cluster.crossing()
             one = found[-1]
             steps.say(
                 f"{name}: hit rate {one.hit_rate:.1%}, {one.recomputed_tokens:,} tokens recomputed, first token of "
                 f"later turns p50 {one.first_token_seconds(0.5):.2f} s, p90 {one.first_token_seconds(0.9):.2f} s"
             )
-    return found
+    return found, crossing
 
 
 def quiet() -> None:
@@ -167,14 +174,14 @@ def serve_running() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def deployed(folder: str, router: str | None, pool_bytes: int) -> Iterator[None]:
+def deployed(folder: str, router: str | None, settings: dict[str, Any]) -> Iterator[None]:
     """One app, until its replicas answer; gone at the end, with its cache."""
     from ray import serve
 
     from kvservice.actors import deploy
 
     try:
-        serve.run(application(folder, router, pool_bytes), name=APP, route_prefix="/", blocking=False)
+        serve.run(application(folder, router, settings), name=APP, route_prefix="/", blocking=False)
         wait_running(APP, START_SECONDS)
         quiet()  # again: what building the app has imported has set levels of its own
         yield
@@ -184,12 +191,13 @@ def deployed(folder: str, router: str | None, pool_bytes: int) -> Iterator[None]
             deploy.down(SERVICE)
 
 
-def pool_bytes_for(shape: Shape) -> int:
-    """Of a node: about three quarters of all conversations at their end, many times what its engine holds."""
-    return shape.users * (12 + 6 * shape.turns) * MiB
+def service_settings(shape: Shape, cluster: TwoNodes) -> dict[str, Any]:
+    """A node's pool holds about three quarters of all conversations at their end, many times what its engine does."""
+    pool_bytes = shape.users * (12 + 6 * shape.turns) * MiB
+    return {"pool_bytes": pool_bytes, "slab_bytes": SLAB_BYTES, "allow_plaintext": cluster.has_own_network}
 
 
-def application(folder: str, router: str | None, pool_bytes: int) -> Any:
+def application(folder: str, router: str | None, settings: dict[str, Any]) -> Any:
     """Two replicas, each on a node of its own because it takes all of the node's CPUs."""
     arguments: dict[str, Any] = {
         "llm_configs": [model_config(folder, {} if router == "kv_aware" else {"request_router_class": ROUND_ROBIN})],
@@ -201,7 +209,7 @@ def application(folder: str, router: str | None, pool_bytes: int) -> Any:
         return build_plain_app(arguments)
     from kvservice.serve import build_openai_app
 
-    section = {"service": SERVICE, "settings": {"pool_bytes": pool_bytes, "slab_bytes": SLAB_BYTES}, "router": router}
+    section = {"service": SERVICE, "settings": settings, "router": router}
     return build_openai_app({**arguments, "kvservice": section})
 
 
@@ -254,7 +262,7 @@ def wait_running(app: str, seconds: float) -> None:
         time.sleep(0.5)
 
 
-def _fetched(ray_nodes: list[str], router: str | None) -> int:
+def _fetched(cluster: TwoNodes, router: str | None) -> int:
     if router is None:
         return 0
-    return sum(shard["counters"].get("fetched_blocks", 0) for shard in shard_numbers(ray_nodes))
+    return sum(shard["counters"].get("fetched_blocks", 0) for shard in shard_numbers(cluster.ids))

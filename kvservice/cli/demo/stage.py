@@ -1,5 +1,6 @@
 """What the demos play on: a Ray cluster of two nodes on this machine, the cache service, vLLM replicas, a document.
 
+The nodes have a network between them where this process may make one, see `network`.
 Everything that is entered here is left again, whatever happens: Ctrl-C, SIGTERM, a failing step.
 """
 
@@ -11,7 +12,12 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import kvservice
+from kvservice.cli.demo.network import HERE, THERE, Crossing, Link, two_namespaces
 from kvservice.cli.demo.offspring import offspring_ended
 from kvservice.cli.demo.replica import ENVIRONMENT, DemoReplica
 from kvservice.errors import ConfigError, KVServiceError, Unavailable
@@ -26,9 +33,8 @@ from kvservice.units import MiB
 
 EXAMPLES = Path(kvservice.__file__).parents[1] / "examples"
 POOL_BYTES = 768 * MiB
-ONE_MACHINE = (
-    "Both nodes are on this machine: blocks cross by shared memory and no network. Between machines it is NIXL."
-)
+JOIN_SECONDS = 60
+LEAVE_SECONDS = 10
 REPLICA_START_SECONDS = 300
 CLOSE_SECONDS = 5
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -95,8 +101,6 @@ def performance(console: Console) -> Iterator[tuple[contextlib.ExitStack, Stops]
 
 def _readable(error: BaseException) -> BaseException:
     """What failed in a sentence, for the failures of Ray, of replicas and of the system; others keep their trace."""
-    import subprocess
-
     from ray.exceptions import RayError
 
     if isinstance(error, RayError | OSError | RuntimeError | subprocess.SubprocessError):
@@ -132,12 +136,40 @@ def prepared_model(given: str | None) -> str:
 SERVICE = f"demo-{os.getpid()}"
 
 
+@dataclass(frozen=True, slots=True)
+class TwoNodes:
+    """Of Ray, the head first."""
+
+    ids: list[str]
+    link: Link | None
+    reason: str  # there is no link
+
+    @property
+    def has_own_network(self) -> bool:
+        """Nobody else is on it: the service may be plaintext there."""
+        return self.link is not None
+
+    def crossing(self) -> Crossing:
+        """How blocks came from node to node until now. Raises Unavailable when its shard does not answer."""
+        (shard,) = shard_numbers(self.ids[1:])
+        return Crossing(shard["transport"], self.link.carried_bytes() if self.link else None, self.reason)
+
+
 @contextlib.contextmanager
-def ray_cluster(stops: Stops) -> Iterator[list[str]]:
-    """Two raylets on this machine; yields their node ids, head first."""
-    os.environ["RAY_AUTH_MODE"] = "disabled"  # a cluster of this process only, on loopback
+def ray_cluster(stops: Stops, reason: str | None) -> Iterator[TwoNodes]:
+    """Two raylets on this machine, with a network between them unless there is a reason that there is none."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # a cluster of this process only, on loopback or on a network of its own
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_worker_niceness", "0")  # the replicas are the work here, not a background job
+    with contextlib.nullcontext() if reason else two_namespaces() as link:
+        if link is not None:
+            os.environ["UCX_TLS"] = "tcp"  # in one machine's memory it would find a way beside the network
+        with _raylets(stops, link) as ids:
+            yield TwoNodes(ids, link, reason or "")
+
+
+@contextlib.contextmanager
+def _raylets(stops: Stops, link: Link | None) -> Iterator[list[str]]:
     import ray
     from ray.cluster_utils import Cluster
 
@@ -147,15 +179,21 @@ def ray_cluster(stops: Stops) -> Iterator[list[str]]:
     from kvservice.actors.leftovers import remove_leftovers
 
     settings: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 100 * MiB, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args={**settings, "resources": {"demo_a": 1}})
+    at: dict[str, Any] = {"node_ip_address": HERE} if link else {}
+    cluster = Cluster(initialize_head=True, head_node_args={**settings, **at, "resources": {"demo_a": 1}})
     try:
-        cluster.add_node(**settings, resources={"demo_b": 1})
-        deploy.connect(cluster.address)
-        stops.watch()
-        by_mark = {mark: n["NodeID"] for n in ray.nodes() for mark in ("demo_a", "demo_b") if mark in n["Resources"]}
-        if len(by_mark) != 2:
-            raise Unavailable(f"Ray has {len(ray.nodes())} nodes, the demo needs two")
-        yield [by_mark["demo_a"], by_mark["demo_b"]]
+        with contextlib.ExitStack() as stack:
+            if link is None:
+                cluster.add_node(**settings, resources={"demo_b": 1})
+            deploy.connect(cluster.address)
+            stops.watch()
+            if link is not None:
+                stack.enter_context(_raylet_over_there(link, cluster.address, settings))
+            marks = ("demo_a", "demo_b")
+            by_mark = {mark: n["NodeID"] for n in ray.nodes() for mark in marks if mark in n["Resources"]}
+            if len(by_mark) != 2:
+                raise Unavailable(f"Ray has {len(ray.nodes())} nodes, the demo needs two")
+            yield [by_mark[mark] for mark in marks]
     finally:
         ray.shutdown()
         cluster.shutdown()
@@ -163,7 +201,36 @@ def ray_cluster(stops: Stops) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def cache_service(step: Any) -> Iterator[list[str]]:
+def _raylet_over_there(link: Link, head: str, settings: dict[str, Any]) -> Iterator[None]:
+    """Joined to the head at the other end of the link."""
+    import ray
+
+    command = [
+        "setpriv", "--pdeathsig", "KILL",  # with this process; what it started ends with it
+        *link.over_there, str(Path(sys.executable).with_name("ray")), "start", "--block", f"--address={head}",
+        f"--node-ip-address={THERE}", f"--num-cpus={settings['num_cpus']}",
+        f"--object-store-memory={settings['object_store_memory']}", f"--resources={json.dumps({'demo_b': 1})}",
+    ]  # fmt: skip
+    with tempfile.TemporaryFile("w+") as output:
+        node = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            deadline = time.monotonic() + JOIN_SECONDS
+            while sum(one["Alive"] for one in ray.nodes()) < 2:
+                if node.poll() is not None or time.monotonic() > deadline:
+                    output.seek(0)
+                    raise Unavailable(f"the second Ray node did not join: {output.read()[-500:]}")
+                time.sleep(0.1)
+            yield
+        finally:
+            node.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # then it is killed with all others
+                node.wait(LEAVE_SECONDS)
+
+
+@contextlib.contextmanager
+def cache_service(step: Any, cluster: TwoNodes) -> Iterator[list[str]]:
     """The service on both nodes; yields the socket of each node's shard, in the order of the nodes."""
     import ray
 
@@ -172,12 +239,12 @@ def cache_service(step: Any) -> Iterator[list[str]]:
     from kvservice.config import ServiceConfig
 
     step("starting the cache service")
-    handle = deploy.up(ServiceConfig(service=SERVICE, pool_bytes=POOL_BYTES))
+    config = ServiceConfig(service=SERVICE, pool_bytes=POOL_BYTES, allow_plaintext=cluster.has_own_network)
+    handle = deploy.up(config)
     try:
         handle.wait_complete()
         by_node = {record.node_id: record.socket for record in find_shards(SERVICE)}
-        marked = {m: n["NodeID"] for n in ray.nodes() for m in ("demo_a", "demo_b") if m in n["Resources"]}
-        yield [by_node[names.node_id(marked[mark])] for mark in ("demo_a", "demo_b")]
+        yield [by_node[names.node_id(node)] for node in cluster.ids]
     finally:
         with contextlib.suppress(KVServiceError, ray.exceptions.RayError):  # the cluster may be what failed
             deploy.down(SERVICE)
