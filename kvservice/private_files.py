@@ -30,12 +30,16 @@ def write_private(path: Path, data: bytes, mode: int = 0o600) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        os.fchmod(descriptor, mode)  # whatever the umask
-        file.write(data)
-        file.flush()
-        os.fsync(descriptor)
-    draft.replace(path)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, mode)  # whatever the umask
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)  # the disk may be full
+        raise
 
 
 def user_name(uid: int) -> str:

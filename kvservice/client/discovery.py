@@ -163,14 +163,18 @@ def keep_epoch(directory: Path, epoch: BootEpoch) -> None:
 
 
 def write_record(record: ShardRecord, runtime_root: Path | None = None) -> Path:
-    """Register atomically. Returns the path, which the shard removes when it stops."""
+    """Register atomically. Returns the path, which the shard removes when it stops. Raises ConfigError when it cannot
+    be written."""
     directory = node_directory(record.service, record.node_id, runtime_root)
     make_directory(directory)
     target = directory / RECORD_NAME
     fields = asdict(record)
     if not record.tls_dir:  # engines of an earlier version do not know it
         del fields["tls_dir"]
-    write_private(target, json.dumps(fields).encode())
+    try:
+        write_private(target, json.dumps(fields).encode())
+    except OSError as error:
+        raise ConfigError(f"cannot register the shard in {target}: {error.strerror}") from error
     return target
 
 

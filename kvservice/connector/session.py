@@ -42,6 +42,7 @@ STOCK_MIN = 8
 STOCK_MAX = 1024
 TICK_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
+HEARTBEAT_SECONDS_MAX = 10.0  # however long leases are: what was lost on the way is made good by heartbeats
 REPORTS_MAX = 1024  # of requests that ended, between two renewals; more are not remembered
 REPORT_SECONDS = 1.0
 
@@ -70,6 +71,7 @@ class Session:
         """`stock_min`: slots held ready while nothing is known of requests to come. `rng` spreads its attempts."""
         self._open_pool = open_pool
         self._spec = spec
+        self._losses: list[str] = []  # of the current attachment: why it ended
         self._may_reattach = may_reattach
         self._stock_min = min(max(stock_min, STOCK_MIN), STOCK_MAX)
         self._rng = rng or random.Random()
@@ -251,10 +253,12 @@ class Session:
             if self._stopping:  # nobody attaches just to leave
                 return
             await asyncio.sleep(0.05)
-        lost: list[str] = []
+        self._losses = lost = []
 
         def on_lost(reason: str) -> None:
             lost.append(reason)
+            if self._losses is not lost:  # an earlier attachment, whose end is heard of late
+                return
             self._forget()
             if self._wake is not None:
                 self._wake.set()
@@ -291,7 +295,8 @@ class Session:
 
     async def _keep(self, attachment: Attachment, lost: list[str]) -> None:
         assert self._loop is not None and self._wake is not None
-        renew_at = self._loop.time() + attachment.lease_seconds / 3
+        period = min(attachment.lease_seconds / 3, HEARTBEAT_SECONDS_MAX)
+        renew_at = self._loop.time() + period
         report_at = self._loop.time()
         while not self._stopping and not lost:
             self._wake.clear()
@@ -299,7 +304,7 @@ class Session:
                 await self._restock(attachment, side)
             if self._loop.time() >= renew_at or (self._reports and self._loop.time() >= report_at):
                 report_at = self._loop.time() + REPORT_SECONDS
-                renew_at = self._loop.time() + attachment.lease_seconds / 3
+                renew_at = self._loop.time() + period
                 self._spawn(self._with_pool(attachment.attachment_id, "renew", self._renewer(attachment)))
             await is_set_within(min(TICK_SECONDS, max(renew_at - self._loop.time(), 0.01)), self._wake)
 

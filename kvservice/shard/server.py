@@ -370,8 +370,10 @@ class ShardServer:
                 if str(error) != complained:
                     complained = str(error)
                     log.warning("runtime_files_not_remade", extra={"reason": complained})
-            except Exception:  # task boundary: nobody else makes the files again
-                log.exception("runtime_files_failed")
+            except Exception as error:  # task boundary: nobody else makes the files again
+                if str(error) != complained:  # a machine without threads, say, may stay so for hours
+                    complained = str(error)
+                    log.exception("runtime_files_failed")
 
     def _lacks_files(self) -> bool:
         directory = Path(self._socket_path).parent

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -15,20 +16,24 @@ import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvservice.client.discovery import ShardRecord, keep_epoch, keep_secret, node_directory, write_record
 from kvservice.client.shard import ShardClient
 from kvservice.connector.session import Session
 from kvservice.errors import ConfigError, SegmentError, TransferError, Unavailable
 from kvservice.lookup.server import LookupServer
 from kvservice.memory.segment import Segment
+from kvservice.private_files import make_directory
 from kvservice.shard import server as module
 from kvservice.shard.server import DEV_SHM, ShardServer, ShardServerConfig
 from kvservice.transfer.base import Transport
-from kvservice.units import GiB, MiB, NodeId
+from kvservice.units import BootEpoch, GiB, MiB, NodeId
 from tests.faults.rounds import rounds
 from tests.integration.engine import Engine, chain, spec
 
@@ -72,6 +77,61 @@ async def eventually(is_so: Callable[[], bool], what: str, seconds: float = 30.0
     while not is_so():
         assert time.monotonic() < deadline, what
         await asyncio.sleep(0.005)
+
+
+# -- a machine that has run out of something ----
+
+
+@contextlib.contextmanager
+def no_room_on_disk() -> Iterator[None]:
+    """Files may be made, and nothing may be written to them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("what", ["secret", "epoch", "record"])
+def test_a_full_disk_is_said_and_gets_no_halves_of_files(root: Path, what: str) -> None:
+    record = ShardRecord("s", NodeId("n"), "", "", 1, BootEpoch(1), ())
+    directory = node_directory("s", NodeId("n"), root)
+    make_directory(directory)
+    keeping: dict[str, Callable[[], object]] = {
+        "secret": lambda: keep_secret(directory, b"new"),
+        "epoch": lambda: keep_epoch(directory, BootEpoch(2)),
+        "record": lambda: write_record(record, root),
+    }
+    (directory / what).write_bytes(b"as before")
+    with no_room_on_disk(), pytest.raises(ConfigError, match="cannot"):
+        keeping[what]()
+    assert [path.name for path in directory.iterdir()] == [what]
+    assert (directory / what).read_bytes() == b"as before"
+
+
+class _NoThreads(ThreadPoolExecutor):
+    refused = 0
+
+    def submit(self, *arguments: Any, **options: Any) -> Any:
+        self.refused += 1
+        raise RuntimeError("can't start new thread")
+
+
+async def test_a_machine_without_threads_is_said_once_and_the_shard_goes_on(
+    config: ShardServerConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, loop, threads = ShardServer(config), asyncio.get_running_loop(), _NoThreads()
+    await server.start()
+    try:
+        loop.set_default_executor(threads)
+        await eventually(lambda: threads.refused >= 5, "it does not look after its files")
+        loop.set_default_executor(ThreadPoolExecutor())
+        assert [record.getMessage() for record in caplog.records].count("runtime_files_failed") == 1
+        assert server.pool.fenced is None
+    finally:
+        await server.stop()
+    assert everything(config) == set()
 
 
 # -- a start that fails ----

@@ -234,6 +234,9 @@ class Run:
         elif kind.startswith("freeze_"):
             frozen = {"freeze_node": node, "freeze_engine": self.engines[engine_index], "freeze_lookup": lookup}[kind]
             frozen.pause(1.0 + (FROZEN_SECONDS_MAX - 1.0) * fault.number / (1 << 16))
+        elif kind == "suspend":  # the whole machine
+            for process in (node, *(engine for engine in self.engines if engine.node is node)):
+                process.suspend(fault.seconds)
         elif kind == "stop_node":
             self._stop_node(node, fault.seconds, fault.number)
         elif kind == "stop_engine":

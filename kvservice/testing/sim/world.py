@@ -120,13 +120,17 @@ class Process:
         self.life = 0  # grows with every death
         self._paused_until = 0.0
         self._skew = 1.0
+        self._asleep = (0.0, 0.0)  # from when to when its clock stood still last
+        self._slept = 0.0  # before that, in all
 
     def set_clock_rate(self, rate: float) -> None:
         self._skew = rate
 
     def clock(self) -> float:
         """This host's monotonic clock: it runs a little fast or slow, and never goes back."""
-        return self.world.now * self._skew
+        since, until = self._asleep
+        asleep = self._slept + max(min(self.world.now, until) - since, 0.0)
+        return (self.world.now - asleep) * self._skew
 
     def after(self, delay: float, call: Callable[..., None], *arguments: object) -> None:
         self.world.at(delay, self._guarded, self.life, call, arguments)
@@ -146,6 +150,14 @@ class Process:
     def pause(self, seconds: float) -> None:
         self._paused_until = max(self._paused_until, self.world.now + seconds)
         self.world.note(self.name, f"paused for {seconds:.2f} s")
+
+    def suspend(self, seconds: float) -> None:
+        """As the host of a virtual machine does: nothing runs, and its clock stands still."""
+        since, until = self._asleep
+        if self.world.now >= until:
+            self._slept += until - since
+            self._asleep = (self.world.now, self.world.now + seconds)
+            self.pause(seconds)
 
     @property
     def paused_until(self) -> float:

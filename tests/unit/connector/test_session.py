@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from kvservice.client.port import PoolPort
-from kvservice.connector.session import Answer, Session
+from kvservice.connector import session as module
+from kvservice.connector.session import HEARTBEAT_SECONDS_MAX, Answer, Session
 from kvservice.core.fingerprint import Fingerprint
 from kvservice.core.geometry import plan_geometry
+from kvservice.core.handoff import OPEN_SECONDS
 from kvservice.core.messages import AcquireRequest, Attachment, BlockRef, EngineSpec, RequestReport, SealItem
 from kvservice.core.windows import Reach, Side
 from kvservice.errors import FingerprintMismatch, Unavailable
@@ -276,6 +278,48 @@ def test_loss_voids_the_stock_and_the_session_attaches_again(bench: Bench) -> No
     until(lambda: bench.session.attachment not in (None, first))
     assert bench.session.take_slots(first.attachment_id, 1) == []
     assert bench.session.counters["lost"] == 1
+
+
+def test_the_end_of_an_earlier_attachment_that_is_heard_of_late_takes_nothing_from_the_present_one(
+    bench: Bench,
+) -> None:
+    before, told = bench.start(), bench.pool._on_lost
+    assert told is not None
+    bench.on_loop(lambda: bench.pool.lose("killed"))
+    until(lambda: bench.session.attachment not in (None, before))
+    after, heard = bench.session.attachment, threading.Event()
+    bench.on_loop(lambda: told("the stream broke"))
+    bench.on_loop(heard.set)
+    assert heard.wait(20.0)
+    assert bench.session.attachment is after
+
+
+def test_each_attempt_to_attach_has_a_higher_number(bench: Bench) -> None:
+    """By which the shard knows one that was overtaken."""
+    attach, attempts = bench.pool.attach, list[int]()
+
+    async def recorded(spec: EngineSpec, on_lost: Callable[[str], None]) -> Attachment:
+        attempts.append(spec.attempt)
+        if len(attempts) == 1:
+            raise Unavailable("its answer is lost")
+        return await attach(spec, on_lost)
+
+    bench.pool.attach = recorded  # type: ignore[method-assign]
+    bench.session.start(5.0)
+    until(lambda: bench.session.attachment is not None)
+    bench.on_loop(lambda: bench.pool.lose("killed"))
+    until(lambda: len(attempts) == 3)
+    assert attempts == [1, 2, 3]
+
+
+def test_heartbeats_come_as_often_as_handoffs_need_them_however_long_leases_are(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 3 * HEARTBEAT_SECONDS_MAX < OPEN_SECONDS, "a hand-off of a writer that works on would be closed"
+    monkeypatch.setattr(module, "HEARTBEAT_SECONDS_MAX", 0.1)
+    bench.pool.lease_seconds = 600.0
+    bench.start()
+    until(lambda: bench.pool.counters["renew"] > 2)
 
 
 def test_reattaching_waits_until_no_worker_can_write_old_slots(bench: Bench) -> None:

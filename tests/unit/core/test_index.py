@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from kvservice.core import announce
+from kvservice.core.announce import Announcer, Update
 from kvservice.core.index import Change, DirectoryIndex, longest_prefix
 from kvservice.core.keys import pack_keys, unpack_keys
 from kvservice.core.membership import Outcome
 from kvservice.core.messages import Holder, HolderRun
-from kvservice.units import BlockKey, BootEpoch, NodeId
+from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 
 
 def node(name: str, epoch: int = 1) -> Holder:
@@ -294,3 +298,69 @@ def test_keys_lost_with_their_node_are_remembered_with_the_reason_before_and_aft
     (again,) = index.recall_lost(keys(3), 43.0).values()  # stored again, but that tells nothing about before
     assert (again.cause.value, again.at) == ("owner_died", 40.0)
     assert index.recall_lost(keys(3), 43.0, 39.0) == {}
+
+
+# -- messages of an earlier boot, and clocks that jump ----
+
+
+def deliver(index: DirectoryIndex, who: Holder, update: Update, now: float = 0.0) -> Outcome:
+    return index.apply(
+        who, update.sequence, update.added, update.removed,
+        full_begin=update.full_begin, full_end=update.full_end, leaving=update.leaving, now=now,
+    )  # fmt: skip
+
+
+def talk(announcer: Announcer, index: DirectoryIndex, who: Holder, now: float = 0.0) -> list[Update]:
+    """Say everything there is to say, and at least that the node lives. Returns what was said."""
+    said: list[Update] = []
+    while not said or not announcer.is_synced(0):
+        update = announcer.next_update(0) or announcer.heartbeat(0)
+        announcer.on_reply(0, deliver(index, who, update, now), 7)
+        said.append(update)
+    return said
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_that_an_earlier_boot_said_changes_what_the_next_one_holds(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches, heartbeats and the farewell, doubled and in any order, before and between those of the next boot."""
+    monkeypatch.setattr(announce, "UPDATE_KEYS_MAX", 3)
+    rng, index = random.Random(seed), DirectoryIndex()
+    held = dict.fromkeys(keys(*range(8)), SpanRoute(0))
+    earlier = Announcer(1, lambda: list(held.items()))
+    old, new = node("a", 1), node("a", 2)
+    said = talk(earlier, index, old)
+    for key in keys(8, 9):
+        earlier.add(key, SpanRoute(0))
+    earlier.remove(keys(0)[0], SpanRoute(0))
+    said += talk(earlier, index, old)
+    said.append(earlier.farewell(0))
+    late = said * 2
+    rng.shuffle(late)
+    later = Announcer(1, lambda: [(key, SpanRoute(0)) for key in keys(*range(20, 26))])
+    while not later.is_synced(0) or late:
+        if late and rng.random() < 0.7:
+            index.check_invariants()
+            deliver(index, old, late.pop())
+        elif (update := later.next_update(0) or later.heartbeat(0)) is not None:
+            later.on_reply(0, deliver(index, new, update), 7)
+    talk(later, index, new)
+    assert not later.fenced
+    assert asked(index, range(30)) == [(20, 6, "a")]
+
+
+def test_a_directory_whose_clock_jumped_by_hours_has_everything_back_after_a_heartbeat_of_each() -> None:
+    index, hours = DirectoryIndex(), 36_000.0
+    ranges = {"a": range(4), "b": range(2, 6)}
+    held = {name: dict.fromkeys(keys(*numbers), SpanRoute(0)) for name, numbers in ranges.items()}
+    announcers = {name: Announcer(1, own.items) for name, own in held.items()}
+    for name, announcer in announcers.items():
+        talk(announcer, index, node(name))
+    index.expire(hours)
+    assert asked(index, range(6), hours) == []
+    for name, announcer in announcers.items():
+        announcer.heartbeat(0)
+        announcer.on_failure(0)  # its answer came hours late
+        talk(announcer, index, node(name), hours)
+    assert asked(index, range(6), hours) == [(0, 2, "a"), (2, 2, "ab"), (4, 2, "b")]

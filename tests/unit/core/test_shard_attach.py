@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from kvservice.client.discovery import EPOCH_MAX
 from kvservice.core import events as ev
+from kvservice.core.actions import Reply
 from kvservice.core.geometry import Geometry
 from kvservice.core.messages import BlockRef, EngineSpec, MissReason, SealStatus
-from kvservice.core.shard import ATTACHMENTS_MAX
+from kvservice.core.shard import ATTACHMENTS_MAX, ShardState
 from kvservice.errors import Exhausted, FingerprintMismatch, InvalidRequest, NotAttached, Unavailable, UnsupportedLayout
 from kvservice.testing.builders import CoreHarness, make_chain, make_spec
-from kvservice.units import AttachmentId, LeaseId, MiB
+from kvservice.units import AttachmentId, BootEpoch, LeaseId, MiB, NodeId
+from kvservice.wire.v1 import shard_pb2
 
 CHAIN = make_chain(3)
 
@@ -204,6 +207,18 @@ def test_re_attaching_before_the_loss_was_noticed_ends_the_old_attachment() -> N
     assert harness.slots("writing") == len(kept), "a late loss of the old one must not touch the new one"
     harness.release(new, lease.lease_id)
     assert harness.count("lease_release_ignored") == 1
+
+
+@pytest.mark.parametrize("epoch", [1 << 31, 1 << 32, 253_402_300_799, EPOCH_MAX])
+def test_numbers_of_attachments_fit_a_message_whatever_year_the_clock_says(epoch: int) -> None:
+    state = ShardState(NodeId("n"), BootEpoch(epoch), Geometry(MiB, 1))
+    (answer,) = state.handle(ev.Attach(1, make_spec()), 0.0)
+    assert isinstance(answer, Reply)
+    number = answer.value.attachment  # type: ignore[attr-defined]
+    request = shard_pb2.ReserveRequest(attachment_id=number, epoch=epoch)
+    read = shard_pb2.ReserveRequest.FromString(request.SerializeToString())
+    assert (read.attachment_id, read.epoch) == (number, epoch)
+    assert number >> 20 == epoch, "numbers of other boots are others"
 
 
 def test_a_late_report_that_an_engine_is_gone_does_not_touch_the_one_that_is_back() -> None:

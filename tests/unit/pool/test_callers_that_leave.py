@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +16,8 @@ import pytest
 from kvservice.core import actions as act
 from kvservice.core.geometry import plan_geometry
 from kvservice.core.messages import AcquireRequest, AcquireResult, SealItem
-from kvservice.errors import NotAttached
+from kvservice.errors import NotAttached, SegmentError
+from kvservice.pool import runtime as module
 from kvservice.pool.runtime import PoolConfig, PoolRuntime
 from kvservice.testing.builders import make_chain, make_spec
 from kvservice.units import MiB, NodeId, SpanRoute
@@ -65,6 +69,32 @@ async def test_an_engine_that_attaches_again_ends_the_stream_of_its_earlier_atta
     with pytest.raises(NotAttached):
         await runtime.attach(replace(spec, attempt=1), lost.append)
     assert len(lost) == 1, "an attach that was overtaken ends nothing"
+
+
+async def test_slots_of_an_engine_that_is_gone_come_back_once_the_machine_has_locks_again(
+    runtime: PoolRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = 0
+
+    @contextlib.contextmanager
+    def claim(engine_id: bytes) -> Iterator[bool]:
+        nonlocal asked
+        asked += 1
+        if asked < 5:
+            raise SegmentError("cannot lock the segment for its writers: No locks available")
+        yield True
+
+    monkeypatch.setattr(runtime, "_claim", claim)
+    monkeypatch.setattr(module, "LIVENESS_POLL_SECONDS", 0.001)
+    caplog.set_level(logging.WARNING)
+    engine = (await runtime.attach(make_spec(), lambda reason: None)).attachment_id
+    await runtime.reserve(engine, 3)
+    runtime.attachment_lost(engine)
+    deadline = time.monotonic() + 20
+    while runtime.state.slot_counts()["quarantined"]:
+        assert time.monotonic() < deadline, "they rest for ever"
+        await asyncio.sleep(0.001)
+    assert [record.getMessage() for record in caplog.records] == ["engine_end_unknown"], "once, not at each look"
 
 
 async def test_a_pool_ends_what_it_has_under_way_before_it_is_closed(runtime: PoolRuntime) -> None:
