@@ -540,16 +540,15 @@ class PoolRuntime:
             self._keep(self._loop.create_task(self._await_engine_end(engine_id)))
 
     async def _await_engine_end(self, engine_id: bytes) -> None:
-        complained = False
+        level = logging.WARNING  # of the first complaint
         try:
             while True:  # a file lock has no event
                 try:
                     if self._end_engine(engine_id):
                         return
                 except KVServiceError as error:  # the machine is out of locks, say: then its slots rest a while longer
-                    if not complained:
-                        log.warning("engine_end_unknown", extra={"reason": error.message})
-                    complained = True
+                    log.log(level, "engine_end_unknown", extra={"reason": error.message})
+                    level = logging.DEBUG
                 await asyncio.sleep(LIVENESS_POLL_SECONDS)
         finally:
             self._watched.discard(engine_id)
