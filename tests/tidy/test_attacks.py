@@ -26,3 +26,10 @@ def test_every_attack_has_a_test_that_exists_or_is_not_guarded() -> None:
         )
         for file, name in named:
             assert name in names_in(ROOT / "tests" / file), f"{row['tried']}: tests/{file} has no test_{name}"
+
+
+def test_every_test_that_the_page_names_exists() -> None:
+    named = TEST.findall((ROOT / "docs/reliability.md").read_text())
+    assert len(named) >= 40
+    for file, name in named:
+        assert name in names_in(ROOT / "tests" / file), f"tests/{file} has no test_{name}"
