@@ -108,7 +108,7 @@ mutants: $(INSTALLED) ## Twenty small faults in lines drawn at random (SEED=1), 
 	$(BIN)/python -m tests.mutants --seed $(SEED)
 
 faults: $(INSTALLED) $(MODEL) ## Every attack that once succeeded, as often as it takes to be certain that it fails now
-	KVSERVICE_FAULT_ROUNDS=certain $(BIN)/python -m pytest --timeout 3600 tests/faults
+	KVSERVICE_TEST_FAULT_ROUNDS=certain $(BIN)/python -m pytest --timeout 3600 tests/faults
 
 fuzz: $(INSTALLED) $(FUZZ_INSTALLED) ## Every parser under Atheris, twenty seconds each
 	PYTHONPATH=$(FUZZ_SITE) $(BIN)/python -m tests.fuzz.guided all

@@ -27,7 +27,7 @@ import pytest
 from tests.conftest import SESSION_VARIABLE, left_behind, segments
 
 ROOT = Path(__file__).parent.parent
-GATE_SCHEDULES = "2000"  # of the simulator; `make sim` and `--all` play all of them
+GATE_SCHEDULES = "1500"  # of the simulator; `make sim` and `--all` play all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,10 @@ class Lane:
 NO_CLUSTER = "not ray and not vllm and not netns and not sim"
 # Every test is in exactly one of them: tests/tidy/test_lanes.py counts.
 UNITS = Lane(
-    "units", NO_CLUSTER, ("contract", "fuzz", "gpu", "packaging", "property", "serve", "tidy", "unit"), ("nice",)
+    "units",
+    NO_CLUSTER,
+    ("contract", "fuzz", "gpu", "packaging", "property", "serve", "tidy", "unit"),
+    ("nice", "-n", "3"),
 )
 SERVICE = Lane("service", NO_CLUSTER, ("faults", "helm", "integration", "stand_in_driver"))
 RAY = Lane("ray", "(ray or netns) and not vllm and not sim", ("faults", "helm", "netns", "ray", "serve"))
@@ -67,7 +70,7 @@ def main(options: list[str]) -> int:
     if "--all" in options:
         options = [option for option in options if option != "--all"]
     else:
-        environment.setdefault("KVSERVICE_SIM_SCHEDULES", GATE_SCHEDULES)
+        environment.setdefault("KVSERVICE_TEST_SIM_SCHEDULES", GATE_SCHEDULES)
         lanes = tuple(Lane(lane.name, f"({lane.markers}) and not slow", lane.folders, lane.command) for lane in LANES)
     units, service, ray, simulator, engines = lanes
     before = segments()

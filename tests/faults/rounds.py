@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 
-VARIABLE = "KVSERVICE_FAULT_ROUNDS"
+VARIABLE = "KVSERVICE_TEST_FAULT_ROUNDS"
 CERTAIN = "certain"
 CONFIDENCE = 0.99
 
@@ -18,7 +18,7 @@ def rounds(ci: int, *, failed_before: float, campaign: int = 0) -> int:
         failed_before: share of the rounds that failed before the fault was mended, in (0, 1]; measured.
         campaign: least number of rounds of `make faults`.
 
-    `KVSERVICE_FAULT_ROUNDS` is a number of rounds, or `certain`: as many as would have failed at least once with a
+    `KVSERVICE_TEST_FAULT_ROUNDS` is a number of rounds, or `certain`: as many as would have failed at least once with a
     probability of 99 % before the mend.
     """
     asked = os.environ.get(VARIABLE, "")

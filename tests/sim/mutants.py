@@ -45,7 +45,7 @@ MUTANTS = (
         ),
         seed=75,
     ),
-    Mutant("a digest is bound to its key", DIGEST, 'int.from_bytes(key[8:16], "big")', "0", seed=278),
+    Mutant("a digest is bound to its key", DIGEST, 'int.from_bytes(key[8:16], "big")', "0", seed=568),
     Mutant(
         "the fingerprint is in the key",
         KEYS,
@@ -241,7 +241,7 @@ MUTANTS = (
         SCHEDULER,
         "if request.state is RequestState.ANSWERED and request.result is not None and request.attachment is not None:",
         "if False:",
-        seed=24,
+        seed=747,
     ),
     Mutant(
         "an answer that comes too late is given back",

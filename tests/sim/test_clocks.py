@@ -12,7 +12,7 @@ from kvservice.testing.sim.schedule import Fault, Schedule, make_schedule
 
 pytestmark = pytest.mark.sim
 
-SCHEDULES = int(os.environ.get("KVSERVICE_SIM_CLOCK_SCHEDULES", "30"))
+SCHEDULES = int(os.environ.get("KVSERVICE_TEST_SIM_CLOCK_SCHEDULES", "30"))
 LONG = 100.0  # for everybody else; to a machine whose clock stood still, no time at all
 
 

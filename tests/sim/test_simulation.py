@@ -15,7 +15,7 @@ from tests.sim.mutation import Mutant, planted
 
 pytestmark = pytest.mark.sim
 
-SCHEDULES = int(os.environ.get("KVSERVICE_SIM_SCHEDULES", "10000"))
+SCHEDULES = int(os.environ.get("KVSERVICE_TEST_SIM_SCHEDULES", "10000"))
 SEARCH = 2_000  # schedules in which a planted bug must show
 REACHED = ("blocks_stored", "blocks_loaded", "blocks_pulled", "loads_failed", "pulls_stuck", "messages_lost")
 
