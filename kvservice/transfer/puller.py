@@ -379,7 +379,7 @@ class Puller:
 
     def _fail_rest(self, active: _Active) -> None:
         """Give the job up: what a transfer may still write is STUCK, everything else FAILED."""
-        if active.answered or active.verdicts:
+        if active.answered:
             return
         stuck = {index for batch in active.in_flight.values() for index in batch}
         for index in range(len(active.job.items)):

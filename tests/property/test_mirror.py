@@ -15,6 +15,8 @@ from kvservice.core.keys import pack_keys
 from kvservice.core.membership import FORGET_SECONDS, Outcome
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.core.mirror import (
+    NODES_AT,
+    PARTITIONS_MAX,
     STALE_SECONDS,
     Feed,
     MirrorEvent,
@@ -197,6 +199,20 @@ def test_partition_that_was_not_heard_of_for_long_is_stale_and_each_by_itself() 
     late = 10.1 + STALE_SECONDS
     assert [reader.feed(partition, late) for partition in (0, 1)] == [Feed.STALE, Feed.LIVE]
     assert writer.age(0, late) == pytest.approx(0.1 + STALE_SECONDS)
+
+
+def test_the_last_of_all_partitions_has_room_before_what_follows_and_no_more_are_read() -> None:
+    buffer = memoryview(bytearray(mirror_bytes(64)))
+    writer = MirrorWriter(buffer, PARTITIONS_MAX, epoch=1)
+    writer.allow_rows(64)
+    follows = bytes(buffer[NODES_AT:])
+    writer.begin(PARTITIONS_MAX - 1)
+    writer.apply(PARTITIONS_MAX - 1, MirrorEvent(snapshot_end=True), 10.0)
+    assert MirrorReader(buffer.toreadonly()).feed(PARTITIONS_MAX - 1, 10.0) is Feed.LIVE
+    assert buffer[NODES_AT:] == follows
+    buffer[24:32] = (PARTITIONS_MAX + 1).to_bytes(8, "little")
+    with pytest.raises(ValueError, match="mirror"):
+        MirrorReader(buffer.toreadonly())
 
 
 def test_partition_that_does_not_fit_is_full_until_it_begins_anew() -> None:

@@ -211,6 +211,16 @@ def test_request_that_ends_takes_its_question_back(bench: Bench) -> None:
     assert answer.request_id == "r2", "the engine heard of a request that is gone"
 
 
+def test_nothing_is_kept_of_a_question_that_was_answered(bench: Bench) -> None:
+    """An engine asks for months."""
+    bench.start()
+    for number in range(3):
+        bench.session.acquire(f"r{number}", AcquireRequest(KEYS, 0, 1.0))
+        _answers(bench)
+    until(lambda: not bench.session._acquires)
+    assert not bench.session._pending
+
+
 def test_handoff_is_closed_after_everything_that_was_to_be_sealed(bench: Bench) -> None:
     attachment = bench.start()
     refs = _take(bench, attachment.attachment_id, 2)

@@ -131,6 +131,17 @@ def test_chain_and_window_are_fetched_from_a_peer(harness: CoreHarness) -> None:
     assert {harness.headers[ref.slot].position for ref in result.sides[0]} == {SIDE_POSITION | i for i in (5, 6, 7)}
 
 
+def test_nobody_is_asked_for_the_window_of_a_hit_that_adds_nothing(harness: CoreHarness) -> None:
+    """The engine has those blocks itself, and would wait for them."""
+    chain = make_chain(8)
+    engine = harness.attach(spec())
+    op = harness.acquire(engine, chain, skip=4)
+    harness.resolved(harness.resolves[-1].op)
+    assert not harness.open(op)
+    assert harness.result(op).blocks == ()
+    assert [list(resolve.chain) for resolve in harness.resolves] == [list(chain)]
+
+
 @pytest.mark.parametrize("verdict", [ev.PullVerdict.CORRUPT, ev.PullVerdict.STALE, ev.PullVerdict.FAILED])
 def test_window_that_does_not_arrive_whole_is_not_promised(harness: CoreHarness, verdict: ev.PullVerdict) -> None:
     chain = make_chain(8)

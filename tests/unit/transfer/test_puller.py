@@ -175,6 +175,18 @@ def test_wedged_transfer_is_stuck_at_the_deadline_and_quiesces_when_it_ends(rig:
     assert rig.quiesced.get(timeout=10) == 7
 
 
+def test_what_was_answered_as_stuck_is_quiesced_also_when_its_transfer_fails(rig: Rig) -> None:
+    """Or its slots would be lost: the shard waits for that word."""
+    rig.faults.hold = True
+    rig.submit([rig.publish(0, key(0))], seconds=5.0)
+    with pytest.raises(queue.Empty):
+        rig.done.get(timeout=0.2)
+    rig.clock.now += 6.0
+    assert rig.done.get(timeout=10) == (7, (STUCK,))
+    rig.faults.fail, rig.faults.hold = True, False
+    assert rig.quiesced.get(timeout=10) == 7
+
+
 def test_nothing_is_accepted_after_the_deadline(rig: Rig) -> None:
     handles = [rig.publish(0, key(0))]
 
