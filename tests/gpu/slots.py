@@ -46,6 +46,11 @@ def payload(made: Segment, slot: SlotIndex) -> bytes:
     return bytes(made.payload(slot, SLOT.payload_bytes))
 
 
+def same(found: object, wanted: object) -> bool:
+    """For blocks: in CI pytest spells out each difference of an assertion that fails, which takes it minutes here."""
+    return found == wanted
+
+
 def eventually(read: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not read():

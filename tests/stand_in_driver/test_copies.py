@@ -18,7 +18,7 @@ from kvservice.mover.cuda_copies import CudaCopies, DirectCopies
 from kvservice.mover.cuda_driver import FATAL, ORDER_ANY, ORDER_STREAM, Driver
 from kvservice.mover.pinning import Pinning
 from kvservice.units import MiB
-from tests.gpu.slots import BLOCKS, ORDERS, SLOT, payload, segment
+from tests.gpu.slots import BLOCKS, ORDERS, SLOT, payload, same, segment
 from tests.stand_in_driver.engine import Cache, Controls, Count, cache_of, call, gather, stand_in_environment
 
 STORED = (5, 0, 31, 17)
@@ -48,7 +48,7 @@ def test_every_way_of_copying_gives_the_same_bytes(
         offsets = [made.geometry.payload_offset(slot, SLOT.payload_bytes) for slot in slots]
         runs = CopyTemplate(cache.layout, SLOT).expand(list(STORED), offsets)
         copies.store(runs)
-        assert [payload(made, slot) for slot in slots] == [cache.block(block) for block in STORED]
+        assert same([payload(made, slot) for slot in slots], [cache.block(block) for block in STORED])
         wanted = cache.get().copy()
         cache.put(np.zeros(cache.layout.region_bytes, np.uint8))
         copies.load(runs)
@@ -135,7 +135,7 @@ def test_segment_is_pinned_in_pieces_that_no_copy_reaches_over(driver: Driver, m
         copies = CudaCopies(driver, cache.address, made.address, pinning, None)
         offset = made.geometry.payload_offset(slot_index(0, 3), SLOT.payload_bytes)
         copies.store(CopyTemplate(cache.layout, SLOT).expand([2], [offset]))
-        assert payload(made, slot_index(0, 3)) == cache.block(2)
+        assert same(payload(made, slot_index(0, 3)), cache.block(2))
         copies.close()
         pinning.undo()
         assert pinning.unpin_failures == 0
@@ -161,7 +161,7 @@ def test_direct_copy_reads_the_other_engines_layout(driver: Driver, way: str) ->
         copies = DirectCopies(driver, target.address, source.address, gather if way == "kernel" else None)
         template = DirectTemplate(CopyTemplate(source.layout, SLOT), CopyTemplate(target.layout, SLOT))
         copies.load(template.expand([4, 1], [0, 5]))
-        assert [target.block(0), target.block(5)] == [source.block(4), source.block(1)]
+        assert same([target.block(0), target.block(5)], [source.block(4), source.block(1)])
         copies.close()
 
 

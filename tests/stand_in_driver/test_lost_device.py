@@ -15,7 +15,7 @@ from kvservice.mover.__main__ import STATUS_DEVICE_LOST
 from kvservice.mover.cuda_driver import Driver
 from kvservice.mover.message import CopyRow
 from kvservice.units import Generation
-from tests.gpu.slots import KEY, eventually, segment
+from tests.gpu.slots import KEY, eventually, same, segment
 from tests.stand_in_driver.engine import WEDGE_SECONDS, Cache, cache_of, linked, worker
 from tests.stand_in_driver.test_worker import Bench, bench
 
@@ -43,7 +43,7 @@ def check_engine_that_leaves_does_not_kill_its_worker(
         with linked(it.cache, it.directory, it.made) as (link, mark):  # and the next engine is served meanwhile
             again = Bench(it.cache, it.made, link, mark, it.directory, it.process)
             assert again.store(1, 1).succeeded()
-            assert again.slot(1) == it.cache.block(1)
+            assert same(again.slot(1), it.cache.block(1))
 
 
 def test_worker_whose_context_died_ends_with_a_status_of_its_own(driver: Driver) -> None:

@@ -16,7 +16,7 @@ from kvservice.mover.cuda_offer import EVENTS, CudaOffer
 from kvservice.mover.link import WorkerLink
 from kvservice.mover.message import CopyRow, Direction, PoolSource
 from kvservice.units import Generation
-from tests.gpu.slots import KEY, SLOT, eventually, payload, segment, write_header
+from tests.gpu.slots import KEY, SLOT, eventually, payload, same, segment, write_header
 from tests.stand_in_driver.engine import WEDGE_SECONDS, Cache, Event, cache_of, copy, worker
 
 
@@ -46,7 +46,7 @@ def test_offer_of_an_engine_is_taken_and_each_copy_waits_for_its_event(
                 write_header(made, slot, 1)
                 cache.kernel(attempt, 2000)
                 assert copy(link, offer.mark, Direction.STORE, CopyRow(1, slot, Generation(1), KEY)).succeeded()
-                assert payload(made, slot) == bytes([attempt]) * SLOT.payload_bytes
+                assert same(payload(made, slot), bytes([attempt]) * SLOT.payload_bytes)
         finally:
             link.close()
 

@@ -20,7 +20,7 @@ from kvservice.mover.cuda_driver import Driver
 from kvservice.mover.link import Copies, WorkerLink
 from kvservice.mover.message import CopyRow, Direction, Outcome
 from kvservice.units import Generation
-from tests.gpu.slots import BLOCKS, KEY, ORDERS, SLOT, payload, segment, write_header
+from tests.gpu.slots import BLOCKS, KEY, ORDERS, SLOT, payload, same, segment, write_header
 from tests.stand_in_driver.build import ROOT
 from tests.stand_in_driver.engine import (
     EVENTS,
@@ -89,18 +89,18 @@ def check_blocks_go_through_the_worker_and_come_back(driver: Driver, order: str 
             write_header(it.made, slot_index(0, index), 1)
         stored = copy(it.link, it.mark, Direction.STORE, *(it.row(index, index, 1) for index in range(8)))
         assert stored.succeeded()
-        assert [it.slot(index) for index in range(8)] == wanted
+        assert same([it.slot(index) for index in range(8)], wanted)
         for index in range(8):
             write_header(it.made, slot_index(0, index), 2)
         loaded = copy(it.link, it.mark, Direction.LOAD, *(it.row(20 + index, index, 2) for index in range(8)))
         assert loaded.succeeded()
-        assert [it.cache.block(20 + index) for index in range(8)] == wanted
+        assert same([it.cache.block(20 + index) for index in range(8)], wanted)
 
 
 def check_copy_has_ended_when_the_engine_is_told(driver: Driver, plant: str = "") -> None:
     with bench(driver, "blhn", plant, DELAY_US=400_000) as it:
         assert it.store(4, 0).succeeded()
-        assert it.slot(0) == it.cache.block(4)
+        assert same(it.slot(0), it.cache.block(4))
 
 
 def check_store_waits_for_the_kernels_that_write_the_block(driver: Driver, plant: str = "") -> None:
@@ -108,7 +108,7 @@ def check_store_waits_for_the_kernels_that_write_the_block(driver: Driver, plant
         for attempt in range(EVENTS + 2):  # more than the ring of events
             it.cache.kernel(attempt + 1, 30_000)
             assert it.store(3, attempt).succeeded()
-            assert it.slot(attempt) == bytes([attempt + 1]) * SLOT.payload_bytes
+            assert same(it.slot(attempt), bytes([attempt + 1]) * SLOT.payload_bytes)
 
 
 LENDER = """
@@ -153,11 +153,11 @@ def check_lent_block_is_read_when_the_lender_has_computed_it(driver: Driver, pla
         try:
             assert lender.stdout.readline() == "lent\n"
             assert it.load(20, 0, may_borrow=True).borrowed == 1
-            assert it.cache.block(20) == b"\x09" * SLOT.payload_bytes
+            assert same(it.cache.block(20), b"\x09" * SLOT.payload_bytes)
             lender.stdin.write("recall\n")
             assert lender.stdout.readline() == "recalled\n"
             assert it.load(20, 0, may_borrow=True).borrowed == 0
-            assert it.cache.block(20) == b"\x11" * SLOT.payload_bytes
+            assert same(it.cache.block(20), b"\x11" * SLOT.payload_bytes)
         finally:
             lender.kill()
             lender.wait(20)
@@ -203,13 +203,13 @@ def test_planted_mistake_is_noticed(driver: Driver, mistake: str, check: Callabl
 def test_stale_slot_is_not_written(driver: Driver) -> None:
     with bench(driver) as it:
         assert it.store(0, 0, generation=3).outcome is Outcome.STALE
-        assert it.slot(0) == bytes(SLOT.payload_bytes)
+        assert same(it.slot(0), bytes(SLOT.payload_bytes))
 
 
 def test_memory_that_cannot_be_pinned_is_copied_all_the_same(driver: Driver) -> None:
     with bench(driver, PIN_FAILS_AT=1) as it:
         assert it.store(4, 0).succeeded()
-        assert it.slot(0) == it.cache.block(4)
+        assert same(it.slot(0), it.cache.block(4))
 
 
 def test_killed_worker_ends_every_copy(driver: Driver) -> None:
