@@ -439,10 +439,17 @@ class Exchange:
         return Way.PAIR
 
     def _find_decode(self, before: _Side | None) -> bool:
-        """The server that had it before, while that is well: it needs no room."""
-        found = self._pool.choose(
-            Role.DECODE, exclude=self._lost[Role.DECODE], prefer=None if before is None else before.server
-        )
+        """The server that had it before, while that is well: it needs no room. Also where there is room for no other
+        one: it did not fail, for we ended its work ourselves, however slowly it answers its checks."""
+        had = None if before is None else before.server
+        found = self._pool.choose(Role.DECODE, exclude=self._lost[Role.DECODE], prefer=had)
+        if (
+            found is not None
+            and not self._has_room(found)
+            and had is not None
+            and had.url not in self._lost[Role.DECODE]
+        ):
+            found = had
         if found is not None and not self._has_room(found):
             self._next[Role.DECODE], self._problem = None, LOST
             return False

@@ -105,6 +105,7 @@ class Cluster:
             assert done.returncode == 0, done.stderr
         for path in place.paths.values():
             path.mkdir(exist_ok=True)
+            os.chown(path, os.getuid(), -1)  # a pod's user is 1000; here it is whoever runs the test
         self.shards[node] = ContainerProcess(shard.spec["containers"][0], place, self.root / f"{node}.log")
         self.shards[node].start()
 

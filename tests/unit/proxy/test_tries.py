@@ -41,6 +41,16 @@ def test_after_a_prefill_server_was_lost_one_decode_server_alone_has_the_request
     assert world.decode_fails(Fault.BROKEN) == [Refuse(LOST)]
 
 
+def test_a_decode_server_that_was_told_to_stop_has_the_request_again_however_its_checks_go() -> None:
+    world = in_state(State.BOTH, decode=3)
+    assert world.decode is not None
+    exposed = world.decode.server
+    exposed.healthy = False  # it answers its checks too slowly, and there is no room for another one
+    cancel, decode = world.prefill_fails(Fault.BROKEN)
+    assert isinstance(cancel, Cancel) and isinstance(decode, SendDecode)
+    assert decode.server is exposed
+
+
 def test_decode_lost_beside_prefill_waits_for_what_prefill_says_of_the_request() -> None:
     world = in_state(State.BOTH, decode=3)
     assert world.prefill is not None and world.decode is not None
