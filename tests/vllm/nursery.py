@@ -113,7 +113,7 @@ def _nursery() -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     # Engines that share two cores must not spin while they wait for their threads.
-    environment.update(VLLM_LOGGING_LEVEL="WARNING", OMP_WAIT_POLICY="passive")
+    environment.update(VLLM_LOGGING_LEVEL="WARNING", VLLM_LOGGING_STREAM="ext://sys.stderr", OMP_WAIT_POLICY="passive")
     subprocess.Popen(
         [sys.executable, "-m", "tests.vllm.nursery", str(theirs.fileno())],
         stdin=subprocess.DEVNULL, env=environment, pass_fds=[theirs.fileno()], start_new_session=True,

@@ -61,6 +61,7 @@ class Replica:
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "VLLM_NO_USAGE_STATS": "1"}
         environment.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
         environment.update(VLLM_LOGGING_LEVEL="WARNING", VLLM_CPU_OMP_THREADS_BIND="nobind")
+        environment.update(VLLM_LOGGING_STREAM="ext://sys.stderr")  # stdout is for answers, and tests read the log
         environment.update(variables or {})
         if threads:
             environment["OMP_NUM_THREADS"] = str(threads)
