@@ -315,6 +315,7 @@ class Exchange:
         self._next: dict[Role, Server | None] = {Role.PREFILL: None, Role.DECODE: None}  # chosen for the next Send
         self._tries = tries
         self._exposed: set[str] = set()  # URLs that got the request and did not answer: it may yet have ended them
+        self._decoded_by: Server | None = None  # the decode server that got it last
         self._attempts = 0
         self._handoff_id = ""
         self._promised: Handoff | None = None  # what decode was or will be told
@@ -406,21 +407,20 @@ class Exchange:
 
     def _decode_only(self) -> Way:
         """Start decode, again or for the first time, with what prefill left."""
-        before = self._sides[Role.DECODE]
         self._drop(Role.DECODE)
         if not self._delivered:
             self._promised = None
-        if not self._find_decode(before):
+        if not self._find_decode():
             return Way.NOWHERE
         return Way.ALONE if self._promised is None else Way.DELIVER
 
     def _afresh(self) -> Way:
         """Start from the beginning with a new hand-off id. The same servers again if they are still well."""
-        side, decoding = self._sides[Role.PREFILL], self._sides[Role.DECODE]
+        side = self._sides[Role.PREFILL]
         self._drop(Role.PREFILL)
         self._drop(Role.DECODE)
         self._promised, self._delivered = None, False
-        if not self._find_decode(decoding):
+        if not self._find_decode():
             return Way.NOWHERE
         prefill = None
         if self._hand_off:
@@ -438,10 +438,10 @@ class Exchange:
         self._promised = Handoff(self._handoff_id, prefill.node)
         return Way.PAIR
 
-    def _find_decode(self, before: _Side | None) -> bool:
-        """The server that had it before, while that is well: it needs no room. Also where there is room for no other
-        one: it did not fail, for we ended its work ourselves, however slowly it answers its checks."""
-        had = None if before is None else before.server
+    def _find_decode(self) -> bool:
+        """The server that had it last, while that is well: it needs no room. Also where there is room for no other one:
+        it did not fail, for we ended its work ourselves, however slowly it answers its checks."""
+        had = self._decoded_by
         found = self._pool.choose(Role.DECODE, exclude=self._lost[Role.DECODE], prefer=had)
         if (
             found is not None
@@ -493,5 +493,7 @@ class Exchange:
         self._attempts += 1
         self._sides[role] = _Side(self._attempts, server, is_first=server.url not in self._exposed)
         self._exposed.add(server.url)
+        if role is Role.DECODE:
+            self._decoded_by = server
         self._pool.acquire(server)
         return self._attempts, server

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvservice.errors import ConfigError
 from kvservice.proxy.plan import DECODE_FAILED, LOST, Cancel, Refuse, SendDecode, SendPrefill, State
-from kvservice.proxy.servers import Fault
+from kvservice.proxy.servers import Fault, Role
 from kvservice.proxy.settings import ProxySettings
 from tests.unit.proxy.test_plan import World, in_state, names
 
@@ -49,6 +49,19 @@ def test_a_decode_server_that_was_told_to_stop_has_the_request_again_however_its
     cancel, decode = world.prefill_fails(Fault.BROKEN)
     assert isinstance(cancel, Cancel) and isinstance(decode, SendDecode)
     assert decode.server is exposed
+
+
+def test_a_decode_server_that_made_way_for_another_prefill_has_the_request_again() -> None:
+    world = in_state(State.BOTH, decode=3)
+    assert world.prefill is not None and world.decode is not None
+    exposed = world.decode.server
+    for server in world.pool:
+        if server.role is Role.PREFILL and server is not world.prefill.server:
+            server.node = None  # the prefill after the first goes out by itself
+    cancel, prefill = world.prefill_fails(Fault.UNREACHABLE)
+    assert isinstance(cancel, Cancel) and isinstance(prefill, SendPrefill)
+    (decode,) = world.prefill_fails(Fault.BROKEN)
+    assert isinstance(decode, SendDecode) and decode.server is exposed
 
 
 def test_decode_lost_beside_prefill_waits_for_what_prefill_says_of_the_request() -> None:
