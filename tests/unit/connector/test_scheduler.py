@@ -33,6 +33,17 @@ def plan_step(scheduler: SchedulerHalf, scheduled: Sequence[Any] = ()) -> StepPl
     return plan
 
 
+def loading(line: Line, chain: Sequence[BlockHash]) -> SchedulerHalf:
+    """Request "r", promised the two blocks of `chain`, with their load in the workers' hands."""
+    scheduler = half(line)
+    scheduler.on_new_request("r", chain, 0.0)
+    line.answer(2)
+    scheduler.matched("r", 0, 33, 0.1)
+    scheduler.allocated("r", [1, 2, 3], 2 * BLOCK)
+    plan_step(scheduler)
+    return scheduler
+
+
 def report(plan: StepPlan, **outcome: int) -> StepReport:
     name = "failed" if outcome.get("failed") else "stored"
     return StepReport(**{name: {store.store_id: 1 for store in plan.stores}})  # type: ignore[arg-type]
@@ -82,12 +93,7 @@ def test_blocks_the_engine_has_itself_are_not_loaded_again() -> None:
 
 def test_lease_ends_when_the_workers_have_loaded() -> None:
     line = Line()
-    scheduler = half(line)
-    scheduler.on_new_request("r", hashes(1, 2), 0.0)
-    line.answer(2)
-    scheduler.matched("r", 0, 33, 0.1)
-    scheduler.allocated("r", [1, 2, 3], 2 * BLOCK)
-    plan_step(scheduler)
+    scheduler = loading(line, hashes(1, 2))
     assert line.leases
     scheduler.loaded("r", failed=False)
     assert not line.leases
@@ -95,12 +101,7 @@ def test_lease_ends_when_the_workers_have_loaded() -> None:
 
 def test_abort_during_a_load_keeps_the_lease_until_the_workers_are_done() -> None:
     line, chain = Line(), hashes(1, 2)
-    scheduler = half(line)
-    scheduler.on_new_request("r", chain, 0.0)
-    line.answer(2)
-    scheduler.matched("r", 0, 33, 0.1)
-    scheduler.allocated("r", [1, 2, 3], 2 * BLOCK)
-    plan_step(scheduler)
+    scheduler = loading(line, chain)
     scheduler.finished("r", chain, 0, [1, 2, 3], store_rest=False)
     assert line.leases, "the workers still read these slots"
     scheduler.loaded("r", failed=False)
@@ -109,12 +110,7 @@ def test_abort_during_a_load_keeps_the_lease_until_the_workers_are_done() -> Non
 
 def test_failed_load_is_never_promised_to_that_request_again() -> None:
     line = Line()
-    scheduler = half(line)
-    scheduler.on_new_request("r", hashes(1, 2), 0.0)
-    line.answer(2)
-    scheduler.matched("r", 0, 33, 0.1)
-    scheduler.allocated("r", [1, 2, 3], 2 * BLOCK)
-    plan_step(scheduler)
+    scheduler = loading(line, hashes(1, 2))
     scheduler.loaded("r", failed=True)
     assert scheduler.matched("r", 0, 33, 0.2) == Promise(0)
     assert not line.asked
@@ -123,12 +119,7 @@ def test_failed_load_is_never_promised_to_that_request_again() -> None:
 
 def test_blocks_whose_load_failed_are_stored_again_once_they_are_computed() -> None:
     line, chain = Line(), hashes(1, 2)
-    scheduler = half(line)
-    scheduler.on_new_request("r", chain, 0.0)
-    line.answer(2)
-    scheduler.matched("r", 0, 33, 0.1)
-    scheduler.allocated("r", [1, 2, 3], 2 * BLOCK)
-    plan_step(scheduler)
+    scheduler = loading(line, chain)
     scheduler.loaded("r", failed=True)
     stored = run_step(scheduler, "r", chain, 2 * BLOCK).stores
     assert [entry.block_id for store in stored for entry in store.entries] == [100, 101]
