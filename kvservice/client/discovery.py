@@ -135,13 +135,17 @@ def node_secret(directory: Path) -> bytes:
     return made
 
 
+def _write(path: Path, data: bytes, what: str) -> None:
+    """Raises ConfigError that says `what` could not be done."""
+    try:
+        write_private(path, data)
+    except OSError as error:
+        raise ConfigError(f"cannot {what} in {path}: {error.strerror}") from error
+
+
 def keep_secret(directory: Path, secret: bytes) -> None:
     """Raises ConfigError."""
-    path = directory / SECRET_NAME
-    try:
-        write_private(path, secret)
-    except OSError as error:
-        raise ConfigError(f"cannot keep the node's secret in {path}: {error.strerror}") from error
+    _write(directory / SECRET_NAME, secret, "keep the node's secret")
 
 
 def last_epoch(directory: Path) -> int:
@@ -155,11 +159,7 @@ def last_epoch(directory: Path) -> int:
 
 def keep_epoch(directory: Path, epoch: BootEpoch) -> None:
     """Raises ConfigError when it cannot be kept."""
-    path = directory / EPOCH_NAME
-    try:
-        write_private(path, str(epoch).encode())
-    except OSError as error:
-        raise ConfigError(f"cannot keep the node's boot epoch in {path}: {error.strerror}") from error
+    _write(directory / EPOCH_NAME, str(epoch).encode(), "keep the node's boot epoch")
 
 
 def write_record(record: ShardRecord, runtime_root: Path | None = None) -> Path:
@@ -171,10 +171,7 @@ def write_record(record: ShardRecord, runtime_root: Path | None = None) -> Path:
     fields = asdict(record)
     if not record.tls_dir:  # engines of an earlier version do not know it
         del fields["tls_dir"]
-    try:
-        write_private(target, json.dumps(fields).encode())
-    except OSError as error:
-        raise ConfigError(f"cannot register the shard in {target}: {error.strerror}") from error
+    _write(target, json.dumps(fields).encode(), "register the shard")
     return target
 
 
