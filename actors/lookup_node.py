@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from kvservice.actors.hosting import HostedServer
-from kvservice.core.membership import patience
+from kvservice.core.directory.membership import patience
 from kvservice.lookup.server import LookupServer
 
 

@@ -24,10 +24,10 @@ import numpy as np
 
 from benchmarks.report import print_table, write_report
 from kvservice.client.discovery import node_directory
-from kvservice.core.descriptors import CopyTemplate, Descriptors, RegionLayout
-from kvservice.core.geometry import plan_geometry, slot_index
-from kvservice.core.header import SlotHeader
-from kvservice.core.layout import SlotLayout
+from kvservice.core.segment.copy_runs import CopyTemplate, Descriptors, RegionLayout
+from kvservice.core.segment.geometry import plan_geometry, slot_index
+from kvservice.core.segment.header import SlotHeader
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.memory.segment import Segment
 from kvservice.mover.cuda_driver import is_present
 from kvservice.mover.device import HOST

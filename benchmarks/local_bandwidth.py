@@ -31,9 +31,9 @@ from kvservice.connector.copier import BlockCopier
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StorePlan
 from kvservice.connector.worker import WorkerHalf
-from kvservice.core.keys import span_route
-from kvservice.core.layout import SlotLayout
+from kvservice.core.block.keys import span_route
 from kvservice.core.messages import AcquireRequest, BlockRef, MissReason, SealItem, SealStatus
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import BlockKey, GiB, KiB, MiB
 from tests.integration.engine import Engine, chain, spec

@@ -27,9 +27,9 @@ from benchmarks.mirror_reads import CHAIN_KEYS, SIZES, cpu_seconds, make_chain, 
 from benchmarks.report import default_out, percentile, print_table, write_report
 from kvservice.client.announcer import AnnouncePump
 from kvservice.client.lookup import LookupClient
-from kvservice.core.announce import Announcer
-from kvservice.core.index import DirectoryIndex
-from kvservice.core.keys import pack_keys, span_route
+from kvservice.core.block.keys import pack_keys, span_route
+from kvservice.core.directory.announce import Announcer
+from kvservice.core.directory.index import DirectoryIndex
 from kvservice.core.messages import Holder
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 from kvservice.wire.serving import CHANNEL_OPTIONS

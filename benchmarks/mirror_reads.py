@@ -22,7 +22,7 @@ from benchmarks.report import percentile
 from kvservice.client.discovery import find_shards
 from kvservice.client.lookup import LookupClient
 from kvservice.client.mirror import NodeMirror, find_mirror
-from kvservice.core.mirror import Feed
+from kvservice.core.directory.mirror import Feed
 from kvservice.units import BlockKey
 
 CHAIN_KEYS = 2048

@@ -30,9 +30,9 @@ from kvservice.client.announcer import AnnouncePump
 from kvservice.client.shard import ShardClient
 from kvservice.client.token import Token
 from kvservice.connector.options import Verify
-from kvservice.core.announce import Announcer
-from kvservice.core.layout import SlotLayout
+from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import Holder
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import KVServiceError
 from kvservice.private_files import write_private
 from kvservice.testing.cluster import LocalCluster

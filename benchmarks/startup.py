@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.reliability import adoption
 from benchmarks.report import default_out, percentile, print_table, write_report
-from kvservice.core.geometry import plan_geometry
+from kvservice.core.segment.geometry import plan_geometry
 from kvservice.memory.segment import Segment, segment_path
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import GiB, MiB, NodeId

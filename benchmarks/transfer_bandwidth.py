@@ -27,11 +27,11 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.report import print_table, write_report
-from kvservice.core.digest import digest_payload
 from kvservice.core.events import PullVerdict
-from kvservice.core.geometry import Geometry, plan_geometry, slot_index
-from kvservice.core.header import SlotHeader
 from kvservice.core.messages import BlockHandle
+from kvservice.core.segment.digest import digest_payload
+from kvservice.core.segment.geometry import Geometry, plan_geometry, slot_index
+from kvservice.core.segment.header import SlotHeader
 from kvservice.memory.segment import Segment, segment_path
 from kvservice.transfer.base import Copy, PeerHandle, TransferOutcome
 from kvservice.transfer.nixl import NixlTransport

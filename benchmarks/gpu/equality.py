@@ -17,10 +17,10 @@ from typing import Any
 from benchmarks.gpu.findings import Stage
 from benchmarks.gpu_copies import through, worker_link
 from kvservice.connector.shared_kv import region_layout
-from kvservice.core.digest import digest_payload
-from kvservice.core.geometry import plan_geometry, slot_index
-from kvservice.core.header import SlotHeader
-from kvservice.core.layout import SlotLayout
+from kvservice.core.segment.digest import digest_payload
+from kvservice.core.segment.geometry import plan_geometry, slot_index
+from kvservice.core.segment.header import SlotHeader
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.memory.segment import Segment
 from kvservice.mover.device import HOST
 from kvservice.mover.link import KVOffer

@@ -299,7 +299,7 @@ def nixl() -> Iterator[Check]:
 
 
 def block_keys() -> Iterator[Check]:
-    from kvservice.core import keys
+    from kvservice.core.block import keys
 
     made = keys.block_keys(b"\0" * 32, keys.chain_hashes(list(range(64)), 32))
     if made[-1].hex() != GOLDEN_KEY:

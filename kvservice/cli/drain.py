@@ -80,7 +80,7 @@ def _choose(service: str, node: str | None, local: bool) -> list[Drained]:
 
 
 def _ask(one: Drained, timeout: float, handover: bool) -> None:
-    from kvservice.core.drain import DrainPhase
+    from kvservice.core.drain.sender import DrainPhase
     from kvservice.wire.leaving import decode_progress
     from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 

@@ -150,7 +150,7 @@ def _ask_all(
 
 
 def _explain_record(members: Any, answers: Answers, node: str, record: Any) -> dict[str, Any]:
-    from kvservice.core.verdicts import counts, judge
+    from kvservice.core.explain.diagnosis import counts, judge
 
     asked = _asked(node, record)
     missing = list(range(min(asked.skip + asked.promised, asked.block_count), asked.block_count))
@@ -187,9 +187,9 @@ def _explain_record(members: Any, answers: Answers, node: str, record: Any) -> d
 
 
 def _asked(node: str, record: Any) -> Any:
-    from kvservice.core.explain import SourceRun
+    from kvservice.core.explain.diagnosis import Asked
+    from kvservice.core.explain.records import SourceRun
     from kvservice.core.messages import MissReason
-    from kvservice.core.verdicts import Asked
     from kvservice.wire.explain import decode_report
 
     report = decode_report(record.report) if record.HasField("report") else None
@@ -211,7 +211,7 @@ def _asked(node: str, record: Any) -> Any:
 
 def _facts(members: Any, answers: Answers, node: str, record: Any, missing: Sequence[int]) -> Any:
     """Ask every shard, and the directory, about the blocks that were missed."""
-    from kvservice.core.verdicts import Facts, Fate
+    from kvservice.core.explain.diagnosis import Facts, Fate
     from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
 
     packed = record.keys[missing[0] * KEY_BYTES :] if missing else b""
@@ -244,7 +244,7 @@ def _facts(members: Any, answers: Answers, node: str, record: Any, missing: Sequ
 
 def _strangers(answers: Answers, node: str, record: Any) -> tuple[str, ...]:
     """Nodes that serve the same model under another fingerprint, and in what it differs."""
-    from kvservice.core.fingerprint import Fingerprint
+    from kvservice.core.block.fingerprint import Fingerprint
 
     def of(row: Any) -> Fingerprint:
         return Fingerprint.of({field.name: field.value for field in row.fingerprint.fields})

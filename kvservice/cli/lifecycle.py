@@ -114,7 +114,7 @@ def run_foreground(config: Any) -> None:
 
 async def _foreground(config: Any) -> None:
     from kvservice.client.discovery import lookup_address
-    from kvservice.core.membership import patience
+    from kvservice.core.directory.membership import patience
     from kvservice.lookup.server import LookupServer
     from kvservice.observe.lookup_metrics import LookupCollector
     from kvservice.observe.metrics import ShardCollector, read_on, serve_collectors

@@ -1,4 +1,4 @@
-"""Carries what core.announce decides to the lookup shards: one task per partition, one update at a time.
+"""Carries what core.directory.announce decides to the lookup shards: one task per partition, one update at a time.
 
 Everything runs on the loop that runs `run`. While an update is on its way, changes gather, so batches grow by
 themselves with the load. A lookup shard that does not answer is tried again with growing, jittered pauses; nobody waits
@@ -17,9 +17,9 @@ import grpc
 
 from kvservice.aio import end_tasks, is_set_within
 from kvservice.client.channels import Channels
-from kvservice.core.announce import Announcer, Update
-from kvservice.core.keys import pack_keys
-from kvservice.core.membership import Outcome
+from kvservice.core.block.keys import pack_keys
+from kvservice.core.directory.announce import Announcer, Update
+from kvservice.core.directory.membership import Outcome
 from kvservice.core.messages import Holder
 from kvservice.errors import ConfigError, KVServiceError
 from kvservice.wire.codec import encode_holder

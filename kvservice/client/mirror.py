@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Protocol
 
 from kvservice.client import discovery
+from kvservice.core.directory.mirror import Feed, MirrorReader
 from kvservice.core.messages import HolderRun
-from kvservice.core.mirror import Feed, MirrorReader
 from kvservice.errors import SegmentError
 from kvservice.memory.mirror_segment import MirrorSegment
 

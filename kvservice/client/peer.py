@@ -15,10 +15,10 @@ import grpc
 
 from kvservice.client.breaker import Breaker
 from kvservice.client.channels import Channels
-from kvservice.core.geometry import Geometry
-from kvservice.core.keys import pack_keys
+from kvservice.core.block.keys import pack_keys
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverItem, TakeOverResult
 from kvservice.core.recent import NODES_MAX, Recent
+from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import StaleEpoch, TransferError, Unavailable
 from kvservice.units import BlockKey, BootEpoch, HandoffId, LeaseId, NodeId
 from kvservice.wire.codec import decode_followed, decode_geometry, decode_located

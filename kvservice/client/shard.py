@@ -16,8 +16,8 @@ import grpc
 
 from kvservice.aio import within
 from kvservice.client.token import Token
-from kvservice.core.explain import check_request_id
-from kvservice.core.keys import pack_keys
+from kvservice.core.block.keys import pack_keys
+from kvservice.core.explain.records import check_request_id
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,

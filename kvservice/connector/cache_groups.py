@@ -14,8 +14,8 @@ from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
 from kvservice.connector.plan import CopyEntry
+from kvservice.core.block.window_groups import Side
 from kvservice.core.messages import AcquireResult, BlockRef
-from kvservice.core.windows import Side
 from kvservice.units import BlockKey
 
 NULL_BLOCK = 0

@@ -27,10 +27,10 @@ from kvservice.connector.groups import Families, Family, Spec, families
 from kvservice.connector.identity import config_fields, model_fields, text_of
 from kvservice.connector.options import ConnectorOptions, Layerwise, MoverChoice
 from kvservice.connector.weights import weights_identity
-from kvservice.core.fingerprint import Fingerprint
-from kvservice.core.layout import HeadShare, SlotLayout
+from kvservice.core.block.fingerprint import Fingerprint
+from kvservice.core.block.window_groups import Side
 from kvservice.core.messages import EngineSpec
-from kvservice.core.windows import Side
+from kvservice.core.segment.layout import HeadShare, SlotLayout
 from kvservice.errors import RandomHashSeed, UnnamedWeights, UnsupportedLayout
 
 log = logging.getLogger("kvservice.connector")

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from kvservice.core.layout import SlotLayout
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import UnsupportedLayout
 
 

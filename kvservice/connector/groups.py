@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvservice.connector.cache_groups import CacheGroup
-from kvservice.core.windows import SIDES_MAX, Reach
+from kvservice.core.block.window_groups import SIDES_MAX, Reach
 from kvservice.errors import UnsupportedLayout
 
 Spec: TypeAlias = FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec

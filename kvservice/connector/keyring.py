@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvservice.connector.request import EngineRequest, Naming
-from kvservice.core.keys import adapter_key
+from kvservice.core.block.keys import adapter_key
+from kvservice.core.block.window_groups import side_key
 from kvservice.core.messages import Attachment
-from kvservice.core.windows import side_key
 from kvservice.units import BlockHash, BlockKey
 
 # (hashes, the key that their names derive from) -> names

@@ -23,7 +23,7 @@ from kvservice.connector.mover import Mover
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StorePlan
 from kvservice.connector.worker import Copying, WorkerHalf, WritingStore
-from kvservice.core.layout import HeadShare
+from kvservice.core.segment.layout import HeadShare
 from kvservice.errors import UnsupportedLayout
 from kvservice.mover.message import Direction
 

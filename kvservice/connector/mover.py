@@ -15,7 +15,7 @@ import torch
 from kvservice.connector.copier import BlockCopier, Copier
 from kvservice.connector.plan import CopyEntry, PoolInfo
 from kvservice.connector.shared_kv import region_layout
-from kvservice.core.descriptors import CopyTemplate
+from kvservice.core.segment.copy_runs import CopyTemplate
 from kvservice.errors import TransferError, UnsupportedLayout
 from kvservice.memory.runs import copy_runs
 from kvservice.mover.message import Direction

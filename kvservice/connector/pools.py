@@ -12,8 +12,8 @@ from kvservice.client.port import PoolPort
 from kvservice.client.shard import ShardClient
 from kvservice.client.token import Token
 from kvservice.connector.options import ConnectorOptions, Mode
-from kvservice.core.geometry import plan_geometry
 from kvservice.core.messages import EngineSpec
+from kvservice.core.segment.geometry import plan_geometry
 from kvservice.errors import ConfigError, Unavailable
 from kvservice.pool.ports import PoolConfig
 from kvservice.pool.runtime import PoolRuntime

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from kvservice.core.keys import DEFAULT_TENANT_KEY, term_key
+from kvservice.core.block.keys import DEFAULT_TENANT_KEY, term_key
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, Handoff, RequestReport
 from kvservice.units import AttachmentId, BlockKey, HandoffId
 

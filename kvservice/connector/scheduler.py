@@ -27,7 +27,7 @@ from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport, S
 from kvservice.connector.ports import Promise, SessionPort, StoredBlock, Wait
 from kvservice.connector.request import EngineRequest, RequestEvent, RequestState
 from kvservice.connector.store_plan import OpenStore, plan_store
-from kvservice.core.keys import KEYS_PER_REQUEST_MAX
+from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,

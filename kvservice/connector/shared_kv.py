@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvservice.core.descriptors import RegionLayout
+from kvservice.core.segment.copy_runs import RegionLayout
 from kvservice.errors import SegmentError, UnsupportedLayout
 from kvservice.mover.memory import SharedMemory
 from kvservice.units import MiB

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from kvservice.connector.cache_groups import Grouping, Table, entries_of
 from kvservice.connector.plan import CopyEntry
 from kvservice.connector.ports import StoredBlock
-from kvservice.core.keys import span_route
+from kvservice.core.block.keys import span_route
+from kvservice.core.block.window_groups import SIDE_POSITION
 from kvservice.core.messages import BlockRef, SealItem
-from kvservice.core.windows import SIDE_POSITION
 from kvservice.units import AttachmentId, BlockKey, HandoffId
 
 TakeSlots = Callable[[int, int], Sequence[BlockRef]]  # (count, side) -> at most so many

@@ -48,8 +48,8 @@ from kvservice.connector.shared_kv import SharedKV
 from kvservice.connector.stats import ConnectorPromMetrics, ConnectorStats
 from kvservice.connector.weights import Terms
 from kvservice.connector.worker import WorkerHalf
-from kvservice.core.handoff import HANDOFF_ID_BYTES
-from kvservice.core.keys import block_keys
+from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES
+from kvservice.core.block.keys import block_keys
 from kvservice.core.messages import Attachment, Handoff
 from kvservice.errors import ConfigError, KVServiceError
 from kvservice.observe import logs

@@ -24,7 +24,7 @@ from typing import IO
 
 import xxhash
 
-from kvservice.core.keys import version_term
+from kvservice.core.block.keys import version_term
 from kvservice.errors import ConfigError, UnnamedWeights
 from kvservice.private_files import make_directory, open_own
 from kvservice.units import GiB, MiB, format_bytes

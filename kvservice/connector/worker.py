@@ -20,10 +20,10 @@ from kvservice.connector.mover import Mover, Ticket, in_process_mover
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
 from kvservice.connector.worker_loans import WorkerLoans
-from kvservice.core.checks import is_as_promised, is_reserved
-from kvservice.core.digest import digest_payload
-from kvservice.core.header import unpack_header
-from kvservice.core.layout import HeadShare
+from kvservice.core.segment.digest import digest_payload
+from kvservice.core.segment.header import unpack_header
+from kvservice.core.segment.header_checks import is_as_promised, is_reserved
+from kvservice.core.segment.layout import HeadShare
 from kvservice.errors import KVServiceError, Unavailable
 from kvservice.memory.liveness import LivenessLock, hold
 from kvservice.memory.segment import Segment

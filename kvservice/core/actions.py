@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvservice.core.header import SlotHeader
 from kvservice.core.messages import BlockHandle, Handoff, Holder, TakeOverItem
+from kvservice.core.segment.header import SlotHeader
 from kvservice.errors import KVServiceError
 from kvservice.units import BlockKey, BootEpoch, LeaseId, SlotIndex, SpanRoute
 

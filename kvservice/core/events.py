@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from kvservice.core.header import SlotHeader
+from kvservice.core.block.tenants import NOBODY, TenantLimits
 from kvservice.core.messages import (
     AcquireRequest,
     BlockRef,
@@ -23,7 +23,7 @@ from kvservice.core.messages import (
     TakeOverItem,
     TakeOverResult,
 )
-from kvservice.core.tenants import NOBODY, TenantLimits
+from kvservice.core.segment.header import SlotHeader
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, SlotIndex
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvservice.core.fingerprint import Fingerprint
-from kvservice.core.geometry import Geometry
-from kvservice.core.layout import SlotLayout
-from kvservice.core.tenants import TenantUsage
-from kvservice.core.windows import Side
+from kvservice.core.block.fingerprint import Fingerprint
+from kvservice.core.block.tenants import TenantUsage
+from kvservice.core.block.window_groups import Side
+from kvservice.core.segment.geometry import Geometry
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.units import (
     AttachmentId,
     BlockKey,
@@ -127,7 +127,7 @@ class AcquireResult:
     """The longest local, verified run that starts at `skip`, leased. `lease_id` is 0 when `blocks` is empty.
 
     `sides`: for each side of the engine the blocks that it needs of this prefix, up to its end. Not `stores`: nothing
-    is reused here, so the rest of this chain is better not stored (core.governor)."""
+    is reused here, so the rest of this chain is better not stored (core.store.admission)."""
 
     lease_id: LeaseId
     blocks: tuple[BlockRef, ...]
@@ -220,7 +220,7 @@ class TakeOverItem:
     position: int
     route: SpanRoute
     idle_seconds: float  # since its last use: a receiver gives no block for it that was used later
-    account_tag: int = 0  # core.tenants.tag_of whom it is charged to
+    account_tag: int = 0  # core.block.tenants.tag_of whom it is charged to
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,18 +12,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvservice.core import events as ev
+from kvservice.core.acquire.acquisitions import Acquisitions
+from kvservice.core.acquire.handoff import Handoffs, check_handoff_id
+from kvservice.core.acquire.windowed import WindowedAcquisitions
 from kvservice.core.actions import Action, Announce, Refuse, Reply
-from kvservice.core.blocks import NO_KEY, Block, BlockStore
-from kvservice.core.drain import DrainPhase, DrainProgress, Leaving
-from kvservice.core.eviction import EvictionPolicy, LeafFirstReuse
-from kvservice.core.explain import Explanation, KeyFate, RequestRecords, find_fates, name_engine
-from kvservice.core.fetch import Acquisitions
-from kvservice.core.fingerprint import Fingerprint
-from kvservice.core.geometry import Geometry
-from kvservice.core.governor import Governor
-from kvservice.core.handoff import Handoffs, check_handoff_id
-from kvservice.core.keys import KEYS_PER_REQUEST_MAX
-from kvservice.core.leases import Lease, LeaseTable
+from kvservice.core.block.fingerprint import Fingerprint
+from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
+from kvservice.core.block.tenants import NOBODY, TenantLimits, TenantUsage
+from kvservice.core.block.window_groups import SIDES_MAX
+from kvservice.core.drain.receiver import TakeOvers
+from kvservice.core.drain.sender import DrainPhase, DrainProgress, Leaving
+from kvservice.core.explain.records import Explanation, KeyFate, RequestRecords, find_fates, name_engine
 from kvservice.core.messages import (
     AcquireResult,
     EngineGroup,
@@ -32,14 +31,15 @@ from kvservice.core.messages import (
     MissReason,
     Survey,
 )
-from kvservice.core.peers import TIMEOUT_SECONDS_MAX, PeerCalls, check_keys
+from kvservice.core.peer_calls import TIMEOUT_SECONDS_MAX, PeerCalls, check_keys
 from kvservice.core.recent import Recent
 from kvservice.core.reconcile import Grants
-from kvservice.core.slots import SlotState
-from kvservice.core.takeover import TakeOvers
-from kvservice.core.tenants import NOBODY, TenantLimits, TenantUsage
-from kvservice.core.windowed import WindowedAcquisitions
-from kvservice.core.windows import SIDES_MAX
+from kvservice.core.segment.geometry import Geometry
+from kvservice.core.store.admission import Governor
+from kvservice.core.store.blocks import NO_KEY, Block, BlockStore
+from kvservice.core.store.eviction import EvictionPolicy, LeafFirstReuse
+from kvservice.core.store.leases import Lease, LeaseTable
+from kvservice.core.store.slots import SlotState
 from kvservice.core.writes import Writes
 from kvservice.errors import (
     Exhausted,

@@ -10,13 +10,13 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvservice.core import events as ev
+from kvservice.core.acquire.acquisitions import Acquisitions
 from kvservice.core.actions import Action, Digest, Reply, WatchEngine
-from kvservice.core.blocks import BlockStore
-from kvservice.core.fetch import Acquisitions
 from kvservice.core.messages import BlockRef, EngineSpec, SealItem, SealStatus, Statement
-from kvservice.core.peers import check_keys
+from kvservice.core.peer_calls import check_keys
 from kvservice.core.reconcile import Grants
-from kvservice.core.slots import Slot, SlotState
+from kvservice.core.store.blocks import BlockStore
+from kvservice.core.store.slots import Slot, SlotState
 from kvservice.errors import InvalidRequest
 from kvservice.units import BlockKey
 

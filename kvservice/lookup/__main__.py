@@ -9,7 +9,7 @@ import logging
 import sys
 
 from kvservice.config import tls_of_environment
-from kvservice.core.membership import FORGET_SECONDS, HIDE_SECONDS
+from kvservice.core.directory.membership import FORGET_SECONDS, HIDE_SECONDS
 from kvservice.errors import KVServiceError
 from kvservice.lookup.process import serve
 from kvservice.lookup.server import LookupServer

@@ -17,8 +17,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvservice.aio import end_tasks
-from kvservice.core.index import DirectoryIndex
-from kvservice.core.membership import FORGET_SECONDS, HIDE_SECONDS
+from kvservice.core.directory.index import DirectoryIndex
+from kvservice.core.directory.membership import FORGET_SECONDS, HIDE_SECONDS
 from kvservice.errors import ConfigError
 from kvservice.lookup.service import LookupServicer
 from kvservice.lookup.watch import WatchHub

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 
-from kvservice.core.index import DirectoryIndex, Outcome
-from kvservice.core.keys import KEY_BYTES, check_packed, unpack_keys
+from kvservice.core.block.keys import KEY_BYTES, check_packed, unpack_keys
+from kvservice.core.directory.index import DirectoryIndex, Outcome
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.errors import Forbidden, InvalidRequest, Refused
 from kvservice.lookup.watch import WatchHub

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from kvservice.core.index import Change, DirectoryIndex
+from kvservice.core.directory.index import Change, DirectoryIndex
 from kvservice.errors import Exhausted, Unavailable
 from kvservice.wire.codec import encode_holder
 from kvservice.wire.v1 import lookup_pb2

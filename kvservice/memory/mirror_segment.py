@@ -12,8 +12,8 @@ import mmap
 import os
 from pathlib import Path
 
-from kvservice.core.block_table import ROWS_MIN
-from kvservice.core.mirror import MAGIC, TABLE_AT, mirror_bytes
+from kvservice.core.directory.key_table import ROWS_MIN
+from kvservice.core.directory.mirror import MAGIC, TABLE_AT, mirror_bytes
 from kvservice.errors import SegmentError
 from kvservice.memory.segment import open_locked, open_private, replace_locked
 from kvservice.units import format_bytes

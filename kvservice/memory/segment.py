@@ -1,4 +1,4 @@
-"""A shard's segment: one named file in shared memory with a control page, slot headers and payloads (core.geometry).
+"""A shard's segment: one named file in shared memory with a control page, slot headers and payloads (core.segment.geometry).
 
 The shard creates it and holds an exclusive lock on it for its life; engines attach by path. The file outlives a killed
 shard, so that the next boot can adopt its blocks. Control page, 64 bytes, little endian:
@@ -29,8 +29,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvservice.core.geometry import CONTROL_BYTES, HEADER_BYTES, Geometry, slot_index
-from kvservice.core.header import SLOT_VERSION, SlotHeader, has_length, is_whole, pack_header, unpack_header
+from kvservice.core.segment.geometry import CONTROL_BYTES, HEADER_BYTES, Geometry, slot_index
+from kvservice.core.segment.header import SLOT_VERSION, SlotHeader, has_length, is_whole, pack_header, unpack_header
 from kvservice.errors import SegmentError, ServiceConflict
 from kvservice.private_files import user_name
 from kvservice.units import BootEpoch, SlotIndex, format_bytes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvservice.core.descriptors import Descriptors
+from kvservice.core.segment.copy_runs import Descriptors
 from kvservice.memory.runs import copy_runs
 from kvservice.memory.segment import Segment
 from kvservice.mover.memory import SharedMemory

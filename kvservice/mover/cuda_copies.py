@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvservice.core.descriptors import Descriptors, Offsets, through_staging
+from kvservice.core.segment.copy_runs import Descriptors, Offsets, through_staging
 from kvservice.errors import TransferError
 from kvservice.mover.cuda_driver import ORDER_ANY, ORDER_STREAM, Driver
 from kvservice.mover.message import Direction

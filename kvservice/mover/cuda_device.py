@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvservice.core.descriptors import RegionLayout
+from kvservice.core.segment.copy_runs import RegionLayout
 from kvservice.errors import InvalidRequest, SegmentError, TransferError
 from kvservice.memory.segment import Segment
 from kvservice.mover.copies import CopyEngine

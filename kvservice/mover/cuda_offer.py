@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvservice.core.descriptors import RegionLayout
+from kvservice.core.segment.copy_runs import RegionLayout
 from kvservice.errors import UnsupportedLayout
 from kvservice.mover.cuda_driver import Driver
 from kvservice.mover.link import KVOffer

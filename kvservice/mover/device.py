@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvservice.core.descriptors import RegionLayout
-from kvservice.core.geometry import Geometry
+from kvservice.core.segment.copy_runs import RegionLayout
+from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import InvalidRequest, SegmentError
 from kvservice.memory.segment import Segment
 from kvservice.mover.copies import CopyEngine, HostCopies

@@ -19,10 +19,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.core.checks import is_as_promised, is_reserved
-from kvservice.core.descriptors import CopyTemplate
-from kvservice.core.geometry import SLOTS_PER_SLAB_MAX
 from kvservice.core.messages import BlockRef
+from kvservice.core.segment.copy_runs import CopyTemplate
+from kvservice.core.segment.geometry import SLOTS_PER_SLAB_MAX
+from kvservice.core.segment.header_checks import is_as_promised, is_reserved
 from kvservice.errors import InvalidRequest, KVServiceError
 from kvservice.memory.segment import Segment
 from kvservice.mover.copies import CopyEngine

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvservice.core.descriptors import CopyTemplate, DirectTemplate
+from kvservice.core.segment.copy_runs import CopyTemplate, DirectTemplate
 from kvservice.errors import TransferError, UnsupportedLayout
 from kvservice.mover.copies import CopyEngine
 from kvservice.mover.device import Device, KVMemory

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.core.geometry import Geometry
-from kvservice.core.layout import SlotLayout
+from kvservice.core.segment.geometry import Geometry
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import ConfigError, InvalidRequest, UnsupportedLayout
 from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from kvservice.core.geometry import Geometry
+from kvservice.core.segment.geometry import Geometry
 from kvservice.units import MiB
 
 log = logging.getLogger("kvservice.mover")

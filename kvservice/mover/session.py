@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from kvservice.core.descriptors import CopyTemplate, RegionLayout
+from kvservice.core.segment.copy_runs import CopyTemplate, RegionLayout
 from kvservice.errors import InvalidRequest, KVServiceError
 from kvservice.memory.liveness import LivenessLock, hold
 from kvservice.memory.segment import Segment

@@ -10,8 +10,8 @@ from typing import TypeVar
 from kvservice.aio import in_thread
 from kvservice.core import events as ev
 from kvservice.core.actions import Digest
-from kvservice.core.digest import digest_payload
-from kvservice.core.header import SlotHeader
+from kvservice.core.segment.digest import digest_payload
+from kvservice.core.segment.header import SlotHeader
 from kvservice.observe.failpoints import failpoint
 from kvservice.pool.ports import MemoryPort
 from kvservice.units import BlockKey, SlotIndex

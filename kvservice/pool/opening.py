@@ -6,7 +6,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from kvservice.core.geometry import Geometry
+from kvservice.core.segment.geometry import Geometry
 from kvservice.memory.liveness import has_writers
 from kvservice.memory.segment import Segment
 

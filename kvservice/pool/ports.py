@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from kvservice.core.geometry import Geometry
-from kvservice.core.header import SlotHeader
-from kvservice.core.tenants import TenantLimits
+from kvservice.core.block.tenants import TenantLimits
+from kvservice.core.segment.geometry import Geometry
+from kvservice.core.segment.header import SlotHeader
 from kvservice.transfer.puller import DoneCallback, PullJob, QuiescedCallback
 from kvservice.units import BootEpoch, NodeId, SlotIndex
 
@@ -70,4 +70,4 @@ class PoolConfig:
     directory: Path = Path("/dev/shm")
     epoch_floor: int = 1  # the boot epoch is at least this; lets a lost segment still get a newer epoch
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)  # at start; see PoolRuntime.set_tenants
-    eviction: str = "reuse"  # a name in core.eviction.POLICIES
+    eviction: str = "reuse"  # a name in core.store.eviction.POLICIES

@@ -18,11 +18,10 @@ from kvservice.aio import end_tasks, in_thread
 from kvservice.client.peer import PeerPort
 from kvservice.core import actions as act
 from kvservice.core import events as ev
-from kvservice.core.drain import DrainPhase, DrainProgress
-from kvservice.core.eviction import POLICIES
-from kvservice.core.explain import Explanation, KeyFate
-from kvservice.core.fingerprint import Fingerprint
-from kvservice.core.geometry import Geometry
+from kvservice.core.block.fingerprint import Fingerprint
+from kvservice.core.block.tenants import NOBODY, TenantLimits
+from kvservice.core.drain.sender import DrainPhase, DrainProgress
+from kvservice.core.explain.records import Explanation, KeyFate
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
@@ -41,8 +40,9 @@ from kvservice.core.messages import (
     TakeOverItem,
     TakeOverResult,
 )
+from kvservice.core.segment.geometry import Geometry
 from kvservice.core.shard import AttachReply, ShardState
-from kvservice.core.tenants import NOBODY, TenantLimits
+from kvservice.core.store.eviction import POLICIES
 from kvservice.errors import KVServiceError, Unavailable
 from kvservice.memory.liveness import claim
 from kvservice.memory.segment import Segment

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvservice.core.eviction import EvictionPolicy
 from kvservice.core.messages import HolderRun
+from kvservice.core.store.eviction import EvictionPolicy
 from kvservice.replay.node import Directory, ReplayNode
 from kvservice.replay.trace import BLOCK_TOKENS, Request, Trace
 from kvservice.serve.load import LoadBook

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvservice.core.acquisition import longest_run
+from kvservice.core.acquire.acquisition import longest_run
 from kvservice.core.actions import Action, Announce, Retract
-from kvservice.core.blocks import NO_KEY, BlockStore
-from kvservice.core.eviction import EvictionPolicy
-from kvservice.core.geometry import SLAB_BYTES_MIN, Geometry
-from kvservice.core.index import DirectoryIndex
-from kvservice.core.keys import span_route
+from kvservice.core.block.keys import span_route
+from kvservice.core.directory.index import DirectoryIndex
 from kvservice.core.messages import Holder
+from kvservice.core.segment.geometry import SLAB_BYTES_MIN, Geometry
+from kvservice.core.store.blocks import NO_KEY, BlockStore
+from kvservice.core.store.eviction import EvictionPolicy
 from kvservice.units import BlockKey, BootEpoch, NodeId, div_ceil
 
 PAYLOAD_BYTES = 4096  # of a slot; blocks here are only named
@@ -97,7 +97,7 @@ class ReplayNode:
         return block is not None
 
     def _fetch(self, directory: Directory, keys: tuple[BlockKey, ...], held: dict[int, BlockKey], now: float) -> None:
-        """As core.fetch with a fast link: every missing block up to the first that nobody has."""
+        """As core.acquire.acquisitions with a fast link: every missing block up to the first that nobody has."""
         holders = directory.holders(keys, self.holder, now)
         wanted: list[int] = []
         for index in range(len(keys)):

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
-from kvservice.core.eviction import EvictionPolicy, LeafFirstLru, LeafFirstReuse
-from kvservice.core.tenants import NOBODY
+from kvservice.core.block.tenants import NOBODY
+from kvservice.core.store.eviction import EvictionPolicy, LeafFirstLru, LeafFirstReuse
 from kvservice.units import BlockKey
 
 

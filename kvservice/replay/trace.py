@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from kvservice.core.keys import KEYS_PER_REQUEST_MAX
+from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
 from kvservice.errors import InvalidRequest
 from kvservice.units import BlockKey
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvservice.core.keys import KEYS_PER_REQUEST_MAX
+from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
 from kvservice.errors import ConfigError
 
 POLICIES = ("cost", "load")

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kvservice.core.keys import DEFAULT_TENANT_KEY, block_keys
+from kvservice.core.block.keys import DEFAULT_TENANT_KEY, block_keys
 from kvservice.core.messages import EngineGroup
 from kvservice.core.recent import Recent
 from kvservice.errors import KVServiceError

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from kvservice.aio import end_tasks
 from kvservice.client.announcer import AnnouncePump
 from kvservice.client.lookup import LookupAnswer, LookupClient
-from kvservice.core.announce import Announcer
+from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import Holder
 from kvservice.shard.mirror import DirectoryMirror
 from kvservice.units import BlockKey, NodeId, SpanRoute

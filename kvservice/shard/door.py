@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvservice.aio import end_tasks
-from kvservice.core.geometry import Geometry
+from kvservice.core.block.tenants import NOBODY
 from kvservice.core.messages import Attachment
-from kvservice.core.tenants import NOBODY
+from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import NotAttached, Unauthenticated
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.units import AttachmentId

@@ -20,8 +20,8 @@ import grpc
 from kvservice.aio import end_tasks, within
 from kvservice.client.channels import Channels
 from kvservice.client.mirror import OwnMirror
-from kvservice.core.keys import KEY_BYTES, check_packed
-from kvservice.core.mirror import (
+from kvservice.core.block.keys import KEY_BYTES, check_packed
+from kvservice.core.directory.mirror import (
     PARTITIONS_MAX,
     STALE_SECONDS,
     Feed,

@@ -27,9 +27,9 @@ from kvservice.aio import end_tasks, is_set_within
 from kvservice.client import discovery
 from kvservice.client.peer import PeerClient
 from kvservice.config import MIRROR_BYTES
-from kvservice.core.drain import DrainPhase, DrainProgress
-from kvservice.core.geometry import plan_geometry
+from kvservice.core.drain.sender import DrainPhase, DrainProgress
 from kvservice.core.messages import Holder, PoolStats
+from kvservice.core.segment.geometry import plan_geometry
 from kvservice.errors import ConfigError, KVServiceError, ServiceConflict, Unavailable, plaintext_refused
 from kvservice.memory.mirror_segment import mirror_path
 from kvservice.memory.segment import Segment, segment_path

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Protocol
 
-from kvservice.core.drain import DrainProgress
-from kvservice.core.explain import KEEP_SECONDS, check_request_id
-from kvservice.core.handoff import check_handoff_id
-from kvservice.core.keys import unpack_keys
+from kvservice.core.acquire.handoff import check_handoff_id
+from kvservice.core.block.keys import unpack_keys
+from kvservice.core.drain.sender import DrainProgress
+from kvservice.core.explain.records import KEEP_SECONDS, check_request_id
 from kvservice.core.messages import Holder, PoolStats
 from kvservice.errors import Forbidden, InvalidRequest, KVServiceError, StaleEpoch, Unauthenticated, Unavailable
 from kvservice.pool.runtime import PoolRuntime

@@ -12,12 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
-from kvservice.core.digest import digest_payload
-from kvservice.core.fingerprint import Fingerprint
-from kvservice.core.geometry import Geometry, slab_of
-from kvservice.core.header import SlotHeader
-from kvservice.core.keys import block_keys, chain_hashes, span_route
-from kvservice.core.layout import SlotLayout
+from kvservice.core.block.fingerprint import Fingerprint
+from kvservice.core.block.keys import block_keys, chain_hashes, span_route
+from kvservice.core.block.tenants import NOBODY, TenantLimits
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
@@ -33,8 +30,11 @@ from kvservice.core.messages import (
     SealItem,
     SealStatus,
 )
+from kvservice.core.segment.digest import digest_payload
+from kvservice.core.segment.geometry import Geometry, slab_of
+from kvservice.core.segment.header import SlotHeader
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.core.shard import AttachReply, ShardState
-from kvservice.core.tenants import NOBODY, TenantLimits
 from kvservice.units import (
     AttachmentId,
     BlockKey,

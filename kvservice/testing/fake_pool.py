@@ -11,9 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvservice.core.digest import digest_payload
-from kvservice.core.geometry import Geometry, slot_index
-from kvservice.core.header import SlotHeader
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
@@ -27,6 +24,9 @@ from kvservice.core.messages import (
     Statement,
 )
 from kvservice.core.reconcile import Grants, is_settled
+from kvservice.core.segment.digest import digest_payload
+from kvservice.core.segment.geometry import Geometry, slot_index
+from kvservice.core.segment.header import SlotHeader
 from kvservice.errors import NotAttached, Unavailable
 from kvservice.memory.segment import Segment
 from kvservice.units import (

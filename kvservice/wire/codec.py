@@ -9,12 +9,12 @@ import math
 from collections.abc import Collection, Iterable
 from itertools import accumulate
 
-from kvservice.core.explain import check_request_id
-from kvservice.core.fingerprint import FIELDS_MAX, Fingerprint
-from kvservice.core.geometry import Geometry
-from kvservice.core.handoff import HANDOFF_ID_BYTES, check_handoff_id
-from kvservice.core.keys import KEY_BYTES, unpack_keys
-from kvservice.core.layout import SlotLayout
+from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES, check_handoff_id
+from kvservice.core.block.fingerprint import FIELDS_MAX, Fingerprint
+from kvservice.core.block.keys import KEY_BYTES, unpack_keys
+from kvservice.core.block.tenants import TenantUsage
+from kvservice.core.block.window_groups import SIDES_MAX, Reach, Side
+from kvservice.core.explain.records import check_request_id
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
@@ -35,8 +35,8 @@ from kvservice.core.messages import (
     Survey,
 )
 from kvservice.core.reconcile import OPEN_CALLS_MAX, STATED_HANDOFFS_MAX, STATED_SLOTS_MAX
-from kvservice.core.tenants import TenantUsage
-from kvservice.core.windows import SIDES_MAX, Reach, Side
+from kvservice.core.segment.geometry import Geometry
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import InvalidRequest, UnsupportedLayout
 from kvservice.units import (
     AttachmentId,

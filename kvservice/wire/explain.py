@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvservice.core.explain import Explanation, KeyFate, RequestRecord, check_request_id, name_engine
-from kvservice.core.fingerprint import Fingerprint
+from kvservice.core.block.fingerprint import Fingerprint
+from kvservice.core.explain.records import Explanation, KeyFate, RequestRecord, check_request_id, name_engine
 from kvservice.core.messages import RequestReport
 from kvservice.wire.v1 import common_pb2, shard_pb2
 

@@ -9,11 +9,11 @@ import math
 import re
 from collections.abc import Sequence
 
-from kvservice.core.blocks import NO_KEY
-from kvservice.core.drain import DrainPhase, DrainProgress
-from kvservice.core.keys import pack_keys, unpack_keys
+from kvservice.core.block.keys import pack_keys, unpack_keys
+from kvservice.core.block.tenants import TAG_MAX
+from kvservice.core.drain.sender import DrainPhase, DrainProgress
 from kvservice.core.messages import Holder, TakeOverItem, TakeOverResult
-from kvservice.core.tenants import TAG_MAX
+from kvservice.core.store.blocks import NO_KEY
 from kvservice.errors import InvalidRequest
 from kvservice.units import BootEpoch, SpanRoute
 from kvservice.wire.codec import encode_holder

@@ -25,8 +25,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from kvservice.core import keys
-from kvservice.core.tenants import NOBODY, OTHERS, TenantLimits
+from kvservice.core.block import keys
+from kvservice.core.block.tenants import NOBODY, OTHERS, TenantLimits
 from kvservice.errors import ConfigError, Unauthenticated
 from kvservice.units import parse_bytes
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.core.geometry import plan_geometry
+from kvservice.core.segment.geometry import plan_geometry
 from kvservice.memory.segment import Segment, segment_path
 from kvservice.testing.fake_transport import FakeNetwork
 from kvservice.testing.transport_contract import Pair, TransportContract

@@ -16,14 +16,14 @@ import pytest
 from kvservice.client.peer import PeerClient
 from kvservice.core import actions as act
 from kvservice.core import events as ev
-from kvservice.core.explain import RECORDS_MAX
-from kvservice.core.ghosts import CULPRITS_MAX
-from kvservice.core.index import DirectoryIndex
-from kvservice.core.keys import pack_keys
-from kvservice.core.membership import MEMBERS_MAX
+from kvservice.core.block.keys import pack_keys
+from kvservice.core.directory.index import DirectoryIndex
+from kvservice.core.directory.membership import MEMBERS_MAX
+from kvservice.core.explain.evictions import CULPRITS_MAX
+from kvservice.core.explain.records import RECORDS_MAX
 from kvservice.core.messages import Holder
 from kvservice.core.recent import NODES_MAX, Recent
-from kvservice.core.reuse import GONE_MAX
+from kvservice.core.store.reuse import GONE_MAX
 from kvservice.pool.outside import Outside
 from kvservice.serve.load import LoadBook, SentPrefixes
 from kvservice.testing.builders import CoreHarness, make_chain, make_holder, make_located, make_spec, run_of

@@ -18,7 +18,7 @@ from kvservice.connector.options import ConnectorOptions
 from kvservice.connector.pools import choose_pool
 from kvservice.connector.session import Session
 from kvservice.core.messages import EngineSpec, SealItem
-from kvservice.core.fingerprint import Fingerprint
+from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.units import BlockKey, SpanRoute
 from tests.unit.connector.line import LAYOUT
 

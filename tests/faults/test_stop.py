@@ -14,7 +14,7 @@ import pytest
 
 from kvservice.client.announcer import AnnouncePump
 from kvservice.client.shard import ShardClient
-from kvservice.core.announce import Announcer
+from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import Holder
 from kvservice.errors import KVServiceError
 from kvservice.lookup.server import LookupServer

@@ -21,11 +21,11 @@ from kvservice.cli import explain, status
 from kvservice.client.discovery import MIRROR_NAME
 from kvservice.client.mirror import NodeMirror
 from kvservice.client.token import Token
-from kvservice.core.block_table import ROWS_MIN
-from kvservice.core.explain import REQUEST_ID_CHARS_MAX, RequestRecords, check_request_id
-from kvservice.core.geometry import Geometry
+from kvservice.core.directory.key_table import ROWS_MIN
+from kvservice.core.directory.mirror import TABLE_AT, Feed, MirrorWriter, mirror_bytes
+from kvservice.core.explain.records import REQUEST_ID_CHARS_MAX, RequestRecords, check_request_id
 from kvservice.core.messages import AcquireRequest, RequestReport
-from kvservice.core.mirror import TABLE_AT, Feed, MirrorWriter, mirror_bytes
+from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import ConfigError, InvalidRequest, TransferError
 from kvservice.memory.mirror_segment import MirrorSegment
 from kvservice.memory.segment import Segment

@@ -20,9 +20,9 @@ import atheris
 with atheris.instrument_imports(include=["kvservice"]):
     from kvservice.config import load_config
     from kvservice.connector.handoff import decode_params, parse_transfer_params
-    from kvservice.core.header import pack_header
-    from kvservice.core.index import DirectoryIndex
+    from kvservice.core.directory.index import DirectoryIndex
     from kvservice.core.messages import Handoff
+    from kvservice.core.segment.header import pack_header
     from kvservice.errors import KVServiceError
     from kvservice.lookup.service import LookupServicer
     from kvservice.lookup.watch import WatchHub

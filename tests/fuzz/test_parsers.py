@@ -19,11 +19,11 @@ import pytest
 from kvservice.client.discovery import MoverRecord, ShardRecord, find_shards, read_mover, write_mover, write_record
 from kvservice.config import ServiceConfig, load_config
 from kvservice.connector.handoff import Prefill, decode_params, parse_transfer_params
-from kvservice.core.descriptors import CopyTemplate, RegionLayout
-from kvservice.core.geometry import Geometry, slot_index
-from kvservice.core.header import SlotFlags, SlotHeader, pack_header, unpack_header
-from kvservice.core.layout import SlotLayout
 from kvservice.core.messages import Handoff
+from kvservice.core.segment.copy_runs import CopyTemplate, RegionLayout
+from kvservice.core.segment.geometry import Geometry, slot_index
+from kvservice.core.segment.header import SlotFlags, SlotHeader, pack_header, unpack_header
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import ConfigError, InvalidRequest, KVServiceError, SegmentError, UnsupportedLayout
 from kvservice.memory.segment import Segment
 from kvservice.mover import message

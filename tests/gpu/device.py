@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvservice.connector.shared_kv import region_layout
-from kvservice.core.descriptors import RegionLayout
+from kvservice.core.segment.copy_runs import RegionLayout
 from tests.gpu.slots import HEADS, SIZES, WIDTH
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvservice.core.digest import digest_payload
-from kvservice.core.geometry import plan_geometry
-from kvservice.core.header import SlotHeader
-from kvservice.core.layout import SlotLayout
+from kvservice.core.segment.digest import digest_payload
+from kvservice.core.segment.geometry import plan_geometry
+from kvservice.core.segment.header import SlotHeader
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.memory.segment import Segment
 from kvservice.units import BlockKey, BootEpoch, Generation, MiB, SlotIndex, SpanRoute
 

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from kvservice.core.descriptors import CopyTemplate
-from kvservice.core.geometry import slot_index
+from kvservice.core.segment.copy_runs import CopyTemplate
+from kvservice.core.segment.geometry import slot_index
 from kvservice.mover.cuda_copies import CudaCopies, gather_launcher
 from kvservice.mover.cuda_driver import Driver
 from kvservice.mover.pinning import Pinning

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvservice.client.discovery import find_movers
-from kvservice.core.geometry import slot_index
+from kvservice.core.segment.geometry import slot_index
 from kvservice.memory.segment import Segment
 from kvservice.mover.link import Copies, WorkerLink
 from kvservice.mover.message import CopyRow, Direction
@@ -27,7 +27,7 @@ LENDER = """
 import sys
 from pathlib import Path
 import torch
-from kvservice.core.geometry import Geometry
+from kvservice.core.segment.geometry import Geometry
 from kvservice.memory.segment import Segment
 from kvservice.mover.message import CopyRow
 from kvservice.units import Generation, SlotIndex

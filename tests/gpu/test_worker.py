@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvservice.client.discovery import node_directory
-from kvservice.core.geometry import slot_index
+from kvservice.core.segment.geometry import slot_index
 from kvservice.memory.segment import Segment
 from kvservice.mover.link import Copies, WorkerLink
 from kvservice.mover.message import CopyRow, Direction, Outcome, PoolSource

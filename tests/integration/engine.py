@@ -14,9 +14,8 @@ import numpy as np
 
 from kvservice.client.port import PoolPort
 from kvservice.client.shard import ShardClient
-from kvservice.core.fingerprint import Fingerprint
-from kvservice.core.keys import block_keys, chain_hashes, span_route
-from kvservice.core.layout import SlotLayout
+from kvservice.core.block.fingerprint import Fingerprint
+from kvservice.core.block.keys import block_keys, chain_hashes, span_route
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
@@ -27,6 +26,7 @@ from kvservice.core.messages import (
     SealItem,
     SealStatus,
 )
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import Unavailable
 from kvservice.memory.liveness import LivenessLock, hold
 from kvservice.memory.segment import Segment

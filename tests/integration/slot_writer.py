@@ -9,10 +9,10 @@ import os
 import sys
 from pathlib import Path
 
-from kvservice.core.fingerprint import Fingerprint
-from kvservice.core.geometry import CONTROL_BYTES, SCRATCH_BYTES, SLAB_BYTES_MIN, Geometry
-from kvservice.core.layout import SlotLayout
+from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.messages import EngineSpec, SealItem
+from kvservice.core.segment.geometry import CONTROL_BYTES, SCRATCH_BYTES, SLAB_BYTES_MIN, Geometry
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.memory.segment import Segment
 from kvservice.pool.ports import PoolConfig
 from kvservice.pool.runtime import PoolRuntime

@@ -20,8 +20,8 @@ from kvservice.connector.neighbours import Neighbours
 from kvservice.connector.plan import LendPlan, StepPlan, StepReport
 from kvservice.connector.remote_mover import RemoteMover
 from kvservice.connector.worker_loans import WorkerLoans
-from kvservice.core.descriptors import Descriptors
-from kvservice.core.geometry import slot_index
+from kvservice.core.segment.copy_runs import Descriptors
+from kvservice.core.segment.geometry import slot_index
 from kvservice.mover.copies import HostCopies
 from kvservice.mover.device import HOST, HostDevice, HostKV, KVMemory
 from kvservice.mover.link import Copies, KVOffer, Lent, WorkerLink

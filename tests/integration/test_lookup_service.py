@@ -18,8 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvservice.client.announcer import AnnouncePump
 from kvservice.client.lookup import LookupAnswer, LookupClient
-from kvservice.core.announce import Announcer
-from kvservice.core.keys import KEYS_PER_REQUEST_MAX, span_route
+from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, span_route
+from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import Holder
 from kvservice.errors import ConfigError, Unavailable
 from kvservice.lookup.server import LookupServer

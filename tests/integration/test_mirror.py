@@ -14,10 +14,10 @@ from kvservice.client.discovery import MIRROR_NAME
 from kvservice.client.lookup import LookupAnswer, LookupClient
 from kvservice.client.mirror import find_mirror
 from kvservice.client.shard import ShardClient
-from kvservice.core.announce import Announcer
-from kvservice.core.index import longest_prefix
+from kvservice.core.directory.announce import Announcer
+from kvservice.core.directory.index import longest_prefix
+from kvservice.core.directory.mirror import STALE_SECONDS
 from kvservice.core.messages import Holder
-from kvservice.core.mirror import STALE_SECONDS
 from kvservice.lookup.server import LookupServer
 from kvservice.serve.holdings import Holdings
 from kvservice.shard.mirror import DirectoryMirror

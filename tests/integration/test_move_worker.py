@@ -25,11 +25,11 @@ import numpy as np
 import pytest
 
 from kvservice.client.discovery import find_movers, mover_socket, node_directory
-from kvservice.core.descriptors import Descriptors, RegionLayout
-from kvservice.core.digest import digest_payload
-from kvservice.core.geometry import plan_geometry, slot_index
-from kvservice.core.header import SlotHeader
-from kvservice.core.layout import SlotLayout
+from kvservice.core.segment.copy_runs import Descriptors, RegionLayout
+from kvservice.core.segment.digest import digest_payload
+from kvservice.core.segment.geometry import plan_geometry, slot_index
+from kvservice.core.segment.header import SlotHeader
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import ServiceConflict
 from kvservice.memory.liveness import claim
 from kvservice.memory.segment import Segment

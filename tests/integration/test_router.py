@@ -22,7 +22,7 @@ from ray.serve.request_router import PendingRequest
 
 from kvservice.client.shard import ShardClient
 from kvservice.connector.naming import block_namer
-from kvservice.core.keys import block_keys
+from kvservice.core.block.keys import block_keys
 from kvservice.serve.router import KvAwareRouter
 from kvservice.testing.cluster import LocalCluster
 from tests.integration.engine import LAYOUT, Engine, spec

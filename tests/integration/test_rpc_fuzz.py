@@ -24,8 +24,8 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvservice.client.shard import ShardClient
+from kvservice.core.block.window_groups import Reach, Side
 from kvservice.core.messages import BlockRef, Holder, TakeOverItem
-from kvservice.core.windows import Reach, Side
 from kvservice.lookup.server import LookupServer
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import HandoffId, MiB, NodeId, SpanRoute

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvservice.client.shard import ShardClient
+from kvservice.core.directory.mirror import STALE_SECONDS
 from kvservice.core.messages import MissReason
-from kvservice.core.mirror import STALE_SECONDS
 from kvservice.errors import KVServiceError
 from kvservice.testing.cluster import LocalCluster
 from tests.integration.engine import Engine, chain

@@ -16,7 +16,7 @@ import pytest
 from kvservice.client.shard import ShardClient
 from kvservice.client.survey import Surveyor
 from kvservice.client.token import Token
-from kvservice.core.keys import block_keys, chain_hashes
+from kvservice.core.block.keys import block_keys, chain_hashes
 from kvservice.core.messages import AcquireResult, MissReason, SealItem, SealStatus
 from kvservice.errors import NotAttached, Unauthenticated
 from kvservice.private_files import write_private

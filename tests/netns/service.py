@@ -10,7 +10,7 @@ from types import TracebackType
 
 import numpy as np
 
-from kvservice.core.geometry import CONTROL_BYTES, SCRATCH_BYTES
+from kvservice.core.segment.geometry import CONTROL_BYTES, SCRATCH_BYTES
 from tests.integration.certificates import write
 from tests.netns.hosts import RUNTIME_ROOT, Host, wait_for
 

@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
+from kvservice.core.block.keys import block_keys, chain_hashes
 from kvservice.core.events import PullVerdict
-from kvservice.core.keys import block_keys, chain_hashes
 from kvservice.core.messages import (
     BlockRef,
     EngineSpec,

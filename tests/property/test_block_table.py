@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvservice.core import block_table
-from kvservice.core.block_table import (
+from kvservice.core.directory import key_table as block_table
+from kvservice.core.directory.key_table import (
     ENTRIES,
     FEW,
     OTHER_MIXER,
@@ -148,7 +148,7 @@ def test_reader_of_torn_memory_neither_fails_nor_loops(seed: int) -> None:
 
 
 def test_native_loops_refuse_sizes_that_do_not_fit() -> None:
-    native = pytest.importorskip("kvservice.core._probe", reason="installed without a compiler")
+    native = pytest.importorskip("kvservice.core.directory._probe", reason="installed without a compiler")
     find, insert = native.find, native.insert
     body = memoryview(bytearray(table_bytes(ROWS_MIN)))[64:]
     keys, numbers = bytes(160), np.zeros(10, np.uint32)

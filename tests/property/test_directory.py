@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvservice.core import announce
-from kvservice.core.announce import Announcer, Update
-from kvservice.core.index import DirectoryIndex, Outcome
+from kvservice.core.directory import announce
+from kvservice.core.directory.announce import Announcer, Update
+from kvservice.core.directory.index import DirectoryIndex, Outcome
 from kvservice.core.messages import Holder
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvservice.client import lookup as client
 from kvservice.client.lookup import decode_runs, merge_runs, split_chain
-from kvservice.core.index import DirectoryIndex
-from kvservice.core.keys import SPAN_BLOCKS, partition_of, span_route
+from kvservice.core.block.keys import SPAN_BLOCKS, partition_of, span_route
+from kvservice.core.directory.index import DirectoryIndex
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.errors import InvalidRequest
 from kvservice.lookup.service import _encode_runs

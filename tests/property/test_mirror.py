@@ -10,11 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvservice.core.index import Change, DirectoryIndex
-from kvservice.core.keys import pack_keys
-from kvservice.core.membership import FORGET_SECONDS, Outcome
-from kvservice.core.messages import Holder, HolderRun
-from kvservice.core.mirror import (
+from kvservice.core.block.keys import pack_keys
+from kvservice.core.directory.index import Change, DirectoryIndex
+from kvservice.core.directory.membership import FORGET_SECONDS, Outcome
+from kvservice.core.directory.mirror import (
     NODES_AT,
     PARTITIONS_MAX,
     STALE_SECONDS,
@@ -26,6 +25,7 @@ from kvservice.core.mirror import (
     mirror_bytes,
     mirror_rows,
 )
+from kvservice.core.messages import Holder, HolderRun
 from kvservice.units import BlockKey, BootEpoch, NodeId
 
 PARTITIONS = 2

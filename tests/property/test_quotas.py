@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
+from kvservice.core.block.tenants import TenantLimits, tag_of
 from kvservice.core.messages import BlockRef, TakeOverItem
-from kvservice.core.tenants import TenantLimits, tag_of
 from kvservice.testing.builders import (
     LARGE,
     SMALL,

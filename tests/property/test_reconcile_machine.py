@@ -17,10 +17,10 @@ from hypothesis.stateful import invariant, precondition, rule, run_state_machine
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
-from kvservice.core.handoff import CLOSED_SECONDS
+from kvservice.core.acquire.handoff import CLOSED_SECONDS
 from kvservice.core.messages import BlockRef, HandoffState
 from kvservice.core.reconcile import Ledger
-from kvservice.core.slots import SlotState
+from kvservice.core.store.slots import SlotState
 from kvservice.units import AttachmentId, BootEpoch, HandoffId
 from tests.property.shard_world import Asked, Engine, Write, any_index, engines, somebody_attached
 from tests.property.test_shard_machine import ShardMachine
@@ -262,7 +262,7 @@ TestReconcile.settings = settings(
 )
 
 RECONCILE = "kvservice.core.reconcile"
-HANDOFF = "kvservice.core.handoff"
+HANDOFF = "kvservice.core.acquire.handoff"
 WRITES = "kvservice.core.writes"
 MUTANTS = (
     Mutant("a slot whose abort was lost comes back", RECONCILE, "                found.append(ref)\n", ""),

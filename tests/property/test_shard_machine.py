@@ -16,9 +16,8 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
-from kvservice.core.drain import DrainPhase
+from kvservice.core.drain.sender import DrainPhase
 from kvservice.core.events import PullVerdict
-from kvservice.core.geometry import slab_of
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
@@ -31,6 +30,7 @@ from kvservice.core.messages import (
     SealStatus,
     TakeOverResult,
 )
+from kvservice.core.segment.geometry import slab_of
 from kvservice.core.shard import AttachReply
 from kvservice.errors import KVServiceError, NotAttached, StaleEpoch, Unavailable
 from kvservice.testing.builders import CoreHarness, content_of, make_handle, run_of

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvservice.core import events as ev
+from kvservice.core.block.window_groups import SIDE_POSITION, Reach, Side, side_key, side_route
 from kvservice.core.messages import AcquireResult, Handoff
-from kvservice.core.windows import SIDE_POSITION, Reach, Side, side_key, side_route
 from kvservice.testing.builders import (
     SMALL,
     CoreHarness,

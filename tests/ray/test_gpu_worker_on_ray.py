@@ -23,9 +23,9 @@ from kvservice.actors.supervisor import gpu_worker_devices
 from kvservice.client.discovery import find_movers, find_shards
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
-from kvservice.core.descriptors import RegionLayout
-from kvservice.core.keys import span_route
+from kvservice.core.block.keys import span_route
 from kvservice.core.messages import SealItem, SealStatus
+from kvservice.core.segment.copy_runs import RegionLayout
 from kvservice.mover.device import HOST
 from kvservice.mover.link import KVOffer, WorkerLink
 from kvservice.mover.memory import SharedMemory

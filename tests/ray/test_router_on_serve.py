@@ -24,7 +24,7 @@ from kvservice.client.discovery import find_shards
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
 from kvservice.connector.naming import block_namer
-from kvservice.core.keys import block_keys
+from kvservice.core.block.keys import block_keys
 from kvservice.units import MiB
 from tests.integration.engine import LAYOUT, Engine, spec
 from tests.ray_nodes import ray_nodes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from kvservice.core.descriptors import CopyTemplate
+from kvservice.core.segment.copy_runs import CopyTemplate
 from kvservice.errors import TransferError
 from kvservice.mover.cuda_copies import CudaCopies
 from kvservice.mover.cuda_device import CudaKV

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.client.discovery import node_directory
-from kvservice.core.descriptors import RegionLayout
+from kvservice.core.segment.copy_runs import RegionLayout
 from kvservice.memory.segment import Segment
 from kvservice.mover import cuda_driver
 from kvservice.mover.cuda_driver import Driver

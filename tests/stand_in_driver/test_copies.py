@@ -11,8 +11,8 @@ import threading
 import numpy as np
 import pytest
 
-from kvservice.core.descriptors import CopyTemplate, DirectTemplate
-from kvservice.core.geometry import slot_index
+from kvservice.core.segment.copy_runs import CopyTemplate, DirectTemplate
+from kvservice.core.segment.geometry import slot_index
 from kvservice.errors import TransferError, UnsupportedLayout
 from kvservice.mover.cuda_copies import CudaCopies, DirectCopies
 from kvservice.mover.cuda_driver import FATAL, ORDER_ANY, ORDER_STREAM, Driver

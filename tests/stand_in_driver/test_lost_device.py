@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvservice.client.discovery import find_movers
-from kvservice.core.geometry import slot_index
+from kvservice.core.segment.geometry import slot_index
 from kvservice.mover.__main__ import STATUS_DEVICE_LOST
 from kvservice.mover.cuda_driver import Driver
 from kvservice.mover.message import CopyRow

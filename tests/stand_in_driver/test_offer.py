@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvservice.core.geometry import slot_index
+from kvservice.core.segment.geometry import slot_index
 from kvservice.errors import UnsupportedLayout
 from kvservice.mover.cuda_driver import Driver
 from kvservice.mover.cuda_offer import EVENTS, CudaOffer

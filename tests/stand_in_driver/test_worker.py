@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.core.geometry import slot_index
+from kvservice.core.segment.geometry import slot_index
 from kvservice.memory.segment import Segment
 from kvservice.mover.__main__ import STATUS_WEDGED
 from kvservice.mover.cuda_driver import Driver
@@ -114,7 +114,7 @@ def check_store_waits_for_the_kernels_that_write_the_block(driver: Driver, plant
 LENDER = """
 import sys
 from pathlib import Path
-from kvservice.core.geometry import Geometry
+from kvservice.core.segment.geometry import Geometry
 from kvservice.memory.segment import Segment
 from kvservice.mover.cuda_driver import Driver
 from kvservice.mover.message import CopyRow

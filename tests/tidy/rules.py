@@ -116,7 +116,7 @@ def parse(path: Path) -> ast.Module:
 
 
 def package_of(root: Path, path: Path) -> str:
-    """'core' for kvservice/core/keys.py, 'errors' for kvservice/errors.py, '' for kvservice/__init__.py."""
+    """'core' for kvservice/core/block/keys.py, 'errors' for kvservice/errors.py, '' for kvservice/__init__.py."""
     parts = path.relative_to(root).with_suffix("").parts
     if parts[0] == "actors":
         return "actors"

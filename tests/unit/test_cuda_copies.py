@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvservice.core.descriptors import CopyTemplate, DirectTemplate, RegionLayout
-from kvservice.core.geometry import plan_geometry
-from kvservice.core.layout import SlotLayout
+from kvservice.core.segment.copy_runs import CopyTemplate, DirectTemplate, RegionLayout
+from kvservice.core.segment.geometry import plan_geometry
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import TransferError
 from kvservice.mover import cuda_copies
 from kvservice.mover.cuda_copies import CudaCopies, DirectCopies

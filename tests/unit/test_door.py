@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvservice.core.geometry import Geometry
 from kvservice.core.messages import Attachment
+from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import Unauthenticated
 from kvservice.shard.door import Door, is_private
 from kvservice.units import AttachmentId, BootEpoch, MiB, NodeId

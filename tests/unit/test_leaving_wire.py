@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kvservice.core.drain import DrainPhase, DrainProgress
+from kvservice.core.drain.sender import DrainPhase, DrainProgress
 from kvservice.core.messages import TakeOverItem, TakeOverResult
 from kvservice.errors import InvalidRequest
 from kvservice.testing.builders import make_chain, make_holder

@@ -10,8 +10,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvservice.core.descriptors import CopyTemplate, RegionLayout
-from kvservice.core.layout import SlotLayout
+from kvservice.core.segment.copy_runs import CopyTemplate, RegionLayout
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.mover.device import HostDevice, HostKV
 from kvservice.mover.loans import DirectPath, Lender, Loans
 from kvservice.mover.memory import SharedMemory

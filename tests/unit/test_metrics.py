@@ -18,8 +18,8 @@ import yaml
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
+from kvservice.core.block.tenants import TenantUsage
 from kvservice.core.messages import PoolStats
-from kvservice.core.tenants import TenantUsage
 from kvservice.observe import logs
 from kvservice.observe.lookup_metrics import LOOKUP_GAUGES, LookupCollector, LookupNumbers
 from kvservice.observe.metrics import COUNTERS, ShardCollector, serve_metrics, transport_of

@@ -9,7 +9,7 @@ import pytest
 
 from kvservice.client.discovery import MIRROR_NAME
 from kvservice.client.mirror import MirroredLookup, NodeMirror
-from kvservice.core.mirror import MirrorEvent, MirrorWriter, keys_that_fit, mirror_bytes, mirror_rows
+from kvservice.core.directory.mirror import MirrorEvent, MirrorWriter, keys_that_fit, mirror_bytes, mirror_rows
 from kvservice.errors import SegmentError, ServiceConflict
 from kvservice.memory.mirror_segment import MirrorSegment, mirror_path
 from kvservice.memory.segment import remove_stale, segment_path

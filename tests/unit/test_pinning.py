@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvservice.core.geometry import Geometry
+from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import TransferError
 from kvservice.mover.pinning import Pinning, PinningOnUse, pieces
 from kvservice.units import MiB

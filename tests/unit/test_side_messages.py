@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from kvservice.core.block.window_groups import Reach, Side
 from kvservice.core.messages import AcquireResult, BlockRef, MissReason
-from kvservice.core.windows import Reach, Side
 from kvservice.errors import InvalidRequest
 from kvservice.testing.builders import make_layout, make_spec
 from kvservice.units import Generation, LeaseId, SlotIndex

@@ -8,10 +8,10 @@ from urllib.parse import quote
 
 import pytest
 
-from kvservice.core.fingerprint import FIELDS_MAX
+from kvservice.core.block.fingerprint import FIELDS_MAX
+from kvservice.core.block.window_groups import SIDES_MAX
 from kvservice.core.messages import Statement
 from kvservice.core.reconcile import OPEN_CALLS_MAX, STATED_HANDOFFS_MAX, STATED_SLOTS_MAX
-from kvservice.core.windows import SIDES_MAX
 from kvservice.errors import FingerprintMismatch, InvalidRequest
 from kvservice.units import HandoffId, SlotIndex
 from kvservice.wire import codec

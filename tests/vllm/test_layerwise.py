@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.core.geometry import plan_geometry
+from kvservice.core.segment.geometry import plan_geometry
 from kvservice.memory.segment import Segment, segment_path
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import MiB

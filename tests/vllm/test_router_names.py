@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvservice.connector.naming import block_namer
-from kvservice.core.fingerprint import Fingerprint
-from kvservice.core.keys import block_keys
+from kvservice.core.block.fingerprint import Fingerprint
+from kvservice.core.block.keys import block_keys
 from kvservice.serve.prompt import PromptTokenizer, question_of
 
 pytestmark = pytest.mark.vllm

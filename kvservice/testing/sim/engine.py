@@ -16,9 +16,9 @@ from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport
 from kvservice.connector.ports import Promise, Wait
 from kvservice.connector.scheduler import SchedulerHalf
 from kvservice.connector.session import Session
-from kvservice.core.keys import DEFAULT_TENANT_KEY, block_keys, tenant_key, term_key
+from kvservice.core.block.keys import DEFAULT_TENANT_KEY, block_keys, tenant_key, term_key
+from kvservice.core.block.tenants import NOBODY
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, EngineSpec, Handoff
-from kvservice.core.tenants import NOBODY
 from kvservice.testing.sim.line import Line
 from kvservice.testing.sim.loop import ProcessLoop
 from kvservice.testing.sim.memory import BLANK, content_of

@@ -9,9 +9,9 @@ import hashlib
 from dataclasses import replace
 from pathlib import Path
 
-from kvservice.core.digest import digest_payload
-from kvservice.core.geometry import Geometry, slab_of
-from kvservice.core.header import SlotHeader, pack_header, unpack_header
+from kvservice.core.segment.digest import digest_payload
+from kvservice.core.segment.geometry import Geometry, slab_of
+from kvservice.core.segment.header import SlotHeader, pack_header, unpack_header
 from kvservice.units import BlockHash, BlockKey, BootEpoch, SlotIndex
 
 PAYLOAD_BYTES = 32  # of a simulated payload, whatever the slot's real size

@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from kvservice.core.announce import Announcer
+from kvservice.core.block.tenants import TenantLimits
+from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import Holder
 from kvservice.core.shard import ShardState
-from kvservice.core.tenants import TenantLimits
 from kvservice.pool.ports import PoolConfig
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.testing.sim.lookup import Herald, LookupShard

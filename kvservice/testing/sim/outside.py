@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvservice.client.lookup import LookupAnswer
 from kvservice.client.peer import PeerInfo
-from kvservice.core.announce import Announcer
+from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverItem, TakeOverResult
 from kvservice.errors import StaleEpoch, Unavailable
 from kvservice.pool.runtime import PoolRuntime

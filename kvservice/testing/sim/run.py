@@ -15,10 +15,10 @@ from functools import partial
 
 from kvservice.client.shard import SEAL_SECONDS
 from kvservice.connector.handoff import Prefill
-from kvservice.core.fetch import SUSPECT_SECONDS
-from kvservice.core.geometry import Geometry
+from kvservice.core.acquire.acquisitions import SUSPECT_SECONDS
+from kvservice.core.block.tenants import NOBODY, TenantLimits
 from kvservice.core.messages import Handoff
-from kvservice.core.tenants import NOBODY, TenantLimits
+from kvservice.core.segment.geometry import Geometry
 from kvservice.testing.builders import SMALL, make_spec
 from kvservice.testing.sim.engine import BLOCK_TOKENS, Engine
 from kvservice.testing.sim.lookup import LookupShard

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
-from kvservice.core.checks import is_as_promised, is_reserved
-from kvservice.core.digest import digest_payload
-from kvservice.core.header import SlotHeader
+from kvservice.core.segment.digest import digest_payload
+from kvservice.core.segment.header import SlotHeader
+from kvservice.core.segment.header_checks import is_as_promised, is_reserved
 from kvservice.testing.sim.world import Violation
 from kvservice.units import BootEpoch
 

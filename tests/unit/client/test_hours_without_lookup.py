@@ -9,7 +9,7 @@ import random
 import pytest
 
 from kvservice.client.announcer import BACKOFF_SECONDS_MAX, AnnouncePump
-from kvservice.core.announce import Announcer, Update
+from kvservice.core.directory.announce import Announcer, Update
 from kvservice.core.messages import Holder
 from kvservice.errors import Unavailable
 from kvservice.testing.sim.loop import ProcessLoop

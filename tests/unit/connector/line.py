@@ -8,8 +8,6 @@ from itertools import count
 
 from kvservice.connector.plan import PoolInfo
 from kvservice.connector.session import Answer
-from kvservice.core.geometry import Geometry, slot_index
-from kvservice.core.layout import SlotLayout
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
@@ -19,6 +17,8 @@ from kvservice.core.messages import (
     RequestReport,
     SealItem,
 )
+from kvservice.core.segment.geometry import Geometry, slot_index
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.units import AttachmentId, BlockHash, BlockKey, BootEpoch, Generation, HandoffId, LeaseId, NodeId
 
 BLOCK = 16

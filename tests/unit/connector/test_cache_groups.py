@@ -9,11 +9,11 @@ from kvservice.connector.plan import StepPlan, StepReport
 from kvservice.connector.ports import Promise, Wait
 from kvservice.connector.scheduler import SchedulerHalf
 from kvservice.connector.store_plan import plan_store
-from kvservice.core.geometry import slot_index
-from kvservice.core.keys import span_route
-from kvservice.core.layout import SlotLayout
+from kvservice.core.block.keys import span_route
+from kvservice.core.block.window_groups import SIDE_POSITION, Reach, Side, side_key
 from kvservice.core.messages import AcquireResult, BlockRef, MissReason
-from kvservice.core.windows import SIDE_POSITION, Reach, Side, side_key
+from kvservice.core.segment.geometry import slot_index
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.units import BlockKey, Generation, LeaseId, SlotIndex
 from tests.unit.connector.line import BLOCK, Line, Pins, hashes, keys_of, pool_info
 

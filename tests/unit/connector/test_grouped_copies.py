@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvservice.connector.copier import BlockCopier, GroupedCopier
-from kvservice.core.layout import SlotLayout
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import UnsupportedLayout
 
 BLOCKS, HEADS, TOKENS, WIDTH = 6, 2, 8, 4

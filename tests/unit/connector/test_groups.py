@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvservice.connector.groups import families
-from kvservice.core.windows import Reach
+from kvservice.core.block.window_groups import Reach
 from kvservice.errors import UnsupportedLayout
 
 COMMON: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}

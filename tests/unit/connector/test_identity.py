@@ -37,7 +37,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from kvservice.connector import identity
 from kvservice.connector import identity_tables as tables
 from kvservice.connector.identity import config_fields, text_of
-from kvservice.core.fingerprint import Fingerprint
+from kvservice.core.block.fingerprint import Fingerprint
 
 CLASSES: dict[str, type] = {
     "model_config": ModelConfig,

@@ -7,10 +7,10 @@ import pytest
 from kvservice.connector.handoff import Prefill, parse_public_tokens, parse_transfer_params
 from kvservice.connector.keyring import Keyring
 from kvservice.connector.request import EngineRequest
-from kvservice.core.geometry import Geometry
-from kvservice.core.keys import DEFAULT_TENANT_KEY, block_keys, term_key, version_term
+from kvservice.core.block.keys import DEFAULT_TENANT_KEY, block_keys, term_key, version_term
+from kvservice.core.block.window_groups import side_key
 from kvservice.core.messages import Attachment
-from kvservice.core.windows import side_key
+from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import InvalidRequest
 from kvservice.units import AttachmentId, BlockHash, BootEpoch, MiB, NodeId
 from tests.unit.connector.line import BLOCK, hashes

@@ -14,9 +14,9 @@ from kvservice.connector.layerwise import LAYERS_AHEAD, BlockRun, CudaLayers, Ho
 from kvservice.connector.mover import InlineMover
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, StepPlan, StorePlan
-from kvservice.core.geometry import slot_index
-from kvservice.core.layout import HeadShare
 from kvservice.core.messages import BlockRef
+from kvservice.core.segment.geometry import slot_index
+from kvservice.core.segment.layout import HeadShare
 from kvservice.memory.segment import Segment
 from kvservice.mover.message import Direction
 from tests.unit.connector.test_worker import (

@@ -27,8 +27,8 @@ from kvservice.connector import compat
 from kvservice.connector.copier import BlockCopier
 from kvservice.connector.mover import HostMover
 from kvservice.connector.plan import CopyEntry
-from kvservice.core.layout import HeadShare, SlotLayout
 from kvservice.core.messages import BlockRef
+from kvservice.core.segment.layout import HeadShare, SlotLayout
 from kvservice.errors import UnsupportedLayout
 from kvservice.mover.message import Direction
 from kvservice.units import BlockKey, Generation, SlotIndex

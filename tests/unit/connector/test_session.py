@@ -16,11 +16,11 @@ import pytest
 from kvservice.client.port import PoolPort
 from kvservice.connector import session as module
 from kvservice.connector.session import HEARTBEAT_SECONDS_MAX, Answer, Session
-from kvservice.core.fingerprint import Fingerprint
-from kvservice.core.geometry import plan_geometry
-from kvservice.core.handoff import OPEN_SECONDS
+from kvservice.core.acquire.handoff import OPEN_SECONDS
+from kvservice.core.block.fingerprint import Fingerprint
+from kvservice.core.block.window_groups import Reach, Side
 from kvservice.core.messages import AcquireRequest, Attachment, BlockRef, EngineSpec, RequestReport, SealItem
-from kvservice.core.windows import Reach, Side
+from kvservice.core.segment.geometry import plan_geometry
 from kvservice.errors import FingerprintMismatch, Unavailable
 from kvservice.testing.fake_pool import FakePool
 from kvservice.units import AttachmentId, BlockKey, HandoffId, MiB, SlotIndex, SpanRoute

@@ -14,8 +14,8 @@ from kvservice.connector.mover import InlineMover
 from kvservice.connector.options import ConnectorOptions, MoverChoice
 from kvservice.connector.remote_mover import RemoteMover, mover_for
 from kvservice.connector.shared_kv import SharedKV, region_layout
-from kvservice.core.descriptors import CopyTemplate
-from kvservice.core.layout import SlotLayout
+from kvservice.core.segment.copy_runs import CopyTemplate
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import ConfigError, UnsupportedLayout
 from kvservice.units import MiB
 

@@ -15,11 +15,11 @@ from kvservice.connector.mover import InlineMover
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StorePlan
 from kvservice.connector.worker import WorkerHalf
-from kvservice.core.digest import digest_payload
-from kvservice.core.geometry import plan_geometry, slot_index
-from kvservice.core.header import SlotHeader
-from kvservice.core.layout import HeadShare, SlotLayout
 from kvservice.core.messages import BlockRef
+from kvservice.core.segment.digest import digest_payload
+from kvservice.core.segment.geometry import plan_geometry, slot_index
+from kvservice.core.segment.header import SlotHeader
+from kvservice.core.segment.layout import HeadShare, SlotLayout
 from kvservice.errors import UnsupportedLayout
 from kvservice.memory.liveness import claim
 from kvservice.memory.segment import Segment

@@ -1,12 +1,12 @@
-"""Rules of core.announce: what is said, in which order, and what is said again."""
+"""Rules of core.directory.announce: what is said, in which order, and what is said again."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvservice.core import announce
-from kvservice.core.announce import Announcer, Update
-from kvservice.core.membership import Outcome
+from kvservice.core.directory import announce
+from kvservice.core.directory.announce import Announcer, Update
+from kvservice.core.directory.membership import Outcome
 from kvservice.units import BlockKey, SpanRoute
 
 EPOCH = 77

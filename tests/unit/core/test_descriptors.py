@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.core.descriptors import (
+from kvservice.core.segment.copy_runs import (
     CopyTemplate,
     Descriptors,
     DirectTemplate,
@@ -17,7 +17,7 @@ from kvservice.core.descriptors import (
     merge_runs,
     through_staging,
 )
-from kvservice.core.layout import SlotLayout
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import InvalidRequest, UnsupportedLayout
 
 NAMES = "lbphn"  # layer, block, part, head, token; the cell is innermost

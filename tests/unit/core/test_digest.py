@@ -1,11 +1,11 @@
-"""Rules of core.digest: bound to the key, the same for every kind of buffer."""
+"""Rules of core.segment.digest: bound to the key, the same for every kind of buffer."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.core.digest import digest_payload
+from kvservice.core.segment.digest import digest_payload
 from kvservice.units import BlockKey
 
 KEY = BlockKey(bytes(range(16)))

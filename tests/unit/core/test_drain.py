@@ -7,10 +7,10 @@ import math
 import pytest
 
 from kvservice.core import events as ev
-from kvservice.core.blocks import Block
-from kvservice.core.drain import RAMP_FLOOR, RAMP_SECONDS, DrainPhase, plan, ramp, weights
-from kvservice.core.fetch import LEASE_MARGIN_SECONDS
+from kvservice.core.acquire.acquisitions import LEASE_MARGIN_SECONDS
+from kvservice.core.drain.sender import RAMP_FLOOR, RAMP_SECONDS, DrainPhase, plan, ramp, weights
 from kvservice.core.messages import Holder, MissReason, Peer, TakeOverItem, TakeOverResult
+from kvservice.core.store.blocks import Block
 from kvservice.errors import InvalidRequest, Unavailable
 from kvservice.testing.builders import (
     LARGE,

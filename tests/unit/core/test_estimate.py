@@ -1,4 +1,4 @@
-"""Rules of core.estimate: fetch what pays off, and never give a peer up for good."""
+"""Rules of core.acquire.estimate: fetch what pays off, and never give a peer up for good."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.core.estimate import PROBE_BYTES, REFUSALS_MAX, FetchEstimate
+from kvservice.core.acquire.estimate import PROBE_BYTES, REFUSALS_MAX, FetchEstimate
 
 BLOCK = 1000
 

@@ -1,4 +1,4 @@
-"""Rules of core.eviction: who goes first, and that everybody can go in the end."""
+"""Rules of core.store.eviction: who goes first, and that everybody can go in the end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.core.eviction import LeafFirstLru
+from kvservice.core.store.eviction import LeafFirstLru
 from kvservice.units import BlockKey
 
 SIZE = 1

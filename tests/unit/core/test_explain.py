@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvservice.core import events as ev
-from kvservice.core.explain import ANSWERED_MAX, KEEP_SECONDS, KEYS_MAX, RECORDS_MAX, RequestRecords, SourceRun
+from kvservice.core.explain.records import ANSWERED_MAX, KEEP_SECONDS, KEYS_MAX, RECORDS_MAX, RequestRecords, SourceRun
 from kvservice.core.messages import AcquireRequest, Handoff, MissReason, RequestReport
 from kvservice.errors import FingerprintMismatch
 from kvservice.testing.builders import CoreHarness, make_chain, make_located, make_spec, run_of

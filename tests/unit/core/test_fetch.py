@@ -1,13 +1,11 @@
-"""Rules of core.fetch: one fetch per block, a prefix without gaps, an answer in time whatever peers do."""
+"""Rules of core.acquire.acquisitions: one fetch per block, a prefix without gaps, an answer in time whatever peers do."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvservice.core import events as ev
-from kvservice.core.estimate import REFUSALS_MAX
-from kvservice.core.events import PullVerdict
-from kvservice.core.fetch import (
+from kvservice.core.acquire.acquisitions import (
     LOCATE_GIVE_UP_SECONDS,
     LOOKUP_SECONDS_MAX,
     PULL_BLOCKS_MAX,
@@ -15,7 +13,9 @@ from kvservice.core.fetch import (
     PULL_SECONDS_MAX,
     SUSPECT_SECONDS,
 )
-from kvservice.core.keys import KEYS_PER_REQUEST_MAX
+from kvservice.core.acquire.estimate import REFUSALS_MAX
+from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
+from kvservice.core.events import PullVerdict
 from kvservice.core.messages import AcquireRequest, MissReason, SealStatus
 from kvservice.core.shard import TIMEOUT_SECONDS_MAX
 from kvservice.errors import InvalidRequest

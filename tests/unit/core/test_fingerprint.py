@@ -1,4 +1,4 @@
-"""Rules of core.fingerprint: equal exactly when every field is, and the difference can be read."""
+"""Rules of core.block.fingerprint: equal exactly when every field is, and the difference can be read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.core.fingerprint import FIELD_CHARS_MAX, FIELDS_MAX, Fingerprint
+from kvservice.core.block.fingerprint import FIELD_CHARS_MAX, FIELDS_MAX, Fingerprint
 from kvservice.errors import InvalidRequest
 
 fields = st.dictionaries(st.text(min_size=1, max_size=5), st.text(max_size=5), min_size=1, max_size=6)

@@ -1,4 +1,4 @@
-"""Rules of core.geometry: nothing overlaps, nothing sticks out, payloads lie on pages."""
+"""Rules of core.segment.geometry: nothing overlaps, nothing sticks out, payloads lie on pages."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.core import geometry as geo
-from kvservice.core.geometry import Geometry, index_in_slab, plan_geometry, slab_of, slot_index
+from kvservice.core.segment import geometry as geo
+from kvservice.core.segment.geometry import Geometry, index_in_slab, plan_geometry, slab_of, slot_index
 from kvservice.errors import ConfigError
 from kvservice.units import GiB, KiB, MiB
 

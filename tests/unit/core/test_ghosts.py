@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvservice.core.ghosts import CULPRITS_MAX, KEEP_SECONDS, Cause, Ghost, GhostTable
+from kvservice.core.explain.evictions import CULPRITS_MAX, KEEP_SECONDS, Cause, Ghost, GhostTable
 from kvservice.testing.builders import make_chain
 
 KEYS = make_chain(8)

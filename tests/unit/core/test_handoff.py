@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvservice.core import events as ev
+from kvservice.core.acquire.acquisitions import FOLLOW_WAIT_SECONDS
+from kvservice.core.acquire.handoff import APPEAR_SECONDS, CLOSED_SECONDS, GATHER_SECONDS
 from kvservice.core.events import PullVerdict
-from kvservice.core.fetch import FOLLOW_WAIT_SECONDS
-from kvservice.core.handoff import APPEAR_SECONDS, CLOSED_SECONDS, GATHER_SECONDS
 from kvservice.core.messages import FollowResult, Handoff, HandoffState, MissReason
 from kvservice.errors import InvalidRequest, NotAttached, StaleEpoch
 from kvservice.testing.builders import CoreHarness, make_chain, make_holder, make_located, make_spec, run_of

@@ -1,4 +1,4 @@
-"""Rules of core.header: a header is whole or nothing."""
+"""Rules of core.segment.header: a header is whole or nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.core.header import SlotFlags, SlotHeader, pack_header, unpack_header
+from kvservice.core.segment.header import SlotFlags, SlotHeader, pack_header, unpack_header
 from kvservice.units import BlockKey, BootEpoch, Generation, SpanRoute
 
 U32, U64 = st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 64) - 1)

@@ -1,4 +1,4 @@
-"""Rules of core.index: runs, forgetting by masking, sweeping."""
+"""Rules of core.directory.index: runs, forgetting by masking, sweeping."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from kvservice.core import announce
-from kvservice.core.announce import Announcer, Update
-from kvservice.core.index import Change, DirectoryIndex, longest_prefix
-from kvservice.core.keys import pack_keys, unpack_keys
-from kvservice.core.membership import Outcome
+from kvservice.core.block.keys import pack_keys, unpack_keys
+from kvservice.core.directory import announce
+from kvservice.core.directory.announce import Announcer, Update
+from kvservice.core.directory.index import Change, DirectoryIndex, longest_prefix
+from kvservice.core.directory.membership import Outcome
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 

@@ -1,4 +1,4 @@
-"""Rules of core.keys: a name depends on everything that changes the bytes, and on nothing else."""
+"""Rules of core.block.keys: a name depends on everything that changes the bytes, and on nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.core import keys
+from kvservice.core.block import keys
 from kvservice.errors import InvalidRequest
 from kvservice.units import BlockHash, BlockKey
 

@@ -1,4 +1,4 @@
-"""Rules of core.layout: ranks of any degree find their bytes in a slot that ranks of any other degree wrote."""
+"""Rules of core.segment.layout: ranks of any degree find their bytes in a slot that ranks of any other degree wrote."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.core.layout import Run, SlotLayout
+from kvservice.core.segment.layout import Run, SlotLayout
 from kvservice.errors import UnsupportedLayout
 
 LAYOUT = SlotLayout(layer_count=3, kv_head_count=8, cell_bytes=10, block_tokens=16)

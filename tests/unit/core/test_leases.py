@@ -1,8 +1,8 @@
-"""Rules of core.leases: a promise ends by its holder, by its holder's end, or by time, and exactly once."""
+"""Rules of core.store.leases: a promise ends by its holder, by its holder's end, or by time, and exactly once."""
 
 from __future__ import annotations
 
-from kvservice.core.leases import Lease, LeaseTable
+from kvservice.core.store.leases import Lease, LeaseTable
 from kvservice.units import LeaseId, SlotIndex
 
 ENGINE, PEER = ("engine", 1), ("peer", "node")

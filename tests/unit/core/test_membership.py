@@ -1,11 +1,11 @@
-"""Rules of core.membership: what an announcement may do, and what silence does."""
+"""Rules of core.directory.membership: what an announcement may do, and what silence does."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvservice.core import membership as m
-from kvservice.core.membership import InvalidTransition, Membership, MemberState, Outcome, Verdict
+from kvservice.core.directory import membership as m
+from kvservice.core.directory.membership import InvalidTransition, Membership, MemberState, Outcome, Verdict
 from kvservice.core.messages import Holder
 from kvservice.errors import Exhausted, Forbidden
 from kvservice.units import BootEpoch, NodeId

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvservice.core import events as ev
-from kvservice.core.handoff import (
+from kvservice.core.acquire.handoff import (
     CLOSED_SECONDS,
     OPEN_MAX,
     OPEN_OF_ONE_MAX,

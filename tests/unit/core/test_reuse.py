@@ -1,4 +1,4 @@
-"""Rules of core.reuse: credit follows what blocks do, and what is remembered is bounded."""
+"""Rules of core.store.reuse: credit follows what blocks do, and what is remembered is bounded."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.core import reuse
-from kvservice.core.eviction import LeafFirstLru, LeafFirstReuse
-from kvservice.core.reuse import KINDS, USES_MAX, ReuseMemory, kind_of
+from kvservice.core.store import reuse
+from kvservice.core.store.eviction import LeafFirstLru, LeafFirstReuse
+from kvservice.core.store.reuse import KINDS, USES_MAX, ReuseMemory, kind_of
 from kvservice.units import BlockKey
 
 

@@ -1,4 +1,4 @@
-"""Rules of core.shard and core.blocks: storing, evicting, sharing memory between models, serving peers, adopting."""
+"""Rules of core.shard and core.store.blocks: storing, evicting, sharing memory between models, serving peers, adopting."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
-from kvservice.core.geometry import slab_of
-from kvservice.core.header import SlotFlags
 from kvservice.core.messages import BlockRef, LocateResult, SealStatus
+from kvservice.core.segment.geometry import slab_of
+from kvservice.core.segment.header import SlotFlags
 from kvservice.core.writes import RESERVE_COUNT_MAX
 from kvservice.errors import InvalidRequest, StaleEpoch
 from kvservice.testing.builders import LARGE, CoreHarness, content_of, make_chain, make_spec

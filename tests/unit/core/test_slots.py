@@ -1,4 +1,4 @@
-"""Rules of core.slots: the table of transitions is exact, nothing is lost, no generation of a slot comes twice."""
+"""Rules of core.store.slots: the table of transitions is exact, nothing is lost, no generation of a slot comes twice."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from kvservice.core.geometry import Geometry, slab_of
-from kvservice.core.slots import TRANSITIONS, InvalidTransition, Slot, SlotEvent, SlotState, SlotTable
+from kvservice.core.segment.geometry import Geometry, slab_of
+from kvservice.core.store.slots import TRANSITIONS, InvalidTransition, Slot, SlotEvent, SlotState, SlotTable
 from kvservice.testing.builders import LARGE, SMALL
 from kvservice.units import Generation, MiB, SlotIndex
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvservice.core.explain import SourceRun
+from kvservice.core.explain.diagnosis import Asked, Facts, Fate, Outcome, Why, counts, judge
+from kvservice.core.explain.records import SourceRun
 from kvservice.core.messages import MissReason, RequestReport
-from kvservice.core.verdicts import Asked, Facts, Fate, Outcome, Why, counts, judge
 
 ASKED = Asked("n0", 60.0, 4, 0, 2, (SourceRun(0, 1, "local"), SourceRun(1, 1, "n1")), MissReason.NEVER_STORED, "",
               True, None)  # fmt: skip

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvservice.core import events as ev
+from kvservice.core.block.window_groups import SIDE_POSITION, Reach, Side, side_key, side_route
 from kvservice.core.messages import AcquireResult, EngineSpec, FollowResult, Handoff, HandoffState, MissReason, SealItem
-from kvservice.core.windows import SIDE_POSITION, Reach, Side, side_key, side_route
 from kvservice.errors import InvalidRequest
 from kvservice.testing.builders import (
     SMALL,

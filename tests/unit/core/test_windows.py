@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.core.keys import SPAN_BLOCKS, span_route
-from kvservice.core.windows import SIDES_MAX, Reach, reconcile, side_key, side_route
+from kvservice.core.block.keys import SPAN_BLOCKS, span_route
+from kvservice.core.block.window_groups import SIDES_MAX, Reach, reconcile, side_key, side_route
 from kvservice.errors import UnsupportedLayout
 from kvservice.testing.builders import make_chain
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.core.geometry import Geometry, plan_geometry
+from kvservice.core.segment.geometry import Geometry, plan_geometry
 from kvservice.errors import SegmentError, Unavailable
 from kvservice.memory import liveness
 from kvservice.memory.liveness import claim, has_writers, hold
@@ -27,7 +27,7 @@ ENGINE, OTHER = b"e" * 16, b"f" * 16
 HOLDER = """
 import sys
 from pathlib import Path
-from kvservice.core.geometry import Geometry
+from kvservice.core.segment.geometry import Geometry
 from kvservice.memory.liveness import hold
 from kvservice.memory.segment import Segment
 path, slab_bytes, slab_count, engine = sys.argv[1:]

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.core.geometry import plan_geometry
-from kvservice.core.header import SLOT_VERSION, SlotHeader
+from kvservice.core.segment.geometry import plan_geometry
+from kvservice.core.segment.header import SLOT_VERSION, SlotHeader
 from kvservice.errors import SegmentError, ServiceConflict
 from kvservice.memory.segment import Segment, remove_stale, segment_path
 from kvservice.units import BlockKey, BootEpoch, Generation, GiB, MiB, SlotIndex, SpanRoute
@@ -71,7 +71,7 @@ def test_killed_owner_leaves_its_blocks_to_the_next_boot(path: Path) -> None:
     script = f"""
 import sys, time
 from pathlib import Path
-from kvservice.core.geometry import plan_geometry
+from kvservice.core.segment.geometry import plan_geometry
 from kvservice.memory.segment import Segment
 from tests.unit.memory.test_segment import header, GEOMETRY
 s = Segment.create(Path({str(path)!r}), GEOMETRY, "node")
@@ -222,7 +222,7 @@ def test_nameless_memory_is_attached_through_its_process_and_goes_with_the_last_
     taken = (free - os.statvfs(directory).f_bavail) * os.statvfs(directory).f_frsize
     assert taken >= GEOMETRY.segment_bytes, "reserved at once, as with a name"
     code = (
-        "import sys; from pathlib import Path; from kvservice.core.geometry import Geometry;"
+        "import sys; from pathlib import Path; from kvservice.core.segment.geometry import Geometry;"
         "from kvservice.memory.segment import Segment;"
         "s = Segment.attach(Path(sys.argv[1]), Geometry(int(sys.argv[2]), int(sys.argv[3])));"
         "s.buffer[-4:] = b'mine'; print(s.epoch)"

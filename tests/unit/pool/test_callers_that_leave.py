@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvservice.core import actions as act
-from kvservice.core.geometry import plan_geometry
 from kvservice.core.messages import AcquireRequest, AcquireResult, SealItem
+from kvservice.core.segment.geometry import plan_geometry
 from kvservice.errors import NotAttached, SegmentError
 from kvservice.pool import runtime as module
 from kvservice.pool.runtime import PoolConfig, PoolRuntime

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from kvservice.client.survey import NodeSurvey
-from kvservice.core.fingerprint import Fingerprint
+from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.messages import EngineGroup, Holder, PeerSpeed, Survey
 from kvservice.serve.holdings import Facts, Holdings
 from kvservice.serve.options import RouterOptions

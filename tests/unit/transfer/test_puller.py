@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.core.digest import digest_payload
 from kvservice.core.events import PullVerdict
-from kvservice.core.geometry import plan_geometry
-from kvservice.core.header import SlotHeader
 from kvservice.core.messages import BlockHandle
+from kvservice.core.segment.digest import digest_payload
+from kvservice.core.segment.geometry import plan_geometry
+from kvservice.core.segment.header import SlotHeader
 from kvservice.memory.segment import Segment, segment_path
 from kvservice.testing.fake_transport import FakeNetwork, Faults
 from kvservice.transfer.base import Copy

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
 
-from kvservice.core.block_table import ENTRIES, FULL_AT_END, OTHER_MIXER, ROWS_MIN, BlockTable, table_bytes
-from kvservice.core.holder_table import HolderTable, bits_of, number_runs
-from kvservice.core.keys import KEY_BYTES
+from kvservice.core.block.keys import KEY_BYTES
+from kvservice.core.directory.holder_table import HolderTable, bits_of, number_runs
+from kvservice.core.directory.key_table import ENTRIES, FULL_AT_END, OTHER_MIXER, ROWS_MIN, BlockTable, table_bytes
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.units import BootEpoch, NodeId
 

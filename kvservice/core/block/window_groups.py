@@ -11,8 +11,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvservice.core.keys import KEY_BYTES, SPAN_BLOCKS, route_of_head
-from kvservice.core.layout import SlotLayout
+from kvservice.core.block.keys import KEY_BYTES, SPAN_BLOCKS, route_of_head
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import UnsupportedLayout
 from kvservice.units import BlockKey, SpanRoute
 

@@ -20,14 +20,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvservice.core.reuse import KINDS, ReuseMemory, kind_of
-from kvservice.core.tenants import NOBODY
-from kvservice.core.windows import SIDE_POSITION
+from kvservice.core.block.tenants import NOBODY
+from kvservice.core.block.window_groups import SIDE_POSITION
+from kvservice.core.store.reuse import KINDS, ReuseMemory, kind_of
 from kvservice.units import BlockKey
 
 
 class EvictionPolicy(Protocol):
-    """What core.blocks asks of a policy. All methods change only the policy's own state and never block."""
+    """What core.store.blocks asks of a policy. All methods change only the policy's own state and never block."""
 
     now: float  # set before each event, seconds
 
@@ -80,7 +80,7 @@ class _Entry:
     account: str
     tick: int  # logical time of the last touch
     used_at: float  # the same in seconds
-    uses: int = 0  # times it was used again, as far as core.reuse counts
+    uses: int = 0  # times it was used again, as far as core.store.reuse counts
     children: int = 0  # resident blocks that name this one as parent
     pinned: bool = False
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from kvservice.core.geometry import Geometry, slab_of, slot_index
-from kvservice.core.tenants import NOBODY, Accounts
+from kvservice.core.block.tenants import NOBODY, Accounts
+from kvservice.core.segment.geometry import Geometry, slab_of, slot_index
 from kvservice.units import Generation, SlotIndex
 
 

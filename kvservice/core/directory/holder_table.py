@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvservice.core.block_table import ROW_U32, BlockTable, Keys, Numbers, Positions, few, keys_array
-from kvservice.core.keys import KEY_BYTES
+from kvservice.core.block.keys import KEY_BYTES
+from kvservice.core.directory.key_table import ROW_U32, BlockTable, Keys, Numbers, Positions, few, keys_array
 from kvservice.units import BlockKey
 
 __all__ = ["HolderTable", "Swept", "bits_of", "number_runs"]

@@ -1,6 +1,6 @@
 """What a shard still has to tell each lookup shard: changes, a full announcement, or only that it is alive.
 
-The counterpart of core.index. Pure, with one caller. Per partition there is one update at a time on its way; what is
+The counterpart of core.directory.index. Pure, with one caller. Per partition there is one update at a time on its way; what is
 not known to have arrived is sent again under the same sequence, so the receiver can tell a repetition from news.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from kvservice.core.keys import partition_of
-from kvservice.core.membership import Outcome
+from kvservice.core.block.keys import partition_of
+from kvservice.core.directory.membership import Outcome
 from kvservice.units import BlockKey, SpanRoute
 
 # Keys in one update: small enough that applying it does not keep the lookup shard from answering for long.

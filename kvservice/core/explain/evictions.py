@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from kvservice.core.keys import KEY_BYTES
+from kvservice.core.block.keys import KEY_BYTES
 from kvservice.units import BlockKey
 
 GHOSTS_MAX = 65_536  # 2.4 MB; what a shard of 64 GiB with blocks of 2 MiB evicts before everything in it is new twice

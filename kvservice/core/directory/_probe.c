@@ -1,4 +1,4 @@
-/* kvservice.core.block_table's loops, for installations that could compile them. The layout is described there, and the
+/* kvservice.core.directory.key_table's loops, for installations that could compile them. The layout is described there, and the
  * same in numpy; tests hold the two equal. `find` reads memory that another process may be writing: what it finds may be
  * torn, so every address is derived from checked numbers and every loop is bounded. */
 

@@ -19,15 +19,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvservice.core.acquisition import Acquisition, Fetch, FetchState, Then, holders_by_index, longest_run
+from kvservice.core.acquire.acquisition import Acquisition, Fetch, FetchState, Then, holders_by_index, longest_run
+from kvservice.core.acquire.estimate import FetchEstimates
+from kvservice.core.acquire.handoff import APPEAR_SECONDS
 from kvservice.core.actions import Action, Follow, Locate, Pull, ReleaseRemote, Reply, Resolve
-from kvservice.core.blocks import NO_KEY, BlockStore
-from kvservice.core.estimate import FetchEstimates
+from kvservice.core.block.keys import span_route
+from kvservice.core.block.tenants import NOBODY
 from kvservice.core.events import Followed, PullVerdict
-from kvservice.core.explain import RequestRecords
-from kvservice.core.handoff import APPEAR_SECONDS
-from kvservice.core.keys import span_route
-from kvservice.core.leases import LeaseTable
+from kvservice.core.explain.records import RequestRecords
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
@@ -40,8 +39,9 @@ from kvservice.core.messages import (
     MissReason,
     PeerSpeed,
 )
-from kvservice.core.slots import Slot, SlotState
-from kvservice.core.tenants import NOBODY
+from kvservice.core.store.blocks import NO_KEY, BlockStore
+from kvservice.core.store.leases import LeaseTable
+from kvservice.core.store.slots import Slot, SlotState
 from kvservice.units import AttachmentId, BlockKey, LeaseId, NodeId, SlotIndex
 
 LOOKUP_SECONDS_MAX = 0.25  # an absent directory may not use up the engine's deadline

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvservice.core.block_table import private_table
-from kvservice.core.ghosts import Cause, Ghost, GhostTable
-from kvservice.core.holder_table import HolderTable, bits_of
-from kvservice.core.keys import KEY_BYTES, pack_keys
-from kvservice.core.membership import FORGET_SECONDS, HIDE_SECONDS, Membership, MemberState, Outcome
+from kvservice.core.block.keys import KEY_BYTES, pack_keys
+from kvservice.core.directory.holder_table import HolderTable, bits_of
+from kvservice.core.directory.key_table import private_table
+from kvservice.core.directory.membership import FORGET_SECONDS, HIDE_SECONDS, Membership, MemberState, Outcome
+from kvservice.core.explain.evictions import Cause, Ghost, GhostTable
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.units import BlockKey, NodeId
 

@@ -10,10 +10,10 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from kvservice.core.ghosts import Ghost
-from kvservice.core.keys import KEY_BYTES, pack_keys
+from kvservice.core.block.keys import KEY_BYTES, pack_keys
+from kvservice.core.block.tenants import NOBODY
+from kvservice.core.explain.evictions import Ghost
 from kvservice.core.messages import AcquireRequest, EngineSpec, MissReason, RequestReport
-from kvservice.core.tenants import NOBODY
 from kvservice.units import BlockKey, NodeId, printable
 
 KEEP_SECONDS = 900.0

@@ -1,4 +1,4 @@
-"""A shard that leaves: what it hands to whom, and when it may go. Pure; core.takeover is the receiving side.
+"""A shard that leaves: what it hands to whom, and when it may go. Pure; core.drain.receiver is the receiving side.
 
     serving -> finding_takers -> handing_over -> settling -> gone
 
@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvservice.core.actions import Action, Farewell, FindTakers, Offer
-from kvservice.core.blocks import Block, BlockStore
+from kvservice.core.block.tenants import tag_of
 from kvservice.core.messages import Holder, Peer, TakeOverItem, TakeOverResult
-from kvservice.core.tenants import tag_of
+from kvservice.core.store.blocks import Block, BlockStore
 from kvservice.units import BlockKey, NodeId
 
 RAMP_SECONDS = 300.0  # until a shard that joined is given its whole share

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from kvservice.core.explain import LOCAL, SourceRun
-from kvservice.core.ghosts import Cause
+from kvservice.core.explain.evictions import Cause
+from kvservice.core.explain.records import LOCAL, SourceRun
 from kvservice.core.messages import MissReason, RequestReport
 
 CLOSE_SECONDS = 0.05  # two moments on two nodes, closer than this, happened together
@@ -147,7 +147,7 @@ class Verdict:
     node: str = ""
     why: Why | None = None
     text: str = ""
-    cause: str = ""  # of an eviction: value of core.ghosts.Cause
+    cause: str = ""  # of an eviction: value of core.explain.evictions.Cause
     by: str = ""  # of an eviction: who needed the room
 
     def goes_on(self, after: Verdict) -> bool:

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvservice.core.acquisition import Acquisition
+from kvservice.core.acquire.acquisition import Acquisition
+from kvservice.core.acquire.acquisitions import Acquisitions
 from kvservice.core.actions import Action, Reply
-from kvservice.core.blocks import BlockStore
-from kvservice.core.explain import RequestRecords
-from kvservice.core.fetch import Acquisitions
-from kvservice.core.keys import SPAN_BLOCKS
-from kvservice.core.leases import LeaseTable
+from kvservice.core.block.keys import SPAN_BLOCKS
+from kvservice.core.block.window_groups import SIDE_POSITION, reconcile, side_key
+from kvservice.core.explain.records import RequestRecords
 from kvservice.core.messages import AcquireRequest, AcquireResult, BlockRef, EngineSpec, Handoff, MissReason
-from kvservice.core.windows import SIDE_POSITION, reconcile, side_key
+from kvservice.core.store.blocks import BlockStore
+from kvservice.core.store.leases import LeaseTable
 from kvservice.units import AttachmentId, LeaseId, SlotIndex
 
 SHORTER_HITS_MAX = 2  # that are looked for on other nodes

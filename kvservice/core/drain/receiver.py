@@ -1,6 +1,6 @@
 """The receiving side of a drain: blocks that a leaving node offers are read from it, verified and kept as originals.
 
-One TakeOver call is one Locate and one Pull, as in core.fetch, but for blocks that no engine here has asked for: they
+One TakeOver call is one Locate and one Pull, as in core.acquire.acquisitions, but for blocks that no engine here has asked for: they
 may take free room, and the room of blocks that were used less recently than they were, and nothing else. The call is
 answered when all of it is decided, or when its time is up; a transfer that goes on after that keeps its slots.
 
@@ -14,18 +14,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvservice.core.actions import Action, Locate, Pull, ReleaseRemote, Reply
-from kvservice.core.blocks import BlockStore
-from kvservice.core.events import PullVerdict
-from kvservice.core.fetch import (
+from kvservice.core.acquire.acquisitions import (
     LEASE_MARGIN_SECONDS,
     LOCATE_SECONDS_MAX,
     PULL_BLOCKS_MAX,
     PULL_SECONDS_MAX,
     SUSPECT_SECONDS,
 )
+from kvservice.core.actions import Action, Locate, Pull, ReleaseRemote, Reply
+from kvservice.core.events import PullVerdict
 from kvservice.core.messages import BlockHandle, Holder, LocateResult, TakeOverItem, TakeOverResult
-from kvservice.core.slots import Slot
+from kvservice.core.store.blocks import BlockStore
+from kvservice.core.store.slots import Slot
 from kvservice.errors import Exhausted
 from kvservice.units import BlockKey, LeaseId, SlotIndex
 
@@ -36,7 +36,7 @@ ITEMS_MAX = PULL_BLOCKS_MAX
 
 @dataclass(slots=True)
 class _Take:
-    number: int  # negative: core.fetch counts its own upwards
+    number: int  # negative: core.acquire.acquisitions counts its own upwards
     op: int
     leaver: Holder
     payload_bytes: int

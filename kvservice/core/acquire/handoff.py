@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvservice.core.actions import Action, Reply
-from kvservice.core.blocks import Block, BlockStore
-from kvservice.core.leases import LeaseTable
 from kvservice.core.messages import FollowResult, HandoffState, LocateResult, Statement
 from kvservice.core.reconcile import is_settled
+from kvservice.core.store.blocks import Block, BlockStore
+from kvservice.core.store.leases import LeaseTable
 from kvservice.errors import Exhausted, InvalidRequest
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId
 

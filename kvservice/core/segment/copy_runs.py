@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.core.layout import SlotLayout
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import InvalidRequest, UnsupportedLayout
 
 Offsets: TypeAlias = "npt.NDArray[np.int64]"

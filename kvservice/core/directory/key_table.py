@@ -37,7 +37,7 @@ class Native(Protocol):
 def _native() -> Native | None:
     """None where the installation had no compiler."""
     try:
-        from kvservice.core import _probe
+        from kvservice.core.directory import _probe
     except ImportError:
         return None
     return _probe if hasattr(_probe, "insert") else None  # an older build; `make native` makes it anew

@@ -9,15 +9,15 @@ from collections import Counter
 from collections.abc import Callable
 
 from kvservice.core import events as ev
+from kvservice.core.acquire.handoff import Handoffs, check_handoff_id
 from kvservice.core.actions import Action, Reply
-from kvservice.core.blocks import BlockStore
-from kvservice.core.drain import DrainPhase, Leaving
-from kvservice.core.geometry import Geometry
-from kvservice.core.handoff import Handoffs, check_handoff_id
-from kvservice.core.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX
-from kvservice.core.leases import Lease, LeaseTable
+from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX
+from kvservice.core.drain.receiver import ITEMS_MAX, TakeOvers
+from kvservice.core.drain.sender import DrainPhase, Leaving
 from kvservice.core.messages import LocateResult
-from kvservice.core.takeover import ITEMS_MAX, TakeOvers
+from kvservice.core.segment.geometry import Geometry
+from kvservice.core.store.blocks import BlockStore
+from kvservice.core.store.leases import Lease, LeaseTable
 from kvservice.errors import Forbidden, InvalidRequest, StaleEpoch, Unavailable, UnsupportedLayout
 from kvservice.units import BlockKey, BootEpoch, LeaseId, NodeId
 

@@ -1,4 +1,4 @@
-"""One Acquire call, and one fetch from a peer, while they are under way. core.fetch decides what becomes of them."""
+"""One Acquire call, and one fetch from a peer, while they are under way. core.acquire.acquisitions decides what becomes of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvservice.core.block.tenants import NOBODY
 from kvservice.core.messages import AcquireRequest, BlockHandle, Holder, HolderRun, MissReason
-from kvservice.core.slots import Slot
-from kvservice.core.tenants import NOBODY
+from kvservice.core.store.slots import Slot
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, SlotIndex
 
 

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvservice.core.actions import Action, Announce, AssignSlab, ClearHeader, Retract, WriteHeader
-from kvservice.core.eviction import EvictionPolicy
-from kvservice.core.geometry import Geometry, slab_of
-from kvservice.core.ghosts import Cause, GhostTable
-from kvservice.core.header import SlotFlags, SlotHeader
+from kvservice.core.block.tenants import NOBODY, tag_of
+from kvservice.core.explain.evictions import Cause, GhostTable
 from kvservice.core.messages import BlockHandle, BlockRef, MissReason
-from kvservice.core.slots import Slot, SlotEvent, SlotState, SlotTable
-from kvservice.core.tenants import NOBODY, tag_of
+from kvservice.core.segment.geometry import Geometry, slab_of
+from kvservice.core.segment.header import SlotFlags, SlotHeader
+from kvservice.core.store.eviction import EvictionPolicy
+from kvservice.core.store.slots import Slot, SlotEvent, SlotState, SlotTable
 from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex, SpanRoute
 
 NO_KEY = BlockKey(bytes(16))
