@@ -173,7 +173,7 @@ def host_speeds(
 ) -> dict[str, Any]:
     import torch
 
-    from kvservice.connector.copier import BlockCopier
+    from kvservice.connector.worker.block_copier import BlockCopier
 
     layers, heads, tokens, cell = sizes
     tensor = torch.frombuffer(kv.buffer, dtype=torch.bfloat16).view(layers, -1, heads, tokens, cell // 2)

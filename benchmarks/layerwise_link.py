@@ -11,10 +11,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvservice.connector.layerwise import BlockRun, HostLayers
-from kvservice.connector.mover import InlineMover, Ticket
 from kvservice.connector.plan import CopyEntry
 from kvservice.connector.vllm import KVServiceConnector as Plain
+from kvservice.connector.worker.copier import InlineMover, Ticket
+from kvservice.connector.worker.layerwise import BlockRun, HostLayers
 from kvservice.mover.message import Direction
 
 _copy_layer, _run = HostLayers.copy, InlineMover.run

@@ -27,10 +27,10 @@ import torch
 
 from benchmarks.report import default_out, print_table, write_report
 from kvservice.client.shard import ShardClient
-from kvservice.connector.copier import BlockCopier
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StorePlan
-from kvservice.connector.worker import WorkerHalf
+from kvservice.connector.worker.block_copier import BlockCopier
+from kvservice.connector.worker.half import WorkerHalf
 from kvservice.core.block.keys import span_route
 from kvservice.core.messages import AcquireRequest, BlockRef, MissReason, SealItem, SealStatus
 from kvservice.core.segment.layout import SlotLayout

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.gpu.findings import Stage
 from benchmarks.gpu_copies import through, worker_link
-from kvservice.connector.shared_kv import region_layout
+from kvservice.connector.worker.shared_kv import region_layout
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import plan_geometry, slot_index
 from kvservice.core.segment.header import SlotHeader

@@ -1,4 +1,4 @@
-"""A shard's segment: one named file in shared memory with a control page, slot headers and payloads (core.segment.geometry).
+"""A shard's segment: one named file in shared memory with a control page, slot headers and payloads (core.segment).
 
 The shard creates it and holds an exclusive lock on it for its life; engines attach by path. The file outlives a killed
 shard, so that the next boot can adopt its blocks. Control page, 64 bytes, little endian:

@@ -2,7 +2,7 @@
 
 Every block of a prompt that some earlier prompt had lies on one peer. What a fetch and a prefill really take varies
 around the given means: a link drifts and is congested now and then, an engine is slowed by what else it decodes. The
-decision is `core.acquire.estimate`'s, which sees what it fetched and what the engine last reported; the oracle sees the future.
+decision is `estimate`'s, which sees what it fetched and what the engine last reported; the oracle sees the future.
 """
 
 from __future__ import annotations

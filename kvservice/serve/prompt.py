@@ -329,7 +329,7 @@ def _cut(text: str, chars_max: int) -> str:
 
 def _wants_parts(template: str) -> bool:
     try:
-        from kvservice.connector.naming import template_wants_parts
+        from kvservice.connector.vllm.block_hashes import template_wants_parts
 
         return template_wants_parts(template)
     except ImportError:  # no vLLM in this process: nearly all templates take text

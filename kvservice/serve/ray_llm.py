@@ -53,7 +53,7 @@ log = logging.getLogger("kvservice.serve")
 
 CONNECTOR = "KVServiceConnector"
 BACKEND = "kvservice.serve.ray_llm:KVServiceBackend"
-VERSION = 1  # of the hand-off's parameters, see kvservice.connector.handoff
+VERSION = 1  # of the hand-off's parameters, see kvservice.connector.scheduler.handoff
 HANDOFFS_MAX = 4096
 PREFILL_CHOICE_SECONDS = 2.0  # with no prefill replica free by then, the decode replica computes the prompt itself
 TRY_AGAIN_SECONDS = 0.2

@@ -104,7 +104,7 @@ class PromptReader:
 
     def _load(self) -> None:
         try:
-            import kvservice.connector.naming  # noqa: F401  vLLM takes a while, too
+            import kvservice.connector.vllm.block_hashes  # noqa: F401  vLLM takes a while, too
 
             if self._named:
                 self._tokenizer.load()
@@ -113,7 +113,7 @@ class PromptReader:
             log.error("no prompt is known to the router: its tokenizer could not be loaded: %s", error)
 
     def _read(self, question: Question, engines: Mapping[bytes, EngineGroup]) -> Named:
-        from kvservice.connector.naming import block_namer
+        from kvservice.connector.vllm.block_hashes import block_namer
 
         tokens = self._tokenizer.tokens(question)
         hashes: dict[bytes, list[BlockHash]] = {}

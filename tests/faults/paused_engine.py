@@ -13,7 +13,7 @@ import time
 import kvservice.client.shard
 from kvservice.client.port import PoolPort
 from kvservice.client.shard import ShardClient
-from kvservice.connector.session import Session
+from kvservice.connector.scheduler.pool_session import Session
 from kvservice.core.messages import SealItem
 from kvservice.units import AttachmentId, BlockKey, HandoffId, SpanRoute
 from tests.integration.engine import spec

@@ -32,7 +32,7 @@ SETTLE_SECONDS = 1.0  # a transport listens before the shard says that it serves
 EMBEDDED = """
 import asyncio, sys
 from kvservice.connector.options import ConnectorOptions, Mode
-from kvservice.connector.pools import choose_pool
+from kvservice.connector.scheduler.pool_choice import choose_pool
 from tests.integration.engine import Engine, spec
 async def main():
     choice = choose_pool(ConnectorOptions(mode=Mode.EMBEDDED, memory_bytes=32 << 20), spec())

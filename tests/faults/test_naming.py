@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvservice.connector.adapters import CLOCK_SECONDS, Adapters, identity_of
+from kvservice.connector.vllm.lora import CLOCK_SECONDS, Adapters, identity_of
 from kvservice.connector.weights import weights_identity
 
 pytestmark = pytest.mark.faults

@@ -25,7 +25,7 @@ import pytest
 
 from kvservice.client.discovery import ShardRecord, keep_epoch, keep_secret, node_directory, write_record
 from kvservice.client.shard import ShardClient
-from kvservice.connector.session import Session
+from kvservice.connector.scheduler.pool_session import Session
 from kvservice.errors import ConfigError, SegmentError, TransferError, Unavailable
 from kvservice.lookup.server import LookupServer
 from kvservice.memory.segment import Segment
@@ -215,7 +215,7 @@ def test_a_shard_process_that_cannot_have_its_port_leaves_nothing(config: ShardS
 EMBEDDED = """
 import asyncio, sys
 from kvservice.connector.options import ConnectorOptions
-from kvservice.connector.pools import choose_pool
+from kvservice.connector.scheduler.pool_choice import choose_pool
 from kvservice.memory.segment import Segment
 from tests.integration.engine import Engine, spec
 

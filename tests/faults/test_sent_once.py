@@ -16,7 +16,7 @@ import pytest
 
 from kvservice.client.port import PoolPort
 from kvservice.client.shard import ShardClient
-from kvservice.connector.session import Session
+from kvservice.connector.scheduler.pool_session import Session
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, Handoff
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import HandoffId, MiB, NodeId

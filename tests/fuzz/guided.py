@@ -19,7 +19,7 @@ import atheris
 
 with atheris.instrument_imports(include=["kvservice"]):
     from kvservice.config import load_config
-    from kvservice.connector.handoff import decode_params, parse_transfer_params
+    from kvservice.connector.scheduler.handoff import decode_params, parse_transfer_params
     from kvservice.core.directory.index import DirectoryIndex
     from kvservice.core.messages import Handoff
     from kvservice.core.segment.header import pack_header

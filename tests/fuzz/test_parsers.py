@@ -18,7 +18,7 @@ import pytest
 
 from kvservice.client.discovery import MoverRecord, ShardRecord, find_shards, read_mover, write_mover, write_record
 from kvservice.config import ServiceConfig, load_config
-from kvservice.connector.handoff import Prefill, decode_params, parse_transfer_params
+from kvservice.connector.scheduler.handoff import Prefill, decode_params, parse_transfer_params
 from kvservice.core.messages import Handoff
 from kvservice.core.segment.copy_runs import CopyTemplate, RegionLayout
 from kvservice.core.segment.geometry import Geometry, slot_index

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvservice.connector.shared_kv import region_layout
+from kvservice.connector.worker.shared_kv import region_layout
 from kvservice.core.segment.copy_runs import RegionLayout
 from tests.gpu.slots import HEADS, SIZES, WIDTH
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
-from kvservice.connector.copier import BlockCopier
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan
-from kvservice.connector.worker import WorkerHalf
+from kvservice.connector.worker.block_copier import BlockCopier
+from kvservice.connector.worker.half import WorkerHalf
 from kvservice.core.messages import BlockRef
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.memory.segment import Segment

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvservice.connector.neighbours import Neighbours
 from kvservice.connector.plan import LendPlan, StepPlan, StepReport
-from kvservice.connector.remote_mover import RemoteMover
-from kvservice.connector.worker_loans import WorkerLoans
+from kvservice.connector.worker.peer_copiers import Neighbours
+from kvservice.connector.worker.remote_copier import RemoteMover
+from kvservice.connector.worker.worker_loans import WorkerLoans
 from kvservice.core.segment.copy_runs import Descriptors
 from kvservice.core.segment.geometry import slot_index
 from kvservice.mover.copies import HostCopies

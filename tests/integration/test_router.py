@@ -21,7 +21,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve.request_router import PendingRequest
 
 from kvservice.client.shard import ShardClient
-from kvservice.connector.naming import block_namer
+from kvservice.connector.vllm.block_hashes import block_namer
 from kvservice.core.block.keys import block_keys
 from kvservice.serve.router import KvAwareRouter
 from kvservice.testing.cluster import LocalCluster

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from kvservice.connector.options import Verify
-from kvservice.connector.worker import Copying, WorkerHalf
+from kvservice.connector.worker.half import Copying, WorkerHalf
 from kvservice.core.messages import BlockRef
 from kvservice.core.segment.geometry import slot_index
 from kvservice.memory.segment import Segment

@@ -23,7 +23,7 @@ from kvservice.actors import deploy, names
 from kvservice.client.discovery import find_shards
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
-from kvservice.connector.naming import block_namer
+from kvservice.connector.vllm.block_hashes import block_namer
 from kvservice.core.block.keys import block_keys
 from kvservice.units import MiB
 from tests.integration.engine import LAYOUT, Engine, spec

@@ -19,12 +19,12 @@ DIGEST = "kvservice.core.segment.digest"
 MEMBERSHIP = "kvservice.core.directory.membership"
 INDEX = "kvservice.core.directory.index"
 ANNOUNCE = "kvservice.core.directory.announce"
-SCHEDULER = "kvservice.connector.scheduler"
-SESSION = "kvservice.connector.session"
+SCHEDULER = "kvservice.connector.scheduler.half"
+SESSION = "kvservice.connector.scheduler.pool_session"
 RECONCILE = "kvservice.core.reconcile"
 HANDOFF = "kvservice.core.acquire.handoff"
 RUNTIME = "kvservice.pool.runtime"
-STORE_PLAN = "kvservice.connector.store_plan"
+STORE_PLAN = "kvservice.connector.scheduler.store_plan"
 
 AIO = "kvservice.aio"
 ANNOUNCER = "kvservice.client.announcer"
@@ -224,7 +224,7 @@ MUTANTS = (
     ),
     Mutant(
         "a reset changes the names",
-        "kvservice.connector.keyring",
+        "kvservice.connector.scheduler.request_keys",
         "        self._term = term\n        attachment",
         "        attachment",
         seed=9,

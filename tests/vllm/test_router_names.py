@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvservice.connector.naming import block_namer
+from kvservice.connector.vllm.block_hashes import block_namer
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.keys import block_keys
 from kvservice.serve.prompt import PromptTokenizer, question_of
@@ -124,7 +124,7 @@ def test_block_keys_are_the_connectors(algorithm: str, salt: str, monkeypatch: p
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
-    from kvservice.connector import compat
+    from kvservice.connector.vllm import compat
 
     monkeypatch.setenv("PYTHONHASHSEED", "7") if algorithm.startswith("xx") else None
     function = get_hash_fn_by_name(algorithm)

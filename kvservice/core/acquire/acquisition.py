@@ -1,4 +1,4 @@
-"""One Acquire call, and one fetch from a peer, while they are under way. core.acquire.acquisitions decides what becomes of them."""
+"""One Acquire call, and one fetch from a peer under way. `acquisitions` decides what becomes of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a shard still has to tell each lookup shard: changes, a full announcement, or only that it is alive.
 
-The counterpart of core.directory.index. Pure, with one caller. Per partition there is one update at a time on its way; what is
+The counterpart of `index`. Pure, with one caller. Per partition there is one update at a time on its way; what is
 not known to have arrived is sent again under the same sequence, so the receiver can tell a repetition from news.
 """
 

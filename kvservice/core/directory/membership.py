@@ -1,6 +1,6 @@
 """Which nodes the directory knows, what state each is in, and what an announcement of one may do.
 
-Owns epochs, sequences and heartbeat deadlines. Owns no keys: core.directory.index keeps those and does what a verdict says. Pure,
+Owns epochs, sequences and heartbeat deadlines. Owns no keys: `index` keeps those and does what a verdict says. Pure,
 with one caller.
 
     syncing  a full announcement is under way; what has come of it is visible

@@ -1,6 +1,6 @@
 """The receiving side of a drain: blocks that a leaving node offers are read from it, verified and kept as originals.
 
-One TakeOver call is one Locate and one Pull, as in core.acquire.acquisitions, but for blocks that no engine here has asked for: they
+One TakeOver call is one Locate and one Pull, as in core.acquire, but for blocks that no engine here has asked for: they
 may take free room, and the room of blocks that were used less recently than they were, and nothing else. The call is
 answered when all of it is decided, or when its time is up; a transfer that goes on after that keeps its slots.
 

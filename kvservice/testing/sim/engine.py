@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvservice.connector.handoff import Prefill
 from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport
-from kvservice.connector.ports import Promise, Wait
-from kvservice.connector.scheduler import SchedulerHalf
-from kvservice.connector.session import Session
+from kvservice.connector.scheduler.half import SchedulerHalf
+from kvservice.connector.scheduler.handoff import Prefill
+from kvservice.connector.scheduler.pool_session import Session
+from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.core.block.keys import DEFAULT_TENANT_KEY, block_keys, tenant_key, term_key
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, EngineSpec, Handoff

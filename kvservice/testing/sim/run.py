@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvservice.client.shard import SEAL_SECONDS
-from kvservice.connector.handoff import Prefill
+from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.core.acquire.acquisitions import SUSPECT_SECONDS
 from kvservice.core.block.tenants import NOBODY, TenantLimits
 from kvservice.core.messages import Handoff

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from kvservice.connector.plan import PoolInfo
-from kvservice.connector.session import Answer
+from kvservice.connector.scheduler.pool_session import Answer
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,

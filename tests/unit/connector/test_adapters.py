@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.connector.adapters import LOOK_SECONDS, RETRY_SECONDS, Adapters
+from kvservice.connector.vllm.lora import LOOK_SECONDS, RETRY_SECONDS, Adapters
 
 
 class Clock:

@@ -6,9 +6,9 @@ import pytest
 
 from kvservice.connector.cache_groups import CacheGroup, OneGroup, SeveralGroups, is_whole, load_entries
 from kvservice.connector.plan import StepPlan, StepReport
-from kvservice.connector.ports import Promise, Wait
-from kvservice.connector.scheduler import SchedulerHalf
-from kvservice.connector.store_plan import plan_store
+from kvservice.connector.scheduler.half import SchedulerHalf
+from kvservice.connector.scheduler.ports import Promise, Wait
+from kvservice.connector.scheduler.store_plan import plan_store
 from kvservice.core.block.keys import span_route
 from kvservice.core.block.window_groups import SIDE_POSITION, Reach, Side, side_key
 from kvservice.core.messages import AcquireResult, BlockRef, MissReason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvservice.connector.copier import BlockCopier, GroupedCopier
+from kvservice.connector.worker.block_copier import BlockCopier, GroupedCopier
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import UnsupportedLayout
 

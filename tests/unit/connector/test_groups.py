@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvservice.connector.groups import families
+from kvservice.connector.vllm.group_rules import families
 from kvservice.core.block.window_groups import Reach
 from kvservice.errors import UnsupportedLayout
 

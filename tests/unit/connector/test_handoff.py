@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.connector.handoff import Prefill, decode_params, parse_transfer_params
 from kvservice.connector.plan import StepReport
-from kvservice.connector.ports import Promise, Wait
-from kvservice.connector.request import RequestState
-from kvservice.connector.scheduler import IDLE_SECONDS, IDLE_SECONDS_HANDOFF
+from kvservice.connector.scheduler.half import IDLE_SECONDS, IDLE_SECONDS_HANDOFF
+from kvservice.connector.scheduler.handoff import Prefill, decode_params, parse_transfer_params
+from kvservice.connector.scheduler.ports import Promise, Wait
+from kvservice.connector.scheduler.request import RequestState
 from kvservice.core.messages import Handoff
 from kvservice.errors import InvalidRequest
 from kvservice.units import BlockKey, HandoffId, NodeId

@@ -34,9 +34,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-from kvservice.connector import identity
-from kvservice.connector import identity_tables as tables
-from kvservice.connector.identity import config_fields, text_of
+from kvservice.connector.vllm import identity
+from kvservice.connector.vllm import identity_tables as tables
+from kvservice.connector.vllm.identity import config_fields, text_of
 from kvservice.core.block.fingerprint import Fingerprint
 
 CLASSES: dict[str, type] = {
@@ -53,7 +53,7 @@ CLASSES: dict[str, type] = {
     "lora_config": LoRAConfig,
     "diffusion_config": DiffusionConfig,
 }
-DECIDE = "does it change the bytes of a block? Put it into kvservice/connector/identity_tables.py"
+DECIDE = "does it change the bytes of a block? Put it into kvservice/connector/vllm/identity_tables.py"
 
 
 def names(config: Any) -> set[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvservice.connector.handoff import Prefill, parse_public_tokens, parse_transfer_params
-from kvservice.connector.keyring import Keyring
-from kvservice.connector.request import EngineRequest
+from kvservice.connector.scheduler.handoff import Prefill, parse_public_tokens, parse_transfer_params
+from kvservice.connector.scheduler.request import EngineRequest
+from kvservice.connector.scheduler.request_keys import Keyring
 from kvservice.core.block.keys import DEFAULT_TENANT_KEY, block_keys, term_key, version_term
 from kvservice.core.block.window_groups import side_key
 from kvservice.core.messages import Attachment

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvservice.connector.handoff import Prefill
 from kvservice.connector.plan import LoadPlan, StepPlan, StepReport
-from kvservice.connector.ports import Promise, Wait
-from kvservice.connector.scheduler import SchedulerHalf
+from kvservice.connector.scheduler.half import SchedulerHalf
+from kvservice.connector.scheduler.handoff import Prefill
+from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.units import HandoffId
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
 from tests.unit.connector.test_scheduler import plan_step, run_step

@@ -9,11 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from kvservice.connector.copier import BlockCopier
-from kvservice.connector.layerwise import LAYERS_AHEAD, BlockRun, CudaLayers, HostLayers, LayerwiseWorker, runs_of
-from kvservice.connector.mover import InlineMover
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, StepPlan, StorePlan
+from kvservice.connector.worker.block_copier import BlockCopier
+from kvservice.connector.worker.copier import InlineMover
+from kvservice.connector.worker.layerwise import (
+    LAYERS_AHEAD,
+    BlockRun,
+    CudaLayers,
+    HostLayers,
+    LayerwiseWorker,
+    runs_of,
+)
 from kvservice.core.messages import BlockRef
 from kvservice.core.segment.geometry import slot_index
 from kvservice.core.segment.layout import HeadShare

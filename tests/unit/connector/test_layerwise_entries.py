@@ -11,9 +11,9 @@ import pytest
 import torch
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvservice.connector.compat import layerwise_for
 from kvservice.connector.options import ConnectorOptions, Layerwise
 from kvservice.connector.vllm import KVServiceConnector
+from kvservice.connector.vllm.compat import layerwise_for
 from tests.unit.connector.test_switchboard import (
     BLOCK,
     LAYERS,

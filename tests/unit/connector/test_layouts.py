@@ -23,10 +23,10 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvservice.connector import compat
-from kvservice.connector.copier import BlockCopier
-from kvservice.connector.mover import HostMover
 from kvservice.connector.plan import CopyEntry
+from kvservice.connector.vllm import compat
+from kvservice.connector.worker.block_copier import BlockCopier
+from kvservice.connector.worker.copier import HostMover
 from kvservice.core.messages import BlockRef
 from kvservice.core.segment.layout import HeadShare, SlotLayout
 from kvservice.errors import UnsupportedLayout

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvservice.connector.loan_book import FREE_SHARE_MIN, REPORT_SECONDS_MAX, LoanBook
 from kvservice.connector.plan import StepPlan
+from kvservice.connector.scheduler.loan_book import FREE_SHARE_MIN, REPORT_SECONDS_MAX, LoanBook
 from kvservice.units import BlockKey
 from tests.unit.connector.line import Pins
 

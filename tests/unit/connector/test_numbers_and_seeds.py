@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from kvservice.connector import compat
-from kvservice.connector.remote_mover import RemoteMover
+from kvservice.connector.vllm import compat
+from kvservice.connector.worker.remote_copier import RemoteMover
 from tests.unit.connector.line import attachment, pool_info
 
 

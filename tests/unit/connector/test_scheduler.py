@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvservice.connector.handoff import Prefill
 from kvservice.connector.plan import StepPlan, StepReport
-from kvservice.connector.ports import Promise, Wait
-from kvservice.connector.scheduler import REPORT_SECONDS_MAX, SchedulerHalf
+from kvservice.connector.scheduler.half import REPORT_SECONDS_MAX, SchedulerHalf
+from kvservice.connector.scheduler.handoff import Prefill
+from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.units import BlockHash, HandoffId
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
 

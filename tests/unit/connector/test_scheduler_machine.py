@@ -12,10 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvservice.connector.handoff import Prefill
 from kvservice.connector.plan import LendPlan, LoadPlan, StepPlan, StepReport, StorePlan
-from kvservice.connector.ports import Promise
-from kvservice.connector.scheduler import SchedulerHalf
+from kvservice.connector.scheduler.half import SchedulerHalf
+from kvservice.connector.scheduler.handoff import Prefill
+from kvservice.connector.scheduler.ports import Promise
 from kvservice.core.messages import Handoff
 from kvservice.units import AttachmentId, BlockHash, HandoffId, LeaseId, NodeId
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvservice.client.port import PoolPort
-from kvservice.connector import session as module
-from kvservice.connector.session import HEARTBEAT_SECONDS_MAX, Answer, Session
+from kvservice.connector.scheduler import pool_session as module
+from kvservice.connector.scheduler.pool_session import HEARTBEAT_SECONDS_MAX, Answer, Session
 from kvservice.core.acquire.handoff import OPEN_SECONDS
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.window_groups import Reach, Side
@@ -400,7 +400,7 @@ def test_pool_that_is_not_up_yet_is_found_later(bench: Bench) -> None:
 
 
 def test_failure_nobody_thought_of_is_tried_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvservice.connector.session.RETRY_SECONDS_MAX", 0.1)
+    monkeypatch.setattr("kvservice.connector.scheduler.pool_session.RETRY_SECONDS_MAX", 0.1)
     bench.failures = [RuntimeError("a bug")]
     assert bench.session.start(5.0) is None
     until(lambda: bench.session.attachment is not None)

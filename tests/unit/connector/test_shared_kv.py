@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvservice.connector.copier import BlockCopier
-from kvservice.connector.mover import InlineMover
 from kvservice.connector.options import ConnectorOptions, MoverChoice
-from kvservice.connector.remote_mover import RemoteMover, mover_for
-from kvservice.connector.shared_kv import SharedKV, region_layout
+from kvservice.connector.worker.block_copier import BlockCopier
+from kvservice.connector.worker.copier import InlineMover
+from kvservice.connector.worker.remote_copier import RemoteMover, mover_for
+from kvservice.connector.worker.shared_kv import SharedKV, region_layout
 from kvservice.core.segment.copy_runs import CopyTemplate
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import ConfigError, UnsupportedLayout

@@ -28,9 +28,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from kvservice.connector import compat
-from kvservice.connector.handoff import decode_params, parse_transfer_params
-from kvservice.connector.vllm import KVServiceConnector
+from kvservice.connector.scheduler.handoff import decode_params, parse_transfer_params
+from kvservice.connector.vllm import KVServiceConnector, compat
 from kvservice.core.messages import Handoff
 from kvservice.errors import ConfigError, RandomHashSeed, UnsupportedLayout
 from kvservice.units import HandoffId, NodeId

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvservice.connector.copier import BlockCopier
-from kvservice.connector.mover import InlineMover
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StorePlan
-from kvservice.connector.worker import WorkerHalf
+from kvservice.connector.worker.block_copier import BlockCopier
+from kvservice.connector.worker.copier import InlineMover
+from kvservice.connector.worker.half import WorkerHalf
 from kvservice.core.messages import BlockRef
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import plan_geometry, slot_index

@@ -1,4 +1,4 @@
-"""Rules of core.acquire.acquisitions: one fetch per block, a prefix without gaps, an answer in time whatever peers do."""
+"""Rules of acquire.acquisitions: one fetch per block, a prefix without gaps, an answer in time whatever peers do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of core.shard and core.store.blocks: storing, evicting, sharing memory between models, serving peers, adopting."""
+"""Rules of core.shard and store.blocks: storing, evicting, sharing memory between models, serving peers, adopting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of core.store.slots: the table of transitions is exact, nothing is lost, no generation of a slot comes twice."""
+"""Rules of store.slots: the table of transitions is exact, nothing is lost, no generation of a slot comes twice."""
 
 from __future__ import annotations
 

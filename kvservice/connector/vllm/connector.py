@@ -30,24 +30,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from kvservice.connector import compat
-from kvservice.connector.adapters import Adapters, located
 from kvservice.connector.cache_groups import Table
-from kvservice.connector.copier import BlockCopier
-from kvservice.connector.handoff import Prefill, decode_params, parse_public_tokens, parse_transfer_params
-from kvservice.connector.layerwise import LayerwiseWorker
 from kvservice.connector.options import AdapterFiles, ConnectorOptions, Layerwise, MoverChoice, Offload
-from kvservice.connector.pins import PoolPins
 from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport
-from kvservice.connector.pools import PoolChoice, choose_pool
-from kvservice.connector.ports import Wait
-from kvservice.connector.remote_mover import mover_for, own_mover
-from kvservice.connector.scheduler import BlockIds, SchedulerHalf
-from kvservice.connector.session import Session
-from kvservice.connector.shared_kv import SharedKV
-from kvservice.connector.stats import ConnectorPromMetrics, ConnectorStats
+from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
+from kvservice.connector.scheduler.handoff import Prefill, decode_params, parse_public_tokens, parse_transfer_params
+from kvservice.connector.scheduler.pool_choice import PoolChoice, choose_pool
+from kvservice.connector.scheduler.pool_session import Session
+from kvservice.connector.scheduler.ports import Wait
+from kvservice.connector.vllm import compat
+from kvservice.connector.vllm.lora import Adapters, located
+from kvservice.connector.vllm.pins import PoolPins
+from kvservice.connector.vllm.stats import ConnectorPromMetrics, ConnectorStats
 from kvservice.connector.weights import Terms
-from kvservice.connector.worker import WorkerHalf
+from kvservice.connector.worker.block_copier import BlockCopier
+from kvservice.connector.worker.half import WorkerHalf
+from kvservice.connector.worker.layerwise import LayerwiseWorker
+from kvservice.connector.worker.remote_copier import mover_for, own_mover
+from kvservice.connector.worker.shared_kv import SharedKV
 from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES
 from kvservice.core.block.keys import block_keys
 from kvservice.core.messages import Attachment, Handoff

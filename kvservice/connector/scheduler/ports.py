@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvservice.connector.session import Answer
+from kvservice.connector.scheduler.pool_session import Answer
 from kvservice.core.messages import AcquireRequest, Attachment, BlockRef, RequestReport, SealItem
 from kvservice.units import AttachmentId, BlockHash, HandoffId, LeaseId
 

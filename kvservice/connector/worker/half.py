@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from kvservice.connector.copier import Copier
-from kvservice.connector.mover import Mover, Ticket, in_process_mover
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
-from kvservice.connector.worker_loans import WorkerLoans
+from kvservice.connector.worker.block_copier import Copier
+from kvservice.connector.worker.copier import Mover, Ticket, in_process_mover
+from kvservice.connector.worker.worker_loans import WorkerLoans
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.header import unpack_header
 from kvservice.core.segment.header_checks import is_as_promised, is_reserved

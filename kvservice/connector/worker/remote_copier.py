@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from kvservice.connector.copier import BlockCopier, Copier
-from kvservice.connector.mover import Done, InlineMover, Loan, Mover, Ticket, in_process_mover
-from kvservice.connector.neighbours import Neighbours, SpreadLoan, lend
 from kvservice.connector.options import MoverChoice
 from kvservice.connector.plan import CopyEntry, PoolInfo
-from kvservice.connector.shared_kv import SharedKV, region_layout
+from kvservice.connector.worker.block_copier import BlockCopier, Copier
+from kvservice.connector.worker.copier import Done, InlineMover, Loan, Mover, Ticket, in_process_mover
+from kvservice.connector.worker.peer_copiers import Neighbours, SpreadLoan, lend
+from kvservice.connector.worker.shared_kv import SharedKV, region_layout
 from kvservice.errors import KVServiceError, UnsupportedLayout
 from kvservice.mover.device import HOST
 from kvservice.mover.link import KVOffer, WorkerLink

@@ -19,14 +19,14 @@ from itertools import chain
 from typing import cast
 
 from kvservice.connector.cache_groups import Grouping, OneGroup, Table, load_entries, usable
-from kvservice.connector.handoff import Prefill, WriterHandoffs
-from kvservice.connector.keyring import Keyring, MakeKeys
-from kvservice.connector.layered import LayeredLoads
-from kvservice.connector.loan_book import BlockPins, LoanBook
 from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
-from kvservice.connector.ports import Promise, SessionPort, StoredBlock, Wait
-from kvservice.connector.request import EngineRequest, RequestEvent, RequestState
-from kvservice.connector.store_plan import OpenStore, plan_store
+from kvservice.connector.scheduler.handoff import Prefill, WriterHandoffs
+from kvservice.connector.scheduler.loan_book import BlockPins, LoanBook
+from kvservice.connector.scheduler.pending_layer_loads import LayeredLoads
+from kvservice.connector.scheduler.ports import Promise, SessionPort, StoredBlock, Wait
+from kvservice.connector.scheduler.request import EngineRequest, RequestEvent, RequestState
+from kvservice.connector.scheduler.request_keys import Keyring, MakeKeys
+from kvservice.connector.scheduler.store_plan import OpenStore, plan_store
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.messages import (
     AcquireRequest,

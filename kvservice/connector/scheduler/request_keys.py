@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvservice.connector.request import EngineRequest, Naming
+from kvservice.connector.scheduler.request import EngineRequest, Naming
 from kvservice.core.block.keys import adapter_key
 from kvservice.core.block.window_groups import side_key
 from kvservice.core.messages import Attachment

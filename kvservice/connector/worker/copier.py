@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import torch
 
-from kvservice.connector.copier import BlockCopier, Copier
 from kvservice.connector.plan import CopyEntry, PoolInfo
-from kvservice.connector.shared_kv import region_layout
+from kvservice.connector.worker.block_copier import BlockCopier, Copier
+from kvservice.connector.worker.shared_kv import region_layout
 from kvservice.core.segment.copy_runs import CopyTemplate
 from kvservice.errors import TransferError, UnsupportedLayout
 from kvservice.memory.runs import copy_runs

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import os
 
-from kvservice.connector.mover import Loan, Mover
 from kvservice.connector.plan import LendPlan, StepPlan, StepReport
+from kvservice.connector.worker.copier import Loan, Mover
 
 log = logging.getLogger("kvservice.connector")
 

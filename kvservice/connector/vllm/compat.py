@@ -22,11 +22,11 @@ from vllm.v1.core.kv_cache_utils import BlockHash, get_none_hash_seed, maybe_con
 from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, group_kernel_blocks
 
 from kvservice.connector.cache_groups import Grouping, OneGroup, SeveralGroups
-from kvservice.connector.copier import BlockCopier, GroupedCopier
-from kvservice.connector.groups import Families, Family, Spec, families
-from kvservice.connector.identity import config_fields, model_fields, text_of
 from kvservice.connector.options import ConnectorOptions, Layerwise, MoverChoice
+from kvservice.connector.vllm.group_rules import Families, Family, Spec, families
+from kvservice.connector.vllm.identity import config_fields, model_fields, text_of
 from kvservice.connector.weights import weights_identity
+from kvservice.connector.worker.block_copier import BlockCopier, GroupedCopier
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.window_groups import Side
 from kvservice.core.messages import EngineSpec

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from vllm.model_executor.models.registry import ModelRegistry
 
-from kvservice.connector.identity_tables import (
+from kvservice.connector.vllm.identity_tables import (
     ENVIRONMENT_HASHED,
     GENERATION_MODULES,
     HF_LEFT_OUT,

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kvservice.connector.copier import BlockCopier
-from kvservice.connector.mover import Mover
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StorePlan
-from kvservice.connector.worker import Copying, WorkerHalf, WritingStore
+from kvservice.connector.worker.block_copier import BlockCopier
+from kvservice.connector.worker.copier import Mover
+from kvservice.connector.worker.half import Copying, WorkerHalf, WritingStore
 from kvservice.core.segment.layout import HeadShare
 from kvservice.errors import UnsupportedLayout
 from kvservice.mover.message import Direction

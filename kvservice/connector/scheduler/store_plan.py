@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvservice.connector.cache_groups import Grouping, Table, entries_of
 from kvservice.connector.plan import CopyEntry
-from kvservice.connector.ports import StoredBlock
+from kvservice.connector.scheduler.ports import StoredBlock
 from kvservice.core.block.keys import span_route
 from kvservice.core.block.window_groups import SIDE_POSITION
 from kvservice.core.messages import BlockRef, SealItem
