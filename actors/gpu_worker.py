@@ -14,9 +14,9 @@ from typing import Any
 
 import ray
 
+from kvservice.copying.worker.devices import device_named
+from kvservice.copying.worker.server import MoverConfig, MoverServer
 from kvservice.errors import KVServiceError
-from kvservice.mover.devices import device_named
-from kvservice.mover.server import MoverConfig, MoverServer
 from kvservice.observe.mover_metrics import serve_mover_metrics
 
 log = logging.getLogger("kvservice.actors")

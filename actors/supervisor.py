@@ -26,10 +26,10 @@ from kvservice.actors.gpu_worker import GpuWorker
 from kvservice.actors.lookup_node import LookupNode
 from kvservice.client.discovery import lookup_address
 from kvservice.config import ServiceConfig
+from kvservice.copying.device import HOST
+from kvservice.copying.worker.server import MoverConfig
 from kvservice.core.recent import NODES_MAX
 from kvservice.errors import KVServiceError
-from kvservice.mover.device import HOST
-from kvservice.mover.server import MoverConfig
 from kvservice.observe.failpoints import failpoint
 from kvservice.shard.server import ShardServerConfig
 

@@ -24,16 +24,16 @@ import numpy as np
 
 from benchmarks.report import print_table, write_report
 from kvservice.client.discovery import node_directory
+from kvservice.copying.cuda.driver import is_present
+from kvservice.copying.device import HOST
+from kvservice.copying.engine.link import KVOffer, WorkerLink
+from kvservice.copying.memory import SharedMemory
+from kvservice.copying.message import NO_EVENT, CopyRow, Direction, MemoryKind, PoolSource
 from kvservice.core.segment.copy_runs import CopyTemplate, Descriptors, RegionLayout
 from kvservice.core.segment.geometry import plan_geometry, slot_index
 from kvservice.core.segment.header import SlotHeader
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.memory.segment import Segment
-from kvservice.mover.cuda_driver import is_present
-from kvservice.mover.device import HOST
-from kvservice.mover.link import KVOffer, WorkerLink
-from kvservice.mover.memory import SharedMemory
-from kvservice.mover.message import NO_EVENT, CopyRow, Direction, MemoryKind, PoolSource
 from kvservice.units import BlockKey, Generation, GiB, MiB, NodeId, SpanRoute
 
 ROUNDS = 7
@@ -111,7 +111,7 @@ def gigabytes_per_second(case: Case, ways: dict[str, Callable[[], object]]) -> d
 @contextmanager
 def worker_link(device: str, offer: KVOffer, segment: Segment, slot: SlotLayout) -> Iterator[WorkerLink]:
     with tempfile.TemporaryDirectory(prefix="kvb-") as folder:
-        command = [sys.executable, "-m", "kvservice.mover", "--service", "b", "--node", "n", "--device", device]
+        command = [sys.executable, "-m", "kvservice.copying", "--service", "b", "--node", "n", "--device", device]
         process = subprocess.Popen([*command, "--runtime-root", folder], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         process.stdout.readline()
@@ -211,10 +211,10 @@ def host_speeds(
 def gpu_figures() -> list[dict[str, Any]]:
     import torch
 
-    from kvservice.mover.cuda_copies import CudaCopies, gather_launcher
-    from kvservice.mover.cuda_driver import Driver
-    from kvservice.mover.cuda_offer import CudaOffer
-    from kvservice.mover.pinning import Pinning
+    from kvservice.copying.cuda.copies import CudaCopies, gather_launcher
+    from kvservice.copying.cuda.driver import Driver
+    from kvservice.copying.cuda.offer import CudaOffer
+    from kvservice.copying.cuda.pinning import Pinning
 
     torch.cuda.init()
     driver = Driver.of_device(f"GPU-{torch.cuda.get_device_properties(0).uuid}")

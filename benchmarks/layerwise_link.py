@@ -15,7 +15,7 @@ from kvservice.connector.plan import CopyEntry
 from kvservice.connector.vllm import KVServiceConnector as Plain
 from kvservice.connector.worker.copier import InlineMover, Ticket
 from kvservice.connector.worker.layerwise import BlockRun, HostLayers
-from kvservice.mover.message import Direction
+from kvservice.copying.message import Direction
 
 _copy_layer, _run = HostLayers.copy, InlineMover.run
 _speed = [0.0]  # bytes a second; 0: not limited

@@ -26,8 +26,8 @@ from typing import IO, Any
 from benchmarks.gpu.findings import FAILED, ROOT, SKIP, SKIPPED, VARIABLE
 from benchmarks.gpu.summary import table
 from benchmarks.report import RESULTS, write_report
+from kvservice.copying.cuda import driver as cuda_driver
 from kvservice.errors import Unavailable
-from kvservice.mover import cuda_driver
 
 PART_SECONDS = 535.0
 LEAST_SECONDS = 20.0  # less than this is not worth beginning a stage

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.findings import call, wait_for
-from kvservice.mover.cuda_driver import IPC_HANDLE_BYTES, Driver
+from kvservice.copying.cuda.driver import IPC_HANDLE_BYTES, Driver
 
 EVENT_FLAGS = 2 | 4  # without timing, for other processes
 OFFSET = 4096
@@ -120,7 +120,7 @@ def dead_context() -> None:
     """Which calls still work after a kernel touched an illegal address, and whether the driver calls it final."""
     import torch
 
-    from kvservice.mover.cuda_copies import gather_launcher
+    from kvservice.copying.cuda.copies import gather_launcher
 
     torch.cuda.init()
     driver = _driver()

@@ -19,9 +19,9 @@ import numpy as np
 from benchmarks.gpu.children import OFFSET
 from benchmarks.gpu.findings import Stage, batch, child, median_seconds, unsigned, wait_for
 from benchmarks.gpu.probe import shared_memory
-from kvservice.mover import cuda_driver
-from kvservice.mover.cuda_copies import Gather, gather_launcher
-from kvservice.mover.cuda_driver import ORDER_ANY, ORDER_STREAM, Driver
+from kvservice.copying.cuda import driver as cuda_driver
+from kvservice.copying.cuda.copies import Gather, gather_launcher
+from kvservice.copying.cuda.driver import ORDER_ANY, ORDER_STREAM, Driver
 from kvservice.units import GiB, KiB, MiB
 
 STAGE = Stage("copies")

@@ -17,15 +17,15 @@ from typing import Any
 from benchmarks.gpu.findings import Stage
 from benchmarks.gpu_copies import through, worker_link
 from kvservice.connector.worker.shared_kv import region_layout
+from kvservice.copying.device import HOST
+from kvservice.copying.engine.link import KVOffer
+from kvservice.copying.memory import SharedMemory
+from kvservice.copying.message import NO_EVENT, CopyRow, Direction, MemoryKind
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import plan_geometry, slot_index
 from kvservice.core.segment.header import SlotHeader
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.memory.segment import Segment
-from kvservice.mover.device import HOST
-from kvservice.mover.link import KVOffer
-from kvservice.mover.memory import SharedMemory
-from kvservice.mover.message import NO_EVENT, CopyRow, Direction, MemoryKind
 from kvservice.units import BlockKey, Generation, MiB, SpanRoute
 
 STAGE = Stage("equality")
@@ -98,7 +98,7 @@ class Blocks:
             layout = region_layout(layers, range(HEADS), self.shared.address, self.shared.byte_count)
             memory = {"kind": MemoryKind.MEMFD.value, "bytes": self.shared.byte_count}
             return KVOffer(HOST, memory, layout.fields(), self.shared.descriptor), lambda: NO_EVENT
-        from kvservice.mover.cuda_offer import CudaOffer
+        from kvservice.copying.cuda.offer import CudaOffer
 
         held = CudaOffer(layers[0], lambda address, size: region_layout(layers, range(HEADS), address, size))
         return held.offer, held.mark

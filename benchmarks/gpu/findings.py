@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from kvservice.copying.cuda import driver as cuda_driver
+from kvservice.copying.cuda.driver import Driver
 from kvservice.errors import KVServiceError
-from kvservice.mover import cuda_driver
-from kvservice.mover.cuda_driver import Driver
 
 VARIABLE = "KVSERVICE_GPU_FINDINGS"
 SKIPPED = 77  # exit status

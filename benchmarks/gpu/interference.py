@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.findings import ROOT, Stage, unsigned, wait_for
-from kvservice.mover.cuda_copies import gather_launcher
-from kvservice.mover.cuda_driver import ORDER_ANY, ORDER_STREAM, Driver
+from kvservice.copying.cuda.copies import gather_launcher
+from kvservice.copying.cuda.driver import ORDER_ANY, ORDER_STREAM, Driver
 from kvservice.units import KiB
 
 STAGE = Stage("interference")

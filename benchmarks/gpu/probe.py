@@ -17,9 +17,9 @@ import numpy as np
 
 from benchmarks.gpu.children import MARK
 from benchmarks.gpu.findings import Stage, call, child, said_by, wait_for, words_of
-from kvservice.mover import cuda_driver
-from kvservice.mover.cuda_copies import gather_launcher
-from kvservice.mover.cuda_driver import Driver
+from kvservice.copying.cuda import driver as cuda_driver
+from kvservice.copying.cuda.copies import gather_launcher
+from kvservice.copying.cuda.driver import Driver
 from kvservice.units import GiB, MiB
 
 STAGE = Stage("probe")

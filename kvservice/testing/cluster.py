@@ -140,7 +140,7 @@ class LocalCluster:
         """A move worker for CPU engines of this node, named `mover-n0`, …; blocks until it listens."""
         arguments = ["--service", self.service, "--node", node, "--runtime-root", str(self.root)]
         name = f"mover-{node}"
-        self._start(name, ["kvservice.mover", *arguments])
+        self._start(name, ["kvservice.copying", *arguments])
         directory = node_directory(self.service, NodeId(node), self.root)
         pid = self._processes[name].pid
         _wait(lambda: any(r.pid == pid for r in find_movers(directory)), f"move worker of {node}", self.log(name))

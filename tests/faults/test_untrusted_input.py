@@ -21,6 +21,7 @@ from kvservice.cli import explain, status
 from kvservice.client.discovery import MIRROR_NAME
 from kvservice.client.mirror import NodeMirror
 from kvservice.client.token import Token
+from kvservice.copying.memory import SharedMemory
 from kvservice.core.directory.key_table import ROWS_MIN
 from kvservice.core.directory.mirror import TABLE_AT, Feed, MirrorWriter, mirror_bytes
 from kvservice.core.explain.records import REQUEST_ID_CHARS_MAX, RequestRecords, check_request_id
@@ -29,7 +30,6 @@ from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import ConfigError, InvalidRequest, TransferError
 from kvservice.memory.mirror_segment import MirrorSegment
 from kvservice.memory.segment import Segment
-from kvservice.mover.memory import SharedMemory
 from kvservice.observe.logs import EngineHandler, JsonFormatter, TextFormatter
 from kvservice.private_files import check_directory, make_directory, write_private
 from kvservice.proxy import bodies

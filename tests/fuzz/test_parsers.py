@@ -19,6 +19,8 @@ import pytest
 from kvservice.client.discovery import MoverRecord, ShardRecord, find_shards, read_mover, write_mover, write_record
 from kvservice.config import ServiceConfig, load_config
 from kvservice.connector.scheduler.handoff import Prefill, decode_params, parse_transfer_params
+from kvservice.copying import message
+from kvservice.copying.message import CopyRow, Direction, Ended, Job, Kind, Outcome, PackedJob, PoolSource
 from kvservice.core.messages import Handoff
 from kvservice.core.segment.copy_runs import CopyTemplate, RegionLayout
 from kvservice.core.segment.geometry import Geometry, slot_index
@@ -26,8 +28,6 @@ from kvservice.core.segment.header import SlotFlags, SlotHeader, pack_header, un
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import ConfigError, InvalidRequest, KVServiceError, SegmentError, UnsupportedLayout
 from kvservice.memory.segment import Segment
-from kvservice.mover import message
-from kvservice.mover.message import CopyRow, Direction, Ended, Job, Kind, Outcome, PackedJob, PoolSource
 from kvservice.units import BlockKey, BootEpoch, Generation, HandoffId, MiB, NodeId, SlotIndex, SpanRoute
 from tests.fuzz.damage import damaged
 

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from kvservice.mover.cuda_driver import is_present
+from kvservice.copying.cuda.driver import is_present
 
 
 @functools.cache

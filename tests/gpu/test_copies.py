@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 
+from kvservice.copying.cuda.copies import CudaCopies, gather_launcher
+from kvservice.copying.cuda.driver import Driver
+from kvservice.copying.cuda.pinning import Pinning
 from kvservice.core.segment.copy_runs import CopyTemplate
 from kvservice.core.segment.geometry import slot_index
-from kvservice.mover.cuda_copies import CudaCopies, gather_launcher
-from kvservice.mover.cuda_driver import Driver
-from kvservice.mover.pinning import Pinning
 from tests.gpu.device import block_bytes, kv_cache, layout_of
 from tests.gpu.slots import BLOCKS, ORDERS, SLOT, segment
 
@@ -93,7 +93,7 @@ def test_memory_without_an_ipc_handle_is_refused_with_what_to_change() -> None:
     program = (
         "import torch\n"
         "from kvservice.errors import UnsupportedLayout\n"
-        "from kvservice.mover.cuda_driver import Driver\n"
+        "from kvservice.copying.cuda.driver import Driver\n"
         "tensor = torch.zeros(1 << 22, device='cuda')\n"
         "driver = Driver.of_device(f'GPU-{torch.cuda.get_device_properties(0).uuid}')\n"
         "driver.bind()\n"

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from kvservice.client.discovery import find_movers
+from kvservice.copying.engine.link import Copies, WorkerLink
+from kvservice.copying.message import CopyRow, Direction
 from kvservice.core.segment.geometry import slot_index
 from kvservice.memory.segment import Segment
-from kvservice.mover.link import Copies, WorkerLink
-from kvservice.mover.message import CopyRow, Direction
 from kvservice.units import Generation
 from tests.gpu.device import block_bytes, kv_cache
 from tests.gpu.slots import KEY, SLOT, eventually, segment, write_header
@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from kvservice.core.segment.geometry import Geometry
 from kvservice.memory.segment import Segment
-from kvservice.mover.message import CopyRow
+from kvservice.copying.message import CopyRow
 from kvservice.units import Generation, SlotIndex
 from tests.gpu.device import kv_cache
 from tests.gpu.slots import KEY, eventually

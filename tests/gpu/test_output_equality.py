@@ -35,7 +35,7 @@ def cluster() -> Iterator[LocalCluster]:
 @pytest.fixture(scope="module")
 def gpu_worker(cluster: LocalCluster) -> Iterator[subprocess.Popen[bytes]]:
     arguments = ["--service", cluster.service, "--node", "n0", "--runtime-root", str(cluster.root), "--device", "0"]
-    process = subprocess.Popen([sys.executable, "-m", "kvservice.mover", *arguments])
+    process = subprocess.Popen([sys.executable, "-m", "kvservice.copying", *arguments])
     eventually(lambda: find_movers(node_directory(cluster.service, NodeId("n0"), cluster.root)), "the worker")
     yield process
     process.terminate()

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from kvservice.client.discovery import node_directory
+from kvservice.copying.engine.link import Copies, WorkerLink
+from kvservice.copying.message import CopyRow, Direction, Outcome, PoolSource
 from kvservice.core.segment.geometry import slot_index
 from kvservice.memory.segment import Segment
-from kvservice.mover.link import Copies, WorkerLink
-from kvservice.mover.message import CopyRow, Direction, Outcome, PoolSource
 from kvservice.units import Generation, NodeId
 from tests.gpu.device import block_bytes, kv_cache, layout_of
 from tests.gpu.slots import BLOCKS, KEY, ORDERS, SLOT, eventually, segment, write_header
@@ -30,7 +30,7 @@ WEDGE_SECONDS = 3.0
 @contextlib.contextmanager
 def worker(device: int = 0) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     with tempfile.TemporaryDirectory(prefix="kvg-") as folder:
-        command = [sys.executable, "-m", "kvservice.mover", "--service", "s", "--node", "n", "--device", str(device)]
+        command = [sys.executable, "-m", "kvservice.copying", "--service", "s", "--node", "n", "--device", str(device)]
         process = subprocess.Popen([*command, "--runtime-root", folder], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         try:
@@ -47,7 +47,7 @@ def linked(
     cache: torch.Tensor, directory: Path, made: Segment, worker_device: str | None = None
 ) -> Iterator[tuple[WorkerLink, Callable[[], int]]]:
     """`worker_device`: lend to the worker of this other GPU instead."""
-    from kvservice.mover.cuda_offer import CudaOffer
+    from kvservice.copying.cuda.offer import CudaOffer
 
     offer = CudaOffer(cache, lambda address, size: layout_of(cache))
     link = WorkerLink(offer.offer, WEDGE_SECONDS, worker_device=worker_device)

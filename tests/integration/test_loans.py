@@ -20,13 +20,13 @@ from kvservice.connector.plan import LendPlan, StepPlan, StepReport
 from kvservice.connector.worker.peer_copiers import Neighbours
 from kvservice.connector.worker.remote_copier import RemoteMover
 from kvservice.connector.worker.worker_loans import WorkerLoans
+from kvservice.copying.copies import HostCopies
+from kvservice.copying.device import HOST, HostDevice, HostKV, KVMemory
+from kvservice.copying.engine.link import Copies, KVOffer, Lent, WorkerLink
+from kvservice.copying.message import ROWS_MAX, CopyRow, Direction, Outcome
+from kvservice.copying.worker.server import MoverConfig, MoverServer
 from kvservice.core.segment.copy_runs import Descriptors
 from kvservice.core.segment.geometry import slot_index
-from kvservice.mover.copies import HostCopies
-from kvservice.mover.device import HOST, HostDevice, HostKV, KVMemory
-from kvservice.mover.link import Copies, KVOffer, Lent, WorkerLink
-from kvservice.mover.message import ROWS_MAX, CopyRow, Direction, Outcome
-from kvservice.mover.server import MoverConfig, MoverServer
 from kvservice.units import BlockKey, NodeId, SlotIndex
 from tests.integration.test_move_worker import BLOCKS, LAYERS, SLOT, WEDGE_SECONDS, Bench, Worker, eventually, row
 

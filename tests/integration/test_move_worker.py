@@ -25,19 +25,11 @@ import numpy as np
 import pytest
 
 from kvservice.client.discovery import find_movers, mover_socket, node_directory
-from kvservice.core.segment.copy_runs import Descriptors, RegionLayout
-from kvservice.core.segment.digest import digest_payload
-from kvservice.core.segment.geometry import plan_geometry, slot_index
-from kvservice.core.segment.header import SlotHeader
-from kvservice.core.segment.layout import SlotLayout
-from kvservice.errors import ServiceConflict
-from kvservice.memory.liveness import claim
-from kvservice.memory.segment import Segment
-from kvservice.mover.__main__ import STATUS_WEDGED
-from kvservice.mover.device import HOST, HostDevice
-from kvservice.mover.link import ROWS_OUTSTANDING_MAX, Copies, KVOffer, WorkerLink
-from kvservice.mover.memory import SharedMemory
-from kvservice.mover.message import (
+from kvservice.copying.__main__ import STATUS_WEDGED
+from kvservice.copying.device import HOST, HostDevice
+from kvservice.copying.engine.link import ROWS_OUTSTANDING_MAX, Copies, KVOffer, WorkerLink
+from kvservice.copying.memory import SharedMemory
+from kvservice.copying.message import (
     MESSAGE_BYTES_MAX,
     VERSION,
     CopyRow,
@@ -52,7 +44,15 @@ from kvservice.mover.message import (
     pack_pool,
     pack_rows,
 )
-from kvservice.mover.server import MoverConfig, MoverServer
+from kvservice.copying.worker.server import MoverConfig, MoverServer
+from kvservice.core.segment.copy_runs import Descriptors, RegionLayout
+from kvservice.core.segment.digest import digest_payload
+from kvservice.core.segment.geometry import plan_geometry, slot_index
+from kvservice.core.segment.header import SlotHeader
+from kvservice.core.segment.layout import SlotLayout
+from kvservice.errors import ServiceConflict
+from kvservice.memory.liveness import claim
+from kvservice.memory.segment import Segment
 from kvservice.units import BlockKey, BootEpoch, Generation, MiB, NodeId, SlotIndex, SpanRoute
 from tests.fuzz.damage import damaged
 
@@ -79,13 +79,13 @@ PTRACE_SEIZE, PTRACE_INTERRUPT, WALL = 0x4206, 0x4207, 0x40000000
 
 
 class Worker:
-    """`python -m kvservice.mover` for this node directory."""
+    """`python -m kvservice.copying` for this node directory."""
 
     def __init__(self, root: Path, *arguments: str) -> None:
         command = [
             sys.executable,
             "-m",
-            "kvservice.mover",
+            "kvservice.copying",
             "--service",
             "s",
             "--node",

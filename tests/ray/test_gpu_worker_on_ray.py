@@ -23,13 +23,13 @@ from kvservice.actors.supervisor import gpu_worker_devices
 from kvservice.client.discovery import find_movers, find_shards
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
+from kvservice.copying.device import HOST
+from kvservice.copying.engine.link import KVOffer, WorkerLink
+from kvservice.copying.memory import SharedMemory
+from kvservice.copying.message import CopyRow, Direction, MemoryKind, PoolSource
 from kvservice.core.block.keys import span_route
 from kvservice.core.messages import SealItem, SealStatus
 from kvservice.core.segment.copy_runs import RegionLayout
-from kvservice.mover.device import HOST
-from kvservice.mover.link import KVOffer, WorkerLink
-from kvservice.mover.memory import SharedMemory
-from kvservice.mover.message import CopyRow, Direction, MemoryKind, PoolSource
 from kvservice.units import MiB
 from tests.integration.engine import LAYOUT, Engine, chain, content
 from tests.integration.test_move_worker import WALL, stop_thread

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvservice.mover import cuda_driver
-from kvservice.mover.cuda_driver import Driver
+from kvservice.copying.cuda import driver as cuda_driver
+from kvservice.copying.cuda.driver import Driver
 from tests.stand_in_driver.build import build, compiler
 from tests.stand_in_driver.engine import Controls
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
+from kvservice.copying.cuda.copies import CudaCopies
+from kvservice.copying.cuda.device import CudaKV
+from kvservice.copying.cuda.driver import Driver
+from kvservice.copying.cuda.pinning import Pinning
 from kvservice.core.segment.copy_runs import CopyTemplate
 from kvservice.errors import TransferError
-from kvservice.mover.cuda_copies import CudaCopies
-from kvservice.mover.cuda_device import CudaKV
-from kvservice.mover.cuda_driver import Driver
-from kvservice.mover.pinning import Pinning
 from tests.gpu.slots import SLOT, segment
 from tests.stand_in_driver.engine import Cache
 

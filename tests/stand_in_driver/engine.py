@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.client.discovery import node_directory
+from kvservice.copying.cuda import driver as cuda_driver
+from kvservice.copying.cuda.driver import Driver
+from kvservice.copying.engine.link import Copies, KVOffer, WorkerLink
+from kvservice.copying.message import CopyRow, Direction, MemoryKind, PoolSource
 from kvservice.core.segment.copy_runs import RegionLayout
 from kvservice.memory.segment import Segment
-from kvservice.mover import cuda_driver
-from kvservice.mover.cuda_driver import Driver
-from kvservice.mover.link import Copies, KVOffer, WorkerLink
-from kvservice.mover.message import CopyRow, Direction, MemoryKind, PoolSource
 from kvservice.units import NodeId
 from tests.gpu.slots import BLOCKS, CELL, HEADS, LAYERS, SIZES, SLOT, TOKENS, eventually
 from tests.stand_in_driver.build import LIBRARY, ROOT
@@ -181,7 +181,7 @@ def stand_in_environment(**settings: int) -> dict[str, str]:
 def worker(
     plant: str = "", wedge_seconds: float = WEDGE_SECONDS, **settings: int
 ) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """`python -m kvservice.mover` on the stand-in, with a planted mistake of `worker.py` or none."""
+    """`python -m kvservice.copying` on the stand-in, with a planted mistake of `worker.py` or none."""
     with tempfile.TemporaryDirectory(prefix="kvg-") as folder:
         command = [sys.executable, "-m", "tests.stand_in_driver.worker", "--service", "s", "--node", "n"]
         process = subprocess.Popen(

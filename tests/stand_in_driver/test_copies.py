@@ -11,12 +11,12 @@ import threading
 import numpy as np
 import pytest
 
+from kvservice.copying.cuda.copies import CudaCopies, DirectCopies
+from kvservice.copying.cuda.driver import FATAL, ORDER_ANY, ORDER_STREAM, Driver
+from kvservice.copying.cuda.pinning import Pinning
 from kvservice.core.segment.copy_runs import CopyTemplate, DirectTemplate
 from kvservice.core.segment.geometry import slot_index
 from kvservice.errors import TransferError, UnsupportedLayout
-from kvservice.mover.cuda_copies import CudaCopies, DirectCopies
-from kvservice.mover.cuda_driver import FATAL, ORDER_ANY, ORDER_STREAM, Driver
-from kvservice.mover.pinning import Pinning
 from kvservice.units import MiB
 from tests.gpu.slots import BLOCKS, ORDERS, SLOT, payload, same, segment
 from tests.stand_in_driver.engine import Cache, Controls, Count, cache_of, call, gather, stand_in_environment
@@ -83,7 +83,7 @@ def test_stand_in_reads_a_source_in_any_order_before_the_kernel_that_writes_it(d
 
 def test_processor_cannot_touch_device_memory(library_path: str) -> None:
     program = (
-        "import ctypes; from kvservice.mover.cuda_driver import Driver; d = Driver.of_device('0'); d.bind();"
+        "import ctypes; from kvservice.copying.cuda.driver import Driver; d = Driver.of_device('0'); d.bind();"
         "ctypes.memset(d.allocate(4096), 0, 1)"
     )
     done = subprocess.run([sys.executable, "-c", program], env=stand_in_environment(), capture_output=True, timeout=60)
@@ -117,7 +117,7 @@ def test_batch_that_fails_names_the_copy(driver: Driver) -> None:
 
 @pytest.mark.parametrize(("version", "has_batch"), [(12_040, False), (12_080, True), (13_000, True)])
 def test_driver_before_cuda_12_8_has_no_batched_copy(library_path: str, version: int, has_batch: bool) -> None:
-    program = "from kvservice.mover.cuda_driver import Driver; print(Driver.of_device('0').has_batch_copy)"
+    program = "from kvservice.copying.cuda.driver import Driver; print(Driver.of_device('0').has_batch_copy)"
     done = subprocess.run(
         [sys.executable, "-c", program], env=stand_in_environment(VERSION=version), capture_output=True, text=True
     )
@@ -125,7 +125,7 @@ def test_driver_before_cuda_12_8_has_no_batched_copy(library_path: str, version:
 
 
 def test_segment_is_pinned_in_pieces_that_no_copy_reaches_over(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvservice.mover.pinning.PIECE_BYTES", 4 * MiB)
+    monkeypatch.setattr("kvservice.copying.cuda.pinning.PIECE_BYTES", 4 * MiB)
     with segment() as made, cache_of(driver) as cache:
         pinning = Pinning(made.address, made.geometry, driver.pin, driver.unpin, driver.bind)
         pinning._thread.join(30)
@@ -168,7 +168,7 @@ def test_direct_copy_reads_the_other_engines_layout(driver: Driver, way: str) ->
 def test_kernel_that_touches_host_memory_makes_the_context_unusable(library_path: str) -> None:
     program = (
         "import numpy as np\n"
-        "from kvservice.mover.cuda_driver import Driver\n"
+        "from kvservice.copying.cuda.driver import Driver\n"
         "from tests.stand_in_driver.engine import gather\n"
         "d = Driver.of_device('0'); d.bind(); s = d.stream(); host = np.zeros(64, np.uint8)\n"
         "at = np.array([d.allocate(4096)])\n"

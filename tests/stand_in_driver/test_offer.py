@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from kvservice.copying.cuda.driver import Driver
+from kvservice.copying.cuda.offer import EVENTS, CudaOffer
+from kvservice.copying.engine.link import WorkerLink
+from kvservice.copying.message import CopyRow, Direction, PoolSource
 from kvservice.core.segment.geometry import slot_index
 from kvservice.errors import UnsupportedLayout
-from kvservice.mover.cuda_driver import Driver
-from kvservice.mover.cuda_offer import EVENTS, CudaOffer
-from kvservice.mover.link import WorkerLink
-from kvservice.mover.message import CopyRow, Direction, PoolSource
 from kvservice.units import Generation
 from tests.gpu.slots import KEY, SLOT, eventually, payload, same, segment, write_header
 from tests.stand_in_driver.engine import WEDGE_SECONDS, Cache, Event, cache_of, copy, worker

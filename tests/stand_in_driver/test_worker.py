@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from kvservice.copying.__main__ import STATUS_WEDGED
+from kvservice.copying.cuda.driver import Driver
+from kvservice.copying.engine.link import Copies, WorkerLink
+from kvservice.copying.message import CopyRow, Direction, Outcome
 from kvservice.core.segment.geometry import slot_index
 from kvservice.memory.segment import Segment
-from kvservice.mover.__main__ import STATUS_WEDGED
-from kvservice.mover.cuda_driver import Driver
-from kvservice.mover.link import Copies, WorkerLink
-from kvservice.mover.message import CopyRow, Direction, Outcome
 from kvservice.units import Generation
 from tests.gpu.slots import BLOCKS, KEY, ORDERS, SLOT, payload, same, segment, write_header
 from tests.stand_in_driver.build import ROOT
@@ -116,8 +116,8 @@ import sys
 from pathlib import Path
 from kvservice.core.segment.geometry import Geometry
 from kvservice.memory.segment import Segment
-from kvservice.mover.cuda_driver import Driver
-from kvservice.mover.message import CopyRow
+from kvservice.copying.cuda.driver import Driver
+from kvservice.copying.message import CopyRow
 from kvservice.units import Generation, SlotIndex
 from tests.gpu.slots import KEY, eventually
 from tests.stand_in_driver.engine import Cache, linked

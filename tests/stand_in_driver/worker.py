@@ -1,4 +1,4 @@
-"""`python -m kvservice.mover` with the stand-in's kernel in place of Triton's, and with one planted mistake or none.
+"""`python -m kvservice.copying` with the stand-in's kernel in place of Triton's, and with one planted mistake or none.
 
 The tests of the stand-in must notice each of these mistakes: otherwise the stand-in is too kind, or the tests are.
 """
@@ -11,9 +11,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from kvservice.mover import __main__, cuda_copies, cuda_device, cuda_driver, device, lanes, loans, pinning
-from kvservice.mover.cuda_driver import ORDER_ANY
-from kvservice.mover.message import NO_EVENT
+from kvservice.copying import __main__, device
+from kvservice.copying.cuda import copies as cuda_copies
+from kvservice.copying.cuda import device as cuda_device
+from kvservice.copying.cuda import driver as cuda_driver
+from kvservice.copying.cuda import pinning
+from kvservice.copying.cuda.driver import ORDER_ANY
+from kvservice.copying.message import NO_EVENT
+from kvservice.copying.worker import lanes, loans
 from tests.stand_in_driver import engine
 
 

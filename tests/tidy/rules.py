@@ -35,21 +35,21 @@ LAYERS: dict[str, frozenset[str]] = {
     "client": frozenset({"core", "wire", "memory", "transfer", "config", "observe"}),
     "pool": frozenset({"core", "memory", "transfer", "client", "config", "observe"}),
     "shard": frozenset({"core", "wire", "memory", "transfer", "client", "pool", "config", "observe"}),
-    "mover": frozenset({"core", "memory", "client", "config", "observe"}),
-    "connector": frozenset({"client", "core", "memory", "transfer", "pool", "mover", "config", "observe"}),
+    "copying": frozenset({"core", "memory", "client", "config", "observe"}),
+    "connector": frozenset({"client", "core", "memory", "transfer", "pool", "copying", "config", "observe"}),
     "serve": frozenset({"client", "core", "wire", "connector", "actors", "config", "observe"}),
     "proxy": frozenset({"config", "observe"}),
     "replay": frozenset({"core", "serve"}),
     "actors": frozenset(
-        {"core", "memory", "transfer", "lookup", "shard", "pool", "client", "mover", "config", "observe"},
+        {"core", "memory", "transfer", "lookup", "shard", "pool", "client", "copying", "config", "observe"},
     ),
     "testing": frozenset(
         {"core", "wire", "memory", "transfer", "lookup", "client", "pool", "shard", "connector", "actors"}
-        | {"mover", "serve", "config", "observe"}
+        | {"copying", "serve", "config", "observe"}
     ),
     "cli": frozenset(
         {"core", "wire", "memory", "transfer", "lookup", "client", "pool", "shard", "connector", "actors"}
-        | {"mover", "serve", "proxy", "replay", "testing", "config", "observe"}
+        | {"copying", "serve", "proxy", "replay", "testing", "config", "observe"}
     ),
 }
 
@@ -67,8 +67,8 @@ HOMES: dict[str, frozenset[str]] = {
     "grpc_health": frozenset({"wire", "lookup", "shard", "client", "cli", "testing"}),
     "grpc_reflection": frozenset({"wire", "lookup", "shard", "cli"}),
     "google.protobuf": frozenset({"wire", "lookup", "shard", "client", "testing"}),
-    "torch": frozenset({"connector", "transfer", "memory", "mover", "testing"}),
-    "triton": frozenset({"mover"}),
+    "torch": frozenset({"connector", "transfer", "memory", "copying", "testing"}),
+    "triton": frozenset({"copying"}),
     "prometheus_client": frozenset({"observe", "connector", "proxy"}),
     "xxhash": frozenset({"core", "connector"}),
     "typer": frozenset({"cli"}),

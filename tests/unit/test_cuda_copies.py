@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvservice.copying.cuda import copies as cuda_copies
+from kvservice.copying.cuda.copies import CudaCopies, DirectCopies
+from kvservice.copying.cuda.pinning import Pinning
 from kvservice.core.segment.copy_runs import CopyTemplate, DirectTemplate, RegionLayout
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import TransferError
-from kvservice.mover import cuda_copies
-from kvservice.mover.cuda_copies import CudaCopies, DirectCopies
-from kvservice.mover.pinning import Pinning
 from kvservice.units import MiB
 
 LAYERS, BLOCKS, HEADS, TOKENS, CELL = 2, 6, 4, 16, 64

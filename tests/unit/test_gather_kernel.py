@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-KERNEL = ROOT / "kvservice" / "mover" / "gather_kernel.py"
+KERNEL = ROOT / "kvservice" / "copying" / "cuda" / "gather_kernel.py"
 SITE = ROOT / ".venv-triton" / "site"
 
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kvservice.mover.gather_kernel import BLOCK_WORDS, _move_runs
+from kvservice.copying.cuda.gather_kernel import BLOCK_WORDS, _move_runs
 signature = {"table": "*i64", "block": "constexpr"}
 source = ASTSource(fn=_move_runs, signature=signature, constexprs={(1,): BLOCK_WORDS})
 print(".target sm_90" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
@@ -29,7 +29,7 @@ print(".target sm_90" in triton.compile(source, target=GPUTarget("cuda", 90, 32)
 
 INTERPRET = """
 import numpy as np, torch
-from kvservice.mover.gather_kernel import BLOCK_WORDS, _move_runs
+from kvservice.copying.cuda.gather_kernel import BLOCK_WORDS, _move_runs
 source = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8)
 target, wanted = np.zeros_like(source), np.zeros_like(source)
 sizes = np.array([4, 8, 4096, 4100, 20000, 64, 12])  # bytes: less than a block of words, one, and several

@@ -10,11 +10,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from kvservice.copying.device import HostDevice, HostKV
+from kvservice.copying.memory import SharedMemory
+from kvservice.copying.worker.loans import DirectPath, Lender, Loans
 from kvservice.core.segment.copy_runs import CopyTemplate, RegionLayout
 from kvservice.core.segment.layout import SlotLayout
-from kvservice.mover.device import HostDevice, HostKV
-from kvservice.mover.loans import DirectPath, Lender, Loans
-from kvservice.mover.memory import SharedMemory
 
 HEADS, TOKENS, CELL, BLOCKS = 2, 4, 16, 8
 SLOT = SlotLayout(1, HEADS, TOKENS * CELL, TOKENS)

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
+from kvservice.copying.cuda.pinning import Pinning, PinningOnUse, pieces
 from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import TransferError
-from kvservice.mover.pinning import Pinning, PinningOnUse, pieces
 from kvservice.units import MiB
 
 GEOMETRY = Geometry(slab_bytes=4 * MiB, slab_count=10)
@@ -43,7 +43,7 @@ class Driver:
 
 
 def test_progress_is_shown_while_it_runs_and_undo_leaves_nothing_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvservice.mover.pinning.pieces", lambda geometry: pieces(geometry, 8 * MiB))
+    monkeypatch.setattr("kvservice.copying.cuda.pinning.pieces", lambda geometry: pieces(geometry, 8 * MiB))
     driver = Driver()
     pinning = Pinning(BASE, GEOMETRY, driver.pin, driver.unpin)
     assert pinning.share == 0 and not pinning.covers(1)
@@ -73,7 +73,7 @@ def test_what_was_pinned_before_a_failure_stays_usable() -> None:
 
 
 def test_piece_that_cannot_be_unpinned_is_counted_and_keeps_no_other_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvservice.mover.pinning.pieces", lambda geometry: pieces(geometry, 8 * MiB))
+    monkeypatch.setattr("kvservice.copying.cuda.pinning.pieces", lambda geometry: pieces(geometry, 8 * MiB))
     driver = Driver()
     for _ in range(len(list(pieces(GEOMETRY, 8 * MiB)))):
         driver.gate.release()

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvservice.copying.engine.worker_process import WorkerProcess
+from kvservice.copying.message import Kind, pack_json
 from kvservice.errors import Refused
-from kvservice.mover.message import Kind, pack_json
-from kvservice.mover.process import WorkerProcess
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ import torch
 from kvservice.connector.plan import CopyEntry, PoolInfo
 from kvservice.connector.worker.block_copier import BlockCopier, Copier
 from kvservice.connector.worker.shared_kv import region_layout
+from kvservice.copying.cuda.pinning import Pinning, PinningOnUse
+from kvservice.copying.message import Direction
 from kvservice.core.segment.copy_runs import CopyTemplate
 from kvservice.errors import TransferError, UnsupportedLayout
 from kvservice.memory.runs import copy_runs
-from kvservice.mover.message import Direction
-from kvservice.mover.pinning import Pinning, PinningOnUse
 from kvservice.observe.failpoints import failpoint
 from kvservice.units import BlockKey
 

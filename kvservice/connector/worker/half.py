@@ -20,6 +20,7 @@ from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, St
 from kvservice.connector.worker.block_copier import Copier
 from kvservice.connector.worker.copier import Mover, Ticket, in_process_mover
 from kvservice.connector.worker.worker_loans import WorkerLoans
+from kvservice.copying.message import Direction
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.header import unpack_header
 from kvservice.core.segment.header_checks import is_as_promised, is_reserved
@@ -27,7 +28,6 @@ from kvservice.core.segment.layout import HeadShare
 from kvservice.errors import KVServiceError, Unavailable
 from kvservice.memory.liveness import LivenessLock, hold
 from kvservice.memory.segment import Segment
-from kvservice.mover.message import Direction
 
 log = logging.getLogger("kvservice.connector")
 

@@ -23,9 +23,9 @@ from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, St
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.copier import Mover
 from kvservice.connector.worker.half import Copying, WorkerHalf, WritingStore
+from kvservice.copying.message import Direction
 from kvservice.core.segment.layout import HeadShare
 from kvservice.errors import UnsupportedLayout
-from kvservice.mover.message import Direction
 
 log = logging.getLogger("kvservice.connector")
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvservice.client.discovery import find_movers
-from kvservice.mover.device import HOST
-from kvservice.mover.link import KVOffer, Lent, WorkerLink
-from kvservice.mover.message import CopyRow, PoolSource
+from kvservice.copying.device import HOST
+from kvservice.copying.engine.link import KVOffer, Lent, WorkerLink
+from kvservice.copying.message import CopyRow, PoolSource
 
 LOOK_SECONDS = 5.0  # between two looks for workers
 LINKS_MAX = 16

@@ -15,10 +15,10 @@ from kvservice.connector.worker.block_copier import BlockCopier, Copier
 from kvservice.connector.worker.copier import Done, InlineMover, Loan, Mover, Ticket, in_process_mover
 from kvservice.connector.worker.peer_copiers import Neighbours, SpreadLoan, lend
 from kvservice.connector.worker.shared_kv import SharedKV, region_layout
+from kvservice.copying.device import HOST
+from kvservice.copying.engine.link import KVOffer, WorkerLink
+from kvservice.copying.message import NO_EVENT, CopyRow, Direction, MemoryKind, PoolSource
 from kvservice.errors import KVServiceError, UnsupportedLayout
-from kvservice.mover.device import HOST
-from kvservice.mover.link import KVOffer, WorkerLink
-from kvservice.mover.message import NO_EVENT, CopyRow, Direction, MemoryKind, PoolSource
 from kvservice.units import BlockKey, Generation, SlotIndex
 
 log = logging.getLogger("kvservice.connector")
@@ -132,7 +132,7 @@ def mover_for(
         return fallback
     try:
         if copier.device.type == "cuda":
-            from kvservice.mover.cuda_offer import CudaOffer  # loads the driver
+            from kvservice.copying.cuda.offer import CudaOffer  # loads the driver
 
             offer = CudaOffer(layers[0], lambda address, size: region_layout(layers, heads, address, size))
             made, mark = offer.offer, offer.mark

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from kvservice.copying.memory import SharedMemory
 from kvservice.core.segment.copy_runs import RegionLayout
 from kvservice.errors import SegmentError, UnsupportedLayout
-from kvservice.mover.memory import SharedMemory
 from kvservice.units import MiB
 
 log = logging.getLogger("kvservice.connector")

@@ -21,11 +21,11 @@ from kvservice.connector.worker.layerwise import (
     LayerwiseWorker,
     runs_of,
 )
+from kvservice.copying.message import Direction
 from kvservice.core.messages import BlockRef
 from kvservice.core.segment.geometry import slot_index
 from kvservice.core.segment.layout import HeadShare
 from kvservice.memory.segment import Segment
-from kvservice.mover.message import Direction
 from tests.unit.connector.test_worker import (
     BLOCKS,
     HEADS,

@@ -27,10 +27,10 @@ from kvservice.connector.plan import CopyEntry
 from kvservice.connector.vllm import compat
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.copier import HostMover
+from kvservice.copying.message import Direction
 from kvservice.core.messages import BlockRef
 from kvservice.core.segment.layout import HeadShare, SlotLayout
 from kvservice.errors import UnsupportedLayout
-from kvservice.mover.message import Direction
 from kvservice.units import BlockKey, Generation, SlotIndex
 
 LAYERS, BLOCKS, TOKENS = 3, 4, 16

@@ -15,6 +15,7 @@ from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, St
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.copier import InlineMover
 from kvservice.connector.worker.half import WorkerHalf
+from kvservice.copying.message import Direction
 from kvservice.core.messages import BlockRef
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import plan_geometry, slot_index
@@ -23,7 +24,6 @@ from kvservice.core.segment.layout import HeadShare, SlotLayout
 from kvservice.errors import UnsupportedLayout
 from kvservice.memory.liveness import claim
 from kvservice.memory.segment import Segment
-from kvservice.mover.message import Direction
 from kvservice.units import BlockKey, BootEpoch, Generation, MiB, SlotIndex, SpanRoute
 
 LAYERS, HEADS, TOKENS, WIDTH, BLOCKS = 3, 4, 16, 32, 6

@@ -20,14 +20,14 @@ from typing import TypeAlias
 
 import numpy as np
 
+from kvservice.copying.cuda.driver import ORDER_ANY, ORDER_STREAM, Driver
+from kvservice.copying.cuda.pinning import Pinning
+from kvservice.copying.message import Direction
 from kvservice.core.segment.copy_runs import Descriptors, Offsets, through_staging
 from kvservice.errors import TransferError
-from kvservice.mover.cuda_driver import ORDER_ANY, ORDER_STREAM, Driver
-from kvservice.mover.message import Direction
-from kvservice.mover.pinning import Pinning
 from kvservice.units import KiB, MiB
 
-log = logging.getLogger("kvservice.mover")
+log = logging.getLogger("kvservice.copying")
 
 # Below this mean run length the kernel is used: a guess, to be replaced by what benchmarks/gpu_copies.py measures.
 SMALL_RUN_BYTES = 8 * KiB
@@ -179,7 +179,7 @@ def _await(driver: Driver, way: _Way) -> None:
 def gather_launcher(driver: Driver) -> Gather | None:
     """The Triton kernel, compiled, or None where it cannot be used; copies then go run by run."""
     try:
-        from kvservice.mover.gather_kernel import launcher  # torch and Triton, seconds to import
+        from kvservice.copying.cuda.gather_kernel import launcher  # torch and Triton, seconds to import
 
         return launcher(driver.uuid)
     except Exception as error:  # noqa: BLE001  a probe: Triton fails in ways of its own, without a compiler for example

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from kvservice.client.discovery import mover_socket
-from kvservice.errors import InvalidRequest, KVServiceError, Unavailable
-from kvservice.mover.message import (
+from kvservice.copying.engine.worker_process import WorkerProcess
+from kvservice.copying.message import (
     MESSAGE_BYTES_MAX,
     NO_EVENT,
     ROWS_MAX,
@@ -47,9 +47,9 @@ from kvservice.mover.message import (
     parse_json,
     parse_lent,
 )
-from kvservice.mover.process import WorkerProcess
+from kvservice.errors import InvalidRequest, KVServiceError, Unavailable
 
-log = logging.getLogger("kvservice.mover")
+log = logging.getLogger("kvservice.copying")
 
 CREDENTIALS = struct.Struct("3i")
 CONNECT_SECONDS = 5.0

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from kvservice.copying.copies import CopyEngine, HostCopies
+from kvservice.copying.memory import SharedMemory
+from kvservice.copying.message import MemoryKind, number
 from kvservice.core.segment.copy_runs import RegionLayout
 from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import InvalidRequest, SegmentError
 from kvservice.memory.segment import Segment
-from kvservice.mover.copies import CopyEngine, HostCopies
-from kvservice.mover.memory import SharedMemory
-from kvservice.mover.message import MemoryKind, number
 from kvservice.units import BootEpoch
 
 HOST = "cpu"

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import torch
 
+from kvservice.copying.cuda.driver import Driver
+from kvservice.copying.engine.link import KVOffer
+from kvservice.copying.message import MemoryKind
 from kvservice.core.segment.copy_runs import RegionLayout
 from kvservice.errors import UnsupportedLayout
-from kvservice.mover.cuda_driver import Driver
-from kvservice.mover.link import KVOffer
-from kvservice.mover.message import MemoryKind
 
 EVENTS = 64  # an event is recorded again after so many messages: a worker that far behind waits for a later one
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from kvservice.core.segment.geometry import Geometry
 from kvservice.units import MiB
 
-log = logging.getLogger("kvservice.mover")
+log = logging.getLogger("kvservice.copying")
 
 PIECE_BYTES = 256 * MiB
 

@@ -19,19 +19,19 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvservice.copying.copies import CopyEngine
+from kvservice.copying.message import Direction, Ended, Job, Outcome
+from kvservice.copying.worker.loans import DirectPath
 from kvservice.core.messages import BlockRef
 from kvservice.core.segment.copy_runs import CopyTemplate
 from kvservice.core.segment.geometry import SLOTS_PER_SLAB_MAX
 from kvservice.core.segment.header_checks import is_as_promised, is_reserved
 from kvservice.errors import InvalidRequest, KVServiceError
 from kvservice.memory.segment import Segment
-from kvservice.mover.copies import CopyEngine
-from kvservice.mover.loans import DirectPath
-from kvservice.mover.message import Direction, Ended, Job, Outcome
 from kvservice.observe.failpoints import failpoint
 from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex
 
-log = logging.getLogger("kvservice.mover")
+log = logging.getLogger("kvservice.copying")
 
 BATCH_ROWS = 64  # blocks between two checks
 Ready: TypeAlias = Callable[[Callable[[], bool]], None]

@@ -11,13 +11,13 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kvservice.copying.copies import CopyEngine
+from kvservice.copying.device import Device, KVMemory
+from kvservice.copying.message import NO_EVENT
 from kvservice.core.segment.copy_runs import CopyTemplate, DirectTemplate
 from kvservice.errors import TransferError, UnsupportedLayout
-from kvservice.mover.copies import CopyEngine
-from kvservice.mover.device import Device, KVMemory
-from kvservice.mover.message import NO_EVENT
 
-log = logging.getLogger("kvservice.mover")
+log = logging.getLogger("kvservice.copying")
 
 
 @dataclass(slots=True, eq=False)

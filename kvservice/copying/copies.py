@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvservice.copying.memory import SharedMemory
 from kvservice.core.segment.copy_runs import Descriptors
 from kvservice.memory.runs import copy_runs
 from kvservice.memory.segment import Segment
-from kvservice.mover.memory import SharedMemory
 
 
 class CopyEngine(Protocol):

@@ -1,4 +1,4 @@
-"""`python -m kvservice.mover`: a move worker as a plain process, without Ray. SIGTERM and Ctrl-C stop it cleanly.
+"""`python -m kvservice.copying`: a move worker as a plain process, without Ray. SIGTERM and Ctrl-C stop it cleanly.
 
 It ends with status 3 when a copy hangs, and with 4 when this process cannot use its GPU any more, so that whoever
 supervises it starts it anew."""
@@ -13,10 +13,10 @@ import sys
 import threading
 from pathlib import Path
 
+from kvservice.copying.device import HOST
+from kvservice.copying.worker.devices import device_named
+from kvservice.copying.worker.server import MoverConfig, MoverServer
 from kvservice.errors import KVServiceError
-from kvservice.mover.device import HOST
-from kvservice.mover.devices import device_named
-from kvservice.mover.server import MoverConfig, MoverServer
 from kvservice.units import NodeId
 
 STATUS_WEDGED = 3
@@ -25,7 +25,7 @@ POLL_SECONDS = 0.2
 
 
 def parse(arguments: list[str] | None = None) -> tuple[MoverConfig, str]:
-    parser = argparse.ArgumentParser(prog="python -m kvservice.mover", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kvservice.copying", description=__doc__)
     parser.add_argument("--service", default="default", help="name shared by all parts of one installation")
     parser.add_argument("--node", required=True, help="name of this node: that of its shard")
     parser.add_argument("--device", default=HOST, help="cpu, or a GPU: its UUID, or its index here")

@@ -24,15 +24,15 @@ from kvservice.client.discovery import (
     read_mover,
     write_mover,
 )
+from kvservice.copying.device import Device, Segments
+from kvservice.copying.message import Direction
+from kvservice.copying.worker.loans import Loans
+from kvservice.copying.worker.session import SEND_SECONDS, EngineSession
 from kvservice.errors import ServiceConflict
-from kvservice.mover.device import Device, Segments
-from kvservice.mover.loans import Loans
-from kvservice.mover.message import Direction
-from kvservice.mover.session import SEND_SECONDS, EngineSession
 from kvservice.private_files import check_socket_path, make_directory, peer_uid
 from kvservice.units import NodeId
 
-log = logging.getLogger("kvservice.mover")
+log = logging.getLogger("kvservice.copying")
 
 WATCH_SECONDS = 0.25
 

@@ -16,15 +16,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from kvservice.core.segment.copy_runs import CopyTemplate, RegionLayout
-from kvservice.errors import InvalidRequest, KVServiceError
-from kvservice.memory.liveness import LivenessLock, hold
-from kvservice.memory.segment import Segment
-from kvservice.mover.copies import CopyEngine
-from kvservice.mover.device import Device, KVMemory, Segments
-from kvservice.mover.lanes import Lane, Target
-from kvservice.mover.loans import DirectPath, Lender, Loans
-from kvservice.mover.message import (
+from kvservice.copying.copies import CopyEngine
+from kvservice.copying.device import Device, KVMemory, Segments
+from kvservice.copying.message import (
     MESSAGE_BYTES_MAX,
     NO_EVENT,
     VERSION,
@@ -42,8 +36,14 @@ from kvservice.mover.message import (
     parse_lent,
     parse_pool,
 )
+from kvservice.copying.worker.lanes import Lane, Target
+from kvservice.copying.worker.loans import DirectPath, Lender, Loans
+from kvservice.core.segment.copy_runs import CopyTemplate, RegionLayout
+from kvservice.errors import InvalidRequest, KVServiceError
+from kvservice.memory.liveness import LivenessLock, hold
+from kvservice.memory.segment import Segment
 
-log = logging.getLogger("kvservice.mover")
+log = logging.getLogger("kvservice.copying")
 
 SEND_SECONDS = 5.0  # an engine that does not read its answers for so long is left
 DESCRIPTORS_MAX = 4

@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvservice.copying.copies import CopyEngine
+from kvservice.copying.cuda.copies import CudaCopies, DirectCopies, gather_launcher
+from kvservice.copying.cuda.driver import IPC_HANDLE_BYTES, Driver
+from kvservice.copying.cuda.pinning import Pinning
+from kvservice.copying.device import KVMemory
+from kvservice.copying.message import MemoryKind, number, text
 from kvservice.core.segment.copy_runs import RegionLayout
 from kvservice.errors import InvalidRequest, SegmentError, TransferError
 from kvservice.memory.segment import Segment
-from kvservice.mover.copies import CopyEngine
-from kvservice.mover.cuda_copies import CudaCopies, DirectCopies, gather_launcher
-from kvservice.mover.cuda_driver import IPC_HANDLE_BYTES, Driver
-from kvservice.mover.device import KVMemory
-from kvservice.mover.message import MemoryKind, number, text
-from kvservice.mover.pinning import Pinning
 
 EVENTS_MAX = 1024
 POLL_SECONDS = 50e-6

@@ -14,10 +14,10 @@ import socket
 import time
 from enum import Enum
 
+from kvservice.copying.message import MESSAGE_BYTES_MAX, Kind
 from kvservice.errors import Refused
-from kvservice.mover.message import MESSAGE_BYTES_MAX, Kind
 
-log = logging.getLogger("kvservice.mover")
+log = logging.getLogger("kvservice.copying")
 
 KILLED_SECONDS = 2.0  # a process that was killed runs no instruction of its own after this, even if it cannot end yet
 POLL_SECONDS = 0.1
