@@ -17,7 +17,7 @@ from kvservice.client.discovery import (
     SOCKET_NAME,
     default_runtime_root,
 )
-from kvservice.memory.mirror_segment import MIRROR_SUFFIX
+from kvservice.lookup.mirror_file import MIRROR_SUFFIX
 from kvservice.memory.segment import remove_stale, segment_path
 from kvservice.private_files import is_listening
 from kvservice.shard.server import DEV_SHM

@@ -27,12 +27,12 @@ import grpc
 
 from benchmarks.lookup_latency import lookup_shards
 from benchmarks.report import default_out, print_table, write_report
-from kvservice.client.lookup import split_chain
 from kvservice.core.block.keys import SPAN_BLOCKS, pack_keys, span_route
 from kvservice.core.directory.announce import UPDATE_KEYS_MAX, Announcer
 from kvservice.core.directory.index import KEY_COUNT_MAX, DirectoryIndex
 from kvservice.core.directory.membership import MEMBERS_MAX
 from kvservice.core.messages import Holder
+from kvservice.lookup.client import split_chain
 from kvservice.lookup.watch import QUEUE_BYTES_MAX, SUBSCRIBERS_MAX
 from kvservice.units import BlockKey, BootEpoch, NodeId
 from kvservice.wire.codec import encode_holder

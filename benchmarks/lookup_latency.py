@@ -25,12 +25,12 @@ import grpc
 
 from benchmarks.mirror_reads import CHAIN_KEYS, SIZES, cpu_seconds, make_chain, measure_mirror
 from benchmarks.report import default_out, percentile, print_table, write_report
-from kvservice.client.announcer import AnnouncePump
-from kvservice.client.lookup import LookupClient
 from kvservice.core.block.keys import pack_keys, span_route
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.directory.index import DirectoryIndex
 from kvservice.core.messages import Holder
+from kvservice.lookup.announce_pump import AnnouncePump
+from kvservice.lookup.client import LookupClient
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from benchmarks.report import percentile
 from kvservice.client.discovery import find_shards
-from kvservice.client.lookup import LookupClient
-from kvservice.client.mirror import NodeMirror, find_mirror
 from kvservice.core.directory.mirror import Feed
+from kvservice.lookup.client import LookupClient
+from kvservice.lookup.mirror_reader import NodeMirror, find_mirror
 from kvservice.units import BlockKey
 
 CHAIN_KEYS = 2048

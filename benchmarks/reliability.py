@@ -26,7 +26,6 @@ from typing import Any
 
 from benchmarks.local_bandwidth import stored
 from benchmarks.report import default_out, percentile, print_table, write_report
-from kvservice.client.announcer import AnnouncePump
 from kvservice.client.shard import ShardClient
 from kvservice.client.token import Token
 from kvservice.connector.options import Verify
@@ -34,6 +33,7 @@ from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import Holder
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import KVServiceError
+from kvservice.lookup.announce_pump import AnnouncePump
 from kvservice.private_files import write_private
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import BlockKey, BootEpoch, GiB, MiB, NodeId

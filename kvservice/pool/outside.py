@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvservice.client.lookup import LookupAnswer
 from kvservice.client.peer import PeerInfo, PeerPort
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverResult
 from kvservice.core.recent import NODES_MAX, Recent
 from kvservice.errors import Forbidden, KVServiceError, Refused
+from kvservice.lookup.client import LookupAnswer
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 
 log = logging.getLogger("kvservice.pool")

@@ -16,14 +16,14 @@ from pathlib import PurePosixPath
 
 from kvservice.aio import end_tasks
 from kvservice.client.discovery import find_shards
-from kvservice.client.lookup import LookupAnswer, LookupClient
-from kvservice.client.mirror import find_mirror
 from kvservice.client.survey import NodeSurvey, Surveyor
 from kvservice.client.token import Token
 from kvservice.config import ServiceConfig, tls_of_environment
 from kvservice.core.messages import EngineGroup
 from kvservice.core.recent import Recent
 from kvservice.errors import KVServiceError
+from kvservice.lookup.client import LookupAnswer, LookupClient
+from kvservice.lookup.mirror_reader import find_mirror
 from kvservice.units import BlockKey, NodeId
 from kvservice.wire.tls import TlsFiles, open_tls
 

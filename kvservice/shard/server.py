@@ -31,14 +31,14 @@ from kvservice.core.drain.sender import DrainPhase, DrainProgress
 from kvservice.core.messages import Holder, PoolStats
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.errors import ConfigError, KVServiceError, ServiceConflict, Unavailable, plaintext_refused
-from kvservice.memory.mirror_segment import mirror_path
+from kvservice.lookup.mirror_file import mirror_path
+from kvservice.lookup.mirror_writer import DirectoryMirror
+from kvservice.lookup.shard_directory import ShardDirectory
 from kvservice.memory.segment import Segment, segment_path
 from kvservice.pool.ports import PoolConfig
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.private_files import is_listening, make_directory
-from kvservice.shard.directory import ShardDirectory
 from kvservice.shard.door import Door, room_of
-from kvservice.shard.mirror import DirectoryMirror
 from kvservice.shard.readiness import LIVE, ReadinessServicer
 from kvservice.shard.service import AdminServicer, EngineServicer, PeerServicer
 from kvservice.transfer.base import Transport

@@ -27,10 +27,10 @@ from types import TracebackType
 import grpc
 
 from kvservice.client.discovery import ShardRecord, find_movers, find_shards, lookup_socket, node_directory
-from kvservice.client.mirror import NodeMirror
 from kvservice.core.block.keys import pack_keys
 from kvservice.core.directory.mirror import Feed
-from kvservice.memory.mirror_segment import mirror_path
+from kvservice.lookup.mirror_file import mirror_path
+from kvservice.lookup.mirror_reader import NodeMirror
 from kvservice.memory.segment import segment_path
 from kvservice.private_files import is_listening
 from kvservice.units import BlockKey, MiB, NodeId

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.client.announcer import AnnouncePump
 from kvservice.client.shard import ShardClient
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import Holder
 from kvservice.errors import KVServiceError
+from kvservice.lookup.announce_pump import AnnouncePump
 from kvservice.lookup.server import LookupServer
 from kvservice.shard.process import HURRY_SECONDS
 from kvservice.shard.server import DEV_SHM, ShardServer, ShardServerConfig

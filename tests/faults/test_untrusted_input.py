@@ -19,7 +19,6 @@ from rich.console import Console
 
 from kvservice.cli import explain, status
 from kvservice.client.discovery import MIRROR_NAME
-from kvservice.client.mirror import NodeMirror
 from kvservice.client.token import Token
 from kvservice.copying.memory import SharedMemory
 from kvservice.core.directory.key_table import ROWS_MIN
@@ -28,7 +27,8 @@ from kvservice.core.explain.records import REQUEST_ID_CHARS_MAX, RequestRecords,
 from kvservice.core.messages import AcquireRequest, RequestReport
 from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import ConfigError, InvalidRequest, TransferError
-from kvservice.memory.mirror_segment import MirrorSegment
+from kvservice.lookup.mirror_file import MirrorSegment
+from kvservice.lookup.mirror_reader import NodeMirror
 from kvservice.memory.segment import Segment
 from kvservice.observe.logs import EngineHandler, JsonFormatter, TextFormatter
 from kvservice.private_files import check_directory, make_directory, write_private

@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 from kvservice.cli.main import app
-from kvservice.client.lookup import LookupClient
 from kvservice.client.shard import ShardClient
 from kvservice.core.messages import MissReason, SealStatus
+from kvservice.lookup.client import LookupClient
 from tests.helm.chart import NAMESPACE, Pod, find, pod, rendered
 from tests.helm.pod_process import ContainerProcess, Place
 from tests.integration.certificates import write

@@ -16,12 +16,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvservice.client.announcer import AnnouncePump
-from kvservice.client.lookup import LookupAnswer, LookupClient
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, span_route
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import Holder
 from kvservice.errors import ConfigError, Unavailable
+from kvservice.lookup.announce_pump import AnnouncePump
+from kvservice.lookup.client import LookupAnswer, LookupClient
 from kvservice.lookup.server import LookupServer
 from kvservice.units import BlockKey, BootEpoch, NodeId
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc

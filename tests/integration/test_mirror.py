@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.client.announcer import AnnouncePump
 from kvservice.client.discovery import MIRROR_NAME
-from kvservice.client.lookup import LookupAnswer, LookupClient
-from kvservice.client.mirror import find_mirror
 from kvservice.client.shard import ShardClient
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.directory.index import longest_prefix
 from kvservice.core.directory.mirror import STALE_SECONDS
 from kvservice.core.messages import Holder
+from kvservice.lookup.announce_pump import AnnouncePump
+from kvservice.lookup.client import LookupAnswer, LookupClient
+from kvservice.lookup.mirror_reader import find_mirror
+from kvservice.lookup.mirror_writer import DirectoryMirror
 from kvservice.lookup.server import LookupServer
 from kvservice.serve.holdings import Holdings
-from kvservice.shard.mirror import DirectoryMirror
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 from tests.integration.engine import Engine, chain

@@ -15,12 +15,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvservice.cli import explain, status
-from kvservice.client.lookup import LookupClient
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
 from kvservice.client.survey import Surveyor
 from kvservice.core.messages import Holder, MissReason, SealStatus
 from kvservice.errors import ConfigError, Unavailable
+from kvservice.lookup.client import LookupClient
 from kvservice.lookup.server import LookupServer
 from kvservice.shard.server import ShardServer, ShardServerConfig
 from kvservice.testing.cluster import LocalCluster, free_port

@@ -10,12 +10,12 @@ from unittest import mock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.client import lookup as client
-from kvservice.client.lookup import decode_runs, merge_runs, split_chain
 from kvservice.core.block.keys import SPAN_BLOCKS, partition_of, span_route
 from kvservice.core.directory.index import DirectoryIndex
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.errors import InvalidRequest
+from kvservice.lookup import client
+from kvservice.lookup.client import decode_runs, merge_runs, split_chain
 from kvservice.lookup.service import _encode_runs
 from kvservice.units import BlockKey, BootEpoch, NodeId
 from kvservice.wire.v1 import common_pb2, lookup_pb2

@@ -27,7 +27,7 @@ RUNTIME = "kvservice.pool.runtime"
 STORE_PLAN = "kvservice.connector.scheduler.store_plan"
 
 AIO = "kvservice.aio"
-ANNOUNCER = "kvservice.client.announcer"
+ANNOUNCER = "kvservice.lookup.announce_pump"
 
 MUTANTS = (
     Mutant(

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from kvservice.client.discovery import MIRROR_NAME
-from kvservice.client.mirror import MirroredLookup, NodeMirror
 from kvservice.core.directory.mirror import MirrorEvent, MirrorWriter, keys_that_fit, mirror_bytes, mirror_rows
 from kvservice.errors import SegmentError, ServiceConflict
-from kvservice.memory.mirror_segment import MirrorSegment, mirror_path
+from kvservice.lookup.mirror_file import MirrorSegment, mirror_path
+from kvservice.lookup.mirror_reader import MirroredLookup, NodeMirror
+from kvservice.lookup.mirror_writer import DirectoryMirror, pieces_of
 from kvservice.memory.segment import remove_stale, segment_path
-from kvservice.shard.mirror import DirectoryMirror, pieces_of
 from kvservice.units import NodeId
 from kvservice.wire.v1 import common_pb2, lookup_pb2
 

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from kvservice.aio import within
-from kvservice.client.announcer import AnnouncePump
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX as SNAPSHOT_KEYS
 from kvservice.core.block.keys import partition_of, route_of_head, unpack_keys
 from kvservice.core.directory.announce import Announcer, Update
 from kvservice.core.directory.index import DirectoryIndex, Outcome
 from kvservice.core.messages import Holder, HolderRun
+from kvservice.lookup.announce_pump import AnnouncePump
 from kvservice.testing.sim.world import Process, World
 from kvservice.units import BlockKey, NodeId
 from kvservice.wire.v1 import lookup_pb2

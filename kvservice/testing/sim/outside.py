@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvservice.client.lookup import LookupAnswer
 from kvservice.client.peer import PeerInfo
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverItem, TakeOverResult
 from kvservice.errors import StaleEpoch, Unavailable
+from kvservice.lookup.client import LookupAnswer
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.testing.sim.calls import Caller
 from kvservice.testing.sim.lookup import LookupShard, ask_directory

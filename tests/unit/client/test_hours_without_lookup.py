@@ -8,10 +8,10 @@ import random
 
 import pytest
 
-from kvservice.client.announcer import BACKOFF_SECONDS_MAX, AnnouncePump
 from kvservice.core.directory.announce import Announcer, Update
 from kvservice.core.messages import Holder
 from kvservice.errors import Unavailable
+from kvservice.lookup.announce_pump import BACKOFF_SECONDS_MAX, AnnouncePump
 from kvservice.testing.sim.loop import ProcessLoop
 from kvservice.testing.sim.world import Process, World
 from kvservice.units import BootEpoch, NodeId

@@ -12,11 +12,11 @@ import pytest
 
 from kvservice.client import shard as shard_client
 from kvservice.client.breaker import FAILURES_TO_OPEN
-from kvservice.client.lookup import LookupClient
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
 from kvservice.core.messages import Holder
 from kvservice.errors import KVServiceError, Unavailable
+from kvservice.lookup.client import LookupClient
 from kvservice.testing.builders import make_chain, make_spec
 from kvservice.units import BootEpoch, NodeId
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc

@@ -18,7 +18,7 @@ from kvservice.client import discovery
 from kvservice.core.directory.mirror import Feed, MirrorReader
 from kvservice.core.messages import HolderRun
 from kvservice.errors import SegmentError
-from kvservice.memory.mirror_segment import MirrorSegment
+from kvservice.lookup.mirror_file import MirrorSegment
 
 LOOK_AGAIN_SECONDS = 1.0
 MAPPED_AT_ONCE = 16 << 20  # about a millisecond

@@ -19,7 +19,6 @@ import grpc
 
 from kvservice.aio import end_tasks, within
 from kvservice.client.channels import Channels
-from kvservice.client.mirror import OwnMirror
 from kvservice.core.block.keys import KEY_BYTES, check_packed
 from kvservice.core.directory.mirror import (
     PARTITIONS_MAX,
@@ -32,7 +31,8 @@ from kvservice.core.directory.mirror import (
     mirror_rows,
 )
 from kvservice.errors import KVServiceError
-from kvservice.memory.mirror_segment import MirrorSegment
+from kvservice.lookup.mirror_file import MirrorSegment
+from kvservice.lookup.mirror_reader import OwnMirror
 from kvservice.wire.codec import decode_holder
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.tls import TlsFiles

@@ -17,11 +17,11 @@ import grpc
 
 from kvservice.client.breaker import Breaker
 from kvservice.client.channels import Channels
-from kvservice.client.mirror import Mirror, MirroredLookup
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, SPAN_BLOCKS, partition_of, route_of_head
 from kvservice.core.directory.mirror import MirrorReader
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.errors import InvalidRequest
+from kvservice.lookup.mirror_reader import Mirror, MirroredLookup
 from kvservice.units import BlockKey, NodeId, SpanRoute
 from kvservice.wire.codec import decode_holder
 from kvservice.wire.serving import CHANNEL_OPTIONS
