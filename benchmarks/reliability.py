@@ -26,8 +26,9 @@ from typing import Any
 
 from benchmarks.local_bandwidth import stored
 from benchmarks.report import default_out, percentile, print_table, write_report
+from kvservice.auth.tenants import Tenant, Tenants, dump_tenants, hash_token, new_secret, new_token
+from kvservice.auth.token import Token
 from kvservice.client.shard import ShardClient
-from kvservice.client.token import Token
 from kvservice.connector.options import Verify
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import Holder
@@ -37,7 +38,6 @@ from kvservice.lookup.announce_pump import AnnouncePump
 from kvservice.private_files import write_private
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import BlockKey, BootEpoch, GiB, MiB, NodeId
-from kvservice.wire.tenants import Tenant, Tenants, dump_tenants, hash_token, new_secret, new_token
 from tests.integration.engine import LAYOUT, Engine, attached, chain
 from tests.integration.loader import Loader
 from tests.integration.test_two_nodes import leave

@@ -48,7 +48,7 @@ class Owner:
 
     @property
     def uris(self) -> list[str]:
-        from kvservice.wire.identity import ADDRESS_URI, NODE_URI
+        from kvservice.auth.identity import ADDRESS_URI, NODE_URI
 
         return [NODE_URI + node for node in self.nodes] + [ADDRESS_URI + address for address in self.addresses]
 
@@ -57,8 +57,8 @@ def run(directory: Path, days: int, *, renew: bool, owner: Owner | None = None, 
     """Write ca.crt, ca.key, tls.crt and tls.key; with `ca`, a folder that has a CA, all but the CA's key. With `renew`
     only tls.crt and tls.key, for the owner that the old one was for. Returns what to do next. Raises ConfigError when
     files would be lost, or there is no CA to sign with."""
+    from kvservice.auth.tls import AUTHORITY_NAME, CERTIFICATE_NAME, KEY_NAME, open_tls
     from kvservice.private_files import write_private
-    from kvservice.wire.tls import AUTHORITY_NAME, CERTIFICATE_NAME, KEY_NAME, open_tls
 
     directory = directory.absolute()
     found = [name for name in (AUTHORITY_NAME, AUTHORITY_KEY_NAME, CERTIFICATE_NAME) if (directory / name).exists()]
@@ -84,7 +84,7 @@ def run(directory: Path, days: int, *, renew: bool, owner: Owner | None = None, 
 
 
 def _what_to_do(directory: Path, days: int, owner: Owner) -> str:
-    from kvservice.wire.tls import AUTHORITY_NAME, CERTIFICATE_NAME, KEY_NAME
+    from kvservice.auth.tls import AUTHORITY_NAME, CERTIFICATE_NAME, KEY_NAME
 
     if owner.client:
         return (
@@ -140,7 +140,7 @@ def issue(
 ) -> tuple[bytes, bytes]:
     """(certificate, key), PEM, for this owner, all nodes if None; `name` takes the place of the name of its role, and
     `hosts` are IP addresses beside it. With negative `days` it ended that long ago."""
-    from kvservice.wire.identity import CLIENT_NAME, NODE_NAME
+    from kvservice.auth.identity import CLIENT_NAME, NODE_NAME
 
     owner = owner or Owner()
     name = name or (CLIENT_NAME if owner.client else NODE_NAME)
@@ -164,7 +164,7 @@ def issue(
 
 
 def _read_authority(directory: Path) -> Authority:
-    from kvservice.wire.tls import AUTHORITY_NAME
+    from kvservice.auth.tls import AUTHORITY_NAME
 
     x509, serialization, _, _ = _library()
     try:
@@ -176,7 +176,7 @@ def _read_authority(directory: Path) -> Authority:
 
 
 def _read_owner(path: Path) -> Owner:
-    from kvservice.wire.identity import ADDRESS_URI, CLIENT_NAME, NODE_NAME, NODE_URI
+    from kvservice.auth.identity import ADDRESS_URI, CLIENT_NAME, NODE_NAME, NODE_URI
 
     x509 = _library()[0]
     try:

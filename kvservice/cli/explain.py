@@ -122,8 +122,8 @@ def _ask_all(
 ) -> dict[str, tuple[Any, float]]:
     """(the answer of each or None, when it came). `call` gets the tenant's token as metadata. Raises Unauthenticated
     when that is why nobody answers."""
+    from kvservice.auth.token import Token
     from kvservice.cli.members import note_hint
-    from kvservice.client.token import Token
     from kvservice.wire.status import error_from_rpc
 
     token = Token.of_environment()

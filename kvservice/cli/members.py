@@ -28,7 +28,7 @@ class Members:
 
     def channel(self, address: str) -> grpc.Channel:
         """To any of these addresses. Close it."""
-        from kvservice.wire.tls import open_blocking_channel
+        from kvservice.auth.tls import open_blocking_channel
 
         return open_blocking_channel(address, self.tls)
 
@@ -65,8 +65,8 @@ def unknown_service(name: str) -> str:
 def tls_beside(record: Any = None) -> Any:
     """TlsFiles of KVSERVICE_TLS_DIR, else of the shard with this record; None where there is no TLS. Raises
     ConfigError."""
+    from kvservice.auth.tls import open_tls
     from kvservice.config import tls_of_environment
-    from kvservice.wire.tls import open_tls
 
     found, _ = tls_of_environment()
     return open_tls(found or (record.tls_dir if record is not None else ""))
@@ -74,9 +74,9 @@ def tls_beside(record: Any = None) -> Any:
 
 def find_members(service: str) -> Members | None:
     """None when this machine knows no such service. Raises ConfigError for TLS files that cannot be used."""
+    from kvservice.auth.tls import open_blocking_channel
     from kvservice.client.discovery import find_shards
     from kvservice.private_files import is_listening
-    from kvservice.wire.tls import open_blocking_channel
     from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 
     records = find_shards(service, live_only=False)

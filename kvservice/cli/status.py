@@ -150,7 +150,7 @@ def _bar(slots: dict[str, int]) -> str:
 
 
 def _lookup_stats(tls: Any, address: str) -> dict[str, Any]:
-    from kvservice.wire.tls import open_blocking_channel
+    from kvservice.auth.tls import open_blocking_channel
     from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 
     row: dict[str, Any] = {
@@ -179,7 +179,7 @@ def _lookup_stats(tls: Any, address: str) -> dict[str, Any]:
 
 
 def _node_stats(tls: Any, node_id: str, address: str) -> dict[str, Any]:
-    from kvservice.wire.tls import open_blocking_channel
+    from kvservice.auth.tls import open_blocking_channel
     from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 
     row: dict[str, Any] = {

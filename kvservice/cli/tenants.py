@@ -35,7 +35,7 @@ def add(
     admin: Admin = None, token_to: TokenTo = None,
 ) -> None:  # fmt: skip
     """Add a tenant, and make the file if there is none. Prints its token."""
-    from kvservice.wire.tenants import Tenant, Tenants, check_name, hash_token, new_secret, new_token
+    from kvservice.auth.tenants import Tenant, Tenants, check_name, hash_token, new_secret, new_token
 
     token = new_token()
 
@@ -52,7 +52,7 @@ def add(
 @app.command("list")
 def show(file: File, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
     """Names and limits; nothing secret."""
-    from kvservice.wire.tenants import read_tenants
+    from kvservice.auth.tenants import read_tenants
 
     try:
         tenants = read_tenants(file).by_name.values()
@@ -94,7 +94,7 @@ def rotate(
     """Give a tenant one more token; its blocks stay. Once all its engines have it, end the others with --retire."""
     from dataclasses import replace
 
-    from kvservice.wire.tenants import TOKENS_MAX, hash_token, new_token
+    from kvservice.auth.tenants import TOKENS_MAX, hash_token, new_token
 
     token = new_token()
 
@@ -129,7 +129,7 @@ def _with(
 ) -> Any:  # fmt: skip
     from dataclasses import replace
 
-    from kvservice.wire.tenants import Public
+    from kvservice.auth.tenants import Public
 
     if public is not None and public not in [one.value for one in Public]:
         raise ConfigError(f"public is {public!r}; choose no, read or publish")
@@ -150,8 +150,8 @@ def _known(tenants: Any, name: str) -> Any:
 
 def _edit(path: Path, change: Callable[[Any], None], fresh: Any = None) -> None:
     """Read, change, check and replace the file, alone. `fresh`: what it is where there is none."""
+    from kvservice.auth.tenants import dump_tenants, parse_tenants, read_tenants
     from kvservice.private_files import write_private
-    from kvservice.wire.tenants import dump_tenants, parse_tenants, read_tenants
 
     path = path.absolute()
     try:

@@ -12,9 +12,9 @@ from collections.abc import Container
 import grpc
 
 from kvservice.aio import end_tasks
+from kvservice.auth.tls import Options, TlsFiles, open_channel
 from kvservice.core.recent import NODES_MAX, Recent
 from kvservice.wire.serving import CHANNEL_OPTIONS
-from kvservice.wire.tls import Options, TlsFiles, open_channel
 
 RETIRED_SECONDS = 10.0  # for calls under way on a channel that is no longer used
 

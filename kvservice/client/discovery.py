@@ -110,7 +110,7 @@ def lookup_address(
 ) -> str:
     """Where a lookup shard that was given this host and port listens and is called: see `local_or_tcp`."""
     path = lookup_socket(service, partition, runtime_root)
-    from kvservice.wire.tls import local_or_tcp  # gRPC, which a move worker finds its node without
+    from kvservice.auth.tls import local_or_tcp  # gRPC, which a move worker finds its node without
 
     return local_or_tcp(host, port, path, tls=tls, allow_plaintext=allow_plaintext)
 

@@ -13,6 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 
+from kvservice.auth.identity import proofs_of, shard_audience
+from kvservice.auth.tls import TlsFiles
 from kvservice.client.breaker import Breaker
 from kvservice.client.channels import Channels
 from kvservice.core.block.keys import pack_keys
@@ -22,11 +24,9 @@ from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import StaleEpoch, TransferError, Unavailable
 from kvservice.units import BlockKey, BootEpoch, HandoffId, LeaseId, NodeId
 from kvservice.wire.codec import decode_followed, decode_geometry, decode_located
-from kvservice.wire.identity import proofs_of, shard_audience
 from kvservice.wire.leaving import decode_taken, encode_take_over
 from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.status import error_from_rpc
-from kvservice.wire.tls import TlsFiles
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from kvservice.aio import within
-from kvservice.client.token import Token
+from kvservice.auth.token import Token
 from kvservice.core.block.keys import pack_keys
 from kvservice.core.explain.records import check_request_id
 from kvservice.core.messages import (

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import grpc
 
+from kvservice.auth.tls import TlsFiles
+from kvservice.auth.token import Token
 from kvservice.client.channels import Channels
-from kvservice.client.token import Token
 from kvservice.core.messages import Holder, Survey
 from kvservice.errors import ConfigError, InvalidRequest
 from kvservice.units import NodeId
 from kvservice.wire.codec import decode_holder, decode_survey
-from kvservice.wire.tls import TlsFiles
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
 
 AT_ONCE_MAX = 32

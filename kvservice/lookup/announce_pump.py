@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from kvservice.aio import end_tasks, is_set_within
+from kvservice.auth.identity import lookup_audience, proofs_of
+from kvservice.auth.tls import TlsFiles
 from kvservice.client.channels import Channels
 from kvservice.core.block.keys import pack_keys
 from kvservice.core.directory.announce import Announcer, Update
@@ -23,9 +25,7 @@ from kvservice.core.directory.membership import Outcome
 from kvservice.core.messages import Holder
 from kvservice.errors import ConfigError, KVServiceError
 from kvservice.wire.codec import encode_holder
-from kvservice.wire.identity import lookup_audience, proofs_of
 from kvservice.wire.status import error_from_rpc
-from kvservice.wire.tls import TlsFiles
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 
 log = logging.getLogger("kvservice.client")

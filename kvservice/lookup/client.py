@@ -15,6 +15,7 @@ from itertools import pairwise
 
 import grpc
 
+from kvservice.auth.tls import TlsFiles
 from kvservice.client.breaker import Breaker
 from kvservice.client.channels import Channels
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, SPAN_BLOCKS, partition_of, route_of_head
@@ -26,7 +27,6 @@ from kvservice.units import BlockKey, NodeId, SpanRoute
 from kvservice.wire.codec import decode_holder
 from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.status import error_from_rpc
-from kvservice.wire.tls import TlsFiles
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 
 STATS_SECONDS = 5.0

@@ -18,6 +18,7 @@ from pathlib import Path
 import grpc
 
 from kvservice.aio import end_tasks, within
+from kvservice.auth.tls import TlsFiles
 from kvservice.client.channels import Channels
 from kvservice.core.block.keys import KEY_BYTES, check_packed
 from kvservice.core.directory.mirror import (
@@ -35,7 +36,6 @@ from kvservice.lookup.mirror_file import MirrorSegment
 from kvservice.lookup.mirror_reader import OwnMirror
 from kvservice.wire.codec import decode_holder
 from kvservice.wire.status import error_from_rpc
-from kvservice.wire.tls import TlsFiles
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 
 log = logging.getLogger("kvservice.shard")

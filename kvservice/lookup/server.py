@@ -17,6 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvservice.aio import end_tasks
+from kvservice.auth.tls import TlsFiles, is_bound, listen, open_tls, remove_socket
 from kvservice.core.directory.index import DirectoryIndex
 from kvservice.core.directory.membership import FORGET_SECONDS, HIDE_SECONDS
 from kvservice.errors import ConfigError
@@ -24,7 +25,6 @@ from kvservice.lookup.service import LookupServicer
 from kvservice.lookup.watch import WatchHub
 from kvservice.observe.lookup_metrics import LookupNumbers
 from kvservice.wire.serving import MESSAGE_BYTES_MAX, server_options, service_handler
-from kvservice.wire.tls import TlsFiles, is_bound, listen, open_tls, remove_socket
 from kvservice.wire.v1 import lookup_pb2
 
 log = logging.getLogger("kvservice.lookup")

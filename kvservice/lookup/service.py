@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 
+from kvservice.auth.identity import Caller, caller_of, proof_in
 from kvservice.core.block.keys import KEY_BYTES, check_packed, unpack_keys
 from kvservice.core.directory.index import DirectoryIndex, Outcome
 from kvservice.core.messages import Holder, HolderRun
@@ -17,7 +18,6 @@ from kvservice.lookup.watch import WatchHub
 from kvservice.observe.failpoints import failpoint
 from kvservice.units import NodeId
 from kvservice.wire.codec import decode_holder, encode_holder
-from kvservice.wire.identity import Caller, caller_of, proof_in
 from kvservice.wire.serving import Context
 from kvservice.wire.v1 import lookup_pb2
 

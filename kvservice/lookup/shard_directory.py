@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from kvservice.aio import end_tasks
+from kvservice.auth.tls import TlsFiles
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import Holder
 from kvservice.lookup.announce_pump import AnnouncePump
 from kvservice.lookup.client import LookupAnswer, LookupClient
 from kvservice.lookup.mirror_writer import DirectoryMirror
 from kvservice.units import BlockKey, NodeId, SpanRoute
-from kvservice.wire.tls import TlsFiles
 
 
 class ShardDirectory:

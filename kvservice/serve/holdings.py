@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from kvservice.aio import end_tasks
+from kvservice.auth.tls import TlsFiles, open_tls
+from kvservice.auth.token import Token
 from kvservice.client.discovery import find_shards
 from kvservice.client.survey import NodeSurvey, Surveyor
-from kvservice.client.token import Token
 from kvservice.config import ServiceConfig, tls_of_environment
 from kvservice.core.messages import EngineGroup
 from kvservice.core.recent import Recent
@@ -25,7 +26,6 @@ from kvservice.errors import KVServiceError
 from kvservice.lookup.client import LookupAnswer, LookupClient
 from kvservice.lookup.mirror_reader import find_mirror
 from kvservice.units import BlockKey, NodeId
-from kvservice.wire.tls import TlsFiles, open_tls
 
 log = logging.getLogger("kvservice.serve")
 

@@ -29,7 +29,7 @@ from ray.serve.request_router import (
 )
 
 from kvservice.aio import within
-from kvservice.client.token import Token
+from kvservice.auth.token import Token
 from kvservice.core.messages import EngineGroup, HolderRun
 from kvservice.core.recent import Recent
 from kvservice.serve.holdings import Facts, Holdings, find_lookups, find_tls

@@ -24,6 +24,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvservice.aio import end_tasks, is_set_within
+from kvservice.auth.authenticator import Door, room_of
+from kvservice.auth.tenants import open_tenants
+from kvservice.auth.tls import TlsFiles, check_listener, is_bound, is_loopback, listen, local_or_tcp, open_tls
 from kvservice.client import discovery
 from kvservice.client.peer import PeerClient
 from kvservice.config import MIRROR_BYTES
@@ -38,7 +41,6 @@ from kvservice.memory.segment import Segment, segment_path
 from kvservice.pool.ports import PoolConfig
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.private_files import is_listening, make_directory
-from kvservice.shard.door import Door, room_of
 from kvservice.shard.readiness import LIVE, ReadinessServicer
 from kvservice.shard.service import AdminServicer, EngineServicer, PeerServicer
 from kvservice.transfer.base import Transport
@@ -46,8 +48,6 @@ from kvservice.transfer.nixl import NixlTransport, nixl_available
 from kvservice.transfer.shm import SharedMemoryTransport
 from kvservice.units import BlockKey, NodeId, SpanRoute
 from kvservice.wire.serving import CALLS_MAX, LISTS_BYTES_MAX, Gate, server_options, service_handler
-from kvservice.wire.tenants import open_tenants
-from kvservice.wire.tls import TlsFiles, check_listener, is_bound, is_loopback, listen, local_or_tcp, open_tls
 from kvservice.wire.v1 import shard_pb2
 
 log = logging.getLogger("kvservice.shard")

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Protocol
 
+from kvservice.auth.authenticator import Door, account_of, is_private
+from kvservice.auth.identity import caller_of, proof_in
 from kvservice.core.acquire.handoff import check_handoff_id
 from kvservice.core.block.keys import unpack_keys
 from kvservice.core.drain.sender import DrainProgress
@@ -14,11 +16,9 @@ from kvservice.core.explain.records import KEEP_SECONDS, check_request_id
 from kvservice.core.messages import Holder, PoolStats
 from kvservice.errors import Forbidden, InvalidRequest, KVServiceError, StaleEpoch, Unauthenticated, Unavailable
 from kvservice.pool.runtime import PoolRuntime
-from kvservice.shard.door import Door, account_of, is_private
 from kvservice.units import AttachmentId, BootEpoch, LeaseId, NodeId
 from kvservice.wire import codec
 from kvservice.wire.explain import decode_reports, encode_explanation, encode_fates
-from kvservice.wire.identity import caller_of, proof_in
 from kvservice.wire.leaving import decode_items, encode_progress
 from kvservice.wire.serving import Context
 from kvservice.wire.v1 import shard_pb2

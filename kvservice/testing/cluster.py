@@ -26,6 +26,7 @@ from types import TracebackType
 
 import grpc
 
+from kvservice.auth.tls import open_blocking_channel, open_tls
 from kvservice.client.discovery import ShardRecord, find_movers, find_shards, lookup_socket, node_directory
 from kvservice.core.block.keys import pack_keys
 from kvservice.core.directory.mirror import Feed
@@ -34,7 +35,6 @@ from kvservice.lookup.mirror_reader import NodeMirror
 from kvservice.memory.segment import segment_path
 from kvservice.private_files import is_listening
 from kvservice.units import BlockKey, MiB, NodeId
-from kvservice.wire.tls import open_blocking_channel, open_tls
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
 
 START_SECONDS = 120.0  # a loaded machine of two cores starts a process in tens of seconds

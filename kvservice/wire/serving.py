@@ -19,8 +19,8 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
+from kvservice.auth.identity import caller_of
 from kvservice.errors import Exhausted, InvalidRequest, KVServiceError
-from kvservice.wire.identity import caller_of
 from kvservice.wire.status import status_code, status_text, trailing_metadata
 
 log = logging.getLogger("kvservice.wire")

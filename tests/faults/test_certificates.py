@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 import pytest
 
+from kvservice.auth.identity import Caller, caller_of
+from kvservice.auth.tls import TlsFiles, open_channel
 from kvservice.cli.certs import Authority, _key_pem, _name, _usage, _valid
 from kvservice.errors import Forbidden
-from kvservice.wire.identity import Caller, caller_of
-from kvservice.wire.tls import TlsFiles, open_channel
 from tests.integration.certificates import AUTHORITY, write
 
 x509 = pytest.importorskip("cryptography.x509")

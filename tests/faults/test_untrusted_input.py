@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kvservice.auth.tenants import new_token, read_tenants
+from kvservice.auth.token import Token
 from kvservice.cli import explain, status
 from kvservice.client.discovery import MIRROR_NAME
-from kvservice.client.token import Token
 from kvservice.copying.memory import SharedMemory
 from kvservice.core.directory.key_table import ROWS_MIN
 from kvservice.core.directory.mirror import TABLE_AT, Feed, MirrorWriter, mirror_bytes
@@ -38,7 +39,6 @@ from kvservice.units import BlockKey, MiB
 from kvservice.wire import codec
 from kvservice.wire.explain import decode_report, encode_report
 from kvservice.wire.leaving import decode_progress
-from kvservice.wire.tenants import new_token, read_tenants
 from kvservice.wire.v1 import shard_pb2
 from tests.integration.engine import spec
 

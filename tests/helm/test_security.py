@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvservice.wire.tls import TlsFiles
+from kvservice.auth.tls import TlsFiles
 from tests.helm.chart import VALUES, Pod, find, kinds, pod, pods, rendered
 
 # What the restricted pod security standard allows, https://kubernetes.io/docs/concepts/security/pod-security-standards/

@@ -12,6 +12,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kvservice.auth.identity import CLIENT_MAY, Proofs, lookup_audience, proofs_of
+from kvservice.auth.tls import TlsFiles, open_channel
 from kvservice.client.discovery import SECRET_NAME, node_directory, node_secret
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
@@ -21,9 +23,7 @@ from kvservice.lookup.server import LookupServer
 from kvservice.shard.server import ShardServer, ShardServerConfig
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import BootEpoch, LeaseId, MiB, NodeId, SpanRoute
-from kvservice.wire.identity import CLIENT_MAY, Proofs, lookup_audience, proofs_of
 from kvservice.wire.status import error_from_rpc
-from kvservice.wire.tls import TlsFiles, open_channel
 from kvservice.wire.v1 import common_pb2, lookup_pb2, lookup_pb2_grpc
 from tests.fuzz.messages import methods, path_of
 from tests.integration.certificates import AUTHORITY, write

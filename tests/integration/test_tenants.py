@@ -13,16 +13,7 @@ import grpc
 import numpy as np
 import pytest
 
-from kvservice.client.shard import ShardClient
-from kvservice.client.survey import Surveyor
-from kvservice.client.token import Token
-from kvservice.core.block.keys import block_keys, chain_hashes
-from kvservice.core.messages import AcquireResult, MissReason, SealItem, SealStatus
-from kvservice.errors import NotAttached, Unauthenticated
-from kvservice.private_files import write_private
-from kvservice.testing.cluster import LocalCluster
-from kvservice.units import BlockKey, MiB, NodeId, SpanRoute
-from kvservice.wire.tenants import (
+from kvservice.auth.tenants import (
     Public,
     Tenant,
     Tenants,
@@ -32,6 +23,15 @@ from kvservice.wire.tenants import (
     new_token,
     token_metadata,
 )
+from kvservice.auth.token import Token
+from kvservice.client.shard import ShardClient
+from kvservice.client.survey import Surveyor
+from kvservice.core.block.keys import block_keys, chain_hashes
+from kvservice.core.messages import AcquireResult, MissReason, SealItem, SealStatus
+from kvservice.errors import NotAttached, Unauthenticated
+from kvservice.private_files import write_private
+from kvservice.testing.cluster import LocalCluster
+from kvservice.units import BlockKey, MiB, NodeId, SpanRoute
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 from tests.integration.engine import LAYOUT, Engine, chain, content, spec
 from tests.integration.test_two_nodes import leave

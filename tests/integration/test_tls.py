@@ -14,6 +14,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvservice.auth import tls as wire_tls
+from kvservice.auth.tls import TlsFiles, open_blocking_channel, open_channel
 from kvservice.cli import explain, status
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
@@ -25,8 +27,6 @@ from kvservice.lookup.server import LookupServer
 from kvservice.shard.server import ShardServer, ShardServerConfig
 from kvservice.testing.cluster import LocalCluster, free_port
 from kvservice.units import BootEpoch, MiB, NodeId
-from kvservice.wire import tls as wire_tls
-from kvservice.wire.tls import TlsFiles, open_blocking_channel, open_channel
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
 from tests.integration.certificates import AUTHORITY, STRANGER, write
 from tests.integration.engine import Engine, chain

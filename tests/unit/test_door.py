@@ -1,4 +1,4 @@
-"""Rules of shard.door that need a moment no two processes can be made to meet in."""
+"""Rules of auth.authenticator that need a moment no two processes can be made to meet in."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from kvservice.auth.authenticator import Door, is_private
+from kvservice.auth.tenants import TenantsFile, hash_token, token_metadata
 from kvservice.core.messages import Attachment
 from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import Unauthenticated
-from kvservice.shard.door import Door, is_private
 from kvservice.units import AttachmentId, BootEpoch, MiB, NodeId
-from kvservice.wire.tenants import TenantsFile, hash_token, token_metadata
 
 TOKEN = "kvs_0123456789abcdef"
 GEOMETRY = Geometry(slab_bytes=MiB, slab_count=2)

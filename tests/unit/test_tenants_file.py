@@ -1,4 +1,4 @@
-"""Rules of the tenants file, of the command that edits it, and of tokens: wire.tenants and client.token."""
+"""Rules of the tenants file, of the command that edits it, and of tokens: auth.tenants and auth.token."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvservice.cli.main import app
-from kvservice.client.token import Token
-from kvservice.config import load_config
-from kvservice.errors import ConfigError, Unauthenticated
-from kvservice.wire.tenants import (
+from kvservice.auth.tenants import (
     Public,
     Tenants,
     TenantsFile,
@@ -24,6 +20,10 @@ from kvservice.wire.tenants import (
     read_tenants,
     token_metadata,
 )
+from kvservice.auth.token import Token
+from kvservice.cli.main import app
+from kvservice.config import load_config
+from kvservice.errors import ConfigError, Unauthenticated
 
 SECRET, OTHER = "5e" * 32, "07" * 32
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kvservice.auth import tls as wire_tls
+from kvservice.auth.identity import Caller, caller_of
+from kvservice.auth.tls import TlsFiles, is_loopback, listen, open_tls
 from kvservice.cli import certs, doctor
 from kvservice.client.channels import Channels
 from kvservice.config import load_config, tls_of_environment
 from kvservice.errors import ConfigError, Forbidden, KVServiceError
-from kvservice.wire import tls as wire_tls
-from kvservice.wire.identity import Caller, caller_of
 from kvservice.wire.status import connect_hint, error_from_rpc
-from kvservice.wire.tls import TlsFiles, is_loopback, listen, open_tls
 from tests.integration.certificates import AUTHORITY, STRANGER, write
 
 

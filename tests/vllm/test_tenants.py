@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvservice.auth.tenants import Public, Tenant, Tenants, dump_tenants, hash_token, new_secret, new_token
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import MiB
-from kvservice.wire.tenants import Public, Tenant, Tenants, dump_tenants, hash_token, new_secret, new_token
 from tests.vllm.replica import Replica, close_all
 
 pytestmark = pytest.mark.vllm

@@ -7,10 +7,10 @@ import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
+from kvservice.auth.token import Token
 from kvservice.client.discovery import choose_shard
 from kvservice.client.port import PoolPort
 from kvservice.client.shard import ShardClient
-from kvservice.client.token import Token
 from kvservice.connector.options import ConnectorOptions, Mode
 from kvservice.core.messages import EngineSpec
 from kvservice.core.segment.geometry import plan_geometry

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from kvservice.auth.tenants import TOKEN_BYTES_MAX, TOKEN_PREFIX, token_metadata
 from kvservice.config import token_of_environment
 from kvservice.errors import ConfigError
-from kvservice.wire.tenants import TOKEN_BYTES_MAX, TOKEN_PREFIX, token_metadata
 
 log = logging.getLogger("kvservice.client")
 

@@ -12,14 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvservice.aio import end_tasks
-from kvservice.core.block.tenants import NOBODY
-from kvservice.core.messages import Attachment
-from kvservice.core.segment.geometry import Geometry
-from kvservice.errors import NotAttached, Unauthenticated
-from kvservice.pool.runtime import PoolRuntime
-from kvservice.units import AttachmentId
-from kvservice.wire.serving import Context
-from kvservice.wire.tenants import (
+from kvservice.auth.tenants import (
     METADATA_KEY,
     WHAT_TO_DO,
     Bearer,
@@ -30,6 +23,13 @@ from kvservice.wire.tenants import (
     bearer_of,
     quota_bytes,
 )
+from kvservice.core.block.tenants import NOBODY
+from kvservice.core.messages import Attachment
+from kvservice.core.segment.geometry import Geometry
+from kvservice.errors import NotAttached, Unauthenticated
+from kvservice.pool.runtime import PoolRuntime
+from kvservice.units import AttachmentId
+from kvservice.wire.serving import Context
 
 log = logging.getLogger("kvservice.shard")
 

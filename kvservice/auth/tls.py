@@ -26,9 +26,9 @@ from typing import Any, NoReturn, cast
 
 import grpc
 
+from kvservice.auth.identity import CLIENT_NAME, NODE_NAME
 from kvservice.errors import ConfigError, ServiceConflict, plaintext_refused
 from kvservice.private_files import check_socket_path, is_listening, make_directory
-from kvservice.wire.identity import CLIENT_NAME, NODE_NAME
 from kvservice.wire.serving import CHANNEL_OPTIONS
 
 log = logging.getLogger("kvservice.wire")
