@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from kvservice.client.discovery import (
+from kvservice.discovery import (
     MOVER_PREFIX,
     OWN_NAMES,
     RECORD_NAME,

@@ -11,7 +11,7 @@ import os
 import secrets
 from pathlib import Path
 
-from kvservice.client.discovery import default_runtime_root
+from kvservice.discovery import default_runtime_root
 from kvservice.private_files import write_private
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"

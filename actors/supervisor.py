@@ -24,11 +24,11 @@ from kvservice.actors.cache_shard import CacheShard
 from kvservice.actors.draining import draining_nodes
 from kvservice.actors.gpu_worker import GpuWorker
 from kvservice.actors.lookup_node import LookupNode
-from kvservice.client.discovery import lookup_address
 from kvservice.config import ServiceConfig
 from kvservice.copying.device import HOST
 from kvservice.copying.worker.server import MoverConfig
 from kvservice.core.recent import NODES_MAX
+from kvservice.discovery import lookup_address
 from kvservice.errors import KVServiceError
 from kvservice.observe.failpoints import failpoint
 from kvservice.shard.server import ShardServerConfig

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import print_table, write_report
-from kvservice.client.discovery import node_directory
 from kvservice.copying.cuda.driver import is_present
 from kvservice.copying.device import HOST
 from kvservice.copying.engine.link import KVOffer, WorkerLink
@@ -33,6 +32,7 @@ from kvservice.core.segment.copy_runs import CopyTemplate, Descriptors, RegionLa
 from kvservice.core.segment.geometry import plan_geometry, slot_index
 from kvservice.core.segment.header import SlotHeader
 from kvservice.core.segment.layout import SlotLayout
+from kvservice.discovery import node_directory
 from kvservice.memory.segment import Segment
 from kvservice.units import BlockKey, Generation, GiB, MiB, NodeId, SpanRoute
 

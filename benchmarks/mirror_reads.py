@@ -19,8 +19,8 @@ import uuid
 from pathlib import Path
 
 from benchmarks.report import percentile
-from kvservice.client.discovery import find_shards
 from kvservice.core.directory.mirror import Feed
+from kvservice.discovery import find_shards
 from kvservice.lookup.client import LookupClient
 from kvservice.lookup.mirror_reader import NodeMirror, find_mirror
 from kvservice.units import BlockKey

@@ -140,7 +140,7 @@ def settings() -> Iterator[Check]:
 
 def runtime_directory() -> Iterator[Check]:
     """Where the sockets are: nobody else may change it, and no other machine may share it."""
-    from kvservice.client.discovery import default_runtime_root
+    from kvservice.discovery import default_runtime_root
     from kvservice.errors import ConfigError
     from kvservice.private_files import check_directory
 
@@ -172,8 +172,8 @@ def file_system_of(path: Path, mounts: str | None = None) -> str:
 
 def tls() -> Iterator[Check]:
     from kvservice.cli.members import tls_beside
-    from kvservice.client.discovery import find_shards
     from kvservice.config import tls_of_environment
+    from kvservice.discovery import find_shards
     from kvservice.errors import ConfigError
 
     try:
@@ -375,7 +375,7 @@ def ray_cluster() -> Iterator[Check]:
 def service_parts() -> Iterator[Check]:
     """A row for every shard and lookup shard of the services registered on this machine."""
     from kvservice.cli.status import collect
-    from kvservice.client.discovery import find_shards
+    from kvservice.discovery import find_shards
 
     services = sorted({record.service for record in find_shards(live_only=False)})
     if not services:

@@ -71,7 +71,7 @@ def down(service: str, address: str | None) -> bool:
     from kvservice.actors import deploy, ray_auth
     from kvservice.actors.leftovers import remove_leftovers
     from kvservice.cli.members import services_here
-    from kvservice.client.discovery import find_shards
+    from kvservice.discovery import find_shards
 
     console = Console(stderr=True)
     head = ray_auth.head_record(service)
@@ -113,8 +113,8 @@ def run_foreground(config: Any) -> None:
 
 
 async def _foreground(config: Any) -> None:
-    from kvservice.client.discovery import lookup_address
     from kvservice.core.directory.membership import patience
+    from kvservice.discovery import lookup_address
     from kvservice.lookup.server import LookupServer
     from kvservice.observe.lookup_metrics import LookupCollector
     from kvservice.observe.metrics import ShardCollector, read_on, serve_collectors

@@ -35,7 +35,7 @@ class Members:
 
 def services_here() -> list[str]:
     """Names of the services that are registered on this machine."""
-    from kvservice.client.discovery import find_shards
+    from kvservice.discovery import find_shards
 
     return sorted({record.service for record in find_shards(live_only=False)})
 
@@ -75,7 +75,7 @@ def tls_beside(record: Any = None) -> Any:
 def find_members(service: str) -> Members | None:
     """None when this machine knows no such service. Raises ConfigError for TLS files that cannot be used."""
     from kvservice.auth.tls import open_blocking_channel
-    from kvservice.client.discovery import find_shards
+    from kvservice.discovery import find_shards
     from kvservice.private_files import is_listening
     from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 

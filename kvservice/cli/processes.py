@@ -49,8 +49,8 @@ def run_shard(
 
 def run_lookup(config: Any, partition: int, host: str, port: int | None) -> None:
     """One lookup shard of `config.lookup_shards`, at its Unix socket where it needs no port. Blocks until a signal."""
-    from kvservice.client.discovery import lookup_address
     from kvservice.core.directory.membership import patience
+    from kvservice.discovery import lookup_address
     from kvservice.lookup.process import serve
     from kvservice.lookup.server import LookupServer
 

@@ -28,7 +28,7 @@ FALLBACK = "mirror_fallback_"
 def collect(service: str) -> dict[str, Any] | None:
     """Everything `show` prints, with stable keys; None when this machine knows no such service. Blocks for RPCs."""
     from kvservice.cli.members import tls_beside
-    from kvservice.client.discovery import find_shards
+    from kvservice.discovery import find_shards
     from kvservice.private_files import is_listening
 
     local = find_shards(service, live_only=False)  # a shard that died is a problem to show, not a service to miss

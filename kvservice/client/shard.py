@@ -56,7 +56,7 @@ STREAM_SILENCE_SECONDS = 15.0  # the shard sends a heartbeat every 2 s; a stoppe
 
 
 class ShardClient:
-    """Satisfies client.port.PoolPort. One instance serves one engine; `attach` may be called again after a loss."""
+    """Satisfies pool.port.PoolPort. One instance serves one engine; `attach` may be called again after a loss."""
 
     def __init__(self, socket_path: str, token: Token | None = None) -> None:
         """`token`: of the tenant that the engine belongs to; by default as the environment says. Raises ConfigError."""

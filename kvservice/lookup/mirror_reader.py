@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from kvservice.client import discovery
+from kvservice import discovery
 from kvservice.core.directory.mirror import Feed, MirrorReader
 from kvservice.core.messages import HolderRun
 from kvservice.errors import SegmentError
@@ -46,7 +46,7 @@ class OwnMirror:
 
 
 class NodeMirror:
-    """Of the node with this directory (client.discovery). Follows the shard over its restarts."""
+    """Of the node with this directory (discovery). Follows the shard over its restarts."""
 
     def __init__(self, directory: Path) -> None:
         self._link = directory / discovery.MIRROR_NAME

@@ -13,7 +13,7 @@ from kvservice.core.actions import Digest
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.header import SlotHeader
 from kvservice.observe.failpoints import failpoint
-from kvservice.pool.ports import MemoryPort
+from kvservice.pool.runtime_ports import MemoryPort
 from kvservice.units import BlockKey, SlotIndex
 
 THREADS = 2

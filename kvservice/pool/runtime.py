@@ -1,6 +1,6 @@
 """Performs what the shard's core decides: headers, digests, lookups, pulls and announcements. No gRPC server here.
 
-PoolRuntime satisfies client.port.PoolPort. The shard service puts it behind RPCs; the embedded mode calls it in the
+PoolRuntime satisfies pool.port.PoolPort. The shard service puts it behind RPCs; the embedded mode calls it in the
 engine's process. Everything runs on the event loop that opened it, except digests (two threads) and the puller (its
 own thread); both come back to the loop as events, so the state has a single writer.
 """
@@ -49,8 +49,8 @@ from kvservice.memory.segment import Segment
 from kvservice.observe.failpoints import failpoint
 from kvservice.pool.digests import Digests
 from kvservice.pool.opening import close_new, open_segment
-from kvservice.pool.outside import DirectoryPort, Outside
-from kvservice.pool.ports import Claim, MemoryPort, PoolConfig, PullerPort
+from kvservice.pool.remote import DirectoryPort, Outside
+from kvservice.pool.runtime_ports import Claim, MemoryPort, PoolConfig, PullerPort
 from kvservice.transfer.base import Transport
 from kvservice.transfer.puller import Puller, PullItem, PullJob
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, SpanRoute

@@ -17,11 +17,11 @@ from pathlib import PurePosixPath
 from kvservice.aio import end_tasks
 from kvservice.auth.tls import TlsFiles, open_tls
 from kvservice.auth.token import Token
-from kvservice.client.discovery import find_shards
 from kvservice.client.survey import NodeSurvey, Surveyor
 from kvservice.config import ServiceConfig, tls_of_environment
 from kvservice.core.messages import EngineGroup
 from kvservice.core.recent import Recent
+from kvservice.discovery import find_shards
 from kvservice.errors import KVServiceError
 from kvservice.lookup.client import LookupAnswer, LookupClient
 from kvservice.lookup.mirror_reader import find_mirror

@@ -23,11 +23,11 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvservice import discovery
 from kvservice.aio import end_tasks, is_set_within
 from kvservice.auth.authenticator import Door, room_of
 from kvservice.auth.tenants import open_tenants
 from kvservice.auth.tls import TlsFiles, check_listener, is_bound, is_loopback, listen, local_or_tcp, open_tls
-from kvservice.client import discovery
 from kvservice.client.peer import PeerClient
 from kvservice.config import MIRROR_BYTES
 from kvservice.core.drain.sender import DrainPhase, DrainProgress
@@ -38,8 +38,8 @@ from kvservice.lookup.mirror_file import mirror_path
 from kvservice.lookup.mirror_writer import DirectoryMirror
 from kvservice.lookup.shard_directory import ShardDirectory
 from kvservice.memory.segment import Segment, segment_path
-from kvservice.pool.ports import PoolConfig
 from kvservice.pool.runtime import PoolRuntime
+from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.private_files import is_listening, make_directory
 from kvservice.shard.readiness import LIVE, ReadinessServicer
 from kvservice.shard.service import AdminServicer, EngineServicer, PeerServicer

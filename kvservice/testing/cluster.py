@@ -27,9 +27,9 @@ from types import TracebackType
 import grpc
 
 from kvservice.auth.tls import open_blocking_channel, open_tls
-from kvservice.client.discovery import ShardRecord, find_movers, find_shards, lookup_socket, node_directory
 from kvservice.core.block.keys import pack_keys
 from kvservice.core.directory.mirror import Feed
+from kvservice.discovery import ShardRecord, find_movers, find_shards, lookup_socket, node_directory
 from kvservice.lookup.mirror_file import mirror_path
 from kvservice.lookup.mirror_reader import NodeMirror
 from kvservice.memory.segment import segment_path

@@ -24,7 +24,7 @@ from kvservice.core.explain.records import RECORDS_MAX
 from kvservice.core.messages import Holder
 from kvservice.core.recent import NODES_MAX, Recent
 from kvservice.core.store.reuse import GONE_MAX
-from kvservice.pool.outside import Outside
+from kvservice.pool.remote import Outside
 from kvservice.serve.load import LoadBook, SentPrefixes
 from kvservice.testing.builders import CoreHarness, make_chain, make_holder, make_located, make_spec, run_of
 from kvservice.units import BlockHash, BlockKey, BootEpoch, HandoffId, MiB, NodeId
@@ -176,7 +176,7 @@ async def test_what_a_shard_keeps_of_peers_does_not_grow_with_the_nodes_that_eve
     one is reached sooner; `make faults` takes the real one."""
     nodes = rounds(1_000, failed_before=1.0, campaign=10_000)
     bound = min(NODES_MAX, nodes // 10)
-    for module in ("kvservice.client.peer", "kvservice.pool.outside"):
+    for module in ("kvservice.client.peer", "kvservice.pool.remote"):
         monkeypatch.setattr(f"{module}.NODES_MAX", bound)
     monkeypatch.setattr("kvservice.client.channels.RETIRED_SECONDS", 0.1)
     server = grpc.aio.server()

@@ -23,9 +23,9 @@ from typing import Any
 
 import pytest
 
-from kvservice.client.discovery import ShardRecord, keep_epoch, keep_secret, node_directory, write_record
 from kvservice.client.shard import ShardClient
 from kvservice.connector.scheduler.pool_session import Session
+from kvservice.discovery import ShardRecord, keep_epoch, keep_secret, node_directory, write_record
 from kvservice.errors import ConfigError, SegmentError, TransferError, Unavailable
 from kvservice.lookup.server import LookupServer
 from kvservice.memory.segment import Segment

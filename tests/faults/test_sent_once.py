@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvservice.client.port import PoolPort
 from kvservice.client.shard import ShardClient
 from kvservice.connector.scheduler.pool_session import Session
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, Handoff
+from kvservice.pool.port import PoolPort
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import HandoffId, MiB, NodeId
 from tests.faults.paused_engine import CALL_SECONDS

@@ -20,13 +20,13 @@ from rich.console import Console
 from kvservice.auth.tenants import new_token, read_tenants
 from kvservice.auth.token import Token
 from kvservice.cli import explain, status
-from kvservice.client.discovery import MIRROR_NAME
 from kvservice.copying.memory import SharedMemory
 from kvservice.core.directory.key_table import ROWS_MIN
 from kvservice.core.directory.mirror import TABLE_AT, Feed, MirrorWriter, mirror_bytes
 from kvservice.core.explain.records import REQUEST_ID_CHARS_MAX, RequestRecords, check_request_id
 from kvservice.core.messages import AcquireRequest, RequestReport
 from kvservice.core.segment.geometry import Geometry
+from kvservice.discovery import MIRROR_NAME
 from kvservice.errors import ConfigError, InvalidRequest, TransferError
 from kvservice.lookup.mirror_file import MirrorSegment
 from kvservice.lookup.mirror_reader import NodeMirror

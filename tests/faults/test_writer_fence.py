@@ -33,8 +33,8 @@ from kvservice.core.segment.header_checks import is_as_promised, is_reserved
 from kvservice.errors import Unavailable
 from kvservice.memory.liveness import claim, hold
 from kvservice.memory.segment import Segment
-from kvservice.pool.ports import PoolConfig
 from kvservice.pool.runtime import PoolRuntime
+from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.shard.server import ShardServer, ShardServerConfig
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import BlockKey, BootEpoch, MiB, NodeId

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from kvservice.client.discovery import MoverRecord, ShardRecord, find_shards, read_mover, write_mover, write_record
 from kvservice.config import ServiceConfig, load_config
 from kvservice.connector.scheduler.handoff import Prefill, decode_params, parse_transfer_params
 from kvservice.copying import message
@@ -26,6 +25,7 @@ from kvservice.core.segment.copy_runs import CopyTemplate, RegionLayout
 from kvservice.core.segment.geometry import Geometry, slot_index
 from kvservice.core.segment.header import SlotFlags, SlotHeader, pack_header, unpack_header
 from kvservice.core.segment.layout import SlotLayout
+from kvservice.discovery import MoverRecord, ShardRecord, find_shards, read_mover, write_mover, write_record
 from kvservice.errors import ConfigError, InvalidRequest, KVServiceError, SegmentError, UnsupportedLayout
 from kvservice.memory.segment import Segment
 from kvservice.units import BlockKey, BootEpoch, Generation, HandoffId, MiB, NodeId, SlotIndex, SpanRoute

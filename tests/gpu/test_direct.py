@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvservice.client.discovery import find_movers
 from kvservice.copying.engine.link import Copies, WorkerLink
 from kvservice.copying.message import CopyRow, Direction
 from kvservice.core.segment.geometry import slot_index
+from kvservice.discovery import find_movers
 from kvservice.memory.segment import Segment
 from kvservice.units import Generation
 from tests.gpu.device import block_bytes, kv_cache

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.client.discovery import find_movers, node_directory
+from kvservice.discovery import find_movers, node_directory
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import MiB, NodeId
 from tests.gpu.slots import eventually

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvservice.client.discovery import node_directory
 from kvservice.copying.engine.link import Copies, WorkerLink
 from kvservice.copying.message import CopyRow, Direction, Outcome, PoolSource
 from kvservice.core.segment.geometry import slot_index
+from kvservice.discovery import node_directory
 from kvservice.memory.segment import Segment
 from kvservice.units import Generation, NodeId
 from tests.gpu.device import block_bytes, kv_cache, layout_of

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from kvservice.client.port import PoolPort
 from kvservice.client.shard import ShardClient
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.keys import block_keys, chain_hashes, span_route
@@ -30,6 +29,7 @@ from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import Unavailable
 from kvservice.memory.liveness import LivenessLock, hold
 from kvservice.memory.segment import Segment
+from kvservice.pool.port import PoolPort
 from kvservice.units import BlockKey
 
 LAYOUT = SlotLayout(layer_count=4, kv_head_count=2, cell_bytes=8192, block_tokens=16)  # 64 KiB a block

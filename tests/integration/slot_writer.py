@@ -14,8 +14,8 @@ from kvservice.core.messages import EngineSpec, SealItem
 from kvservice.core.segment.geometry import CONTROL_BYTES, SCRATCH_BYTES, SLAB_BYTES_MIN, Geometry
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.memory.segment import Segment
-from kvservice.pool.ports import PoolConfig
 from kvservice.pool.runtime import PoolRuntime
+from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.units import BlockKey, NodeId, SpanRoute
 from tests.integration.engine import content
 

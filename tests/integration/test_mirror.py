@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.client.discovery import MIRROR_NAME
 from kvservice.client.shard import ShardClient
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.directory.index import longest_prefix
 from kvservice.core.directory.mirror import STALE_SECONDS
 from kvservice.core.messages import Holder
+from kvservice.discovery import MIRROR_NAME
 from kvservice.lookup.announce_pump import AnnouncePump
 from kvservice.lookup.client import LookupAnswer, LookupClient
 from kvservice.lookup.mirror_reader import find_mirror

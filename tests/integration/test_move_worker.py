@@ -24,7 +24,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvservice.client.discovery import find_movers, mover_socket, node_directory
 from kvservice.copying.__main__ import STATUS_WEDGED
 from kvservice.copying.device import HOST, HostDevice
 from kvservice.copying.engine.link import ROWS_OUTSTANDING_MAX, Copies, KVOffer, WorkerLink
@@ -50,6 +49,7 @@ from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import plan_geometry, slot_index
 from kvservice.core.segment.header import SlotHeader
 from kvservice.core.segment.layout import SlotLayout
+from kvservice.discovery import find_movers, mover_socket, node_directory
 from kvservice.errors import ServiceConflict
 from kvservice.memory.liveness import claim
 from kvservice.memory.segment import Segment

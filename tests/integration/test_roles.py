@@ -14,10 +14,10 @@ import pytest
 
 from kvservice.auth.identity import CLIENT_MAY, Proofs, lookup_audience, proofs_of
 from kvservice.auth.tls import TlsFiles, open_channel
-from kvservice.client.discovery import SECRET_NAME, node_directory, node_secret
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
 from kvservice.core.messages import Holder, SealStatus, TakeOverItem
+from kvservice.discovery import SECRET_NAME, node_directory, node_secret
 from kvservice.errors import ConfigError, Forbidden, KVServiceError, Unavailable
 from kvservice.lookup.server import LookupServer
 from kvservice.shard.server import ShardServer, ShardServerConfig

@@ -66,7 +66,7 @@ def test_the_wheel_imports_without_engine_ray_or_transport(wheel: Path) -> None:
         "import sys\n"
         "for name in ('vllm', 'ray', 'nixl', 'nixl_cu12', 'torch', 'grpc_tools'): sys.modules[name] = None\n"
         f"sys.path.insert(0, {str(wheel)!r})\n"
-        "import kvservice, kvservice.core.block.keys, kvservice.client.discovery, kvservice.wire.v1.shard_pb2\n"
+        "import kvservice, kvservice.core.block.keys, kvservice.discovery, kvservice.wire.v1.shard_pb2\n"
         "import kvservice.transfer.base, kvservice.wire.serving\n"
         "print(kvservice.__file__)\n"
     )

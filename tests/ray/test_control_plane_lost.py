@@ -25,9 +25,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from kvservice.actors import deploy, names
 from kvservice.actors.supervisor import Supervisor
 from kvservice.cli.status import collect
-from kvservice.client.discovery import find_shards
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
+from kvservice.discovery import find_shards
 from kvservice.units import MiB
 from tests.failpoints import Failpoints
 from tests.integration.engine import Engine, chain

@@ -20,7 +20,6 @@ import pytest
 
 from kvservice.actors import deploy
 from kvservice.actors.supervisor import gpu_worker_devices
-from kvservice.client.discovery import find_movers, find_shards
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
 from kvservice.copying.device import HOST
@@ -30,6 +29,7 @@ from kvservice.copying.message import CopyRow, Direction, MemoryKind, PoolSource
 from kvservice.core.block.keys import span_route
 from kvservice.core.messages import SealItem, SealStatus
 from kvservice.core.segment.copy_runs import RegionLayout
+from kvservice.discovery import find_movers, find_shards
 from kvservice.units import MiB
 from tests.integration.engine import LAYOUT, Engine, chain, content
 from tests.integration.test_move_worker import WALL, stop_thread

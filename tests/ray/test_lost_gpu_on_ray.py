@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from kvservice.actors import deploy
-from kvservice.client.discovery import find_shards
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
 from kvservice.copying.cuda import driver as cuda_driver
 from kvservice.copying.cuda.driver import Driver
 from kvservice.copying.engine.link import WorkerLink
 from kvservice.copying.message import CopyRow, Direction
+from kvservice.discovery import find_shards
 from kvservice.units import MiB
 from tests.gpu.slots import KEY, eventually
 from tests.integration.engine import Engine

@@ -20,11 +20,11 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from kvservice.actors import deploy, names
-from kvservice.client.discovery import find_shards
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
 from kvservice.connector.vllm.block_hashes import block_namer
 from kvservice.core.block.keys import block_keys
+from kvservice.discovery import find_shards
 from kvservice.units import MiB
 from tests.integration.engine import LAYOUT, Engine, spec
 from tests.ray_nodes import ray_nodes

@@ -24,9 +24,9 @@ from ray.cluster_utils import Cluster
 from kvservice.actors import deploy
 from kvservice.cli import drain
 from kvservice.cli.status import collect
-from kvservice.client.discovery import find_shards
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
+from kvservice.discovery import find_shards
 from kvservice.errors import ServiceConflict, Unavailable
 from kvservice.units import GiB, MiB
 from tests.integration.certificates import write

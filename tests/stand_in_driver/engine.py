@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.client.discovery import node_directory
 from kvservice.copying.cuda import driver as cuda_driver
 from kvservice.copying.cuda.driver import Driver
 from kvservice.copying.engine.link import Copies, KVOffer, WorkerLink
 from kvservice.copying.message import CopyRow, Direction, MemoryKind, PoolSource
 from kvservice.core.segment.copy_runs import RegionLayout
+from kvservice.discovery import node_directory
 from kvservice.memory.segment import Segment
 from kvservice.units import NodeId
 from tests.gpu.slots import BLOCKS, CELL, HEADS, LAYERS, SIZES, SLOT, TOKENS, eventually

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.client.discovery import find_movers
 from kvservice.copying.__main__ import STATUS_DEVICE_LOST
 from kvservice.copying.cuda.driver import Driver
 from kvservice.copying.message import CopyRow
 from kvservice.core.segment.geometry import slot_index
+from kvservice.discovery import find_movers
 from kvservice.units import Generation
 from tests.gpu.slots import KEY, eventually, same, segment
 from tests.stand_in_driver.engine import WEDGE_SECONDS, Cache, cache_of, linked, worker

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from kvservice.cli import main
-from kvservice.client.discovery import find_shards
 from kvservice.config import ServiceConfig
+from kvservice.discovery import find_shards
 from kvservice.shard.__main__ import parse_config
 from kvservice.testing.cluster import LocalCluster
 from kvservice.transfer.nixl import nixl_available

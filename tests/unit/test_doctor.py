@@ -14,7 +14,7 @@ import pytest
 
 from kvservice.cli import doctor
 from kvservice.cli.doctor import ABSENT, OK, PROBLEM, WARNING, Check
-from kvservice.client.discovery import ShardRecord, write_record
+from kvservice.discovery import ShardRecord, write_record
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import BootEpoch, GiB, MiB, NodeId
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.client.discovery import MIRROR_NAME
 from kvservice.core.directory.mirror import MirrorEvent, MirrorWriter, keys_that_fit, mirror_bytes, mirror_rows
+from kvservice.discovery import MIRROR_NAME
 from kvservice.errors import SegmentError, ServiceConflict
 from kvservice.lookup.mirror_file import MirrorSegment, mirror_path
 from kvservice.lookup.mirror_reader import MirroredLookup, NodeMirror

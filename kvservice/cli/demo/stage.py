@@ -235,8 +235,8 @@ def cache_service(step: Any, cluster: TwoNodes) -> Iterator[list[str]]:
     import ray
 
     from kvservice.actors import deploy, names
-    from kvservice.client.discovery import find_shards
     from kvservice.config import ServiceConfig
+    from kvservice.discovery import find_shards
 
     step("starting the cache service")
     config = ServiceConfig(service=SERVICE, pool_bytes=POOL_BYTES, allow_plaintext=cluster.has_own_network)

@@ -8,15 +8,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from kvservice.auth.token import Token
-from kvservice.client.discovery import choose_shard
-from kvservice.client.port import PoolPort
 from kvservice.client.shard import ShardClient
 from kvservice.connector.options import ConnectorOptions, Mode
 from kvservice.core.messages import EngineSpec
 from kvservice.core.segment.geometry import plan_geometry
+from kvservice.discovery import choose_shard
 from kvservice.errors import ConfigError, Unavailable
-from kvservice.pool.ports import PoolConfig
+from kvservice.pool.port import PoolPort
 from kvservice.pool.runtime import PoolRuntime
+from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.private_files import is_listening
 from kvservice.units import NodeId, format_bytes
 

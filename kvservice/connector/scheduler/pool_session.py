@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvservice.aio import is_set_within
-from kvservice.client.port import PoolPort
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
@@ -31,6 +30,7 @@ from kvservice.core.messages import (
 )
 from kvservice.core.reconcile import Ledger
 from kvservice.errors import KVServiceError, Refused
+from kvservice.pool.port import PoolPort
 from kvservice.units import AttachmentId, HandoffId, LeaseId, format_bytes
 
 log = logging.getLogger("kvservice.connector")

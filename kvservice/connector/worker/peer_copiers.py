@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvservice.client.discovery import find_movers
 from kvservice.copying.device import HOST
 from kvservice.copying.engine.link import KVOffer, Lent, WorkerLink
 from kvservice.copying.message import CopyRow, PoolSource
+from kvservice.discovery import find_movers
 
 LOOK_SECONDS = 5.0  # between two looks for workers
 LINKS_MAX = 16

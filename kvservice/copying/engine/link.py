@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from kvservice.client.discovery import mover_socket
 from kvservice.copying.engine.worker_process import WorkerProcess
 from kvservice.copying.message import (
     MESSAGE_BYTES_MAX,
@@ -47,6 +46,7 @@ from kvservice.copying.message import (
     parse_json,
     parse_lent,
 )
+from kvservice.discovery import mover_socket
 from kvservice.errors import InvalidRequest, KVServiceError, Unavailable
 
 log = logging.getLogger("kvservice.copying")

@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvservice.client.discovery import (
+from kvservice.copying.device import Device, Segments
+from kvservice.copying.message import Direction
+from kvservice.copying.worker.loans import Loans
+from kvservice.copying.worker.session import SEND_SECONDS, EngineSession
+from kvservice.discovery import (
     MoverRecord,
     mover_socket,
     node_directory,
     read_mover,
     write_mover,
 )
-from kvservice.copying.device import Device, Segments
-from kvservice.copying.message import Direction
-from kvservice.copying.worker.loans import Loans
-from kvservice.copying.worker.session import SEND_SECONDS, EngineSession
 from kvservice.errors import ServiceConflict
 from kvservice.private_files import check_socket_path, make_directory, peer_uid
 from kvservice.units import NodeId

@@ -10,8 +10,8 @@ from kvservice.core.block.tenants import TenantLimits
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import Holder
 from kvservice.core.shard import ShardState
-from kvservice.pool.ports import PoolConfig
 from kvservice.pool.runtime import PoolRuntime
+from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.testing.sim.lookup import Herald, LookupShard
 from kvservice.testing.sim.loop import ProcessLoop
 from kvservice.testing.sim.memory import SegmentMemory

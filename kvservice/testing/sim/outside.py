@@ -1,4 +1,4 @@
-"""What a simulated node sees of the others: the directory and the shards of peers, as pool.outside asks for them."""
+"""What a simulated node sees of the others: the directory and the shards of peers, as pool.remote asks for them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.client.port import PoolPort
 from kvservice.connector.scheduler import pool_session as module
 from kvservice.connector.scheduler.pool_session import HEARTBEAT_SECONDS_MAX, Answer, Session
 from kvservice.core.acquire.handoff import OPEN_SECONDS
@@ -22,6 +21,7 @@ from kvservice.core.block.window_groups import Reach, Side
 from kvservice.core.messages import AcquireRequest, Attachment, BlockRef, EngineSpec, RequestReport, SealItem
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.errors import FingerprintMismatch, Unavailable
+from kvservice.pool.port import PoolPort
 from kvservice.testing.fake_pool import FakePool
 from kvservice.units import AttachmentId, BlockKey, HandoffId, MiB, SlotIndex, SpanRoute
 from tests.unit.connector.line import LAYOUT

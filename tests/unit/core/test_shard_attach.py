@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from kvservice.client.discovery import EPOCH_MAX
 from kvservice.core import events as ev
 from kvservice.core.actions import Reply
 from kvservice.core.messages import BlockRef, EngineSpec, MissReason, SealStatus
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.shard import ATTACHMENTS_MAX, ShardState
+from kvservice.discovery import EPOCH_MAX
 from kvservice.errors import Exhausted, FingerprintMismatch, InvalidRequest, NotAttached, Unavailable, UnsupportedLayout
 from kvservice.testing.builders import CoreHarness, make_chain, make_spec
 from kvservice.units import AttachmentId, BootEpoch, LeaseId, MiB, NodeId

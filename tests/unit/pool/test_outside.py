@@ -10,7 +10,7 @@ import pytest
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.messages import Handoff
-from kvservice.pool.outside import Outside
+from kvservice.pool.remote import Outside
 from kvservice.testing.builders import make_chain, make_holder
 from kvservice.units import HandoffId, NodeId
 
