@@ -32,8 +32,9 @@ from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, St
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.half import WorkerHalf
 from kvservice.core.block.keys import span_route
-from kvservice.core.messages import AcquireRequest, BlockRef, MissReason, SealItem, SealStatus
+from kvservice.core.messages import AcquireRequest, MissReason, SealItem, SealStatus
 from kvservice.core.segment.layout import SlotLayout
+from kvservice.core.segment.refs import BlockRef
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import BlockKey, GiB, KiB, MiB
 from tests.integration.engine import Engine, chain, spec

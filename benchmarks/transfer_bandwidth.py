@@ -28,10 +28,10 @@ import numpy.typing as npt
 
 from benchmarks.report import print_table, write_report
 from kvservice.core.events import PullVerdict
-from kvservice.core.messages import BlockHandle
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import Geometry, plan_geometry, slot_index
 from kvservice.core.segment.header import SlotHeader
+from kvservice.core.segment.refs import BlockHandle
 from kvservice.memory.segment import Segment, segment_path
 from kvservice.transfer.base import Copy, PeerHandle, TransferOutcome
 from kvservice.transfer.nixl import NixlTransport

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from kvservice.aio import end_tasks
+from kvservice.auth.identity import Connection
 from kvservice.auth.tenants import (
     METADATA_KEY,
     WHAT_TO_DO,
@@ -23,17 +25,26 @@ from kvservice.auth.tenants import (
     bearer_of,
     quota_bytes,
 )
-from kvservice.core.block.tenants import NOBODY
+from kvservice.core.block.tenants import NOBODY, TenantLimits
 from kvservice.core.messages import Attachment
 from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import NotAttached, Unauthenticated
-from kvservice.pool.runtime import PoolRuntime
 from kvservice.units import AttachmentId
-from kvservice.wire.serving import Context
 
 log = logging.getLogger("kvservice.shard")
 
 LOOK_SECONDS = 1.0
+
+
+class TenantPool(Protocol):
+    """What of the pool is needed here. pool.runtime.PoolRuntime is one."""
+
+    @property
+    def geometry(self) -> Geometry: ...
+
+    def set_tenants(self, limits: Mapping[str, TenantLimits]) -> None: ...
+
+    def count(self, name: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -43,7 +54,7 @@ class _Guest:
 
 
 class Door:
-    def __init__(self, files: TenantsFile | None, pool: PoolRuntime) -> None:
+    def __init__(self, files: TenantsFile | None, pool: TenantPool) -> None:
         self._files = files
         self._pool = pool
         self._guests: dict[AttachmentId, _Guest] = {}
@@ -63,24 +74,24 @@ class Door:
             await end_tasks([self._watcher])
             self._watcher = None
 
-    def caller(self, context: Context) -> Bearer | None:
+    def caller(self, connection: Connection) -> Bearer | None:
         """Who calls; None where there are no tenants. Raises Unauthenticated."""
         if self._files is None:
             return None
         try:
-            return bearer_of(context.invocation_metadata(), self._files.current)  # type: ignore[arg-type]
+            return bearer_of(connection.invocation_metadata(), self._files.current)
         except Unauthenticated:
             self._pool.count("calls_unauthenticated")
             raise
 
-    def caller_if_any(self, context: Context) -> Bearer | None:
+    def caller_if_any(self, connection: Connection) -> Bearer | None:
         """None also for a call without a token, of a node's own parts. Raises Unauthenticated for a wrong one."""
-        metadata = context.invocation_metadata() or ()
-        return self.caller(context) if any(key == METADATA_KEY for key, _ in metadata) else None
+        metadata = connection.invocation_metadata() or ()
+        return self.caller(connection) if any(key == METADATA_KEY for key, _ in metadata) else None
 
-    def account(self, context: Context) -> str | None:
+    def account(self, connection: Connection) -> str | None:
         """The tenant whose requests the caller may see; None is everybody's. Raises Unauthenticated."""
-        caller = self.caller(context)
+        caller = self.caller(connection)
         return None if caller is None or caller.tenant.admin else caller.tenant.name
 
     def let_in(self, caller: Bearer | None, attachment: Attachment, turn_out: Callable[[str], None]) -> Attachment:
@@ -104,9 +115,9 @@ class Door:
     def left(self, attachment: AttachmentId) -> None:
         self._guests.pop(attachment, None)
 
-    def check(self, context: Context, attachment: AttachmentId) -> None:
+    def check(self, connection: Connection, attachment: AttachmentId) -> None:
         """Raises Unauthenticated, or NotAttached for another tenant's attachment, as for one that does not exist."""
-        caller = self.caller(context)
+        caller = self.caller(connection)
         if caller is None:
             return
         guest = self._guests.get(attachment)
@@ -159,10 +170,10 @@ def _rights(tenant: Tenant) -> tuple[object, ...]:
     return tenant.secret, tenant.public, tenant.quota
 
 
-def is_private(context: Context) -> bool:
+def is_private(connection: Connection) -> bool:
     """Nobody can listen to this channel: TLS, or the node's socket."""
-    encrypted = b"ssl" in context.auth_context().get("transport_security_type", ())
-    return encrypted or context.peer().startswith("unix:")
+    encrypted = b"ssl" in connection.auth_context().get("transport_security_type", ())
+    return encrypted or connection.peer().startswith("unix:")
 
 
 def account_of(caller: Bearer | None) -> str:

@@ -42,6 +42,8 @@ class Connection(Protocol):
 
     def invocation_metadata(self) -> Any: ...
 
+    def peer(self) -> str: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:

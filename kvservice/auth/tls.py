@@ -29,7 +29,6 @@ import grpc
 from kvservice.auth.identity import CLIENT_NAME, NODE_NAME
 from kvservice.errors import ConfigError, ServiceConflict, plaintext_refused
 from kvservice.private_files import check_socket_path, is_listening, make_directory
-from kvservice.wire.serving import CHANNEL_OPTIONS
 
 log = logging.getLogger("kvservice.wire")
 
@@ -220,7 +219,7 @@ def _check_plaintext(address: str, tls: TlsFiles | None, allow_plaintext: bool) 
         raise plaintext_refused(f"{address} would be served without TLS")
 
 
-def open_channel(address: str, tls: TlsFiles | None, options: Options = CHANNEL_OPTIONS) -> grpc.aio.Channel:
+def open_channel(address: str, tls: TlsFiles | None, options: Options = ()) -> grpc.aio.Channel:
     """A channel for asyncio. `unix:` addresses are never encrypted."""
     if tls is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(address, options=options)

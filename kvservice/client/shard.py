@@ -22,13 +22,13 @@ from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
     Attachment,
-    BlockRef,
     EngineSpec,
     RequestReport,
     SealItem,
     SealStatus,
     Statement,
 )
+from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import KVServiceError, Unavailable
 from kvservice.units import AttachmentId, BootEpoch, HandoffId, LeaseId
 from kvservice.wire.codec import (

@@ -15,7 +15,8 @@ from typing import Any, Protocol, TypeAlias
 
 from kvservice.connector.plan import CopyEntry
 from kvservice.core.block.window_groups import Side
-from kvservice.core.messages import AcquireResult, BlockRef
+from kvservice.core.messages import AcquireResult
+from kvservice.core.segment.refs import BlockRef
 from kvservice.units import BlockKey
 
 NULL_BLOCK = 0

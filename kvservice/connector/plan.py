@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvservice.core.messages import BlockRef
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.layout import SlotLayout
+from kvservice.core.segment.refs import BlockRef
 from kvservice.units import BlockKey, BootEpoch
 
 K = TypeVar("K")

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvservice.core.messages import BlockHandle, Handoff, Holder, TakeOverItem
+from kvservice.core.messages import Handoff, Holder, TakeOverItem
 from kvservice.core.segment.header import SlotHeader
+from kvservice.core.segment.refs import BlockHandle
 from kvservice.errors import KVServiceError
 from kvservice.units import BlockKey, BootEpoch, LeaseId, SlotIndex, SpanRoute
 

@@ -10,7 +10,6 @@ from enum import Enum
 from kvservice.core.block.tenants import NOBODY, TenantLimits
 from kvservice.core.messages import (
     AcquireRequest,
-    BlockRef,
     EngineSpec,
     FollowResult,
     Holder,
@@ -24,6 +23,7 @@ from kvservice.core.messages import (
     TakeOverResult,
 )
 from kvservice.core.segment.header import SlotHeader
+from kvservice.core.segment.refs import BlockRef
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, SlotIndex
 
 

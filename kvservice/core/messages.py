@@ -13,11 +13,11 @@ from kvservice.core.block.tenants import TenantUsage
 from kvservice.core.block.window_groups import Side
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.layout import SlotLayout
+from kvservice.core.segment.refs import BlockHandle, BlockRef
 from kvservice.units import (
     AttachmentId,
     BlockKey,
     BootEpoch,
-    Generation,
     HandoffId,
     LeaseId,
     NodeId,
@@ -54,14 +54,6 @@ class Attachment:
     public_key: bytes = field(default=b"", repr=False)  # the same for public blocks; empty = it may use none
     may_publish: bool = False
     quota_bytes: int = 0  # the most its tenant may hold here; 0 = the whole pool
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRef:
-    """A slot as it was promised: the generation must be the same before and after the bytes are copied."""
-
-    slot: SlotIndex
-    generation: Generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,18 +161,6 @@ class SealStatus(Enum):
     DUPLICATE = "duplicate"  # the pool already holds this key; the slot went back
     STALE = "stale"  # not this engine's reservation any more: epoch, generation or owner differ
     FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class BlockHandle:
-    """Enough to read one block of a peer one-sided and to know afterwards that it was the right one."""
-
-    key: BlockKey
-    slot: SlotIndex
-    generation: Generation
-    length: int
-    digest: int
-    position: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvservice.core.messages import BlockRef, Statement
+from kvservice.core.messages import Statement
+from kvservice.core.segment.refs import BlockRef
 from kvservice.units import HandoffId, SlotIndex
 
 STATED_SLOTS_MAX = 65_536

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from kvservice.core import events as ev
 from kvservice.core.acquire.acquisitions import Acquisitions
 from kvservice.core.actions import Action, Digest, Reply, WatchEngine
-from kvservice.core.messages import BlockRef, EngineSpec, SealItem, SealStatus, Statement
+from kvservice.core.messages import EngineSpec, SealItem, SealStatus, Statement
 from kvservice.core.peer_calls import check_keys
 from kvservice.core.reconcile import Grants
+from kvservice.core.segment.refs import BlockRef
 from kvservice.core.store.blocks import BlockStore
 from kvservice.core.store.slots import Slot, SlotState
 from kvservice.errors import InvalidRequest

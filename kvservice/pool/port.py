@@ -13,13 +13,13 @@ from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
     Attachment,
-    BlockRef,
     EngineSpec,
     RequestReport,
     SealItem,
     SealStatus,
     Statement,
 )
+from kvservice.core.segment.refs import BlockRef
 from kvservice.units import AttachmentId, HandoffId, LeaseId
 
 

@@ -26,7 +26,6 @@ from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
     Attachment,
-    BlockRef,
     EngineSpec,
     FollowResult,
     Holder,
@@ -41,6 +40,7 @@ from kvservice.core.messages import (
     TakeOverResult,
 )
 from kvservice.core.segment.geometry import Geometry
+from kvservice.core.segment.refs import BlockRef
 from kvservice.core.shard import AttachReply, ShardState
 from kvservice.core.store.eviction import POLICIES
 from kvservice.errors import KVServiceError, Unavailable

@@ -18,8 +18,6 @@ from kvservice.core.block.tenants import NOBODY, TenantLimits
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
-    BlockHandle,
-    BlockRef,
     EngineSpec,
     FollowResult,
     Handoff,
@@ -34,6 +32,7 @@ from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import Geometry, slab_of
 from kvservice.core.segment.header import SlotHeader
 from kvservice.core.segment.layout import SlotLayout
+from kvservice.core.segment.refs import BlockHandle, BlockRef
 from kvservice.core.shard import AttachReply, ShardState
 from kvservice.units import (
     AttachmentId,

@@ -15,7 +15,6 @@ from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
     Attachment,
-    BlockRef,
     EngineSpec,
     MissReason,
     RequestReport,
@@ -27,6 +26,7 @@ from kvservice.core.reconcile import Grants, is_settled
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import Geometry, slot_index
 from kvservice.core.segment.header import SlotHeader
+from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import NotAttached, Unavailable
 from kvservice.memory.segment import Segment
 from kvservice.units import (

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvservice.core.events import PullVerdict
-from kvservice.core.messages import BlockHandle
 from kvservice.core.segment.copy_runs import Offsets, merge_runs
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import HEADER_BYTES, SCRATCH_BYTES, Geometry
 from kvservice.core.segment.header_checks import is_as_located
+from kvservice.core.segment.refs import BlockHandle
 from kvservice.memory.segment import Segment
 from kvservice.observe.failpoints import failpoint
 from kvservice.transfer.base import Completion, Copy, PeerHandle, TransferId, TransferOutcome, Transport

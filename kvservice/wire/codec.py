@@ -19,8 +19,6 @@ from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
     Attachment,
-    BlockHandle,
-    BlockRef,
     EngineGroup,
     EngineSpec,
     FollowResult,
@@ -37,6 +35,7 @@ from kvservice.core.messages import (
 from kvservice.core.reconcile import OPEN_CALLS_MAX, STATED_HANDOFFS_MAX, STATED_SLOTS_MAX
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.layout import SlotLayout
+from kvservice.core.segment.refs import BlockHandle, BlockRef
 from kvservice.errors import InvalidRequest, UnsupportedLayout
 from kvservice.units import (
     AttachmentId,

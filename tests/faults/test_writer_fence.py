@@ -27,9 +27,10 @@ import pytest
 import kvservice.pool.runtime as runtime
 from kvservice.client.shard import ShardClient
 from kvservice.core import events as ev
-from kvservice.core.messages import BlockRef, SealStatus
+from kvservice.core.messages import SealStatus
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.header_checks import is_as_promised, is_reserved
+from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import Unavailable
 from kvservice.memory.liveness import claim, hold
 from kvservice.memory.segment import Segment

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import random
 
-from kvservice.core.messages import BlockHandle, BlockRef
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.header import SlotHeader, pack_header, unpack_header
 from kvservice.core.segment.header_checks import is_as_located, is_as_promised
+from kvservice.core.segment.refs import BlockHandle, BlockRef
 from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex, SpanRoute
 
 PAYLOADS, HEADERS = 560, 260

@@ -15,17 +15,9 @@ import numpy as np
 from kvservice.client.shard import ShardClient
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.keys import block_keys, chain_hashes, span_route
-from kvservice.core.messages import (
-    AcquireRequest,
-    AcquireResult,
-    Attachment,
-    BlockRef,
-    EngineSpec,
-    Handoff,
-    SealItem,
-    SealStatus,
-)
+from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, EngineSpec, Handoff, SealItem, SealStatus
 from kvservice.core.segment.layout import SlotLayout
+from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import Unavailable
 from kvservice.memory.liveness import LivenessLock, hold
 from kvservice.memory.segment import Segment

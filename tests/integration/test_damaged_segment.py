@@ -15,8 +15,8 @@ import pytest
 
 from kvservice.client.shard import ShardClient
 from kvservice.connector.options import Verify
-from kvservice.core.messages import BlockRef
 from kvservice.core.segment.geometry import HEADER_BYTES
+from kvservice.core.segment.refs import BlockRef
 from kvservice.memory.segment import Segment
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import BlockKey, MiB

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from kvservice.core.events import PullVerdict
-from kvservice.core.messages import BlockHandle
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.core.segment.header import SlotHeader
+from kvservice.core.segment.refs import BlockHandle
 from kvservice.errors import TransferError
 from kvservice.memory.segment import Segment, segment_path
 from kvservice.transfer.base import Copy, PeerHandle, TransferOutcome

@@ -25,7 +25,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvservice.client.shard import ShardClient
 from kvservice.core.block.window_groups import Reach, Side
-from kvservice.core.messages import BlockRef, Holder, TakeOverItem
+from kvservice.core.messages import Holder, TakeOverItem
+from kvservice.core.segment.refs import BlockRef
 from kvservice.lookup.server import LookupServer
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import HandoffId, MiB, NodeId, SpanRoute

@@ -21,8 +21,8 @@ import pytest
 
 from kvservice.connector.options import Verify
 from kvservice.connector.worker.half import Copying, WorkerHalf
-from kvservice.core.messages import BlockRef
 from kvservice.core.segment.geometry import slot_index
+from kvservice.core.segment.refs import BlockRef
 from kvservice.memory.segment import Segment
 from kvservice.units import BlockKey
 from tests.integration.engine import content

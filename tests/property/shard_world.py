@@ -11,14 +11,8 @@ from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.block.keys import block_keys, chain_hashes
 from kvservice.core.events import PullVerdict
-from kvservice.core.messages import (
-    BlockRef,
-    EngineSpec,
-    Holder,
-    Peer,
-    TakeOverItem,
-    TakeOverResult,
-)
+from kvservice.core.messages import EngineSpec, Holder, Peer, TakeOverItem, TakeOverResult
+from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import Unavailable
 from kvservice.testing.builders import LARGE, CoreHarness, make_holder, make_spec, run_of
 from kvservice.units import AttachmentId, BlockKey, Generation, KiB, SlotIndex, SpanRoute

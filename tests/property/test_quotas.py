@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.block.tenants import TenantLimits, tag_of
-from kvservice.core.messages import BlockRef, TakeOverItem
+from kvservice.core.messages import TakeOverItem
+from kvservice.core.segment.refs import BlockRef
 from kvservice.testing.builders import (
     LARGE,
     SMALL,

@@ -18,8 +18,9 @@ from hypothesis.stateful import invariant, precondition, rule, run_state_machine
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.acquire.handoff import CLOSED_SECONDS
-from kvservice.core.messages import BlockRef, HandoffState
+from kvservice.core.messages import HandoffState
 from kvservice.core.reconcile import Ledger
+from kvservice.core.segment.refs import BlockRef
 from kvservice.core.store.slots import SlotState
 from kvservice.units import AttachmentId, BootEpoch, HandoffId
 from tests.property.shard_world import Asked, Engine, Write, any_index, engines, somebody_attached

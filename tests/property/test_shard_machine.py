@@ -21,8 +21,6 @@ from kvservice.core.events import PullVerdict
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
-    BlockHandle,
-    BlockRef,
     Holder,
     HolderRun,
     LocateResult,
@@ -31,6 +29,7 @@ from kvservice.core.messages import (
     TakeOverResult,
 )
 from kvservice.core.segment.geometry import slab_of
+from kvservice.core.segment.refs import BlockHandle, BlockRef
 from kvservice.core.shard import AttachReply
 from kvservice.errors import KVServiceError, NotAttached, StaleEpoch, Unavailable
 from kvservice.testing.builders import CoreHarness, content_of, make_handle, run_of

@@ -28,47 +28,87 @@ LAYERS: dict[str, frozenset[str]] = {
     "config": frozenset(),
     "core": frozenset(),
     "observe": frozenset(),
-    "wire": frozenset({"core"}),
+    "auth": frozenset({"core", "config"}),
+    "discovery": frozenset({"auth"}),
+    "wire": frozenset({"core", "auth"}),
     "memory": frozenset({"core", "observe"}),
     "transfer": frozenset({"core", "memory", "observe"}),
-    "lookup": frozenset({"core", "wire", "config", "observe"}),
-    "client": frozenset({"core", "wire", "memory", "transfer", "config", "observe"}),
-    "pool": frozenset({"core", "memory", "transfer", "client", "config", "observe"}),
-    "shard": frozenset({"core", "wire", "memory", "transfer", "client", "pool", "config", "observe"}),
-    "copying": frozenset({"core", "memory", "client", "config", "observe"}),
-    "connector": frozenset({"client", "core", "memory", "transfer", "pool", "copying", "config", "observe"}),
-    "serve": frozenset({"client", "core", "wire", "connector", "actors", "config", "observe"}),
+    "client": frozenset({"core", "wire", "auth", "config", "observe"}),
+    "lookup": frozenset({"core", "wire", "auth", "memory", "client", "discovery", "config", "observe"}),
+    "pool": frozenset({"core", "memory", "transfer", "client", "lookup", "config", "observe"}),
+    "shard": frozenset(
+        {"core", "wire", "auth", "memory", "transfer", "client", "lookup", "pool"} | {"discovery", "config", "observe"}
+    ),
+    "copying": frozenset({"core", "memory", "discovery", "config", "observe"}),
+    "connector": frozenset(
+        {"client", "core", "auth", "memory", "transfer", "pool", "copying", "discovery", "config", "observe"}
+    ),
+    "serve": frozenset(
+        {"client", "core", "wire", "auth", "lookup", "connector", "actors", "discovery", "config", "observe"}
+    ),
     "proxy": frozenset({"config", "observe"}),
     "replay": frozenset({"core", "serve"}),
     "actors": frozenset(
-        {"core", "memory", "transfer", "lookup", "shard", "pool", "client", "copying", "config", "observe"},
+        {"core", "auth", "memory", "transfer", "lookup", "shard", "pool", "client", "copying", "discovery"}
+        | {"config", "observe"}
     ),
     "testing": frozenset(
-        {"core", "wire", "memory", "transfer", "lookup", "client", "pool", "shard", "connector", "actors"}
-        | {"copying", "serve", "config", "observe"}
+        {"core", "wire", "auth", "memory", "transfer", "lookup", "client", "pool", "shard", "connector", "actors"}
+        | {"copying", "serve", "discovery", "config", "observe"}
     ),
     "cli": frozenset(
-        {"core", "wire", "memory", "transfer", "lookup", "client", "pool", "shard", "connector", "actors"}
-        | {"copying", "serve", "proxy", "replay", "testing", "config", "observe"}
+        {"core", "wire", "auth", "memory", "transfer", "lookup", "client", "pool", "shard", "connector", "actors"}
+        | {"copying", "serve", "proxy", "replay", "testing", "discovery", "config", "observe"}
+    ),
+}
+
+# Package → its rooms from the ground up. A room may import the rooms before it; rooms of one tuple know nothing of each
+# other. A room is a folder, or a file beside the folders.
+ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "core": (
+        ("recent", "segment/layout"),
+        ("block",),
+        ("segment",),
+        ("messages",),
+        ("reconcile", "actions"),
+        ("explain",),
+        ("events",),
+        ("store",),
+        ("directory",),
+        ("acquire",),
+        ("drain",),
+        ("peer_calls",),
+        ("writes",),
+        ("shard",),
+    ),
+    "connector": (("weights", "plan"), ("options", "cache_groups"), ("scheduler", "worker"), ("vllm",)),
+    "copying": (
+        ("message", "memory"),
+        ("copies",),
+        ("device",),
+        ("engine",),
+        ("cuda",),
+        ("worker",),
+        ("__main__",),
     ),
 }
 
 # What the command line may import before it knows which command runs: everything else costs start-up time.
 CLI_TOP_LEVEL = frozenset({"", "cli"}) | GROUND
 
-# Third-party module → the packages where it is at home.
+# Third-party module → the packages, or folders of packages, where it is at home.
 HOMES: dict[str, frozenset[str]] = {
-    "vllm": frozenset({"connector", "cli"}),
+    "vllm": frozenset({"connector/vllm", "cli"}),
     "ray": frozenset({"actors", "cli", "serve"}),
     "nixl": frozenset({"transfer"}),
     "nixl_cu12": frozenset({"transfer"}),
     "nixl_cu13": frozenset({"transfer"}),
-    "grpc": frozenset({"wire", "lookup", "shard", "client", "cli", "testing"}),
-    "grpc_health": frozenset({"wire", "lookup", "shard", "client", "cli", "testing"}),
+    "grpc": frozenset({"auth", "wire", "lookup", "shard", "client", "cli", "testing"}),
+    "grpc_health": frozenset({"auth", "wire", "lookup", "shard", "client", "cli", "testing"}),
     "grpc_reflection": frozenset({"wire", "lookup", "shard", "cli"}),
     "google.protobuf": frozenset({"wire", "lookup", "shard", "client", "testing"}),
     "torch": frozenset({"connector", "transfer", "memory", "copying", "testing"}),
-    "triton": frozenset({"copying"}),
+    "triton": frozenset({"copying/cuda"}),
     "prometheus_client": frozenset({"observe", "connector", "proxy"}),
     "xxhash": frozenset({"core", "connector"}),
     "typer": frozenset({"cli"}),
@@ -188,6 +228,45 @@ def layering(root: Path) -> list[str]:
     return findings
 
 
+def rooms(root: Path) -> list[str]:
+    """Layering inside the packages of ROOMS: each import goes to a room further down, or stays in its own."""
+    findings: list[str] = []
+    for package in ROOMS:
+        home = root / "kvservice" / package
+        for path in sources(root, f"kvservice/{package}"):
+            name, module = path.relative_to(root), path.relative_to(home).with_suffix("").as_posix()
+            if module == "__init__":
+                continue
+            mine = room_of(package, module)
+            if mine is None:
+                findings.append(f"{name}: {module} has no place among the rooms of {package}")
+                continue
+            for item in imports_of(root, path):
+                if not is_within(item.module, f"kvservice.{package}"):
+                    continue
+                theirs = room_of(package, "/".join(item.module.split(".")[2:]))
+                if theirs is not None and theirs.name != mine.name and theirs.floor >= mine.floor:
+                    findings.append(f"{name}:{item.line}: {package}/{mine.name} must not import {theirs.name}")
+    return findings
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    floor: int
+    name: str
+
+
+def room_of(package: str, module: str) -> Room | None:
+    """`module`: its path in the package. The longest name of a room that it begins with counts."""
+    found = [
+        Room(floor, name)
+        for floor, names in enumerate(ROOMS[package])
+        for name in names
+        if is_within(module.replace("/", "."), name.replace("/", "."))
+    ]
+    return max(found, key=lambda room: len(room.name), default=None)
+
+
 def lazy_cli(root: Path) -> list[str]:
     return [
         f"{path.relative_to(root)}:{item.line}: import {item.module} inside the function that needs it"
@@ -204,7 +283,10 @@ def third_party_homes(root: Path) -> list[str]:
         package, name = package_of(root, path), path.relative_to(root)
         for item in imports_of(root, path):
             for module, homes in HOMES.items():
-                if is_within(item.module, module) and package not in homes:
+                if is_within(item.module, module) and not homes & {
+                    package,
+                    name.parent.as_posix().removeprefix("kvservice/"),
+                }:
                     findings.append(f"{name}:{item.line}: {module} is at home in {', '.join(sorted(homes))} only")
             if any(is_within(item.module, module) for module in ONE_FILE):
                 one_file[name] = item.line
@@ -316,6 +398,7 @@ RULES = {
     rule.__name__: rule
     for rule in (
         layering,
+        rooms,
         lazy_cli,
         third_party_homes,
         core_purity,

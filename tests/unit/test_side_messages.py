@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kvservice.core.block.window_groups import Reach, Side
-from kvservice.core.messages import AcquireResult, BlockRef, MissReason
+from kvservice.core.messages import AcquireResult, MissReason
+from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import InvalidRequest
 from kvservice.testing.builders import make_layout, make_spec
 from kvservice.units import Generation, LeaseId, SlotIndex

@@ -28,14 +28,8 @@ from kvservice.connector.scheduler.request import EngineRequest, RequestEvent, R
 from kvservice.connector.scheduler.request_keys import Keyring, MakeKeys
 from kvservice.connector.scheduler.store_plan import OpenStore, plan_store
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
-from kvservice.core.messages import (
-    AcquireRequest,
-    AcquireResult,
-    Attachment,
-    BlockRef,
-    Handoff,
-    MissReason,
-)
+from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, Handoff, MissReason
+from kvservice.core.segment.refs import BlockRef
 from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId, LeaseId
 
 log = logging.getLogger("kvservice.connector")

@@ -22,13 +22,13 @@ from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
     Attachment,
-    BlockRef,
     EngineSpec,
     RequestReport,
     SealItem,
     SealStatus,
 )
 from kvservice.core.reconcile import Ledger
+from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import KVServiceError, Refused
 from kvservice.pool.port import PoolPort
 from kvservice.units import AttachmentId, HandoffId, LeaseId, format_bytes

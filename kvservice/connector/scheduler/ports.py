@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvservice.connector.scheduler.pool_session import Answer
-from kvservice.core.messages import AcquireRequest, Attachment, BlockRef, RequestReport, SealItem
+from kvservice.core.messages import AcquireRequest, Attachment, RequestReport, SealItem
+from kvservice.core.segment.refs import BlockRef
 from kvservice.units import AttachmentId, BlockHash, HandoffId, LeaseId
 
 

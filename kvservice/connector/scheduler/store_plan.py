@@ -11,7 +11,8 @@ from kvservice.connector.plan import CopyEntry
 from kvservice.connector.scheduler.ports import StoredBlock
 from kvservice.core.block.keys import span_route
 from kvservice.core.block.window_groups import SIDE_POSITION
-from kvservice.core.messages import BlockRef, SealItem
+from kvservice.core.messages import SealItem
+from kvservice.core.segment.refs import BlockRef
 from kvservice.units import AttachmentId, BlockKey, HandoffId
 
 TakeSlots = Callable[[int, int], Sequence[BlockRef]]  # (count, side) -> at most so many

@@ -22,10 +22,10 @@ import numpy.typing as npt
 from kvservice.copying.copies import CopyEngine
 from kvservice.copying.message import Direction, Ended, Job, Outcome
 from kvservice.copying.worker.loans import DirectPath
-from kvservice.core.messages import BlockRef
 from kvservice.core.segment.copy_runs import CopyTemplate
 from kvservice.core.segment.geometry import SLOTS_PER_SLAB_MAX
 from kvservice.core.segment.header_checks import is_as_promised, is_reserved
+from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import InvalidRequest, KVServiceError
 from kvservice.memory.segment import Segment
 from kvservice.observe.failpoints import failpoint

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvservice.core.block.tenants import NOBODY
-from kvservice.core.messages import AcquireRequest, BlockHandle, Holder, HolderRun, MissReason
+from kvservice.core.messages import AcquireRequest, Holder, HolderRun, MissReason
+from kvservice.core.segment.refs import BlockHandle
 from kvservice.core.store.slots import Slot
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, SlotIndex
 

@@ -30,8 +30,6 @@ from kvservice.core.explain.records import RequestRecords
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
-    BlockHandle,
-    BlockRef,
     HandoffState,
     Holder,
     HolderRun,
@@ -39,6 +37,7 @@ from kvservice.core.messages import (
     MissReason,
     PeerSpeed,
 )
+from kvservice.core.segment.refs import BlockHandle, BlockRef
 from kvservice.core.store.blocks import NO_KEY, BlockStore
 from kvservice.core.store.leases import LeaseTable
 from kvservice.core.store.slots import Slot, SlotState

@@ -19,7 +19,8 @@ from kvservice.core.actions import Action, Reply
 from kvservice.core.block.keys import SPAN_BLOCKS
 from kvservice.core.block.window_groups import SIDE_POSITION, reconcile, side_key
 from kvservice.core.explain.records import RequestRecords
-from kvservice.core.messages import AcquireRequest, AcquireResult, BlockRef, EngineSpec, Handoff, MissReason
+from kvservice.core.messages import AcquireRequest, AcquireResult, EngineSpec, Handoff, MissReason
+from kvservice.core.segment.refs import BlockRef
 from kvservice.core.store.blocks import BlockStore
 from kvservice.core.store.leases import LeaseTable
 from kvservice.units import AttachmentId, LeaseId, SlotIndex

@@ -23,7 +23,8 @@ from kvservice.core.acquire.acquisitions import (
 )
 from kvservice.core.actions import Action, Locate, Pull, ReleaseRemote, Reply
 from kvservice.core.events import PullVerdict
-from kvservice.core.messages import BlockHandle, Holder, LocateResult, TakeOverItem, TakeOverResult
+from kvservice.core.messages import Holder, LocateResult, TakeOverItem, TakeOverResult
+from kvservice.core.segment.refs import BlockHandle
 from kvservice.core.store.blocks import BlockStore
 from kvservice.core.store.slots import Slot
 from kvservice.errors import Exhausted

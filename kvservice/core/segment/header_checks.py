@@ -5,8 +5,8 @@ Pure; the one place for these comparisons, wherever they are made.
 
 from __future__ import annotations
 
-from kvservice.core.messages import BlockHandle, BlockRef
 from kvservice.core.segment.header import has_digest, has_length, is_in_term, is_of
+from kvservice.core.segment.refs import BlockHandle, BlockRef
 from kvservice.units import BlockKey, BootEpoch
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from kvservice.core.actions import Action, Announce, AssignSlab, ClearHeader, Retract, WriteHeader
 from kvservice.core.block.tenants import NOBODY, tag_of
 from kvservice.core.explain.evictions import Cause, GhostTable
-from kvservice.core.messages import BlockHandle, BlockRef, MissReason
+from kvservice.core.messages import MissReason
 from kvservice.core.segment.geometry import Geometry, slab_of
 from kvservice.core.segment.header import SlotFlags, SlotHeader
+from kvservice.core.segment.refs import BlockHandle, BlockRef
 from kvservice.core.store.eviction import EvictionPolicy
 from kvservice.core.store.slots import Slot, SlotEvent, SlotState, SlotTable
 from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex, SpanRoute

@@ -23,13 +23,13 @@ from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
     Attachment,
-    BlockRef,
     EngineSpec,
     RequestReport,
     SealItem,
     SealStatus,
     Statement,
 )
+from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import StaleEpoch
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.testing.sim.calls import Caller

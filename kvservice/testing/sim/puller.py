@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvservice.core import events as ev
-from kvservice.core.messages import BlockHandle
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.header_checks import is_as_located
+from kvservice.core.segment.refs import BlockHandle
 from kvservice.testing.sim.memory import HALF, SegmentMemory
 from kvservice.transfer.puller import DoneCallback, PullJob, QuiescedCallback
 from kvservice.units import BootEpoch, SlotIndex

@@ -8,17 +8,10 @@ from itertools import count
 
 from kvservice.connector.plan import PoolInfo
 from kvservice.connector.scheduler.pool_session import Answer
-from kvservice.core.messages import (
-    AcquireRequest,
-    AcquireResult,
-    Attachment,
-    BlockRef,
-    MissReason,
-    RequestReport,
-    SealItem,
-)
+from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, MissReason, RequestReport, SealItem
 from kvservice.core.segment.geometry import Geometry, slot_index
 from kvservice.core.segment.layout import SlotLayout
+from kvservice.core.segment.refs import BlockRef
 from kvservice.units import AttachmentId, BlockHash, BlockKey, BootEpoch, Generation, HandoffId, LeaseId, NodeId
 
 BLOCK = 16

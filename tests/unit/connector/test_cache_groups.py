@@ -11,9 +11,10 @@ from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.connector.scheduler.store_plan import plan_store
 from kvservice.core.block.keys import span_route
 from kvservice.core.block.window_groups import SIDE_POSITION, Reach, Side, side_key
-from kvservice.core.messages import AcquireResult, BlockRef, MissReason
+from kvservice.core.messages import AcquireResult, MissReason
 from kvservice.core.segment.geometry import slot_index
 from kvservice.core.segment.layout import SlotLayout
+from kvservice.core.segment.refs import BlockRef
 from kvservice.units import BlockKey, Generation, LeaseId, SlotIndex
 from tests.unit.connector.line import BLOCK, Line, Pins, hashes, keys_of, pool_info
 

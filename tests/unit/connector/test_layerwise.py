@@ -22,9 +22,9 @@ from kvservice.connector.worker.layerwise import (
     runs_of,
 )
 from kvservice.copying.message import Direction
-from kvservice.core.messages import BlockRef
 from kvservice.core.segment.geometry import slot_index
 from kvservice.core.segment.layout import HeadShare
+from kvservice.core.segment.refs import BlockRef
 from kvservice.memory.segment import Segment
 from tests.unit.connector.test_worker import (
     BLOCKS,

@@ -28,8 +28,8 @@ from kvservice.connector.vllm import compat
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.copier import HostMover
 from kvservice.copying.message import Direction
-from kvservice.core.messages import BlockRef
 from kvservice.core.segment.layout import HeadShare, SlotLayout
+from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import UnsupportedLayout
 from kvservice.units import BlockKey, Generation, SlotIndex
 

@@ -18,8 +18,9 @@ from kvservice.connector.scheduler.pool_session import HEARTBEAT_SECONDS_MAX, An
 from kvservice.core.acquire.handoff import OPEN_SECONDS
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.window_groups import Reach, Side
-from kvservice.core.messages import AcquireRequest, Attachment, BlockRef, EngineSpec, RequestReport, SealItem
+from kvservice.core.messages import AcquireRequest, Attachment, EngineSpec, RequestReport, SealItem
 from kvservice.core.segment.geometry import plan_geometry
+from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import FingerprintMismatch, Unavailable
 from kvservice.pool.port import PoolPort
 from kvservice.testing.fake_pool import FakePool

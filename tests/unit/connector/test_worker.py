@@ -16,11 +16,11 @@ from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.copier import InlineMover
 from kvservice.connector.worker.half import WorkerHalf
 from kvservice.copying.message import Direction
-from kvservice.core.messages import BlockRef
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import plan_geometry, slot_index
 from kvservice.core.segment.header import SlotHeader
 from kvservice.core.segment.layout import HeadShare, SlotLayout
+from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import UnsupportedLayout
 from kvservice.memory.liveness import claim
 from kvservice.memory.segment import Segment

@@ -7,9 +7,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.core.messages import BlockHandle, BlockRef
 from kvservice.core.segment.header import SlotHeader, pack_header, unpack_header
 from kvservice.core.segment.header_checks import is_as_located, is_as_promised, is_reserved
+from kvservice.core.segment.refs import BlockHandle, BlockRef
 from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex, SpanRoute
 
 EPOCH, KEY, BYTES, DIGEST = BootEpoch(3), BlockKey(b"k" * 16), 4096, 77

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from kvservice.core.actions import Reply
-from kvservice.core.messages import AcquireResult, BlockRef, LocateResult, MissReason
+from kvservice.core.messages import AcquireResult, LocateResult, MissReason
 from kvservice.core.segment.header import SlotHeader
+from kvservice.core.segment.refs import BlockRef
 from kvservice.core.store.admission import PROBE_ONE_IN, WINDOW_BLOCKS_MIN, Governor
 from kvservice.units import BlockKey, BootEpoch, Generation, LeaseId, SlotIndex
 

@@ -11,8 +11,9 @@ from kvservice.core.acquire.handoff import (
     OPEN_OF_ONE_MAX,
     OPEN_SECONDS,
 )
-from kvservice.core.messages import BlockRef, FollowResult, HandoffState, SealStatus, Statement
+from kvservice.core.messages import FollowResult, HandoffState, SealStatus, Statement
 from kvservice.core.reconcile import STATED_SLOTS_MAX, Ledger
+from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import Exhausted, InvalidRequest
 from kvservice.testing.builders import CoreHarness, make_chain, make_spec
 from kvservice.units import AttachmentId, BootEpoch, Generation, HandoffId, NodeId, SlotIndex

@@ -8,8 +8,9 @@ import pytest
 
 from kvservice.core import events as ev
 from kvservice.core.actions import Reply
-from kvservice.core.messages import BlockRef, EngineSpec, MissReason, SealStatus
+from kvservice.core.messages import EngineSpec, MissReason, SealStatus
 from kvservice.core.segment.geometry import Geometry
+from kvservice.core.segment.refs import BlockRef
 from kvservice.core.shard import ATTACHMENTS_MAX, ShardState
 from kvservice.discovery import EPOCH_MAX
 from kvservice.errors import Exhausted, FingerprintMismatch, InvalidRequest, NotAttached, Unavailable, UnsupportedLayout

@@ -8,9 +8,10 @@ import pytest
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
-from kvservice.core.messages import BlockRef, LocateResult, SealStatus
+from kvservice.core.messages import LocateResult, SealStatus
 from kvservice.core.segment.geometry import slab_of
 from kvservice.core.segment.header import SlotFlags
+from kvservice.core.segment.refs import BlockRef
 from kvservice.core.writes import RESERVE_COUNT_MAX
 from kvservice.errors import InvalidRequest, StaleEpoch
 from kvservice.testing.builders import LARGE, CoreHarness, content_of, make_chain, make_spec

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from kvservice.core.events import PullVerdict
-from kvservice.core.messages import BlockHandle
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.core.segment.header import SlotHeader
+from kvservice.core.segment.refs import BlockHandle
 from kvservice.memory.segment import Segment, segment_path
 from kvservice.testing.fake_transport import FakeNetwork, Faults
 from kvservice.transfer.base import Copy
