@@ -49,9 +49,10 @@ def measure_mirror(addresses: list[str], key_count: int, calls: int) -> dict[str
         command = [sys.executable, "-m", "kvservice.shard", "--service", service, "--node", NODE, "--pool", "64MiB"]
         command += ["--transport", "shm", "--runtime-root", root, "--mirror-bytes", "2GiB", "--drain-seconds", "0"]
         command += [word for address in addresses for word in ("--lookup", address)]
-        shard = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        environment = {**os.environ, "KVSERVICE_ALLOW_PLAINTEXT": "1"}  # the lookups are at ports, as between machines
+        shard = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
         try:
-            fed = _wait_until_fed(service, Path(root), addresses, key_count, shard.pid)
+            fed = _wait_until_fed(service, Path(root), addresses, key_count, shard)
             return {
                 **fed,
                 "one_reader": _read(1, service, root, addresses, key_count, calls)[0],
@@ -62,20 +63,24 @@ def measure_mirror(addresses: list[str], key_count: int, calls: int) -> dict[str
             shard.wait(30)
 
 
-def _wait_until_fed(service: str, root: Path, addresses: list[str], key_count: int, pid: int) -> dict[str, float]:
+def _wait_until_fed(
+    service: str, root: Path, addresses: list[str], key_count: int, shard: subprocess.Popen[bytes]
+) -> dict[str, float]:
     deadline = time.monotonic() + FEED_SECONDS_MAX
     begun: float | None = None
     used = 0.0
     while time.monotonic() < deadline:
+        if shard.poll() is not None:
+            raise RuntimeError(f"the shard ended with {shard.returncode}: see its words above")
         mirror = find_mirror(addresses, service, root) if find_shards(service, root) else None
         now = time.monotonic()
         reader = None if mirror is None else mirror.reader(now)
         if mirror is not None and reader is not None:
             if begun is None:
-                begun, used = now, cpu_seconds(pid)
+                begun, used = now, cpu_seconds(shard.pid)
             feeds = [reader.feed(partition, now) for partition in range(len(addresses))]
             if reader.key_count >= key_count and all(feed is Feed.LIVE for feed in feeds):
-                seconds, cpu = time.monotonic() - begun, cpu_seconds(pid) - used
+                seconds, cpu = time.monotonic() - begun, cpu_seconds(shard.pid) - used
                 file = (root / service / NODE / "mirror").resolve().stat()
                 mirror.close()
                 return {
