@@ -52,14 +52,14 @@ def machine_info() -> dict[str, object]:
 
 
 def commit() -> str:
-    """Short hash of the measured tree, '-dirty' when tracked files differ from it.
+    """Short hash of the measured tree, '-dirty' when tracked files differ from it, but for results of runs before.
 
     In a copy without .git it is what was noted when the copy was made, or 'unknown'.
     """
     revision = _git("rev-parse", "--short=12", "HEAD")
     if revision is None:
         return COMMIT_NOTE.read_text().strip() if COMMIT_NOTE.exists() else "unknown"
-    return f"{revision}-dirty" if _git("status", "--porcelain", "--untracked-files=no") else revision
+    return f"{revision}-dirty" if _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results") else revision
 
 
 def command_line() -> str:
