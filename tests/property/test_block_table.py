@@ -32,11 +32,11 @@ def packed(numbers: list[int]) -> bytes:
     return b"".join(map(key, numbers))
 
 
-@pytest.fixture(params=["native", "numpy"], autouse=True)
+@pytest.fixture(params=["native", "loop"], autouse=True)
 def way(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With what a compiler made, and without. Where there was none, both are numpy's."""
+    """With the compiled loops, and with the plain ones. Without a compiler both are the plain ones."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "numpy":
+        if request.param == "loop":
             patch.setattr(block_table, "native", None)
         yield
 

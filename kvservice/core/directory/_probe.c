@@ -1,5 +1,5 @@
-/* kvservice.core.directory.key_table's loops, for installations that could compile them. The layout is described there, and the
- * same in numpy; tests hold the two equal. `find` reads memory that another process may be writing: what it finds may be
+/* kvservice.core.directory.key_table's loops, for installations that could compile them. The layout is described there, with
+ * the same loops in Python; tests hold the two equal. `find` reads memory that another process may be writing: what it finds may be
  * torn, so every address is derived from checked numbers and every loop is bounded. */
 
 #define PY_SSIZE_T_CLEAN

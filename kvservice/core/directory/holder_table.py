@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvservice.core.block.keys import KEY_BYTES
-from kvservice.core.directory.key_table import ROW_U32, BlockTable, Keys, Numbers, Positions, few, keys_array
+from kvservice.core.directory.key_table import FEW, ROW_U32, BlockTable, Keys, Numbers, Positions, keys_array
 from kvservice.units import BlockKey
 
 __all__ = ["HolderTable", "Swept", "bits_of", "number_runs"]
@@ -98,7 +98,7 @@ class HolderTable:
     def add(self, bit: int, packed: bytes) -> int:
         """Give the bit to these keys. Returns how many did not have it; keys without room are counted and dropped."""
         one = 1 << bit
-        if len(packed) <= few() * KEY_BYTES:
+        if len(packed) <= FEW * KEY_BYTES:
             return sum(self._add_one(one, packed[i : i + KEY_BYTES]) for i in range(0, len(packed), KEY_BYTES))
         keys = keys_array(packed)
         positions = self.table.find(keys)
@@ -116,7 +116,7 @@ class HolderTable:
     def remove(self, bit: int, packed: bytes) -> int:
         """Take the bit from these keys. Returns how many had it."""
         one = 1 << bit
-        if len(packed) <= few() * KEY_BYTES:
+        if len(packed) <= FEW * KEY_BYTES:
             return sum(self._remove_one(one, packed[i : i + KEY_BYTES]) for i in range(0, len(packed), KEY_BYTES))
         positions = self.table.find(keys_array(packed))
         at, numbers, masks = self._sets_at(np.unique(positions[positions >= 0]))
@@ -273,7 +273,7 @@ def bits_of(mask: int) -> Iterator[int]:
 def number_runs(table: BlockTable, packed: bytes) -> list[tuple[int, int]]:
     """(first index, number of the table) wherever it changes along these keys, from index 0 on."""
     count = len(packed) // KEY_BYTES
-    if count <= few():
+    if count <= FEW:
         listed = [table.get(packed[i : i + KEY_BYTES]) for i in range(0, len(packed), KEY_BYTES)]
         return [(i, number) for i, number in enumerate(listed) if not i or number != listed[i - 1]]
     numbers = table.get_many(keys_array(packed))

@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BlockTable", "Keys", "Positions", "few", "keys_array", "private_table", "rows_for", "table_bytes"]
+__all__ = ["FEW", "BlockTable", "Keys", "Positions", "keys_array", "private_table", "rows_for", "table_bytes"]
 
 Keys = NDArray[np.uint64]  # (n, 2): the two halves of each key
 Numbers = NDArray[np.uint32]
@@ -46,11 +46,6 @@ def _native() -> Native | None:
 native = _native()
 
 
-def few() -> int:
-    """Up to so many keys a loop is faster than an array."""
-    return FEW if native is None else FEW_NATIVE
-
-
 HEADER_BYTES = 64
 ENTRIES = 7
 ROW_WORDS = 18
@@ -61,7 +56,7 @@ OVERFLOW = FIRST_NUMBER + ENTRIES
 PROBES = 32  # rows that one key may lie in
 ROWS_MIN = 64
 SMALL_ROWS = 4096
-FEW, FEW_NATIVE = 24, 6
+FEW = 6  # Up to this many keys, a loop over single keys is faster than one call with arrays.
 # Growing begins when the rows that were not split yet are this full, and is over before they are as full as that.
 FULL_AT_START, FULL_AT_END = 0.55, 0.72
 
@@ -166,27 +161,9 @@ class BlockTable:
             answer = np.empty(len(keys), np.uint32)
             native.find(self._body, self.row_count, self._mixer, keys, answer, None)
             return answer
-        first, second = keys[:, 0], keys[:, 1]
-        found = np.zeros(len(keys), np.uint32)
-        homes = self._homes(first, second)
-        waiting: NDArray[np.int64] | None = None
-        for probe in range(PROBES):
-            rows = self._rows.take(homes, axis=0)
-            at, entry = self._matches(rows, first, second)
-            cells = rows.view(np.uint32)
-            numbers = cells.reshape(-1).take(at * ROW_U32 + (entry + FIRST_NUMBER))
-            some = numbers != 0
-            if not some.all():
-                at, numbers = at[some], numbers[some]
-            found[at if waiting is None else waiting[at]] = numbers
-            overflow = cells[:, OVERFLOW] != 0
-            overflow[at] = False
-            on = np.flatnonzero(overflow)
-            if not len(on) or probe == PROBES - 1:
-                break
-            waiting = on if waiting is None else waiting[on]
-            homes, first, second = homes[on] + 1, first[on], second[on]
-        return found
+        positions = (self._find_one(first, second) for first, second in keys.tolist())
+        # Each number is read right after its key: a writer in another process may give the entry to another key.
+        return np.array([0 if position < 0 else self._cells[position] for position in positions], np.uint32)
 
     def find(self, keys: Keys) -> Positions:
         """Where each key lies, -1 when it is not there. Good until the next change."""
@@ -194,26 +171,7 @@ class BlockTable:
             positions = np.empty(len(keys), np.int64)
             native.find(self._body, self.row_count, self._mixer, keys, None, positions)
             return positions
-        if len(keys) <= FEW:
-            return np.array([self._find_one(first, second) for first, second in keys.tolist()], np.int64)
-        first, second = keys[:, 0], keys[:, 1]
-        found = np.full(len(keys), -1, np.int64)
-        homes = self._homes(first, second)
-        waiting = np.arange(len(keys))
-        for _ in range(PROBES):
-            rows = self._rows.take(homes, axis=0)
-            at, entry = self._matches(rows, first, second)
-            positions = homes[at] * ROW_U32 + (entry + FIRST_NUMBER)
-            some = self._numbers.take(positions) != 0
-            at = at[some]
-            found[waiting[at]] = positions[some]
-            overflow = rows.view(np.uint32)[:, OVERFLOW] != 0
-            overflow[at] = False
-            on = np.flatnonzero(overflow)
-            if not len(on):
-                break
-            waiting, homes, first, second = waiting[on], homes[on] + 1, first[on], second[on]
-        return found
+        return np.array([self._find_one(first, second) for first, second in keys.tolist()], np.int64)
 
     def numbers_at(self, positions: Positions) -> Numbers:
         """Numbers of these entries; 0 for -1."""
@@ -248,20 +206,13 @@ class BlockTable:
         if position >= 0:
             self._cells[position] = number
             return True
-        self.grow(1)
-        if native is not None:
-            self._one[0] = number
-            return bool(self._insert(keys_array(key), self._one)[0])
-        first, second = _KEY.unpack(key)
-        return self._insert_one(first, second, number)
+        self._one[0] = number
+        return bool(self.insert_many(keys_array(key), self._one)[0])
 
     def insert_many(self, keys: Keys, numbers: Numbers) -> NDArray[np.bool_]:
         """Add keys that are not there, all different, with numbers that are not 0. False for those without room."""
         self.grow(len(keys))
-        if native is not None or len(keys) > FEW:
-            return self._insert(keys, numbers)
-        rows = zip(keys.tolist(), numbers.tolist(), strict=True)
-        return np.array([self._insert_one(first, second, number) for (first, second), number in rows], np.bool_)
+        return self._insert(keys, numbers)
 
     def remove(self, key: bytes) -> None:
         """Take one key out, if it is there."""
@@ -271,7 +222,7 @@ class BlockTable:
 
     def remove_at(self, positions: Positions) -> None:
         """Take entries out, each once."""
-        if len(positions) <= few():
+        if len(positions) <= FEW:
             for position in positions.tolist():
                 self._remove_one(position)
             return
@@ -329,19 +280,6 @@ class BlockTable:
             homes &= mask >> 1
         return homes
 
-    @staticmethod
-    def _matches(
-        rows: NDArray[np.uint64], first: NDArray[np.uint64], second: NDArray[np.uint64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(index of the key, entry in its row) wherever the key stands, also where it was taken out."""
-        hits = np.flatnonzero(rows[:, :ENTRIES] == first[:, None])
-        at = hits // ENTRIES
-        entry = hits - at * ENTRIES
-        same = rows.reshape(-1).take(at * ROW_WORDS + (entry + ENTRIES)) == second[at]
-        if same.all():
-            return at, entry
-        return at[same], entry[same]
-
     def _position(self, key: bytes) -> int:
         if native is not None:
             native.find(self._body, self.row_count, self._mixer, key, None, self._at)
@@ -362,24 +300,6 @@ class BlockTable:
                 break
         return -1
 
-    def _insert_one(self, first: int, second: int, number: int) -> bool:
-        home = self._home(first, second)
-        cells = self._cells
-        for row in range(home, home + PROBES):
-            cell = row * ROW_U32 + FIRST_NUMBER
-            numbers = cells[cell : cell + ENTRIES].tolist()
-            if 0 in numbers:
-                entry = numbers.index(0)
-                self._words[row * ROW_WORDS + entry] = first
-                self._words[row * ROW_WORDS + ENTRIES + entry] = second
-                for passed in range(home, row):
-                    cells[passed * ROW_U32 + OVERFLOW] += 1
-                cells[cell + entry] = number
-                self._head[1] += 1
-                return True
-        self.dropped_full += 1
-        return False
-
     def _remove_one(self, position: int) -> None:
         row, cell = divmod(position, ROW_U32)
         word = row * ROW_WORDS + cell - FIRST_NUMBER
@@ -395,41 +315,35 @@ class BlockTable:
 
     def _insert(self, keys: Keys, numbers: Numbers, rows_then: int = 0) -> NDArray[np.bool_]:
         """`rows_then`: where they belong when so many rows are in use."""
+        rows = rows_then or self.row_count
         if native is not None:
             done: NDArray[np.bool_] = np.empty(len(keys), np.bool_)
-            count = native.insert(self._body, rows_then or self.row_count, self._mixer, keys, numbers, done)
+            native.insert(self._body, rows, self._mixer, keys, numbers, done)
         else:
-            done = self._insert_arrays(keys, numbers, rows_then)
-            count = int(np.count_nonzero(done))
+            homes = self._homes(keys[:, 0], keys[:, 1], rows).tolist()
+            each = zip(homes, keys.tolist(), numbers.tolist(), strict=True)
+            placed = [self._insert_one(home, first, second, number) for home, (first, second), number in each]
+            done = np.array(placed, np.bool_)
+        count = int(np.count_nonzero(done))
         self._head[1] += count
         self.dropped_full += len(keys) - count
         return done
 
-    def _insert_arrays(self, keys: Keys, numbers: Numbers, rows_then: int) -> NDArray[np.bool_]:
-        homes = self._homes(keys[:, 0], keys[:, 1], rows_then)
-        placed = np.full(len(keys), -1, np.int64)  # row of each key
-        waiting = np.argsort(homes)
-        rows = homes[waiting]
-        for probe in range(PROBES):
-            # Of keys that want the same row, the n-th takes its n-th empty entry.
-            starts = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1])))
-            counts = np.diff(np.append(starts, len(rows)))
-            rank = np.arange(len(rows)) - np.repeat(starts, counts)
-            free = (self._tails[rows, :ENTRIES] == 0).cumsum(axis=1)
-            fits = rank < free[:, -1]
-            entry = (free == rank[:, None] + 1).argmax(axis=1)[fits]
-            at, which = rows[fits], waiting[fits]
-            self._rows[at, entry] = keys[which, 0]
-            self._rows[at, entry + ENTRIES] = keys[which, 1]
-            self._numbers[at * ROW_U32 + (entry + FIRST_NUMBER)] = numbers[which]
-            placed[which] = at
-            if fits.all() or probe == PROBES - 1:
-                break
-            on = ~fits
-            waiting, rows = waiting[on], rows[on] + 1
-        done: NDArray[np.bool_] = placed >= 0
-        self._count_overflow(homes[done], placed[done], 1)
-        return done
+    def _insert_one(self, home: int, first: int, second: int, number: int) -> bool:
+        """Write an entry into the first row with room, from its home on. The caller counts it."""
+        cells = self._cells
+        for row in range(home, home + PROBES):
+            cell = row * ROW_U32 + FIRST_NUMBER
+            numbers = cells[cell : cell + ENTRIES].tolist()
+            if 0 in numbers:
+                entry = numbers.index(0)
+                self._words[row * ROW_WORDS + entry] = first
+                self._words[row * ROW_WORDS + ENTRIES + entry] = second
+                for passed in range(home, row):
+                    cells[passed * ROW_U32 + OVERFLOW] += 1
+                cells[cell + entry] = number
+                return True
+        return False
 
     def _count_overflow(self, homes: NDArray[np.int64], rows: NDArray[np.int64], by: int) -> None:
         far = np.flatnonzero(rows > homes)
