@@ -1,6 +1,6 @@
 """What an operator can set, typed and checked once. The only place that reads KVSERVICE_* variables and TOML files.
 
-Precedence: built-in preset < file < environment < command line. Unknown keys are errors.
+Precedence: defaults < file < environment < command line. Unknown keys are errors.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -124,39 +124,12 @@ class ServiceConfig:
         return tuple(address.strip() for address in self.lookup_addresses.split(",") if address.strip())
 
 
-def local() -> ServiceConfig:
-    """For trying things on a laptop: little memory, one lookup shard."""
-    return ServiceConfig(pool_bytes=512 * MiB, lookup_shards=1)
-
-
-def single_node() -> ServiceConfig:
-    """One machine with several engines: nothing is looked up elsewhere, so one lookup shard is enough."""
-    return ServiceConfig(pool_bytes=16 * GiB, lookup_shards=1)
-
-
-def cluster() -> ServiceConfig:
-    """Several machines: two lookup shards, and sixteen GiB of prompts a node."""
-    return ServiceConfig(pool_bytes=16 * GiB, lookup_shards=2)
-
-
-PRESETS: Mapping[str, Callable[[], ServiceConfig]] = {"local": local, "single_node": single_node, "cluster": cluster}
-
-
-def preset_named(name: str) -> ServiceConfig:
-    """Raises ConfigError naming the presets there are."""
-    if name not in PRESETS:
-        raise ConfigError(f"unknown preset {name!r}; choose {', '.join(PRESETS)}", key="preset")
-    return PRESETS[name]()
-
-
 def load_config(
     path: Path | None = None,
     environment: Mapping[str, str] | None = None,
-    preset: ServiceConfig | None = None,
     **overrides: object,
 ) -> ServiceConfig:
-    """Start from the preset, read file and environment, then apply overrides that are not None. Raises ConfigError
-    naming key and value."""
+    """Read file and environment, then apply overrides that are not None. Raises ConfigError naming key and value."""
     values: dict[str, object] = {}
     if path is not None:
         try:
@@ -171,7 +144,7 @@ def load_config(
             values[key.lower()] = text
     values.update({key: value for key, value in overrides.items() if value is not None})
     checked: dict[str, Any] = {key: _convert(key, value) for key, value in values.items()}
-    return replace(preset or ServiceConfig(), **checked)
+    return ServiceConfig(**checked)
 
 
 def tls_of_environment() -> tuple[str, bool]:

@@ -48,19 +48,17 @@ def up(
     lookups: Annotated[int | None, typer.Option(help="Number of lookup shards. Default: 2.")] = None,
     transport: Annotated[str | None, typer.Option(help="auto, nixl or shm. Default: auto.")] = None,
     slab: Annotated[str | None, typer.Option(help="Unit in which block sizes get memory. Default: chosen.")] = None,
-    preset: Annotated[str | None, typer.Option(help="Start from: local, single_node or cluster.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with any of the settings.")] = None,
     address: Address = None,
     no_ray: Annotated[bool, typer.Option("--no-ray", help="One node in the foreground, without Ray.")] = False,
 ) -> None:
     """Start the service: on every node of a Ray cluster, or with --no-ray in this process."""
     from kvservice.cli import lifecycle
-    from kvservice.config import load_config, preset_named
+    from kvservice.config import load_config
 
     try:
         loaded = load_config(
             config,
-            preset=preset_named(preset) if preset else None,
             service=service,
             pool_bytes=pool,
             lookup_shards=lookups,

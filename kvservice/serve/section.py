@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvservice.config import PRESETS, ServiceConfig, load_config, preset_named
+from kvservice.config import ServiceConfig, load_config
 from kvservice.connector.options import ConnectorOptions
 from kvservice.errors import ConfigError, KVServiceError
 
@@ -28,8 +28,6 @@ class KVServiceSection(BaseModel):
     start: bool = True
     # How long a service that this call started may take until each node has its shard.
     wait_seconds: float = Field(default=180.0, gt=0, le=3600)
-    # Settings to begin from when the service is started: local, single_node or cluster.
-    preset: str | None = None
     # Settings of the service, named as in its TOML file: pool_bytes, lookup_shards, transport, ... A running service
     # with others is refused; without any, a running service is taken as it is.
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -57,8 +55,6 @@ class KVServiceSection(BaseModel):
     @model_validator(mode="after")
     def _usable(self) -> KVServiceSection:
         try:
-            if self.preset is not None and self.preset not in PRESETS:
-                preset_named(self.preset)
             self.service_config()
             self.connector_options()
         except KVServiceError as error:
@@ -69,15 +65,14 @@ class KVServiceSection(BaseModel):
 
     @property
     def has_settings(self) -> bool:
-        return bool(self.settings) or self.preset is not None
+        return bool(self.settings)
 
     def service_config(self) -> ServiceConfig:
         """What a service started for this section runs with; also of KVSERVICE_* in the environment. Raises
         ConfigError."""
         if "service" in self.settings:
             raise ConfigError("the service's name belongs in kvservice.service, not in its settings", key="service")
-        preset = preset_named(self.preset) if self.preset else None
-        return load_config(preset=preset, **{"service": self.service, **self.settings})
+        return load_config(**{"service": self.service, **self.settings})
 
     def connector_options(self) -> dict[str, Any]:
         """For kv_connector_extra_config. Raises ConfigError."""

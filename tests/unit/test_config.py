@@ -7,19 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.config import PRESETS, ServiceConfig, load_config, preset_named
+from kvservice.config import ServiceConfig, load_config
 from kvservice.errors import ConfigError
-from kvservice.units import GiB, MiB
+from kvservice.units import GiB
 
 
-def test_the_command_line_wins_over_the_environment_over_the_file_over_the_preset(tmp_path: Path) -> None:
+def test_command_line_wins_over_environment_over_file(tmp_path: Path) -> None:
     file = tmp_path / "service.toml"
     file.write_text('pool_bytes = "1GiB"\nlookup_shards = 3\ntransport = "shm"\n')
     environment = {"KVSERVICE_POOL_BYTES": "2GiB", "KVSERVICE_LOOKUP_SHARDS": "4"}
-    preset = ServiceConfig(service="preset", transport="nixl")
-    config = load_config(file, environment, preset, pool_bytes="3GiB")
+    config = load_config(file, environment, pool_bytes="3GiB")
     assert (config.pool_bytes, config.lookup_shards, config.transport) == (3 * GiB, 4, "shm")
-    assert config.service == "preset"
+    assert config.service == "default"
 
 
 def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
@@ -75,18 +74,6 @@ def test_a_file_that_is_not_toml_is_named(tmp_path: Path) -> None:
         load_config(file, {})
     with pytest.raises(ConfigError, match=r"cannot read .*absent\.toml"):
         load_config(tmp_path / "absent.toml", {})
-
-
-def test_presets_are_valid_and_differ() -> None:
-    made = [preset() for preset in PRESETS.values()]
-    assert len(set(made)) == len(made)
-    assert all(config.pool_bytes >= 512 * MiB for config in made)
-
-
-def test_an_unknown_preset_names_the_known_ones() -> None:
-    assert preset_named("local") == PRESETS["local"]()
-    with pytest.raises(ConfigError, match="choose local, single_node, cluster"):
-        preset_named("planet")
 
 
 def test_the_settings_stay_few() -> None:

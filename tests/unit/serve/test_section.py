@@ -27,7 +27,6 @@ def test_without_a_section_the_default_service_is_found_or_started() -> None:
     [
         ({"rooter": "default"}, "did you mean 'router'"),
         ({"router": "round_robin"}, "'kv_aware' or 'default'"),
-        ({"preset": "big"}, "choose local, single_node, cluster"),
         ({"settings": {"pool_byte": "1GiB"}}, "did you mean 'pool_bytes'"),
         ({"settings": {"pool_bytes": "1KiB"}}, "give at least 4.0 MiB"),
         ({"settings": {"service": "x"}}, "belongs in kvservice.service"),
@@ -46,7 +45,7 @@ def test_what_cannot_work_is_refused_with_what_to_do(given: Any, words: str) -> 
 
 
 def test_settings_are_those_of_the_services_file() -> None:
-    section = parse_section({"service": "a", "preset": "cluster", "settings": {"pool_bytes": "2GiB"}})
+    section = parse_section({"service": "a", "settings": {"pool_bytes": "2GiB"}})
     config = section.service_config()
     assert (config.service, config.pool_bytes, config.lookup_shards) == ("a", 2 * GiB, 2)
 
