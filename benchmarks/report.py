@@ -59,7 +59,8 @@ def commit() -> str:
     revision = _git("rev-parse", "--short=12", "HEAD")
     if revision is None:
         return COMMIT_NOTE.read_text().strip() if COMMIT_NOTE.exists() else "unknown"
-    return f"{revision}-dirty" if _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results") else revision
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+    return f"{revision}-dirty" if changed else revision
 
 
 def command_line() -> str:
