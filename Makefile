@@ -128,13 +128,13 @@ stand-in-driver: $(INSTALLED) ## Compile the CUDA driver over host memory that t
 	$(BIN)/python -m tests.stand_in_driver.build
 
 demo: $(INSTALLED) $(MODEL) ## Two nodes, two replicas, one cache: watch a remote prefix hit
-	$(BIN)/python -m kvservice.cli.main demo
+	$(BIN)/python -m examples.demo remote-hit
 
 demo-pd: $(INSTALLED) $(MODEL) ## Prefill on one node, decode on the other: watch the blocks cross meanwhile
-	$(BIN)/python -m kvservice.cli.main demo-pd
+	$(BIN)/python -m examples.demo pd
 
 demo-serve: $(INSTALLED) $(MODEL) ## Ray Serve without the cache, with it, and with the KV-aware router: conversations, measured
-	$(BIN)/python -m kvservice.cli.main demo-serve
+	$(BIN)/python -m examples.demo serve
 
 bench: $(INSTALLED) $(MODEL) ## Every benchmark, one after the other; JSON, a table and a plot in benchmarks/results/
 	for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m "benchmarks.$$name"; done

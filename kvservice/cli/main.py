@@ -1,5 +1,5 @@
-"""`kvservice`: up, down, shard, lookup, status, check, drain, explain, certs, tenants, doctor, proxy, sim, replay,
-demos. Commands import what they need when they run, so that --help is instant.
+"""`kvservice`: up, down, shard, lookup, status, check, drain, explain, certs, tenants, doctor, proxy, sim, replay.
+Commands import what they need when they run, so that --help is instant.
 
 Exit codes: 0 all is well, 1 something is wrong, 2 wrong usage, 3 there is no service.
 """
@@ -266,59 +266,6 @@ def doctor(as_json: Json = False) -> None:
     command.show(checks, as_json=as_json)
     if not command.healthy(checks):
         raise typer.Exit(EXIT_PROBLEM)
-
-
-@app.command()
-def demo(
-    model: Annotated[str | None, typer.Option(help="Model folder or hub id. Default: a small one, prepared.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the table and the plot.")] = Path("demo-output"),
-    questions: Annotated[int, typer.Option(min=1, max=5, help="How many questions about the document.")] = 3,
-) -> None:
-    """A prefix that one vLLM replica computed is hit by another on another node, measured and plotted.
-
-    Needs a clone of the repository, where the document and the model come from."""
-    from kvservice.cli.demo.run import run
-
-    try:
-        run(model, out, questions)
-    except KVServiceError as error:
-        raise fail(error) from error
-
-
-@app.command(name="demo-pd")
-def demo_pd(
-    model: Annotated[str | None, typer.Option(help="Model folder or hub id. Default: a small one, prepared.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the table and the timeline.")] = Path("demo-output"),
-    prompts: Annotated[int, typer.Option(min=1, max=5, help="How many prompts are handed off.")] = 2,
-) -> None:
-    """One vLLM engine prefills, another on another node decodes, measured and plotted.
-
-    Needs a clone of the repository, where the document and the model come from."""
-    from kvservice.cli.demo.pd import run
-
-    try:
-        run(model, out, prompts)
-    except KVServiceError as error:
-        raise fail(error) from error
-
-
-@app.command(name="demo-serve")
-def demo_serve(
-    model: Annotated[str | None, typer.Option(help="Model folder or hub id. Default: a small one, prepared.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the table and the plot.")] = Path("demo-output"),
-    users: Annotated[int, typer.Option(min=2, max=64, help="How many conversations.")] = 10,
-    turns: Annotated[int, typer.Option(min=2, max=8, help="How many turns each has.")] = 6,
-) -> None:
-    """Conversations through Ray Serve: without the cache, with it, and routed to where it is; measured and plotted.
-
-    Needs a clone of the repository, where the document and the model come from."""
-    from kvservice.cli.demo.conversation import Shape
-    from kvservice.cli.demo.serve import run
-
-    try:
-        run(model, out, Shape(users, turns))
-    except KVServiceError as error:
-        raise fail(error) from error
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""`kvservice demo` shows what it promises, and however it ends it leaves no process, no segment and no other file."""
+"""`make demo` shows what it promises, and however it ends it leaves no process, no segment and no other file."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
-from kvservice.cli.demo.network import why_not
+from examples.demo.network import why_not
 
 pytestmark = pytest.mark.ray
 
+ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
 MARK = "KVSERVICE_TEST_DEMO"
 MOMENT_SECONDS = 150.0
@@ -88,7 +89,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
             mark, log = uuid.uuid4().hex, tmp_path / "demo.log"
             with log.open("wb") as out:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "kvservice.cli.main", "demo", "--out", str(tmp_path / "out"), *arguments],
+                    [sys.executable, "-m", "examples.demo", "remote-hit", "--out", str(tmp_path / "out"), *arguments],
+                    cwd=ROOT,
                     env={**os.environ, MARK: mark, "KVSERVICE_RUNTIME_DIR": runtime, "COLUMNS": "200"},
                     stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
                 )  # fmt: skip

@@ -19,9 +19,9 @@ from ray.cluster_utils import Cluster
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
+from examples.demo.offspring import offspring_ended
+from examples.demo.serve import ROUND_ROBIN, model_config
 from kvservice.actors import deploy
-from kvservice.cli.demo.offspring import offspring_ended
-from kvservice.cli.demo.serve import ROUND_ROBIN, model_config
 from kvservice.cli.status import collect
 from kvservice.units import MiB
 from tests.ray_nodes import ray_nodes

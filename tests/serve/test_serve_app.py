@@ -20,8 +20,8 @@ pytest.importorskip("ray.serve.llm")
 
 from openai import OpenAI
 
+from examples.demo.serve import MODEL, wait_running
 from kvservice.actors import deploy
-from kvservice.cli.demo.serve import MODEL, wait_running
 from kvservice.serve.section import parse_section
 from kvservice.serve.service import ensure_service
 from tests.serve.serving import (

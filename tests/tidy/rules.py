@@ -98,7 +98,7 @@ CLI_TOP_LEVEL = frozenset({"", "cli"}) | GROUND
 
 # Third-party module → the packages, or folders of packages, where it is at home.
 HOMES: dict[str, frozenset[str]] = {
-    "vllm": frozenset({"connector/vllm", "cli"}),
+    "vllm": frozenset({"connector/vllm"}),
     "ray": frozenset({"actors", "cli", "serve"}),
     "nixl": frozenset({"transfer"}),
     "nixl_cu12": frozenset({"transfer"}),

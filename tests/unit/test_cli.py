@@ -87,7 +87,7 @@ def foreground(runtime: Path) -> Iterator[Foreground]:
 def test_help_names_every_command_and_loads_nothing_heavy(runtime: Path) -> None:
     shown = command(runtime, "--help")
     assert shown.returncode == 0
-    for name in ("up", "down", "status", "doctor", "demo"):
+    for name in ("up", "down", "status", "doctor"):
         assert f"  {name}" in shown.stdout
     code = f"import sys, kvservice.cli.main; print([m for m in {HEAVY!r} if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.cli.demo.network import Crossing, why_not
+from examples.demo.network import Crossing, why_not
 from kvservice.transfer.nixl import nixl_available
 
+ROOT = Path(__file__).parents[2]
 MiB = 1024 * 1024
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="another user needs root")
 needs_nixl = pytest.mark.skipif(not nixl_available(), reason="NIXL is not installed")
 ASKS = """
 import os, sys
-from kvservice.cli.demo.network import why_not
+from examples.demo.network import why_not
 if sys.argv[1] == "stranger":
     os.seteuid(65534)
 print(why_not("/"))
@@ -26,7 +27,7 @@ print(why_not("/"))
 
 def answer(who: str, *before: str, **environment: str) -> str:
     done = subprocess.run(
-        [*before, sys.executable, "-c", ASKS, who],
+        [*before, sys.executable, "-c", ASKS, who], cwd=ROOT,
         env={**os.environ, **environment}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     return done.stdout.strip()

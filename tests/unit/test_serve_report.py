@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.cli.demo.conversation import Shape, Turn
-from kvservice.cli.demo.serve import verdict
-from kvservice.cli.demo.serve_report import Pairs, Played, routing_shortfall, save, shortfalls
+from examples.demo.conversation import Shape, Turn
+from examples.demo.serve import verdict
+from examples.demo.serve_report import Pairs, Played, routing_shortfall, save, shortfalls
 
+ROOT = Path(__file__).parents[2]
 USERS, TURNS = 10, 6
 
 
@@ -98,7 +99,7 @@ def test_table_and_plot_are_saved(tmp_path: Path) -> None:
 SPEAKING = """
 import subprocess, sys
 from pathlib import Path
-from kvservice.cli.demo.serve import output_into
+from examples.demo.serve import output_into
 with output_into(Path(sys.argv[1]) / "new" / "demo.log") as console:
     print("a library")
     subprocess.run(["sh", "-c", "echo a child; echo its error >&2"], check=True)
@@ -110,7 +111,7 @@ print("afterwards")
 def test_what_others_write_goes_into_the_log_and_results_to_stdout(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SPEAKING, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     assert done.stdout.split("\n") == ["a result", "afterwards", ""] and done.stderr == ""
     assert (tmp_path / "new" / "demo.log").read_text() == "a library\na child\nits error\n"

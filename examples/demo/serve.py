@@ -1,4 +1,4 @@
-"""`kvservice demo-serve`: the same conversations against three Ray Serve apps of two vLLM replicas on two nodes.
+"""`make demo-serve`: the same conversations against three Ray Serve apps of two vLLM replicas on two nodes.
 
 Round-robin without the cache, round-robin with it, and routed to where a prompt costs least. An engine's own cache
 holds only part of the conversations, so that where a turn is computed, and what the nodes hold, matters.
@@ -19,12 +19,12 @@ from typing import Any
 
 from rich.console import Console
 
-from kvservice.cli.demo.conversation import Shape, play, warm
-from kvservice.cli.demo.network import Crossing, why_not
-from kvservice.cli.demo.offspring import engine_memory_removed
-from kvservice.cli.demo.replica import DTYPE, ENVIRONMENT
-from kvservice.cli.demo.serve_report import Played, routing_shortfall, save, shortfalls, show
-from kvservice.cli.demo.stage import (
+from examples.demo.conversation import Shape, play, warm
+from examples.demo.network import Crossing, why_not
+from examples.demo.offspring import engine_memory_removed
+from examples.demo.replica import DTYPE, ENVIRONMENT
+from examples.demo.serve_report import Played, routing_shortfall, save, shortfalls, show
+from examples.demo.stage import (
     SERVICE,
     Steps,
     Stops,
@@ -219,7 +219,7 @@ def model_config(folder: str, router_config: dict[str, Any], replicas: int = 2, 
     here: dict[str, Any] = {}
     if Path(folder).exists():
         variables["HF_HUB_OFFLINE"] = "1"
-        here["callback_config"] = {"callback_class": "kvservice.cli.demo.model_is_here.ModelIsHere"}
+        here["callback_config"] = {"callback_class": "examples.demo.model_is_here.ModelIsHere"}
     deployment: dict[str, Any] = {"num_replicas": replicas, "ray_actor_options": {"num_cpus": 0}}
     if router_config:
         deployment["request_router_config"] = router_config

@@ -24,14 +24,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-import kvservice
-from kvservice.cli.demo.network import HERE, THERE, Crossing, Link, two_namespaces
-from kvservice.cli.demo.offspring import offspring_ended
-from kvservice.cli.demo.replica import ENVIRONMENT, DemoReplica
+from examples.demo.network import HERE, THERE, Crossing, Link, two_namespaces
+from examples.demo.offspring import offspring_ended
+from examples.demo.replica import ENVIRONMENT, DemoReplica
 from kvservice.errors import ConfigError, KVServiceError, Unavailable
 from kvservice.units import MiB
 
-EXAMPLES = Path(kvservice.__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[1]
 POOL_BYTES = 768 * MiB
 JOIN_SECONDS = 60
 LEAVE_SECONDS = 10

@@ -16,7 +16,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from kvservice.cli.demo.conversation import Shape, Turn
+from examples.demo.conversation import Shape, Turn
 
 COLOURS = ("#999999", "#4c72b0", "#55a868")
 SLACK = 0.02  # two replicas batch differently from run to run: so much of a difference is none

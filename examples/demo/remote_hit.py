@@ -1,4 +1,4 @@
-"""`kvservice demo`: the main job on one machine. Two Ray nodes, a shard on each, two vLLM replicas, one document.
+"""`make demo`: the main job on one machine. Two Ray nodes, a shard on each, two vLLM replicas, one document.
 
 Whatever happens (Ctrl-C, SIGTERM, a failing step), everything that was started is stopped and removed.
 """
@@ -13,9 +13,9 @@ from typing import Any
 
 from rich.console import Console
 
-from kvservice.cli.demo.network import Crossing, why_not
-from kvservice.cli.demo.report import Row, save, show_gain, show_table, show_transfers
-from kvservice.cli.demo.stage import (
+from examples.demo.network import Crossing, why_not
+from examples.demo.remote_hit_report import Row, save, show_gain, show_table, show_transfers
+from examples.demo.stage import (
     SERVICE,
     Steps,
     Stops,

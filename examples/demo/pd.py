@@ -1,4 +1,4 @@
-"""`kvservice demo-pd`: one vLLM engine prefills, another on the other node decodes, blocks cross meanwhile.
+"""`make demo-pd`: one vLLM engine prefills, another on the other node decodes, blocks cross meanwhile.
 
 Both engines get a prompt at the same moment, with a fresh hand-off id; the shards' own counters, sampled meanwhile, say
 what was sealed on one node and pulled to the other at each moment.
@@ -16,9 +16,9 @@ from typing import Any
 
 from rich.console import Console
 
-from kvservice.cli.demo.network import Crossing, why_not
-from kvservice.cli.demo.pd_report import HandedOff, Sample, save, show
-from kvservice.cli.demo.stage import (
+from examples.demo.network import Crossing, why_not
+from examples.demo.pd_report import HandedOff, Sample, save, show
+from examples.demo.stage import (
     Steps,
     Stops,
     cache_service,

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvservice.cli.demo.network import TRANSPORTS, Crossing
+from examples.demo.network import TRANSPORTS, Crossing
 
 SEALED, PULLED, MARK = "#c44e52", "#4c72b0", "#555555"
 

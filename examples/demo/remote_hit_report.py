@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvservice.cli.demo.network import Crossing
+from examples.demo.network import Crossing
 from kvservice.units import format_bytes
 
 KINDS = {"recompute": "#8c8c8c", "cold": "#c44e52", "engine": "#dd8452", "remote": "#4c72b0", "pool": "#55a868"}

@@ -1,0 +1,77 @@
+"""`python -m examples.demo`: three demos with vLLM and Ray on one machine, from the root of a clone.
+
+`make demo`, `make demo-pd` and `make demo-serve` run them. Exit codes are those of `kvservice`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvservice.cli.main import fail
+from kvservice.errors import KVServiceError
+
+app = typer.Typer(
+    help="The cache between two vLLM replicas on two Ray nodes of this machine, measured and plotted.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[str | None, typer.Option(help="Model folder or hub id. Default: a small one, prepared.")]
+Out = Annotated[Path, typer.Option(help="Folder for the table and the plot.")]
+OUT = Path("demo-output")
+
+
+@app.command()
+def remote_hit(
+    model: Model = None,
+    out: Out = OUT,
+    questions: Annotated[int, typer.Option(min=1, max=5, help="How many questions about the document.")] = 3,
+) -> None:
+    """A prefix that one vLLM replica computed is hit by another on another node, measured and plotted."""
+    from examples.demo.remote_hit import run
+
+    try:
+        run(model, out, questions)
+    except KVServiceError as error:
+        raise fail(error) from error
+
+
+@app.command()
+def pd(
+    model: Model = None,
+    out: Out = OUT,
+    prompts: Annotated[int, typer.Option(min=1, max=5, help="How many prompts are handed off.")] = 2,
+) -> None:
+    """One vLLM engine prefills, another on another node decodes, measured and plotted."""
+    from examples.demo.pd import run
+
+    try:
+        run(model, out, prompts)
+    except KVServiceError as error:
+        raise fail(error) from error
+
+
+@app.command()
+def serve(
+    model: Model = None,
+    out: Out = OUT,
+    users: Annotated[int, typer.Option(min=2, max=64, help="How many conversations.")] = 10,
+    turns: Annotated[int, typer.Option(min=2, max=8, help="How many turns each has.")] = 6,
+) -> None:
+    """Conversations through Ray Serve: without the cache, with it, and routed to where it is; measured and plotted."""
+    from examples.demo.conversation import Shape
+    from examples.demo.serve import run
+
+    try:
+        run(model, out, Shape(users, turns))
+    except KVServiceError as error:
+        raise fail(error) from error
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m examples.demo")
