@@ -194,7 +194,7 @@ class PullVerdict(Enum):
     STALE = "stale"
     CORRUPT = "corrupt"
     FAILED = "failed"  # nothing arrived and nothing will
-    STUCK = "stuck"  # it may still arrive: the slot must not be reused until Quiesced
+    STUCK = "stuck"  # it may still arrive: the slot must not be reused until WritesEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class Pulled:
 
 
 @dataclass(frozen=True, slots=True)
-class Quiesced:
+class WritesEnded:
     job: int
 
 
@@ -287,7 +287,7 @@ Event = (
     | Located
     | Followed
     | Pulled
-    | Quiesced
+    | WritesEnded
     | Adopt
     | PeerTakeOver
     | TakersFound

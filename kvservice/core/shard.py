@@ -151,7 +151,7 @@ class ShardState:
             ev.Located: self._located,
             ev.Followed: lambda e, now: self._acquisitions.followed(e, now),
             ev.Pulled: self._pulled,
-            ev.Quiesced: self._quiesced,
+            ev.WritesEnded: self._writes_ended,
             ev.TakersFound: lambda e, now: self._leaving.takers_found(e.peers, e.holders, now),
             ev.Offered: lambda e, now: self._leaving.offered(e.offer, e.result, now),
             ev.Adopt: self._adopt,
@@ -341,7 +341,7 @@ class ShardState:
         attached = self._attached.get(event.attachment)
         if attached is not None:
             self._end_attachment(attached, now)
-            self._writes.distrust(attached.spec.engine_id)
+            self._writes.quarantine(attached.spec.engine_id)
 
     def _attachment_lost(self, event: ev.AttachmentLost, now: float) -> None:
         attached = self._attached.get(event.attachment)
@@ -349,7 +349,7 @@ class ShardState:
             return
         self._end_attachment(attached, now)
         self.counters["attachments_lost"] += 1
-        self._writes.distrust(attached.spec.engine_id)
+        self._writes.quarantine(attached.spec.engine_id)
 
     def _engine_gone(self, event: ev.EngineGone, now: float) -> None:
         if all(attached.spec.engine_id != event.engine_id for attached in self._attached.values()):
@@ -466,9 +466,9 @@ class ShardState:
         part = self._takeovers if self._takeovers.owns(event.job) else self._acquisitions
         part.pulled(event.job, event.verdicts, now)
 
-    def _quiesced(self, event: ev.Quiesced, now: float) -> None:
+    def _writes_ended(self, event: ev.WritesEnded, now: float) -> None:
         part = self._takeovers if self._takeovers.owns(event.job) else self._acquisitions
-        part.quiesced(event.job)
+        part.writes_ended(event.job)
 
     # -- the shard itself ----
 

@@ -140,7 +140,7 @@ class Writes:
                 self._store.abort(slot)
                 self._counters["slots_reconciled"] += 1
 
-    def distrust(self, engine_id: bytes) -> None:
+    def quarantine(self, engine_id: bytes) -> None:
         """Its attachment ended, and some process of this engine may be in the middle of a copy: what it reserved and
         did not give back rests until none can write. Slots being digested end with their digest."""
         for slot in self._store.slots_of(engine_id, SlotState.WRITING):
@@ -155,7 +155,7 @@ class Writes:
             if slot.index not in self._sealing:
                 self._store.abort(slot)
         for slot in self._store.slots_of(engine_id, SlotState.QUARANTINED):
-            self._store.quiesce(slot)
+            self._store.end_quarantine(slot)
 
     def sealing(self) -> dict[BlockKey, bytes]:
         """The engine of each block whose digest is being computed."""

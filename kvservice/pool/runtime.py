@@ -517,14 +517,14 @@ class PoolRuntime:
             action.job, action.holder.node_id, action.epoch, info.description, info.geometry,
             action.payload_bytes, items, action.deadline,
         )  # fmt: skip
-        self._puller.submit(job, self._on_pulled, self._on_quiesced)
+        self._puller.submit(job, self._on_pulled, self._on_writes_ended)
 
     def _on_pulled(self, job: int, verdicts: tuple[ev.PullVerdict, ...]) -> None:
         failpoint("shard.pulled")
         self._from_thread(ev.Pulled(job, verdicts))
 
-    def _on_quiesced(self, job: int) -> None:
-        self._from_thread(ev.Quiesced(job))
+    def _on_writes_ended(self, job: int) -> None:
+        self._from_thread(ev.WritesEnded(job))
 
     def _from_thread(self, event: ev.Event) -> None:
         try:

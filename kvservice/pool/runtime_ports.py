@@ -12,7 +12,7 @@ from typing import Protocol
 from kvservice.core.block.tenants import TenantLimits
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.header import SlotHeader
-from kvservice.transfer.puller import DoneCallback, PullJob, QuiescedCallback
+from kvservice.transfer.puller import DoneCallback, PullJob, WritesEndedCallback
 from kvservice.units import BootEpoch, NodeId, SlotIndex
 
 
@@ -53,7 +53,7 @@ class PullerPort(Protocol):
 
     def counters(self) -> Mapping[str, int]: ...
 
-    def submit(self, job: PullJob, on_done: DoneCallback, on_quiesced: QuiescedCallback) -> None: ...
+    def submit(self, job: PullJob, on_done: DoneCallback, on_writes_ended: WritesEndedCallback) -> None: ...
 
     def close(self) -> None: ...
 

@@ -47,7 +47,7 @@ SCRATCH_HEADERS = SCRATCH_BYTES // HEADER_BYTES
 PEERS_MAX = 1024
 
 DoneCallback = Callable[[int, tuple[PullVerdict, ...]], None]
-QuiescedCallback = Callable[[int], None]
+WritesEndedCallback = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class _Peer:
 class _Active:
     job: PullJob
     on_done: DoneCallback
-    on_quiesced: QuiescedCallback
+    on_writes_ended: WritesEndedCallback
     peer: PeerHandle
     good: bytearray  # by item: 1 when the bytes that landed have the digest of its handle
     next_item: int = 0  # first item whose payload is not posted yet
@@ -90,7 +90,7 @@ class _Active:
     headers: TransferId | None = None  # the read of the source headers, while in flight
     scratch: int | None = None  # first scratch header of this job
     headers_read: bool = False
-    answered: bool = False  # on_done was called; only quiescence is awaited
+    answered: bool = False  # on_done was called; only the end of its writes is awaited
 
     @property
     def payloads_done(self) -> bool:
@@ -106,7 +106,7 @@ class Puller:
         self._segment = segment
         self._make_transport = make_transport
         self._clock = clock
-        self._inbox: queue.SimpleQueue[tuple[PullJob, DoneCallback, QuiescedCallback] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[PullJob, DoneCallback, WritesEndedCallback] | None] = queue.SimpleQueue()
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="kvservice-puller", daemon=True)
         self._digesting = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="kvservice-verify")
@@ -137,11 +137,11 @@ class Puller:
         with self._counting:
             return dict(self._counters)
 
-    def submit(self, job: PullJob, on_done: DoneCallback, on_quiesced: QuiescedCallback) -> None:
-        """Never blocks. `on_done` comes exactly once, by the deadline; `on_quiesced` exactly once if a verdict was
+    def submit(self, job: PullJob, on_done: DoneCallback, on_writes_ended: WritesEndedCallback) -> None:
+        """Never blocks. `on_done` comes exactly once, by the deadline; `on_writes_ended` exactly once if a verdict was
         STUCK, when nothing can write the destinations any more."""
         assert 0 < len(job.items) <= SCRATCH_HEADERS, f"{len(job.items)} blocks in one pull"
-        self._inbox.put((job, on_done, on_quiesced))
+        self._inbox.put((job, on_done, on_writes_ended))
         if self._ended:
             self._refuse_inbox()
 
@@ -181,7 +181,7 @@ class Puller:
         for active in self._active:
             self._answer(active, dict.fromkeys(range(len(active.job.items)), PullVerdict.FAILED))
             if PullVerdict.STUCK in active.verdicts.values():
-                self._call(active.on_quiesced, active.job.job_id)
+                self._call(active.on_writes_ended, active.job.job_id)
         self._active.clear()
         self._ended = True
         self._refuse_inbox()
@@ -222,7 +222,9 @@ class Puller:
         except queue.Empty:
             return
 
-    def _begin(self, transport: Transport, job: PullJob, on_done: DoneCallback, on_quiesced: QuiescedCallback) -> None:
+    def _begin(
+        self, transport: Transport, job: PullJob, on_done: DoneCallback, on_writes_ended: WritesEndedCallback
+    ) -> None:
         try:
             peer = self._connect(transport, job)
         except Exception as error:  # noqa: BLE001  a transport's bug must not end the thread that serves all peers
@@ -230,7 +232,7 @@ class Puller:
             self._count("connect_failed")
             self._call(on_done, job.job_id, (PullVerdict.FAILED,) * len(job.items))
             return
-        self._active.append(_Active(job, on_done, on_quiesced, peer, bytearray(len(job.items))))
+        self._active.append(_Active(job, on_done, on_writes_ended, peer, bytearray(len(job.items))))
 
     def _connect(self, transport: Transport, job: PullJob) -> PeerHandle:
         known = self._peers.get(job.peer)
@@ -407,7 +409,7 @@ class Puller:
         self._active.remove(active)
         self._give_scratch(active)
         if PullVerdict.STUCK in active.verdicts.values():
-            self._call(active.on_quiesced, active.job.job_id)
+            self._call(active.on_writes_ended, active.job.job_id)
         return True
 
     def _verify_landed(self, active: _Active) -> None:

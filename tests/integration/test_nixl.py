@@ -165,14 +165,14 @@ def test_closed_transport_writes_nothing_any_more(peer: Peer, reader: Segment) -
 class Pull:
     puller: Puller
     done: queue.SimpleQueue[tuple[PullVerdict, ...]]
-    quiesced: queue.SimpleQueue[int]
+    writes_ended: queue.SimpleQueue[int]
 
     def submit(self, peer: Peer, handles: list[BlockHandle], seconds: float) -> None:
         epoch = BootEpoch(1)
         items = tuple(PullItem(handle, slot) for handle, slot in zip(handles, SLOTS, strict=False))
         deadline = time.monotonic() + seconds
         job = PullJob(1, NodeId("peer"), epoch, peer.description, GEOMETRY, PAYLOAD, items, deadline)
-        self.puller.submit(job, lambda _, verdicts: self.done.put(verdicts), self.quiesced.put)
+        self.puller.submit(job, lambda _, verdicts: self.done.put(verdicts), self.writes_ended.put)
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_killed_peer_fails_the_pull_well_before_the_deadline(peer: Peer, pull: P
     verdicts = pull.done.get(timeout=WAIT_SECONDS)
     assert set(verdicts) <= {PullVerdict.FAILED, PullVerdict.STUCK}
     if PullVerdict.STUCK in verdicts:
-        assert pull.quiesced.get(timeout=WAIT_SECONDS) == 1
+        assert pull.writes_ended.get(timeout=WAIT_SECONDS) == 1
     pull.submit(peer, handles[:3], 60.0)
     assert pull.done.get(timeout=WAIT_SECONDS) == (PullVerdict.FAILED,) * 3, "a dead peer fails at once"
 
@@ -217,6 +217,6 @@ def test_stopped_peer_makes_destinations_stuck_until_it_goes_on(peer: Peer, pull
     assert PullVerdict.STUCK in verdicts
     assert PullVerdict.OK not in verdicts
     with pytest.raises(queue.Empty):
-        pull.quiesced.get(timeout=0.3)
+        pull.writes_ended.get(timeout=0.3)
     os.kill(peer.process.pid, signal.SIGCONT)
-    assert pull.quiesced.get(timeout=WAIT_SECONDS) == 1
+    assert pull.writes_ended.get(timeout=WAIT_SECONDS) == 1

@@ -357,11 +357,11 @@ class ShardMachine(LeavingRules):
 
     @precondition(lambda self: self.stuck)
     @rule(which=any_index, twice=st.booleans())
-    def quiesce(self, which: int, twice: bool) -> None:
+    def end_writes(self, which: int, twice: bool) -> None:
         job = sorted(self.stuck)[which % len(self.stuck)]
         del self.stuck[job]
         for _ in range(1 + twice):
-            self.harness.send(ev.Quiesced(job))
+            self.harness.send(ev.WritesEnded(job))
 
     @rule(
         which=any_index, reader=st.sampled_from(["peer", "other"]), stale=st.integers(0, 4), model=st.sampled_from("ab")
@@ -518,7 +518,7 @@ class ShardMachine(LeavingRules):
             harness.now += 100.0
             self.tick()
         for job in self.stuck:
-            harness.send(ev.Quiesced(job))
+            harness.send(ev.WritesEnded(job))
         self.answers_are_taken()
         assert not self.asked, "a call was never answered"
         counts = harness.state.slot_counts()

@@ -320,7 +320,7 @@ MUTANTS = (
     Mutant(
         "a detach says nothing about who still writes",
         SHARD,
-        "            self._writes.distrust(attached.spec.engine_id)\n\n    def _attachment_lost",
+        "            self._writes.quarantine(attached.spec.engine_id)\n\n    def _attachment_lost",
         "            self._writes.free(attached.spec.engine_id)\n\n    def _attachment_lost",
         seed=52,
     ),

@@ -248,9 +248,9 @@ class Acquisitions:
         else:
             self._end_fetch(fetch, first_bad[0], first_bad[1], now)
 
-    def quiesced(self, job: int) -> None:
+    def writes_ended(self, job: int) -> None:
         for index in self._stuck.pop(job, []):
-            self._store.quiesce(self._store.table[index])
+            self._store.end_quarantine(self._store.table[index])
 
     # -- blocks written on this node ----
 
@@ -285,7 +285,7 @@ class Acquisitions:
         resting = [(until, index) for until, index in self._suspects if until > now]
         for until, index in self._suspects:
             if until <= now:
-                self._store.quiesce(self._store.table[index])
+                self._store.end_quarantine(self._store.table[index])
         self._suspects = resting
 
     def next_deadline(self) -> float | None:
@@ -477,7 +477,7 @@ class Acquisitions:
             self._fail_indices(fetch, left, reason, now)
             return
         holder, *others = fetch.alternates
-        # An id names one Pull: a late Quiesced of the old one must not touch the new one's slots.
+        # An id names one Pull: a late WritesEnded of the old one must not touch the new one's slots.
         again = Fetch(self._next_id, holder, others, fetch.chain, left, fetch.payload_bytes, fetch.base, fetch.account)
         self._register(again)
         self._locate(again, now)

@@ -73,7 +73,7 @@ class TakeOvers:
         self._next = -1
 
     def owns(self, number: int) -> bool:
-        """This Located, Pulled or Quiesced is for a take-over."""
+        """This Located, Pulled or WritesEnded is for a take-over."""
         return number < 0
 
     def start(
@@ -154,9 +154,9 @@ class TakeOvers:
         take.slots = []
         self._end(take)
 
-    def quiesced(self, number: int) -> None:
+    def writes_ended(self, number: int) -> None:
         for index in self._stuck.pop(number, []):
-            self._store.quiesce(self._store.table[index])
+            self._store.end_quarantine(self._store.table[index])
 
     def tick(self, now: float) -> None:
         for take in [take for take in self._takes.values() if take.until <= now]:
@@ -164,7 +164,7 @@ class TakeOvers:
         resting = [(until, index) for until, index in self._suspects if until > now]
         for until, index in self._suspects:
             if until <= now:
-                self._store.quiesce(self._store.table[index])
+                self._store.end_quarantine(self._store.table[index])
         self._suspects = resting
 
     def next_deadline(self) -> float | None:

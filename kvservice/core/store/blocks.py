@@ -229,13 +229,13 @@ class BlockStore:
 
     def quarantine(self, slot: Slot) -> None:
         """WRITING -> QUARANTINED: somebody may still write it, or its bytes were wrong."""
-        self.table.distrust(slot)
+        self.table.quarantine(slot)
         self.counters["slots_quarantined"] += 1
 
-    def quiesce(self, slot: Slot) -> None:
+    def end_quarantine(self, slot: Slot) -> None:
         """QUARANTINED -> FREE."""
         self._actions.append(ClearHeader(slot.index))
-        self.table.free(slot, SlotEvent.QUIESCE)
+        self.table.free(slot, SlotEvent.END_QUARANTINE)
 
     def slots_of(self, owner: bytes, state: SlotState) -> list[Slot]:
         return [slot for slot in self.table.all_slots() if slot.state is state and slot.owner == owner]

@@ -38,8 +38,8 @@ class SlotEvent(Enum):
     PIN = "pin"
     UNPIN = "unpin"  # the last lease ended
     EVICT = "evict"
-    DISTRUST = "distrust"
-    QUIESCE = "quiesce"  # nothing can write the slot any more
+    QUARANTINE = "quarantine"
+    END_QUARANTINE = "end_quarantine"  # nothing can write the slot any more
     ADOPT = "adopt"  # a sealed block found in the segment after a restart
     ADOPT_WRITING = "adopt_writing"  # a half-written one: its writer may be alive
 
@@ -52,13 +52,13 @@ TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
     (SlotState.FREE, SlotEvent.ADOPT_WRITING): SlotState.QUARANTINED,
     (SlotState.WRITING, SlotEvent.SEAL): SlotState.SEALED,
     (SlotState.WRITING, SlotEvent.ABORT): SlotState.FREE,
-    (SlotState.WRITING, SlotEvent.DISTRUST): SlotState.QUARANTINED,
+    (SlotState.WRITING, SlotEvent.QUARANTINE): SlotState.QUARANTINED,
     (SlotState.SEALED, SlotEvent.PIN): SlotState.LEASED,
     (SlotState.SEALED, SlotEvent.EVICT): SlotState.FREE,
-    (SlotState.SEALED, SlotEvent.DISTRUST): SlotState.QUARANTINED,
+    (SlotState.SEALED, SlotEvent.QUARANTINE): SlotState.QUARANTINED,
     (SlotState.LEASED, SlotEvent.PIN): SlotState.LEASED,
     (SlotState.LEASED, SlotEvent.UNPIN): SlotState.SEALED,
-    (SlotState.QUARANTINED, SlotEvent.QUIESCE): SlotState.FREE,
+    (SlotState.QUARANTINED, SlotEvent.END_QUARANTINE): SlotState.FREE,
 }
 
 
@@ -196,14 +196,14 @@ class SlotTable:
             self._move(slot, SlotEvent.UNPIN)
 
     def free(self, slot: Slot, event: SlotEvent) -> None:
-        """Give a slot back by ABORT, EVICT or QUIESCE."""
+        """Give a slot back by ABORT, EVICT or END_QUARANTINE."""
         self._move(slot, event)
         assert slot.state is SlotState.FREE
         slot.owner, slot.account = b"", NOBODY
         self._free[slot.payload_bytes].append(slot.index)
 
-    def distrust(self, slot: Slot) -> None:
-        self._move(slot, SlotEvent.DISTRUST)
+    def quarantine(self, slot: Slot) -> None:
+        self._move(slot, SlotEvent.QUARANTINE)
 
     def _move(self, slot: Slot, event: SlotEvent) -> None:
         target = TRANSITIONS.get((slot.state, event))

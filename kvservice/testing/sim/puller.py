@@ -12,7 +12,7 @@ from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.header_checks import is_as_located
 from kvservice.core.segment.refs import BlockHandle
 from kvservice.testing.sim.memory import HALF, SegmentMemory
-from kvservice.transfer.puller import DoneCallback, PullJob, QuiescedCallback
+from kvservice.transfer.puller import DoneCallback, PullJob, WritesEndedCallback
 from kvservice.units import BootEpoch, SlotIndex
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class _Pull:
     job: PullJob
     memory: SegmentMemory
     on_done: DoneCallback
-    on_quiesced: QuiescedCallback
+    on_writes_ended: WritesEndedCallback
     is_decided: bool = False
 
 
@@ -48,9 +48,9 @@ class SimPuller:
     def counters(self) -> Mapping[str, int]:
         return {}
 
-    def submit(self, job: PullJob, on_done: DoneCallback, on_quiesced: QuiescedCallback) -> None:
+    def submit(self, job: PullJob, on_done: DoneCallback, on_writes_ended: WritesEndedCallback) -> None:
         peer = self._node.peers[job.peer]
-        pull = _Pull(job, peer.memory, on_done, on_quiesced)
+        pull = _Pull(job, peer.memory, on_done, on_writes_ended)
         self._world.note(self._node.name, f"pulls {len(job.items)} blocks from {peer.name}")
         if self._is_cut(pull):
             self._broken(pull, landed_late=self._world.random.random() < 0.5)
@@ -136,7 +136,7 @@ class SimPuller:
             times = sorted(0.05 + LATE_SECONDS * self._world.random.random() for _ in range(3))
             for delay in times:
                 self._world.at(delay, self._land_late, pull)
-            self._world.at(times[-1], self._quiesce, pull)
+            self._world.at(times[-1], self._end_writes, pull)
 
     def _land_late(self, pull: _Pull) -> None:
         if self._writes:
@@ -145,6 +145,6 @@ class SimPuller:
                     item.destination, self._world.random.randrange(2), b"late" * (2 * HALF // 4)
                 )
 
-    def _quiesce(self, pull: _Pull) -> None:
+    def _end_writes(self, pull: _Pull) -> None:
         if self._writes:
-            self._node.receive(pull.on_quiesced, pull.job.job_id)
+            self._node.receive(pull.on_writes_ended, pull.job.job_id)

@@ -335,7 +335,7 @@ def test_what_does_not_arrive_well_is_not_kept(verdict: ev.PullVerdict) -> None:
     receiver.finish(verdict)
     assert receiver.taken(op).kept == (False,) * 4
     assert receiver.keys_held() == set()
-    receiver.send(ev.Quiesced(receiver.pulls[-1].job))
+    receiver.send(ev.WritesEnded(receiver.pulls[-1].job))
     receiver.advance(61.0)
     assert receiver.slots("free") == receiver.state.capacity
 

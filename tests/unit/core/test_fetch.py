@@ -462,7 +462,7 @@ def test_a_stuck_slot_waits_for_its_transfer_however_long() -> None:
     harness.advance(1e6)
     assert harness.slots("quarantined") == 2
     for _ in range(2):
-        harness.send(ev.Quiesced(harness.pulls[0].job))
+        harness.send(ev.WritesEnded(harness.pulls[0].job))
         assert harness.slots("quarantined") == 0
     nothing_left(harness)
 
@@ -490,7 +490,7 @@ def test_after_a_failed_pull_the_next_holder_gives_what_is_missing() -> None:
     assert harness.open(op)
     assert (harness.locates[1].holder, harness.locates[1].keys) == (B, (CHAIN[1], CHAIN[3]))
     harness.located(harness.locates[1], make_located(harness.locates[1].keys, lease=8))
-    harness.send(ev.Quiesced(harness.pulls[0].job))
+    harness.send(ev.WritesEnded(harness.pulls[0].job))
     assert harness.slots("writing") == 2, "the end of the old transfer must not touch the new one's slots"
     harness.pulled(harness.pulls[1], OK)
     assert (len(harness.result(op).blocks), harness.result(op).fetched_count) == (4, 4)

@@ -33,7 +33,7 @@ def bring(table: SlotTable, state: SlotState) -> Slot:
     if state is SlotState.FREE:
         table.free(slot, SlotEvent.ABORT)
     elif state is SlotState.QUARANTINED:
-        table.distrust(slot)
+        table.quarantine(slot)
     elif state in (SlotState.SEALED, SlotState.LEASED):
         table.seal(slot)
         if state is SlotState.LEASED:
@@ -47,7 +47,7 @@ def apply(table: SlotTable, slot: Slot, event: SlotEvent) -> None:
     if event is SlotEvent.RESERVE:
         while table.take_free(slot.payload_bytes, OWNER) is not slot:
             pass
-    elif event in (SlotEvent.ABORT, SlotEvent.EVICT, SlotEvent.QUIESCE):
+    elif event in (SlotEvent.ABORT, SlotEvent.EVICT, SlotEvent.END_QUARANTINE):
         table.free(slot, event)
     elif event in (SlotEvent.ADOPT, SlotEvent.ADOPT_WRITING):
         table.adopt(slot.index, Generation(8), OWNER if event is SlotEvent.ADOPT_WRITING else None)
@@ -56,7 +56,7 @@ def apply(table: SlotTable, slot: Slot, event: SlotEvent) -> None:
             SlotEvent.SEAL: table.seal,
             SlotEvent.PIN: table.pin,
             SlotEvent.UNPIN: table.unpin,
-            SlotEvent.DISTRUST: table.distrust,
+            SlotEvent.QUARANTINE: table.quarantine,
         }[event](slot)
 
 
@@ -116,7 +116,7 @@ def test_generation_is_odd_exactly_while_it_may_be_written() -> None:
     assert slot.generation == 3
 
 
-@pytest.mark.parametrize("end", ["abort", "quiesce", "evict"])
+@pytest.mark.parametrize("end", ["abort", "end_quarantine", "evict"])
 def test_no_generation_of_a_slot_comes_twice(end: str) -> None:
     table = make_table(payload_bytes=MiB // 2 + 1)  # one slot
     seen: set[int] = set()
@@ -129,9 +129,9 @@ def test_no_generation_of_a_slot_comes_twice(end: str) -> None:
             assert slot.generation not in seen and slot.generation % 2 == 0
             seen.add(slot.generation)
             table.free(slot, SlotEvent.EVICT)
-        elif end == "quiesce":
-            table.distrust(slot)
-            table.free(slot, SlotEvent.QUIESCE)
+        elif end == "end_quarantine":
+            table.quarantine(slot)
+            table.free(slot, SlotEvent.END_QUARANTINE)
         else:
             table.free(slot, SlotEvent.ABORT)
 

@@ -44,7 +44,7 @@ class Rig:
     clock: Clock
     description: bytes
     done: queue.SimpleQueue[tuple[int, tuple[PullVerdict, ...]]]
-    quiesced: queue.SimpleQueue[int]
+    writes_ended: queue.SimpleQueue[int]
 
     def publish(self, slot: int, key: BlockKey, generation: int = 2) -> BlockHandle:
         """Write a sealed block into the source."""
@@ -71,7 +71,7 @@ class Rig:
             7, NodeId("peer"), BootEpoch(epoch or self.source.epoch), self.description, self.source.geometry,
             PAYLOAD, items, self.clock.now + seconds,
         )  # fmt: skip
-        self.puller.submit(job, on_done or (lambda job_id, v: self.done.put((job_id, v))), self.quiesced.put)
+        self.puller.submit(job, on_done or (lambda job_id, v: self.done.put((job_id, v))), self.writes_ended.put)
 
 
 def key(n: int) -> BlockKey:
@@ -161,7 +161,7 @@ def test_refused_post_fails_the_job_and_reconnects(rig: Rig) -> None:
     assert rig.puller.counters()["connects"] == 2
 
 
-def test_wedged_transfer_is_stuck_at_the_deadline_and_quiesces_when_it_ends(rig: Rig) -> None:
+def test_wedged_transfer_is_stuck_until_its_writes_end(rig: Rig) -> None:
     handles = [rig.publish(0, key(0))]
     rig.faults.hold = True
     rig.submit(handles, seconds=5.0)
@@ -170,12 +170,12 @@ def test_wedged_transfer_is_stuck_at_the_deadline_and_quiesces_when_it_ends(rig:
     rig.clock.now += 6.0
     assert rig.done.get(timeout=10) == (7, (STUCK,))
     with pytest.raises(queue.Empty):
-        rig.quiesced.get(timeout=0.3)
+        rig.writes_ended.get(timeout=0.3)
     rig.faults.hold = False
-    assert rig.quiesced.get(timeout=10) == 7
+    assert rig.writes_ended.get(timeout=10) == 7
 
 
-def test_what_was_answered_as_stuck_is_quiesced_also_when_its_transfer_fails(rig: Rig) -> None:
+def test_stuck_transfer_that_fails_later_has_ended_its_writes(rig: Rig) -> None:
     """Or its slots would be lost: the shard waits for that word."""
     rig.faults.hold = True
     rig.submit([rig.publish(0, key(0))], seconds=5.0)
@@ -184,7 +184,7 @@ def test_what_was_answered_as_stuck_is_quiesced_also_when_its_transfer_fails(rig
     rig.clock.now += 6.0
     assert rig.done.get(timeout=10) == (7, (STUCK,))
     rig.faults.fail, rig.faults.hold = True, False
-    assert rig.quiesced.get(timeout=10) == 7
+    assert rig.writes_ended.get(timeout=10) == 7
 
 
 def test_nothing_is_accepted_after_the_deadline(rig: Rig) -> None:
@@ -225,7 +225,7 @@ def test_close_answers_everything_that_is_open(rig: Rig) -> None:
     assert rig.done.get(timeout=5)[1] == (FAILED,)
 
 
-def test_close_quiesces_what_was_stuck(rig: Rig) -> None:
+def test_close_ends_the_writes_of_what_was_stuck(rig: Rig) -> None:
     rig.faults.hold = True
     rig.submit([rig.publish(0, key(0))], seconds=5.0)
     with pytest.raises(queue.Empty):
@@ -233,7 +233,7 @@ def test_close_quiesces_what_was_stuck(rig: Rig) -> None:
     rig.clock.now += 6.0
     assert rig.done.get(timeout=10)[1] == (STUCK,)
     rig.puller.close()
-    assert rig.quiesced.get(timeout=5) == 7
+    assert rig.writes_ended.get(timeout=5) == 7
 
 
 def test_job_submitted_after_close_is_answered(rig: Rig) -> None:
