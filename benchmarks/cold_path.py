@@ -32,8 +32,8 @@ from tests.vllm.tiny_model import make_shallow
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED_TOKENS = 16
 ENGINE_BLOCK_TOKENS = 32  # of tests.vllm.replica
-GOVERNOR_ROUNDS = 24
-GOVERNOR_POOL = "48MiB"  # less than 1,024 blocks of two layers: the shortest window
+ADMISSION_ROUNDS = 24
+ADMISSION_POOL = "48MiB"  # less than 1,024 blocks of two layers: the shortest window
 WORDS = [
     "lamp",
     "tide",
@@ -109,16 +109,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return figures(rounds, dict(counters))
 
 
-def governor(options: argparse.Namespace) -> dict[str, list[float]]:
+def admission(options: argparse.Namespace) -> dict[str, list[float]]:
     """Stored share of each round's blocks: while nothing comes twice, and while every prompt does."""
     shares: dict[str, list[float]] = {"nothing_comes_twice": [], "every_prompt_comes_twice": []}
     with tempfile.TemporaryDirectory() as folder:
         model = make_shallow(Path(tempfile.mkdtemp(dir=folder)), options.model, layers=2)
-        extra: dict[str, object] = {"mode": "embedded", "memory": GOVERNOR_POOL}
+        extra: dict[str, object] = {"mode": "embedded", "memory": ADMISSION_POOL}
         engine = Replica(model, extra, Path(folder) / "engine.log", max_model_len=2048, max_num_batched_tokens=1024)
         try:
             engine.ready()
-            for _ in range(GOVERNOR_ROUNDS):
+            for _ in range(ADMISSION_ROUNDS):
                 shares["nothing_comes_twice"].append(stored_share(engine, options.tokens, times=1))
             for _ in range(4):
                 shares["every_prompt_comes_twice"].append(stored_share(engine, options.tokens, times=2))
@@ -176,7 +176,7 @@ def main() -> None:
     options = parser.parse_args()
     random.seed(options.seed)
     found = run(options)
-    found["stored_share_by_round"] = governor(options)
+    found["stored_share_by_round"] = admission(options)
     print(f"stored share of new blocks, round by round: {found['stored_share_by_round']}")
     rows = [(name, found["throughput"][name], found["cpu_time"][name]) for name in found["throughput"]]
     print_table(("ratio", "throughput", "cpu time"), rows)

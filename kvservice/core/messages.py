@@ -118,7 +118,7 @@ class AcquireRequest:
 class AcquireResult:
     """The longest local, verified run that starts at `skip`, leased. `lease_id` is 0 when `blocks` is empty.
 
-    `sides`: for each side of the engine the blocks that it needs of this prefix, up to its end. Not `stores`: nothing
+    `sides`: for each side of the engine the blocks that it needs of this prefix, up to its end. Not `admitted`: nothing
     is reused here, so the rest of this chain is better not stored (core.store.admission)."""
 
     lease_id: LeaseId
@@ -126,7 +126,7 @@ class AcquireResult:
     fetched_count: int  # how many of `blocks` came from another node for this request
     miss: MissReason
     sides: tuple[tuple[BlockRef, ...], ...] = ()
-    stores: bool = True
+    admitted: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from kvservice.core.peer_calls import TIMEOUT_SECONDS_MAX, PeerCalls, check_keys
 from kvservice.core.recent import Recent
 from kvservice.core.reconcile import Grants
 from kvservice.core.segment.geometry import Geometry
-from kvservice.core.store.admission import Governor
+from kvservice.core.store.admission import Admission
 from kvservice.core.store.blocks import NO_KEY, Block, BlockStore
 from kvservice.core.store.eviction import EvictionPolicy, LeafFirstReuse
 from kvservice.core.store.leases import Lease, LeaseTable
@@ -104,7 +104,7 @@ class ShardState:
         self._store = BlockStore(geometry, epoch, policy or LeafFirstReuse(), self._actions)
         self._store.accounts.set_limits(tenants or {})
         self._leases = LeaseTable()
-        self._governor = Governor(lambda: self._store.table.capacity, self.counters)
+        self._admission = Admission(lambda: self._store.table.capacity, self.counters)
         self.records = RequestRecords()
         self._acquisitions = Acquisitions(
             node_id, self._store, self._leases, self._actions, self.counters,
@@ -176,7 +176,7 @@ class ShardState:
             if isinstance(action, Announce):  # exactly the blocks that can be read from now on
                 self._handoffs.sealed(action.key, now)
         self._leaving.look(len(self._leases), now)
-        actions = self._governor.tell(self._actions)
+        actions = self._admission.mark_replies(self._actions)
         self._actions.clear()
         return actions
 
@@ -392,7 +392,7 @@ class ShardState:
             return
         attached.seconds_per_block = request.recompute_seconds_per_block or attached.seconds_per_block
         if handoff is None:
-            self._governor.asked(event.op, attached.account, request.keys)
+            self._admission.on_acquire(event.op, attached.account, request.keys)
         if attached.spec.sides:
             self._windowed.start(event.op, event.attachment, request, attached.spec, now)
             return
@@ -406,7 +406,7 @@ class ShardState:
             self._handoffs.watch(op, handoff.handoff_id, now)
 
     def _cancel(self, event: ev.Cancel, now: float) -> None:
-        self._governor.forget(event.op)
+        self._admission.forget(event.op)
         self._acquisitions.cancel(event.op)
         self._handoffs.cancel(event.op)
         self._takeovers.cancel(event.op)
@@ -517,7 +517,7 @@ class ShardState:
         self._takeovers.check_invariants()
         self._leaving.check_invariants()
         self.records.check_invariants()
-        self._governor.check_invariants()
+        self._admission.check_invariants()
         pins = self._leases.slots() + self._acquisitions.pinned() + self._windowed.pinned()
         for slot in self._store.table.all_slots():
             assert slot.pins == pins[slot.index], f"{slot} has {slot.pins} pins, leases say {pins[slot.index]}"

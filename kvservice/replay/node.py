@@ -128,7 +128,7 @@ class ReplayNode:
         for first in range(start, len(keys), STORE_BATCH):
             indices = range(first, min(first + STORE_BATCH, len(keys)))
             slots = self._store.reserve(PAYLOAD_BYTES, len(indices), WRITER)
-            self.counters["not_stored"] += len(indices) - len(slots)
+            self.counters["not_reserved"] += len(indices) - len(slots)
             for index, slot in zip(indices, slots, strict=False):
                 if keys[index] in self._store:  # beyond a gap
                     self._store.abort(slot)

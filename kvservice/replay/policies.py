@@ -106,7 +106,7 @@ class S3Fifo(_Flat):
         self._ghosts: OrderedDict[BlockKey, None] = OrderedDict()
 
     def victim(self, size_class: int | None, may_go: Callable[[str], bool] | None = None) -> BlockKey | None:
-        # Each pass moves one block on: nobody is passed over more often than its uses and its pins allow.
+        # Each pass moves one block on: nobody is skipped more often than its uses and its pins allow.
         for _ in range((FREQUENCY_MAX + 2) * len(self._queue_of) + len(self._small) + len(self._main)):
             from_small = bool(self._small) and (not self._main or self._small_count > SMALL_SHARE * len(self._queue_of))
             queue = self._small if from_small else self._main

@@ -253,7 +253,7 @@ def encode_acquired(result: AcquireResult) -> shard_pb2.AcquireReply:
         miss=result.miss.value,
         side_blocks=encode_refs(ref for side in result.sides for ref in side),
         side_counts=[len(side) for side in result.sides],
-        not_stored=not result.stores,
+        not_admitted=not result.admitted,
     )
 
 
@@ -268,8 +268,8 @@ def decode_acquired(message: shard_pb2.AcquireReply) -> AcquireResult:
     ends = list(accumulate(counts))
     sides = tuple(refs[end - count : end] for end, count in zip(ends, counts, strict=True))
     blocks = decode_refs(message.blocks)
-    lease_id, stores = LeaseId(message.lease_id), not message.not_stored
-    return AcquireResult(lease_id, blocks, message.fetched_count, miss, sides, stores)
+    lease_id, admitted = LeaseId(message.lease_id), not message.not_admitted
+    return AcquireResult(lease_id, blocks, message.fetched_count, miss, sides, admitted)
 
 
 def encode_seal_item(item: SealItem) -> shard_pb2.SealItem:

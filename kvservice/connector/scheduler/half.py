@@ -268,8 +268,8 @@ class SchedulerHalf:
             self._speak_of(answer.attachment)
             request.result = usable(self._grouping, result, self._suspects, self.counters)
             request.move(RequestEvent.ANSWER)
-            if not result.stores and request.writes is None:
-                request.passed_over = True
+            if not result.admitted and request.writes is None:
+                request.admitted = False
                 self._expect(request, -request.expected)
             end = len(result.blocks)
             for side, keys in enumerate(request.chains):
@@ -319,7 +319,7 @@ class SchedulerHalf:
         request = self._requests.get(request_id)
         if request is None or request.state in (RequestState.ENDED, RequestState.LOADING):
             return
-        if request.passed_over or computed_tokens // self._block_tokens <= request.stored:
+        if not request.admitted or computed_tokens // self._block_tokens <= request.stored:
             return
         store = self._store_of(attachment, request, hashes, computed_tokens, block_ids())
         if store is not None:
@@ -337,7 +337,7 @@ class SchedulerHalf:
         self._extend_keys(request, hashes, attachment)
         full = min(computed_tokens // self._block_tokens, len(request.keys), self._grouping.length(block_ids))
         self._speak_of(attachment.attachment_id)
-        if request.passed_over or request.stored >= full or self._blocks_in_flight() >= STORES_IN_FLIGHT_MAX:
+        if not request.admitted or request.stored >= full or self._blocks_in_flight() >= STORES_IN_FLIGHT_MAX:
             return None
         # What was evicted since is only noticed by asking; for a hand-off from an engine that never asks, a duplicate
         # costs a copy and a gap costs the reader the rest.
@@ -376,7 +376,7 @@ class SchedulerHalf:
         if not self._keyring.is_current(request, attachment):
             self._expect(request, -request.expected)
         new = self._keyring.extend(request, hashes, attachment)
-        if new and self._may_write and not request.passed_over:
+        if new and self._may_write and request.admitted:
             self._expect(request, new)
 
     def reported(self, report: StepReport) -> None:

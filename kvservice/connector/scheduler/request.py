@@ -90,7 +90,7 @@ class EngineRequest:
     public_tokens: int = 0  # leading ones of its prompt that tenants may share, as far as the request says
     naming: Naming = field(default_factory=Naming)  # that its keys were made with
     adapter: bytes = b""  # connector.adapters' identity of its adapter; empty = computed without one
-    passed_over: bool = False  # nothing is reused here, says the pool: its blocks are not stored
+    admitted: bool = True  # False: the pool says that nothing is reused here, so its blocks are not stored
     kept_out: int = 0  # leading blocks that are never stored: public ones of a tenant that may only read them
     expected: int = 0  # slots announced to the session and not taken yet
     fetched_blocks: int = 0

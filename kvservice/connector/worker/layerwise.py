@@ -143,7 +143,7 @@ class LayerJob:
         self.mark: Any = None  # CUDA: event after its last copy
 
     def copy(self, layer: int) -> None:
-        """Errors fail the job, not the thread; its other layers are then passed over."""
+        """Errors fail the job, not the thread; its other layers are then skipped."""
         try:
             if not self.failed:
                 self.via.copy(self.direction, layer, self.runs)

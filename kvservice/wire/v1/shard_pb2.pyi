@@ -134,22 +134,22 @@ class AcquireRequest(_message.Message):
     def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., recompute_seconds_per_block: _Optional[float] = ..., handoff: _Optional[bytes] = ..., handoff_node: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class AcquireReply(_message.Message):
-    __slots__ = ("lease_id", "blocks", "fetched_count", "miss", "side_blocks", "side_counts", "not_stored")
+    __slots__ = ("lease_id", "blocks", "fetched_count", "miss", "side_blocks", "side_counts", "not_admitted")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FETCHED_COUNT_FIELD_NUMBER: _ClassVar[int]
     MISS_FIELD_NUMBER: _ClassVar[int]
     SIDE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SIDE_COUNTS_FIELD_NUMBER: _ClassVar[int]
-    NOT_STORED_FIELD_NUMBER: _ClassVar[int]
+    NOT_ADMITTED_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
     fetched_count: int
     miss: str
     side_blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
     side_counts: _containers.RepeatedScalarFieldContainer[int]
-    not_stored: bool
-    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., fetched_count: _Optional[int] = ..., miss: _Optional[str] = ..., side_blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., side_counts: _Optional[_Iterable[int]] = ..., not_stored: bool = ...) -> None: ...
+    not_admitted: bool
+    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., fetched_count: _Optional[int] = ..., miss: _Optional[str] = ..., side_blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., side_counts: _Optional[_Iterable[int]] = ..., not_admitted: bool = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("attachment_id", "epoch", "count", "side", "call")

@@ -139,7 +139,7 @@ class Line:
     # -- the test's side ----
 
     def answer(
-        self, blocks: int, index: int = 0, *, fetched: int = 0, windows: Sequence[int] = (), stores: bool = True
+        self, blocks: int, index: int = 0, *, fetched: int = 0, windows: Sequence[int] = (), admitted: bool = True
     ) -> str:
         """Answer an acquire with this many promised blocks (at most what was asked), and so many of each side."""
         request_id, asked_of, request = self.asked.pop(index)
@@ -153,7 +153,7 @@ class Line:
             tuple(BlockRef(slot_index(1 + side, i), Generation(2)) for i in range(window))
             for side, window in enumerate(windows, 1)
         )
-        result = AcquireResult(lease_id, refs, fetched, miss, sides, stores)
+        result = AcquireResult(lease_id, refs, fetched, miss, sides, admitted)
         self._answers.append(Answer(request_id, asked_of, result, request))
         return request_id
 

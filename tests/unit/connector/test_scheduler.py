@@ -375,12 +375,12 @@ def test_reattaching_waits_for_copies_into_the_old_slots() -> None:
     assert scheduler.may_reattach()
 
 
-def test_prompt_that_the_pool_does_not_want_is_not_stored_and_frees_what_was_expected_for_it() -> None:
+def test_prompt_that_is_not_admitted_is_not_stored() -> None:
     line, chain = Line(), hashes(1, 6)
     scheduler = half(line)
     scheduler.on_new_request("r", chain[:4], 0.0)
     assert line.expected == 4
-    line.answer(1, stores=False)
+    line.answer(1, admitted=False)
     assert scheduler.matched("r", 0, 6 * BLOCK, 0.1) == Promise(BLOCK), "what is there is used all the same"
     scheduler.allocated("r", list(range(7)), BLOCK)
     plan_step(scheduler)

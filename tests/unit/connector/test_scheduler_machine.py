@@ -160,7 +160,7 @@ class Engine(RuleBasedStateMachine):
     @rule(blocks=st.integers(0, 8), data=st.data())
     def answer(self, blocks: int, data: st.DataObject) -> None:
         number = data.draw(st.integers(0, len(self.line.asked) - 1))
-        self.line.answer(blocks, number, stores=data.draw(st.booleans()))
+        self.line.answer(blocks, number, admitted=data.draw(st.booleans()))
 
     @precondition(lambda self: any(r.state == "running" for r in self.requests.values()))
     @rule(data=st.data())
