@@ -28,8 +28,8 @@ PROOF_BYTES = 32
 _PACKAGE = "kvservice.wire.v1"
 # Everything else, and whatever is added, is for nodes.
 CLIENT_MAY = frozenset(
-    {f"{_PACKAGE}.LookupService.{name}" for name in ("Resolve", "Watch", "FindNode", "LookupStats", "RecallLost")}
-    | {f"{_PACKAGE}.AdminService.{name}" for name in ("Stats", "Accounting", "Explain", "Recall", "Survey")}
+    {f"{_PACKAGE}.LookupService.{name}" for name in ("Resolve", "Watch", "FindNode", "LookupStats", "LostBlocks")}
+    | {f"{_PACKAGE}.AdminService.{name}" for name in ("Stats", "Accounting", "Explain", "BlockHistory", "Survey")}
 )
 
 Proofs = Callable[[str], tuple[tuple[str, bytes], ...]]  # call metadata for a receiver

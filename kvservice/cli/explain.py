@@ -220,19 +220,19 @@ def _facts(members: Any, answers: Answers, node: str, record: Any, missing: Sequ
     lost: dict[int, Fate] = {}
     if packed:
         age = record.age_seconds + time.monotonic() - asked_at  # by the time that this is asked
-        recall = shard_pb2.RecallRequest(keys=packed, age_seconds=age)
+        question = shard_pb2.BlockHistoryRequest(keys=packed, age_seconds=age)
         found = _ask_all(members, members.shards, lambda channel, shown: shard_pb2_grpc.AdminServiceStub(channel)
-                         .Recall(recall, timeout=CALL_SECONDS, metadata=shown))  # fmt: skip
+                         .BlockHistory(question, timeout=CALL_SECONDS, metadata=shown))  # fmt: skip
         for name, (reply, at) in found.items():
-            for row in reply.fates if reply is not None else ():
+            for row in reply.entries if reply is not None else ():
                 fate = Fate(
-                    name, row.state, row.age_seconds - (at - asked_at), row.cause, row.by, row.engine,
+                    name, row.state, row.age_seconds - (at - asked_at), row.cause, row.caused_by, row.engine,
                     row.held_seconds, row.idle_seconds,
                 )  # fmt: skip
                 fates.setdefault(missing[0] + row.index, []).append(fate)
-        ask_lost = lookup_pb2.RecallLostRequest(keys=packed, age_seconds=age)
+        ask_lost = lookup_pb2.LostBlocksRequest(keys=packed, age_seconds=age)
         directories = {address: address for address in members.lookups}
-        found = _ask_all(members, directories, lambda channel, _: lookup_pb2_grpc.LookupServiceStub(channel).RecallLost(
+        found = _ask_all(members, directories, lambda channel, _: lookup_pb2_grpc.LookupServiceStub(channel).LostBlocks(
             ask_lost, timeout=CALL_SECONDS
         ))  # fmt: skip
         for reply, at in found.values():

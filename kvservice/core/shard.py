@@ -22,7 +22,7 @@ from kvservice.core.block.tenants import NOBODY, TenantLimits, TenantUsage
 from kvservice.core.block.window_groups import SIDES_MAX
 from kvservice.core.drain.receiver import TakeOvers
 from kvservice.core.drain.sender import DrainPhase, DrainProgress, Leaving
-from kvservice.core.explain.records import Explanation, KeyFate, RequestRecords, find_fates, name_engine
+from kvservice.core.explain.records import Explanation, HistoryEntry, RequestRecords, find_history, name_engine
 from kvservice.core.messages import (
     AcquireResult,
     EngineGroup,
@@ -237,14 +237,16 @@ class ShardState:
         """What is known of the request with this id, or of those whose id begins so."""
         return self.records.find(request_id, now, account)
 
-    def recall(self, keys: tuple[BlockKey, ...], now: float, then: float | None = None) -> tuple[KeyFate, ...]:
-        """What became of these blocks here, as far as it tells about `then` (None: now). Slow: for people."""
+    def block_history(
+        self, keys: tuple[BlockKey, ...], now: float, as_of: float | None = None
+    ) -> tuple[HistoryEntry, ...]:
+        """What became of these blocks here, as far as it tells about `as_of` (None: now). Slow: for people."""
         blocks = [self._store.get(key) for key in keys]
         held = {
             block.key: (block.sealed_at, name_engine(block.stored_by)) for block in blocks if block is not None
         }  # fmt: skip
         sealing = {key: name_engine(engine_id) for key, engine_id in self._writes.sealing().items()}
-        return find_fates(keys, held, sealing, self._store.ghosts.find(keys, now, then), now)
+        return find_history(keys, held, sealing, self._store.evictions.find(keys, now, as_of), now)
 
     def _engines_of(self, account: str | None) -> list[_Attached]:
         return [attached for attached in self._attached.values() if account is None or attached.account == account]

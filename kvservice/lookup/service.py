@@ -108,14 +108,16 @@ class LookupServicer:
         found = self._index.find_node(NodeId(request.node_id), self._clock())
         return lookup_pb2.FindNodeReply(node=None if found is None else encode_holder(found))
 
-    async def recall_lost(self, request: lookup_pb2.RecallLostRequest, context: Context) -> lookup_pb2.RecallLostReply:
+    async def lost_blocks(self, request: lookup_pb2.LostBlocksRequest, context: Context) -> lookup_pb2.LostBlocksReply:
         keys, now = unpack_keys(request.keys), self._clock()
-        lost = self._index.recall_lost(keys, now, now - max(request.age_seconds, 0.0))
+        lost = self._index.find_lost(keys, now, now - max(request.age_seconds, 0.0))
         rows = [(index, lost[key]) for index, key in enumerate(keys) if key in lost]
-        return lookup_pb2.RecallLostReply(
+        return lookup_pb2.LostBlocksReply(
             lost=[
-                lookup_pb2.LostKey(index=index, node_id=ghost.by, cause=ghost.cause.value, age_seconds=now - ghost.at)
-                for index, ghost in rows
+                lookup_pb2.LostBlock(
+                    index=index, node_id=eviction.caused_by, cause=eviction.cause.value, age_seconds=now - eviction.at
+                )
+                for index, eviction in rows
             ]
         )
 

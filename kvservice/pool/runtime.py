@@ -21,7 +21,7 @@ from kvservice.core import events as ev
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.tenants import NOBODY, TenantLimits
 from kvservice.core.drain.sender import DrainPhase, DrainProgress
-from kvservice.core.explain.records import Explanation, KeyFate
+from kvservice.core.explain.records import Explanation, HistoryEntry
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
@@ -274,11 +274,13 @@ class PoolRuntime:
         now = self._clock()
         return self._state.explain(request_id, now, account), self._state.models(account), now
 
-    def recall(self, keys: tuple[BlockKey, ...], age_seconds: float = 0.0) -> tuple[tuple[KeyFate, ...], float]:
+    def block_history(
+        self, keys: tuple[BlockKey, ...], age_seconds: float = 0.0
+    ) -> tuple[tuple[HistoryEntry, ...], float]:
         """(what became of these blocks here, as far as it tells about a moment so long ago; the time of its clock).
         Takes milliseconds: for people."""
         now = self._clock()
-        return self._state.recall(keys, now, now - age_seconds), now
+        return self._state.block_history(keys, now, now - age_seconds), now
 
     @property
     def state(self) -> ShardState:

@@ -103,7 +103,7 @@ class S3Fifo(_Flat):
         self._queue_of: dict[BlockKey, deque[BlockKey]] = {}
         self._small_count = 0
         self._uses: dict[BlockKey, int] = {}
-        self._ghosts: OrderedDict[BlockKey, None] = OrderedDict()
+        self._evicted: OrderedDict[BlockKey, None] = OrderedDict()
 
     def victim(self, size_class: int | None, may_go: Callable[[str], bool] | None = None) -> BlockKey | None:
         # Each pass moves one block on: nobody is skipped more often than its uses and its pins allow.
@@ -132,8 +132,8 @@ class S3Fifo(_Flat):
 
     def _came(self, key: BlockKey) -> None:
         self._uses[key] = 0
-        known = key in self._ghosts
-        self._ghosts.pop(key, None)
+        known = key in self._evicted
+        self._evicted.pop(key, None)
         self._enter(key, self._main if known else self._small)
 
     def _used(self, key: BlockKey) -> None:
@@ -148,9 +148,9 @@ class S3Fifo(_Flat):
             queue.remove(key)
         if queue is self._small:
             self._small_count -= 1
-            self._ghosts[key] = None
-            while len(self._ghosts) > len(self._queue_of) + 1:
-                self._ghosts.popitem(last=False)
+            self._evicted[key] = None
+            while len(self._evicted) > len(self._queue_of) + 1:
+                self._evicted.popitem(last=False)
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {

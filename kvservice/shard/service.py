@@ -18,7 +18,7 @@ from kvservice.errors import Forbidden, InvalidRequest, KVServiceError, StaleEpo
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.units import AttachmentId, BootEpoch, LeaseId, NodeId
 from kvservice.wire import codec
-from kvservice.wire.explain import decode_reports, encode_explanation, encode_fates
+from kvservice.wire.explain import decode_reports, encode_explanation, encode_history
 from kvservice.wire.leaving import decode_items, encode_progress
 from kvservice.wire.serving import Context
 from kvservice.wire.v1 import shard_pb2
@@ -251,9 +251,11 @@ class AdminServicer:
         found, models, now = self._pool.explain(check_request_id(request.request_id), account)
         return encode_explanation(found, models, self._holder().node_id, KEEP_SECONDS, now)
 
-    async def recall(self, request: shard_pb2.RecallRequest, context: Context) -> shard_pb2.RecallReply:
+    async def block_history(
+        self, request: shard_pb2.BlockHistoryRequest, context: Context
+    ) -> shard_pb2.BlockHistoryReply:
         account = self._door.account(context)
-        fates, now = self._pool.recall(tuple(unpack_keys(request.keys)), max(request.age_seconds, 0.0))
+        entries, now = self._pool.block_history(tuple(unpack_keys(request.keys)), max(request.age_seconds, 0.0))
         if account is not None:  # who needed the room may be another tenant
-            fates = tuple(replace(fate, by="") for fate in fates)
-        return encode_fates(fates, now)
+            entries = tuple(replace(entry, caused_by="") for entry in entries)
+        return encode_history(entries, now)

@@ -1,11 +1,11 @@
-"""Records of requests, and fates of blocks <-> protobuf messages. Times travel as ages, because clocks differ."""
+"""Records of requests, and the history of blocks <-> protobuf messages. Times travel as ages, because clocks differ."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from kvservice.core.block.fingerprint import Fingerprint
-from kvservice.core.explain.records import Explanation, KeyFate, RequestRecord, check_request_id, name_engine
+from kvservice.core.explain.records import Explanation, HistoryEntry, RequestRecord, check_request_id, name_engine
 from kvservice.core.messages import RequestReport
 from kvservice.wire.v1 import common_pb2, shard_pb2
 
@@ -106,19 +106,19 @@ def _encode_record(record: RequestRecord, now: float) -> shard_pb2.RequestRecord
     )
 
 
-def encode_fates(fates: Iterable[KeyFate], now: float) -> shard_pb2.RecallReply:
-    return shard_pb2.RecallReply(
-        fates=[
-            shard_pb2.KeyFate(
-                index=fate.index,
-                state=fate.state,
-                age_seconds=now - fate.at,
-                cause=fate.cause,
-                by=fate.by,
-                engine=fate.engine,
-                held_seconds=fate.held_seconds,
-                idle_seconds=fate.idle_seconds,
+def encode_history(entries: Iterable[HistoryEntry], now: float) -> shard_pb2.BlockHistoryReply:
+    return shard_pb2.BlockHistoryReply(
+        entries=[
+            shard_pb2.HistoryEntry(
+                index=entry.index,
+                state=entry.state,
+                age_seconds=now - entry.at,
+                cause=entry.cause,
+                caused_by=entry.caused_by,
+                engine=entry.engine,
+                held_seconds=entry.held_seconds,
+                idle_seconds=entry.idle_seconds,
             )
-            for fate in fates
+            for entry in entries
         ]
     )

@@ -19,7 +19,7 @@ from kvservice.core import events as ev
 from kvservice.core.block.keys import pack_keys
 from kvservice.core.directory.index import DirectoryIndex
 from kvservice.core.directory.membership import MEMBERS_MAX
-from kvservice.core.explain.evictions import CULPRITS_MAX
+from kvservice.core.explain.evictions import NAMES_MAX
 from kvservice.core.explain.records import RECORDS_MAX
 from kvservice.core.messages import Holder
 from kvservice.core.recent import NODES_MAX, Recent
@@ -38,7 +38,7 @@ NAMES = rounds(2_500, failed_before=1.0, campaign=10_000)
 # Tables that may be larger than NODES_MAX, each with the bound of its own.
 LARGER = {
     "RequestRecords": RECORDS_MAX,
-    "GhostTable": CULPRITS_MAX,
+    "EvictionHistory": NAMES_MAX,
     "ReuseMemory": GONE_MAX,
     "Membership": MEMBERS_MAX,
 }

@@ -25,7 +25,7 @@ Inventory = Callable[[], Iterable[tuple[BlockKey, SpanRoute]]]
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One announcement. The same object is sent again until its fate is known."""
+    """One announcement. The same object is sent again until it is known whether it was applied."""
 
     sequence: int
     added: tuple[BlockKey, ...] = ()
@@ -43,7 +43,7 @@ class _Stream:
     wants_full: bool = True
     snapshot: list[BlockKey] | None = None  # keys of the full announcement that are still to be sent, from the end
     pending: dict[BlockKey, bool] = field(default_factory=dict)  # last word per key: True added, False removed
-    outstanding: Update | None = None  # built, fate not known
+    outstanding: Update | None = None  # built, and not yet known whether it was applied
     in_flight: bool = False  # handed out, neither answered nor failed
     refused_begins: int = 0  # full announcements refused in a row
     lookup_epoch: int = 0  # of the lookup shard that took our last full announcement; 0 = none did

@@ -16,7 +16,7 @@ from kvservice.core.block.keys import KEY_BYTES, pack_keys
 from kvservice.core.directory.holder_table import HolderTable, bits_of
 from kvservice.core.directory.key_table import private_table
 from kvservice.core.directory.membership import FORGET_SECONDS, HIDE_SECONDS, Membership, MemberState, Outcome
-from kvservice.core.explain.evictions import Cause, Ghost, GhostTable
+from kvservice.core.explain.evictions import Eviction, EvictionCause, EvictionHistory
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.units import BlockKey, NodeId
 
@@ -72,8 +72,8 @@ class DirectoryIndex:
         self._holders = HolderTable(private_table(key_count_max), key_count_max)
         self._bit_of: dict[NodeId, int] = {}  # index of the bit of every node that is not forgotten
         self._block_counts: dict[NodeId, int] = {}
-        self._lost_bits: dict[int, tuple[NodeId, Cause, float]] = {}  # of retired bits, until they are swept
-        self._lost = GhostTable(LOST_MAX)  # keys that nobody holds any more because their node went
+        self._lost_bits: dict[int, tuple[NodeId, EvictionCause, float]] = {}  # of retired bits, until they are swept
+        self._lost = EvictionHistory(LOST_MAX)  # keys that nobody holds any more because their node went
         self._answers: dict[int, tuple[Holder, ...]] = {}  # live holders by mask, valid for _answers_version
         self._answers_version = -1
         self._told: dict[NodeId, tuple[Holder, bool]] = {}  # what watchers know of each node: address, visible
@@ -110,7 +110,7 @@ class DirectoryIndex:
             node, sequence, full_begin=full_begin, full_end=full_end, leaving=leaving, now=now, proof=proof
         )
         if verdict.forget:
-            self._retire(node.node_id, Cause.DRAIN if leaving else Cause.RESTARTED, now)
+            self._retire(node.node_id, EvictionCause.DRAIN if leaving else EvictionCause.RESTARTED, now)
         more, less = _packed(added), _packed(removed)
         if verdict.apply:
             bit = self._bit(node.node_id)
@@ -142,7 +142,7 @@ class DirectoryIndex:
     def expire(self, now: float) -> None:
         """Hide and forget nodes by time."""
         for member in self._membership.expire(now):
-            self._retire(member.holder.node_id, Cause.OWNER_DIED, now)
+            self._retire(member.holder.node_id, EvictionCause.OWNER_DIED, now)
             self._record(Change(member.holder, reset=True))
         self._tell_visibility()
 
@@ -161,16 +161,16 @@ class DirectoryIndex:
             self.counters["sweeps_finished"] += 1
         return swept.looked_at
 
-    def recall_lost(self, keys: Sequence[BlockKey], now: float, then: float | None = None) -> dict[BlockKey, Ghost]:
-        """Which of these keys were lost with a node before `then` (None: now), when nobody else had them. Somebody may
+    def find_lost(self, keys: Sequence[BlockKey], now: float, as_of: float | None = None) -> dict[BlockKey, Eviction]:
+        """Which of these keys were lost with a node before `as_of` (None: now), when nobody else had them. Somebody may
         have stored them again since. Slow: for people."""
         self.expire(now)
-        found = self._lost.find(keys, now, then)
+        found = self._lost.find(keys, now, as_of)
         for key in keys:
             mask = self._holders.mask(key)
             if mask and not mask & ~self._holders.retired:  # not swept yet
                 node_id, cause, at = self._lost_bits[mask.bit_length() - 1]
-                found[key] = Ghost(cause, at, node_id)
+                found[key] = Eviction(cause, at, node_id)
         return found
 
     @property
@@ -249,7 +249,7 @@ class DirectoryIndex:
             self._answers_version = -1
         return bit
 
-    def _retire(self, node_id: NodeId, cause: Cause, now: float) -> None:
+    def _retire(self, node_id: NodeId, cause: EvictionCause, now: float) -> None:
         """Forget every key of the node, in no time."""
         bit = self._bit_of.pop(node_id, None)
         if bit is None:

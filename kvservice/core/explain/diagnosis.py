@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from kvservice.core.explain.evictions import Cause
+from kvservice.core.explain.evictions import EvictionCause
 from kvservice.core.explain.records import LOCAL, SourceRun
 from kvservice.core.messages import MissReason, RequestReport
 
@@ -80,9 +80,9 @@ _TEXT = {
 _SINCE = "; the engine that asked has stored it since"
 _NEVER = (MissReason.NEVER_STORED, MissReason.NONE)
 _OF_NODE = {  # how a block went with its node
-    Cause.DRAIN.value: "left the service, and nobody took it over",
-    Cause.OWNER_DIED.value: "fell silent",
-    Cause.RESTARTED.value: "restarted without it",
+    EvictionCause.DRAIN.value: "left the service, and nobody took it over",
+    EvictionCause.OWNER_DIED.value: "fell silent",
+    EvictionCause.RESTARTED.value: "restarted without it",
 }
 
 
@@ -101,7 +101,7 @@ class Asked:
     answered: bool
     report: RequestReport | None
     sought: int = 0  # blocks before this index had a holder, said the directory
-    engine: str = ""  # that asked, as KeyFate.engine names it
+    engine: str = ""  # that asked, as HistoryEntry.engine names it
     ended_age_seconds: float | None = None  # None: its engine has not reported
     took_seconds: float = 0.0
     handoff_node: str = ""  # whose engine was to compute what was missing; "" = no hand-off
@@ -147,7 +147,7 @@ class Verdict:
     node: str = ""
     why: Why | None = None
     text: str = ""
-    cause: str = ""  # of an eviction: value of core.explain.evictions.Cause
+    cause: str = ""  # of an eviction: value of core.explain.evictions.EvictionCause
     by: str = ""  # of an eviction: who needed the room
 
     def goes_on(self, after: Verdict) -> bool:
@@ -284,16 +284,16 @@ def _not_handed(asked: Asked, index: int) -> Verdict:
 
 def _evicted(fate: Fate, before_seconds: float) -> str:
     """When it went and for whom, and what would have kept it."""
-    if fate.cause == Cause.CORRUPT.value:
+    if fate.cause == EvictionCause.CORRUPT.value:
         return f"node {fate.node} found its bytes wrong {_seconds(before_seconds)} before"
     room = f", to make room for {fate.by}" if fate.by else ""
-    if fate.cause == Cause.QUOTA.value:
+    if fate.cause == EvictionCause.QUOTA.value:
         room = ", for another block of the same tenant, which had its quota"
-    slab = " of another block size" if fate.cause == Cause.SLAB_MOVED.value else ""
+    slab = " of another block size" if fate.cause == EvictionCause.SLAB_MOVED.value else ""
     when = f"node {fate.node} evicted it {_seconds(before_seconds)} before{room}{slab}"
     if fate.idle_seconds <= 0:
         return when
-    what = "quota" if fate.cause == Cause.QUOTA.value else "pool"
+    what = "quota" if fate.cause == EvictionCause.QUOTA.value else "pool"
     return (
         f"{when}, {_seconds(fate.idle_seconds)} after its last use; {_larger(what, fate.idle_seconds, before_seconds)}"
     )

@@ -1,7 +1,7 @@
-"""Blocks that are gone: which, since when, why, and for whom. A ring of fixed size that forgets the oldest.
+"""The eviction history: which blocks went, when, why, and for whom. A ring of fixed size that forgets the oldest.
 
-Costs 37 bytes an entry. Adding is cheap, because it happens at every eviction; finding walks the ring, because it
-happens when a person asks. Pure, with one caller.
+An entry costs 37 bytes. Adding is cheap, because it happens at every eviction. Finding walks the ring, because it
+happens only when a person asks. Pure, with one caller.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from enum import Enum
 from kvservice.core.block.keys import KEY_BYTES
 from kvservice.units import BlockKey
 
-GHOSTS_MAX = 65_536  # 2.4 MB; what a shard of 64 GiB with blocks of 2 MiB evicts before everything in it is new twice
+EVICTIONS_MAX = (
+    65_536  # 2.4 MB; what a shard of 64 GiB with blocks of 2 MiB evicts before everything in it is new twice
+)
 KEEP_SECONDS = 3600.0
-CULPRITS_MAX = 4096  # distinct names of those who needed the room
+NAMES_MAX = 4096  # distinct names in `caused_by`
 
 
-class Cause(Enum):
-    """Why a block is not held any more."""
+class EvictionCause(Enum):
+    """Why a block is no longer held."""
 
     PRESSURE = "pressure"  # evicted for another block of its size
     SLAB_MOVED = "slab_moved"  # evicted with its slab, for blocks of another size
@@ -31,29 +33,29 @@ class Cause(Enum):
     QUOTA = "quota"  # evicted for another block of its tenant, which may hold no more
 
 
-_CAUSES = tuple(Cause)
+_CAUSES = tuple(EvictionCause)
 
 
 @dataclass(frozen=True, slots=True)
-class Ghost:
-    """The last thing known of a block. `at` is on the clock of the caller."""
+class Eviction:
+    """How a block went. `at` is on the clock of the caller."""
 
-    cause: Cause
+    cause: EvictionCause
     at: float
-    by: str  # who needed the room, or whose block it was; "" when nobody in particular
+    caused_by: str  # who needed the room, or the node that the block was lost with; "" when not known
     held_seconds: float = 0.0  # how long it had been held; 0 = not known
     idle_seconds: float = 0.0  # since its last use when it went; 0 = not known
 
 
-class GhostTable:
-    def __init__(self, capacity: int = GHOSTS_MAX, keep_seconds: float = KEEP_SECONDS) -> None:
+class EvictionHistory:
+    def __init__(self, capacity: int = EVICTIONS_MAX, keep_seconds: float = KEEP_SECONDS) -> None:
         assert capacity > 0
         self._capacity = capacity
         self._keep_seconds = keep_seconds
         self._keys = bytearray()
         self._at = array("d")
         self._cause = array("B")
-        self._by = array("I")
+        self._caused_by = array("I")
         self._held = array("f")
         self._idle = array("f")
         self._next = 0
@@ -64,28 +66,29 @@ class GhostTable:
         return len(self._at)
 
     def add(
-        self, key: BlockKey, cause: Cause, by: str, now: float, *, held_seconds: float = 0.0, idle_seconds: float = 0.0
+        self, key: BlockKey, cause: EvictionCause, caused_by: str, now: float, *, held_seconds: float = 0.0,
+        idle_seconds: float = 0.0,
     ) -> None:  # fmt: skip
         place = self._next
-        code, culprit = _CAUSES.index(cause), self._number(by)
+        code, name = _CAUSES.index(cause), self._number(caused_by)
         if place == len(self._at):
             self._keys += key
             self._at.append(now)
             self._cause.append(code)
-            self._by.append(culprit)
+            self._caused_by.append(name)
             self._held.append(held_seconds)
             self._idle.append(idle_seconds)
         else:
             self._keys[place * KEY_BYTES : (place + 1) * KEY_BYTES] = key
-            self._at[place], self._cause[place], self._by[place] = now, code, culprit
+            self._at[place], self._cause[place], self._caused_by[place] = now, code, name
             self._held[place], self._idle[place] = held_seconds, idle_seconds
         self._next = (place + 1) % self._capacity
 
-    def find(self, keys: Iterable[BlockKey], now: float, then: float | None = None) -> dict[BlockKey, Ghost]:
-        """The latest of each of these keys that was held at `then` or before it; None means now. O(capacity).
+    def find(self, keys: Iterable[BlockKey], now: float, as_of: float | None = None) -> dict[BlockKey, Eviction]:
+        """The latest of each of these keys that was held at `as_of` or before it; None means now. O(capacity).
 
         A block that was stored again, and even evicted again, after a question tells nothing about the answer."""
-        latest = now if then is None else then
+        latest = now if as_of is None else as_of
         wanted = set(keys)
         found: dict[BlockKey, int] = {}
         packed, count = bytes(self._keys), len(self._at)
@@ -96,10 +99,10 @@ class GhostTable:
             if key in wanted and self._at[place] - self._held[place] <= latest:
                 found[BlockKey(key)] = place
         return {
-            key: Ghost(
+            key: Eviction(
                 _CAUSES[self._cause[place]],
                 self._at[place],
-                self._names[self._by[place]],
+                self._names[self._caused_by[place]],
                 self._held[place],
                 self._idle[place],
             )
@@ -107,11 +110,11 @@ class GhostTable:
             if now - self._at[place] <= self._keep_seconds
         }
 
-    def _number(self, by: str) -> int:
-        number = self._number_of.get(by)
+    def _number(self, name: str) -> int:
+        number = self._number_of.get(name)
         if number is None:
-            if len(self._names) >= CULPRITS_MAX:
+            if len(self._names) >= NAMES_MAX:
                 return 0
-            number = self._number_of[by] = len(self._names)
-            self._names.append(by)
+            number = self._number_of[name] = len(self._names)
+            self._names.append(name)
         return number

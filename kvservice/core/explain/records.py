@@ -1,6 +1,6 @@
 """What one shard remembers of recent requests, for `kvservice explain`. Nothing here is asked on a request's path.
 
-A record holds the keys that were asked for, so that their fates can be looked up later, and how far the promise went.
+A record holds the keys that were asked for, so that their history can be looked up later, and how far the promise went.
 Bounded three ways: by time, by the number of records, and by the keys in them. Pure, with one caller.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from kvservice.core.block.keys import KEY_BYTES, pack_keys
 from kvservice.core.block.tenants import NOBODY
-from kvservice.core.explain.evictions import Ghost
+from kvservice.core.explain.evictions import Eviction
 from kvservice.core.messages import AcquireRequest, EngineSpec, MissReason, RequestReport
 from kvservice.units import BlockKey, NodeId, printable
 
@@ -190,14 +190,14 @@ def _runs(start: int, end: int, origins: Mapping[int, NodeId]) -> tuple[SourceRu
 
 
 @dataclass(frozen=True, slots=True)
-class KeyFate:
-    """What a shard knows of one block. `at` is on the shard's clock."""
+class HistoryEntry:
+    """One thing that a shard knows of one block. `at` is on the shard's clock."""
 
     index: int  # in the question
     state: str  # "held", "sealing" or "gone"
     at: float
     cause: str = ""
-    by: str = ""
+    caused_by: str = ""
     engine: str = ""  # who stored it, or is storing it: the beginning of its id
     held_seconds: float = 0.0  # of a gone one: how long it had been here
     idle_seconds: float = 0.0  # of a gone one: since its last use when it went
@@ -213,28 +213,28 @@ def check_request_id(text: str) -> str:
     return printable(text[:REQUEST_ID_CHARS_MAX])[:REQUEST_ID_CHARS_MAX]
 
 
-def find_fates(
+def find_history(
     keys: tuple[BlockKey, ...],
     held: Mapping[BlockKey, tuple[float, str]],
     sealing: Mapping[BlockKey, str],
-    ghosts: Mapping[BlockKey, Ghost],
+    evictions: Mapping[BlockKey, Eviction],
     now: float,
-) -> tuple[KeyFate, ...]:
+) -> tuple[HistoryEntry, ...]:
     """`held`: when each was sealed, and the engine that stored it. `sealing`: the engine that stores it. A key that was
-    evicted and stored again has two fates; keys that nothing is known of are left out."""
-    found: list[KeyFate] = []
+    evicted and stored again has two entries; keys that nothing is known of are left out."""
+    found: list[HistoryEntry] = []
     for index, key in enumerate(keys):
         if key in held:
             at, engine = held[key]
-            found.append(KeyFate(index, "held", at, engine=engine))
+            found.append(HistoryEntry(index, "held", at, engine=engine))
         elif key in sealing:
-            found.append(KeyFate(index, "sealing", now, engine=sealing[key]))
-        ghost = ghosts.get(key)
-        if ghost is not None:
+            found.append(HistoryEntry(index, "sealing", now, engine=sealing[key]))
+        eviction = evictions.get(key)
+        if eviction is not None:
             found.append(
-                KeyFate(
-                    index, "gone", ghost.at, ghost.cause.value, ghost.by, held_seconds=ghost.held_seconds,
-                    idle_seconds=ghost.idle_seconds,
+                HistoryEntry(
+                    index, "gone", eviction.at, eviction.cause.value, eviction.caused_by,
+                    held_seconds=eviction.held_seconds, idle_seconds=eviction.idle_seconds,
                 )
             )  # fmt: skip
     return tuple(found)

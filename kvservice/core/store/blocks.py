@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from kvservice.core.actions import Action, Announce, AssignSlab, ClearHeader, Retract, WriteHeader
 from kvservice.core.block.tenants import NOBODY, tag_of
-from kvservice.core.explain.evictions import Cause, GhostTable
+from kvservice.core.explain.evictions import EvictionCause, EvictionHistory
 from kvservice.core.messages import MissReason
 from kvservice.core.segment.geometry import Geometry, slab_of
 from kvservice.core.segment.header import SlotFlags, SlotHeader
@@ -56,7 +56,7 @@ class BlockStore:
         self._key_of: dict[SlotIndex, BlockKey] = {}  # exactly the sealed and leased slots
         self._now = 0.0
         self._room_for = ""  # who needs the room that is being made
-        self.ghosts = GhostTable()
+        self.evictions = EvictionHistory()
         self.counters: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -148,7 +148,7 @@ class BlockStore:
             victim = self._policy.victim(None, lambda other: other == account)
             if victim is None:
                 return False
-            self._evict(victim, Cause.QUOTA)
+            self._evict(victim, EvictionCause.QUOTA)
         return True
 
     def reserve_for_handover(
@@ -157,7 +157,7 @@ class BlockStore:
         """A slot in WRITING for a block that was last used then, at the cost of nothing that was used later."""
         self._room_for = room_for
         while self.accounts.over_quota(account, payload_bytes):
-            if not self._evict_older(None, used_at, lambda other: other == account, Cause.QUOTA):
+            if not self._evict_older(None, used_at, lambda other: other == account, EvictionCause.QUOTA):
                 return None
         slot = self.table.take_free(payload_bytes, NO_KEY, account)
         if slot is None:
@@ -166,14 +166,14 @@ class BlockStore:
                 self._actions.append(AssignSlab(slab, payload_bytes))
             else:
                 may_go = self.accounts.takes_from(account, payload_bytes)
-                if not self._evict_older(payload_bytes, used_at, may_go, Cause.PRESSURE):
+                if not self._evict_older(payload_bytes, used_at, may_go, EvictionCause.PRESSURE):
                     return None
             slot = self.table.take_free(payload_bytes, NO_KEY, account)
         if slot is not None:
             self._actions.append(WriteHeader(slot.index, self._writing_header(slot, NO_KEY)))
         return slot
 
-    def _evict_older(self, size: int | None, used_at: float, may_go: MayGo | None, cause: Cause) -> bool:
+    def _evict_older(self, size: int | None, used_at: float, may_go: MayGo | None, cause: EvictionCause) -> bool:
         victim = self._policy.victim(size, may_go)
         if victim is None or self._policy.used_at(victim) >= used_at:
             return False
@@ -259,7 +259,7 @@ class BlockStore:
             self._actions.append(ClearHeader(index))
             self.counters["adopt_dropped"] += 1
             if not verified:
-                self.ghosts.add(header.key, Cause.CORRUPT, "", self._now)
+                self.evictions.add(header.key, EvictionCause.CORRUPT, "", self._now)
             return None
         self.table.adopt(index, header.generation, owner=None, account=account)
         is_copy = bool(header.flags & SlotFlags.COPY)
@@ -279,9 +279,9 @@ class BlockStore:
             account=self.table[block.slot].account,
         )  # fmt: skip
 
-    def _evict(self, key: BlockKey, cause: Cause) -> None:
+    def _evict(self, key: BlockKey, cause: EvictionCause) -> None:
         block = self._blocks.pop(key)
-        self.ghosts.add(
+        self.evictions.add(
             key, cause, self._room_for, self._now,
             held_seconds=self._now - block.sealed_at, idle_seconds=self._now - self._policy.used_at(key),
         )  # fmt: skip
@@ -312,7 +312,7 @@ class BlockStore:
         victim = self._policy.victim(payload_bytes, self.accounts.takes_from(account, payload_bytes))
         if victim is None:
             return False
-        self._evict(victim, Cause.PRESSURE)
+        self._evict(victim, EvictionCause.PRESSURE)
         return True
 
     def _slab_to_steal(self, payload_bytes: int, account: str, own_tick: int | None) -> int | None:
@@ -343,7 +343,7 @@ class BlockStore:
     def _move_slab(self, slab: int, payload_bytes: int) -> None:
         for slot in self.table.slots_of_slab(slab):
             if slot.state is SlotState.SEALED:
-                self._evict(self._key_of[slot.index], Cause.SLAB_MOVED)
+                self._evict(self._key_of[slot.index], EvictionCause.SLAB_MOVED)
         self.table.unassign_slab(slab)
         self.table.assign_slab(payload_bytes, slab)
         self._actions.append(AssignSlab(slab, payload_bytes))

@@ -145,7 +145,7 @@ class LookupStatsReply(_message.Message):
     counters: _containers.ScalarMap[str, int]
     def __init__(self, partition: _Optional[int] = ..., partition_count: _Optional[int] = ..., lookup_epoch: _Optional[int] = ..., key_count: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[LookupNodeStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
-class RecallLostRequest(_message.Message):
+class LostBlocksRequest(_message.Message):
     __slots__ = ("keys", "age_seconds")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -153,7 +153,7 @@ class RecallLostRequest(_message.Message):
     age_seconds: float
     def __init__(self, keys: _Optional[bytes] = ..., age_seconds: _Optional[float] = ...) -> None: ...
 
-class LostKey(_message.Message):
+class LostBlock(_message.Message):
     __slots__ = ("index", "node_id", "cause", "age_seconds")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -165,8 +165,8 @@ class LostKey(_message.Message):
     age_seconds: float
     def __init__(self, index: _Optional[int] = ..., node_id: _Optional[str] = ..., cause: _Optional[str] = ..., age_seconds: _Optional[float] = ...) -> None: ...
 
-class RecallLostReply(_message.Message):
+class LostBlocksReply(_message.Message):
     __slots__ = ("lost",)
     LOST_FIELD_NUMBER: _ClassVar[int]
-    lost: _containers.RepeatedCompositeFieldContainer[LostKey]
-    def __init__(self, lost: _Optional[_Iterable[_Union[LostKey, _Mapping]]] = ...) -> None: ...
+    lost: _containers.RepeatedCompositeFieldContainer[LostBlock]
+    def __init__(self, lost: _Optional[_Iterable[_Union[LostBlock, _Mapping]]] = ...) -> None: ...

@@ -59,10 +59,10 @@ class LookupServiceStub(object):
                 request_serializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.LookupStatsRequest.SerializeToString,
                 response_deserializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.LookupStatsReply.FromString,
                 _registered_method=True)
-        self.RecallLost = channel.unary_unary(
-                '/kvservice.wire.v1.LookupService/RecallLost',
-                request_serializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.RecallLostRequest.SerializeToString,
-                response_deserializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.RecallLostReply.FromString,
+        self.LostBlocks = channel.unary_unary(
+                '/kvservice.wire.v1.LookupService/LostBlocks',
+                request_serializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.LostBlocksRequest.SerializeToString,
+                response_deserializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.LostBlocksReply.FromString,
                 _registered_method=True)
 
 
@@ -103,7 +103,7 @@ class LookupServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RecallLost(self, request, context):
+    def LostBlocks(self, request, context):
         """Which of these keys were lost with a node that left or died.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -138,10 +138,10 @@ def add_LookupServiceServicer_to_server(servicer, server):
                     request_deserializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.LookupStatsRequest.FromString,
                     response_serializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.LookupStatsReply.SerializeToString,
             ),
-            'RecallLost': grpc.unary_unary_rpc_method_handler(
-                    servicer.RecallLost,
-                    request_deserializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.RecallLostRequest.FromString,
-                    response_serializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.RecallLostReply.SerializeToString,
+            'LostBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.LostBlocks,
+                    request_deserializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.LostBlocksRequest.FromString,
+                    response_serializer=kvservice_dot_wire_dot_v1_dot_lookup__pb2.LostBlocksReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -290,7 +290,7 @@ class LookupService(object):
             _registered_method=True)
 
     @staticmethod
-    def RecallLost(request,
+    def LostBlocks(request,
             target,
             options=(),
             channel_credentials=None,
@@ -303,9 +303,9 @@ class LookupService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvservice.wire.v1.LookupService/RecallLost',
-            kvservice_dot_wire_dot_v1_dot_lookup__pb2.RecallLostRequest.SerializeToString,
-            kvservice_dot_wire_dot_v1_dot_lookup__pb2.RecallLostReply.FromString,
+            '/kvservice.wire.v1.LookupService/LostBlocks',
+            kvservice_dot_wire_dot_v1_dot_lookup__pb2.LostBlocksRequest.SerializeToString,
+            kvservice_dot_wire_dot_v1_dot_lookup__pb2.LostBlocksReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -669,7 +669,7 @@ class ExplainReply(_message.Message):
     node_id: str
     def __init__(self, records: _Optional[_Iterable[_Union[RequestRecord, _Mapping]]] = ..., matching: _Optional[int] = ..., remembered: _Optional[int] = ..., keep_seconds: _Optional[float] = ..., refused: _Optional[_Iterable[_Union[RefusedAttach, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[AttachedModel, _Mapping]]] = ..., node_id: _Optional[str] = ...) -> None: ...
 
-class RecallRequest(_message.Message):
+class BlockHistoryRequest(_message.Message):
     __slots__ = ("keys", "age_seconds")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -677,13 +677,13 @@ class RecallRequest(_message.Message):
     age_seconds: float
     def __init__(self, keys: _Optional[bytes] = ..., age_seconds: _Optional[float] = ...) -> None: ...
 
-class KeyFate(_message.Message):
-    __slots__ = ("index", "state", "age_seconds", "cause", "by", "engine", "held_seconds", "idle_seconds")
+class HistoryEntry(_message.Message):
+    __slots__ = ("index", "state", "age_seconds", "cause", "caused_by", "engine", "held_seconds", "idle_seconds")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
-    BY_FIELD_NUMBER: _ClassVar[int]
+    CAUSED_BY_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     HELD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     IDLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -691,17 +691,17 @@ class KeyFate(_message.Message):
     state: str
     age_seconds: float
     cause: str
-    by: str
+    caused_by: str
     engine: str
     held_seconds: float
     idle_seconds: float
-    def __init__(self, index: _Optional[int] = ..., state: _Optional[str] = ..., age_seconds: _Optional[float] = ..., cause: _Optional[str] = ..., by: _Optional[str] = ..., engine: _Optional[str] = ..., held_seconds: _Optional[float] = ..., idle_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., state: _Optional[str] = ..., age_seconds: _Optional[float] = ..., cause: _Optional[str] = ..., caused_by: _Optional[str] = ..., engine: _Optional[str] = ..., held_seconds: _Optional[float] = ..., idle_seconds: _Optional[float] = ...) -> None: ...
 
-class RecallReply(_message.Message):
-    __slots__ = ("fates",)
-    FATES_FIELD_NUMBER: _ClassVar[int]
-    fates: _containers.RepeatedCompositeFieldContainer[KeyFate]
-    def __init__(self, fates: _Optional[_Iterable[_Union[KeyFate, _Mapping]]] = ...) -> None: ...
+class BlockHistoryReply(_message.Message):
+    __slots__ = ("entries",)
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedCompositeFieldContainer[HistoryEntry]
+    def __init__(self, entries: _Optional[_Iterable[_Union[HistoryEntry, _Mapping]]] = ...) -> None: ...
 
 class SurveyRequest(_message.Message):
     __slots__ = ()

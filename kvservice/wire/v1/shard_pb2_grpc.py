@@ -763,10 +763,10 @@ class AdminServiceStub(object):
                 request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ExplainReply.FromString,
                 _registered_method=True)
-        self.Recall = channel.unary_unary(
-                '/kvservice.wire.v1.AdminService/Recall',
-                request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.RecallRequest.SerializeToString,
-                response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.RecallReply.FromString,
+        self.BlockHistory = channel.unary_unary(
+                '/kvservice.wire.v1.AdminService/BlockHistory',
+                request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.BlockHistoryRequest.SerializeToString,
+                response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.BlockHistoryReply.FromString,
                 _registered_method=True)
         self.Survey = channel.unary_unary(
                 '/kvservice.wire.v1.AdminService/Survey',
@@ -805,7 +805,7 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Recall(self, request, context):
+    def BlockHistory(self, request, context):
         """What became of these blocks on this node.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -842,10 +842,10 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ExplainRequest.FromString,
                     response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ExplainReply.SerializeToString,
             ),
-            'Recall': grpc.unary_unary_rpc_method_handler(
-                    servicer.Recall,
-                    request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.RecallRequest.FromString,
-                    response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.RecallReply.SerializeToString,
+            'BlockHistory': grpc.unary_unary_rpc_method_handler(
+                    servicer.BlockHistory,
+                    request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.BlockHistoryRequest.FromString,
+                    response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.BlockHistoryReply.SerializeToString,
             ),
             'Survey': grpc.unary_unary_rpc_method_handler(
                     servicer.Survey,
@@ -972,7 +972,7 @@ class AdminService(object):
             _registered_method=True)
 
     @staticmethod
-    def Recall(request,
+    def BlockHistory(request,
             target,
             options=(),
             channel_credentials=None,
@@ -985,9 +985,9 @@ class AdminService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvservice.wire.v1.AdminService/Recall',
-            kvservice_dot_wire_dot_v1_dot_shard__pb2.RecallRequest.SerializeToString,
-            kvservice_dot_wire_dot_v1_dot_shard__pb2.RecallReply.FromString,
+            '/kvservice.wire.v1.AdminService/BlockHistory',
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.BlockHistoryRequest.SerializeToString,
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.BlockHistoryReply.FromString,
             options,
             channel_credentials,
             insecure,

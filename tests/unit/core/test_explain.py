@@ -114,15 +114,15 @@ def test_what_became_of_a_block_is_known_with_who_needed_the_room() -> None:
     shard = CoreHarness(slab_count=1)
     engine = shard.attach()
     shard.store(engine, CHAIN)
-    held = shard.state.recall(CHAIN, shard.now)
-    assert [(fate.index, fate.state) for fate in held] == [(i, "held") for i in range(4)]
-    assert shard.state.recall(make_chain(2, "unknown"), shard.now) == ()
+    held = shard.state.block_history(CHAIN, shard.now)
+    assert [(entry.index, entry.state) for entry in held] == [(i, "held") for i in range(4)]
+    assert shard.state.block_history(make_chain(2, "unknown"), shard.now) == ()
     shard.now += 7.0
     shard.reserve(engine, 1)
-    (fate,) = [fate for fate in shard.state.recall(CHAIN, shard.now) if fate.state == "gone"]
-    assert (fate.index, fate.cause, fate.at) == (3, "pressure", shard.now)
-    assert (fate.held_seconds, fate.idle_seconds) == (7.0, 7.0)
-    assert fate.by.startswith("stores of model by engine ")
+    (entry,) = [entry for entry in shard.state.block_history(CHAIN, shard.now) if entry.state == "gone"]
+    assert (entry.index, entry.cause, entry.at) == (3, "pressure", shard.now)
+    assert (entry.held_seconds, entry.idle_seconds) == (7.0, 7.0)
+    assert entry.caused_by.startswith("stores of model by engine ")
 
 
 def test_a_block_that_was_stored_again_keeps_its_eviction_and_who_stored_it() -> None:
@@ -136,13 +136,13 @@ def test_a_block_that_was_stored_again_keeps_its_eviction_and_who_stored_it() ->
     asked_at = shard.now
     shard.now += 1.0
     shard.store(engine, CHAIN)
-    fates = [fate for fate in shard.state.recall(CHAIN, shard.now, asked_at) if fate.index == 0]
-    assert [(fate.state, fate.at) for fate in fates] == [("held", shard.now), ("gone", evicted_at)]
-    assert fates[0].engine == make_spec().engine_id.hex()[:8]
+    entries = [entry for entry in shard.state.block_history(CHAIN, shard.now, asked_at) if entry.index == 0]
+    assert [(entry.state, entry.at) for entry in entries] == [("held", shard.now), ("gone", evicted_at)]
+    assert entries[0].engine == make_spec().engine_id.hex()[:8]
     shard.now += 1.0
     shard.store(engine, make_chain(4, "others"))  # and evicted again: no answer to the question of before
-    (fate,) = [fate for fate in shard.state.recall(CHAIN, shard.now, asked_at) if fate.index == 0]
-    assert (fate.state, fate.at) == ("gone", evicted_at)
+    (entry,) = [entry for entry in shard.state.block_history(CHAIN, shard.now, asked_at) if entry.index == 0]
+    assert (entry.state, entry.at) == ("gone", evicted_at)
 
 
 def test_a_record_knows_the_hand_off_it_waited_for() -> None:
@@ -165,4 +165,4 @@ def test_a_block_that_is_being_digested_is_not_sealed_yet() -> None:
     refs = shard.reserve(engine, 1)
     shard.write(refs[0], CHAIN[0])
     shard.begin_seal(engine, shard.items(refs, CHAIN))
-    assert [fate.state for fate in shard.state.recall(CHAIN, shard.now)] == ["sealing"]
+    assert [entry.state for entry in shard.state.block_history(CHAIN, shard.now)] == ["sealing"]

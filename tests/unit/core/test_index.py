@@ -286,8 +286,11 @@ def test_keys_lost_with_their_node_are_remembered_with_the_reason_before_and_aft
     left, silent = ("a", "drain", 1.0), ("b", "owner_died", 40.0)
     wanted = {0: left, 1: left, 2: silent, 3: silent, 5: ("c", "restarted", 2.0)}
     for _ in range(2):
-        found = index.recall_lost(keys(*range(7)), 41.0)
-        told = {int.from_bytes(key, "big"): (ghost.by, ghost.cause.value, ghost.at) for key, ghost in found.items()}
+        found = index.find_lost(keys(*range(7)), 41.0)
+        told = {
+            int.from_bytes(key, "big"): (eviction.caused_by, eviction.cause.value, eviction.at)
+            for key, eviction in found.items()
+        }
         assert told.keys() == wanted.keys()
         assert {number: one for number, one in told.items() if number != 2} == {
             number: one for number, one in wanted.items() if number != 2
@@ -295,9 +298,9 @@ def test_keys_lost_with_their_node_are_remembered_with_the_reason_before_and_aft
         assert told[2][0] in ("a", "b")  # both had it
         sweep_all(index)
     index.apply(B, 2, keys(3), full_begin=True, full_end=True, now=42.0)
-    (again,) = index.recall_lost(keys(3), 43.0).values()  # stored again, but that tells nothing about before
+    (again,) = index.find_lost(keys(3), 43.0).values()  # stored again, but that tells nothing about before
     assert (again.cause.value, again.at) == ("owner_died", 40.0)
-    assert index.recall_lost(keys(3), 43.0, 39.0) == {}
+    assert index.find_lost(keys(3), 43.0, 39.0) == {}
 
 
 # -- messages of an earlier boot, and clocks that jump ----
