@@ -150,13 +150,13 @@ def _ask_all(
 
 
 def _explain_record(members: Any, answers: Answers, node: str, record: Any) -> dict[str, Any]:
-    from kvservice.core.explain.diagnosis import counts, judge
+    from kvservice.core.explain.diagnosis import count_outcomes, diagnose
 
-    asked = _asked(node, record)
-    missing = list(range(min(asked.skip + asked.promised, asked.block_count), asked.block_count))
-    facts = _facts(members, answers, node, record, missing)
-    verdicts = judge(asked, facts)
-    report = asked.report
+    request = _recorded_request(node, record)
+    missing = list(range(min(request.skip + request.promised, request.block_count), request.block_count))
+    evidence = _gather_evidence(members, answers, node, record, missing)
+    diagnoses = diagnose(request, evidence)
+    report = request.report
     return {
         "node": node,
         "model": record.model,
@@ -164,9 +164,9 @@ def _explain_record(members: Any, answers: Answers, node: str, record: Any) -> d
         "age_seconds": round(record.age_seconds, 3),
         "took_seconds": round(record.took_seconds, 6),
         "answered": record.answered,
-        "handoff_node": asked.handoff_node or None,
-        "blocks": counts(verdicts),
-        "blocks_asked": asked.block_count,
+        "handoff_node": request.handoff_node or None,
+        "blocks": count_outcomes(diagnoses),
+        "blocks_asked": request.block_count,
         "finished": report is not None,
         "report": None if report is None else {
             "prompt_blocks": report.prompt_blocks,
@@ -176,18 +176,19 @@ def _explain_record(members: Any, answers: Answers, node: str, record: Any) -> d
             "load_failed": report.load_failed,
             "gave_up": report.gave_up,
         },
-        "verdicts": [
+        "diagnosis": [
             {
                 "start": one.start, "count": one.count, "outcome": one.outcome.value, "node": one.node,
-                "why": None if one.why is None else one.why.value, "text": one.text, "cause": one.cause or None,
+                "miss_cause": None if one.miss_cause is None else one.miss_cause.value, "text": one.text,
+                "eviction_cause": one.eviction_cause or None,
             }
-            for one in verdicts
+            for one in diagnoses
         ],
     }  # fmt: skip
 
 
-def _asked(node: str, record: Any) -> Any:
-    from kvservice.core.explain.diagnosis import Asked
+def _recorded_request(node: str, record: Any) -> Any:
+    from kvservice.core.explain.diagnosis import RecordedRequest
     from kvservice.core.explain.records import SourceRun
     from kvservice.core.messages import MissReason
     from kvservice.wire.explain import decode_report
@@ -201,7 +202,7 @@ def _asked(node: str, record: Any) -> Any:
     except ValueError:
         miss = MissReason.NEVER_STORED  # of a newer shard
     runs = tuple(SourceRun(run.start, run.count, run.source) for run in record.runs)
-    return Asked(
+    return RecordedRequest(
         node, record.age_seconds, blocks, record.skip, record.promised, runs, miss, record.miss_node,
         record.answered, report, record.sought, record.engine,
         record.ended_age_seconds if record.HasField("ended_age_seconds") else None, record.took_seconds,
@@ -209,15 +210,15 @@ def _asked(node: str, record: Any) -> Any:
     )  # fmt: skip
 
 
-def _facts(members: Any, answers: Answers, node: str, record: Any, missing: Sequence[int]) -> Any:
+def _gather_evidence(members: Any, answers: Answers, node: str, record: Any, missing: Sequence[int]) -> Any:
     """Ask every shard, and the directory, about the blocks that were missed."""
-    from kvservice.core.explain.diagnosis import Facts, Fate
+    from kvservice.core.explain.diagnosis import BlockHistory, Evidence
     from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
 
     packed = record.keys[missing[0] * KEY_BYTES :] if missing else b""
     asked_at = answers.heard_at[node]  # ages of later answers are counted from when the record's age was told
-    fates: dict[int, list[Fate]] = {}
-    lost: dict[int, Fate] = {}
+    entries: dict[int, list[BlockHistory]] = {}
+    lost: dict[int, BlockHistory] = {}
     if packed:
         age = record.age_seconds + time.monotonic() - asked_at  # by the time that this is asked
         question = shard_pb2.BlockHistoryRequest(keys=packed, age_seconds=age)
@@ -225,11 +226,11 @@ def _facts(members: Any, answers: Answers, node: str, record: Any, missing: Sequ
                          .BlockHistory(question, timeout=CALL_SECONDS, metadata=shown))  # fmt: skip
         for name, (reply, at) in found.items():
             for row in reply.entries if reply is not None else ():
-                fate = Fate(
+                entry = BlockHistory(
                     name, row.state, row.age_seconds - (at - asked_at), row.cause, row.caused_by, row.engine,
                     row.held_seconds, row.idle_seconds,
                 )  # fmt: skip
-                fates.setdefault(missing[0] + row.index, []).append(fate)
+                entries.setdefault(missing[0] + row.index, []).append(entry)
         ask_lost = lookup_pb2.LostBlocksRequest(keys=packed, age_seconds=age)
         directories = {address: address for address in members.lookups}
         found = _ask_all(members, directories, lambda channel, _: lookup_pb2_grpc.LookupServiceStub(channel).LostBlocks(
@@ -238,11 +239,11 @@ def _facts(members: Any, answers: Answers, node: str, record: Any, missing: Sequ
         for reply, at in found.values():
             for row in reply.lost if reply is not None else ():
                 age = row.age_seconds - (at - asked_at)
-                lost[missing[0] + row.index] = Fate(row.node_id, "gone", age, row.cause)
-    return Facts(fates, lost, _strangers(answers, node, record))
+                lost[missing[0] + row.index] = BlockHistory(row.node_id, "gone", age, row.cause)
+    return Evidence(entries, lost, _other_fingerprints(answers, node, record))
 
 
-def _strangers(answers: Answers, node: str, record: Any) -> tuple[str, ...]:
+def _other_fingerprints(answers: Answers, node: str, record: Any) -> tuple[str, ...]:
     """Nodes that serve the same model under another fingerprint, and in what it differs."""
     from kvservice.core.block.fingerprint import Fingerprint
 
@@ -302,11 +303,11 @@ def _show_record(console: Console, request_id: str, row: dict[str, Any]) -> None
     )
     for column in ("blocks", "", "from", "why"):
         table.add_column(column, overflow="fold")
-    for one in row["verdicts"]:
+    for one in row["diagnosis"]:
         last = one["start"] + one["count"] - 1
         span = f"{one['start']}" if last == one["start"] else f"{one['start']}-{last}"
         outcome = f"[{COLOURS[one['outcome']]}]{one['outcome']}[/]"
-        why = one["text"] if one["why"] is None else f"{one['why'].replace('_', ' ')}: {one['text']}"
+        why = one["text"] if one["miss_cause"] is None else f"{one['miss_cause'].replace('_', ' ')}: {one['text']}"
         table.add_row(f"{span} ({one['count']})", outcome, plain(one["node"]), plain(why))
     console.print(table)
     end = "" if row["finished"] else "; it has not ended yet, or its engine has not reported"

@@ -92,7 +92,7 @@ def _record(name: str) -> dict[str, Any]:
     return {
         "node": name, "model": name, "age_seconds": 1.0, "took_seconds": 0.0, "answered": True, "handoff_node": name,
         "blocks_asked": 1, "blocks": {"engine": 0, "local": 0, "fetched": 0, "missed": 1}, "finished": True,
-        "verdicts": [{"start": 0, "count": 1, "outcome": "missed", "node": name, "why": None, "text": name}],
+        "diagnosis": [{"start": 0, "count": 1, "outcome": "missed", "node": name, "miss_cause": None, "text": name}],
     }  # fmt: skip
 
 

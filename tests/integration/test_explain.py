@@ -65,7 +65,7 @@ def explained(cluster: LocalCluster, request_id: str) -> dict[str, Any]:
 
 
 def reasons(request: dict[str, Any]) -> list[tuple[str, int, str | None, str]]:
-    return [(one["outcome"], one["count"], one["why"], one["node"]) for one in request["verdicts"]]
+    return [(one["outcome"], one["count"], one["miss_cause"], one["node"]) for one in request["diagnosis"]]
 
 
 async def test_every_block_of_a_request_is_accounted_for(cluster: LocalCluster) -> None:
@@ -93,9 +93,9 @@ async def test_an_eviction_is_told_with_the_node_and_who_needed_the_room(cluster
         await asyncio.sleep(0.1)
         await reader.read_all(keys, request_id="evicted")
         name = f"stores of test-model by engine {(await _engine_id(writer)).hex()[:8]}"
-    (verdict,) = explained(cluster, "evicted")["verdicts"]
-    assert (verdict["why"], verdict["node"], verdict["count"]) == ("evicted", "n0", 6)
-    assert name in verdict["text"]
+    (missed,) = explained(cluster, "evicted")["diagnosis"]
+    assert (missed["miss_cause"], missed["node"], missed["count"]) == ("evicted", "n0", 6)
+    assert name in missed["text"]
 
 
 async def _engine_id(engine: Engine) -> bytes:
@@ -132,8 +132,8 @@ async def test_what_a_request_missed_is_explained_although_it_stored_it_itself(
         assert reasons(request) == [("missed", 6, "never_stored", "")]
         request = explained(cluster, f"again-{asking}")
         assert reasons(request) == [("missed", 6, "evicted", "n0")]
-        assert request["verdicts"][0]["cause"] == "pressure"
-        assert "pool" in request["verdicts"][0]["text"] and "would have kept it" in request["verdicts"][0]["text"]
+        assert request["diagnosis"][0]["eviction_cause"] == "pressure"
+        assert "pool" in request["diagnosis"][0]["text"] and "would have kept it" in request["diagnosis"][0]["text"]
 
 
 @pytest.mark.parametrize("reading", ["n0", "n1"])
@@ -150,7 +150,7 @@ async def test_what_was_handed_off_says_from_where_and_how_long_it_took(cluster:
     request = explained(cluster, f"handed-{reading}")
     outcome, source = ("local", "") if reading == "n0" else ("fetched", "n0")
     assert reasons(request) == [(outcome, 5, None, source)]
-    assert request["verdicts"][0]["text"].startswith("handed off by node n0, after ")
+    assert request["diagnosis"][0]["text"].startswith("handed off by node n0, after ")
     assert request["handoff_node"] == "n0" and request["took_seconds"] >= 0.3
 
 
@@ -181,7 +181,7 @@ async def test_an_owner_that_died_and_one_that_left_are_told_apart(cluster: Loca
     assert reasons(explained(cluster, "died")) == [("missed", 4, "owner_gone", "n2")]
     request = explained(cluster, "left")
     assert reasons(request) == [("missed", 4, "owner_gone", "n2")]
-    assert "left the service" in request["verdicts"][0]["text"]
+    assert "left the service" in request["diagnosis"][0]["text"]
 
 
 async def test_a_deadline_is_told(cluster: LocalCluster) -> None:
@@ -203,11 +203,11 @@ async def test_another_fingerprint_is_named_with_the_field_that_differs(cluster:
     keys = chain(next(seeds), 2)
     async with At(cluster, "n0", dtype="fp8"), At(cluster, "n1") as reader:
         await reader.read_all(keys, request_id="mismatch")
-        (verdict,) = explained(cluster, "mismatch")["verdicts"]
+        (missed,) = explained(cluster, "mismatch")["diagnosis"]
         with pytest.raises(KVServiceError):
             await Engine.attach(ShardClient(cluster.socket("n1")), spec(dtype="int4"))
-    assert verdict["why"] == "other_fingerprint"
-    assert "n0" in verdict["text"] and "dtype" in verdict["text"]
+    assert missed["miss_cause"] == "other_fingerprint"
+    assert "n0" in missed["text"] and "dtype" in missed["text"]
     refused = explain.explain(cluster.service, "nobody")["refused_engines"]
     assert any(row["node"] == "n1" and "dtype" in row["message"] for row in refused)
 
@@ -246,4 +246,4 @@ async def test_asking_why_does_not_hold_up_a_shard(cluster: LocalCluster) -> Non
         started = time.monotonic()
         await asyncio.to_thread(explain.explain, cluster.service, "slow")
         assert time.monotonic() - started < 2.0
-    assert sum(one["count"] for one in explained(cluster, "slow")["verdicts"]) == ALL
+    assert sum(one["count"] for one in explained(cluster, "slow")["diagnosis"]) == ALL

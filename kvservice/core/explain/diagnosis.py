@@ -1,7 +1,7 @@
 """Why a request hit what it hit: the record of its shard, put together with what every node knows of missing blocks.
 
-Pure, and for people: `kvservice explain` gathers the facts from all nodes and calls `judge` once. Ages are seconds
-before the moment of the question; each was measured on one clock, so ages of different nodes can be compared.
+Pure, and for people: `kvservice explain` gathers the evidence from all nodes and calls `diagnose` once. Ages are
+seconds before the moment of the question. Each was measured on one clock, so ages of different nodes can be compared.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ SLIGHTLY = 1.1  # times as large
 LARGER_MAX = 10  # beyond that a figure would only look exact
 
 
-class Outcome(Enum):
+class BlockOutcome(Enum):
+    """Where a block of a request came from."""
+
     ENGINE = "engine"  # in the engine's own cache
     LOCAL = "local"  # in the pool of its node
     FETCHED = "fetched"  # from another node
     MISSED = "missed"  # computed again
 
 
-class Why(Enum):
+class MissCause(Enum):
     """Why a block was missed. Values are stable: they are part of `kvservice explain --json`."""
 
     NEVER_STORED = "never_stored"
     OTHER_FINGERPRINT = "other_fingerprint"
-    OTHER_TENANT = "other_tenant"
+    OTHER_CACHE_SALT = "other_cache_salt"
     NOT_SEALED_YET = "not_sealed_yet"
     NOT_ANNOUNCED = "not_announced"
     EVICTED = "evicted"
@@ -41,7 +43,7 @@ class Why(Enum):
     ENGINE_DID_NOT_WAIT = "engine_did_not_wait"
     SLOWER_THAN_RECOMPUTE = "slower_than_recompute"
     LOOKUP_FAILED = "lookup_failed"
-    DISTRUSTED = "distrusted"
+    CORRUPT = "corrupt"
     LOAD_FAILED = "load_failed"
     NO_ROOM = "no_room"
     QUOTA = "quota"
@@ -52,30 +54,30 @@ class Why(Enum):
 
 
 _OF_MISS = {
-    MissReason.DEADLINE: Why.DEADLINE,
-    MissReason.SLOWER_THAN_RECOMPUTE: Why.SLOWER_THAN_RECOMPUTE,
-    MissReason.LOOKUP_FAILED: Why.LOOKUP_FAILED,
-    MissReason.PEER_FAILED: Why.OWNER_GONE,
-    MissReason.STALE: Why.EVICTED,
-    MissReason.CORRUPT: Why.DISTRUSTED,
-    MissReason.NO_ROOM: Why.NO_ROOM,
-    MissReason.QUOTA: Why.QUOTA,
-    MissReason.DRAINING: Why.DRAINING,
-    MissReason.DETACHED: Why.NO_POOL,
+    MissReason.DEADLINE: MissCause.DEADLINE,
+    MissReason.SLOWER_THAN_RECOMPUTE: MissCause.SLOWER_THAN_RECOMPUTE,
+    MissReason.LOOKUP_FAILED: MissCause.LOOKUP_FAILED,
+    MissReason.PEER_FAILED: MissCause.OWNER_GONE,
+    MissReason.STALE: MissCause.EVICTED,
+    MissReason.CORRUPT: MissCause.CORRUPT,
+    MissReason.NO_ROOM: MissCause.NO_ROOM,
+    MissReason.QUOTA: MissCause.QUOTA,
+    MissReason.DRAINING: MissCause.DRAINING,
+    MissReason.DETACHED: MissCause.NO_POOL,
 }
 _TEXT = {
-    Why.NEVER_STORED: "no node had stored it, as far as anybody remembers",
-    Why.BEHIND_A_GAP: "was there, but a prefix ends at its first missing block",
-    Why.DEADLINE: "did not arrive within the time that recomputing would take",
-    Why.ENGINE_DID_NOT_WAIT: "the answer came after the engine's own deadline",
-    Why.SLOWER_THAN_RECOMPUTE: "fetching it was measured to be slower than recomputing",
-    Why.LOOKUP_FAILED: "the lookup service did not answer",
-    Why.NO_ROOM: "no slot could be freed for it here",
-    Why.QUOTA: "its tenant had all the slots that it may hold, or fill at once",
-    Why.DRAINING: "the node's own shard was leaving",
-    Why.NO_POOL: "the engine had no shard to ask, or lost it",
-    Why.LOAD_FAILED: "was promised, but the load failed and everything was computed",
-    Why.NOT_USED: "was promised, but the engine scheduled the request without it",
+    MissCause.NEVER_STORED: "no node had stored it, as far as anybody remembers",
+    MissCause.BEHIND_A_GAP: "was there, but a prefix ends at its first missing block",
+    MissCause.DEADLINE: "did not arrive within the time that recomputing would take",
+    MissCause.ENGINE_DID_NOT_WAIT: "the answer came after the engine's own deadline",
+    MissCause.SLOWER_THAN_RECOMPUTE: "fetching it was measured to be slower than recomputing",
+    MissCause.LOOKUP_FAILED: "the lookup service did not answer",
+    MissCause.NO_ROOM: "no slot could be freed for it here",
+    MissCause.QUOTA: "its tenant had all the slots that it may hold, or fill at once",
+    MissCause.DRAINING: "the node's own shard was leaving",
+    MissCause.NO_POOL: "the engine had no shard to ask, or lost it",
+    MissCause.LOAD_FAILED: "was promised, but the load failed and everything was computed",
+    MissCause.NOT_USED: "was promised, but the engine scheduled the request without it",
 }
 _SINCE = "; the engine that asked has stored it since"
 _NEVER = (MissReason.NEVER_STORED, MissReason.NONE)
@@ -87,7 +89,7 @@ _OF_NODE = {  # how a block went with its node
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RecordedRequest:
     """One record of a request, as its shard tells it."""
 
     node: str
@@ -109,14 +111,14 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class BlockHistory:
     """What a node knows of one block."""
 
     node: str
     state: str  # "held", "sealing" or "gone"
     age_seconds: float  # since it was sealed, or gone
     cause: str = ""
-    by: str = ""
+    caused_by: str = ""
     engine: str = ""  # that stored it, or is storing it; "" = fetched, adopted or not known
     held_seconds: float = 0.0  # of a gone one: how long it had been held
     idle_seconds: float = 0.0  # of a gone one: since its last use when it went
@@ -129,174 +131,182 @@ class Fate:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class Evidence:
     """What the other nodes say about the blocks of a request, by index in its chain."""
 
-    fates: Mapping[int, Sequence[Fate]]
-    lost: Mapping[int, Fate]  # gone with their node, says the directory
-    strangers: tuple[str, ...] = ()  # nodes that serve the same model under another fingerprint, and how they differ
+    entries: Mapping[int, Sequence[BlockHistory]]
+    lost: Mapping[int, BlockHistory]  # gone with their node, says the directory
+    other_fingerprints: tuple[str, ...] = ()  # nodes with another fingerprint of the same model, and how they differ
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Diagnosis:
     """`count` consecutive blocks with one explanation."""
 
     start: int
     count: int
-    outcome: Outcome
+    outcome: BlockOutcome
     node: str = ""
-    why: Why | None = None
+    miss_cause: MissCause | None = None
     text: str = ""
-    cause: str = ""  # of an eviction: value of core.explain.evictions.EvictionCause
-    by: str = ""  # of an eviction: who needed the room
+    eviction_cause: str = ""  # value of core.explain.evictions.EvictionCause
+    caused_by: str = ""  # of an eviction: who needed the room
 
-    def goes_on(self, after: Verdict) -> bool:
-        """Evictions are one when cause and culprit are: their times differ, and the first block's are told."""
-        one, other = ((v.outcome, v.node, v.why, v.cause, v.by, "" if v.cause else v.text) for v in (self, after))
+    def continues(self, after: Diagnosis) -> bool:
+        """Evictions are merged when their cause and `caused_by` are equal. The times of the first block are told."""
+        one, other = (
+            (d.outcome, d.node, d.miss_cause, d.eviction_cause, d.caused_by, "" if d.eviction_cause else d.text)
+            for d in (self, after)
+        )
         return one == other
 
 
-def judge(asked: Asked, facts: Facts) -> tuple[Verdict, ...]:
-    """Every block of the request once, in order."""
-    verdicts: list[Verdict] = []
-    for index in range(asked.block_count):
-        one = _judge_block(asked, facts, index)
-        last = verdicts[-1] if verdicts else None
-        if last is not None and one.goes_on(last):
-            verdicts[-1] = replace(last, count=last.count + 1)
+def diagnose(request: RecordedRequest, evidence: Evidence) -> tuple[Diagnosis, ...]:
+    """Explain every block of the request once, in order."""
+    diagnoses: list[Diagnosis] = []
+    for index in range(request.block_count):
+        one = _diagnose_block(request, evidence, index)
+        last = diagnoses[-1] if diagnoses else None
+        if last is not None and one.continues(last):
+            diagnoses[-1] = replace(last, count=last.count + 1)
         else:
-            verdicts.append(one)
-    return tuple(verdicts)
+            diagnoses.append(one)
+    return tuple(diagnoses)
 
 
-def counts(verdicts: Sequence[Verdict]) -> dict[str, int]:
+def count_outcomes(diagnoses: Sequence[Diagnosis]) -> dict[str, int]:
     """Blocks by outcome."""
-    found = {outcome.value: 0 for outcome in Outcome}
-    for verdict in verdicts:
-        found[verdict.outcome.value] += verdict.count
+    found = {outcome.value: 0 for outcome in BlockOutcome}
+    for diagnosis in diagnoses:
+        found[diagnosis.outcome.value] += diagnosis.count
     return found
 
 
-def _judge_block(asked: Asked, facts: Facts, index: int) -> Verdict:
-    report = asked.report
-    if index < (asked.skip if report is None else max(report.engine_blocks, asked.skip)):
-        return Verdict(index, 1, Outcome.ENGINE)
-    if index < asked.skip + asked.promised:
-        why = _unused(report, index)
-        if why is not None:
-            return _missed(index, why)
-        source = next(run.source for run in asked.runs if run.start <= index < run.start + run.count)
-        outcome, node = (Outcome.LOCAL, "") if source == LOCAL else (Outcome.FETCHED, source)
-        handed = asked.handoff_node == (node or asked.node) and index >= asked.handed_from
-        return Verdict(index, 1, outcome, node, text=_handed(asked) if handed else "")
-    return _judge_miss(asked, facts, index)
+def _diagnose_block(request: RecordedRequest, evidence: Evidence, index: int) -> Diagnosis:
+    report = request.report
+    if index < (request.skip if report is None else max(report.engine_blocks, request.skip)):
+        return Diagnosis(index, 1, BlockOutcome.ENGINE)
+    if index < request.skip + request.promised:
+        cause = _unused(report, index)
+        if cause is not None:
+            return _missed(index, cause)
+        source = next(run.source for run in request.runs if run.start <= index < run.start + run.count)
+        outcome, node = (BlockOutcome.LOCAL, "") if source == LOCAL else (BlockOutcome.FETCHED, source)
+        handed = request.handoff_node == (node or request.node) and index >= request.handed_from
+        return Diagnosis(index, 1, outcome, node, text=_handed(request) if handed else "")
+    return _diagnose_miss(request, evidence, index)
 
 
-def _unused(report: RequestReport | None, index: int) -> Why | None:
+def _unused(report: RequestReport | None, index: int) -> MissCause | None:
     """Why the engine did not take a block it was promised."""
     if report is None:
         return None
     if report.gave_up:
-        return Why.ENGINE_DID_NOT_WAIT
+        return MissCause.ENGINE_DID_NOT_WAIT
     if report.load_failed:
-        return Why.LOAD_FAILED
-    return None if index < report.engine_blocks + report.loaded_blocks else Why.NOT_USED
+        return MissCause.LOAD_FAILED
+    return None if index < report.engine_blocks + report.loaded_blocks else MissCause.NOT_USED
 
 
-def _judge_miss(asked: Asked, facts: Facts, index: int) -> Verdict:
-    if not asked.answered:
-        return _missed(index, Why.NO_POOL if asked.report is not None else Why.DEADLINE)
-    if asked.handoff_node and index >= asked.handed_from and asked.miss in (MissReason.DEADLINE, *_NEVER):
-        return _not_handed(asked, index)
-    first = index == asked.skip + asked.promised
-    certain = asked.miss not in _NEVER
+def _diagnose_miss(request: RecordedRequest, evidence: Evidence, index: int) -> Diagnosis:
+    if not request.answered:
+        return _missed(index, MissCause.NO_POOL if request.report is not None else MissCause.DEADLINE)
+    if request.handoff_node and index >= request.handed_from and request.miss in (MissReason.DEADLINE, *_NEVER):
+        return _not_handed(request, index)
+    first = index == request.skip + request.promised
+    certain = request.miss not in _NEVER
     if first and certain:
-        return _certain(asked, facts, index)
-    found = _from_fates(asked, facts, index)
-    if certain and (found.why is Why.BEHIND_A_GAP or index < asked.sought):  # it would have come with the first
-        return _certain(asked, facts, index)
-    if first and found.why is Why.BEHIND_A_GAP:
-        return _missed(index, Why.NOT_ANNOUNCED, found.node, f"node {found.node} held it, but had not announced it yet")
+        return _known_reason(request, evidence, index)
+    found = _from_history(request, evidence, index)
+    would_have_come = found.miss_cause is MissCause.BEHIND_A_GAP or index < request.sought  # with the first
+    if certain and would_have_come:
+        return _known_reason(request, evidence, index)
+    if first and found.miss_cause is MissCause.BEHIND_A_GAP:
+        text = f"node {found.node} held it, but had not announced it yet"
+        return _missed(index, MissCause.NOT_ANNOUNCED, found.node, text)
     return found
 
 
-def _certain(asked: Asked, facts: Facts, index: int) -> Verdict:
+def _known_reason(request: RecordedRequest, evidence: Evidence, index: int) -> Diagnosis:
     """The shard knew the reason when it answered."""
-    why, node = _OF_MISS[asked.miss], asked.miss_node
-    if why is Why.EVICTED:
-        found = _from_fates(asked, facts, index)
-        if found.why is Why.EVICTED:
+    cause, node = _OF_MISS[request.miss], request.miss_node
+    if cause is MissCause.EVICTED:
+        found = _from_history(request, evidence, index)
+        if found.miss_cause is MissCause.EVICTED:
             return found
-        return _missed(index, why, node, f"node {node} had evicted it, or was about to, when it was read")
-    if why is Why.OWNER_GONE:
-        return _missed(index, why, node, f"node {node} held it and did not answer")
-    if why is Why.DISTRUSTED:
-        return _missed(index, why, node, f"what node {node} sent did not match its digest")
-    return _missed(index, why, node)
+        return _missed(index, cause, node, f"node {node} had evicted it, or was about to, when it was read")
+    if cause is MissCause.OWNER_GONE:
+        return _missed(index, cause, node, f"node {node} held it and did not answer")
+    if cause is MissCause.CORRUPT:
+        return _missed(index, cause, node, f"what node {node} sent did not match its digest")
+    return _missed(index, cause, node)
 
 
-def _from_fates(asked: Asked, facts: Facts, index: int) -> Verdict:
+def _from_history(request: RecordedRequest, evidence: Evidence, index: int) -> Diagnosis:
     """What the nodes say now about a block that nobody was known to hold then."""
-    fates, age = facts.fates.get(index, ()), asked.age_seconds
-    there = next((fate for fate in fates if fate.was_held(age)), None)
+    entries, age = evidence.entries.get(index, ()), request.age_seconds
+    there = next((entry for entry in entries if entry.was_held(age)), None)
     if there is not None:
-        return _missed(index, Why.BEHIND_A_GAP, there.node)
-    ends = [fate for fate in fates if fate.state == "gone"]
-    ends += [facts.lost[index]] if index in facts.lost else []
-    ends = [fate for fate in ends if fate.age_seconds + CLOSE_SECONDS > age]
-    last = min(ends, key=lambda fate: fate.age_seconds, default=None)
+        return _missed(index, MissCause.BEHIND_A_GAP, there.node)
+    ends = [entry for entry in entries if entry.state == "gone"]
+    ends += [evidence.lost[index]] if index in evidence.lost else []
+    ends = [entry for entry in ends if entry.age_seconds + CLOSE_SECONDS > age]
+    last = min(ends, key=lambda entry: entry.age_seconds, default=None)
     if last is not None and last.cause in _OF_NODE:
-        return _missed(index, Why.OWNER_GONE, last.node, f"node {last.node} {_OF_NODE[last.cause]}")
+        return _missed(index, MissCause.OWNER_GONE, last.node, f"node {last.node} {_OF_NODE[last.cause]}")
     if last is not None:
         text = _evicted(last, max(last.age_seconds - age, 0.0))
-        return Verdict(index, 1, Outcome.MISSED, last.node, Why.EVICTED, text, last.cause or "unknown", last.by)
-    later = sorted((fate for fate in fates if fate.state != "gone" and fate.engine), key=lambda fate: -fate.age_seconds)
-    first = later[0] if later else None  # who had it first after the question
-    if first is not None and first.engine != asked.engine and _was_beside(first, asked):
+        return Diagnosis(
+            index, 1, BlockOutcome.MISSED, last.node, MissCause.EVICTED, text, last.cause or "unknown", last.caused_by
+        )
+    later = [entry for entry in entries if entry.state != "gone" and entry.engine]
+    first = max(later, key=lambda entry: entry.age_seconds, default=None)  # who had it first after the question
+    if first is not None and first.engine != request.engine and _was_beside(first, request):
         what = "is writing it just now" if first.state == "sealing" else "sealed it only after it was asked for"
-        return _missed(index, Why.NOT_SEALED_YET, first.node, f"engine {first.engine} of node {first.node} {what}")
-    if asked.report is not None and asked.report.salted:
+        text = f"engine {first.engine} of node {first.node} {what}"
+        return _missed(index, MissCause.NOT_SEALED_YET, first.node, text)
+    if request.report is not None and request.report.salted:
         text = "no node stored it for this request's cache_salt; blocks of other salts are never shared"
-        return _missed(index, Why.OTHER_TENANT, "", text)
-    if facts.strangers:
-        return _missed(index, Why.OTHER_FINGERPRINT, "", f"never stored under this fingerprint; {facts.strangers[0]}")
-    own = first is not None and first.engine == asked.engine
-    return _missed(index, Why.NEVER_STORED, "", _TEXT[Why.NEVER_STORED] + (_SINCE if own else ""))
+        return _missed(index, MissCause.OTHER_CACHE_SALT, "", text)
+    if evidence.other_fingerprints:
+        text = f"never stored under this fingerprint; {evidence.other_fingerprints[0]}"
+        return _missed(index, MissCause.OTHER_FINGERPRINT, "", text)
+    own = first is not None and first.engine == request.engine
+    return _missed(index, MissCause.NEVER_STORED, "", _TEXT[MissCause.NEVER_STORED] + (_SINCE if own else ""))
 
 
-def _was_beside(fate: Fate, asked: Asked) -> bool:
+def _was_beside(entry: BlockHistory, request: RecordedRequest) -> bool:
     """The block was sealed while the request was being computed, so two engines computed it at the same time."""
-    return asked.ended_age_seconds is None or (
-        fate.state == "held" and fate.age_seconds > asked.ended_age_seconds - CLOSE_SECONDS
+    return request.ended_age_seconds is None or (
+        entry.state == "held" and entry.age_seconds > request.ended_age_seconds - CLOSE_SECONDS
     )
 
 
-def _handed(asked: Asked) -> str:
-    return f"handed off by node {asked.handoff_node}, after {_seconds(asked.took_seconds)}"
+def _handed(request: RecordedRequest) -> str:
+    return f"handed off by node {request.handoff_node}, after {_seconds(request.took_seconds)}"
 
 
-def _not_handed(asked: Asked, index: int) -> Verdict:
-    node, took = asked.handoff_node, _seconds(asked.took_seconds)
-    if asked.miss is MissReason.DEADLINE:
-        return _missed(index, Why.DEADLINE, node, f"node {node} did not hand it off within {took}")
-    return _missed(index, Why.HANDOFF_ENDED, node, f"the hand-off from node {node} ended after {took} without it")
+def _not_handed(request: RecordedRequest, index: int) -> Diagnosis:
+    node, took = request.handoff_node, _seconds(request.took_seconds)
+    if request.miss is MissReason.DEADLINE:
+        return _missed(index, MissCause.DEADLINE, node, f"node {node} did not hand it off within {took}")
+    return _missed(index, MissCause.HANDOFF_ENDED, node, f"the hand-off from node {node} ended after {took} without it")
 
 
-def _evicted(fate: Fate, before_seconds: float) -> str:
+def _evicted(entry: BlockHistory, before_seconds: float) -> str:
     """When it went and for whom, and what would have kept it."""
-    if fate.cause == EvictionCause.CORRUPT.value:
-        return f"node {fate.node} found its bytes wrong {_seconds(before_seconds)} before"
-    room = f", to make room for {fate.by}" if fate.by else ""
-    if fate.cause == EvictionCause.QUOTA.value:
+    if entry.cause == EvictionCause.CORRUPT.value:
+        return f"node {entry.node} found its bytes wrong {_seconds(before_seconds)} before"
+    room = f", to make room for {entry.caused_by}" if entry.caused_by else ""
+    if entry.cause == EvictionCause.QUOTA.value:
         room = ", for another block of the same tenant, which had its quota"
-    slab = " of another block size" if fate.cause == EvictionCause.SLAB_MOVED.value else ""
-    when = f"node {fate.node} evicted it {_seconds(before_seconds)} before{room}{slab}"
-    if fate.idle_seconds <= 0:
+    slab = " of another block size" if entry.cause == EvictionCause.SLAB_MOVED.value else ""
+    when = f"node {entry.node} evicted it {_seconds(before_seconds)} before{room}{slab}"
+    if entry.idle_seconds <= 0:
         return when
-    what = "quota" if fate.cause == EvictionCause.QUOTA.value else "pool"
-    return (
-        f"{when}, {_seconds(fate.idle_seconds)} after its last use; {_larger(what, fate.idle_seconds, before_seconds)}"
-    )
+    what = "quota" if entry.cause == EvictionCause.QUOTA.value else "pool"
+    larger = _larger(what, entry.idle_seconds, before_seconds)
+    return f"{when}, {_seconds(entry.idle_seconds)} after its last use; {larger}"
 
 
 def _larger(what: str, idle_seconds: float, before_seconds: float) -> str:
@@ -308,8 +318,8 @@ def _larger(what: str, idle_seconds: float, before_seconds: float) -> str:
     return f"at that rate a {what} {size} as large would have kept it"
 
 
-def _missed(index: int, why: Why, node: str = "", text: str = "") -> Verdict:
-    return Verdict(index, 1, Outcome.MISSED, node, why, text or _TEXT.get(why, ""))
+def _missed(index: int, cause: MissCause, node: str = "", text: str = "") -> Diagnosis:
+    return Diagnosis(index, 1, BlockOutcome.MISSED, node, cause, text or _TEXT.get(cause, ""))
 
 
 def _seconds(seconds: float) -> str:
