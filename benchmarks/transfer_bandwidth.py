@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.report import print_table, write_report
-from kvservice.core.events import PullVerdict
+from kvservice.core.events import PullResult
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import Geometry, plan_geometry, slot_index
 from kvservice.core.segment.header import SlotHeader
@@ -96,16 +96,16 @@ def raw_read(transport: NixlTransport, peer: PeerHandle, copies: list[Copy]) -> 
 
 def pull(puller: Puller, job: PullJob) -> None:
     ended = threading.Event()
-    verdicts: list[PullVerdict] = []
+    results: list[PullResult] = []
 
-    def done(_: int, found: tuple[PullVerdict, ...]) -> None:
-        verdicts.extend(found)
+    def done(_: int, found: tuple[PullResult, ...]) -> None:
+        results.extend(found)
         ended.set()
 
     puller.submit(job, done, lambda _: None)
     ended.wait(PULL_SECONDS)
-    if set(verdicts) != {PullVerdict.OK}:
-        raise RuntimeError(f"the pull did not end well: {set(verdicts)}")
+    if set(results) != {PullResult.OK}:
+        raise RuntimeError(f"the pull did not end well: {set(results)}")
 
 
 def pull_job(source: Segment, description: bytes, slots: list[SlotIndex], block_bytes: int) -> PullJob:

@@ -72,13 +72,13 @@ def run(model: str | None, out: Path, shape: Shape) -> None:
         for path in save(found, shape, out):
             console.print(f"saved {path}")
         console.print(f"took {time.perf_counter() - started:.0f} s")
-        worse = verdict(found)
+        worse = worse_apps(found)
         if worse:
             raise KVServiceError("not better in everything that is compared. " + ". ".join(worse))
         console.print("with the cache, better in everything that is compared")
 
 
-def verdict(found: list[Played]) -> list[str]:
+def worse_apps(found: list[Played]) -> list[str]:
     """What is not as it should be; empty when the cache is better than none and routing costs no hits."""
     without, plain, routed = found
     faults = {plain.name: shortfalls(without, plain), routed.name: shortfalls(without, routed)}

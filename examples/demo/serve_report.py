@@ -1,4 +1,4 @@
-"""Table, plot and verdict of the Ray Serve demo.
+"""Table, plot and conclusion of the Ray Serve demo.
 
 Only what a cache can change is judged. The first turn of a conversation is new to every app, so times are those of the
 later turns; each is compared with the same turn of the same user in the other app; and the quantiles that are named are

@@ -104,7 +104,7 @@ class Follow:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Read and verify blocks of a peer; comes back as Pulled, and as WritesEnded when a verdict was STUCK."""
+    """Read and verify blocks of a peer; comes back as Pulled, and as WritesEnded when a result was STUCK."""
 
     job: int
     holder: Holder

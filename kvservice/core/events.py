@@ -189,7 +189,7 @@ class Followed:
     sent_at: float
 
 
-class PullVerdict(Enum):
+class PullResult(Enum):
     OK = "ok"
     STALE = "stale"
     CORRUPT = "corrupt"
@@ -200,7 +200,7 @@ class PullVerdict(Enum):
 @dataclass(frozen=True, slots=True)
 class Pulled:
     job: int
-    verdicts: tuple[PullVerdict, ...]
+    results: tuple[PullResult, ...]
 
 
 @dataclass(frozen=True, slots=True)

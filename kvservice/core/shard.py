@@ -466,7 +466,7 @@ class ShardState:
 
     def _pulled(self, event: ev.Pulled, now: float) -> None:
         part = self._takeovers if self._takeovers.owns(event.job) else self._acquisitions
-        part.pulled(event.job, event.verdicts, now)
+        part.pulled(event.job, event.results, now)
 
     def _writes_ended(self, event: ev.WritesEnded, now: float) -> None:
         part = self._takeovers if self._takeovers.owns(event.job) else self._acquisitions

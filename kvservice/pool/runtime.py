@@ -511,7 +511,7 @@ class PoolRuntime:
     def _pull(self, action: act.Pull) -> None:
         info = self._outside.peer_info(action.holder.node_id, action.epoch)
         if self._puller is None or info is None:
-            failed = (ev.PullVerdict.FAILED,) * len(action.items)
+            failed = (ev.PullResult.FAILED,) * len(action.items)
             self._loop.call_soon(self._dispatch, ev.Pulled(action.job, failed))
             return
         items = tuple(PullItem(handle, destination) for handle, destination in action.items)
@@ -521,9 +521,9 @@ class PoolRuntime:
         )  # fmt: skip
         self._puller.submit(job, self._on_pulled, self._on_writes_ended)
 
-    def _on_pulled(self, job: int, verdicts: tuple[ev.PullVerdict, ...]) -> None:
+    def _on_pulled(self, job: int, results: tuple[ev.PullResult, ...]) -> None:
         failpoint("shard.pulled")
-        self._from_thread(ev.Pulled(job, verdicts))
+        self._from_thread(ev.Pulled(job, results))
 
     def _on_writes_ended(self, job: int) -> None:
         self._from_thread(ev.WritesEnded(job))

@@ -322,11 +322,11 @@ class CoreHarness:
         result = FollowResult(state, make_located(follow.keys[:count], lease=7 if count else 0))
         return self.send(ev.Followed(follow.follow, follow.op, holder or make_holder(), result, self.now))
 
-    def pulled(self, pull: act.Pull, *verdicts: ev.PullVerdict) -> list[act.Action]:
-        """Blocks that are OK land with their right bytes. One verdict stands for all."""
-        each = verdicts * len(pull.items) if len(verdicts) == 1 else verdicts
-        for (handle, slot), verdict in zip(pull.items, each, strict=False):
-            if verdict is ev.PullVerdict.OK:
+    def pulled(self, pull: act.Pull, *results: ev.PullResult) -> list[act.Action]:
+        """Blocks that are OK land with their right bytes. One result stands for all."""
+        each = results * len(pull.items) if len(results) == 1 else results
+        for (handle, slot), result in zip(pull.items, each, strict=False):
+            if result is ev.PullResult.OK:
                 self.contents[slot] = content_of(handle.key)
         return self.send(ev.Pulled(pull.job, each))
 
@@ -335,7 +335,7 @@ class CoreHarness:
         self.resolved(op, run_of(start, len(chain) - start))
         locate = self.locates[-1]
         self.located(locate, make_located(locate.keys, length=length))
-        self.pulled(self.pulls[-1], ev.PullVerdict.OK)
+        self.pulled(self.pulls[-1], ev.PullResult.OK)
 
     # -- what is there ----
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvservice.core.events import PullVerdict
+from kvservice.core.events import PullResult
 from kvservice.core.segment.copy_runs import Offsets, merge_runs
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import HEADER_BYTES, SCRATCH_BYTES, Geometry
@@ -46,7 +46,7 @@ BROKEN_SECONDS = 0.05  # between polls of a transport that raises
 SCRATCH_HEADERS = SCRATCH_BYTES // HEADER_BYTES
 PEERS_MAX = 1024
 
-DoneCallback = Callable[[int, tuple[PullVerdict, ...]], None]
+DoneCallback = Callable[[int, tuple[PullResult, ...]], None]
 WritesEndedCallback = Callable[[int], None]
 
 
@@ -86,7 +86,7 @@ class _Active:
     in_flight: dict[TransferId, range] = field(default_factory=dict)  # payload batches
     pieces: deque[range] = field(default_factory=deque)  # landed, and taken by nobody yet to be verified
     verifying: list[Future[None]] = field(default_factory=list)
-    verdicts: dict[int, PullVerdict] = field(default_factory=dict)
+    results: dict[int, PullResult] = field(default_factory=dict)
     headers: TransferId | None = None  # the read of the source headers, while in flight
     scratch: int | None = None  # first scratch header of this job
     headers_read: bool = False
@@ -138,7 +138,7 @@ class Puller:
             return dict(self._counters)
 
     def submit(self, job: PullJob, on_done: DoneCallback, on_writes_ended: WritesEndedCallback) -> None:
-        """Never blocks. `on_done` comes exactly once, by the deadline; `on_writes_ended` exactly once if a verdict was
+        """Never blocks. `on_done` comes exactly once, by the deadline; `on_writes_ended` exactly once if a result was
         STUCK, when nothing can write the destinations any more."""
         assert 0 < len(job.items) <= SCRATCH_HEADERS, f"{len(job.items)} blocks in one pull"
         self._inbox.put((job, on_done, on_writes_ended))
@@ -179,8 +179,8 @@ class Puller:
         except Exception as error:  # noqa: BLE001  thread boundary: callers wait for their answers
             self._count_error("transport_close_failed", error)
         for active in self._active:
-            self._answer(active, dict.fromkeys(range(len(active.job.items)), PullVerdict.FAILED))
-            if PullVerdict.STUCK in active.verdicts.values():
+            self._answer(active, dict.fromkeys(range(len(active.job.items)), PullResult.FAILED))
+            if PullResult.STUCK in active.results.values():
                 self._call(active.on_writes_ended, active.job.job_id)
         self._active.clear()
         self._ended = True
@@ -195,7 +195,7 @@ class Puller:
                 return
             if entry is not None:
                 job, on_done, _ = entry
-                self._call(on_done, job.job_id, (PullVerdict.FAILED,) * len(job.items))
+                self._call(on_done, job.job_id, (PullResult.FAILED,) * len(job.items))
 
     def _call(self, callback: Callable[..., None], *arguments: object) -> None:
         try:
@@ -230,7 +230,7 @@ class Puller:
         except Exception as error:  # noqa: BLE001  a transport's bug must not end the thread that serves all peers
             log.info("pull_connect_failed", extra={"peer": job.peer, "error": str(error)})
             self._count("connect_failed")
-            self._call(on_done, job.job_id, (PullVerdict.FAILED,) * len(job.items))
+            self._call(on_done, job.job_id, (PullResult.FAILED,) * len(job.items))
             return
         self._active.append(_Active(job, on_done, on_writes_ended, peer, bytearray(len(job.items))))
 
@@ -310,13 +310,13 @@ class Puller:
         moved = False
         if active.next_item < len(job.items):
             moved |= self._post_batch(transport, active)  # one a round: the one before it may have arrived in its post
-        if active.payloads_done and active.headers is None and not active.headers_read and not active.verdicts:
+        if active.payloads_done and active.headers is None and not active.headers_read and not active.results:
             moved |= self._post_headers(transport, active)
         elif active.payloads_done and active.pieces:
             self._verify_piece(active)  # this thread has nothing else to do for the job
             moved = True
         if self._is_decided(active):
-            self._answer(active, self._judge(active))
+            self._answer(active, self._check_blocks(active))
             moved = True
         return moved
 
@@ -354,18 +354,18 @@ class Puller:
         return True
 
     def _is_decided(self, active: _Active) -> bool:
-        if active.verdicts:
+        if active.results:
             return True
         return active.headers_read and not active.pieces and all(future.done() for future in active.verifying)
 
-    def _judge(self, active: _Active) -> dict[int, PullVerdict]:
-        """One verdict per item: the failure that was noted, or what headers and digests say."""
+    def _check_blocks(self, active: _Active) -> dict[int, PullResult]:
+        """One result per item: the failure that was noted, or what headers and digests say."""
         job = active.job
-        if active.verdicts:
-            return active.verdicts
+        if active.results:
+            return active.results
         if self._clock() > job.deadline:
-            return dict.fromkeys(range(len(job.items)), PullVerdict.FAILED)
-        verdicts: dict[int, PullVerdict] = {}
+            return dict.fromkeys(range(len(job.items)), PullResult.FAILED)
+        results: dict[int, PullResult] = {}
         assert active.scratch is not None
         start = self._segment.geometry.scratch_offset + active.scratch * HEADER_BYTES
         headers = bytes(self._segment.buffer[start : start + len(job.items) * HEADER_BYTES])
@@ -374,10 +374,10 @@ class Puller:
         for index, (item, good) in enumerate(zip(job.items, active.good, strict=True)):
             header = headers[index * HEADER_BYTES : (index + 1) * HEADER_BYTES]
             if not is_as_located(header, item.handle, job.peer_epoch):
-                verdicts[index] = PullVerdict.STALE
+                results[index] = PullResult.STALE
             else:
-                verdicts[index] = PullVerdict.OK if good else PullVerdict.CORRUPT
-        return verdicts
+                results[index] = PullResult.OK if good else PullResult.CORRUPT
+        return results
 
     def _fail_rest(self, active: _Active) -> None:
         """Give the job up: what a transfer may still write is STUCK, everything else FAILED."""
@@ -385,21 +385,21 @@ class Puller:
             return
         stuck = {index for batch in active.in_flight.values() for index in batch}
         for index in range(len(active.job.items)):
-            active.verdicts[index] = PullVerdict.STUCK if index in stuck else PullVerdict.FAILED
+            active.results[index] = PullResult.STUCK if index in stuck else PullResult.FAILED
         active.next_item = len(active.job.items)
 
-    def _answer(self, active: _Active, verdicts: dict[int, PullVerdict]) -> None:
+    def _answer(self, active: _Active, results: dict[int, PullResult]) -> None:
         if not active.answered:
             active.answered = True
             active.pieces.clear()
-            ordered = tuple(verdicts[index] for index in range(len(active.job.items)))
-            good = ordered.count(PullVerdict.OK)
+            ordered = tuple(results[index] for index in range(len(active.job.items)))
+            good = ordered.count(PullResult.OK)
             self._count("jobs")
             self._count("blocks", good)
-            for verdict, count in Counter(ordered).items():
-                self._count(f"verdict_{verdict.value}", count)
+            for result, count in Counter(ordered).items():
+                self._count(f"blocks_{result.value}", count)
             self._count(f"{self._name}_bytes", good * active.job.payload_bytes)
-            active.verdicts = verdicts
+            active.results = results
             self._call(active.on_done, active.job.job_id, ordered)
 
     def _retire(self, active: _Active) -> bool:
@@ -408,7 +408,7 @@ class Puller:
             return False
         self._active.remove(active)
         self._give_scratch(active)
-        if PullVerdict.STUCK in active.verdicts.values():
+        if PullResult.STUCK in active.results.values():
             self._call(active.on_writes_ended, active.job.job_id)
         return True
 

@@ -97,7 +97,7 @@ def test_a_shard_forgets_engines_tenants_and_peers_that_were() -> None:
         op = harness.acquire(engine, chain)
         harness.resolved(op, run_of(0, 2, peer))
         harness.located(harness.locates[-1], make_located(chain))
-        harness.pulled(harness.pulls[-1], ev.PullVerdict.OK)
+        harness.pulled(harness.pulls[-1], ev.PullResult.OK)
         if number % 3:
             harness.release(engine, harness.result(op).lease_id)
         harness.reserve(engine, 1)

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvservice.core.events import PullVerdict
+from kvservice.core.events import PullResult
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.core.segment.header import SlotHeader
@@ -164,7 +164,7 @@ def test_closed_transport_writes_nothing_any_more(peer: Peer, reader: Segment) -
 @dataclass
 class Pull:
     puller: Puller
-    done: queue.SimpleQueue[tuple[PullVerdict, ...]]
+    done: queue.SimpleQueue[tuple[PullResult, ...]]
     writes_ended: queue.SimpleQueue[int]
 
     def submit(self, peer: Peer, handles: list[BlockHandle], seconds: float) -> None:
@@ -172,7 +172,7 @@ class Pull:
         items = tuple(PullItem(handle, slot) for handle, slot in zip(handles, SLOTS, strict=False))
         deadline = time.monotonic() + seconds
         job = PullJob(1, NodeId("peer"), epoch, peer.description, GEOMETRY, PAYLOAD, items, deadline)
-        self.puller.submit(job, lambda _, verdicts: self.done.put(verdicts), self.writes_ended.put)
+        self.puller.submit(job, lambda _, results: self.done.put(results), self.writes_ended.put)
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def pull(reader: Segment) -> Iterator[Pull]:
 
 def test_all_blocks_of_a_healthy_peer_arrive_verified(peer: Peer, reader: Segment, pull: Pull) -> None:
     pull.submit(peer, peer.handles(), WAIT_SECONDS)
-    assert pull.done.get(timeout=WAIT_SECONDS) == (PullVerdict.OK,) * BLOCKS
+    assert pull.done.get(timeout=WAIT_SECONDS) == (PullResult.OK,) * BLOCKS
     for index, slot in enumerate(SLOTS):
         assert bytes(reader.payload(slot, PAYLOAD)) == bytes([index + 1]) * PAYLOAD
     assert pull.puller.counters()["nixl_bytes"] == BLOCKS * PAYLOAD
@@ -194,28 +194,28 @@ def test_all_blocks_of_a_healthy_peer_arrive_verified(peer: Peer, reader: Segmen
 def test_killed_peer_fails_the_pull_well_before_the_deadline(peer: Peer, pull: Pull) -> None:
     handles = peer.handles()
     pull.submit(peer, handles[:1], WAIT_SECONDS)
-    assert pull.done.get(timeout=WAIT_SECONDS) == (PullVerdict.OK,)
+    assert pull.done.get(timeout=WAIT_SECONDS) == (PullResult.OK,)
     os.kill(peer.process.pid, signal.SIGSTOP)
     pull.submit(peer, handles, 60.0)
     time.sleep(0.2)
     peer.process.kill()
-    verdicts = pull.done.get(timeout=WAIT_SECONDS)
-    assert set(verdicts) <= {PullVerdict.FAILED, PullVerdict.STUCK}
-    if PullVerdict.STUCK in verdicts:
+    results = pull.done.get(timeout=WAIT_SECONDS)
+    assert set(results) <= {PullResult.FAILED, PullResult.STUCK}
+    if PullResult.STUCK in results:
         assert pull.writes_ended.get(timeout=WAIT_SECONDS) == 1
     pull.submit(peer, handles[:3], 60.0)
-    assert pull.done.get(timeout=WAIT_SECONDS) == (PullVerdict.FAILED,) * 3, "a dead peer fails at once"
+    assert pull.done.get(timeout=WAIT_SECONDS) == (PullResult.FAILED,) * 3, "a dead peer fails at once"
 
 
 def test_stopped_peer_makes_destinations_stuck_until_it_goes_on(peer: Peer, pull: Pull) -> None:
     handles = peer.handles()
     pull.submit(peer, handles[:1], WAIT_SECONDS)
-    assert pull.done.get(timeout=WAIT_SECONDS) == (PullVerdict.OK,)
+    assert pull.done.get(timeout=WAIT_SECONDS) == (PullResult.OK,)
     os.kill(peer.process.pid, signal.SIGSTOP)
     pull.submit(peer, handles, 0.5)
-    verdicts = pull.done.get(timeout=WAIT_SECONDS)
-    assert PullVerdict.STUCK in verdicts
-    assert PullVerdict.OK not in verdicts
+    results = pull.done.get(timeout=WAIT_SECONDS)
+    assert PullResult.STUCK in results
+    assert PullResult.OK not in results
     with pytest.raises(queue.Empty):
         pull.writes_ended.get(timeout=0.3)
     os.kill(peer.process.pid, signal.SIGCONT)

@@ -87,12 +87,12 @@ class Reader:
                 wanted.append((BlockRef(slot, header.generation), header.key))
         for place, accepted in enumerate(self._loader.load(wanted)):
             row, right = self._loader.row(place), CONTENTS[wanted[place][1]]
-            verdict = "accepted" if accepted else "refused"
+            outcome = "accepted" if accepted else "refused"
             if row == right or row == self._before[place]:  # the latter: refused before it was copied
-                self.counts[f"{verdict}_right" if row == right else f"{verdict}_old"] += 1
+                self.counts[f"{outcome}_right" if row == right else f"{outcome}_old"] += 1
             else:
-                self.counts[f"{verdict}_wrong"] += 1
-                self.counts[f"{verdict}_torn"] += row[:EDGE] == right[:EDGE] or row[-EDGE:] == right[-EDGE:]
+                self.counts[f"{outcome}_wrong"] += 1
+                self.counts[f"{outcome}_torn"] += row[:EDGE] == right[:EDGE] or row[-EDGE:] == right[-EDGE:]
             self._before[place] = row
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.block.keys import block_keys, chain_hashes
-from kvservice.core.events import PullVerdict
+from kvservice.core.events import PullResult
 from kvservice.core.messages import EngineSpec, Holder, Peer, TakeOverItem, TakeOverResult
 from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import Unavailable
@@ -48,7 +48,7 @@ holders = st.lists(st.sampled_from(PEERS), min_size=1, max_size=4).map(tuple)
 helpful = st.sampled_from([(PEERS[0],), (PEERS[1], PEERS[0])])
 counts = st.sampled_from([1, 2, 5, 1 << 40])
 runs = st.tuples(st.integers(-1, 4), counts, holders).map(lambda run: run_of(run[0], run[1], *run[2]))
-verdicts = st.lists(st.sampled_from(PullVerdict), min_size=1, max_size=5)
+results = st.lists(st.sampled_from(PullResult), min_size=1, max_size=5)
 
 
 @dataclass

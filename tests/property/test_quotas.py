@@ -132,7 +132,7 @@ class QuotaMachine(RuleBasedStateMachine):
         harness, pulls = self.harness, len(self.harness.pulls)
         harness.located(asked, make_located(asked.keys, length=size))
         if len(harness.pulls) > pulls:
-            harness.pulled(harness.pulls[-1], ev.PullVerdict.OK)
+            harness.pulled(harness.pulls[-1], ev.PullResult.OK)
 
     @rule(who=tenants)
     def let_go(self, who: str) -> None:

@@ -17,7 +17,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.drain.sender import DrainPhase
-from kvservice.core.events import PullVerdict
+from kvservice.core.events import PullResult
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
@@ -51,10 +51,10 @@ from tests.property.shard_world import (
     helpful,
     lived_long,
     promised,
+    results,
     runs,
     somebody_attached,
     somebody_writes,
-    verdicts,
 )
 
 
@@ -278,10 +278,10 @@ class ShardMachine(LeavingRules):
         self.harness.resolved(wanted.op, *found, complete=complete)
 
     @somebody_attached
-    @rule(one=engines, which=any_index, holders=helpful, far=st.sampled_from([3, 4, 2, 1]), told=verdicts,
+    @rule(one=engines, which=any_index, holders=helpful, far=st.sampled_from([3, 4, 2, 1]), told=results,
           timeout=st.sampled_from([20.0, 0.5]))  # fmt: skip
     def fetch(
-        self, one: int, which: int, holders: tuple[Holder, ...], far: int, told: list[PullVerdict], timeout: float
+        self, one: int, which: int, holders: tuple[Holder, ...], far: int, told: list[PullResult], timeout: float
     ) -> None:
         """A whole chain is asked for, and the world answers well for a while."""
         engine = self._attached(one)
@@ -292,7 +292,7 @@ class ShardMachine(LeavingRules):
         for number in range(asked, len(self.harness.locates)) if far > 1 else ():
             self._locate(self.harness.locates[number], [""], LEASE)
         for job in sorted(set(self.pulls) - pulls) if far > 2 else ():
-            self._pulled(job, [PullVerdict.OK] * 5 if far == 3 else told)
+            self._pulled(job, [PullResult.OK] * 5 if far == 3 else told)
 
     @precondition(lambda self: self.harness.locates)
     @rule(which=any_index, damage=st.lists(st.sampled_from(["", "", "", "missing", "key", "length"]), min_size=5),
@@ -332,18 +332,18 @@ class ShardMachine(LeavingRules):
             self._write(write, content_of(write.key) if good else GARBAGE)
 
     @precondition(lambda self: self.pulls)
-    @rule(which=any_index, found=verdicts, all_good=st.booleans())
-    def pulled(self, which: int, found: list[PullVerdict], all_good: bool) -> None:
+    @rule(which=any_index, found=results, all_good=st.booleans())
+    def pulled(self, which: int, found: list[PullResult], all_good: bool) -> None:
         job = sorted(self.pulls)[which % len(self.pulls)]
-        self._pulled(job, [PullVerdict.OK] * 5 if all_good else found)
+        self._pulled(job, [PullResult.OK] * 5 if all_good else found)
 
-    def _pulled(self, job: int, told: list[PullVerdict]) -> None:
+    def _pulled(self, job: int, told: list[PullResult]) -> None:
         writes = self.pulls.pop(job)
         late = []
         for place, write in enumerate(writes):
-            verdict = told[place] if place < len(told) else PullVerdict.STUCK
-            self._write(write, content_of(write.key) if verdict is PullVerdict.OK else GARBAGE)
-            if verdict is PullVerdict.STUCK:
+            result = told[place] if place < len(told) else PullResult.STUCK
+            self._write(write, content_of(write.key) if result is PullResult.OK else GARBAGE)
+            if result is PullResult.STUCK:
                 late.append(write)
         if late:
             self.stuck[job] = late
@@ -514,7 +514,7 @@ class ShardMachine(LeavingRules):
         for _ in range(4):
             for job in sorted(self.pulls):
                 self.pulls.pop(job)
-                harness.send(ev.Pulled(job, (PullVerdict.FAILED,) * 5))
+                harness.send(ev.Pulled(job, (PullResult.FAILED,) * 5))
             harness.now += 100.0
             self.tick()
         for job in self.stuck:

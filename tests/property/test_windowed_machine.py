@@ -93,11 +93,11 @@ class WindowedMachine(RuleBasedStateMachine):
         self.harness.located(wanted, None if fails == 4 else found)
 
     @precondition(lambda self: self.answered[2] < len(self.harness.pulls))
-    @rule(verdicts=st.lists(st.sampled_from(list(ev.PullVerdict)), min_size=10, max_size=10), bad=st.integers(0, 3))
-    def pull(self, verdicts: list[ev.PullVerdict], bad: int) -> None:
+    @rule(results=st.lists(st.sampled_from(list(ev.PullResult)), min_size=10, max_size=10), bad=st.integers(0, 3))
+    def pull(self, results: list[ev.PullResult], bad: int) -> None:
         wanted = self.harness.pulls[self.answered[2]]
         self.answered[2] += 1
-        self.harness.pulled(wanted, *(verdicts if bad == 3 else [ev.PullVerdict.OK] * 10))
+        self.harness.pulled(wanted, *(results if bad == 3 else [ev.PullResult.OK] * 10))
 
     @precondition(lambda self: self.answered[3] < len(self.harness.follows))
     @rule(fails=st.booleans())

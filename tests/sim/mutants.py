@@ -77,8 +77,8 @@ MUTANTS = (
     Mutant(
         "a transfer that did not end keeps its slot",
         FETCH,
-        "        if verdict is PullVerdict.STUCK:\n            self._store.quarantine(slot)\n            self._stuck",
-        "        if verdict is PullVerdict.STUCK:\n            self._store.abort(slot)\n            return "
+        "        if result is PullResult.STUCK:\n            self._store.quarantine(slot)\n            self._stuck",
+        "        if result is PullResult.STUCK:\n            self._store.abort(slot)\n            return "
         "MissReason.DEADLINE\n            self._stuck",
         seed=24,
     ),
@@ -92,8 +92,8 @@ MUTANTS = (
     Mutant(
         "what a pull brought is verified",
         FETCH,
-        "            if verdict is PullVerdict.OK:\n",
-        "            if verdict is not PullVerdict.STUCK:\n",
+        "            if result is PullResult.OK:\n",
+        "            if result is not PullResult.STUCK:\n",
         seed=214,
     ),
     Mutant(

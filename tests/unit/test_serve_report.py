@@ -1,4 +1,4 @@
-"""The Ray Serve demo's verdict: what counts as better."""
+"""The Ray Serve demo's conclusion: what counts as better."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from examples.demo.conversation import Shape, Turn
-from examples.demo.serve import verdict
+from examples.demo.serve import worse_apps
 from examples.demo.serve_report import Pairs, Played, routing_shortfall, save, shortfalls
 
 ROOT = Path(__file__).parents[2]
@@ -75,9 +75,9 @@ def test_routing_must_not_cost_hits_and_need_not_be_faster() -> None:
     assert routing_shortfall(BETTER, played("routed", 900, 0.9)) == []
 
 
-def test_the_verdict_names_the_app_that_is_not_better() -> None:
-    assert verdict([WITHOUT, BETTER, played("routed", 900, 0.4)]) == []
-    (fault,) = verdict([WITHOUT, BETTER, played("routed", 900, 2.5)])
+def test_the_app_that_is_not_better_is_named() -> None:
+    assert worse_apps([WITHOUT, BETTER, played("routed", 900, 0.4)]) == []
+    (fault,) = worse_apps([WITHOUT, BETTER, played("routed", 900, 2.5)])
     assert fault.startswith("routed: ")
 
 

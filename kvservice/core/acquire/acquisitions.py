@@ -25,7 +25,7 @@ from kvservice.core.acquire.handoff import APPEAR_SECONDS
 from kvservice.core.actions import Action, Follow, Locate, Pull, ReleaseRemote, Reply, Resolve
 from kvservice.core.block.keys import span_route
 from kvservice.core.block.tenants import NOBODY
-from kvservice.core.events import Followed, PullVerdict
+from kvservice.core.events import Followed, PullResult
 from kvservice.core.explain.records import RequestRecords
 from kvservice.core.messages import (
     AcquireRequest,
@@ -221,20 +221,20 @@ class Acquisitions:
         fetch.give_up_at = max(deadline, now) + PULL_GRACE_SECONDS
         self._actions.append(Pull(fetch.fetch, fetch.holder, fetch.epoch, fetch.payload_bytes, items, deadline))
 
-    def pulled(self, job: int, verdicts: Sequence[PullVerdict], now: float) -> None:
+    def pulled(self, job: int, results: Sequence[PullResult], now: float) -> None:
         fetch = self._fetches.get(job)
         if fetch is None or fetch.state is not FetchState.PULLING:
             return
         good = 0
         first_bad: tuple[int, MissReason] | None = None
         for position, (handle, slot) in enumerate(zip(fetch.handles, fetch.slots, strict=True)):
-            verdict = verdicts[position] if position < len(verdicts) else PullVerdict.STUCK
-            self._counters[f"pull_{verdict.value}"] += 1
-            if verdict is PullVerdict.OK:
+            result = results[position] if position < len(results) else PullResult.STUCK
+            self._counters[f"pull_{result.value}"] += 1
+            if result is PullResult.OK:
                 good += 1
                 self._keep(fetch, fetch.indices[position], handle, slot, now)
             else:
-                reason = self._discard(job, slot, verdict, now)
+                reason = self._discard(job, slot, result, now)
                 first_bad = first_bad or (position, reason)
         if good:
             self._estimates.of(fetch.holder).observe_pull(good * fetch.payload_bytes, now - fetch.started)
@@ -449,17 +449,17 @@ class Acquisitions:
             del self._arriving[key]
         self._arrived(key, origin=fetch.holder.node_id, now=now)
 
-    def _discard(self, job: int, slot: Slot, verdict: PullVerdict, now: float) -> MissReason:
-        if verdict is PullVerdict.STUCK:
+    def _discard(self, job: int, slot: Slot, result: PullResult, now: float) -> MissReason:
+        if result is PullResult.STUCK:
             self._store.quarantine(slot)
             self._stuck.setdefault(job, []).append(slot.index)
             return MissReason.DEADLINE
-        if verdict is PullVerdict.CORRUPT:
+        if result is PullResult.CORRUPT:
             self._store.quarantine(slot)
             self._suspects.append((now + SUSPECT_SECONDS, slot.index))
             return MissReason.CORRUPT
         self._store.abort(slot)
-        return MissReason.STALE if verdict is PullVerdict.STALE else MissReason.PEER_FAILED
+        return MissReason.STALE if result is PullResult.STALE else MissReason.PEER_FAILED
 
     def _end_fetch(self, fetch: Fetch, from_position: int, reason: MissReason, now: float) -> None:
         """The blocks from this position on did not come: ask the next holder, or fail their waiters.

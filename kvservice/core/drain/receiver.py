@@ -22,7 +22,7 @@ from kvservice.core.acquire.acquisitions import (
     SUSPECT_SECONDS,
 )
 from kvservice.core.actions import Action, Locate, Pull, ReleaseRemote, Reply
-from kvservice.core.events import PullVerdict
+from kvservice.core.events import PullResult
 from kvservice.core.messages import Holder, LocateResult, TakeOverItem, TakeOverResult
 from kvservice.core.segment.refs import BlockHandle
 from kvservice.core.store.blocks import BlockStore
@@ -141,16 +141,16 @@ class TakeOvers:
             take.slots.append(slot)
         take.wanted = positions
 
-    def pulled(self, number: int, verdicts: Sequence[PullVerdict], now: float) -> None:
+    def pulled(self, number: int, results: Sequence[PullResult], now: float) -> None:
         take = self._takes.get(number)
         if take is None or not take.pulling:
             return
         for place, (position, slot) in enumerate(zip(take.wanted, take.slots, strict=True)):
-            verdict = verdicts[place] if place < len(verdicts) else PullVerdict.STUCK
-            if verdict is PullVerdict.OK:
+            result = results[place] if place < len(results) else PullResult.STUCK
+            if result is PullResult.OK:
                 self._keep(take, position, take.handles[place], slot, now)
             else:
-                self._discard(number, slot, verdict, now)
+                self._discard(number, slot, result, now)
         take.slots = []
         self._end(take)
 
@@ -192,12 +192,12 @@ class TakeOvers:
             self._counters["takeover_bytes"] += take.payload_bytes
         self._sealed(item.key, now)
 
-    def _discard(self, number: int, slot: Slot, verdict: PullVerdict, now: float) -> None:
-        self._counters[f"takeover_{verdict.value}"] += 1
-        if verdict is PullVerdict.STUCK:
+    def _discard(self, number: int, slot: Slot, result: PullResult, now: float) -> None:
+        self._counters[f"takeover_{result.value}"] += 1
+        if result is PullResult.STUCK:
             self._store.quarantine(slot)
             self._stuck.setdefault(number, []).append(slot.index)
-        elif verdict is PullVerdict.CORRUPT:
+        elif result is PullResult.CORRUPT:
             self._store.quarantine(slot)
             self._suspects.append((now + SUSPECT_SECONDS, slot.index))
         else:

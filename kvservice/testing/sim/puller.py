@@ -107,20 +107,20 @@ class SimPuller:
         pull.is_decided = True
         job = pull.job
         if self._node.clock() > job.deadline:
-            pull.on_done(job.job_id, (ev.PullVerdict.FAILED,) * len(job.items))
+            pull.on_done(job.job_id, (ev.PullResult.FAILED,) * len(job.items))
             return
-        verdicts = tuple(
-            self._verdict(header, item.handle, item.destination, job.peer_epoch)
+        results = tuple(
+            self._result(header, item.handle, item.destination, job.peer_epoch)
             for header, item in zip(headers, job.items, strict=True)
         )
-        self._world.counters["blocks_pulled"] += verdicts.count(ev.PullVerdict.OK)
-        pull.on_done(job.job_id, verdicts)
+        self._world.counters["blocks_pulled"] += results.count(ev.PullResult.OK)
+        pull.on_done(job.job_id, results)
 
-    def _verdict(self, header: bytes, handle: BlockHandle, destination: SlotIndex, epoch: BootEpoch) -> ev.PullVerdict:
+    def _result(self, header: bytes, handle: BlockHandle, destination: SlotIndex, epoch: BootEpoch) -> ev.PullResult:
         if not is_as_located(header, handle, epoch):
-            return ev.PullVerdict.STALE
+            return ev.PullResult.STALE
         landed = self._node.memory.read(destination)
-        return ev.PullVerdict.OK if digest_payload(landed, handle.key) == handle.digest else ev.PullVerdict.CORRUPT
+        return ev.PullResult.OK if digest_payload(landed, handle.key) == handle.digest else ev.PullResult.CORRUPT
 
     def _deadline(self, pull: _Pull) -> None:
         if not pull.is_decided:
@@ -129,7 +129,7 @@ class SimPuller:
     def _broken(self, pull: _Pull, landed_late: bool) -> None:
         """The transfer did not end: what it writes may still come, and only then is the slot free of it."""
         pull.is_decided = True
-        stuck = ev.PullVerdict.STUCK if landed_late else ev.PullVerdict.FAILED
+        stuck = ev.PullResult.STUCK if landed_late else ev.PullResult.FAILED
         self._node.after(0.001, pull.on_done, pull.job.job_id, (stuck,) * len(pull.job.items))
         if landed_late:
             self._world.counters["pulls_stuck"] += 1

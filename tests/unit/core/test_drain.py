@@ -271,9 +271,9 @@ class Receiver(CoreHarness):
         assert isinstance(value, TakeOverResult)
         return value
 
-    def finish(self, verdict: ev.PullVerdict = ev.PullVerdict.OK) -> None:
+    def finish(self, result: ev.PullResult = ev.PullResult.OK) -> None:
         self.located(self.locates[-1], make_located(self.locates[-1].keys))
-        self.pulled(self.pulls[-1], verdict)
+        self.pulled(self.pulls[-1], result)
 
 
 def test_offered_blocks_are_read_verified_and_kept_as_originals() -> None:
@@ -328,11 +328,11 @@ def test_a_shard_full_of_what_was_used_later_takes_nothing() -> None:
     assert len(receiver.remote_releases) == 1
 
 
-@pytest.mark.parametrize("verdict", [v for v in ev.PullVerdict if v is not ev.PullVerdict.OK])
-def test_what_does_not_arrive_well_is_not_kept(verdict: ev.PullVerdict) -> None:
+@pytest.mark.parametrize("result", [v for v in ev.PullResult if v is not ev.PullResult.OK])
+def test_what_does_not_arrive_well_is_not_kept(result: ev.PullResult) -> None:
     receiver = Receiver()
     op = receiver.offer(CHAIN)
-    receiver.finish(verdict)
+    receiver.finish(result)
     assert receiver.taken(op).kept == (False,) * 4
     assert receiver.keys_held() == set()
     receiver.send(ev.WritesEnded(receiver.pulls[-1].job))
@@ -348,7 +348,7 @@ def test_an_offer_is_answered_in_time_whatever_the_leaver_does() -> None:
     receiver.advance(2.1)
     assert receiver.taken(silent).kept == (False,) * 4
     assert receiver.taken(slow).kept == (False,) * 3
-    receiver.pulled(receiver.pulls[-1], ev.PullVerdict.OK)  # it goes on, and what arrives is kept
+    receiver.pulled(receiver.pulls[-1], ev.PullResult.OK)  # it goes on, and what arrives is kept
     receiver.located(receiver.locates[0], None)
     assert receiver.keys_held() == set(OTHER)
 
@@ -359,7 +359,7 @@ def test_an_engine_that_stores_the_same_block_meanwhile_wins() -> None:
     op = receiver.offer(CHAIN[:2])
     receiver.located(receiver.locates[-1], make_located(CHAIN[:2]))
     receiver.store(engine, CHAIN[:1])
-    receiver.pulled(receiver.pulls[-1], ev.PullVerdict.OK)
+    receiver.pulled(receiver.pulls[-1], ev.PullResult.OK)
     assert receiver.taken(op).kept == (True, True)
     assert receiver.announced[CHAIN[0]] == 1
 
@@ -374,9 +374,9 @@ def test_a_block_that_a_fetch_brought_meanwhile_becomes_the_original() -> None:
     fetch = receiver.pulls[-1]
     take = receiver.offer(CHAIN[:1])
     receiver.located(receiver.locates[-1], make_located(CHAIN[:1]))
-    receiver.pulled(fetch, ev.PullVerdict.OK)
+    receiver.pulled(fetch, ev.PullResult.OK)
     assert [one.is_copy for one in receiver.state.blocks()] == [True]
-    receiver.pulled(receiver.pulls[-1], ev.PullVerdict.OK)
+    receiver.pulled(receiver.pulls[-1], ev.PullResult.OK)
     assert receiver.taken(take).kept == (True,)
     assert [one.is_copy for one in receiver.state.blocks()] == [False]
 
@@ -397,7 +397,7 @@ def test_a_request_for_blocks_that_are_being_taken_over_is_answered_and_the_next
     receiver.located(receiver.locates[-1], make_located(CHAIN))
     op = receiver.acquire(engine, CHAIN)
     receiver.resolved(op, *[])
-    receiver.pulled(receiver.pulls[0], ev.PullVerdict.OK)
+    receiver.pulled(receiver.pulls[0], ev.PullResult.OK)
     assert receiver.taken(take).kept == (True,) * 4
     assert len(receiver.hit(engine, CHAIN).blocks) == 4
     assert not receiver.open(op)

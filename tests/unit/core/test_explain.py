@@ -33,7 +33,7 @@ def test_a_record_says_where_each_promised_block_came_from() -> None:
     op = ask(shard, engine, "r")
     shard.resolved(op, run_of(1, 2))
     shard.located(shard.locates[-1], make_located(shard.locates[-1].keys))
-    shard.pulled(shard.pulls[-1], ev.PullVerdict.OK)
+    shard.pulled(shard.pulls[-1], ev.PullResult.OK)
     record = record_of(shard, "r")
     assert record.runs == (SourceRun(0, 1, "local"), SourceRun(1, 2, "peer"))
     assert (record.promised, record.miss, record.miss_at) == (3, MissReason.NEVER_STORED, 3)

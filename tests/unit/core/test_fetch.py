@@ -15,7 +15,7 @@ from kvservice.core.acquire.acquisitions import (
 )
 from kvservice.core.acquire.estimate import REFUSALS_MAX
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
-from kvservice.core.events import PullVerdict
+from kvservice.core.events import PullResult
 from kvservice.core.messages import AcquireRequest, MissReason, SealStatus
 from kvservice.core.shard import TIMEOUT_SECONDS_MAX
 from kvservice.errors import InvalidRequest
@@ -25,7 +25,7 @@ from kvservice.units import AttachmentId, BlockKey, KiB, LeaseId
 CHAIN = make_chain(4)
 A, B, C = make_holder("a"), make_holder("b"), make_holder("c")
 OK, STALE, CORRUPT, FAILED, STUCK = (
-    PullVerdict.OK, PullVerdict.STALE, PullVerdict.CORRUPT, PullVerdict.FAILED, PullVerdict.STUCK,
+    PullResult.OK, PullResult.STALE, PullResult.CORRUPT, PullResult.FAILED, PullResult.STUCK,
 )  # fmt: skip
 
 
@@ -421,7 +421,7 @@ def test_without_any_room_the_peers_lease_is_given_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verdict", "reason", "state"),
+    ("result", "reason", "state"),
     [
         (STALE, MissReason.STALE, "free"),
         (FAILED, MissReason.PEER_FAILED, "free"),
@@ -429,12 +429,12 @@ def test_without_any_room_the_peers_lease_is_given_back() -> None:
         (STUCK, MissReason.DEADLINE, "quarantined"),
     ],
 )
-def test_a_verdict_ends_the_prefix_and_decides_about_the_slot(
-    verdict: PullVerdict, reason: MissReason, state: str
+def test_pull_result_ends_the_prefix_and_decides_about_the_slot(
+    result: PullResult, reason: MissReason, state: str
 ) -> None:
     harness, engine = make()
     op = pulling(harness, engine)
-    harness.pulled(harness.pulls[0], OK, OK, verdict, OK)
+    harness.pulled(harness.pulls[0], OK, OK, result, OK)
     answer = harness.result(op)
     assert (len(answer.blocks), answer.fetched_count, answer.miss) == (2, 2, reason)
     assert harness.keys_held() == set(CHAIN) - {CHAIN[2]}, "good blocks behind the gap are kept for the next one"

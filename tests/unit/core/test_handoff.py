@@ -7,7 +7,7 @@ import pytest
 from kvservice.core import events as ev
 from kvservice.core.acquire.acquisitions import FOLLOW_WAIT_SECONDS
 from kvservice.core.acquire.handoff import APPEAR_SECONDS, CLOSED_SECONDS, GATHER_SECONDS
-from kvservice.core.events import PullVerdict
+from kvservice.core.events import PullResult
 from kvservice.core.messages import FollowResult, Handoff, HandoffState, MissReason
 from kvservice.errors import InvalidRequest, NotAttached, StaleEpoch
 from kvservice.testing.builders import CoreHarness, make_chain, make_holder, make_located, make_spec, run_of
@@ -194,9 +194,9 @@ def test_blocks_are_fetched_while_the_rest_is_computed(shard: CoreHarness) -> No
     assert [handle.key for handle, _ in shard.pulls[0].items] == list(CHAIN[:2])
     assert shard.follows[-1].keys == CHAIN[2:], "the rest is asked for before the first blocks are here"
     shard.followed(shard.follows[-1], 3, state=HandoffState.CLOSED)
-    shard.pulled(shard.pulls[1], PullVerdict.OK)
+    shard.pulled(shard.pulls[1], PullResult.OK)
     assert shard.open(op)
-    shard.pulled(shard.pulls[0], PullVerdict.OK)
+    shard.pulled(shard.pulls[0], PullResult.OK)
     result = shard.result(op)
     assert (len(result.blocks), result.fetched_count, result.miss) == (5, 5, MissReason.NONE)
     assert len(shard.remote_releases) == 2
@@ -207,21 +207,21 @@ def test_what_is_here_is_not_asked_for(shard: CoreHarness) -> None:
     _, op = begin(shard)
     assert shard.follows[-1].keys == CHAIN[2:]
     shard.followed(shard.follows[-1], 3, state=HandoffState.CLOSED)
-    shard.pulled(shard.pulls[0], PullVerdict.OK)
+    shard.pulled(shard.pulls[0], PullResult.OK)
     assert (len(shard.result(op).blocks), shard.result(op).fetched_count) == (5, 3)
 
 
 def test_a_handoff_that_ends_short_is_completed_from_the_directory(shard: CoreHarness) -> None:
     _, op = begin(shard)
     shard.followed(shard.follows[-1], 2)
-    shard.pulled(shard.pulls[0], PullVerdict.OK)
+    shard.pulled(shard.pulls[0], PullResult.OK)
     shard.followed(shard.follows[-1], 0, state=HandoffState.CLOSED)
     assert shard.resolves[-1].start == 2
     shard.resolved(op, run_of(2, 2, make_holder("third")))
     locate = shard.locates[-1]
     assert locate.keys == CHAIN[2:4]
     shard.located(locate, make_located(locate.keys))
-    shard.pulled(shard.pulls[-1], PullVerdict.OK)
+    shard.pulled(shard.pulls[-1], PullResult.OK)
     result = shard.result(op)
     assert (len(result.blocks), result.miss) == (4, MissReason.NEVER_STORED)
 
@@ -246,7 +246,7 @@ def test_an_answer_counts_once(shard: CoreHarness) -> None:
     shard.followed(last, 3)
     assert len(shard.pulls) == 1 and len(shard.remote_releases) == 2
     shard.resolved(op)
-    shard.pulled(shard.pulls[0], PullVerdict.OK)
+    shard.pulled(shard.pulls[0], PullResult.OK)
     assert len(shard.result(op).blocks) == 2
 
 
@@ -275,7 +275,7 @@ def test_an_open_handoff_is_followed_until_the_deadline(shard: CoreHarness) -> N
 def test_a_corrupt_block_ends_the_prefix(shard: CoreHarness) -> None:
     _, op = begin(shard)
     shard.followed(shard.follows[-1], 3)
-    shard.pulled(shard.pulls[0], PullVerdict.OK, PullVerdict.CORRUPT, PullVerdict.OK)
+    shard.pulled(shard.pulls[0], PullResult.OK, PullResult.CORRUPT, PullResult.OK)
     result = shard.result(op)
     assert (len(result.blocks), result.miss) == (1, MissReason.CORRUPT)
 
@@ -287,7 +287,7 @@ def test_two_readers_fetch_a_common_prefix_once(shard: CoreHarness) -> None:
     shard.followed(asked[0], 5)
     shard.followed(asked[1], 5)
     assert len(shard.pulls) == 1
-    shard.pulled(shard.pulls[0], PullVerdict.OK)
+    shard.pulled(shard.pulls[0], PullResult.OK)
     assert len(shard.result(first).blocks) == len(shard.result(second).blocks) == 5
 
 
@@ -297,7 +297,7 @@ def test_the_wait_for_a_writer_says_nothing_about_the_link(shard: CoreHarness) -
     shard.now += 30.0
     result = FollowResult(HandoffState.CLOSED, make_located(wanted.keys))
     shard.send(ev.Followed(wanted.follow, wanted.op, make_holder(), result, sent_at + 29.9))
-    shard.pulled(shard.pulls[-1], PullVerdict.OK)
+    shard.pulled(shard.pulls[-1], PullResult.OK)
     assert len(shard.result(op).blocks) == 5
     later = make_chain(5, "later")
     again = shard.acquire(shard.attach(make_spec("again")), later, recompute=0.5, timeout=60.0)
@@ -312,7 +312,7 @@ def test_a_cancelled_reader_leaves_nothing(shard: CoreHarness) -> None:
     shard.send(ev.Cancel(op))
     assert shard.slots("leased") == 0
     shard.followed(shard.follows[-1], 2)
-    shard.pulled(shard.pulls[0], PullVerdict.OK)
+    shard.pulled(shard.pulls[0], PullResult.OK)
     shard.advance(100.0)
     counts = shard.state.slot_counts()
     assert (counts["sealed"], counts["leased"], counts["writing"]) == (3, 0, 0)

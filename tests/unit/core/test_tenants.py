@@ -145,7 +145,7 @@ def test_a_leaving_nodes_blocks_are_charged_to_their_tenants_within_their_quotas
     op = harness.next_op()
     harness.send(ev.PeerTakeOver(op, harness.state.epoch, make_holder("leaver"), SMALL, tuple(items), 5.0))
     harness.located(harness.locates[-1], make_located([*chain, *other]))
-    harness.pulled(harness.pulls[-1], ev.PullVerdict.OK)
+    harness.pulled(harness.pulls[-1], ev.PullResult.OK)
     assert harness.keys_held() == {*chain[:3], *other}
     assert (usage(harness, "a").used_bytes, usage(harness, "b").used_bytes) == (3 * SMALL, SMALL)
 

@@ -125,7 +125,7 @@ def test_chain_and_window_are_fetched_from_a_peer(harness: CoreHarness) -> None:
     harness.resolved(resolve.op, run_of(5, 3))
     assert list(harness.locates[-1].keys) == keys[5:]
     harness.located(harness.locates[-1], make_located(keys[5:], length=LARGE))
-    harness.pulled(harness.pulls[-1], ev.PullVerdict.OK)
+    harness.pulled(harness.pulls[-1], ev.PullResult.OK)
     result = harness.result(op)
     assert (len(result.blocks), len(result.sides[0]), result.fetched_count) == (8, 3, 8)
     assert {harness.headers[ref.slot].position for ref in result.sides[0]} == {SIDE_POSITION | i for i in (5, 6, 7)}
@@ -142,8 +142,8 @@ def test_nobody_is_asked_for_the_window_of_a_hit_that_adds_nothing(harness: Core
     assert [list(resolve.chain) for resolve in harness.resolves] == [list(chain)]
 
 
-@pytest.mark.parametrize("verdict", [ev.PullVerdict.CORRUPT, ev.PullVerdict.STALE, ev.PullVerdict.FAILED])
-def test_window_that_does_not_arrive_whole_is_not_promised(harness: CoreHarness, verdict: ev.PullVerdict) -> None:
+@pytest.mark.parametrize("result", [ev.PullResult.CORRUPT, ev.PullResult.STALE, ev.PullResult.FAILED])
+def test_window_that_does_not_arrive_whole_is_not_promised(harness: CoreHarness, result: ev.PullResult) -> None:
     chain = make_chain(8)
     engine = harness.attach(spec())
     harness.store(engine, chain)
@@ -153,7 +153,7 @@ def test_window_that_does_not_arrive_whole_is_not_promised(harness: CoreHarness,
     harness.resolved(resolve.op, run_of(5, 3))
     keys = side_keys(chain)[5:]
     harness.located(harness.locates[-1], make_located(keys, length=LARGE))
-    harness.pulled(harness.pulls[-1], ev.PullVerdict.OK, verdict, ev.PullVerdict.OK)
+    harness.pulled(harness.pulls[-1], ev.PullResult.OK, result, ev.PullResult.OK)
     result = answer(harness, op)
     assert len(result.blocks) == 6, "the end before the one that did not come"
     assert len(result.sides[0]) == 3
@@ -207,12 +207,12 @@ def test_handoff_follows_the_window_too(harness: CoreHarness) -> None:
     handoff = Handoff(HandoffId(b"h" * 16), NodeId("peer"))
     op = harness.acquire(engine, chain, handoff=handoff)
     harness.followed(harness.follows[-1], 8)
-    harness.pulled(harness.pulls[-1], ev.PullVerdict.OK)
+    harness.pulled(harness.pulls[-1], ev.PullResult.OK)
     follow = harness.follows[-1]
     assert list(follow.keys) == side_keys(chain)[5:]
     result = FollowResult(HandoffState.OPEN, make_located(follow.keys, length=LARGE))
     harness.send(ev.Followed(follow.follow, follow.op, make_holder(), result, harness.now))
-    harness.pulled(harness.pulls[-1], ev.PullVerdict.OK)
+    harness.pulled(harness.pulls[-1], ev.PullResult.OK)
     assert (len(harness.result(op).blocks), len(harness.result(op).sides[0])) == (8, 3)
 
 

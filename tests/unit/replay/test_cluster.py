@@ -53,7 +53,7 @@ class Shard:
                 assert isinstance(found, LocateResult)
                 self.core.located(locate, found)
                 if self.core.pulls:
-                    self.core.pulled(self.core.pulls.pop(), ev.PullVerdict.OK)
+                    self.core.pulled(self.core.pulls.pop(), ev.PullResult.OK)
                 done = peer.core.next_op()
                 release = ev.PeerRelease(done, self.core.state.node_id, peer.core.state.epoch, found.lease_id)
                 peer.core.send(release)

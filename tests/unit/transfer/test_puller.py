@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.core.events import PullVerdict
+from kvservice.core.events import PullResult
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.core.segment.header import SlotHeader
@@ -25,7 +25,7 @@ from kvservice.units import BlockKey, BootEpoch, Generation, MiB, NodeId, SlotIn
 from tests.integration.engine import content
 
 PAYLOAD = 65536
-OK, STALE, CORRUPT, FAILED, STUCK = PullVerdict
+OK, STALE, CORRUPT, FAILED, STUCK = PullResult
 
 
 class Clock:
@@ -43,7 +43,7 @@ class Rig:
     faults: Faults
     clock: Clock
     description: bytes
-    done: queue.SimpleQueue[tuple[int, tuple[PullVerdict, ...]]]
+    done: queue.SimpleQueue[tuple[int, tuple[PullResult, ...]]]
     writes_ended: queue.SimpleQueue[int]
 
     def publish(self, slot: int, key: BlockKey, generation: int = 2) -> BlockHandle:
@@ -55,7 +55,7 @@ class Rig:
         self.source.write_header(SlotIndex(slot), header)
         return BlockHandle(key, SlotIndex(slot), Generation(generation), PAYLOAD, digest, slot)
 
-    def pull(self, handles: list[BlockHandle], seconds: float = 50.0) -> tuple[PullVerdict, ...]:
+    def pull(self, handles: list[BlockHandle], seconds: float = 50.0) -> tuple[PullResult, ...]:
         self.submit(handles, seconds)
         return self.done.get(timeout=10)[1]
 
@@ -255,7 +255,7 @@ def test_transport_that_raises_fails_jobs_and_works_again_afterwards(rig: Rig) -
 def test_callback_that_raises_does_not_stop_the_next_job(rig: Rig) -> None:
     handle = rig.publish(0, key(0))
 
-    def broken(job: int, verdicts: tuple[PullVerdict, ...]) -> None:
+    def broken(job: int, results: tuple[PullResult, ...]) -> None:
         raise RuntimeError("the loop is closed")
 
     rig.submit([handle], on_done=broken)
@@ -266,7 +266,7 @@ def test_callback_that_raises_does_not_stop_the_next_job(rig: Rig) -> None:
 def test_completions_reported_twice_are_counted_once(rig: Rig) -> None:
     rig.faults.duplicate = True
     assert rig.pull([rig.publish(i, key(i)) for i in range(4)]) == (OK,) * 4
-    assert rig.puller.counters()["verdict_ok"] == 4
+    assert rig.puller.counters()["blocks_ok"] == 4
 
 
 def test_failed_read_starts_a_new_connection(rig: Rig) -> None:
@@ -278,13 +278,13 @@ def test_failed_read_starts_a_new_connection(rig: Rig) -> None:
     assert rig.puller.counters()["connects"] == 2
 
 
-def test_verdicts_are_counted(rig: Rig) -> None:
+def test_pull_results_are_counted(rig: Rig) -> None:
     handles = [rig.publish(i, key(i)) for i in range(3)]
     rig.source.clear_header(SlotIndex(0))
     rig.source.payload(SlotIndex(1), PAYLOAD)[:1] = b"!"
     assert rig.pull(handles) == (STALE, CORRUPT, OK)
     counters = rig.puller.counters()
-    assert (counters["verdict_stale"], counters["verdict_corrupt"], counters["verdict_ok"]) == (1, 1, 1)
+    assert (counters["blocks_stale"], counters["blocks_corrupt"], counters["blocks_ok"]) == (1, 1, 1)
     assert counters["fake_bytes"] == PAYLOAD
 
 
