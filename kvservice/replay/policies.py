@@ -26,17 +26,17 @@ class _Flat:
         account: str = NOBODY,
     ) -> None:  # fmt: skip
         self._used_at[key] = self.now
-        self._came(key)
+        self._on_insert(key)
 
     def remove(self, key: BlockKey) -> None:
         del self._used_at[key]
-        self._went(key)
+        self._on_evict(key)
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
         for key in chain:
             if key in self._used_at:
                 self._used_at[key] = self.now
-                self._used(key)
+                self._on_hit(key)
 
     def pin(self, key: BlockKey) -> None:
         self._pinned.add(key)
@@ -59,13 +59,13 @@ class _Flat:
     def by_heat(self) -> list[BlockKey]:
         return sorted(self._used_at, key=lambda key: -self._used_at[key])
 
-    def _came(self, key: BlockKey) -> None:
+    def _on_insert(self, key: BlockKey) -> None:
         raise NotImplementedError
 
-    def _used(self, key: BlockKey) -> None:
+    def _on_hit(self, key: BlockKey) -> None:
         raise NotImplementedError
 
-    def _went(self, key: BlockKey) -> None:
+    def _on_evict(self, key: BlockKey) -> None:
         raise NotImplementedError
 
 
@@ -79,13 +79,13 @@ class PlainLru(_Flat):
     def victim(self, size_class: int | None, may_go: Callable[[str], bool] | None = None) -> BlockKey | None:
         return next((key for key in self._order if key not in self._pinned), None)
 
-    def _came(self, key: BlockKey) -> None:
+    def _on_insert(self, key: BlockKey) -> None:
         self._order[key] = None
 
-    def _used(self, key: BlockKey) -> None:
+    def _on_hit(self, key: BlockKey) -> None:
         self._order.move_to_end(key)
 
-    def _went(self, key: BlockKey) -> None:
+    def _on_evict(self, key: BlockKey) -> None:
         del self._order[key]
 
 
@@ -130,16 +130,16 @@ class S3Fifo(_Flat):
         self._queue_of[key] = queue
         queue.append(key)
 
-    def _came(self, key: BlockKey) -> None:
+    def _on_insert(self, key: BlockKey) -> None:
         self._uses[key] = 0
         known = key in self._evicted
         self._evicted.pop(key, None)
         self._enter(key, self._main if known else self._small)
 
-    def _used(self, key: BlockKey) -> None:
+    def _on_hit(self, key: BlockKey) -> None:
         self._uses[key] = min(self._uses[key] + 1, FREQUENCY_MAX)
 
-    def _went(self, key: BlockKey) -> None:
+    def _on_evict(self, key: BlockKey) -> None:
         queue = self._queue_of.pop(key)
         del self._uses[key]
         if queue and queue[0] == key:

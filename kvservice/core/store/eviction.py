@@ -120,7 +120,7 @@ class LeafFirst:
         above = self._entries.get(parent) if parent is not None else None
         if above is None or above.tick != self._tick:  # the blocks of one prompt are as recent as each other
             self._tick += 1
-        uses = 0 if self._memory is None else self._memory.came(key, self._tick)
+        uses = 0 if self._memory is None else self._memory.on_insert(key, self._tick)
         entry = _Entry(None, position, is_copy, size_class, account, self._tick, self.now, uses)
         self._sizes[size_class, account] += 1
         entry.children = self._orphans.pop((key, position), 0)
@@ -134,7 +134,7 @@ class LeafFirst:
         assert not entry.pinned
         self._unlink(entry)
         if self._memory is not None:
-            self._memory.went(key, entry.uses, entry.tick, len(self._entries))
+            self._memory.on_evict(key, entry.uses, entry.tick, len(self._entries))
         place = (entry.size_class, entry.account)
         self._sizes[place] -= 1
         if not self._sizes[place]:  # tenants of long ago are not looked at again
@@ -150,7 +150,7 @@ class LeafFirst:
             entry = self._entries.get(key)
             if entry is not None:
                 if self._memory is not None:
-                    entry.uses = self._memory.used(entry.uses, self._tick - entry.tick)
+                    entry.uses = self._memory.on_hit(entry.uses, self._tick - entry.tick)
                 entry.tick, entry.used_at = self._tick, self.now
                 if entry.parent is None and previous is not None:
                     self._link(entry, previous)

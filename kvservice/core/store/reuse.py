@@ -1,4 +1,4 @@
-"""How much longer a block may wait for its next use that was used again already. Learnt from what blocks do. Pure.
+"""How much eviction credit a block earns by having been reused. Learnt online. Pure.
 
 Blocks are told apart by how often they were used again: 0, 1, 2, 4, 8, 16 or more times. Of each kind it is counted
 how many were used once more, and how many were not, up to long after they were evicted. Take p as the share that were,
@@ -62,14 +62,14 @@ class ReuseMemory:
             self._credits = self._learn()
         return self._credits
 
-    def used(self, uses: int, waited: int) -> int:
+    def on_hit(self, uses: int, waited: int) -> int:
         """A block that had been used again so often was used once more after so many ticks. Returns its uses now."""
         self._used[kind_of(uses)] += 1
         self._wait_ticks += waited
         self._unseen += 1
         return min(uses + 1, USES_MAX)
 
-    def came(self, key: BlockKey, tick: int) -> int:
+    def on_insert(self, key: BlockKey, tick: int) -> int:
         """The uses of a block that is stored: 0 unless it is remembered."""
         packed = self._gone.pop(key, None)
         counts = self._counts
@@ -80,9 +80,9 @@ class ReuseMemory:
             return 0
         uses = packed & USES_MAX
         counts[kind_of(uses)] -= 1
-        return self.used(uses, tick - (packed >> _USES_BITS))
+        return self.on_hit(uses, tick - (packed >> _USES_BITS))
 
-    def went(self, key: BlockKey, uses: int, tick: int, block_count: int) -> None:
+    def on_evict(self, key: BlockKey, uses: int, tick: int, block_count: int) -> None:
         """A block was evicted that had last been used then. `block_count`: those that are left."""
         self._gone[key] = tick << _USES_BITS | uses
         self._counts[kind_of(uses)] += 1

@@ -23,10 +23,10 @@ def live(memory: ReuseMemory, shares: tuple[float, ...], blocks: int, wait: int 
     """Blocks come, and are used again with the probability of their uses so far, `wait` ticks later."""
     noise = random.Random(1)
     for number in range(blocks):
-        uses, tick = memory.came(key(number), number), number
+        uses, tick = memory.on_insert(key(number), number), number
         while noise.random() < shares[kind_of(uses)]:
-            uses, tick = memory.used(uses, wait), tick + wait
-        memory.went(key(number), uses, tick, block_count=0)
+            uses, tick = memory.on_hit(uses, wait), tick + wait
+        memory.on_evict(key(number), uses, tick, block_count=0)
 
 
 def test_where_use_says_nothing_about_the_future_nobody_gets_credit_worth_mentioning() -> None:
@@ -55,7 +55,7 @@ def test_nothing_is_believed_before_something_was_lost_and_found() -> None:
     memory = ReuseMemory(gone_min=10)
     assert memory.credits() == (0,) * KINDS
     for number in range(10_000):
-        memory.went(key(number), 0, number, block_count=0)
+        memory.on_evict(key(number), 0, number, block_count=0)
     assert memory.credits() == (0,) * KINDS
 
 
@@ -70,20 +70,20 @@ def test_a_change_of_habits_is_followed() -> None:
 
 def test_a_block_that_comes_back_is_known_until_it_is_forgotten() -> None:
     memory = ReuseMemory(gone_min=0)
-    memory.went(key(1), 2, tick=5, block_count=0)
-    assert memory.came(key(1), tick=9) == 3
-    assert memory.came(key(1), tick=10) == 0, "it was taken out when it came"
-    memory.went(key(2), 1, tick=11, block_count=0)
+    memory.on_evict(key(1), 2, tick=5, block_count=0)
+    assert memory.on_insert(key(1), tick=9) == 3
+    assert memory.on_insert(key(1), tick=10) == 0, "it was taken out when it came"
+    memory.on_evict(key(2), 1, tick=11, block_count=0)
     for number in range(1000, 1000 + 2 * reuse.GONE_FIRST):
-        memory.went(key(number), 0, tick=12, block_count=0)
-    assert memory.came(key(2), tick=13) == 0
+        memory.on_evict(key(number), 0, tick=12, block_count=0)
+    assert memory.on_insert(key(2), tick=13) == 0
     memory.check_invariants()
 
 
 def test_no_more_is_remembered_than_the_bounds_say() -> None:
     memory = ReuseMemory(gone_min=3000)
     for number in range(30_000):
-        memory.went(key(number), 0, number, block_count=5000)
+        memory.on_evict(key(number), 0, number, block_count=5000)
         assert len(memory._gone) + len(memory._gone_before) <= 2 * 5000
     memory.check_invariants()
 
