@@ -118,12 +118,12 @@ async def _foreground(config: Any) -> None:
     from kvservice.lookup.server import LookupServer
     from kvservice.observe.lookup_metrics import LookupCollector
     from kvservice.observe.metrics import ShardCollector, read_on, serve_collectors
-    from kvservice.shard.process import Asked, end_process, first_of
+    from kvservice.shard.process import EndSignals, end_process, first_of
     from kvservice.shard.server import ShardServer, ShardServerConfig
     from kvservice.units import NodeId
 
     console = Console(stderr=True)
-    asked = Asked()
+    asked = EndSignals()
     hide, forget = patience(config.heartbeat_seconds)
     root = Path(config.runtime_dir) if config.runtime_dir else None
     where = lookup_address(

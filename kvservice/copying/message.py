@@ -67,7 +67,7 @@ class Direction(IntEnum):
     STORE = 1  # engine → slot
 
 
-class Outcome(IntEnum):
+class CopyOutcome(IntEnum):
     COPIED = 0
     STALE = 1  # a slot was not what the row says: nothing more was copied for this job
     FAILED = 2  # the copy itself failed
@@ -101,7 +101,7 @@ class Job:
 @dataclass(frozen=True, slots=True)
 class Ended:
     job_id: int
-    outcome: Outcome
+    outcome: CopyOutcome
     byte_count: int
     borrowed: int = 0  # blocks copied from another engine's memory
 
@@ -181,7 +181,7 @@ def parse_done(data: bytes) -> Iterator[Ended]:
         _, _, _, count = _DONE.unpack_from(data)
         for index in range(count):
             job_id, outcome, _, _, borrowed, size = _ENDED.unpack_from(data, _DONE.size + index * _ENDED.size)
-            yield Ended(job_id, Outcome(outcome), size, borrowed)
+            yield Ended(job_id, CopyOutcome(outcome), size, borrowed)
     except (struct.error, ValueError) as error:
         raise InvalidRequest(f"a DONE message is malformed: {error}") from error
 

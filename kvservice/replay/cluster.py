@@ -40,7 +40,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayOutcome:
     """Of the requests that were counted. Blocks, but for the times, which are modelled."""
 
     asked: int
@@ -93,7 +93,7 @@ class Cluster:
         self._turn = 0
         self._ends: list[tuple[float, int, int]] = []  # (when, request, engine)
 
-    def play(self, trace: Trace, count_from: int = 0, show: Callable[[int], None] | None = None) -> Outcome:
+    def play(self, trace: Trace, count_from: int = 0, show: Callable[[int], None] | None = None) -> ReplayOutcome:
         """All requests in order; those before `count_from` only warm the nodes up. `show` is told how many are done."""
         found: Counter[str] = Counter()
         waited = 0.0
@@ -112,7 +112,7 @@ class Cluster:
             for engine in self.engines
             for name in ("evicted_copies", "evicted_originals")
         )
-        return Outcome(
+        return ReplayOutcome(
             found["asked"], found["local"], found["remote"], evicted, max(served) * len(served) / sum(served),
             waited / (len(trace.requests) - count_from),
         )  # fmt: skip

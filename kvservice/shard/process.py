@@ -35,7 +35,7 @@ async def serve(
     """Returns after a clean stop, which leaves no file, or only the segment with `keep_segment`. Raises what
     ShardServer.start raises."""
     server = ShardServer(config)
-    asked = Asked()
+    asked = EndSignals()
 
     end_metrics: Callable[[], None] = lambda: None  # noqa: E731
     holder = await server.start()
@@ -56,7 +56,7 @@ async def serve(
             signal.signal(number, signal.SIG_IGN)
 
 
-class Asked:
+class EndSignals:
     """What SIGTERM and Ctrl-C have asked for so far: the first to end, another one to hurry. Made on the loop that
     waits for it, in the main thread."""
 
@@ -74,7 +74,7 @@ class Asked:
             self._loop.call_soon_threadsafe(event.set)
 
 
-async def end_process(server: ShardServer, asked: Asked, *, keep_segment: bool = False) -> None:
+async def end_process(server: ShardServer, asked: EndSignals, *, keep_segment: bool = False) -> None:
     """Stop the server in order. Ends the process with status 1, without its files, when a part of it does not end, or
     not soon enough after a signal to hurry."""
     stopping = asyncio.ensure_future(server.stop(leaving=True, keep_segment=keep_segment))
@@ -102,7 +102,7 @@ async def first_of(*works: Coroutine[Any, Any, object]) -> None:
         await end_tasks(tasks)
 
 
-async def wait_for_readers(server: ShardServer, asked: Asked, grace_seconds: float) -> None:
+async def wait_for_readers(server: ShardServer, asked: EndSignals, grace_seconds: float) -> None:
     """The blocks stay for the next start: take no new work and wait until no lease is out, a signal comes again, or
     the time is over."""
     loop = asyncio.get_running_loop()

@@ -42,12 +42,12 @@ class _Address(ctypes.Structure):
     _fields_ = (("family", ctypes.c_ushort), ("port_and_more", ctypes.c_ubyte * 26))
 
 
-class _Entry(ctypes.Structure):
+class _InterfaceAddress(ctypes.Structure):
     """struct ifaddrs, up to what is needed."""
 
 
-_Entry._fields_ = [
-    ("next", ctypes.POINTER(_Entry)), ("name", ctypes.c_char_p), ("flags", ctypes.c_uint),
+_InterfaceAddress._fields_ = [
+    ("next", ctypes.POINTER(_InterfaceAddress)), ("name", ctypes.c_char_p), ("flags", ctypes.c_uint),
     ("address", ctypes.POINTER(_Address)),
 ]  # fmt: skip
 _ADDRESS_AT = {socket.AF_INET: (2, 4), socket.AF_INET6: (6, 16)}  # start and length in what follows the family
@@ -56,7 +56,7 @@ _ADDRESS_AT = {socket.AF_INET: (2, 4), socket.AF_INET6: (6, 16)}  # start and le
 def _addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
     """(device, address) of every address of every device. Raises OSError."""
     library = ctypes.CDLL(None, use_errno=True)
-    first = ctypes.POINTER(_Entry)()
+    first = ctypes.POINTER(_InterfaceAddress)()
     if library.getifaddrs(ctypes.byref(first)):
         raise OSError(ctypes.get_errno(), "getifaddrs")
     found = []

@@ -110,7 +110,7 @@ def make_agent(api: ModuleType, name: str) -> Any:
 
 
 @dataclass(slots=True)
-class _Peer:
+class _NixlPeer:
     name: str
     base: int
     length: int
@@ -132,8 +132,8 @@ class NixlTransport:
         backend start). Raises TransferError."""
         self._segment = segment
         api, self._errors = load_nixl()
-        self._peers: dict[PeerHandle, _Peer] = {}
-        self._leaving: dict[PeerHandle, _Peer] = {}  # disconnected, forgotten when their last transfer has ended
+        self._peers: dict[PeerHandle, _NixlPeer] = {}
+        self._leaving: dict[PeerHandle, _NixlPeer] = {}  # disconnected, forgotten when their last transfer has ended
         self._open: dict[TransferId, _Transfer] = {}
         self._finished: list[Completion] = []
         self._next_id = 1
@@ -179,7 +179,7 @@ class NixlTransport:
             raise TransferError(f"NIXL cannot reach the peer: {type(error).__name__}: {error}") from error
         handle = PeerHandle(self._next_id)
         self._next_id += 1
-        self._peers[handle] = _Peer(text, base, length, description)
+        self._peers[handle] = _NixlPeer(text, base, length, description)
         return handle
 
     def post_read(self, peer: PeerHandle, copies: Sequence[Copy]) -> TransferId:

@@ -69,7 +69,7 @@ class PullJob:
 
 
 @dataclass(frozen=True, slots=True)
-class _Peer:
+class _ConnectedPeer:
     epoch: BootEpoch
     description: bytes
     handle: PeerHandle
@@ -111,7 +111,7 @@ class Puller:
         self._thread = threading.Thread(target=self._run, name="kvservice-puller", daemon=True)
         self._digesting = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="kvservice-verify")
         self._active: list[_Active] = []
-        self._peers: dict[NodeId, _Peer] = {}
+        self._peers: dict[NodeId, _ConnectedPeer] = {}
         self._scratch_free = [True] * SCRATCH_HEADERS
         self._name = ""
         self._description = b""
@@ -241,7 +241,7 @@ class Puller:
         if known is not None or len(self._peers) >= PEERS_MAX:
             self._drop_peer(transport, job.peer if known is not None else next(iter(self._peers)))
         handle = transport.connect(job.description)
-        self._peers[job.peer] = _Peer(job.peer_epoch, job.description, handle)
+        self._peers[job.peer] = _ConnectedPeer(job.peer_epoch, job.description, handle)
         self._count("connects")
         return handle
 

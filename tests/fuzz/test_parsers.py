@@ -19,7 +19,7 @@ import pytest
 from kvservice.config import ServiceConfig, load_config
 from kvservice.connector.scheduler.handoff import Prefill, decode_params, parse_transfer_params
 from kvservice.copying import message
-from kvservice.copying.message import CopyRow, Direction, Ended, Job, Kind, Outcome, PackedJob, PoolSource
+from kvservice.copying.message import CopyOutcome, CopyRow, Direction, Ended, Job, Kind, PackedJob, PoolSource
 from kvservice.core.messages import Handoff
 from kvservice.core.segment.copy_runs import CopyTemplate, RegionLayout
 from kvservice.core.segment.geometry import Geometry, slot_index
@@ -40,7 +40,7 @@ REGION = RegionLayout(1 << 20, 4, (0, 8192), 1, 2, 16, 256, 65_536, 8192, 4096, 
 POOL = PoolSource(1, "/dev/shm/kvservice-x", GEOMETRY, BootEpoch(3), SLOT, bytes(range(16)))
 ROWS = message.pack_rows(CopyRow(i, SlotIndex(i), Generation(1), BlockKey(bytes(16))) for i in range(20))
 COPIES = message.pack_copies([PackedJob(1, Direction.LOAD, ROWS), PackedJob(2, Direction.STORE, ROWS)])
-DONE = message.pack_done([Ended(1, Outcome.COPIED, 10), Ended(2, Outcome.STALE, 0)])
+DONE = message.pack_done([Ended(1, CopyOutcome.COPIED, 10), Ended(2, CopyOutcome.STALE, 0)])
 HOSTILE_JSON = (
     "[" * 100_000,
     '{"a":' * 20_000,

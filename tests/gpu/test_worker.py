@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvservice.copying.engine.link import Copies, WorkerLink
-from kvservice.copying.message import CopyRow, Direction, Outcome, PoolSource
+from kvservice.copying.message import CopyOutcome, CopyRow, Direction, PoolSource
 from kvservice.core.segment.geometry import slot_index
 from kvservice.discovery import node_directory
 from kvservice.memory.segment import Segment
@@ -110,7 +110,7 @@ def test_stale_slot_is_not_written() -> None:
         write_header(made, slot_index(0, 0), 3)
         ticket = copy(link, mark, Direction.STORE, CopyRow(0, slot_index(0, 0), Generation(1), KEY))
         ticket.synchronize()
-        assert ticket.outcome is Outcome.STALE
+        assert ticket.outcome is CopyOutcome.STALE
         assert bytes(made.payload(slot_index(0, 0), SLOT.payload_bytes)) == bytes(SLOT.payload_bytes)
 
 

@@ -23,7 +23,7 @@ from kvservice.connector.worker.worker_loans import WorkerLoans
 from kvservice.copying.copies import HostCopies
 from kvservice.copying.device import HOST, HostDevice, HostKV, KVMemory
 from kvservice.copying.engine.link import Copies, KVOffer, Lent, WorkerLink
-from kvservice.copying.message import ROWS_MAX, CopyRow, Direction, Outcome
+from kvservice.copying.message import ROWS_MAX, CopyOutcome, CopyRow, Direction
 from kvservice.copying.worker.server import MoverConfig, MoverServer
 from kvservice.core.segment.copy_runs import Descriptors
 from kvservice.core.segment.geometry import slot_index
@@ -418,7 +418,7 @@ def test_blocks_are_lent_to_the_engines_of_other_devices_as_well(
             link.flush()
             assert refused is not None
             refused.synchronize()
-            assert refused.outcome is Outcome.REFUSED, "that worker copies for the engine, without its slots' lock"
+            assert refused.outcome is CopyOutcome.REFUSED, "that worker copies for the engine, without its slots' lock"
             one.follow(lends=(2,))
             eventually(lambda: borrowed_by(reader) == 3, "the blocks to be lent again")
             neighbours.close()

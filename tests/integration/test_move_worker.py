@@ -31,11 +31,11 @@ from kvservice.copying.memory import SharedMemory
 from kvservice.copying.message import (
     MESSAGE_BYTES_MAX,
     VERSION,
+    CopyOutcome,
     CopyRow,
     Direction,
     Kind,
     MemoryKind,
-    Outcome,
     PackedJob,
     PoolSource,
     pack_copies,
@@ -246,7 +246,7 @@ def test_slot_that_is_no_longer_reserved_is_not_written(bench: Bench, worker: Wo
         bench.segment.write_control("n")  # the shard was restarted and adopted its segment
     ticket = bench.copy(Direction.STORE, row(0, good, 1), row(1, bad, 2 if change == "stable" else 1))
     ticket.synchronize()
-    assert ticket.outcome is Outcome.STALE
+    assert ticket.outcome is CopyOutcome.STALE
     assert bench.payload(bad) == bytes(SLOT.payload_bytes)
     assert bench.count("mover_stale") == 1
 
@@ -262,7 +262,7 @@ def test_slot_that_is_not_what_was_promised_is_not_loaded(bench: Bench, worker: 
     before = bench.bytes.copy()
     ticket = bench.copy(Direction.LOAD, row(4, slot, 3 if change == "being written" else 2))
     ticket.synchronize()
-    assert ticket.outcome is Outcome.STALE
+    assert ticket.outcome is CopyOutcome.STALE
     assert np.array_equal(bench.bytes, before)
 
 
@@ -272,7 +272,7 @@ def test_rows_outside_the_memory_are_refused(bench: Bench, worker: Worker, block
     bench.header(slot_index(0, 0), 1)
     ticket = bench.copy(Direction.STORE, row(block, slot, 1))
     ticket.synchronize()
-    assert ticket.outcome is Outcome.REFUSED
+    assert ticket.outcome is CopyOutcome.REFUSED
     assert bench.link.is_ready, "one bad row ends one copy, not the connection"
 
 

@@ -16,7 +16,7 @@ import pytest
 from kvservice.copying.__main__ import STATUS_WEDGED
 from kvservice.copying.cuda.driver import Driver
 from kvservice.copying.engine.link import Copies, WorkerLink
-from kvservice.copying.message import CopyRow, Direction, Outcome
+from kvservice.copying.message import CopyOutcome, CopyRow, Direction
 from kvservice.core.segment.geometry import slot_index
 from kvservice.memory.segment import Segment
 from kvservice.units import Generation
@@ -202,7 +202,7 @@ def test_planted_mistake_is_noticed(driver: Driver, mistake: str, check: Callabl
 
 def test_stale_slot_is_not_written(driver: Driver) -> None:
     with bench(driver) as it:
-        assert it.store(0, 0, generation=3).outcome is Outcome.STALE
+        assert it.store(0, 0, generation=3).outcome is CopyOutcome.STALE
         assert same(it.slot(0), bytes(SLOT.payload_bytes))
 
 

@@ -29,11 +29,11 @@ from kvservice.copying.message import (
     NO_EVENT,
     ROWS_MAX,
     VERSION,
+    CopyOutcome,
     CopyRow,
     Direction,
     Ended,
     Kind,
-    Outcome,
     PackedJob,
     PoolSource,
     kind_of,
@@ -77,7 +77,7 @@ class Copies:
 
     def __init__(self, parts: int, condition: threading.Condition) -> None:
         self.parts = parts  # still under way
-        self.outcome = Outcome.COPIED
+        self.outcome = CopyOutcome.COPIED
         self.borrowed = 0  # blocks that came from another engine
         self.submitted = time.monotonic()
         self._condition = condition
@@ -91,7 +91,7 @@ class Copies:
             self._condition.wait_for(self.query)
 
     def succeeded(self) -> bool:
-        return self.outcome is Outcome.COPIED
+        return self.outcome is CopyOutcome.COPIED
 
 
 class Lent:
@@ -449,7 +449,7 @@ class WorkerLink:
             raise InvalidRequest(f"no copy has the id {one.job_id}")
         self._rows[job.queue] -= job.rows
         self._progress[job.queue] = now
-        if one.outcome is not Outcome.COPIED:
+        if one.outcome is not CopyOutcome.COPIED:
             job.ticket.outcome = one.outcome
             self._counters[f"mover_{one.outcome.name.lower()}"] += 1
         job.ticket.borrowed += one.borrowed
@@ -488,7 +488,7 @@ class WorkerLink:
         with self._lock:
             self._counters["mover_lost_copies"] += sum(job.rows > 0 for job in self._jobs.values())
             for job in self._jobs.values():
-                job.ticket.outcome = Outcome.FAILED
+                job.ticket.outcome = CopyOutcome.FAILED
                 job.ticket.parts = 0
             self._jobs.clear()
             for lent in list(self._lent.values()):

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.copying.copies import CopyEngine
-from kvservice.copying.message import Direction, Ended, Job, Outcome
+from kvservice.copying.message import CopyOutcome, Direction, Ended, Job
 from kvservice.copying.worker.loans import DirectPath
 from kvservice.core.segment.copy_runs import CopyTemplate
 from kvservice.core.segment.geometry import SLOTS_PER_SLAB_MAX
@@ -134,7 +134,7 @@ class Lane:
 
     def _perform(self, target: Target | None, job: Job, ready: Ready) -> Ended:
         tally = Tally()
-        outcome = Outcome.REFUSED
+        outcome = CopyOutcome.REFUSED
         try:
             if target is not None:
                 ready(lambda: not self._stopping)  # as long as the engine computes, which is not a copy that hangs
@@ -146,42 +146,42 @@ class Lane:
             log.error("refused a copy: %s", error.message)
         except KVServiceError as error:
             log.error("copy failed: %s", error.message)
-            outcome = Outcome.FAILED
+            outcome = CopyOutcome.FAILED
         except Exception:  # the engine waits for an outcome whatever happened here
             log.exception("copy failed")
-            outcome = Outcome.FAILED
+            outcome = CopyOutcome.FAILED
         self._count(job, outcome, tally)
         return Ended(job.job_id, outcome, tally.byte_count, tally.borrowed)
 
-    def _copy(self, target: Target, job: Job, tally: Tally) -> Outcome:
+    def _copy(self, target: Target, job: Job, tally: Tally) -> CopyOutcome:
         for start in range(0, job.rows.size, BATCH_ROWS):
             rows = job.rows[start : start + BATCH_ROWS]
             if self._stopping:
-                return Outcome.FAILED
+                return CopyOutcome.FAILED
             slots = [SlotIndex(slot) for slot in rows["slot"].tolist()]
             _check_range(target, slots)
             if not _all_as_promised(target, job.direction, rows, slots):
-                return Outcome.STALE
+                return CopyOutcome.STALE
             failpoint("mover.copy")
             if job.direction is Direction.LOAD:
                 _load(target, rows, slots, tally, may_borrow=job.may_borrow)
                 # Also of blocks that came from an engine: the slot is what was promised.
                 if not _all_as_promised(target, job.direction, rows, slots):
-                    return Outcome.STALE
+                    return CopyOutcome.STALE
             else:
                 runs = target.template.expand(rows["block"].astype(np.int64), _offsets(target, slots))
                 target.engine.store(runs)
                 tally.byte_count += runs.byte_count
             self._busy_since = time.monotonic()  # a long job is not a stuck one
-        return Outcome.COPIED
+        return CopyOutcome.COPIED
 
-    def _count(self, job: Job, outcome: Outcome, tally: Tally) -> None:
+    def _count(self, job: Job, outcome: CopyOutcome, tally: Tally) -> None:
         self.counts.jobs += 1
         self.counts.byte_count += tally.byte_count
-        self.counts.borrowed += tally.borrowed if outcome is Outcome.COPIED else 0
-        self.counts.blocks += job.rows.size if outcome is Outcome.COPIED else 0
-        self.counts.stale += outcome is Outcome.STALE
-        self.counts.failed += outcome in (Outcome.FAILED, Outcome.REFUSED)
+        self.counts.borrowed += tally.borrowed if outcome is CopyOutcome.COPIED else 0
+        self.counts.blocks += job.rows.size if outcome is CopyOutcome.COPIED else 0
+        self.counts.stale += outcome is CopyOutcome.STALE
+        self.counts.failed += outcome in (CopyOutcome.FAILED, CopyOutcome.REFUSED)
 
 
 def _load(

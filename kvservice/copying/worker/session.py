@@ -22,10 +22,10 @@ from kvservice.copying.message import (
     MESSAGE_BYTES_MAX,
     NO_EVENT,
     VERSION,
+    CopyOutcome,
     Direction,
     Ended,
     Kind,
-    Outcome,
     kind_of,
     number,
     pack_done,
@@ -216,10 +216,10 @@ class EngineSession:
                     raise InvalidRequest(f"block {max(blocks)} cannot be lent: the engine has no such block")
                 lent = list(zip((key.tobytes() for key in job.rows["key"]), blocks, strict=True))
                 self._loans.lend(self._direct.reader, job.job_id, lent, event, partial(self._taken, job.job_id))
-            self._ended(Ended(job.job_id, Outcome.COPIED, 0))
+            self._ended(Ended(job.job_id, CopyOutcome.COPIED, 0))
 
     def _recall(self, job_id: int, lend_id: int) -> None:
-        done = partial(self._ended, Ended(job_id, Outcome.COPIED, 0))
+        done = partial(self._ended, Ended(job_id, CopyOutcome.COPIED, 0))
         if self._direct is None:
             done()  # with the pool went all loans
         else:

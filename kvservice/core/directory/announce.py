@@ -36,7 +36,7 @@ class Update:
 
 
 @dataclass(slots=True)
-class _Stream:
+class _PartitionStream:
     """One partition. A full announcement goes from wants_full (nothing sent) to `snapshot` (being sent) to None."""
 
     next_sequence: int = 1
@@ -55,7 +55,7 @@ class Announcer:
     def __init__(self, partition_count: int, inventory: Inventory) -> None:
         assert partition_count >= 0
         self._inventory = inventory
-        self._streams = [_Stream() for _ in range(partition_count)]
+        self._streams = [_PartitionStream() for _ in range(partition_count)]
         self.fenced = False  # a newer boot of this node announces: stay silent for ever
         self.counters: Counter[str] = Counter()
 
@@ -143,7 +143,7 @@ class Announcer:
         if len(stream.pending) > PENDING_MAX:
             self._demand_full(stream)
 
-    def _demand_full(self, stream: _Stream) -> None:
+    def _demand_full(self, stream: _PartitionStream) -> None:
         """An update on its way stays there: its answer still has to come."""
         stream.wants_full = True
         stream.snapshot = None
@@ -151,7 +151,7 @@ class Announcer:
         if not stream.in_flight:
             stream.outstanding = None
 
-    def _build(self, partition: int, stream: _Stream) -> Update | None:
+    def _build(self, partition: int, stream: _PartitionStream) -> Update | None:
         begin = stream.wants_full
         if begin:
             count = len(self._streams)
@@ -178,7 +178,7 @@ class Announcer:
         )
 
     @staticmethod
-    def _take_sequence(stream: _Stream) -> int:
+    def _take_sequence(stream: _PartitionStream) -> int:
         sequence = stream.next_sequence
         stream.next_sequence += 1
         return sequence

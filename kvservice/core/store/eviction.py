@@ -72,7 +72,7 @@ _Rank = tuple[bool, int, int]
 
 
 @dataclass(slots=True)
-class _Entry:
+class _KnownBlock:
     parent: BlockKey | None  # None: first of a chain, or not known
     position: int
     is_copy: bool
@@ -100,7 +100,7 @@ class LeafFirst:
 
     def __init__(self, memory: ReuseMemory | None) -> None:
         self._memory = memory
-        self._entries: dict[BlockKey, _Entry] = {}
+        self._entries: dict[BlockKey, _KnownBlock] = {}
         self._heaps: dict[int, dict[str, list[_Heap]]] = {}  # by size, then by account, then by kind
         self._sizes: Counter[tuple[int, str]] = Counter()  # blocks that each list of heaps is for
         # Children of a block that is not resident, by its key and position: linked if it comes, but only at that
@@ -121,7 +121,7 @@ class LeafFirst:
         if above is None or above.tick != self._tick:  # the blocks of one prompt are as recent as each other
             self._tick += 1
         uses = 0 if self._memory is None else self._memory.on_insert(key, self._tick)
-        entry = _Entry(None, position, is_copy, size_class, account, self._tick, self.now, uses)
+        entry = _KnownBlock(None, position, is_copy, size_class, account, self._tick, self.now, uses)
         self._sizes[size_class, account] += 1
         entry.children = self._orphans.pop((key, position), 0)
         self._entries[key] = entry
@@ -204,10 +204,10 @@ class LeafFirst:
         entries = self._entries
         return sorted(entries, key=lambda key: (-entries[key].tick, entries[key].position))
 
-    def _is_evictable(self, entry: _Entry) -> bool:
+    def _is_evictable(self, entry: _KnownBlock) -> bool:
         return not entry.pinned and entry.children == 0
 
-    def _offer(self, key: BlockKey, entry: _Entry) -> None:
+    def _offer(self, key: BlockKey, entry: _KnownBlock) -> None:
         if not self._is_evictable(entry):
             return
         by_account = self._heaps.setdefault(entry.size_class, {})
@@ -221,7 +221,7 @@ class LeafFirst:
                 heaps[kind] = list(dict.fromkeys(one for one in heap if self._is_true(*one, kind)))
                 heapq.heapify(heaps[kind])
 
-    def _link(self, entry: _Entry, parent: BlockKey | None) -> None:
+    def _link(self, entry: _KnownBlock, parent: BlockKey | None) -> None:
         above = self._entries.get(parent) if parent is not None else None
         if parent is None or entry.position >= SIDE_POSITION:
             return
@@ -234,7 +234,7 @@ class LeafFirst:
             place = (parent, entry.position - 1)
             self._orphans[place] = self._orphans.get(place, 0) + 1
 
-    def _unlink(self, entry: _Entry) -> None:
+    def _unlink(self, entry: _KnownBlock) -> None:
         if entry.parent is None:
             return
         above = self._entries.get(entry.parent)
@@ -249,7 +249,7 @@ class LeafFirst:
         else:
             del self._orphans[place]
 
-    def _touch_ancestors(self, entry: _Entry) -> None:
+    def _touch_ancestors(self, entry: _KnownBlock) -> None:
         # A new leaf makes its whole prefix as recent as itself: an engine that had the prefix in its own cache never
         # asks us for it, yet it is what makes the leaf reachable. Stops at the first ancestor touched already.
         parent = entry.parent

@@ -44,7 +44,7 @@ CLOSED_SECONDS = 0.001  # until the other side of a broken stream notices
 
 
 @dataclass(slots=True, eq=False)
-class _Stream:
+class _AttachmentStream:
     """Of one attachment, both ends."""
 
     on_lost: Callable[[str], None]
@@ -59,12 +59,12 @@ class Line:
         self._node = engine.node
         self._world = engine.world
         self._caller = Caller(engine, engine.name)
-        self._streams: dict[AttachmentId, _Stream] = {}
+        self._streams: dict[AttachmentId, _AttachmentStream] = {}
 
     # -- PoolPort ----
 
     async def attach(self, spec: EngineSpec, on_lost: Callable[[str], None]) -> Attachment:
-        stream = _Stream(on_lost)
+        stream = _AttachmentStream(on_lost)
 
         async def serve(runtime: PoolRuntime) -> Attachment:
             return await self._serve_attach(runtime, spec, stream)
@@ -150,7 +150,7 @@ class Line:
 
     # -- the stream ----
 
-    async def _serve_attach(self, runtime: PoolRuntime, spec: EngineSpec, stream: _Stream) -> Attachment:
+    async def _serve_attach(self, runtime: PoolRuntime, spec: EngineSpec, stream: _AttachmentStream) -> Attachment:
         engine, node, life = self._engine, self._node, self._engine.life
         lost: asyncio.Event = asyncio.Event()
         given = await runtime.attach(spec, lambda reason: lost.set(), engine.tenant)
@@ -167,15 +167,15 @@ class Line:
         node.loop.start(tell())
         return attachment
 
-    def _hear(self, life: int, stream: _Stream, attachment: Attachment) -> None:
+    def _hear(self, life: int, stream: _AttachmentStream, attachment: Attachment) -> None:
         if self._engine.life == life and stream.attachment is attachment:
             stream.heard_at = self._engine.clock()
 
-    def _hear_end(self, life: int, stream: _Stream, attachment: Attachment) -> None:
+    def _hear_end(self, life: int, stream: _AttachmentStream, attachment: Attachment) -> None:
         if self._engine.life == life and stream.attachment is attachment:
             self._engine.receive(self._lose, stream, "the shard closed the stream")
 
-    async def _follow(self, stream: _Stream) -> None:
+    async def _follow(self, stream: _AttachmentStream) -> None:
         """Give up a stream on which nothing was heard for too long."""
         while not stream.is_over:
             silent = self._engine.clock() - stream.heard_at
@@ -190,12 +190,12 @@ class Line:
         for stream in list(self._streams.values()):
             self._lose(stream, "the connection broke")
 
-    def _lose(self, stream: _Stream, reason: str) -> None:
+    def _lose(self, stream: _AttachmentStream, reason: str) -> None:
         if not stream.is_over:
             self._close(stream)
             stream.on_lost(reason)
 
-    def _close(self, stream: _Stream) -> None:
+    def _close(self, stream: _AttachmentStream) -> None:
         stream.is_over = True
         if stream.attachment is not None:
             self._streams.pop(stream.attachment.attachment_id, None)

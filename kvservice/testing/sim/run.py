@@ -35,7 +35,7 @@ BITES = {"flip", "flip_header", "swap", "transplant"}  # need engines that verif
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     seed: int
     violation: str  # "" when nothing went wrong
     counters: Counter[str]
@@ -376,7 +376,7 @@ class Run:
             self._restart_engine(index)
 
 
-def run_schedule(schedule: Schedule, tell: bool = False) -> Outcome:
+def run_schedule(schedule: Schedule, tell: bool = False) -> RunOutcome:
     """Never raises for what the simulated system does; an AssertionError of it is a violation."""
     violation = ""
     logger = logging.getLogger("kvservice")
@@ -394,7 +394,7 @@ def run_schedule(schedule: Schedule, tell: bool = False) -> Outcome:
         logger.setLevel(level)
     if violation:
         run.world.note("world", violation)
-    return Outcome(schedule.seed, violation, run.world.counters, run.world.story, run.world.now)
+    return RunOutcome(schedule.seed, violation, run.world.counters, run.world.story, run.world.now)
 
 
 def minimise(schedule: Schedule, runs_max: int = 400) -> Schedule:
