@@ -45,8 +45,8 @@ class GpuWorker:
         record = server.record
         assert record is not None
         node = ray.get_runtime_context().get_node_id()
-        facts = {"node_id": record.node_id, "socket": record.socket, "device": record.device, "pid": os.getpid()}
-        return {**server.state(), **facts, "ray_node": node}
+        about = {"node_id": record.node_id, "socket": record.socket, "device": record.device, "pid": os.getpid()}
+        return {**server.state(), **about, "ray_node": node}
 
     def stop(self) -> int:
         """Blocks until the batches under way have ended. Returns the process id, which is about to end."""

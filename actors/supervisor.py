@@ -51,7 +51,7 @@ class _Part:
     handle: Any
     ray_node: str
     asked: Any = None  # the unanswered ready() call
-    facts: dict[str, Any] = field(default_factory=dict)  # its last answer; kept while it restarts
+    answer: dict[str, Any] = field(default_factory=dict)  # its last answer; kept while it restarts
     running: bool = False
     silent_rounds: int = 0  # without an answer, in a row
     dead: bool = False  # Ray gave it up: place it anew
@@ -59,7 +59,7 @@ class _Part:
     told: tuple[object, ...] = ()  # (epoch, lookup addresses) a shard was last told
 
     def row(self) -> dict[str, Any]:
-        return {**self.facts, "ray_node": self.ray_node, "running": self.running}
+        return {**self.answer, "ray_node": self.ray_node, "running": self.running}
 
 
 class Supervisor:
@@ -83,8 +83,8 @@ class Supervisor:
     def describe(self) -> dict[str, Any]:
         """What runs where, and what keeps the rest from running."""
         nodes = _alive_nodes()
-        lookups = [part.row() for _, part in sorted(dict(self._lookups).items()) if part.facts]
-        shards = [part.row() for part in list(self._shards.values()) if part.facts]
+        lookups = [part.row() for _, part in sorted(dict(self._lookups).items()) if part.answer]
+        shards = [part.row() for part in list(self._shards.values()) if part.answer]
         running = {row["ray_node"] for row in shards if row["running"]}
         going = set(self._left) | {node for node, part in dict(self._shards).items() if part.leaving is not None}
         return {
@@ -95,7 +95,7 @@ class Supervisor:
             "left": sorted(names.node_id(node) for node in set(self._left) & set(nodes)),
             "lookups": lookups,
             "shards": sorted(shards, key=lambda row: row["node_id"]),
-            "gpu_workers": [part.row() for _, part in sorted(dict(self._gpu_workers).items()) if part.facts],
+            "gpu_workers": [part.row() for _, part in sorted(dict(self._gpu_workers).items()) if part.answer],
             "problems": dict(self._problems),
         }
 
@@ -172,11 +172,11 @@ class Supervisor:
         self._ask(self._lookups.values())
         for part in self._lookups.values():
             # Found by its name, it may wait for ever for a node that went while no supervisor ran.
-            part.dead = part.dead or (not part.facts and part.silent_rounds >= SILENT_ROUNDS_MAX)
-            part.ray_node = part.facts.get("ray_node", part.ray_node)  # an earlier supervisor placed it elsewhere
+            part.dead = part.dead or (not part.answer and part.silent_rounds >= SILENT_ROUNDS_MAX)
+            part.ray_node = part.answer.get("ray_node", part.ray_node)  # an earlier supervisor placed it elsewhere
 
     def _keep_shards(self, nodes: dict[str, str]) -> None:
-        addresses = [part.facts["address"] for _, part in sorted(self._lookups.items()) if part.facts]
+        addresses = [part.answer["address"] for _, part in sorted(self._lookups.items()) if part.answer]
         if len(addresses) < self._config.lookup_shards:
             return
         alive = [names.node_id(ray_node) for ray_node in nodes]
@@ -189,30 +189,30 @@ class Supervisor:
         self._ask(self._shards.values())
         for part in self._shards.values():
             # A shard that Ray restarted starts with the addresses of its first start.
-            told = (part.facts.get("epoch"), *addresses)
-            if part.running and not part.facts.get("left") and part.told != told:
+            told = (part.answer.get("epoch"), *addresses)
+            if part.running and not part.answer.get("left") and part.told != told:
                 ray.get(part.handle.set_lookup_addresses.remote(addresses), timeout=CALL_SECONDS)
                 part.told = told
 
     def _drain_shards(self, draining: dict[str, float]) -> None:
         """Shards of nodes that Ray takes away leave; those that have left are not placed anew."""
         for ray_node, part in list(self._shards.items()):
-            if part.facts.get("left"):
+            if part.answer.get("left"):
                 self._left = (*self._left, ray_node)[-NODES_MAX:]
                 ray.kill(part.handle, no_restart=True)
                 self._problems.pop(part.what, None)
                 del self._shards[ray_node]
-            elif ray_node in draining and part.running and part.leaving != part.facts["epoch"]:
+            elif ray_node in draining and part.running and part.leaving != part.answer["epoch"]:
                 log.info("%s leaves: Ray takes its node away in %.0f s", part.what, draining[ray_node])
                 ray.get(part.handle.leave.remote(draining[ray_node]), timeout=CALL_SECONDS)
-                part.leaving = part.facts["epoch"]
+                part.leaving = part.answer["epoch"]
 
     def _keep_gpu_workers(self, nodes: dict[str, str]) -> None:
         if self._config.gpu_workers == "off":
             return
         gpus = _gpus_of_nodes()
         for ray_node, host in nodes.items():
-            if ray_node not in self._shards or not self._shards[ray_node].facts:
+            if ray_node not in self._shards or not self._shards[ray_node].answer:
                 continue  # beside its shard: the node's directory is the shard's
             for index, device in enumerate(gpu_worker_devices(self._config.gpu_workers, gpus.get(ray_node, 0))):
                 if (ray_node, index) not in self._gpu_workers:
@@ -227,7 +227,7 @@ class Supervisor:
             return
         self._ask(self._gpu_workers.values())
         for part in self._gpu_workers.values():
-            trouble = _end_of(part.facts) if part.running else ""
+            trouble = _end_of(part.answer) if part.running else ""
             if trouble:
                 # Neither a thread that hangs nor a dead context can be mended: Ray starts the next process.
                 log.error("%s: %s, it is replaced", part.what, trouble)
@@ -251,7 +251,7 @@ class Supervisor:
             part.silent_rounds = 0
             asked, part.asked = part.asked, None
             try:
-                part.facts = ray.get(asked, timeout=CALL_SECONDS)
+                part.answer = ray.get(asked, timeout=CALL_SECONDS)
                 part.running = True
                 self._problems.pop(part.what, None)
             except (ActorDiedError, ActorUnschedulableError) as error:

@@ -28,7 +28,7 @@ class Drained:
     node: str
     channel: Callable[[], grpc.Channel]  # a new one to its shard, at each call
     phase: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
+    progress: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     done: bool = False
 
@@ -51,7 +51,7 @@ def run(service: str, node: str | None, local: bool, timeout: float, handover: b
             if not all(one.done for one in chosen):
                 time.sleep(POLL_SECONDS)
     if as_json:
-        print(json.dumps([{"node": one.node, "error": one.error, **one.facts} for one in chosen], indent=2))
+        print(json.dumps([{"node": one.node, "error": one.error, **one.progress} for one in chosen], indent=2))
     for one in chosen:
         console.print(_result_line(one), highlight=False, soft_wrap=True)
     return not any(one.error for one in chosen)
@@ -93,7 +93,7 @@ def _ask(one: Drained, timeout: float, handover: bool) -> None:
         return
     progress = decode_progress(reply)
     one.phase = progress.phase.value
-    one.facts = {
+    one.progress = {
         "phase": one.phase,
         "seconds": round(progress.seconds, 3),
         "blocks_total": progress.blocks_total,
@@ -116,7 +116,7 @@ def _failed(one: Drained, error: grpc.RpcError) -> None:
         return  # busy: asked again until the time is up
     one.done = True
     if one.phase in ENDING:  # it ended between two questions, as it should
-        one.facts["phase"] = "gone"
+        one.progress["phase"] = "gone"
         return
     details = getattr(error, "details", lambda: None)() or "no answer"
     details = connect_hint(details) or details
@@ -141,27 +141,27 @@ def _undo(chosen: list[Drained]) -> bool:
 
 
 def _progress_line(one: Drained) -> str:
-    if not one.facts:
+    if not one.progress:
         return f"{one.node}: {one.error or 'asking'}"
-    done = one.facts["blocks_handed"] + one.facts["blocks_elsewhere"]
-    return f"{one.node}: {one.phase.replace('_', ' ')}, {done} of {one.facts['blocks_total']} blocks safe"
+    done = one.progress["blocks_handed"] + one.progress["blocks_elsewhere"]
+    return f"{one.node}: {one.phase.replace('_', ' ')}, {done} of {one.progress['blocks_total']} blocks safe"
 
 
 def _result_line(one: Drained) -> str:
     if one.error:
         return f"[red]node {one.node} did not leave:[/] {one.error}"
-    facts = one.facts
-    if not facts["blocks_total"]:
+    progress = one.progress
+    if not progress["blocks_total"]:
         return f"node {one.node} left; it held no blocks"
-    receivers = ", ".join(f"{node}: {count}" for node, count in facts["receivers"].items())
-    parts = [f"{facts['blocks_handed']} handed over ({format_bytes(facts['bytes_handed'])}" + (
+    receivers = ", ".join(f"{node}: {count}" for node, count in progress["receivers"].items())
+    parts = [f"{progress['blocks_handed']} handed over ({format_bytes(progress['bytes_handed'])}" + (
         f"; {receivers})" if receivers else ")"
     )]  # fmt: skip
-    parts.append(f"{facts['blocks_elsewhere']} on other nodes anyway")
-    parts.append(f"{facts['blocks_lost']} lost")
-    note = f" ({facts['note']})" if facts["note"] else ""
+    parts.append(f"{progress['blocks_elsewhere']} on other nodes anyway")
+    parts.append(f"{progress['blocks_lost']} lost")
+    note = f" ({progress['note']})" if progress["note"] else ""
     return (
-        f"node {one.node} left after {facts['seconds']:.1f} s. Of {facts['blocks_total']} blocks: "
+        f"node {one.node} left after {progress['seconds']:.1f} s. Of {progress['blocks_total']} blocks: "
         + ", ".join(parts)
         + note
     )

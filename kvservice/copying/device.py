@@ -56,7 +56,7 @@ class Device(Protocol):
         """Its `load` copies from one engine's memory (as `segment`) to the other's; it has no `store`."""
         ...
 
-    def facts(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """For status output: progress of pinning, copy engine."""
         ...
 
@@ -98,7 +98,7 @@ class HostDevice:
         assert isinstance(target, HostKV) and isinstance(source, HostKV)
         return HostCopies(target.shared, source.shared)
 
-    def facts(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         return {"device": self.name, "copies": "memmove"}
 
     @property

@@ -274,9 +274,7 @@ class PoolRuntime:
         now = self._clock()
         return self._state.explain(request_id, now, account), self._state.models(account), now
 
-    def block_history(
-        self, keys: tuple[BlockKey, ...], age_seconds: float = 0.0
-    ) -> tuple[tuple[HistoryEntry, ...], float]:
+    def block_history(self, keys: tuple[BlockKey, ...], age_seconds: float) -> tuple[tuple[HistoryEntry, ...], float]:
         """(what became of these blocks here, as far as it tells about a moment so long ago; the time of its clock).
         Takes milliseconds: for people."""
         now = self._clock()

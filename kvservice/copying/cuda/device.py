@@ -115,7 +115,7 @@ class CudaDevice:
         assert isinstance(target, CudaKV) and isinstance(source, CudaKV)
         return DirectCopies(self._driver, target.address, source.address, self._gather)
 
-    def facts(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         shares = [pinning.share for pinning in list(self._pinnings.values())]
         return {
             "device": self.name,

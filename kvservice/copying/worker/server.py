@@ -88,7 +88,7 @@ class MoverServer:
             "device_lost": self.device_lost.is_set(),
             "uptime_seconds": time.monotonic() - self._started,
             "counters": counters,
-            **self._device.facts(),
+            **self._device.state(),
         }
 
     def stop(self) -> None:
