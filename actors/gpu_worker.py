@@ -15,9 +15,9 @@ from typing import Any
 import ray
 
 from kvservice.copying.worker.devices import device_named
-from kvservice.copying.worker.server import MoverConfig, MoverServer
+from kvservice.copying.worker.server import CopyWorker, CopyWorkerConfig
 from kvservice.errors import KVServiceError
-from kvservice.observe.mover_metrics import serve_mover_metrics
+from kvservice.observe.copy_worker_metrics import serve_copy_worker_metrics
 
 log = logging.getLogger("kvservice.actors")
 
@@ -25,13 +25,13 @@ log = logging.getLogger("kvservice.actors")
 class GpuWorker:
     """Made into a Ray actor by actors.supervisor. No method waits for a copy, but `stop`."""
 
-    def __init__(self, config: MoverConfig, device: str, metrics_port: int) -> None:
+    def __init__(self, config: CopyWorkerConfig, device: str, metrics_port: int) -> None:
         """`device`: "cpu", or the index of a GPU on this node. `metrics_port` 0 = none."""
         self._config = config
         self._device = device
         self._metrics_port = metrics_port
         self._lock = threading.Lock()
-        self._server: MoverServer | None = None
+        self._server: CopyWorker | None = None
         self._end_metrics: Callable[[], None] = lambda: None
         try:
             self._ensure_started()
@@ -56,13 +56,13 @@ class GpuWorker:
                 self._server.stop()
         return os.getpid()
 
-    def _ensure_started(self) -> MoverServer:
+    def _ensure_started(self) -> CopyWorker:
         with self._lock:
             if self._server is None:
-                server = MoverServer(self._config, device_named(self._device))
+                server = CopyWorker(self._config, device_named(self._device))
                 server.start()
                 self._server = server
                 if self._metrics_port:
                     labels = (self._config.service, self._config.node_id, self._device)
-                    self._end_metrics = serve_mover_metrics(labels, server.state, self._metrics_port)
+                    self._end_metrics = serve_copy_worker_metrics(labels, server.state, self._metrics_port)
             return self._server

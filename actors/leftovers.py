@@ -11,7 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from kvservice.discovery import (
-    MOVER_PREFIX,
+    COPY_WORKER_PREFIX,
     OWN_NAMES,
     RECORD_NAME,
     SOCKET_NAME,
@@ -49,7 +49,7 @@ def remove_leftovers(service: str, alive: Collection[NodeId], runtime_root: Path
 
 def _remove_record(directory: Path) -> list[Path]:
     found = [
-        *directory.glob(f"{MOVER_PREFIX}*"),
+        *directory.glob(f"{COPY_WORKER_PREFIX}*"),
         directory / RECORD_NAME,
         *(directory / name for name in OWN_NAMES),
     ]

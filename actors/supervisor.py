@@ -1,5 +1,5 @@
 """Supervisor: follows the Ray cluster and keeps one CacheShard on every node, the lookup shards and the
-GPU workers that the settings ask for running.
+copy workers that the settings ask for running.
 
 Only placement and replacement: Ray restarts processes by itself, and requests never pass through here. When this
 actor or Ray's control plane is away, everything that runs goes on.
@@ -26,7 +26,7 @@ from kvservice.actors.gpu_worker import GpuWorker
 from kvservice.actors.lookup_node import LookupNode
 from kvservice.config import ServiceConfig
 from kvservice.copying.device import HOST
-from kvservice.copying.worker.server import MoverConfig
+from kvservice.copying.worker.server import CopyWorkerConfig
 from kvservice.core.recent import NODES_MAX
 from kvservice.discovery import lookup_address
 from kvservice.errors import KVServiceError
@@ -69,7 +69,7 @@ class Supervisor:
         self._config = config
         self._lookups: dict[int, _Part] = {}
         self._shards: dict[str, _Part] = {}  # by Ray node id
-        self._gpu_workers: dict[tuple[str, int], _Part] = {}  # by Ray node id and index on the node
+        self._copy_workers: dict[tuple[str, int], _Part] = {}  # by Ray node id and index on the node
         self._left: tuple[str, ...] = ()  # Ray nodes whose shards were drained, the latest: none until `readmit`
         self._problems: dict[str, str] = {}
         self._lock = threading.Lock()  # one round at a time, and none after stop
@@ -95,7 +95,7 @@ class Supervisor:
             "left": sorted(names.node_id(node) for node in set(self._left) & set(nodes)),
             "lookups": lookups,
             "shards": sorted(shards, key=lambda row: row["node_id"]),
-            "gpu_workers": [part.row() for _, part in sorted(dict(self._gpu_workers).items()) if part.answer],
+            "copy_workers": [part.row() for _, part in sorted(dict(self._copy_workers).items()) if part.answer],
             "problems": dict(self._problems),
         }
 
@@ -128,7 +128,7 @@ class Supervisor:
                 self._keep_lookups(staying or nodes)
                 self._keep_shards(staying)
                 self._drain_shards(draining)
-                self._keep_gpu_workers(nodes)
+                self._keep_copy_workers(nodes)
             self._problems.pop("ray", None)
         except (RayError, GetTimeoutError, KVServiceError, ValueError, OSError) as error:
             # Ray's control plane is away or a node went meanwhile: everything that runs goes on, and the next round
@@ -139,7 +139,7 @@ class Supervisor:
         """Forget parts that cannot come back by themselves, freeing their names."""
         self._lookups = {key: part for key, part in self._lookups.items() if self._stays(part, nodes)}
         self._shards = {key: part for key, part in self._shards.items() if self._stays(part, nodes)}
-        self._gpu_workers = {key: part for key, part in self._gpu_workers.items() if self._stays(part, nodes)}
+        self._copy_workers = {key: part for key, part in self._copy_workers.items() if self._stays(part, nodes)}
 
     def _stays(self, part: _Part, nodes: dict[str, str]) -> bool:
         if not part.dead and part.ray_node in nodes:
@@ -207,26 +207,26 @@ class Supervisor:
                 ray.get(part.handle.leave.remote(draining[ray_node]), timeout=CALL_SECONDS)
                 part.leaving = part.answer["epoch"]
 
-    def _keep_gpu_workers(self, nodes: dict[str, str]) -> None:
-        if self._config.gpu_workers == "off":
+    def _keep_copy_workers(self, nodes: dict[str, str]) -> None:
+        if self._config.copy_workers == "off":
             return
         gpus = _gpus_of_nodes()
         for ray_node, host in nodes.items():
             if ray_node not in self._shards or not self._shards[ray_node].answer:
                 continue  # beside its shard: the node's directory is the shard's
-            for index, device in enumerate(gpu_worker_devices(self._config.gpu_workers, gpus.get(ray_node, 0))):
-                if (ray_node, index) not in self._gpu_workers:
+            for index, device in enumerate(copy_worker_devices(self._config.copy_workers, gpus.get(ray_node, 0))):
+                if (ray_node, index) not in self._copy_workers:
                     node = names.node_id(ray_node)
                     root = Path(self._config.runtime_dir) if self._config.runtime_dir else None
                     port = self._config.metrics_port + 1 + index if self._config.metrics_port else 0
-                    arguments = (MoverConfig(self._config.service, node, root), device, port)
+                    arguments = (CopyWorkerConfig(self._config.service, node, root), device, port)
                     handle = self._place(GpuWorker, ray_node, names.gpu_worker(node, index), arguments)
-                    part = _Part(f"GPU worker {index} of {node} on {host}", handle, ray_node)
-                    self._gpu_workers[ray_node, index] = part
-        if not self._gpu_workers:
+                    part = _Part(f"copy worker {index} of {node} on {host}", handle, ray_node)
+                    self._copy_workers[ray_node, index] = part
+        if not self._copy_workers:
             return
-        self._ask(self._gpu_workers.values())
-        for part in self._gpu_workers.values():
+        self._ask(self._copy_workers.values())
+        for part in self._copy_workers.values():
             trouble = _end_of(part.answer) if part.running else ""
             if trouble:
                 # Neither a thread that hangs nor a dead context can be mended: Ray starts the next process.
@@ -303,7 +303,7 @@ class Supervisor:
 
 
 def _end_of(worker: Mapping[str, Any]) -> str:
-    """Why a GPU worker that says this of itself must be replaced; empty when it need not be."""
+    """Why a copy worker that says this of itself must be replaced; empty when it need not be."""
     if worker["device_lost"]:
         return "its process cannot use the GPU any more"
     return "a copy hung" if worker["wedged"] else ""
@@ -327,9 +327,9 @@ def _gpus_of_nodes() -> dict[str, int]:
     return {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]}
 
 
-def gpu_worker_devices(setting: str, gpus: int) -> list[str]:
-    """The devices of a node's workers by the setting `gpu_workers`: GPU indices, or the CPU where there is no GPU and a
-    number asks for workers."""
+def copy_worker_devices(setting: str, gpus: int) -> list[str]:
+    """The devices of a node's workers by the setting `copy_workers`: GPU indices, or the CPU where there is no GPU and
+    a number asks for workers."""
     if setting == "off":
         return []
     count = gpus if setting == "auto" else min(int(setting), max(gpus, 1))

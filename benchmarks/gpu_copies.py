@@ -177,8 +177,8 @@ def host_speeds(
 
     layers, heads, tokens, cell = sizes
     tensor = torch.frombuffer(kv.buffer, dtype=torch.bfloat16).view(layers, -1, heads, tokens, cell // 2)
-    copier = BlockCopier(list(tensor.unbind(0)), range(heads))
-    copier.bind(segment.buffer, case.slot)
+    block_copier = BlockCopier(list(tensor.unbind(0)), range(heads))
+    block_copier.bind(segment.buffer, case.slot)
     offsets = [case.geometry.payload_offset(slot, case.slot.payload_bytes) for slot in case.slots]
     plain, target = np.ones(case.byte_count, np.uint8), np.ones(case.byte_count, np.uint8)
     rows, handed = case.rows(2 if direction is Direction.LOAD else 1), []
@@ -186,9 +186,9 @@ def host_speeds(
     def in_process() -> None:
         for block, offset in zip(case.blocks, offsets, strict=True):
             if direction is Direction.LOAD:
-                copier.load(offset, block)
+                block_copier.load(offset, block)
             else:
-                copier.store(block, offset)
+                block_copier.store(block, offset)
 
     ways: dict[str, Callable[[], object]] = {
         "memmove": lambda: ctypes.memmove(target.ctypes.data, plain.ctypes.data, case.byte_count),
@@ -196,7 +196,7 @@ def host_speeds(
         "worker": lambda: handed.append(through(link, direction, rows)),
     }
     speeds = gigabytes_per_second(case, ways)
-    copier.unbind()
+    block_copier.unbind()
     return {
         "direction": direction.name.lower(),
         "bytes": case.byte_count,
@@ -350,7 +350,7 @@ def main() -> int:
         return 0
     figures = host_figures() if given.host else gpu_figures()
     show(figures)
-    path = write_report("mover_host" if given.host else "gpu_copies", {"copies": figures}, given.out)
+    path = write_report("host_copies" if given.host else "gpu_copies", {"copies": figures}, given.out)
     print(f"written to {path}")
     return 0
 

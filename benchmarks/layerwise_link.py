@@ -13,11 +13,11 @@ from pathlib import Path
 
 from kvservice.connector.plan import CopyEntry
 from kvservice.connector.vllm import KVServiceConnector as Plain
-from kvservice.connector.worker.copier import InlineMover, Ticket
+from kvservice.connector.worker.copier import InlineCopier, Ticket
 from kvservice.connector.worker.layerwise import BlockRun, HostLayers
 from kvservice.copying.message import Direction
 
-_copy_layer, _run = HostLayers.copy, InlineMover.run
+_copy_layer, _run = HostLayers.copy, InlineCopier.run
 _speed = [0.0]  # bytes a second; 0: not limited
 
 
@@ -33,7 +33,7 @@ def _paced_layer(self: HostLayers, direction: Direction, layer: int, runs: Seque
         _pace(sum(run.count for run in runs) * self._layout.layer_bytes, started)
 
 
-def _paced_blocks(self: InlineMover, direction: Direction, entries: Sequence[CopyEntry], **how: bool) -> Ticket:
+def _paced_blocks(self: InlineCopier, direction: Direction, entries: Sequence[CopyEntry], **how: bool) -> Ticket:
     started = time.perf_counter()
     ticket = _run(self, direction, entries, **how)
     if direction is Direction.LOAD and self._pool is not None:
@@ -42,7 +42,7 @@ def _paced_blocks(self: InlineMover, direction: Direction, entries: Sequence[Cop
 
 
 HostLayers.copy = _paced_layer  # type: ignore[method-assign]
-InlineMover.run = _paced_blocks  # type: ignore[method-assign]
+InlineCopier.run = _paced_blocks  # type: ignore[method-assign]
 
 
 class KVServiceConnector(Plain):

@@ -66,8 +66,8 @@ class ServiceConfig:
     # HTTP port on every node where Prometheus finds /metrics; 0 = none.
     metrics_port: int = 0
     # Workers that copy between GPUs and the pool, one a GPU: auto = for every GPU, off, or how many a node at most. A
-    # number also gives nodes without a GPU one for their CPU engines. Engines use them with "mover": "worker".
-    gpu_workers: str = "off"
+    # number also gives nodes without a GPU one for their CPU engines. Engines use them with "copier": "worker".
+    copy_workers: str = "off"
     # Directory with tls.crt, tls.key and ca.crt, the same path on every node: with it everything between nodes that is
     # gRPC is encrypted, and both sides show a certificate. Read again when the files change. Empty = one machine only,
     # over Unix sockets.
@@ -110,10 +110,10 @@ class ServiceConfig:
                 )
         if self.transport not in ("auto", "nixl", "shm"):
             raise ConfigError(f"transport is {self.transport!r}; choose auto, nixl or shm")
-        if self.gpu_workers not in ("auto", "off") and not (
-            self.gpu_workers.isdecimal() and int(self.gpu_workers) < 65
+        if self.copy_workers not in ("auto", "off") and not (
+            self.copy_workers.isdecimal() and int(self.copy_workers) < 65
         ):
-            raise ConfigError(f"gpu_workers is {self.gpu_workers!r}; choose auto, off, or a number up to 64")
+            raise ConfigError(f"copy_workers is {self.copy_workers!r}; choose auto, off, or a number up to 64")
         if not 2.0 <= self.lease_seconds <= 600 or not 0.1 <= self.heartbeat_seconds <= 60:
             # A pull stops one second before its lease ends: shorter leases would leave it no time.
             raise ConfigError("lease_seconds must be 2 to 600, heartbeat_seconds 0.1 to 60")

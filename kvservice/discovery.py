@@ -7,7 +7,7 @@
     <runtime root>/<service>/lookup-<i>.sock         likewise, of lookup shard i
     <runtime root>/<service>/<node id>/secret        32 bytes by which others know the node, for its shards only
     <runtime root>/<service>/<node id>/epoch         the boot epoch of its last shard, in digits
-    <runtime root>/<service>/<node id>/mover-<device>.json, mover-<device>.sock    a move worker of that node, if any
+    <runtime root>/<service>/<node id>/copy-<device>.json, copy-<device>.sock    a copy worker of that node, if any
 
 All of it belongs to one user, and nobody else may look inside. A record whose socket nobody listens on is stale and is
 not returned.
@@ -41,7 +41,7 @@ MIRROR_NAME = "mirror"  # symbolic link to the mirror of the directory, in share
 SECRET_NAME = "secret"
 EPOCH_NAME = "epoch"
 OWN_NAMES = (SOCKET_NAME, PEER_SOCKET_NAME, SECRET_NAME, EPOCH_NAME, MIRROR_NAME)  # of a shard, beside its record
-MOVER_PREFIX = "mover-"
+COPY_WORKER_PREFIX = "copy-"
 SECRET_BYTES = 32
 EPOCH_MAX = (1 << 43) - 1  # with the number of an attachment behind it, it must go into 64 bits on the wire
 RECORD_BYTES_MAX = 256 << 10
@@ -60,7 +60,7 @@ class ShardRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class MoverRecord:
+class CopyWorkerRecord:
     service: str
     node_id: NodeId
     device: str  # "cpu", or the UUID of a GPU
@@ -110,7 +110,7 @@ def lookup_address(
 ) -> str:
     """Where a lookup shard that was given this host and port listens and is called: see `local_or_tcp`."""
     path = lookup_socket(service, partition, runtime_root)
-    from kvservice.auth.tls import local_or_tcp  # gRPC, which a move worker finds its node without
+    from kvservice.auth.tls import local_or_tcp  # gRPC, which a copy worker finds its node without
 
     return local_or_tcp(host, port, path, tls=tls, allow_plaintext=allow_plaintext)
 
@@ -245,19 +245,19 @@ def choose_shard(
     return shards[0] if shards else None
 
 
-def mover_socket(directory: Path, device: str) -> Path:
-    """Where the move worker of this device listens, in its node's directory. Short: socket paths are limited."""
-    return directory / f"{MOVER_PREFIX}{device.removeprefix('GPU-')[:8]}.sock"
+def copy_worker_socket(directory: Path, device: str) -> Path:
+    """Where the copy worker of this device listens, in its node's directory. Short: socket paths are limited."""
+    return directory / f"{COPY_WORKER_PREFIX}{device.removeprefix('GPU-')[:8]}.sock"
 
 
-def write_mover(record: MoverRecord, directory: Path) -> Path:
-    """Register a move worker atomically. Returns the path, which the worker removes when it stops."""
-    target = mover_socket(directory, record.device).with_suffix(".json")
+def write_copy_worker(record: CopyWorkerRecord, directory: Path) -> Path:
+    """Register a copy worker atomically. Returns the path, which the worker removes when it stops."""
+    target = copy_worker_socket(directory, record.device).with_suffix(".json")
     write_private(target, json.dumps(asdict(record)).encode())
     return target
 
 
-def read_mover(path: Path) -> MoverRecord | None:
+def read_copy_worker(path: Path) -> CopyWorkerRecord | None:
     """The record in this file; None when there is none that can be read, or another user's."""
     try:
         fields = _read_fields(path)
@@ -270,13 +270,13 @@ def read_mover(path: Path) -> MoverRecord | None:
     ):
         return None
     try:
-        return MoverRecord(**fields)  # type: ignore[arg-type]
+        return CopyWorkerRecord(**fields)  # type: ignore[arg-type]
     except TypeError:
         return None
 
 
-def find_movers(directory: Path) -> list[MoverRecord]:
-    """Move workers registered in a node's directory, by device. Whether they listen, and whose they are,
+def find_copy_workers(directory: Path) -> list[CopyWorkerRecord]:
+    """Copy workers registered in a node's directory, by device. Whether they listen, and whose they are,
     shows when connecting."""
-    found = [read_mover(path) for path in sorted(directory.glob(f"{MOVER_PREFIX}*.json"))]
+    found = [read_copy_worker(path) for path in sorted(directory.glob(f"{COPY_WORKER_PREFIX}*.json"))]
     return [record for record in found if record is not None]

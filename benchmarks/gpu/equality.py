@@ -1,7 +1,7 @@
 """Stage equality: a transformer says the same tokens when its KV cache went through a worker and the pool.
 
 Without vLLM, which such a machine may not have. The cache of a Llama with random weights is laid out in blocks as vLLM
-lays it out, stored by a real move worker, wiped, loaded into other blocks and used again. `--cpu` does the same on host
+lays it out, stored by a real copy worker, wiped, loaded into other blocks and used again. `--cpu` does the same on host
 memory, with the worker for CPU engines.
 """
 

@@ -35,10 +35,10 @@ class Verify(Enum):
     OFF = "off"
 
 
-class MoverChoice(Enum):
+class CopierChoice(Enum):
     AUTO = "auto"  # in the engine's process, until a benchmark shows a kind of machine where the worker is better
     IN_PROCESS = "in_process"
-    WORKER = "worker"  # in a move worker's process; in the engine's while there is none
+    WORKER = "worker"  # in a copy worker's process; in the engine's while there is none
 
 
 class HandoffLoans(Enum):
@@ -81,7 +81,7 @@ class ConnectorOptions:
     memory_bytes: int | None = None  # embedded pool; None = 4 GiB, or a quarter of free /dev/shm if that is less
     offload: Offload = Offload.EAGER
     verify_load: Verify = Verify.SAMPLED
-    mover: MoverChoice = MoverChoice.AUTO  # where blocks are copied between the engine's KV cache and the pool
+    copier: CopierChoice = CopierChoice.AUTO  # where blocks are copied between the engine's KV cache and the pool
     layerwise: Layerwise = Layerwise.OFF
     namespace: str = ""  # engines in different namespaces never share blocks, nor refuse each other
     fetch_timeout_seconds: float = 5.0  # longest a request waits for blocks of another node
@@ -107,8 +107,8 @@ class ConnectorOptions:
         options = cls(**values)  # type: ignore[arg-type]
         if options.mode is Mode.EMBEDDED and (options.socket or options.node or options.service or options.token_file):
             raise ConfigError("mode 'embedded' uses no service: remove socket, node, service, token_file, or the mode")
-        if options.handoff_loans is HandoffLoans.ON and options.mover is not MoverChoice.WORKER:
-            raise ConfigError("handoff_loans 'on' needs mover 'worker': only a move worker can copy between engines")
+        if options.handoff_loans is HandoffLoans.ON and options.copier is not CopierChoice.WORKER:
+            raise ConfigError("handoff_loans 'on' needs copier 'worker': only a copy worker can copy between engines")
         if options.weights_version is not None and options.weights_version_file is not None:
             raise ConfigError(
                 "weights_version names weights that stay, weights_version_file weights that are changed in place: "
@@ -119,7 +119,7 @@ class ConnectorOptions:
     def loans_on(self, device: str) -> bool:
         """Whether an engine on this kind of device (vLLM's device type) lends and borrows blocks."""
         wanted = self.handoff_loans is HandoffLoans.ON or (self.handoff_loans is HandoffLoans.AUTO and device == "cuda")
-        return wanted and self.mover is MoverChoice.WORKER
+        return wanted and self.copier is CopierChoice.WORKER
 
     def weights_name(self) -> str | None:
         """What the weights are called in the fingerprint; None where their bytes say it."""
@@ -136,7 +136,7 @@ class ConnectorOptions:
 
 
 _CHOICES: dict[str, type[Enum]] = {
-    "mode": Mode, "offload": Offload, "verify_load": Verify, "mover": MoverChoice, "handoff_loans": HandoffLoans,
+    "mode": Mode, "offload": Offload, "verify_load": Verify, "copier": CopierChoice, "handoff_loans": HandoffLoans,
     "layerwise": Layerwise, "adapter_files": AdapterFiles,
 }  # fmt: skip
 _MEMORY_MIN = 4 * MiB

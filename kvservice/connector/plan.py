@@ -23,7 +23,7 @@ class PoolInfo:
     epoch: BootEpoch
     layout: SlotLayout
     engine_id: bytes  # names the lock that whoever writes holds
-    node_directory: str = ""  # where move workers register; "" when the engine owns the pool
+    node_directory: str = ""  # where copy workers register; "" when the engine owns the pool
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`python -m kvservice.copying`: a move worker as a plain process, without Ray. SIGTERM and Ctrl-C stop it cleanly.
+"""`python -m kvservice.copying`: a copy worker as a plain process, without Ray. SIGTERM and Ctrl-C stop it cleanly.
 
 It ends with status 3 when a copy hangs, and with 4 when this process cannot use its GPU any more, so that whoever
 supervises it starts it anew."""
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvservice.copying.device import HOST
 from kvservice.copying.worker.devices import device_named
-from kvservice.copying.worker.server import MoverConfig, MoverServer
+from kvservice.copying.worker.server import CopyWorker, CopyWorkerConfig
 from kvservice.errors import KVServiceError
 from kvservice.units import NodeId
 
@@ -24,7 +24,7 @@ STATUS_DEVICE_LOST = 4
 POLL_SECONDS = 0.2
 
 
-def parse(arguments: list[str] | None = None) -> tuple[MoverConfig, str]:
+def parse(arguments: list[str] | None = None) -> tuple[CopyWorkerConfig, str]:
     parser = argparse.ArgumentParser(prog="python -m kvservice.copying", description=__doc__)
     parser.add_argument("--service", default="default", help="name shared by all parts of one installation")
     parser.add_argument("--node", required=True, help="name of this node: that of its shard")
@@ -32,7 +32,7 @@ def parse(arguments: list[str] | None = None) -> tuple[MoverConfig, str]:
     parser.add_argument("--runtime-root", type=Path, default=None)
     parser.add_argument("--wedge-seconds", type=float, default=10.0, help="a copy that takes longer hangs")
     given = parser.parse_args(arguments)
-    config = MoverConfig(given.service, NodeId(given.node), given.runtime_root, given.wedge_seconds)
+    config = CopyWorkerConfig(given.service, NodeId(given.node), given.runtime_root, given.wedge_seconds)
     return config, given.device
 
 
@@ -43,7 +43,7 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     try:
-        server = MoverServer(config, device_named(wanted))
+        server = CopyWorker(config, device_named(wanted))
         record = server.start()
     except KVServiceError as error:
         print(f"error: {error.message}", file=sys.stderr)

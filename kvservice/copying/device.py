@@ -1,4 +1,4 @@
-"""What a move worker needs of its device: import an engine's KV memory, use a segment, copy between them.
+"""What a copy worker needs of its device: import an engine's KV memory, use a segment, copy between them.
 
 `HostDevice` serves CPU engines, whose KV cache is a memfd. `cuda_device.CudaDevice` serves those of one GPU.
 """
@@ -144,7 +144,7 @@ class Segments:
             if mapped.users:
                 return
             del self._mapped[key]
-        threading.Thread(target=_unmap, args=(mapped,), name="kvservice-mover-unmap", daemon=True).start()
+        threading.Thread(target=_unmap, args=(mapped,), name="kvservice-copy-unmap", daemon=True).start()
 
 
 def _unmap(mapped: _Mapped) -> None:

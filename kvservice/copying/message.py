@@ -1,4 +1,4 @@
-"""What an engine and its move worker say to each other over one Unix socket that keeps messages apart (SEQPACKET).
+"""What an engine and its copy worker say to each other over one Unix socket that keeps messages apart (SEQPACKET).
 
     engine → worker   HELLO   the engine's KV memory: JSON, with its file descriptor where the memory is a memfd
                       POOL    the segment to copy to and from: JSON

@@ -49,7 +49,7 @@ class Attachment:
     lease_seconds: float  # read leases end this long after the request that made or renewed them was *sent*
     segment_path: str  # file to map, read and write
     geometry: Geometry
-    node_directory: str  # where the move workers of its node register; "" when the pool is the engine's own
+    node_directory: str  # where the copy workers of its node register; "" when the pool is the engine's own
     tenant_key: bytes = field(default=b"", repr=False)  # secret: its blocks' keys derive from it; empty = the default
     public_key: bytes = field(default=b"", repr=False)  # the same for public blocks; empty = it may use none
     may_publish: bool = False

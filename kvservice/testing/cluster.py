@@ -29,7 +29,7 @@ import grpc
 from kvservice.auth.tls import open_blocking_channel, open_tls
 from kvservice.core.block.keys import pack_keys
 from kvservice.core.directory.mirror import Feed
-from kvservice.discovery import ShardRecord, find_movers, find_shards, lookup_socket, node_directory
+from kvservice.discovery import ShardRecord, find_copy_workers, find_shards, lookup_socket, node_directory
 from kvservice.lookup.mirror_file import mirror_path
 from kvservice.lookup.mirror_reader import NodeMirror
 from kvservice.memory.segment import segment_path
@@ -136,14 +136,14 @@ class LocalCluster:
         if wait:
             self.wait_for_shard(node)
 
-    def start_mover(self, node: str) -> None:
-        """A move worker for CPU engines of this node, named `mover-n0`, …; blocks until it listens."""
+    def start_copy_worker(self, node: str) -> None:
+        """A copy worker for CPU engines of this node, named `copy-worker-n0`, …; blocks until it listens."""
         arguments = ["--service", self.service, "--node", node, "--runtime-root", str(self.root)]
-        name = f"mover-{node}"
+        name = f"copy-worker-{node}"
         self._start(name, ["kvservice.copying", *arguments])
         directory = node_directory(self.service, NodeId(node), self.root)
         pid = self._processes[name].pid
-        _wait(lambda: any(r.pid == pid for r in find_movers(directory)), f"move worker of {node}", self.log(name))
+        _wait(lambda: any(r.pid == pid for r in find_copy_workers(directory)), f"copy worker of {node}", self.log(name))
 
     def wait_for_shard(self, node: str) -> ShardRecord:
         """Blocks until this very process of the shard is registered and listening."""

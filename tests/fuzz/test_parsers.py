@@ -25,7 +25,14 @@ from kvservice.core.segment.copy_runs import CopyTemplate, RegionLayout
 from kvservice.core.segment.geometry import Geometry, slot_index
 from kvservice.core.segment.header import SlotFlags, SlotHeader, pack_header, unpack_header
 from kvservice.core.segment.layout import SlotLayout
-from kvservice.discovery import MoverRecord, ShardRecord, find_shards, read_mover, write_mover, write_record
+from kvservice.discovery import (
+    CopyWorkerRecord,
+    ShardRecord,
+    find_shards,
+    read_copy_worker,
+    write_copy_worker,
+    write_record,
+)
 from kvservice.errors import ConfigError, InvalidRequest, KVServiceError, SegmentError, UnsupportedLayout
 from kvservice.memory.segment import Segment
 from kvservice.units import BlockKey, BootEpoch, Generation, HandoffId, MiB, NodeId, SlotIndex, SpanRoute
@@ -85,7 +92,7 @@ def damaged_json(draw: random.Random, fields: dict[str, Any]) -> bytes:
 
 
 def parse_hello(data: bytes) -> CopyTemplate:
-    """As a move worker does."""
+    """As a copy worker does."""
     layout = message.parse_json(data).get("layout")
     if not isinstance(layout, dict):
         raise InvalidRequest("no layout")
@@ -165,17 +172,17 @@ def test_transfer_parameters_of_a_request_are_understood_or_refused() -> None:
             assert found.node_id.encode()
 
 
-def test_records_of_shards_and_movers_are_whole_or_absent(tmp_path: Path) -> None:
+def test_records_of_shards_and_copy_workers_are_whole_or_absent(tmp_path: Path) -> None:
     shard = ShardRecord("s", NodeId("n"), "/tmp/none.sock", "127.0.0.1:1", 7, BootEpoch(3), ("127.0.0.1:2",))
-    mover = MoverRecord("s", NodeId("n"), "cpu", "/tmp/none.sock", 7)
-    shard_path, mover_path = write_record(shard, tmp_path), write_mover(mover, tmp_path)
+    copy_worker = CopyWorkerRecord("s", NodeId("n"), "cpu", "/tmp/none.sock", 7)
+    shard_path, copy_worker_path = write_record(shard, tmp_path), write_copy_worker(copy_worker, tmp_path)
     assert find_shards("s", tmp_path, live_only=False) == [shard]
-    assert read_mover(mover_path) == mover
+    assert read_copy_worker(copy_worker_path) == copy_worker
     draw = random.Random("records")
     for index in range(COUNT // 6):
         shard_path.write_bytes(damaged_json(draw, asdict(shard)))
-        mover_path.write_bytes(damaged_json(draw, asdict(mover)))
-        for found in (*find_shards("s", tmp_path, live_only=index % 2 == 0), read_mover(mover_path)):
+        copy_worker_path.write_bytes(damaged_json(draw, asdict(copy_worker)))
+        for found in (*find_shards("s", tmp_path, live_only=index % 2 == 0), read_copy_worker(copy_worker_path)):
             if found is not None:
                 assert isinstance(found.socket, str) and isinstance(found.node_id, str) and type(found.pid) is int
                 assert json.dumps(asdict(found), ensure_ascii=False).encode()
@@ -186,7 +193,7 @@ def test_records_of_shards_and_movers_are_whole_or_absent(tmp_path: Path) -> Non
 
 
 def test_a_config_file_is_a_config_or_an_error_that_says_so(tmp_path: Path) -> None:
-    whole = b'service = "prod"\npool_bytes = "4GiB"\nlookup_shards = 2\nlease_seconds = 10.0\ngpu_workers = "off"\n'
+    whole = b'service = "prod"\npool_bytes = "4GiB"\nlookup_shards = 2\nlease_seconds = 10.0\ncopy_workers = "off"\n'
     hostile = [b"\xff\xfe", b"service = \"\xe9\"", b"x = " + b"[" * 50_000, b"pool_bytes = 1" + b"0" * 5000,
                b"pool_bytes = \"1e999GiB\"", b"lease_seconds = nan", b"lease_seconds = inf", b"[service]\na = 1",
                b"pool_bytes = \"" + b"9" * 400 + b"GiB\"", b"lookup_shards = true", b"pool_bytes = 1.5"]  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from kvservice.copying.engine.link import Copies, WorkerLink
 from kvservice.copying.message import CopyRow, Direction
 from kvservice.core.segment.geometry import slot_index
-from kvservice.discovery import find_movers
+from kvservice.discovery import find_copy_workers
 from kvservice.memory.segment import Segment
 from kvservice.units import Generation
 from tests.gpu.device import block_bytes, kv_cache
@@ -115,7 +115,7 @@ def engines(reader_device: int = 0) -> Iterator[tuple[Lender, Reader]]:
     torch.cuda.set_device(reader_device)
     cache = kv_cache("blhn", seed=6)
     with worker(reader_device) as (_, directory), segment() as made, linked(cache, directory, made) as (link, mark):
-        [record] = find_movers(directory)
+        [record] = find_copy_workers(directory)
         lender = Lender(directory, made, record.device if reader_device else "")
         try:
             yield lender, Reader(made, link, mark, cache)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.discovery import find_movers, node_directory
+from kvservice.discovery import find_copy_workers, node_directory
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import MiB, NodeId
 from tests.gpu.slots import eventually
@@ -33,10 +33,10 @@ def cluster() -> Iterator[LocalCluster]:
 
 
 @pytest.fixture(scope="module")
-def gpu_worker(cluster: LocalCluster) -> Iterator[subprocess.Popen[bytes]]:
+def copy_worker(cluster: LocalCluster) -> Iterator[subprocess.Popen[bytes]]:
     arguments = ["--service", cluster.service, "--node", "n0", "--runtime-root", str(cluster.root), "--device", "0"]
     process = subprocess.Popen([sys.executable, "-m", "kvservice.copying", *arguments])
-    eventually(lambda: find_movers(node_directory(cluster.service, NodeId("n0"), cluster.root)), "the worker")
+    eventually(lambda: find_copy_workers(node_directory(cluster.service, NodeId("n0"), cluster.root)), "the worker")
     yield process
     process.terminate()
     process.wait(30)
@@ -59,14 +59,14 @@ def wanted(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 @pytest.mark.parametrize("place", ["in_process", "worker"])
 def test_tokens_are_those_of_an_engine_without_a_cache(
     cluster: LocalCluster,
-    gpu_worker: subprocess.Popen[bytes],
+    copy_worker: subprocess.Popen[bytes],
     model_path: Path,
     tmp_path: Path,
     wanted: dict[str, list[list[int]]],
     place: str,
 ) -> None:
     extra = {
-        "mode": "service", "socket": cluster.socket("n0"), "verify_load": "full", "mover": place, "namespace": place
+        "mode": "service", "socket": cluster.socket("n0"), "verify_load": "full", "copier": place, "namespace": place
     }  # fmt: skip
     replica = Replica(model_path, extra, tmp_path / "replica.log", **ENGINE).ready()
     try:
@@ -81,11 +81,11 @@ def test_tokens_are_those_of_an_engine_without_a_cache(
             assert replica.tokens(longer, 16) == wanted["longer"], "several rounds"
             replica.reset()
         if place == "worker":
-            assert replica.counters()["mover_worker_blocks"] > 0
-            gpu_worker.send_signal(signal.SIGSTOP)  # loads under way fail, and are rolled back and recomputed
+            assert replica.counters()["copy_worker_blocks"] > 0
+            copy_worker.send_signal(signal.SIGSTOP)  # loads under way fail, and are rolled back and recomputed
             assert replica.tokens(PROMPTS, 16) == wanted["first"], "rolled back"
             replica.reset()
             assert replica.tokens(PROMPTS, 16) == wanted["first"], "without the worker"
-            assert replica.counters()["mover_lost_copies"] > 0
+            assert replica.counters()["copy_worker_lost_copies"] > 0
     finally:
         replica.close()

@@ -11,9 +11,9 @@ import pytest
 from prometheus_client.core import Metric
 
 from kvservice.core.messages import PoolStats
+from kvservice.observe.copy_worker_metrics import CopyWorkerCollector
 from kvservice.observe.lookup_metrics import LOOKUP_COUNTERS, LOOKUP_GAUGES, LookupCollector, LookupNumbers
 from kvservice.observe.metrics import COUNTERS, ShardCollector
-from kvservice.observe.mover_metrics import MoverCollector
 from tests.helm.chart import ROOT, TOOLS, Object, find, kinds, pod, pods, rendered
 
 # Parses each expression and tells the metrics in it with the labels that are asked for.
@@ -49,11 +49,11 @@ def exported() -> dict[str, set[str]]:
     counters = {**dict.fromkeys(COUNTERS, 1), "transfer_nixl_bytes": 1, "other": 1}
     stats = PoolStats("n0", 1, 1 << 20, 2, 1, {"free": 1, "quarantined": 0}, counters, False)  # type: ignore[arg-type]
     lookups = LookupNumbers(0, dict.fromkeys(LOOKUP_GAUGES, 1), dict.fromkeys(LOOKUP_COUNTERS, 1))
-    mover = {"engines": 1, "wedged": 0, "device_lost": 0, "counters": {}}
+    copy_worker = {"engines": 1, "wedged": 0, "device_lost": 0, "counters": {}}
     families: list[Metric] = [
         *ShardCollector("s", lambda: stats).collect(),
         *LookupCollector("s", lambda: lookups).collect(),
-        *MoverCollector(("s", "n0", "cpu"), lambda: mover).collect(),
+        *CopyWorkerCollector(("s", "n0", "cpu"), lambda: copy_worker).collect(),
     ]
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 

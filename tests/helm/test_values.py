@@ -106,7 +106,7 @@ def test_full_values_reach_the_settings() -> None:
     assert (given["service"], given["slab_bytes"], given["transport"], given["lease_seconds"]) == (
         "prod", "128MiB", "nixl", 15,
     )  # fmt: skip
-    assert settings(rendered(RAY_FULL))["gpu_workers"] == "auto"
+    assert settings(rendered(RAY_FULL))["copy_workers"] == "auto"
 
 
 def test_changed_settings_restart_pods() -> None:

@@ -1,4 +1,4 @@
-"""Blocks that one engine lends to another, through a real move worker: taken where they are lent, from the slot where
+"""Blocks that one engine lends to another, through a real copy worker: taken where they are lent, from the slot where
 not, and never a byte that the lender has changed since. Whoever ends in between, nothing stays lent."""
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import pytest
 
 from kvservice.connector.plan import LendPlan, StepPlan, StepReport
 from kvservice.connector.worker.peer_copiers import Neighbours
-from kvservice.connector.worker.remote_copier import RemoteMover
+from kvservice.connector.worker.remote_copier import RemoteCopier
 from kvservice.connector.worker.worker_loans import WorkerLoans
 from kvservice.copying.copies import HostCopies
 from kvservice.copying.device import HOST, HostDevice, HostKV, KVMemory
 from kvservice.copying.engine.link import Copies, KVOffer, Lent, WorkerLink
 from kvservice.copying.message import ROWS_MAX, CopyOutcome, CopyRow, Direction
-from kvservice.copying.worker.server import MoverConfig, MoverServer
+from kvservice.copying.worker.server import CopyWorker, CopyWorkerConfig
 from kvservice.core.segment.copy_runs import Descriptors
 from kvservice.core.segment.geometry import slot_index
 from kvservice.units import BlockKey, NodeId, SlotIndex
-from tests.integration.test_move_worker import BLOCKS, LAYERS, SLOT, WEDGE_SECONDS, Bench, Worker, eventually, row
+from tests.integration.test_copy_worker import BLOCKS, LAYERS, SLOT, WEDGE_SECONDS, Bench, Worker, eventually, row
 
 LENT = (7, 3, 12)  # blocks of the lender
 KEYS = [BlockKey(bytes([index + 1]) * 16) for index in range(len(LENT))]
@@ -38,7 +38,7 @@ LENDER = """
 import sys
 from pathlib import Path
 from tests.integration.test_loans import lend
-from tests.integration.test_move_worker import Bench
+from tests.integration.test_copy_worker import Bench
 
 bench = Bench(Path(sys.argv[1]))
 bench.follow()
@@ -151,13 +151,13 @@ def worker(root: Path) -> Iterator[Worker]:
 
 
 @pytest.fixture
-def gate(root: Path, request: pytest.FixtureRequest) -> Iterator[tuple[GatedDevice, MoverServer]]:
+def gate(root: Path, request: pytest.FixtureRequest) -> Iterator[tuple[GatedDevice, CopyWorker]]:
     """A worker in this process, beside one of another device if there is a `worker`; in the end nothing is lent or read
     there any more."""
     device = GatedDevice()
     if "worker" in request.fixturenames:
         device.name = "cpu-b"
-    server = MoverServer(MoverConfig("s", NodeId("n"), root), device)
+    server = CopyWorker(CopyWorkerConfig("s", NodeId("n"), root), device)
     server.start()
     yield device, server
     device.open.set()
@@ -190,7 +190,7 @@ def test_promised_slot_that_is_gone_ends_the_load_even_if_its_block_is_lent(root
         reader.header(slot_index(0, 1), 4, KEYS[1])
         ticket = load(reader)
         ticket.synchronize()
-        assert not ticket.succeeded() and reader.count("mover_stale") == 1
+        assert not ticket.succeeded() and reader.count("copy_worker_stale") == 1
         recall(lender, recalled)
 
 
@@ -208,9 +208,7 @@ def test_block_that_was_changed_after_its_recall_is_not_read(root: Path, worker:
         recall(reader, own)
 
 
-def test_recall_waits_for_readers_under_way_and_for_no_others(
-    root: Path, gate: tuple[GatedDevice, MoverServer]
-) -> None:
+def test_recall_waits_for_readers_under_way_and_for_no_others(root: Path, gate: tuple[GatedDevice, CopyWorker]) -> None:
     with engines(root, 3) as (lender, first, second):
         lent, device = lend(lender), gate[0]
         reading = load(first)
@@ -228,7 +226,7 @@ def test_recall_waits_for_readers_under_way_and_for_no_others(
         eventually(lambda: lent.is_over, "the recall")
 
 
-def test_two_readers_share_a_loan_and_one_recall_ends_it(root: Path, gate: tuple[GatedDevice, MoverServer]) -> None:
+def test_two_readers_share_a_loan_and_one_recall_ends_it(root: Path, gate: tuple[GatedDevice, CopyWorker]) -> None:
     with engines(root, 3) as (lender, *readers):
         lent, device = lend(lender), gate[0]
         tickets = [load(reader) for reader in readers]
@@ -243,7 +241,7 @@ def test_two_readers_share_a_loan_and_one_recall_ends_it(root: Path, gate: tuple
 
 
 def test_what_was_read_from_an_engine_that_left_meanwhile_is_read_again_from_the_slots(
-    root: Path, gate: tuple[GatedDevice, MoverServer]
+    root: Path, gate: tuple[GatedDevice, CopyWorker]
 ) -> None:
     with engines(root) as (lender, reader):
         lent, (device, server) = lend(lender), gate
@@ -261,7 +259,7 @@ def test_what_was_read_from_an_engine_that_left_meanwhile_is_read_again_from_the
         lender.link = idle_link()
 
 
-def test_lender_killed_while_it_is_read(root: Path, gate: tuple[GatedDevice, MoverServer]) -> None:
+def test_lender_killed_while_it_is_read(root: Path, gate: tuple[GatedDevice, CopyWorker]) -> None:
     device, server = gate
     with engines(root) as (_, reader):
         lender = subprocess.Popen(
@@ -286,7 +284,7 @@ def test_lender_killed_while_it_is_read(root: Path, gate: tuple[GatedDevice, Mov
 
 
 def test_reader_that_ends_while_it_reads_holds_no_block_of_the_lender(
-    root: Path, gate: tuple[GatedDevice, MoverServer]
+    root: Path, gate: tuple[GatedDevice, CopyWorker]
 ) -> None:
     with engines(root) as (lender, reader):
         lent, device = lend(lender), gate[0]
@@ -343,7 +341,7 @@ class Loaning:
     """WorkerLoans of one engine, and what they reported."""
 
     def __init__(self, bench: Bench, neighbours: Neighbours | None = None) -> None:
-        self.loans = WorkerLoans(RemoteMover(bench.link, None, neighbours=neighbours))  # type: ignore[arg-type]
+        self.loans = WorkerLoans(RemoteCopier(bench.link, None, neighbours=neighbours))  # type: ignore[arg-type]
         self.returned: list[int] = []
 
     def follow(self, *, lends: tuple[int, ...] = (), recalls: tuple[int, ...] = ()) -> None:
@@ -394,7 +392,7 @@ def test_loan_comes_back_when_the_worker_dies_and_at_once_when_there_is_none(roo
 
 
 def test_blocks_are_lent_to_the_engines_of_other_devices_as_well(
-    root: Path, worker: Worker, gate: tuple[GatedDevice, MoverServer]
+    root: Path, worker: Worker, gate: tuple[GatedDevice, CopyWorker]
 ) -> None:
     device, server = gate
     device.open.set()

@@ -1,4 +1,4 @@
-"""A GPU worker as Ray actor on a node without a GPU: beside its shard, found by an engine, restarted, taken down.
+"""GpuWorker on a node without a GPU: runs beside its shard, is found by an engine, restarted and taken down.
 
 The engine of this test is real to both: its KV memory is a memfd, its blocks are sealed by the shard and read back.
 """
@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from kvservice.actors import deploy
-from kvservice.actors.supervisor import gpu_worker_devices
+from kvservice.actors.supervisor import copy_worker_devices
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
 from kvservice.copying.device import HOST
@@ -29,10 +29,10 @@ from kvservice.copying.message import CopyRow, Direction, MemoryKind, PoolSource
 from kvservice.core.block.keys import span_route
 from kvservice.core.messages import SealItem, SealStatus
 from kvservice.core.segment.copy_runs import RegionLayout
-from kvservice.discovery import find_movers, find_shards
+from kvservice.discovery import find_copy_workers, find_shards
 from kvservice.units import MiB
 from tests.integration.engine import LAYOUT, Engine, chain, content
-from tests.integration.test_move_worker import WALL, stop_thread
+from tests.integration.test_copy_worker import WALL, stop_thread
 from tests.ray_nodes import ray_nodes
 
 pytestmark = pytest.mark.ray
@@ -66,7 +66,7 @@ def config(runtime: Path) -> Iterator[ServiceConfig]:
     with ray_nodes({"num_cpus": 1, "object_store_memory": 80 * MiB}):
         wanted = ServiceConfig(
             service="gw", pool_bytes=32 * MiB, slab_bytes=8 * MiB, lookup_shards=1, runtime_dir=str(runtime),
-            gpu_workers="1",
+            copy_workers="1",
         )  # fmt: skip
         deploy.up(wanted).wait_complete(150)
         yield wanted
@@ -84,7 +84,7 @@ def eventually(read: Callable[[], Any], what: str, seconds: float = 90.0) -> Any
 def workers() -> list[dict[str, Any]]:
     handle = deploy.find("gw")
     assert handle is not None
-    return [row for row in handle.describe()["gpu_workers"] if row["running"]]
+    return [row for row in handle.describe()["copy_workers"] if row["running"]]
 
 
 async def blocks_through(engine: Engine, link: WorkerLink, kv: np.ndarray, seed: int) -> None:
@@ -179,7 +179,7 @@ def test_worker_serves_a_cpu_engine_beside_its_shard_also_after_a_kill(config: S
     [row] = eventually(workers, "a running worker")
     [shard] = find_shards("gw", runtime)
     directory = Path(shard.socket).parent
-    assert [record.pid for record in find_movers(directory)] == [row["pid"]]
+    assert [record.pid for record in find_copy_workers(directory)] == [row["pid"]]
     assert (row["device"], row["node_id"], row["wedged"]) == (HOST, shard.node_id, False)
     with kv_memory() as (kv, offer):
         link = WorkerLink(offer)
@@ -221,4 +221,4 @@ def test_worker_serves_a_cpu_engine_beside_its_shard_also_after_a_kill(config: S
     ],
 )
 def test_setting_says_which_workers_a_node_gets(setting: str, gpus: int, devices: list[str]) -> None:
-    assert gpu_worker_devices(setting, gpus) == devices
+    assert copy_worker_devices(setting, gpus) == devices

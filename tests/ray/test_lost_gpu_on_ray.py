@@ -1,4 +1,4 @@
-"""A GPU worker as Ray actor whose GPU is lost to its process is replaced by the supervisor. On the stand-in driver."""
+"""The supervisor replaces a GpuWorker whose GPU is lost to its process. On the stand-in driver."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def workers() -> list[dict[str, object]]:
     handle = deploy.find(SERVICE)
     assert handle is not None
-    return [row for row in handle.describe()["gpu_workers"] if row["running"]]
+    return [row for row in handle.describe()["copy_workers"] if row["running"]]
 
 
 def test_worker_whose_gpu_is_lost_is_replaced(runtime: Path) -> None:
     config = ServiceConfig(
         service=SERVICE, pool_bytes=32 * MiB, slab_bytes=8 * MiB, lookup_shards=1, runtime_dir=str(runtime),
-        gpu_workers="auto",
+        copy_workers="auto",
     )  # fmt: skip
     with ray_nodes({"num_cpus": 1, "num_gpus": 1, "object_store_memory": 80 * MiB}):
         deploy.up(config).wait_complete(150)

@@ -13,7 +13,7 @@ from kvservice.copying.__main__ import STATUS_DEVICE_LOST
 from kvservice.copying.cuda.driver import Driver
 from kvservice.copying.message import CopyRow
 from kvservice.core.segment.geometry import slot_index
-from kvservice.discovery import find_movers
+from kvservice.discovery import find_copy_workers
 from kvservice.units import Generation
 from tests.gpu.slots import KEY, eventually, same, segment
 from tests.stand_in_driver.engine import WEDGE_SECONDS, Cache, cache_of, linked, worker
@@ -57,7 +57,7 @@ def test_engine_leaves_a_worker_whose_context_died_without_waiting(driver: Drive
         started = time.monotonic()
         it.link.close()
         assert time.monotonic() - started < WEDGE_SECONDS
-        assert it.link.take_counters().get("mover_wedged", 0) == 0
+        assert it.link.take_counters().get("copy_worker_wedged", 0) == 0
 
 
 def test_engine_that_leaves_neither_waits_for_the_unpinning_nor_kills_its_worker(driver: Driver) -> None:
@@ -83,7 +83,7 @@ def test_memory_of_an_engine_that_left_is_closed_before_the_pool_is_unpinned(dri
         with cache_of(driver) as cache, linked(cache, directory, made):
             assert has_opened(process.pid, cache)
         eventually(lambda: not has_opened(process.pid, cache), "the worker to close it", UNPIN_MS / 2000)
-        assert find_movers(directory), "the worker goes on"
+        assert find_copy_workers(directory), "the worker goes on"
 
 
 def lend_something(it: Bench) -> None:

@@ -69,7 +69,7 @@ def unpinning_is_awaited() -> None:
     def and_wait(self: device.Segments, segment: Any) -> None:
         give(self, segment)
         for thread in threading.enumerate():
-            if thread.name == "kvservice-mover-unmap":
+            if thread.name == "kvservice-copy-unmap":
                 thread.join()
 
     device.Segments.give = and_wait  # type: ignore[method-assign]

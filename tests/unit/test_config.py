@@ -81,15 +81,15 @@ def test_the_settings_stay_few() -> None:
 
 
 @pytest.mark.parametrize("value", ["auto", "off", "0", "8"])
-def test_gpu_workers_may_be_a_word_or_a_number(value: str) -> None:
-    assert load_config(environment={"KVSERVICE_GPU_WORKERS": value}).gpu_workers == value
-    assert load_config(environment={}, gpu_workers=int(value) if value.isdecimal() else value).gpu_workers == value
+def test_copy_workers_may_be_a_word_or_a_number(value: str) -> None:
+    assert load_config(environment={"KVSERVICE_COPY_WORKERS": value}).copy_workers == value
+    assert load_config(environment={}, copy_workers=int(value) if value.isdecimal() else value).copy_workers == value
 
 
 @pytest.mark.parametrize("value", ["yes", "-1", "65", ""])
-def test_gpu_workers_says_what_is_allowed(value: str) -> None:
+def test_copy_workers_says_what_is_allowed(value: str) -> None:
     with pytest.raises(ConfigError, match="auto, off, or a number"):
-        load_config(environment={"KVSERVICE_GPU_WORKERS": value})
+        load_config(environment={"KVSERVICE_COPY_WORKERS": value})
 
 
 def test_lookup_shards_elsewhere_are_addresses_in_their_order() -> None:

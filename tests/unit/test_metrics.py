@@ -21,9 +21,9 @@ from prometheus_client.exposition import generate_latest
 from kvservice.core.block.tenants import TenantUsage
 from kvservice.core.messages import PoolStats
 from kvservice.observe import logs
+from kvservice.observe.copy_worker_metrics import CopyWorkerCollector
 from kvservice.observe.lookup_metrics import LOOKUP_GAUGES, LookupCollector, LookupNumbers
 from kvservice.observe.metrics import COUNTERS, ShardCollector, serve_metrics, transport_of
-from kvservice.observe.mover_metrics import MoverCollector
 from kvservice.units import BootEpoch, NodeId
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,7 +99,7 @@ def test_whatever_dashboards_and_alerts_ask_for_is_there_before_anything_has_hap
     lookups = LookupNumbers(0, dict.fromkeys(LOOKUP_GAUGES, 0), {})
     registry.register(LookupCollector("s", lambda: lookups))
     registry.register(
-        MoverCollector(
+        CopyWorkerCollector(
             ("s", "n0", "cpu"), lambda: {"engines": 0, "wedged": False, "device_lost": False, "counters": {}}
         )
     )
@@ -216,7 +216,7 @@ def test_who_has_configured_the_root_logger_gets_our_records_there() -> None:
     assert (ours.handlers, ours.propagate) == before
 
 
-def test_a_move_worker_exports_its_copies_by_direction() -> None:
+def test_a_copy_worker_exports_its_copies_by_direction() -> None:
     state = {
         "engines": 2,
         "wedged": True,
@@ -225,11 +225,11 @@ def test_a_move_worker_exports_its_copies_by_direction() -> None:
         "counters": {"store_bytes": 4096, "load_blocks": 3},
     }
     registry = CollectorRegistry()
-    registry.register(MoverCollector(("s", "n0", "GPU-1"), lambda: state))
+    registry.register(CopyWorkerCollector(("s", "n0", "GPU-1"), lambda: state))
     text = generate_latest(registry).decode()
     labels = 'device="GPU-1",{}node="n0",service="s"'
-    assert f"kvservice_mover_wedged{{{labels.format('')}}} 1.0" in text
-    assert f"kvservice_mover_pinned_share{{{labels.format('')}}} 0.25" in text
+    assert f"kvservice_copy_worker_wedged{{{labels.format('')}}} 1.0" in text
+    assert f"kvservice_copy_worker_pinned_share{{{labels.format('')}}} 0.25" in text
     store, load = (labels.format(f'direction="{direction}",') for direction in ("store", "load"))
-    assert f"kvservice_mover_bytes_total{{{store}}} 4096.0" in text
-    assert f"kvservice_mover_blocks_total{{{load}}} 3.0" in text
+    assert f"kvservice_copy_worker_bytes_total{{{store}}} 4096.0" in text
+    assert f"kvservice_copy_worker_blocks_total{{{load}}} 3.0" in text

@@ -1,4 +1,4 @@
-"""Two real engines of one node and their move worker: the decode copies the prompt's KV from the prefill's own blocks.
+"""Two real engines of one node and their copy worker: the decode copies the prompt's KV from the prefill's own blocks.
 
 The tokens are those of one engine alone, whoever comes, stays away or dies; and no block stays lent.
 """
@@ -30,7 +30,7 @@ class Pair:
     def __init__(self, cluster: LocalCluster, model: Path, logs: Path) -> None:
         self.cluster = cluster
         extra: dict[str, object] = {
-            "mode": "service", "socket": cluster.socket("n0"), "mover": "worker", "handoff_loans": "on",
+            "mode": "service", "socket": cluster.socket("n0"), "copier": "worker", "handoff_loans": "on",
             "loan_seconds": LOAN_SECONDS,
         }  # fmt: skip
         self.prefill, self.decode = (
@@ -40,7 +40,7 @@ class Pair:
         for replica in (self.prefill, self.decode):
             replica.ready()
         for replica in (self.prefill, self.decode):
-            until(lambda replica=replica: replica.ask("Once", 2) and replica.counters()["mover_connected"])  # type: ignore[misc]
+            until(lambda replica=replica: replica.ask("Once", 2) and replica.counters()["copy_worker_connected"])  # type: ignore[misc]
 
     def settled(self) -> bool:
         found = self.cluster.accounting("n0")
@@ -58,7 +58,7 @@ def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
 @pytest.fixture(scope="module")
 def pair(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with LocalCluster(nodes=1, pool_bytes=384 * MiB, lease_seconds=LEASE_SECONDS) as cluster:
-        cluster.start_mover("n0")
+        cluster.start_copy_worker("n0")
         made = Pair(cluster, model_path, tmp_path_factory.mktemp("engines"))
         try:
             yield made

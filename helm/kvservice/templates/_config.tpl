@@ -21,7 +21,7 @@ tenants_file = "{{ include "kvservice.tenantsDir" . }}/tenants.json"
 {{- end }}
 {{- if eq .Values.mode "ray" }}
 lookup_port = {{ .Values.lookup.port }}
-gpu_workers = {{ .Values.ray.gpuWorkers | quote }}
+copy_workers = {{ .Values.ray.copyWorkers | quote }}
 {{- else }}
 lookup_addresses = {{ include "kvservice.lookupAddresses" . | quote }}
 runtime_dir = {{ .Values.shard.hostRuntimeDir | quote }}

@@ -1,9 +1,9 @@
 """Which of the engine's blocks are lent to the reader of a hand-off, and until when. Scheduler side, without I/O.
 
 A lent block is pinned from before the workers hear of the loan until every one of them has said that nobody reads it
-any more. The reader needs no word of it: it was promised slots, and its move worker takes what is lent from here. So a
+any more. The reader needs no word of it: it was promised slots, and its copy worker takes what is lent from here. So a
 loan may end at any time: when the reader has taken it (the workers end it themselves), after its lease, when the engine
-runs short of blocks, or with the move worker.
+runs short of blocks, or with the copy worker.
 """
 
 from __future__ import annotations

@@ -22,11 +22,11 @@ from vllm.v1.core.kv_cache_utils import BlockHash, get_none_hash_seed, maybe_con
 from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, group_kernel_blocks
 
 from kvservice.connector.cache_groups import Grouping, OneGroup, SeveralGroups
-from kvservice.connector.options import ConnectorOptions, Layerwise, MoverChoice
+from kvservice.connector.options import ConnectorOptions, CopierChoice, Layerwise
 from kvservice.connector.vllm.group_rules import Families, Family, Spec, families
 from kvservice.connector.vllm.identity import config_fields, model_fields, text_of
 from kvservice.connector.weights import weights_identity
-from kvservice.connector.worker.block_copier import BlockCopier, GroupedCopier
+from kvservice.connector.worker.block_copier import BlockCopier, GroupedBlockCopiers
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.window_groups import Side
 from kvservice.core.messages import EngineSpec
@@ -161,17 +161,19 @@ def _share(vllm_config: Any, cache_config: KVCacheConfig, found: Families, famil
     return layout.share(int(parallel.rank) % ranks, ranks, _shard_count(vllm_config, family.spec))
 
 
-def grouped_copier(vllm_config: Any, cache_config: KVCacheConfig, tensors: Mapping[str, torch.Tensor]) -> GroupedCopier:
+def grouped_block_copiers(
+    vllm_config: Any, cache_config: KVCacheConfig, tensors: Mapping[str, torch.Tensor]
+) -> GroupedBlockCopiers:
     """For a model of several cache groups."""
     found = supported(vllm_config, cache_config)
-    copiers: dict[int, tuple[BlockCopier, SlotLayout]] = {}
+    block_copiers: dict[int, tuple[BlockCopier, SlotLayout]] = {}
     for family in found.families:
         layout = _layout_of(vllm_config, cache_config, found, family)
         heads = _share(vllm_config, cache_config, found, family).heads
         first = 0
         for index in family.groups:
             layers = ordered_layers(vllm_config, cache_config, tensors, index)
-            copiers[index] = (
+            block_copiers[index] = (
                 BlockCopier(
                     layers, heads, first_layer=first, layers_behind=layout.layer_count - first - len(layers),
                     slot_parts=found.parts(family),
@@ -179,7 +181,7 @@ def grouped_copier(vllm_config: Any, cache_config: KVCacheConfig, tensors: Mappi
                 layout,
             )  # fmt: skip
             first += len(layers)
-    return GroupedCopier([copiers[index] for index in sorted(copiers)])
+    return GroupedBlockCopiers([block_copiers[index] for index in sorted(block_copiers)])
 
 
 def ordered_layers(
@@ -203,8 +205,8 @@ def layerwise_for(vllm_config: Any, options: ConnectorOptions, group_count: int)
     wanted = options.layerwise
     if wanted is Layerwise.OFF:
         return wanted
-    if options.mover is MoverChoice.WORKER:
-        log.warning("layerwise %r is not used: with a move worker, copies are whole blocks", wanted.value)
+    if options.copier is CopierChoice.WORKER:
+        log.warning("layerwise %r is not used: with a copy worker, copies are whole blocks", wanted.value)
         return Layerwise.OFF
     if group_count > 1:
         log.warning("layerwise %r is not used: the model has %d cache groups", wanted.value, group_count)

@@ -1,4 +1,4 @@
-"""KVServiceConnector: the class vLLM loads. A switchboard: builds a scheduler half or a worker half, holds no logic.
+"""KVServiceConnector: the class that vLLM talks to. It builds a scheduler half or a worker half and decides nothing.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVServiceConnector",
         "kv_connector_module_path": "kvservice.connector.vllm", "kv_role": "kv_both"}'
@@ -31,7 +31,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvservice.connector.cache_groups import Table
-from kvservice.connector.options import AdapterFiles, ConnectorOptions, Layerwise, MoverChoice, Offload
+from kvservice.connector.options import AdapterFiles, ConnectorOptions, CopierChoice, Layerwise, Offload
 from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill, decode_params, parse_public_tokens, parse_transfer_params
@@ -46,7 +46,7 @@ from kvservice.connector.weights import Terms
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.half import WorkerHalf
 from kvservice.connector.worker.layerwise import LayerwiseWorker
-from kvservice.connector.worker.remote_copier import mover_for, own_mover
+from kvservice.connector.worker.remote_copier import copier_for, copier_for_groups
 from kvservice.connector.worker.shared_kv import SharedKV
 from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES
 from kvservice.core.block.keys import block_keys
@@ -439,7 +439,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: None)
     def get_mem_pool_context(self) -> SharedKV | None:
-        if self._options.mover is MoverChoice.WORKER:
+        if self._options.copier is CopierChoice.WORKER:
             self._shared_kv = SharedKV()
         return self._shared_kv
 
@@ -449,20 +449,20 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             return
         share = compat.rank_share(self._vllm_config, self._config)
         if len(self._config.kv_cache_groups) > 1:
-            several = compat.grouped_copier(self._vllm_config, self._config, kv_caches)
-            mover = own_mover(self._options.mover, several)
-            self._worker = WorkerHalf(several, self._options.verify_load, mover, share)
+            several = compat.grouped_block_copiers(self._vllm_config, self._config, kv_caches)
+            copier = copier_for_groups(self._options.copier, several)
+            self._worker = WorkerHalf(several, self._options.verify_load, copier, share)
             return
         layers = compat.ordered_layers(self._vllm_config, self._config, kv_caches)
-        copier = BlockCopier(layers, share.heads)
-        lends = self._options.loans_on(copier.device.type) and self._kv_transfer_config.is_kv_producer
-        mover = mover_for(self._options.mover, copier, layers, share.heads, self._shared_kv, lends=lends)
+        block_copier = BlockCopier(layers, share.heads)
+        lends = self._options.loans_on(block_copier.device.type) and self._kv_transfer_config.is_kv_producer
+        copier = copier_for(self._options.copier, block_copier, layers, share.heads, self._shared_kv, lends=lends)
         if self._layerwise is Layerwise.OFF:
-            self._worker = WorkerHalf(copier, self._options.verify_load, mover, share)
+            self._worker = WorkerHalf(block_copier, self._options.verify_load, copier, share)
         else:
             names = self._config.kv_cache_groups[0].layer_names
             saves = self._layerwise.saves
-            self._worker = LayerwiseWorker(copier, self._options.verify_load, mover, share, names, save=saves)
+            self._worker = LayerwiseWorker(block_copier, self._options.verify_load, copier, share, names, save=saves)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         plan = self._plan()

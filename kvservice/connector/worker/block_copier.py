@@ -20,8 +20,8 @@ from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import UnsupportedLayout
 
 
-class Copier(Protocol):
-    """What movers and the worker half need."""
+class BlockCopiers(Protocol):
+    """The block copiers of an engine, by cache group."""
 
     @property
     def device(self) -> torch.device: ...
@@ -84,7 +84,7 @@ class BlockCopier:
 
     @property
     def fills_slots(self) -> bool:
-        """A slot holds one block, all layers of this copier and nothing else."""
+        """A slot holds one block, all layers of this block copier and nothing else."""
         assert self._layout is not None
         return self._slot_parts == 1 and self._slot_layers == slice(0, self._layout.layer_count)
 
@@ -168,27 +168,27 @@ class BlockCopier:
         return [slot] if self._together is not None else slot.unbind(0)
 
 
-class GroupedCopier:
-    """A copier for each cache group of the engine, by its index, with the layout of the slots that it copies to."""
+class GroupedBlockCopiers:
+    """A block copier for each cache group of the engine, by its index, with the layout of its slots."""
 
-    def __init__(self, copiers: Sequence[tuple[BlockCopier, SlotLayout]]) -> None:
-        self._copiers = list(copiers)
+    def __init__(self, block_copiers: Sequence[tuple[BlockCopier, SlotLayout]]) -> None:
+        self._block_copiers = list(block_copiers)
 
     @property
     def device(self) -> torch.device:
-        return self._copiers[0][0].device
+        return self._block_copiers[0][0].device
 
     def of(self, group: int) -> BlockCopier:
-        return self._copiers[group][0]
+        return self._block_copiers[group][0]
 
     def bind(self, segment: memoryview, layout: SlotLayout) -> torch.Tensor:
         """Like BlockCopier's; each group has a layout of its own."""
-        bound = [copier.bind(segment, own) for copier, own in self._copiers]
+        bound = [block_copier.bind(segment, own) for block_copier, own in self._block_copiers]
         return bound[0]
 
     def unbind(self) -> None:
-        for copier, _ in self._copiers:
-            copier.unbind()
+        for block_copier, _ in self._block_copiers:
+            block_copier.unbind()
 
 
 def _runs(slot: torch.Tensor, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

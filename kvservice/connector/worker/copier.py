@@ -1,4 +1,6 @@
-"""Where and when block copies run: at once, on a CUDA stream of their own, or in another process (`remote_mover`).
+"""The copier: where and when blocks are copied between the engine and slots.
+
+At once, on a CUDA stream of their own, or in a copy worker (`remote_copier`).
 
 Owned by one worker and used from its main thread only. Decides no contents: the plan says which blocks and slots, and
 whether they may be copied is the worker half's part.
@@ -13,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from kvservice.connector.plan import CopyEntry, PoolInfo
-from kvservice.connector.worker.block_copier import BlockCopier, Copier
+from kvservice.connector.worker.block_copier import BlockCopier, BlockCopiers
 from kvservice.connector.worker.shared_kv import region_layout
 from kvservice.copying.cuda.pinning import Pinning, PinningOnUse
 from kvservice.copying.message import Direction
@@ -62,7 +64,7 @@ class Loan(Protocol):
         ...
 
 
-class Mover(Protocol):
+class Copier(Protocol):
     def adopt(self, memory: torch.Tensor, pool: PoolInfo) -> None:
         """Copies will run between the engine and this host memory of the pool, until `release`."""
         ...
@@ -86,7 +88,7 @@ class Mover(Protocol):
         ...
 
     def recall(self, loan: Loan) -> None:
-        """Ask for the end of a loan of this mover. Does not block; idempotent."""
+        """Ask for the end of a loan of this copier. Does not block; idempotent."""
         ...
 
     def take_counters(self) -> dict[str, int]:
@@ -116,11 +118,11 @@ class Done:
         return self._copied
 
 
-class InlineMover:
+class InlineCopier:
     """Copies end before `run` returns: for KV tensors in host memory."""
 
-    def __init__(self, copier: Copier) -> None:
-        self._copier = copier
+    def __init__(self, block_copiers: BlockCopiers) -> None:
+        self._block_copiers = block_copiers
         self._pool: PoolInfo | None = None
         self.counters: Counter[str] = Counter()
 
@@ -132,7 +134,7 @@ class InlineMover:
 
     def run(self, direction: Direction, entries: Sequence[CopyEntry], *, may_borrow: bool = False) -> Ticket:
         assert self._pool is not None
-        copy_entries(self._copier, self._pool, direction, entries)
+        copy_entries(self._block_copiers, self._pool, direction, entries)
         return Done()
 
     def flush(self) -> None:
@@ -152,12 +154,12 @@ class InlineMover:
         return
 
 
-class HostMover(InlineMover):
+class HostCopier(InlineCopier):
     """The same with a copy of runs instead of a view for every layer and block, where the tensors allow it: their bytes
     are copied by the processor in one call for many blocks."""
 
-    def __init__(self, copier: Copier) -> None:
-        super().__init__(copier)
+    def __init__(self, block_copiers: BlockCopiers) -> None:
+        super().__init__(block_copiers)
         self._regions: dict[int, tuple[int, CopyTemplate] | None] = {}  # by cache group: address, and what a block is
         self._memory = 0
 
@@ -178,14 +180,14 @@ class HostMover(InlineMover):
     def region_of(self, group: int) -> tuple[int, CopyTemplate] | None:
         """Where the tensors of this cache group lie, and what a block is in them; None where that cannot be said."""
         if group not in self._regions:
-            self._regions[group] = _host_region(self._copier.of(group))
+            self._regions[group] = _host_region(self._block_copiers.of(group))
         return self._regions[group]
 
     def _copy(self, direction: Direction, group: int, entries: list[CopyEntry]) -> None:
         assert self._pool is not None
         region = self.region_of(group)
         if region is None:
-            copy_entries(self._copier, self._pool, direction, entries)
+            copy_entries(self._block_copiers, self._pool, direction, entries)
             return
         address, template = region
         slots = [entry.ref.slot for entry in entries]
@@ -198,17 +200,18 @@ class HostMover(InlineMover):
         failpoint(f"engine.{direction.name.lower()}")
 
 
-def _host_region(copier: BlockCopier) -> tuple[int, CopyTemplate] | None:
-    """None where blocks go through the copier: tensors that cannot be described so, slots that blocks share."""
-    if not copier.fills_slots:
+def _host_region(block_copier: BlockCopier) -> tuple[int, CopyTemplate] | None:
+    """None where blocks go through the block copier: tensors that cannot be described so, slots that blocks share."""
+    if not block_copier.fills_slots:
         return None
-    layers = copier.layers
+    layers = block_copier.layers
     first = layers[0]
     address = min(layer.data_ptr() for layer in layers)
     reach = sum((size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True)) + 1
     end = max(layer.data_ptr() for layer in layers) + reach * first.element_size()
     try:
-        return address, CopyTemplate(region_layout(layers, copier.heads, address, end - address), copier.layout)
+        layout = region_layout(layers, block_copier.heads, address, end - address)
+        return address, CopyTemplate(layout, block_copier.layout)
     except UnsupportedLayout:
         return None
 
@@ -229,17 +232,17 @@ class _Recorded:
         return True  # a copy that fails makes the context unusable, and the engine with it
 
 
-class CudaMover(InlineMover):
+class CudaCopier(InlineCopier):
     """Copies run on a stream of their own. They start when the forwards launched so far have ended, so a block is never
     copied before it is written, nor overwritten while an earlier forward reads it; the next forward does not wait.
 
     Has not run on a GPU yet.
     """
 
-    def __init__(self, copier: Copier, pin_after: float = 0.0) -> None:
+    def __init__(self, block_copiers: BlockCopiers, pin_after: float = 0.0) -> None:
         """`pin_after`: seconds that copies have to run here before the pool's memory is pinned."""
-        super().__init__(copier)
-        self._device = copier.device
+        super().__init__(block_copiers)
+        self._device = block_copiers.device
         self._stream = torch.cuda.Stream(self._device)
         self._pin_after = pin_after
         self._pinning: PinningOnUse | None = None
@@ -266,7 +269,7 @@ class CudaMover(InlineMover):
         computed.record(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(computed)
-            copy_entries(self._copier, self._pool, direction, entries)
+            copy_entries(self._block_copiers, self._pool, direction, entries)
             copied = torch.cuda.Event()
             copied.record(self._stream)
         return _Recorded(copied)
@@ -286,10 +289,12 @@ def _check(name: str, result: Any) -> None:
         raise TransferError(f"{name}: CUDA error {error}")
 
 
-def copy_entries(copier: Copier, pool: PoolInfo, direction: Direction, entries: Sequence[CopyEntry]) -> None:
-    """Block by block, through the copier; see its `store` and `load` for when that has ended."""
+def copy_entries(
+    block_copiers: BlockCopiers, pool: PoolInfo, direction: Direction, entries: Sequence[CopyEntry]
+) -> None:
+    """Block by block, through its group's block copier; see its `store` and `load` for when that has ended."""
     for entry in entries:
-        own = copier.of(entry.group)
+        own = block_copiers.of(entry.group)
         offset = pool.geometry.payload_offset(entry.ref.slot, own.payload_bytes)
         if direction is Direction.LOAD:
             own.load(offset, entry.block_id, entry.part)
@@ -298,9 +303,9 @@ def copy_entries(copier: Copier, pool: PoolInfo, direction: Direction, entries: 
         failpoint(f"engine.{direction.name.lower()}")
 
 
-def in_process_mover(copier: Copier, *, is_fallback: bool = False) -> InlineMover:
-    """`is_fallback`: a move worker is wanted, which will have most of the copies. Raises nothing for a device that it
+def in_process_copier(block_copiers: BlockCopiers, *, is_fallback: bool = False) -> InlineCopier:
+    """`is_fallback`: a copy worker is wanted, which will have most of the copies. Raises nothing for a device that it
     does not know: copies go through its tensors then."""
-    if copier.device.type == "cuda":
-        return CudaMover(copier, FALLBACK_PIN_SECONDS if is_fallback else 0.0)
-    return HostMover(copier) if copier.device.type == "cpu" else InlineMover(copier)
+    if block_copiers.device.type == "cuda":
+        return CudaCopier(block_copiers, FALLBACK_PIN_SECONDS if is_fallback else 0.0)
+    return HostCopier(block_copiers) if block_copiers.device.type == "cpu" else InlineCopier(block_copiers)

@@ -1,7 +1,7 @@
 """Worker half: copies blocks between the engine's KV tensors and the pool's slots, and says what it did.
 
 Runs on the worker's main thread, between two forwards. It only ever touches slots it was told to, and checks the
-header around every copy: a slot that is not what was promised is a failed load, never a wrong block. A mover says
+header around every copy: a slot that is not what was promised is a failed load, never a wrong block. A copier says
 when copies run; nothing is reported before they have ended.
 """
 
@@ -17,8 +17,8 @@ from typing import TypeVar
 
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
-from kvservice.connector.worker.block_copier import Copier
-from kvservice.connector.worker.copier import Mover, Ticket, in_process_mover
+from kvservice.connector.worker.block_copier import BlockCopiers
+from kvservice.connector.worker.copier import Copier, Ticket, in_process_copier
 from kvservice.connector.worker.worker_loans import WorkerLoans
 from kvservice.copying.message import Direction
 from kvservice.core.segment.digest import digest_payload
@@ -54,14 +54,14 @@ class WorkerHalf:
     """`start_loads` and `store` start copies; what has ended since is found by `take_loaded` and `take_report`."""
 
     def __init__(
-        self, copier: Copier, verify: Verify, mover: Mover | None = None, share: HeadShare | None = None
+        self, block_copiers: BlockCopiers, verify: Verify, copier: Copier | None = None, share: HeadShare | None = None
     ) -> None:
         """`share`: whom this rank takes turns with in writing; None when it alone holds its heads."""
         self._share = share
-        self._copier = copier
+        self._block_copiers = block_copiers
         self._verify = verify
-        self._mover = mover or in_process_mover(copier)
-        self._lent = WorkerLoans(self._mover)
+        self._copier = copier or in_process_copier(block_copiers)
+        self._lent = WorkerLoans(self._copier)
         self._pool: PoolInfo | None = None
         self._tried: PoolInfo | None = None  # mapped, or found impossible to map
         self._segment: Segment | None = None
@@ -84,7 +84,7 @@ class WorkerHalf:
                 self._end_load(load, done=False)
             else:
                 self._loads.append(started)
-        self._attempt(self._mover.flush)
+        self._attempt(self._copier.flush)
         self._poll_loads()
         return {load.request_id for load in plan.loads}
 
@@ -106,7 +106,7 @@ class WorkerHalf:
                 self._report.failed[store.store_id] = 1
             else:
                 self._stores.append(started)
-        self._attempt(self._mover.flush)
+        self._attempt(self._copier.flush)
         return {store.store_id for store in plan.stores}
 
     def take_loaded(self) -> tuple[set[str], set[str]]:
@@ -120,7 +120,7 @@ class WorkerHalf:
         """What was stored since the last call; None when there is nothing to say."""
         self._poll_stores()
         self._lent.report(self._report)
-        for name, count in self._mover.take_counters().items():
+        for name, count in self._copier.take_counters().items():
             self._count(name, count)
         report, self._report = self._report, StepReport()
         return None if report == StepReport() else report
@@ -128,7 +128,7 @@ class WorkerHalf:
     def close(self) -> None:
         """The engine ends. Waits for the copies under way."""
         self._unmap()
-        self._mover.close()
+        self._copier.close()
 
     # -- inside ----
 
@@ -138,12 +138,12 @@ class WorkerHalf:
             return None
         # What came from an engine is not what the digests are of.
         may_borrow = load.may_borrow and self._verify is not Verify.FULL
-        return Copying(load, headers, self._mover.run(Direction.LOAD, load.entries, may_borrow=may_borrow))
+        return Copying(load, headers, self._copier.run(Direction.LOAD, load.entries, may_borrow=may_borrow))
 
     def _start_store(self, store: StorePlan) -> WritingStore | None:
         if not self._may_write(store):
             return None
-        return WritingStore(store, self._mover.run(Direction.STORE, self._to_write(store)))
+        return WritingStore(store, self._copier.run(Direction.STORE, self._to_write(store)))
 
     def _attempt(self, step: Callable[[], T | None]) -> T | None:
         """None also when it raised: one plan that fails must not leave another, already started, without an answer."""
@@ -164,8 +164,8 @@ class WorkerHalf:
         self._poll_stores()
         if self._segment is not None:
             self._lent.recall_all()
-            self._mover.release()
-            self._copier.unbind()
+            self._copier.release()
+            self._block_copiers.unbind()
             self._segment.close()
             self._segment = None
         if self._lock is not None:
@@ -186,7 +186,7 @@ class WorkerHalf:
         try:
             self._segment = Segment.attach(Path(plan.pool.segment_path), plan.pool.geometry)
             self._lock = hold(self._segment, plan.pool.engine_id, plan.pool.epoch)
-            self._mover.adopt(self._copier.bind(self._segment.buffer, plan.pool.layout), plan.pool)
+            self._copier.adopt(self._block_copiers.bind(self._segment.buffer, plan.pool.layout), plan.pool)
         except Unavailable:  # for a moment: the next plan tries again
             self._tried = None
             self._count("map_refused")
@@ -211,7 +211,7 @@ class WorkerHalf:
         headers: list[bytes] = []
         for entry in load.entries:
             header = segment.header_bytes(entry.ref.slot)
-            size = self._copier.of(entry.group).payload_bytes
+            size = self._block_copiers.of(entry.group).payload_bytes
             if not is_as_promised(header, pool.epoch, entry.ref, entry.key, size):
                 self._suspect(entry, "load_stale")
                 return None
@@ -268,7 +268,7 @@ class WorkerHalf:
             return False
         for entry in store.entries:
             header = segment.header_bytes(entry.ref.slot)
-            if not is_reserved(header, pool.epoch, entry.ref, self._copier.of(entry.group).payload_bytes):
+            if not is_reserved(header, pool.epoch, entry.ref, self._block_copiers.of(entry.group).payload_bytes):
                 self._count("store_stale")
                 return False
         return True

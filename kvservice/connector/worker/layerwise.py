@@ -21,7 +21,7 @@ import torch
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StorePlan
 from kvservice.connector.worker.block_copier import BlockCopier
-from kvservice.connector.worker.copier import Mover
+from kvservice.connector.worker.copier import Copier
 from kvservice.connector.worker.half import Copying, WorkerHalf, WritingStore
 from kvservice.copying.message import Direction
 from kvservice.core.segment.layout import HeadShare
@@ -69,12 +69,12 @@ class LayerCopy(Protocol):
 class HostLayers:
     """For KV tensors in host memory; lets go of the interpreter while bytes move."""
 
-    def __init__(self, copier: BlockCopier, pool: PoolInfo) -> None:
-        assert copier.slots is not None
-        self._layers = [_integers(layer).numpy().swapaxes(1, 2) for layer in copier.layers]  # head before part
-        self._slots = copier.slots.numpy()
+    def __init__(self, block_copier: BlockCopier, pool: PoolInfo) -> None:
+        assert block_copier.slots is not None
+        self._layers = [_integers(layer).numpy().swapaxes(1, 2) for layer in block_copier.layers]  # head before part
+        self._slots = block_copier.slots.numpy()
         self._layout = pool.layout
-        self._heads = copier.heads
+        self._heads = block_copier.heads
 
     def copy(self, direction: Direction, layer: int, runs: Sequence[BlockRun]) -> None:
         engine = self._layers[layer]
@@ -98,12 +98,12 @@ class CudaLayers:
     Has not run on a GPU yet.
     """
 
-    def __init__(self, copier: BlockCopier, pool: PoolInfo) -> None:
-        assert copier.slots is not None
-        self._layers = copier.layers
-        self._slots = copier.slots
+    def __init__(self, block_copier: BlockCopier, pool: PoolInfo) -> None:
+        assert block_copier.slots is not None
+        self._layers = block_copier.layers
+        self._slots = block_copier.slots
         self._layout = pool.layout
-        self._heads = copier.heads
+        self._heads = block_copier.heads
 
     def copy(self, direction: Direction, layer: int, runs: Sequence[BlockRun]) -> None:
         engine = self._layers[layer]
@@ -352,9 +352,9 @@ class LayerwiseWorker(WorkerHalf):
 
     def __init__(
         self,
-        copier: BlockCopier,
+        block_copier: BlockCopier,
         verify: Verify,
-        mover: Mover,
+        copier: Copier,
         share: HeadShare,
         layer_names: Sequence[str],
         *,
@@ -362,11 +362,11 @@ class LayerwiseWorker(WorkerHalf):
         lane: Lane | None = None,
     ) -> None:
         """`layer_names`: the engine's, in the order of the slot. `save`: stores too go layer by layer."""
-        super().__init__(copier, verify, mover, share)
-        self._blocks = copier
+        super().__init__(block_copier, verify, copier, share)
+        self._blocks = block_copier
         self._layer_of = {name: index for index, name in enumerate(layer_names)}
-        self._on_gpu = copier.device.type == "cuda"
-        self._lane: Lane = lane or (StreamLane(copier.device) if self._on_gpu else ThreadLane())
+        self._on_gpu = block_copier.device.type == "cuda"
+        self._lane: Lane = lane or (StreamLane(block_copier.device) if self._on_gpu else ThreadLane())
         self._via: LayerCopy | None = None
         self._layered: list[_LayeredLoad] = []  # of this step
         self._waited = 0  # layers that the forward has waited for

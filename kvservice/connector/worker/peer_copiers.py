@@ -1,4 +1,4 @@
-"""The other move workers of a node, to which an engine lends blocks so that engines of other devices can copy them.
+"""The other copy workers of a node, to which an engine lends blocks so that engines of other devices can copy them.
 
 Used by the worker's main thread; each link has a thread of its own. Nothing is copied for this engine by these workers.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from kvservice.copying.device import HOST
 from kvservice.copying.engine.link import KVOffer, Lent, WorkerLink
 from kvservice.copying.message import CopyRow, PoolSource
-from kvservice.discovery import find_movers
+from kvservice.discovery import find_copy_workers
 
 LOOK_SECONDS = 5.0  # between two looks for workers
 LINKS_MAX = 16
@@ -70,7 +70,7 @@ class Neighbours:
         now = time.monotonic()
         if self._wanted is not None and now >= self._look_at:
             self._look_at = now + LOOK_SECONDS
-            for record in find_movers(self._wanted[0]):
+            for record in find_copy_workers(self._wanted[0]):
                 if self._is_neighbour(record.device) and len(self._links) < LINKS_MAX:
                     link = self._links[record.device] = WorkerLink(self._offer, worker_device=record.device)
                     link.follow(*self._wanted)
@@ -82,11 +82,11 @@ class Neighbours:
         return same_kind and device != self._offer.device and device not in self._links
 
     def take_counters(self) -> dict[str, int]:
-        """As `mover_neighbour_…`."""
+        """As `copy_worker_neighbour_…`."""
         found: Counter[str] = Counter()
         for link in self._links.values():
             for name, count in link.take_counters().items():
-                found[name.replace("mover_", "mover_neighbour_", 1)] += count
+                found[name.replace("copy_worker_", "copy_worker_neighbour_", 1)] += count
         return dict(found)
 
     def close(self) -> None:

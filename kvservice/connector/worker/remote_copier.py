@@ -1,4 +1,4 @@
-"""Copies in a move worker's process, with the engine's own process as the place where they run when there is none."""
+"""Copies in a copy worker's process, with the engine's own process as the place where they run when there is none."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from kvservice.connector.options import MoverChoice
+from kvservice.connector.options import CopierChoice
 from kvservice.connector.plan import CopyEntry, PoolInfo
-from kvservice.connector.worker.block_copier import BlockCopier, Copier
-from kvservice.connector.worker.copier import Done, InlineMover, Loan, Mover, Ticket, in_process_mover
+from kvservice.connector.worker.block_copier import BlockCopier, BlockCopiers
+from kvservice.connector.worker.copier import Copier, Done, InlineCopier, Loan, Ticket, in_process_copier
 from kvservice.connector.worker.peer_copiers import Neighbours, SpreadLoan, lend
 from kvservice.connector.worker.shared_kv import SharedKV, region_layout
 from kvservice.copying.device import HOST
@@ -28,14 +28,14 @@ def _no_event() -> int:
     return NO_EVENT
 
 
-class RemoteMover:
+class RemoteCopier:
     """Hands copies to the worker of this engine's device on this node; runs them itself while there is none, and loads
     also while the worker has too much to do. `mark` names the device event that copies must wait for."""
 
     def __init__(
         self,
         link: WorkerLink,
-        fallback: Mover,
+        fallback: Copier,
         mark: Callable[[], int] = _no_event,
         neighbours: Neighbours | None = None,
     ) -> None:
@@ -51,7 +51,7 @@ class RemoteMover:
     def adopt(self, memory: torch.Tensor, pool: PoolInfo) -> None:
         self._fallback.adopt(memory, pool)
         if not pool.node_directory:
-            self._counters["mover_absent"] += 1
+            self._counters["copy_worker_absent"] += 1
             log.warning(
                 "copies run in the engine's process: a pool of its own has no worker, which belongs to a service"
             )
@@ -77,12 +77,12 @@ class RemoteMover:
             ticket = self._link.submit(direction, rows, may_borrow=may_borrow)
             if ticket is not None:
                 self._handed = True
-                self._counters["mover_worker_blocks"] += len(rows)
+                self._counters["copy_worker_blocks"] += len(rows)
                 return ticket
             if direction is Direction.STORE and self._link.is_ready:
-                self._counters["mover_dropped_blocks"] += len(rows)
+                self._counters["copy_dropped_blocks"] += len(rows)
                 return Done(copied=False)  # the worker is behind: a dropped store is only a later miss
-        self._counters["mover_in_process_blocks"] += len(entries)
+        self._counters["copy_in_process_blocks"] += len(entries)
         return self._fallback.run(direction, entries)
 
     def flush(self) -> None:
@@ -116,43 +116,43 @@ class RemoteMover:
         self._fallback.close()
 
 
-def mover_for(
-    choice: MoverChoice,
-    copier: BlockCopier,
+def copier_for(
+    choice: CopierChoice,
+    block_copier: BlockCopier,
     layers: Sequence[torch.Tensor],
     heads: range,
     shared: SharedKV | None,
     *,
     lends: bool = False,
-) -> Mover:
+) -> Copier:
     """Where the copies of this engine run. Whatever keeps a worker from being used is said once, and counted. `lends`:
     it lends blocks, which engines of the node's other devices can have as well."""
-    fallback = in_process_mover(copier, is_fallback=choice is MoverChoice.WORKER)
-    if choice is not MoverChoice.WORKER:
+    fallback = in_process_copier(block_copier, is_fallback=choice is CopierChoice.WORKER)
+    if choice is not CopierChoice.WORKER:
         return fallback
     try:
-        if copier.device.type == "cuda":
+        if block_copier.device.type == "cuda":
             from kvservice.copying.cuda.offer import CudaOffer  # loads the driver
 
             offer = CudaOffer(layers[0], lambda address, size: region_layout(layers, heads, address, size))
             made, mark = offer.offer, offer.mark
         else:
             made, mark = _host_offer(layers, heads, shared), _no_event
-        return RemoteMover(WorkerLink(made), fallback, mark, Neighbours(made) if lends else None)
+        return RemoteCopier(WorkerLink(made), fallback, mark, Neighbours(made) if lends else None)
     except KVServiceError as error:
         log.warning("copies run in the engine's process: %s", error.message)
-        assert isinstance(fallback, InlineMover)
-        fallback.counters["mover_not_shared"] += 1
+        assert isinstance(fallback, InlineCopier)
+        fallback.counters["copy_worker_not_shared"] += 1
         return fallback
 
 
-def own_mover(choice: MoverChoice, copier: Copier) -> Mover:
+def copier_for_groups(choice: CopierChoice, block_copiers: BlockCopiers) -> Copier:
     """For a model of several cache groups: a worker knows one layout only, so copies run in the engine's process."""
-    mover = in_process_mover(copier)
-    if choice is MoverChoice.WORKER:
-        log.warning("copies run in the engine's process: a move worker does not take models of several cache groups")
-        mover.counters["mover_not_shared"] += 1
-    return mover
+    copier = in_process_copier(block_copiers)
+    if choice is CopierChoice.WORKER:
+        log.warning("copies run in the engine's process: a copy worker does not take models of several cache groups")
+        copier.counters["copy_worker_not_shared"] += 1
+    return copier
 
 
 def _host_offer(layers: Sequence[torch.Tensor], heads: range, shared: SharedKV | None) -> KVOffer:

@@ -1,4 +1,4 @@
-"""Places a CPU engine's KV cache in memory that a move worker can map too, without the engine knowing.
+"""Places a CPU engine's KV cache in memory that a copy worker can map too, without the engine knowing.
 
 vLLM allocates the whole KV cache of a CPU worker with one `torch.zeros(bytes, dtype=torch.int8)` while the connector's
 `get_mem_pool_context` is entered. That one allocation is answered from a memfd; everything else is left alone. Whether

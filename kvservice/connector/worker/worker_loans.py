@@ -1,4 +1,4 @@
-"""The worker half's loans: lends what the plan says through its mover, and reports when nobody reads it any more.
+"""The worker half's loans: lends what the plan says through its copier, and reports when nobody reads it any more.
 
 Used by the worker's main thread. A loan that was never made, whatever the reason, is reported like one that is over.
 """
@@ -9,14 +9,14 @@ import logging
 import os
 
 from kvservice.connector.plan import LendPlan, StepPlan, StepReport
-from kvservice.connector.worker.copier import Loan, Mover
+from kvservice.connector.worker.copier import Copier, Loan
 
 log = logging.getLogger("kvservice.connector")
 
 
 class WorkerLoans:
-    def __init__(self, mover: Mover) -> None:
-        self._mover = mover
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
         self._worker = int.from_bytes(os.urandom(8), "big")  # one loan is reported by several workers, and maybe twice
         self._loans: dict[int, Loan] = {}
         self._over: set[int] = set()
@@ -30,12 +30,12 @@ class WorkerLoans:
             if loan is None:
                 self._over.add(loan_id)
             else:
-                self._mover.recall(loan)
+                self._copier.recall(loan)
 
     def _lend(self, lending: LendPlan) -> None:
         loan: Loan | None = None
         try:
-            loan = self._mover.lend(lending.blocks)
+            loan = self._copier.lend(lending.blocks)
         except Exception:  # the engine goes on: a loan is only a shortcut
             log.warning("blocks of a hand-off were not lent", exc_info=True)
         if loan is None:
@@ -45,7 +45,7 @@ class WorkerLoans:
 
     def recall_all(self) -> None:
         for loan in self._loans.values():
-            self._mover.recall(loan)
+            self._copier.recall(loan)
 
     def report(self, report: StepReport) -> None:
         """Add what ended since the last call; ask back what its reader has taken."""
@@ -54,7 +54,7 @@ class WorkerLoans:
                 del self._loans[loan_id]
                 self._over.add(loan_id)
             elif loan.is_taken:
-                self._mover.recall(loan)
+                self._copier.recall(loan)
         if self._over:
             report.returned |= {(loan_id, self._worker) for loan_id in self._over}
             self._over = set()

@@ -1,4 +1,4 @@
-"""A move worker's GPU: imports engines' KV memory by CUDA IPC, pins segments, makes copy engines. Has not run on a GPU.
+"""A copy worker's GPU: imports engines' KV memory by CUDA IPC, pins segments, makes copy engines. Has not run on a GPU.
 
 The exporter's memory cannot be freed while it is open here: a session closes it as soon as its engine is gone.
 """

@@ -121,7 +121,7 @@ class Driver:
             raise UnsupportedLayout(
                 "the KV cache lies in virtual-memory-managed GPU memory, which has no IPC handle: start the engine "
                 "without expandable_segments:True in PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF and without sleep "
-                "mode, or set mover to in_process"
+                "mode, or set copier to in_process"
             )
         base, _ = self.allocation_of(pointer)
         handle = IpcHandle()

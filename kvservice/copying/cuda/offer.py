@@ -35,7 +35,7 @@ class CudaOffer:
             with torch.cuda.device(self._device):
                 handles = [event.ipc_handle().hex() for event in self._events]
         except RuntimeError as error:
-            raise UnsupportedLayout(f"this GPU's events cannot be shared with a move worker: {error}") from error
+            raise UnsupportedLayout(f"this GPU's events cannot be shared with a copy worker: {error}") from error
         self._last = 0
         memory = {
             "kind": MemoryKind.CUDA_IPC.value,

@@ -82,7 +82,7 @@ class Pinning:
 
 class PinningOnUse:
     """Pins once copies have been running here for `patience` seconds, without a pause as long as that. The engine's
-    process is the fallback of a move worker, which has pinned the pool already: pinning it twice costs minutes of the
+    process is the fallback of a copy worker, which has pinned the pool already: pinning it twice costs minutes of the
     kernel's work and page tables."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The engine's end of a move worker: hands it copies without ever waiting, and knows how each of them ended.
+"""The engine's end of a copy worker: hands it copies without ever waiting, and knows how each of them ended.
 
 Two threads: the engine's, which submits and asks; and one of this link, which connects, reads answers and watches the
 clock. A copy that was handed over is over only when the worker said so, or when the worker is known to do nothing any
@@ -46,7 +46,7 @@ from kvservice.copying.message import (
     parse_json,
     parse_lent,
 )
-from kvservice.discovery import mover_socket
+from kvservice.discovery import copy_worker_socket
 from kvservice.errors import InvalidRequest, KVServiceError, Unavailable
 
 log = logging.getLogger("kvservice.copying")
@@ -151,7 +151,7 @@ class WorkerLink:
         self._else = f"nothing is lent to {worker_device}" if worker_device else "copies run in the engine's process"
         self._counters = Counter[str]()
         self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="kvservice-mover-link", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvservice-copy-link", daemon=True)
         self._thread.start()
 
     # -- the engine's thread ----
@@ -180,7 +180,7 @@ class WorkerLink:
             if not self._ready:
                 return None
             if self._rows[direction] + len(rows) > ROWS_OUTSTANDING_MAX[direction]:
-                self._counters[f"mover_full_{direction.name.lower()}"] += 1
+                self._counters[f"copy_worker_full_{direction.name.lower()}"] += 1
                 return None
             ticket = Copies(len(pieces), self._ended)
             for piece in pieces:
@@ -288,12 +288,12 @@ class WorkerLink:
                 connection, worker = self._connect(wanted[0])
                 self._converse(connection, worker, wanted)
             except Unavailable as error:
-                self._note("mover_absent", f"{self._else} until there is a worker: {error}")
+                self._note("copy_worker_absent", f"{self._else} until there is a worker: {error}")
             except (KVServiceError, OSError) as error:
-                self._note("mover_refused", f"{self._else}: {error}")
+                self._note("copy_worker_refused", f"{self._else}: {error}")
             except Exception:  # copies under way must be ended whatever happened here
-                self._count("mover_error")
-                log.exception("move worker given up")
+                self._count("copy_worker_error")
+                log.exception("copy worker given up")
             finally:
                 self._give_up(worker)
             self._sleep(RETRY_SECONDS)
@@ -323,7 +323,7 @@ class WorkerLink:
             connection.settimeout(CONNECT_SECONDS)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             try:
-                connection.connect(str(mover_socket(directory, self._worker_device)))
+                connection.connect(str(copy_worker_socket(directory, self._worker_device)))
             except OSError as error:
                 raise Unavailable(f"nobody listens in {directory}: {error}") from error
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
@@ -351,9 +351,9 @@ class WorkerLink:
             socket.send_fds(connection, [pack_json(Kind.HELLO, hello)], descriptors)
             answer = connection.recv(MESSAGE_BYTES_MAX)
         except OSError as error:  # it hangs, or went away: to be tried again
-            raise Unavailable(f"the move worker does not answer: {error}") from error
+            raise Unavailable(f"the copy worker does not answer: {error}") from error
         if not answer:
-            raise Unavailable("the move worker went away")
+            raise Unavailable("the copy worker went away")
         _check_answer(parse_json(answer))
 
     def _converse(self, connection: socket.socket, worker: WorkerProcess, wanted: tuple[Path, PoolSource]) -> None:
@@ -375,14 +375,15 @@ class WorkerLink:
                     self._unsent.append(message)
                 asked, asked_at = pool, time.monotonic()
             if not self._exchange(connection, asked):
-                self._note("mover_lost", f"the move worker is gone: {self._else} until there is one")
+                self._note("copy_worker_lost", f"the copy worker is gone: {self._else} until there is one")
                 return
             is_late = asked_at + self._wedge_seconds < time.monotonic()
             if asked is not None and not self._ready and not self._closing and is_late:
-                raise Unavailable("the move worker does not answer")
+                raise Unavailable("the copy worker does not answer")
             if self._is_overdue():
                 self._note(
-                    "mover_wedged", f"the move worker copied nothing for {self._wedge_seconds:.0f} s: it is killed"
+                    "copy_worker_wedged",
+                    f"the copy worker copied nothing for {self._wedge_seconds:.0f} s: it is killed",
                 )
                 worker.kill()
                 return
@@ -423,7 +424,7 @@ class WorkerLink:
             with self._lock:
                 if self._wanted is not None and self._wanted[1] == asked and not self._closing:
                     self._ready = True
-                    self._counters["mover_connected"] += 1
+                    self._counters["copy_worker_connected"] += 1
                     self._problem = ""
         elif kind is Kind.TAKEN:
             _, lend_id = parse_lent(data)
@@ -451,7 +452,7 @@ class WorkerLink:
         self._progress[job.queue] = now
         if one.outcome is not CopyOutcome.COPIED:
             job.ticket.outcome = one.outcome
-            self._counters[f"mover_{one.outcome.name.lower()}"] += 1
+            self._counters[f"copy_worker_{one.outcome.name.lower()}"] += 1
         job.ticket.borrowed += one.borrowed
         job.ticket.parts -= 1
         if job.lent is not None and not job.ticket.parts:
@@ -486,7 +487,7 @@ class WorkerLink:
         if connection is not None:
             connection.close()
         with self._lock:
-            self._counters["mover_lost_copies"] += sum(job.rows > 0 for job in self._jobs.values())
+            self._counters["copy_worker_lost_copies"] += sum(job.rows > 0 for job in self._jobs.values())
             for job in self._jobs.values():
                 job.ticket.outcome = CopyOutcome.FAILED
                 job.ticket.parts = 0
@@ -526,4 +527,4 @@ def _check_answer(fields: dict[str, Any]) -> None:
     error = fields.get("error")
     if error is not None:
         message = error.get("message") if isinstance(error, dict) else error
-        raise InvalidRequest(f"the move worker refused: {message}")
+        raise InvalidRequest(f"the copy worker refused: {message}")

@@ -38,20 +38,20 @@ class WorkerProcess:
         """Raises Refused when this process could not end that one."""
         if pid <= 0:
             raise Refused(
-                "the move worker runs in another PID namespace, so that one that hangs could not be ended: let both "
-                "share one (hostPID, shareProcessNamespace), or set mover to in_process"
+                "the copy worker runs in another PID namespace, so that one that hangs could not be ended: let both "
+                "share one (hostPID, shareProcessNamespace), or set copier to in_process"
             )
         if user != os.getuid():
-            raise Refused(f"the move worker runs as user {user}, the engine as {os.getuid()}: use one user for both")
+            raise Refused(f"the copy worker runs as user {user}, the engine as {os.getuid()}: use one user for both")
         try:
             pidfd = os.pidfd_open(pid)
         except OSError as error:
-            raise Refused(f"cannot hold the move worker's process {pid}: {error.strerror}") from error
+            raise Refused(f"cannot hold the copy worker's process {pid}: {error.strerror}") from error
         try:
             signal.pidfd_send_signal(pidfd, 0)  # whether it could be ended
         except OSError as error:
             os.close(pidfd)
-            raise Refused(f"the move worker's process {pid} could not be ended: {error.strerror}") from error
+            raise Refused(f"the copy worker's process {pid} could not be ended: {error.strerror}") from error
         return cls(pidfd, in_host_memory=in_host_memory)
 
     def kill(self) -> None:
@@ -84,7 +84,7 @@ class WorkerProcess:
                 return
             if now - nagged > NAG_SECONDS:
                 nagged = now
-                log.error("the move worker has not ended after %.0f s: is its GPU gone?", now - started)
+                log.error("the copy worker has not ended after %.0f s: is its GPU gone?", now - started)
 
     def forget(self) -> None:
         """Idempotent."""

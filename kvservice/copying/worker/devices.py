@@ -1,4 +1,4 @@
-"""Which device a move worker serves, by the name it is started with."""
+"""Which device a copy worker serves, by the name it is started with."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class Lane:
             _check_range(target, slots)
             if not _all_as_promised(target, job.direction, rows, slots):
                 return CopyOutcome.STALE
-            failpoint("mover.copy")
+            failpoint("copy_worker.copy")
             if job.direction is Direction.LOAD:
                 _load(target, rows, slots, tally, may_borrow=job.may_borrow)
                 # Also of blocks that came from an engine: the slot is what was promised.

@@ -1,4 +1,4 @@
-"""The move worker of one device: listens where engines of this node find it, and keeps an eye on its copies.
+"""The copy worker of one device: listens where engines of this node find it, and keeps an eye on its copies.
 
 Threads: one accepts, one watches; for each engine one reads and one a direction copies. `state` never waits for a copy,
 so a copy call that hangs does not stop health or metrics.
@@ -22,11 +22,11 @@ from kvservice.copying.message import Direction
 from kvservice.copying.worker.loans import Loans
 from kvservice.copying.worker.session import SEND_SECONDS, EngineSession
 from kvservice.discovery import (
-    MoverRecord,
-    mover_socket,
+    CopyWorkerRecord,
+    copy_worker_socket,
     node_directory,
-    read_mover,
-    write_mover,
+    read_copy_worker,
+    write_copy_worker,
 )
 from kvservice.errors import ServiceConflict
 from kvservice.private_files import check_socket_path, make_directory, peer_uid
@@ -38,15 +38,15 @@ WATCH_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class MoverConfig:
+class CopyWorkerConfig:
     service: str
     node_id: NodeId
     runtime_root: Path | None = None
     wedge_seconds: float = 10.0  # a copy batch that takes longer hangs
 
 
-class MoverServer:
-    def __init__(self, config: MoverConfig, device: Device) -> None:
+class CopyWorker:
+    def __init__(self, config: CopyWorkerConfig, device: Device) -> None:
         self._config = config
         self._device = device
         self._segments = Segments(device)
@@ -56,24 +56,26 @@ class MoverServer:
         self._lock = threading.Lock()
         self._listener: socket.socket | None = None
         self._record: Path | None = None
-        self.record: MoverRecord | None = None
+        self.record: CopyWorkerRecord | None = None
         self._stopping = threading.Event()
         self._started = time.monotonic()
         self.wedged = threading.Event()  # set for good: a thread that hangs in a copy cannot be ended
         self.device_lost = threading.Event()  # set for good: no copy of this process can succeed any more
 
-    def start(self) -> MoverRecord:
+    def start(self) -> CopyWorkerRecord:
         """Listen and register. Raises ServiceConflict when another worker of this device listens."""
         config = self._config
         directory = node_directory(config.service, config.node_id, config.runtime_root)
         make_directory(directory)
-        path = mover_socket(directory, self._device.name)
+        path = copy_worker_socket(directory, self._device.name)
         check_socket_path(str(path))
         self._listener = _listen(path)
-        self.record = record = MoverRecord(config.service, config.node_id, self._device.name, str(path), os.getpid())
-        self._record = write_mover(record, directory)
+        self.record = record = CopyWorkerRecord(
+            config.service, config.node_id, self._device.name, str(path), os.getpid()
+        )
+        self._record = write_copy_worker(record, directory)
         for name, work in (("accept", self._accept), ("watch", self._watch)):
-            threading.Thread(target=work, name=f"kvservice-mover-{name}", daemon=True).start()
+            threading.Thread(target=work, name=f"kvservice-copy-{name}", daemon=True).start()
         return record
 
     def state(self) -> dict[str, Any]:
@@ -105,9 +107,9 @@ class MoverServer:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
-        if self._record is not None and read_mover(self._record) == self.record:  # not that of a successor
+        if self._record is not None and read_copy_worker(self._record) == self.record:  # not that of a successor
             self._record.unlink(missing_ok=True)
-            mover_socket(self._record.parent, self._device.name).unlink(missing_ok=True)
+            copy_worker_socket(self._record.parent, self._device.name).unlink(missing_ok=True)
 
     def _accept(self) -> None:
         assert self._listener is not None

@@ -1,4 +1,4 @@
-"""One engine as its move worker sees it: the connection, the imported KV memory, the segment, a lane a direction.
+"""One engine as its copy worker sees it: the connection, the imported KV memory, the segment, a lane a direction.
 
 A thread of its own reads the connection; the lanes' threads copy and answer. BYE is sent and the connection closed only
 after all lanes have ended and the engine's memory is closed: an engine that sees it knows that nothing is copied for it
@@ -74,7 +74,7 @@ class EngineSession:
         self._lends_only = False  # an engine of another device: its blocks are read here, and nothing is copied for it
         self.lanes = {direction: Lane(f"kvservice-{direction.name.lower()}", self._ended) for direction in Direction}
         connection.settimeout(None)
-        self._thread = threading.Thread(target=self._serve, name="kvservice-mover-engine", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="kvservice-copy-engine", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvservice.connector.worker.block_copier import BlockCopier, GroupedCopier
+from kvservice.connector.worker.block_copier import BlockCopier, GroupedBlockCopiers
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import UnsupportedLayout
 
@@ -26,7 +26,7 @@ def payload(segment: memoryview, layout: SlotLayout, slot: int) -> torch.Tensor:
 def test_groups_of_a_family_lie_layer_behind_layer_in_one_slot(staged: bool) -> None:
     layout = SlotLayout(3, HEADS, TOKENS * WIDTH * 4, TOKENS)
     one, two = layers(2), layers(1)
-    grouped = GroupedCopier([
+    grouped = GroupedBlockCopiers([
         (BlockCopier(one, range(HEADS), staged=staged, layers_behind=1), layout),
         (BlockCopier(two, range(HEADS), staged=staged, first_layer=2), layout),
     ])  # fmt: skip

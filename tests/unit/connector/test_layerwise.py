@@ -12,7 +12,7 @@ import torch
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, StepPlan, StorePlan
 from kvservice.connector.worker.block_copier import BlockCopier
-from kvservice.connector.worker.copier import InlineMover
+from kvservice.connector.worker.copier import InlineCopier
 from kvservice.connector.worker.layerwise import (
     LAYERS_AHEAD,
     BlockRun,
@@ -56,9 +56,9 @@ def started() -> Iterator[list[LayerwiseWorker]]:
 def worker_of(
     started: list[LayerwiseWorker], tensors: list[torch.Tensor], heads: range = range(HEADS)
 ) -> LayerwiseWorker:
-    copier = BlockCopier(tensors, heads)
+    block_copier = BlockCopier(tensors, heads)
     names = [f"layer.{index}" for index in range(len(tensors))]
-    made = LayerwiseWorker(copier, Verify.FULL, InlineMover(copier), HeadShare(heads), names, save=True)
+    made = LayerwiseWorker(block_copier, Verify.FULL, InlineCopier(block_copier), HeadShare(heads), names, save=True)
     started.append(made)
     return made
 
@@ -110,11 +110,11 @@ def written(segment: Segment, count: int) -> list[BlockRef]:
 def whole_load(segment: Segment, refs: Sequence[BlockRef], order: str) -> list[torch.Tensor]:
     """What a load of whole blocks makes of them, block i from slot i."""
     tensors = [torch.zeros_like(layer) for layer in engine_tensors(ORDERS["LBHNC"])]
-    copier = BlockCopier(tensors, range(HEADS))
-    copier.bind(segment.buffer, LAYOUT)
+    block_copier = BlockCopier(tensors, range(HEADS))
+    block_copier.bind(segment.buffer, LAYOUT)
     for block, ref in enumerate(refs):
-        copier.load(segment.geometry.payload_offset(ref.slot, LAYOUT.payload_bytes), block)
-    copier.unbind()
+        block_copier.load(segment.geometry.payload_offset(ref.slot, LAYOUT.payload_bytes), block)
+    block_copier.unbind()
     return tensors
 
 
@@ -347,10 +347,10 @@ def test_layers_on_a_device_move_the_same_bytes_as_layers_of_the_host(segment: S
     found: dict[type, tuple[bytes, list[torch.Tensor]]] = {}
     for kind in found_by:
         tensors = [layer.clone() for layer in own]
-        copier = BlockCopier(tensors, heads)
+        block_copier = BlockCopier(tensors, heads)
         segment.buffer[slots] = empty
-        copier.bind(segment.buffer, LAYOUT)
-        layers = kind(copier, info(segment))
+        block_copier.bind(segment.buffer, LAYOUT)
+        layers = kind(block_copier, info(segment))
         for layer in range(LAYERS):
             layers.copy(Direction.STORE, layer, runs)
         stored = bytes(segment.buffer[slots])
@@ -359,7 +359,7 @@ def test_layers_on_a_device_move_the_same_bytes_as_layers_of_the_host(segment: S
         for layer in range(LAYERS):
             layers.copy(Direction.LOAD, layer, runs)
         found[kind] = stored, [tensor.clone() for tensor in tensors]
-        copier.unbind()
+        block_copier.unbind()
     assert found[HostLayers][0] == found[CudaLayers][0] != empty
     for ours, theirs in zip(found[HostLayers][1], found[CudaLayers][1], strict=True):
         assert torch.equal(ours[1:3], theirs[1:3]) and bool(ours[1:3].any())

@@ -14,7 +14,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvservice.connector.options import ConnectorOptions, Layerwise
 from kvservice.connector.vllm import KVServiceConnector
 from kvservice.connector.vllm.compat import layerwise_for
-from tests.unit.connector.test_switchboard import (
+from tests.unit.connector.test_connector import (
     BLOCK,
     LAYERS,
     Pair,
@@ -114,7 +114,7 @@ def test_load_that_is_not_in_the_plan_makes_the_promised_blocks_wrong(
         ({"layerwise": "both"}, {"scheduler_config__async_scheduling": True}, Layerwise.SAVE),
         ({"layerwise": "load"}, {"scheduler_config__async_scheduling": True}, Layerwise.OFF),
         ({"layerwise": "save"}, {**SYNCHRONOUS, "speculative_config": object()}, Layerwise.OFF),
-        ({"layerwise": "both", "mover": "worker"}, SYNCHRONOUS, Layerwise.OFF),
+        ({"layerwise": "both", "copier": "worker"}, SYNCHRONOUS, Layerwise.OFF),
     ],
 )
 def test_what_the_engine_cannot_do_by_layers_is_done_with_whole_blocks(

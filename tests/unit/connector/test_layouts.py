@@ -26,7 +26,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from kvservice.connector.plan import CopyEntry
 from kvservice.connector.vllm import compat
 from kvservice.connector.worker.block_copier import BlockCopier
-from kvservice.connector.worker.copier import HostMover
+from kvservice.connector.worker.copier import HostCopier
 from kvservice.copying.message import Direction
 from kvservice.core.segment.layout import HeadShare, SlotLayout
 from kvservice.core.segment.refs import BlockRef
@@ -98,28 +98,28 @@ class Rank:
             parts = target.shape[1]
             target.copy_(layer.unflatten(2, (parts, -1)).transpose(1, 2))
 
-    def copier(self, slots: memoryview, layout: SlotLayout, *, staged: bool = False) -> BlockCopier:
+    def block_copier(self, slots: memoryview, layout: SlotLayout, *, staged: bool = False) -> BlockCopier:
         layers = compat.ordered_layers(self.config, self.cache, self.tensors)
-        copier = BlockCopier(layers, self.share.heads, staged=staged)
-        copier.bind(slots, layout)
-        return copier
+        block_copier = BlockCopier(layers, self.share.heads, staged=staged)
+        block_copier.bind(slots, layout)
+        return block_copier
 
     def copy(
         self, way: str, direction: Direction, slots: memoryview, layout: SlotLayout, slot: int, block: int
     ) -> None:
         """Between this block and the slot: by views, by views through a buffer, or by runs of bytes."""
-        copier = self.copier(slots, layout, staged=way == "staged")
+        block_copier = self.block_copier(slots, layout, staged=way == "staged")
         offset = slot * layout.payload_bytes
         if way != "runs":
-            copier.load(offset, block) if direction is Direction.LOAD else copier.store(block, offset)
+            block_copier.load(offset, block) if direction is Direction.LOAD else block_copier.store(block, offset)
             return
         offsets = lambda found, size: np.array(found, dtype=np.int64) * size  # noqa: E731  slots side by side
         pool = SimpleNamespace(geometry=SimpleNamespace(payload_offsets=offsets))
-        mover = HostMover(copier)
-        mover.adopt(torch.frombuffer(slots, dtype=torch.uint8), pool)  # type: ignore[arg-type]
-        assert mover.region_of(0) is not None, "these tensors are copied a layer at a time"
+        copier = HostCopier(block_copier)
+        copier.adopt(torch.frombuffer(slots, dtype=torch.uint8), pool)  # type: ignore[arg-type]
+        assert copier.region_of(0) is not None, "these tensors are copied a layer at a time"
         entry = CopyEntry(block, BlockRef(SlotIndex(slot), Generation(2)), BlockKey(bytes(16)))
-        assert mover.run(direction, [entry]).succeeded()
+        assert copier.run(direction, [entry]).succeeded()
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,9 @@ def test_degree_and_layout_are_part_of_the_identity_where_the_format_spans_heads
     assert len({engine_fields(engine, monkeypatch)["packing"] for engine in engines}) == len(engines)
     check_way(Engine(model, KVCacheLayout.LBHNC, degree=8), Engine(model, KVCacheLayout.LBHNC, degree=4))
     with pytest.raises(UnsupportedLayout, match="kernel blocks are not supported for a KV format that spans tokens"):
-        Engine(model, KVCacheLayout.LBHNC, ratio=2).ranks[0].copier(memoryview(bytearray()), engines[0].slot_layout)
+        Engine(model, KVCacheLayout.LBHNC, ratio=2).ranks[0].block_copier(
+            memoryview(bytearray()), engines[0].slot_layout
+        )
 
 
 def test_padding_behind_a_page_is_not_stored() -> None:
@@ -315,7 +317,7 @@ def test_kernel_blocks_are_refused_where_a_cpu_keeps_k_and_v_apart_in_each() -> 
     rank = Engine(MODELS["GQA"], KVCacheLayout.LBHNC, ratio=2).ranks[0]
     rank.config.device_config.device_type = "cpu"
     with pytest.raises(UnsupportedLayout, match="4 blocks in 8 kernel blocks are not supported on CPU"):
-        rank.copier(memoryview(bytearray()), SlotLayout(1, 1, 1, 1))
+        rank.block_copier(memoryview(bytearray()), SlotLayout(1, 1, 1, 1))
 
 
 def test_heads_that_vllm_places_in_another_way_are_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvservice.connector.vllm import compat
-from kvservice.connector.worker.remote_copier import RemoteMover
+from kvservice.connector.worker.remote_copier import RemoteCopier
 from tests.unit.connector.line import attachment, pool_info
 
 
@@ -28,7 +28,7 @@ def test_the_seed_of_the_engines_hashes_is_the_one_it_was_started_with(
 
 
 class Followed:
-    """The link and the fallback of a mover, as far as adopting a pool concerns them."""
+    """The link and the fallback of a copier, as far as adopting a pool concerns them."""
 
     def __init__(self) -> None:
         self.sources: list[Any] = []
@@ -43,7 +43,7 @@ class Followed:
 def test_every_pool_that_is_adopted_has_a_number_of_its_own() -> None:
     """A worker tells the copies for one pool from those for the pool after it by that number."""
     followed = Followed()
-    mover = RemoteMover(cast("Any", followed), cast("Any", followed))
+    copier = RemoteCopier(cast("Any", followed), cast("Any", followed))
     for number in (1, 2, 3):
-        mover.adopt(torch.empty(0), replace(pool_info(attachment(number)), node_directory="/node"))
+        copier.adopt(torch.empty(0), replace(pool_info(attachment(number)), node_directory="/node"))
     assert len({source.pool_id for source in followed.sources}) == len(followed.sources) == 3

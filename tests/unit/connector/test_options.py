@@ -41,7 +41,7 @@ def test_every_option_is_converted_to_its_type() -> None:
         ({"weights_version": "a", "weights_version_file": "/b"}, "give one of them"),
         ({"adapter_files": "any"}, "checked, immutable"),
         ({"mode": "embedded", "node": "n1"}, "uses no service"),
-        ({"handoff_loans": "on"}, "needs mover 'worker'"),
+        ({"handoff_loans": "on"}, "needs copier 'worker'"),
         ({"handoff_loans": True}, "auto, on, off"),
         ({"loan_seconds": -1}, "0 to 600"),
     ],
@@ -56,8 +56,8 @@ def test_wrong_option_is_refused_and_says_what_to_do(given: dict[str, object], s
 )
 def test_blocks_are_lent_on_a_gpu_and_elsewhere_if_it_is_said(loans: str | None, device: str, on: bool) -> None:
     given = {} if loans is None else {"handoff_loans": loans}
-    assert ConnectorOptions.parse({"mover": "worker", **given}).loans_on(device) is on
+    assert ConnectorOptions.parse({"copier": "worker", **given}).loans_on(device) is on
 
 
-def test_nothing_is_lent_without_a_move_worker() -> None:
-    assert not ConnectorOptions.parse({"mover": "in_process"}).loans_on("cuda")
+def test_nothing_is_lent_without_a_copy_worker() -> None:
+    assert not ConnectorOptions.parse({"copier": "in_process"}).loans_on("cuda")

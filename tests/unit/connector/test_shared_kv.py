@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvservice.connector.options import ConnectorOptions, MoverChoice
+from kvservice.connector.options import ConnectorOptions, CopierChoice
 from kvservice.connector.worker.block_copier import BlockCopier
-from kvservice.connector.worker.copier import InlineMover
-from kvservice.connector.worker.remote_copier import RemoteMover, mover_for
+from kvservice.connector.worker.copier import InlineCopier
+from kvservice.connector.worker.remote_copier import RemoteCopier, copier_for
 from kvservice.connector.worker.shared_kv import SharedKV, region_layout
 from kvservice.core.segment.copy_runs import CopyTemplate
 from kvservice.core.segment.layout import SlotLayout
@@ -79,25 +79,25 @@ def test_cache_that_is_not_in_shared_memory_is_copied_in_process_and_counted() -
     with SharedKV() as shared:
         torch.zeros(BYTES, dtype=torch.int8)
     for given in (shared, None):
-        copier = BlockCopier(layers, range(HEADS))
-        mover = mover_for(MoverChoice.WORKER, copier, layers, range(HEADS), given)
-        assert isinstance(mover, InlineMover)
-        assert mover.take_counters() == {"mover_not_shared": 1}
+        block_copier = BlockCopier(layers, range(HEADS))
+        copier = copier_for(CopierChoice.WORKER, block_copier, layers, range(HEADS), given)
+        assert isinstance(copier, InlineCopier)
+        assert copier.take_counters() == {"copy_worker_not_shared": 1}
     with pytest.raises(UnsupportedLayout):
         assert shared.memory is not None
         region_layout(layers, range(HEADS), shared.memory.address, shared.memory.byte_count)
 
 
-@pytest.mark.parametrize("choice", [MoverChoice.AUTO, MoverChoice.IN_PROCESS, MoverChoice.WORKER])
-def test_option_says_where_copies_run(choice: MoverChoice) -> None:
-    assert ConnectorOptions.parse({"mover": choice.value}).mover is choice
+@pytest.mark.parametrize("choice", [CopierChoice.AUTO, CopierChoice.IN_PROCESS, CopierChoice.WORKER])
+def test_option_says_where_copies_run(choice: CopierChoice) -> None:
+    assert ConnectorOptions.parse({"copier": choice.value}).copier is choice
     with SharedKV() as shared:
         layers = kv_layers(torch.zeros(BYTES, dtype=torch.int8))
-    mover = mover_for(choice, BlockCopier(layers, range(HEADS)), layers, range(HEADS), shared)
-    assert isinstance(mover, RemoteMover if choice is MoverChoice.WORKER else InlineMover)
-    mover.close()
+    copier = copier_for(choice, BlockCopier(layers, range(HEADS)), layers, range(HEADS), shared)
+    assert isinstance(copier, RemoteCopier if choice is CopierChoice.WORKER else InlineCopier)
+    copier.close()
 
 
 def test_unknown_place_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="auto, in_process, worker"):
-        ConnectorOptions.parse({"mover": "gpu"})
+        ConnectorOptions.parse({"copier": "gpu"})

@@ -13,7 +13,7 @@ import torch
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StorePlan
 from kvservice.connector.worker.block_copier import BlockCopier
-from kvservice.connector.worker.copier import InlineMover
+from kvservice.connector.worker.copier import InlineCopier
 from kvservice.connector.worker.half import WorkerHalf
 from kvservice.copying.message import Direction
 from kvservice.core.segment.digest import digest_payload
@@ -205,11 +205,11 @@ class HandTicket:
         self.done = True
 
 
-class HandMover(InlineMover):
+class HandCopier(InlineCopier):
     """Copies run when the test says so, as on a device with a queue of its own."""
 
-    def __init__(self, copier: BlockCopier) -> None:
-        super().__init__(copier)
+    def __init__(self, block_copier: BlockCopier) -> None:
+        super().__init__(block_copier)
         self.started: list[HandTicket] = []
         self.memory: torch.Tensor | None = None
 
@@ -231,9 +231,9 @@ class HandMover(InlineMover):
 
 
 def test_nothing_is_reported_before_its_copies_have_ended(segment: Segment) -> None:
-    copier = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
-    mover = HandMover(copier)
-    worker = WorkerHalf(copier, Verify.FULL, mover)
+    block_copier = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
+    copier = HandCopier(block_copier)
+    worker = WorkerHalf(block_copier, Verify.FULL, copier)
     source, target = slot_index(0, 0), slot_index(0, 1)
     segment.payload(source, LAYOUT.payload_bytes)[:] = bytes(range(256)) * (LAYOUT.payload_bytes // 256)
     loading, storing = write_header(segment, source, 2), write_header(segment, target, 1)
@@ -246,7 +246,7 @@ def test_nothing_is_reported_before_its_copies_have_ended(segment: Segment) -> N
     assert worker.store(plan) == {7}
     assert worker.take_loaded() == (set(), set())
     assert worker.take_report() is None
-    mover.finish()
+    copier.finish()
     assert worker.take_loaded() == ({"r"}, set())
     report = worker.take_report()
     assert report is not None
@@ -256,14 +256,14 @@ def test_nothing_is_reported_before_its_copies_have_ended(segment: Segment) -> N
 
 
 def test_slot_that_changed_before_a_late_copy_ended_fails_the_load(segment: Segment) -> None:
-    copier = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
-    mover = HandMover(copier)
-    worker = WorkerHalf(copier, Verify.OFF, mover)
+    block_copier = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
+    copier = HandCopier(block_copier)
+    worker = WorkerHalf(block_copier, Verify.OFF, copier)
     slot = slot_index(0, 0)
     ref = write_header(segment, slot, 2)
     worker.start_loads(StepPlan(info(segment), [LoadPlan("r", (CopyEntry(0, ref, KEY),))]))
     write_header(segment, slot, 4)
-    mover.finish()
+    copier.finish()
     assert worker.take_loaded() == ({"r"}, {"r"})
     report = worker.take_report()
     assert report is not None
@@ -271,28 +271,28 @@ def test_slot_that_changed_before_a_late_copy_ended_fails_the_load(segment: Segm
 
 
 def test_memory_is_unmapped_only_after_the_copies_under_way(segment: Segment) -> None:
-    copier = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
-    mover = HandMover(copier)
-    worker = WorkerHalf(copier, Verify.OFF, mover)
+    block_copier = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
+    copier = HandCopier(block_copier)
+    worker = WorkerHalf(block_copier, Verify.OFF, copier)
     ref = write_header(segment, slot_index(0, 0), 2)
     worker.start_loads(StepPlan(info(segment), [LoadPlan("r", (CopyEntry(0, ref, KEY),))]))
     worker.start_loads(
         StepPlan(PoolInfo("/dev/shm/kvservice-test-gone", segment.geometry, BootEpoch(9), LAYOUT, bytes(16)))
     )
-    assert mover.memory is None
+    assert copier.memory is None
     assert worker.take_loaded() == ({"r"}, set()), "what had ended before is still said"
 
 
 def test_copies_that_failed_are_a_failed_load_and_a_failed_store(segment: Segment) -> None:
-    copier = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
-    mover = HandMover(copier)
-    worker = WorkerHalf(copier, Verify.OFF, mover)
+    block_copier = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
+    copier = HandCopier(block_copier)
+    worker = WorkerHalf(block_copier, Verify.OFF, copier)
     loading, storing = write_header(segment, slot_index(0, 0), 2), write_header(segment, slot_index(0, 1), 1)
     loads, stores = [LoadPlan("r", (CopyEntry(0, loading, KEY),))], [StorePlan(7, (CopyEntry(0, storing, KEY),))]
     worker.start_loads(StepPlan(info(segment), loads, stores))
     worker.store(StepPlan(info(segment), loads, stores))
-    mover.finish()
-    for ticket in mover.started:
+    copier.finish()
+    for ticket in copier.started:
         ticket.copied = False
     assert worker.take_loaded() == ({"r"}, {"r"})
     report = worker.take_report()
@@ -301,9 +301,9 @@ def test_copies_that_failed_are_a_failed_load_and_a_failed_store(segment: Segmen
 
 
 def test_plan_that_raises_leaves_the_others_of_its_step_with_their_answers(segment: Segment) -> None:
-    copier = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
-    mover = HandMover(copier)
-    worker = WorkerHalf(copier, Verify.OFF, mover)
+    block_copier = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
+    copier = HandCopier(block_copier)
+    worker = WorkerHalf(block_copier, Verify.OFF, copier)
     loading, storing = write_header(segment, slot_index(0, 0), 2), write_header(segment, slot_index(0, 1), 1)
     nonsense = CopyEntry(0, None, KEY)  # type: ignore[arg-type]
     loads = [LoadPlan("a", (CopyEntry(0, loading, KEY),)), LoadPlan("b", (nonsense,))]
@@ -311,7 +311,7 @@ def test_plan_that_raises_leaves_the_others_of_its_step_with_their_answers(segme
     assert worker.start_loads(StepPlan(info(segment), loads, stores)) == {"a", "b"}
     assert worker.store(StepPlan(info(segment), loads, stores)) == {1, 2}
     assert worker.take_loaded() == ({"b"}, {"b"}), "a is still under way"
-    mover.finish()
+    copier.finish()
     assert worker.take_loaded() == ({"a"}, set())
     report = worker.take_report()
     assert report is not None
@@ -327,16 +327,16 @@ def test_staged_copies_put_the_same_bytes_in_the_same_places(segment: Segment, o
     for staged in (False, True):
         slot = slot_index(0, int(staged))
         segment.payload(slot, LAYOUT.payload_bytes)[:] = before
-        copier = BlockCopier(source, heads, staged=staged)
-        copier.bind(segment.buffer, LAYOUT)
-        copier.store(3, segment.geometry.payload_offset(slot, LAYOUT.payload_bytes))
-        copier.unbind()
+        block_copier = BlockCopier(source, heads, staged=staged)
+        block_copier.bind(segment.buffer, LAYOUT)
+        block_copier.store(3, segment.geometry.payload_offset(slot, LAYOUT.payload_bytes))
+        block_copier.unbind()
         found.append(bytes(segment.payload(slot, LAYOUT.payload_bytes)))
     assert found[0] == found[1] != before
-    copier = BlockCopier(target, heads, staged=True)
-    copier.bind(segment.buffer, LAYOUT)
-    copier.load(segment.geometry.payload_offset(slot_index(0, 0), LAYOUT.payload_bytes), 2)
-    copier.unbind()
+    block_copier = BlockCopier(target, heads, staged=True)
+    block_copier.bind(segment.buffer, LAYOUT)
+    block_copier.load(segment.geometry.payload_offset(slot_index(0, 0), LAYOUT.payload_bytes), 2)
+    block_copier.unbind()
     for one, other in zip(source, target, strict=True):
         assert torch.equal(one[3], other[2])
 
@@ -349,7 +349,7 @@ def test_slot_that_changes_while_it_is_copied_fails_the_load(segment: Segment) -
 
     slot = slot_index(0, 0)
     slow = Slow(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
-    worker = WorkerHalf(slow, Verify.OFF, InlineMover(slow))
+    worker = WorkerHalf(slow, Verify.OFF, InlineCopier(slow))
     assert not load(segment, worker, write_header(segment, slot, 2), 0)
 
 
@@ -426,10 +426,10 @@ def test_memory_that_cannot_be_mapped_fails_loads_and_stores_and_is_said_once(
 
 
 def test_slot_and_tensors_that_do_not_fit_are_refused_with_the_numbers() -> None:
-    copier = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
+    block_copier = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
     smaller = SlotLayout(LAYERS - 1, HEADS, LAYOUT.cell_bytes, TOKENS)
     with pytest.raises(UnsupportedLayout, match=r"3, 4, 1024.*2, 4, 1024"):
-        copier.bind(memoryview(bytearray(16)), smaller)
+        block_copier.bind(memoryview(bytearray(16)), smaller)
 
 
 def test_tensors_that_are_not_alike_are_refused() -> None:

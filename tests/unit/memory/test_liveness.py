@@ -75,7 +75,7 @@ def test_an_engine_is_gone_only_when_each_of_its_holders_let_go(path: Path, shar
     assert is_free(shard, OTHER), "engines are told apart"
     first.release()
     first.release()
-    assert not is_free(shard), "two holders of one process, as a move worker has for two ranks, share no lock"
+    assert not is_free(shard), "two holders of one process, as a copy worker has for two ranks, share no lock"
     child = another_process(path)
     second.release()
     assert not is_free(shard)

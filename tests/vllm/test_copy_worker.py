@@ -1,4 +1,4 @@
-"""A real vLLM engine whose KV cache lies in shared memory and whose copies run in a move worker, which is then killed
+"""A real vLLM engine whose KV cache lies in shared memory and whose copies run in a copy worker, which is then killed
 and stopped: the same tokens as without any cache, always, and copies that really ran where they should."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def failpoints(tmp_path_factory: pytest.TempPathFactory) -> Failpoints:
 def cluster(failpoints: Failpoints) -> Iterator[LocalCluster]:
     environment = failpoints.environment
     with LocalCluster(nodes=1, lookups=1, pool_bytes=384 * MiB, lease_seconds=4.0, environment=environment) as running:
-        running.start_mover("n0")
+        running.start_copy_worker("n0")
         yield running
 
 
@@ -38,7 +38,7 @@ def replica(
     cluster: LocalCluster, without_cache: Replica, shallow_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Replica]:
     """With its copies in the worker."""
-    extra = {"mode": "service", "socket": cluster.socket("n0"), "verify_load": "full", "mover": "worker"}
+    extra = {"mode": "service", "socket": cluster.socket("n0"), "verify_load": "full", "copier": "worker"}
     started = Replica(shallow_model, extra, tmp_path_factory.mktemp("replica") / "worker.log", **ENGINE)
     try:
         yield started.ready()
@@ -54,7 +54,7 @@ def wanted(without_cache: Replica) -> list[list[int]]:
 def wait_connected(replica: Replica, times: int) -> Counter[str]:
     """Counters reach the engine's scheduler with its steps, so there have to be some."""
     deadline = time.monotonic() + 30
-    while (counters := replica.counters())["mover_connected"] < times:
+    while (counters := replica.counters())["copy_worker_connected"] < times:
         assert time.monotonic() < deadline, f"the engine never came to the worker: {counters}"
         replica.ask("Once", 2)
         time.sleep(0.2)
@@ -71,8 +71,8 @@ def test_tokens_are_equal_cold_and_warm_with_every_copy_in_the_worker(
     assert [output["token_ids"] for output in answer["outputs"]] == wanted
     assert all(output["cached_tokens"] > 250 for output in answer["outputs"])
     after = replica.counters()
-    assert after["mover_worker_blocks"] - before["mover_worker_blocks"] > 6 * 8 * 2
-    assert after["mover_in_process_blocks"] == before["mover_in_process_blocks"]
+    assert after["copy_worker_blocks"] - before["copy_worker_blocks"] > 6 * 8 * 2
+    assert after["copy_in_process_blocks"] == before["copy_in_process_blocks"]
     assert after["load_verified_blocks"] >= 6 * 8 and not after["loads_failed"]
 
 
@@ -82,22 +82,25 @@ def test_worker_lost_in_the_middle_of_a_copy(
 ) -> None:
     before = wait_connected(replica, 1)
     replica.reset()
-    failpoints.arm("mover.copy")
+    failpoints.arm("copy_worker.copy")
 
     def lose() -> None:
-        assert failpoints.hit("mover.copy") == cluster.pid("mover-n0")
-        cluster.kill("mover-n0", number)
+        assert failpoints.hit("copy_worker.copy") == cluster.pid("copy-worker-n0")
+        cluster.kill("copy-worker-n0", number)
 
     assert during(replica, lose, 0.0) == wanted
     replica.reset()
     assert replica.tokens(PROMPTS, 12) == wanted
     between = replica.counters()
-    assert between["mover_lost"] + between["mover_wedged"] > before["mover_lost"] + before["mover_wedged"]
-    assert between["mover_in_process_blocks"] > before["mover_in_process_blocks"], "the engine did not serve on"
-    cluster.start_mover("n0")
-    connected = wait_connected(replica, between["mover_connected"] + 1)
+    assert (
+        between["copy_worker_lost"] + between["copy_worker_wedged"]
+        > before["copy_worker_lost"] + before["copy_worker_wedged"]
+    )
+    assert between["copy_in_process_blocks"] > before["copy_in_process_blocks"], "the engine did not serve on"
+    cluster.start_copy_worker("n0")
+    connected = wait_connected(replica, between["copy_worker_connected"] + 1)
     replica.reset()
     assert replica.tokens(PROMPTS, 12) == wanted
     after = replica.counters()
-    assert after["mover_worker_blocks"] > connected["mover_worker_blocks"]
+    assert after["copy_worker_blocks"] > connected["copy_worker_blocks"]
     assert cluster.accounting("n0").balanced

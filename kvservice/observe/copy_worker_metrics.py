@@ -1,4 +1,4 @@
-"""What a move worker exports to Prometheus: kvservice_mover_*, labelled with service, node and device."""
+"""What a copy worker exports to Prometheus: kvservice_copy_worker_*, labelled with service, node and device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from kvservice.observe.metrics import serve_collectors
 
-MOVER_COUNTERS: Mapping[str, str] = {
+COPY_WORKER_COUNTERS: Mapping[str, str] = {
     "jobs": "copy jobs of engines that ended",
     "blocks": "blocks copied",
     "bytes": "bytes copied",
@@ -20,8 +20,8 @@ MOVER_COUNTERS: Mapping[str, str] = {
 _NAMES = ["service", "node", "device"]
 
 
-class MoverCollector(Collector):
-    """`read` returns `MoverServer.state()`; `labels` are service, node and device."""
+class CopyWorkerCollector(Collector):
+    """`read` returns `CopyWorker.state()`; `labels` are service, node and device."""
 
     def __init__(self, labels: tuple[str, str, str], read: Callable[[], Mapping[str, Any]]) -> None:
         self._labels = list(labels)
@@ -37,16 +37,16 @@ class MoverCollector(Collector):
         if "pinned_share" in state:
             gauges["pinned_share"] = ("share of the pool's memory that is pinned for the GPU", state["pinned_share"])
         for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"kvservice_mover_{name}", text, labels=_NAMES)
+            gauge = GaugeMetricFamily(f"kvservice_copy_worker_{name}", text, labels=_NAMES)
             gauge.add_metric(self._labels, value)
             yield gauge
-        for name, text in MOVER_COUNTERS.items():
-            counter = CounterMetricFamily(f"kvservice_mover_{name}", text, labels=[*_NAMES, "direction"])
+        for name, text in COPY_WORKER_COUNTERS.items():
+            counter = CounterMetricFamily(f"kvservice_copy_worker_{name}", text, labels=[*_NAMES, "direction"])
             for direction in ("load", "store"):
                 counter.add_metric([*self._labels, direction], state["counters"].get(f"{direction}_{name}", 0))
             yield counter
         source = CounterMetricFamily(
-            "kvservice_mover_loaded_blocks", "blocks loaded, by where they came from", labels=[*_NAMES, "source"]
+            "kvservice_copy_worker_loaded_blocks", "blocks loaded, by where they came from", labels=[*_NAMES, "source"]
         )
         from_engines = state["counters"].get("borrowed_blocks", 0)
         source.add_metric([*self._labels, "engine"], from_engines)
@@ -54,8 +54,8 @@ class MoverCollector(Collector):
         yield source
 
 
-def serve_mover_metrics(
+def serve_copy_worker_metrics(
     labels: tuple[str, str, str], read: Callable[[], Mapping[str, Any]], port: int
 ) -> Callable[[], None]:
     """Answer Prometheus at :port/metrics. Returns what ends it."""
-    return serve_collectors([MoverCollector(labels, read)], port)
+    return serve_collectors([CopyWorkerCollector(labels, read)], port)

@@ -1,4 +1,4 @@
-"""A move worker process on real memory: an engine's KV cache in a memfd, a segment in /dev/shm, a Unix socket between.
+"""A copy worker process on real memory: an engine's KV cache in a memfd, a segment in /dev/shm, a Unix socket between.
 
 What a healthy worker copies is checked byte by byte; what a stopped, killed or stuck one leaves is checked to be an
 answer in bounded time and not one byte where it must not be.
@@ -43,13 +43,13 @@ from kvservice.copying.message import (
     pack_pool,
     pack_rows,
 )
-from kvservice.copying.worker.server import MoverConfig, MoverServer
+from kvservice.copying.worker.server import CopyWorker, CopyWorkerConfig
 from kvservice.core.segment.copy_runs import Descriptors, RegionLayout
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import plan_geometry, slot_index
 from kvservice.core.segment.header import SlotHeader
 from kvservice.core.segment.layout import SlotLayout
-from kvservice.discovery import find_movers, mover_socket, node_directory
+from kvservice.discovery import copy_worker_socket, find_copy_workers, node_directory
 from kvservice.errors import ServiceConflict
 from kvservice.memory.liveness import claim
 from kvservice.memory.segment import Segment
@@ -248,7 +248,7 @@ def test_slot_that_is_no_longer_reserved_is_not_written(bench: Bench, worker: Wo
     ticket.synchronize()
     assert ticket.outcome is CopyOutcome.STALE
     assert bench.payload(bad) == bytes(SLOT.payload_bytes)
-    assert bench.count("mover_stale") == 1
+    assert bench.count("copy_worker_stale") == 1
 
 
 @pytest.mark.parametrize("change", ["generation", "key", "being written"])
@@ -286,7 +286,7 @@ def test_worker_killed_with_copies_queued_ends_every_one_as_failed(bench: Bench,
     eventually(lambda: all(ticket.query() for ticket in tickets), "all tickets to end", WEDGE_SECONDS)
     assert not any(ticket.succeeded() for ticket in tickets)
     assert bench.link.submit(Direction.STORE, [row(0, 0, 1)]) is None, "nothing is given to a dead worker"
-    assert bench.count("mover_lost_copies") == 100
+    assert bench.count("copy_worker_lost_copies") == 100
     second = Worker(root)
     try:
         eventually(lambda: bench.link.is_ready, "the link to find the next worker")
@@ -310,7 +310,7 @@ def test_worker_that_hangs_is_killed_and_every_copy_ends_in_bounded_time(bench: 
     assert not ticket.succeeded()
     assert worker.process.wait(1) == -signal.SIGKILL, "a copy called failed could still have run"
     assert bench.payload(slot_index(0, 0)) == bytes(SLOT.payload_bytes)
-    assert bench.count("mover_wedged") == 1
+    assert bench.count("copy_worker_wedged") == 1
 
 
 def test_engine_never_waits_and_what_is_too_much_is_not_taken(bench: Bench, worker: Worker) -> None:
@@ -322,7 +322,7 @@ def test_engine_never_waits_and_what_is_too_much_is_not_taken(bench: Bench, work
         taken += 16
     assert taken == ROWS_OUTSTANDING_MAX[Direction.STORE]
     assert time.monotonic() - started < WEDGE_SECONDS
-    assert bench.count("mover_full_store") == 1
+    assert bench.count("copy_worker_full_store") == 1
     load = bench.link.submit(Direction.LOAD, [row(0, 0, 2)])
     assert load is not None and ticket is None, "stores that wait keep no load out"
 
@@ -342,7 +342,7 @@ def test_slots_of_a_gone_engine_are_not_free_before_its_worker_let_go(bench: Ben
 def test_segment_of_an_earlier_boot_is_refused_and_copies_stay_where_they_were(bench: Bench, worker: Worker) -> None:
     bench.segment.epoch = BootEpoch(bench.segment.epoch + 1)  # a promise of a boot that the file is not of
     bench.follow(wait=False)
-    eventually(lambda: bench.count("mover_refused"), "the refusal")
+    eventually(lambda: bench.count("copy_worker_refused"), "the refusal")
     assert not bench.link.is_ready
     assert bench.link.submit(Direction.STORE, [row(0, 0, 1)]) is None
 
@@ -362,7 +362,7 @@ def test_segment_of_an_earlier_boot_is_refused_and_copies_stay_where_they_were(b
 def test_one_engines_nonsense_does_not_reach_another(bench: Bench, worker: Worker, garbage: bytes) -> None:
     bench.follow()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.connect(str(mover_socket(bench.directory, HOST)))
+        stranger.connect(str(copy_worker_socket(bench.directory, HOST)))
         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         stranger.settimeout(20)
         stranger.send(garbage)
@@ -378,7 +378,7 @@ def test_one_engines_nonsense_does_not_reach_another(bench: Bench, worker: Worke
 @contextlib.contextmanager
 def stranger(bench: Bench) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as engine:
-        engine.connect(str(mover_socket(bench.directory, HOST)))
+        engine.connect(str(copy_worker_socket(bench.directory, HOST)))
         engine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         engine.settimeout(20)
         yield engine
@@ -428,7 +428,7 @@ def test_damaged_copies_of_a_stranger_copy_nothing_and_harm_nobody(bench: Bench,
 def test_engine_that_reads_no_answers_is_left_and_its_slots_are_let_go(bench: Bench, worker: Worker) -> None:
     """Its process stands still: the worker must not wait for it for ever."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as engine:
-        engine.connect(str(mover_socket(bench.directory, HOST)))
+        engine.connect(str(copy_worker_socket(bench.directory, HOST)))
         memory = {"kind": MemoryKind.MEMFD.value, "bytes": LAYOUT.region_bytes}
         hello = {"version": VERSION, "device": HOST, "memory": memory, "layout": LAYOUT.fields()}
         socket.send_fds(engine, [pack_json(Kind.HELLO, hello)], [bench.kv.descriptor])
@@ -463,7 +463,7 @@ def test_memory_that_could_kill_the_worker_is_refused(bench: Bench, worker: Work
     try:
         source = PoolSource(1, str(bench.segment.path), bench.segment.geometry, bench.segment.epoch, SLOT, bytes(16))
         stranger.follow(bench.directory, source)
-        eventually(lambda: stranger.take_counters().get("mover_refused"), "the refusal")
+        eventually(lambda: stranger.take_counters().get("copy_worker_refused"), "the refusal")
         assert not stranger.is_ready
     finally:
         stranger.close()
@@ -477,10 +477,10 @@ def test_memory_that_could_kill_the_worker_is_refused(bench: Bench, worker: Work
 def test_second_worker_of_a_device_is_refused_and_the_first_leaves_nothing(root: Path) -> None:
     first = Worker(root)
     directory = node_directory("s", NodeId("n"), root)
-    [record] = find_movers(directory)
+    [record] = find_copy_workers(directory)
     assert record.pid == first.process.pid and record.device == HOST
     with pytest.raises(ServiceConflict):
-        MoverServer(MoverConfig("s", NodeId("n"), root), HostDevice()).start()
+        CopyWorker(CopyWorkerConfig("s", NodeId("n"), root), HostDevice()).start()
     assert first.end() == 0
     assert not list(directory.iterdir())
 
@@ -547,7 +547,7 @@ class StuckDevice(HostDevice):
 
 def test_stuck_copy_is_reported_and_state_still_answers(bench: Bench, root: Path) -> None:
     device = StuckDevice()
-    server = MoverServer(MoverConfig("s", NodeId("n"), root, wedge_seconds=0.3), device)
+    server = CopyWorker(CopyWorkerConfig("s", NodeId("n"), root, wedge_seconds=0.3), device)
     server.start()
     try:
         bench.follow()
