@@ -3,7 +3,7 @@
 A decode-like graph of small kernels and a large matrix product run alone and beside copies: by copy engine and by
 kernel, in the same process and from another one, which is a worker's place.
 
-`--copier WAY --handle … --offset …` is that other process; `--try WAY` runs it for a moment on memory of its own.
+`--loop WAY --handle … --offset …` is that other process; `--try WAY` runs it for a moment on memory of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PIECES = 32  # of a run, for the kernel: 2 KiB each
 WIDTH, DEPTH, LARGE = 4096, 32, 8192
 
 
-class Copier:
+class CopyLoop:
     """Copies scattered runs between pinned host memory and device memory, over and over."""
 
     def __init__(self, driver: Driver, base: int, way: str) -> None:
@@ -133,25 +133,25 @@ class Engine:
 
 @contextmanager
 def copying_here(driver: Driver, base: int, way: str) -> Iterator[Callable[[], float]]:
-    copier, stop = Copier(driver, base, way), threading.Event()
-    thread = threading.Thread(target=copier.run, args=(lambda: not stop.is_set(),))
+    loop, stop = CopyLoop(driver, base, way), threading.Event()
+    thread = threading.Thread(target=loop.run, args=(lambda: not stop.is_set(),))
     thread.start()
 
     def end() -> float:
         stop.set()
         thread.join()
-        return copier.speed
+        return loop.speed
 
     try:
         yield end
     finally:
         end()
-        copier.close()
+        loop.close()
 
 
 @contextmanager
 def copying_elsewhere(handle: bytes, offset: int, way: str) -> Iterator[Callable[[], float]]:
-    command = [sys.executable, "-m", "benchmarks.gpu.interference", "--copier", way]
+    command = [sys.executable, "-m", "benchmarks.gpu.interference", "--loop", way]
     process = subprocess.Popen(
         [*command, "--handle", handle.hex(), "--offset", str(offset)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
@@ -182,32 +182,32 @@ def beside(engine: Engine, copying: Any) -> dict[str, float]:
         return {**found, "copies GB/s": end()}
 
 
-def copier_process(way: str, base: int, driver: Driver) -> None:
-    copier, stop = Copier(driver, base, way), threading.Event()
+def loop_process(way: str, base: int, driver: Driver) -> None:
+    loop, stop = CopyLoop(driver, base, way), threading.Event()
     print("ready", flush=True)
     threading.Thread(target=lambda: (sys.stdin.readline(), stop.set()), daemon=True).start()
-    copier.run(lambda: not stop.is_set())
-    print(copier.speed, flush=True)
+    loop.run(lambda: not stop.is_set())
+    print(loop.speed, flush=True)
 
 
 def tried(driver: Driver, way: str) -> dict[str, Any]:
     base = driver.allocate(SPAN)
-    copier, rounds = Copier(driver, base, way), iter([True, True, False])
-    copier.run(lambda: next(rounds))
-    copier.close()
-    return {"bytes": copier.byte_count}
+    loop, rounds = CopyLoop(driver, base, way), iter([True, True, False])
+    loop.run(lambda: next(rounds))
+    loop.close()
+    return {"bytes": loop.byte_count}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--try", dest="tried", choices=WAYS)
-    parser.add_argument("--copier", choices=WAYS)
+    parser.add_argument("--loop", choices=WAYS)
     parser.add_argument("--handle", default="")
     parser.add_argument("--offset", type=int, default=0)
     given = parser.parse_args()
-    if given.copier:
+    if given.loop:
         driver = STAGE.driver()
-        copier_process(given.copier, driver.open(bytes.fromhex(given.handle)) + given.offset, driver)
+        loop_process(given.loop, driver.open(bytes.fromhex(given.handle)) + given.offset, driver)
         return
     if given.tried:
         STAGE.record(given.tried, tried(STAGE.driver(), given.tried))

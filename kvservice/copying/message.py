@@ -91,7 +91,7 @@ class CopyRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CopyJob:
     job_id: int
     direction: Direction
     rows: npt.NDArray[np.void]  # dtype ROW
@@ -152,7 +152,7 @@ def parse_lent(data: bytes) -> tuple[int, int]:
     return job_id, lend_id
 
 
-def parse_copies(data: bytes) -> tuple[list[Job], int]:
+def parse_copies(data: bytes) -> tuple[list[CopyJob], int]:
     """(jobs, index of the event to wait for or NO_EVENT). Raises InvalidRequest."""
     try:
         _, _, count, event, _ = _COPIES.unpack_from(data)
@@ -160,7 +160,7 @@ def parse_copies(data: bytes) -> tuple[list[Job], int]:
         for _ in range(count):
             job_id, direction, may_borrow, _, rows = _JOB.unpack_from(data, at)
             at += _JOB.size
-            jobs.append(Job(job_id, Direction(direction), np.frombuffer(data, ROW, rows, at), bool(may_borrow)))
+            jobs.append(CopyJob(job_id, Direction(direction), np.frombuffer(data, ROW, rows, at), bool(may_borrow)))
             at += rows * ROW.itemsize
     except (struct.error, ValueError) as error:
         raise InvalidRequest(f"a COPIES message is malformed: {error}") from error

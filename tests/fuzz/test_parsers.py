@@ -19,7 +19,7 @@ import pytest
 from kvservice.config import ServiceConfig, load_config
 from kvservice.connector.scheduler.handoff import Prefill, decode_params, parse_transfer_params
 from kvservice.copying import message
-from kvservice.copying.message import CopyOutcome, CopyRow, Direction, Ended, Job, Kind, PackedJob, PoolSource
+from kvservice.copying.message import CopyJob, CopyOutcome, CopyRow, Direction, Ended, Kind, PackedJob, PoolSource
 from kvservice.core.messages import Handoff
 from kvservice.core.segment.copy_runs import CopyTemplate, RegionLayout
 from kvservice.core.segment.geometry import Geometry, slot_index
@@ -142,7 +142,7 @@ def test_damaged_bytes_give_a_value_or_the_parsers_error(name: str) -> None:
         found = bounded(parse, data, InvalidRequest)
         if name == "copies" and found is not None:
             jobs, _ = found  # type: ignore[misc]
-            assert all(isinstance(job, Job) for job in jobs) and sum(job.rows.nbytes for job in jobs) <= len(data)
+            assert all(isinstance(job, CopyJob) for job in jobs) and sum(job.rows.nbytes for job in jobs) <= len(data)
 
 
 @pytest.mark.parametrize("name", JSON_PARSERS)

@@ -61,7 +61,7 @@ with linked(cache, Path(sys.argv[1]), made, device) as (link, mark):
 """
 
 
-class Lender:
+class LendingEngine:
     """The other engine, in a process of its own."""
 
     def __init__(self, directory: Path, made: Segment, worker_device: str = "") -> None:
@@ -110,13 +110,13 @@ class Reader:
 
 
 @contextlib.contextmanager
-def engines(reader_device: int = 0) -> Iterator[tuple[Lender, Reader]]:
+def engines(reader_device: int = 0) -> Iterator[tuple[LendingEngine, Reader]]:
     """The lender is on the first GPU. The worker is the reader's."""
     torch.cuda.set_device(reader_device)
     cache = kv_cache("blhn", seed=6)
     with worker(reader_device) as (_, directory), segment() as made, linked(cache, directory, made) as (link, mark):
         [record] = find_copy_workers(directory)
-        lender = Lender(directory, made, record.device if reader_device else "")
+        lender = LendingEngine(directory, made, record.device if reader_device else "")
         try:
             yield lender, Reader(made, link, mark, cache)
         finally:

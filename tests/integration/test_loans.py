@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvservice.connector.plan import LendPlan, StepPlan, StepReport
-from kvservice.connector.worker.peer_copiers import Neighbours
+from kvservice.connector.worker.peer_copy_workers import PeerCopyWorkers
 from kvservice.connector.worker.remote_copier import RemoteCopier
 from kvservice.connector.worker.worker_loans import WorkerLoans
 from kvservice.copying.copies import HostCopies
@@ -340,8 +340,8 @@ def test_lending_that_is_longer_than_a_message_is_taken_with_its_last_piece(root
 class Loaning:
     """WorkerLoans of one engine, and what they reported."""
 
-    def __init__(self, bench: Bench, neighbours: Neighbours | None = None) -> None:
-        self.loans = WorkerLoans(RemoteCopier(bench.link, None, neighbours=neighbours))  # type: ignore[arg-type]
+    def __init__(self, bench: Bench, peers: PeerCopyWorkers | None = None) -> None:
+        self.loans = WorkerLoans(RemoteCopier(bench.link, None, peers=peers))  # type: ignore[arg-type]
         self.returned: list[int] = []
 
     def follow(self, *, lends: tuple[int, ...] = (), recalls: tuple[int, ...] = ()) -> None:
@@ -397,21 +397,21 @@ def test_blocks_are_lent_to_the_engines_of_other_devices_as_well(
     device, server = gate
     device.open.set()
     with engines(root, 1) as (lender,):
-        neighbours = Neighbours(lender.offer)
+        peers = PeerCopyWorkers(lender.offer)
         reader = Bench(root, 60.0, device.name)
         reader.bytes[:] = 0
         seal_other_bytes(reader)
         reader.follow()
         try:
-            one = Loaning(lender, neighbours)
-            neighbours.follow(lender.directory, lender.pool())
-            eventually(lambda: [link.is_ready for link in neighbours.links()] == [True], "the other device's worker")
+            one = Loaning(lender, peers)
+            peers.follow(lender.directory, lender.pool())
+            eventually(lambda: [link.is_ready for link in peers.links()] == [True], "the other device's worker")
             one.follow(lends=(1,))
             eventually(lambda: borrowed_by(reader) == 3, "the blocks to be lent there")
             assert [reader.block(block) for block in TARGETS] == [lender.block(block) for block in LENT]
             eventually(lambda: one.poll() == [1], "the loan to come back from both")
             assert borrowed_by(reader) == 0 and from_slots(reader)
-            [link] = neighbours.links()
+            [link] = peers.links()
             refused = link.submit(Direction.STORE, [row(0, slot_index(0, 9), 1)])
             link.flush()
             assert refused is not None
@@ -419,10 +419,10 @@ def test_blocks_are_lent_to_the_engines_of_other_devices_as_well(
             assert refused.outcome is CopyOutcome.REFUSED, "that worker copies for the engine, without its slots' lock"
             one.follow(lends=(2,))
             eventually(lambda: borrowed_by(reader) == 3, "the blocks to be lent again")
-            neighbours.close()
+            peers.close()
             assert not server.loans.lenders_of(KEYS, reader=object()), "a lender that is gone"  # type: ignore[arg-type]
             one.follow(recalls=(2,))  # whether it heard before it left that they were taken is a race
             eventually(lambda: one.poll() == [1, 2], "the loan to come back")
         finally:
-            neighbours.close()
+            peers.close()
             reader.close()

@@ -33,8 +33,8 @@ def copies_are_not_awaited() -> None:
 
 def engine_is_not_awaited() -> None:
     """Copies begin while the kernels that write the block still run."""
-    submit = lanes.Lane.submit
-    lanes.Lane.submit = lambda self, target, job, ready=None: submit(self, target, job)  # type: ignore[method-assign, misc, assignment]
+    submit = lanes.CopyLane.submit
+    lanes.CopyLane.submit = lambda self, target, job, ready=None: submit(self, target, job)  # type: ignore[method-assign, misc, assignment]
 
 
 def offset_is_forgotten() -> None:

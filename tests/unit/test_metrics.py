@@ -81,7 +81,7 @@ def test_only_byte_counters_of_the_transfer_name_a_transport() -> None:
 
 def test_the_table_names_no_counter_that_nobody_counts() -> None:
     """A renamed counter would silently fall out of dashboards."""
-    folders = ("core", "pool", "client", "transfer", "shard")
+    folders = ("auth", "core", "pool", "client", "lookup", "transfer", "shard")
     text = "\n".join(path.read_text() for folder in folders for path in (ROOT / "kvservice" / folder).rglob("*.py"))
     counted = set(COUNTED.findall(text))
     counted |= {f"transfer_{name}" for name in counted}  # the pool prefixes those of the puller

@@ -4,6 +4,9 @@ A lent block is pinned from before the workers hear of the loan until every one 
 any more. The reader needs no word of it: it was promised slots, and its copy worker takes what is lent from here. So a
 loan may end at any time: when the reader has taken it (the workers end it themselves), after its lease, when the engine
 runs short of blocks, or with the copy worker.
+
+Frozen: loans between engines have not run on the hardware that they are for, GPUs of one node. Nothing new builds on
+them until they have.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ class BlockPins(Protocol):
 
 
 @dataclass(slots=True)
-class _Loan:
+class _BookedLoan:
     block_ids: list[int]
     until: float
     is_recalled: bool = False
@@ -52,7 +55,7 @@ class LoanBook:
         self._worker_count = worker_count
         self._counters = counters
         self._pins: BlockPins | None = None
-        self._loans: dict[int, _Loan] = {}  # told to the workers
+        self._loans: dict[int, _BookedLoan] = {}  # told to the workers
         self._fresh: list[LendPlan] = []  # to be told with the next step
         self._last_id = 0
 
@@ -77,7 +80,9 @@ class LoanBook:
         if not self._fresh and not self._loans:
             return
         for lending in self._fresh:
-            self._loans[lending.loan_id] = _Loan([block_id for block_id, _ in lending.blocks], now + self._seconds)
+            self._loans[lending.loan_id] = _BookedLoan(
+                [block_id for block_id, _ in lending.blocks], now + self._seconds
+            )
             self._counters["loan_blocks"] += len(lending.blocks)
         plan.lends, self._fresh = self._fresh, []
         if is_starved or self._is_short():

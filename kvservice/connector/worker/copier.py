@@ -50,7 +50,7 @@ class Ticket(Protocol):
         ...
 
 
-class Loan(Protocol):
+class LentBlocks(Protocol):
     """Blocks of this engine that others may copy."""
 
     @property
@@ -82,12 +82,12 @@ class Copier(Protocol):
         """Start what `run` was given. Once a step and direction; does not block."""
         ...
 
-    def lend(self, blocks: Sequence[tuple[int, BlockKey]]) -> Loan | None:
+    def lend(self, blocks: Sequence[tuple[int, BlockKey]]) -> LentBlocks | None:
         """Let other engines copy these (block id, key), after everything that this engine has started so far. None, and
         nothing is lent, where there is no way."""
         ...
 
-    def recall(self, loan: Loan) -> None:
+    def recall(self, loan: LentBlocks) -> None:
         """Ask for the end of a loan of this copier. Does not block; idempotent."""
         ...
 
@@ -140,10 +140,10 @@ class InlineCopier:
     def flush(self) -> None:
         return
 
-    def lend(self, blocks: Sequence[tuple[int, BlockKey]]) -> Loan | None:
+    def lend(self, blocks: Sequence[tuple[int, BlockKey]]) -> LentBlocks | None:
         return None
 
-    def recall(self, loan: Loan) -> None:
+    def recall(self, loan: LentBlocks) -> None:
         return
 
     def take_counters(self) -> dict[str, int]:

@@ -166,7 +166,7 @@ class LayerJob:
         return not self.failed
 
 
-class Lane(Protocol):
+class LayerLane(Protocol):
     """Where layers are copied. Used by the worker's main thread only."""
 
     def begin_loads(self, jobs: Sequence[LayerJob]) -> None:
@@ -340,7 +340,7 @@ class StreamLane:
 
 
 @dataclass(slots=True)
-class _LayeredLoad:
+class _LoadByLayers:
     plan: LoadPlan
     headers: list[bytes]
     job: LayerJob
@@ -359,16 +359,16 @@ class LayerwiseWorker(WorkerHalf):
         layer_names: Sequence[str],
         *,
         save: bool,
-        lane: Lane | None = None,
+        lane: LayerLane | None = None,
     ) -> None:
         """`layer_names`: the engine's, in the order of the slot. `save`: stores too go layer by layer."""
         super().__init__(block_copier, verify, copier, share)
         self._blocks = block_copier
         self._layer_of = {name: index for index, name in enumerate(layer_names)}
         self._on_gpu = block_copier.device.type == "cuda"
-        self._lane: Lane = lane or (StreamLane(block_copier.device) if self._on_gpu else ThreadLane())
+        self._lane: LayerLane = lane or (StreamLane(block_copier.device) if self._on_gpu else ThreadLane())
         self._via: LayerCopy | None = None
-        self._layered: list[_LayeredLoad] = []  # of this step
+        self._layered: list[_LoadByLayers] = []  # of this step
         self._waited = 0  # layers that the forward has waited for
         self._saving: list[tuple[StorePlan, LayerJob]] = []  # of this step
         self._saved = 0  # layers of them that are computed
@@ -415,11 +415,11 @@ class LayerwiseWorker(WorkerHalf):
                 sound.add(load.plan.request_id)
         return sound
 
-    def _start_layered(self, load: LoadPlan) -> _LayeredLoad | None:
+    def _start_layered(self, load: LoadPlan) -> _LoadByLayers | None:
         headers = self._promised_headers(load)
         if headers is None:
             return None
-        return _LayeredLoad(load, headers, self._job(Direction.LOAD, load.entries))
+        return _LoadByLayers(load, headers, self._job(Direction.LOAD, load.entries))
 
     # -- stores ----
 

@@ -12,8 +12,8 @@ import torch
 from kvservice.connector.options import CopierChoice
 from kvservice.connector.plan import CopyEntry, PoolInfo
 from kvservice.connector.worker.block_copier import BlockCopier, BlockCopiers
-from kvservice.connector.worker.copier import Copier, Done, InlineCopier, Loan, Ticket, in_process_copier
-from kvservice.connector.worker.peer_copiers import Neighbours, SpreadLoan, lend
+from kvservice.connector.worker.copier import Copier, Done, InlineCopier, LentBlocks, Ticket, in_process_copier
+from kvservice.connector.worker.peer_copy_workers import PeerCopyWorkers, SpreadLoan, lend
 from kvservice.connector.worker.shared_kv import SharedKV, region_layout
 from kvservice.copying.device import HOST
 from kvservice.copying.engine.link import KVOffer, WorkerLink
@@ -37,11 +37,11 @@ class RemoteCopier:
         link: WorkerLink,
         fallback: Copier,
         mark: Callable[[], int] = _no_event,
-        neighbours: Neighbours | None = None,
+        peers: PeerCopyWorkers | None = None,
     ) -> None:
-        """`neighbours`: the workers of other devices, to which blocks are lent too."""
+        """`peers`: the workers of other devices, to which blocks are lent too."""
         self._link = link
-        self._neighbours = neighbours
+        self._peers = peers
         self._fallback = fallback
         self._mark = mark
         self._pools = 0
@@ -62,13 +62,13 @@ class RemoteCopier:
         )  # fmt: skip
         directory = Path(pool.node_directory)
         self._link.follow(directory, source)
-        if self._neighbours is not None:
-            self._neighbours.follow(directory, source)
+        if self._peers is not None:
+            self._peers.follow(directory, source)
 
     def release(self) -> None:
         self._link.leave()
-        if self._neighbours is not None:
-            self._neighbours.leave()
+        if self._peers is not None:
+            self._peers.leave()
         self._fallback.release()
 
     def run(self, direction: Direction, entries: Sequence[CopyEntry], *, may_borrow: bool = False) -> Ticket:
@@ -93,11 +93,11 @@ class RemoteCopier:
 
     def lend(self, blocks: Sequence[tuple[int, BlockKey]]) -> SpreadLoan | None:
         rows = [CopyRow(block_id, SlotIndex(0), Generation(0), key) for block_id, key in blocks]
-        others = [] if self._neighbours is None else self._neighbours.links()
+        others = [] if self._peers is None else self._peers.links()
         links = [link for link in (self._link, *others) if link.is_ready]
         return lend(links, rows, self._mark()) if links else None
 
-    def recall(self, loan: Loan) -> None:
+    def recall(self, loan: LentBlocks) -> None:
         assert isinstance(loan, SpreadLoan)
         loan.recall()
 
@@ -105,13 +105,13 @@ class RemoteCopier:
         counters, self._counters = self._counters, Counter()
         counters.update(self._link.take_counters())
         counters.update(self._fallback.take_counters())
-        if self._neighbours is not None:
-            counters.update(self._neighbours.take_counters())
+        if self._peers is not None:
+            counters.update(self._peers.take_counters())
         return dict(counters)
 
     def close(self) -> None:
-        if self._neighbours is not None:
-            self._neighbours.close()
+        if self._peers is not None:
+            self._peers.close()
         self._link.close()
         self._fallback.close()
 
@@ -138,7 +138,7 @@ def copier_for(
             made, mark = offer.offer, offer.mark
         else:
             made, mark = _host_offer(layers, heads, shared), _no_event
-        return RemoteCopier(WorkerLink(made), fallback, mark, Neighbours(made) if lends else None)
+        return RemoteCopier(WorkerLink(made), fallback, mark, PeerCopyWorkers(made) if lends else None)
     except KVServiceError as error:
         log.warning("copies run in the engine's process: %s", error.message)
         assert isinstance(fallback, InlineCopier)

@@ -1,6 +1,9 @@
 """The worker half's loans: lends what the plan says through its copier, and reports when nobody reads it any more.
 
 Used by the worker's main thread. A loan that was never made, whatever the reason, is reported like one that is over.
+
+Frozen: loans between engines have not run on the hardware that they are for, GPUs of one node. Nothing new builds on
+them until they have.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ import logging
 import os
 
 from kvservice.connector.plan import LendPlan, StepPlan, StepReport
-from kvservice.connector.worker.copier import Copier, Loan
+from kvservice.connector.worker.copier import Copier, LentBlocks
 
 log = logging.getLogger("kvservice.connector")
 
@@ -18,7 +21,7 @@ class WorkerLoans:
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
         self._worker = int.from_bytes(os.urandom(8), "big")  # one loan is reported by several workers, and maybe twice
-        self._loans: dict[int, Loan] = {}
+        self._loans: dict[int, LentBlocks] = {}
         self._over: set[int] = set()
 
     def follow(self, plan: StepPlan) -> None:
@@ -33,7 +36,7 @@ class WorkerLoans:
                 self._copier.recall(loan)
 
     def _lend(self, lending: LendPlan) -> None:
-        loan: Loan | None = None
+        loan: LentBlocks | None = None
         try:
             loan = self._copier.lend(lending.blocks)
         except Exception:  # the engine goes on: a loan is only a shortcut

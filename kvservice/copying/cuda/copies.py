@@ -39,7 +39,7 @@ POLL_SECONDS = 50e-6
 Gather: TypeAlias = Callable[[Offsets, Offsets, Offsets, int], None]
 
 
-class _Way:
+class _DirectionState:
     """What one direction owns; used by one thread at a time."""
 
     def __init__(self, driver: Driver) -> None:
@@ -65,7 +65,7 @@ class CudaCopies:
         self._gather = gather
         self._small = small_run_bytes
         driver.bind()
-        self._ways = {direction: _Way(driver) for direction in Direction}
+        self._ways = {direction: _DirectionState(driver) for direction in Direction}
         self._lock = threading.Lock()
 
     def load(self, runs: Descriptors) -> None:
@@ -101,7 +101,7 @@ class CudaCopies:
         words = not np.any((runs.lengths | runs.engine | self._kv) % WORD_BYTES)
         return self._gather is not None and words and mean < self._small and int(runs.lengths.max()) <= STAGING_BYTES
 
-    def _copy_staged(self, direction: Direction, way: _Way, runs: Descriptors) -> None:
+    def _copy_staged(self, direction: Direction, way: _DirectionState, runs: Descriptors) -> None:
         assert self._gather is not None
         if not way.staging:
             way.staging = self._driver.allocate(STAGING_BYTES)
@@ -115,7 +115,7 @@ class CudaCopies:
                 self._across(direction, way, way.staging + carried.engine, carried)
                 self._gather(blocks, staged, gathered.lengths, way.stream)
 
-    def _across(self, direction: Direction, way: _Way, device: Offsets, runs: Descriptors) -> None:
+    def _across(self, direction: Direction, way: _DirectionState, device: Offsets, runs: Descriptors) -> None:
         """Between these device addresses and the segment."""
         host = self._segment + runs.segment
         targets, sources = (device, host) if direction is Direction.LOAD else (host, device)
@@ -128,7 +128,7 @@ class CudaCopies:
         for target, source, length in zip(targets.tolist(), sources.tolist(), runs.lengths.tolist(), strict=True):
             self._driver.copy(target, source, length, way.stream)
 
-    def _await(self, way: _Way) -> None:
+    def _await(self, way: _DirectionState) -> None:
         _await(self._driver, way)
 
 
@@ -141,7 +141,7 @@ class DirectCopies:
         self._target, self._source = target, source
         self._gather = gather
         driver.bind()
-        self._way = _Way(driver)
+        self._way = _DirectionState(driver)
 
     def load(self, runs: Descriptors) -> None:
         if runs.lengths.size == 0:
@@ -170,7 +170,7 @@ class DirectCopies:
             self._driver.destroy_stream(self._way.stream)
 
 
-def _await(driver: Driver, way: _Way) -> None:
+def _await(driver: Driver, way: _DirectionState) -> None:
     driver.record(way.event, way.stream)
     while not driver.has_passed(way.event):
         time.sleep(POLL_SECONDS)

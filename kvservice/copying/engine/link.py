@@ -113,7 +113,7 @@ _Queue: TypeAlias = "Direction | Kind"
 
 
 @dataclass(slots=True)
-class _Job:
+class _JobUnderWay:
     ticket: Copies
     queue: _Queue
     rows: int
@@ -135,7 +135,7 @@ class WorkerLink:
         self._wedge_seconds = wedge_seconds
         self._lock = threading.Lock()  # held for moments only
         self._ended = threading.Condition(self._lock)
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _JobUnderWay] = {}
         self._last_id = 0
         self._lent: dict[int, Lent] = {}  # by the id of its last LEND job, until it is over
         self._rows = Counter[_Queue]()  # outstanding
@@ -185,7 +185,7 @@ class WorkerLink:
             ticket = Copies(len(pieces), self._ended)
             for piece in pieces:
                 self._last_id += 1
-                self._jobs[self._last_id] = _Job(ticket, direction, len(piece), ticket.submitted)
+                self._jobs[self._last_id] = _JobUnderWay(ticket, direction, len(piece), ticket.submitted)
                 self._batch.append(PackedJob(self._last_id, direction, pack_rows(piece), may_borrow))
             self._rows[direction] += len(rows)
         return ticket
@@ -236,7 +236,7 @@ class WorkerLink:
     def _add_job(self, ticket: Copies, kind: Kind, lent: Lent | None = None) -> int:
         """Under the lock."""
         self._last_id += 1
-        self._jobs[self._last_id] = _Job(ticket, kind, 0, ticket.submitted, lent)
+        self._jobs[self._last_id] = _JobUnderWay(ticket, kind, 0, ticket.submitted, lent)
         return self._last_id
 
     def take_counters(self) -> dict[str, int]:

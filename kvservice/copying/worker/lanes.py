@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.copying.copies import CopyEngine
-from kvservice.copying.message import CopyOutcome, Direction, Ended, Job
+from kvservice.copying.message import CopyJob, CopyOutcome, Direction, Ended
 from kvservice.copying.worker.loans import DirectPath
 from kvservice.core.segment.copy_runs import CopyTemplate
 from kvservice.core.segment.geometry import SLOTS_PER_SLAB_MAX
@@ -50,7 +50,7 @@ class Target:
 
 
 @dataclass(slots=True)
-class Tally:
+class CopyTally:
     """Of one job."""
 
     byte_count: int = 0
@@ -67,12 +67,12 @@ class LaneCounts:
     borrowed: int = 0  # blocks copied from another engine
 
 
-class Lane:
+class CopyLane:
     """`on_ended` is called on the lane's thread, for jobs in the order they came."""
 
     def __init__(self, name: str, on_ended: Callable[[Ended], None]) -> None:
         self._on_ended = on_ended
-        self._jobs: deque[tuple[Target | None, Job, Ready, float]] = deque()  # with when they came
+        self._jobs: deque[tuple[Target | None, CopyJob, Ready, float]] = deque()  # with when they came
         self._wake = threading.Condition()
         self._stopping = False
         self._active = False
@@ -82,7 +82,7 @@ class Lane:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, target: Target | None, job: Job, ready: Ready = lambda is_wanted: None) -> None:
+    def submit(self, target: Target | None, job: CopyJob, ready: Ready = lambda is_wanted: None) -> None:
         """`ready` is called on the lane's thread first, with a question whether it still matters, and returns when the
         engine's side may be touched. Never blocks."""
         with self._wake:
@@ -132,8 +132,8 @@ class Lane:
             self._ended_at = time.monotonic()
             self._active = False
 
-    def _perform(self, target: Target | None, job: Job, ready: Ready) -> Ended:
-        tally = Tally()
+    def _perform(self, target: Target | None, job: CopyJob, ready: Ready) -> Ended:
+        tally = CopyTally()
         outcome = CopyOutcome.REFUSED
         try:
             if target is not None:
@@ -153,7 +153,7 @@ class Lane:
         self._count(job, outcome, tally)
         return Ended(job.job_id, outcome, tally.byte_count, tally.borrowed)
 
-    def _copy(self, target: Target, job: Job, tally: Tally) -> CopyOutcome:
+    def _copy(self, target: Target, job: CopyJob, tally: CopyTally) -> CopyOutcome:
         for start in range(0, job.rows.size, BATCH_ROWS):
             rows = job.rows[start : start + BATCH_ROWS]
             if self._stopping:
@@ -175,7 +175,7 @@ class Lane:
             self._busy_since = time.monotonic()  # a long job is not a stuck one
         return CopyOutcome.COPIED
 
-    def _count(self, job: Job, outcome: CopyOutcome, tally: Tally) -> None:
+    def _count(self, job: CopyJob, outcome: CopyOutcome, tally: CopyTally) -> None:
         self.counts.jobs += 1
         self.counts.byte_count += tally.byte_count
         self.counts.borrowed += tally.borrowed if outcome is CopyOutcome.COPIED else 0
@@ -185,7 +185,7 @@ class Lane:
 
 
 def _load(
-    target: Target, rows: npt.NDArray[np.void], slots: list[SlotIndex], tally: Tally, *, may_borrow: bool
+    target: Target, rows: npt.NDArray[np.void], slots: list[SlotIndex], tally: CopyTally, *, may_borrow: bool
 ) -> None:
     """From engines that lend these blocks, and from the slots whatever they do not lend or took back meanwhile."""
     blocks = rows["block"].astype(np.int64)

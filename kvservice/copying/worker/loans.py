@@ -2,6 +2,9 @@
 
 The lender keeps a lent block as it is until the worker says that nobody reads it any more. A copy counts only when
 the loan it read from was still good after it ended. Thread-safe; nothing in here copies under the lock.
+
+Frozen: loans between engines have not run on the hardware that they are for, GPUs of one node. Nothing new builds on
+them until they have.
 """
 
 from __future__ import annotations
@@ -42,14 +45,14 @@ class Lending:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Loan:
+class BorrowedBlock:
     lending: Lending
     block: int
 
 
 class Loans:
     def __init__(self) -> None:
-        self._by_key: dict[bytes, list[Loan]] = {}
+        self._by_key: dict[bytes, list[BorrowedBlock]] = {}
         self._open: dict[tuple[Lender, int], Lending] = {}  # may be borrowed from
         self._recalled: dict[tuple[Lender, int], Lending] = {}  # somebody still reads
         self._changed = threading.Condition()
@@ -70,7 +73,7 @@ class Loans:
             lending = Lending(lender, event, on_taken, tuple(key for key, _ in blocks))
             self._open[lender, lending_id] = lending
             for key, block in blocks:
-                self._by_key.setdefault(key, []).append(Loan(lending, block))
+                self._by_key.setdefault(key, []).append(BorrowedBlock(lending, block))
 
     def recall(self, lender: Lender, lending_id: int, on_returned: Callable[[], None]) -> None:
         """No copy of these starts any more. `on_returned` is called once nobody reads them, maybe at once."""
@@ -107,7 +110,7 @@ class Loans:
             found = {loan.lending.lender for key in keys for loan in self._by_key.get(key, ())}
         return found - {reader}
 
-    def borrow(self, keys: Sequence[bytes], lenders: Iterable[Lender]) -> list[Loan | None]:
+    def borrow(self, keys: Sequence[bytes], lenders: Iterable[Lender]) -> list[BorrowedBlock | None]:
         """A loan of each key from one of these, None where there is none. Give them back."""
         wanted = set(lenders)
         with self._changed:
@@ -120,7 +123,7 @@ class Loans:
                     loan.lending.readers += 1
             return found
 
-    def give_back(self, loans: Iterable[Loan]) -> None:
+    def give_back(self, loans: Iterable[BorrowedBlock]) -> None:
         """A loan counts if `is_good` of its lending is still true after this."""
         ended: list[Callable[[], None]] = []
         with self._changed:

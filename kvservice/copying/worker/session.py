@@ -36,7 +36,7 @@ from kvservice.copying.message import (
     parse_lent,
     parse_pool,
 )
-from kvservice.copying.worker.lanes import Lane, Target
+from kvservice.copying.worker.lanes import CopyLane, Target
 from kvservice.copying.worker.loans import DirectPath, Lender, Loans
 from kvservice.core.segment.copy_runs import CopyTemplate, RegionLayout
 from kvservice.errors import InvalidRequest, KVServiceError
@@ -72,7 +72,9 @@ class EngineSession:
         self._direct: DirectPath | None = None
         self._lock: LivenessLock | None = None
         self._lends_only = False  # an engine of another device: its blocks are read here, and nothing is copied for it
-        self.lanes = {direction: Lane(f"kvservice-{direction.name.lower()}", self._ended) for direction in Direction}
+        self.lanes = {
+            direction: CopyLane(f"kvservice-{direction.name.lower()}", self._ended) for direction in Direction
+        }
         connection.settimeout(None)
         self._thread = threading.Thread(target=self._serve, name="kvservice-copy-engine", daemon=True)
         self._thread.start()

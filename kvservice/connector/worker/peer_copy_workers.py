@@ -1,6 +1,9 @@
 """The other copy workers of a node, to which an engine lends blocks so that engines of other devices can copy them.
 
 Used by the worker's main thread; each link has a thread of its own. Nothing is copied for this engine by these workers.
+
+Frozen: loans between engines have not run on the hardware that they are for, GPUs of one node. Nothing new builds on
+them until they have.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ def lend(links: Sequence[WorkerLink], rows: Sequence[CopyRow], event: int) -> Sp
     return SpreadLoan(parts) if parts else None
 
 
-class Neighbours:
+class PeerCopyWorkers:
     def __init__(self, offer: KVOffer) -> None:
         self._offer = offer
         self._links: dict[str, WorkerLink] = {}  # by device
@@ -71,22 +74,22 @@ class Neighbours:
         if self._wanted is not None and now >= self._look_at:
             self._look_at = now + LOOK_SECONDS
             for record in find_copy_workers(self._wanted[0]):
-                if self._is_neighbour(record.device) and len(self._links) < LINKS_MAX:
+                if self._is_peer(record.device) and len(self._links) < LINKS_MAX:
                     link = self._links[record.device] = WorkerLink(self._offer, worker_device=record.device)
                     link.follow(*self._wanted)
         return list(self._links.values())
 
-    def _is_neighbour(self, device: str) -> bool:
+    def _is_peer(self, device: str) -> bool:
         """One that can read this engine's memory: a GPU's worker that of a GPU."""
         same_kind = device.startswith(HOST) == self._offer.device.startswith(HOST)
         return same_kind and device != self._offer.device and device not in self._links
 
     def take_counters(self) -> dict[str, int]:
-        """As `copy_worker_neighbour_…`."""
+        """As `copy_worker_peer_…`."""
         found: Counter[str] = Counter()
         for link in self._links.values():
             for name, count in link.take_counters().items():
-                found[name.replace("copy_worker_", "copy_worker_neighbour_", 1)] += count
+                found[name.replace("copy_worker_", "copy_worker_peer_", 1)] += count
         return dict(found)
 
     def close(self) -> None:
