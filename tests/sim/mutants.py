@@ -25,6 +25,8 @@ RECONCILE = "kvservice.core.reconcile"
 HANDOFF = "kvservice.core.acquire.handoff"
 RUNTIME = "kvservice.pool.runtime"
 STORE_PLAN = "kvservice.connector.scheduler.store_plan"
+STORES = "kvservice.connector.scheduler.stores"
+LOADS = "kvservice.connector.scheduler.loads"
 
 AIO = "kvservice.aio"
 ANNOUNCER = "kvservice.lookup.announce_pump"
@@ -202,24 +204,24 @@ MUTANTS = (
     ),
     Mutant(
         "a block is sealed after it was copied",
-        SCHEDULER,
-        "        return StorePlan(store_id, tuple(planned.entries))",
-        "        self._session.seal(attachment.attachment_id, planned.items)\n"
-        "        return StorePlan(store_id, tuple(planned.entries))",
+        STORES,
+        "        return StorePlan(self._last_id, tuple(planned.entries))",
+        "        self._session.seal(attachment, planned.items)\n"
+        "        return StorePlan(self._last_id, tuple(planned.entries))",
         seed=0,
     ),
     Mutant(
         "a block that is being copied is pinned",
-        SCHEDULER,
+        STORES,
         "            self._pins.pin(read)",
         "            self._pins.pin([])",
         seed=0,
     ),
     Mutant(
         "a load's lease ends with it",
-        SCHEDULER,
-        "            self._end_lease(*lease)",
-        "            pass",
+        LOADS,
+        "                self._session.release(attachment, lease_id)",
+        "                pass",
         seed=1,
     ),
     Mutant(
@@ -260,7 +262,7 @@ MUTANTS = (
     Mutant(
         "an engine attaches again only when its workers write no more",
         SCHEDULER,
-        "        return not self._stores",
+        "        return self._stores.is_quiet",
         "        return True",
         seed=18,
     ),

@@ -11,36 +11,31 @@ and every lease and every reserved slot it took ends exactly once, whichever way
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
-from typing import cast
 
-from kvservice.connector.cache_groups import Grouping, OneGroup, Table, load_entries, usable
-from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
+from kvservice.connector.cache_groups import Grouping, OneGroup, Table, usable
+from kvservice.connector.plan import PoolInfo, StepPlan, StepReport, StorePlan
 from kvservice.connector.scheduler.handoff import Prefill, WriterHandoffs
+from kvservice.connector.scheduler.known_keys import KnownKeys
+from kvservice.connector.scheduler.loads import Loads
 from kvservice.connector.scheduler.loan_book import BlockPins, LoanBook
-from kvservice.connector.scheduler.pending_layer_loads import LayeredLoads
 from kvservice.connector.scheduler.ports import Promise, SessionPort, StoredBlock, Wait
+from kvservice.connector.scheduler.prefill_speed import PrefillSpeed
 from kvservice.connector.scheduler.request import EngineRequest, RequestEvent, RequestState
 from kvservice.connector.scheduler.request_keys import Keyring, MakeKeys
-from kvservice.connector.scheduler.store_plan import OpenStore, plan_store
+from kvservice.connector.scheduler.stores import Stores
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, Handoff, MissReason
 from kvservice.core.segment.refs import BlockRef
-from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId, LeaseId
+from kvservice.units import AttachmentId, BlockHash, HandoffId, LeaseId
 
 log = logging.getLogger("kvservice.connector")
 
-KNOWN_KEYS_MAX = 1 << 17  # keys known to be in the pool: saves copies that would turn out duplicate
-SPEED_WEIGHT = 0.2  # of the newest sample of the engine's prefill speed
-SPEED_TOKENS_MIN = 64  # smaller steps say nothing about prefill
-STORES_IN_FLIGHT_MAX = 4096  # blocks; beyond, stores are put off
-REPORT_SECONDS_MAX = 30.0  # a store that no worker has reported by then keeps no idle engine stepping
-SUSPECTS_MAX = 4096
-IDLE_SECONDS = 0.002  # a step with nothing to compute waits so long for the pool instead of asking in a circle
+SUSPECTS_MAX = 4096  # slots; beyond, only the newest report's are kept, and an older one fails once more
+IDLE_SECONDS = 0.002  # a step with nothing to compute waits this long for the pool instead of busy-polling
 IDLE_SECONDS_HANDOFF = 0.01  # a prompt that is computed elsewhere takes longer than a lookup
 
 BlockIds = Callable[[], Table]
@@ -65,42 +60,40 @@ class SchedulerHalf:
         layerwise: bool = False,
         term: bytes = b"",
     ) -> None:
+        self.counters: Counter[str] = Counter()
         self._grouping = grouping or OneGroup()
         self._session = session
         self._keyring = Keyring(make_keys, block_tokens, term)
         self._pool_info = pool_info
         self._block_tokens = block_tokens
-        self._worker_count = worker_count
         self._lazy = lazy
         self._may_write = may_write
-        self._remember_stored = remember_stored
         self._layerwise = layerwise
-        self._layered = LayeredLoads(worker_count)
-        self._stored: list[StoredBlock] = []
-        self._pins: BlockPins | None = None
-        self._step_began = 0.0
-        self._paused = False  # a reset could not be done: nothing is read or stored until one is
-        self._suspects: set[BlockRef] = set()  # of this attachment: did not hold what was promised
         self._fetch_timeout = fetch_timeout_seconds
         self._handoff_timeout = handoff_timeout_seconds
-        self._handoffs = WriterHandoffs(session.close_handoff)
+        self._pins: BlockPins | None = None
+        self._paused = False  # a reset could not be done: nothing is read or stored until one is
         self._requests: dict[str, EngineRequest] = {}
-        self._known: OrderedDict[BlockKey, int] = OrderedDict()  # -> how many asks had been posted when it was learnt
-        self._asks = 0
-        self._known_of: AttachmentId | None = None  # `known` speaks of this attachment's pool
-        self._loads: list[LoadPlan] = []
-        self._loading: dict[str, tuple[AttachmentId, LeaseId]] = {}  # leases that end when the workers are done
-        self._queued_stores: list[StorePlan] = []
-        self._stores: dict[int, OpenStore] = {}
-        self._next_store = 1
-        self._seconds_per_token: float | None = None
-        self.counters: Counter[str] = Counter()
-        self._borrows = loan_seconds > 0
+        self._known = KnownKeys()
+        self._suspects: set[BlockRef] = set()  # of this attachment: did not hold what was promised
+        self._speed = PrefillSpeed()
+        self._handoffs = WriterHandoffs(session.close_handoff)
+        self._loads = Loads(session, self._grouping, worker_count, self.counters, borrows=loan_seconds > 0)
+        self._stores = Stores(
+            session,
+            self._grouping,
+            self._known,
+            self._handoffs,
+            worker_count,
+            self.counters,
+            remember=remember_stored,
+        )
         self._loans = LoanBook(loan_seconds, worker_count, self.counters)
 
     def pin_with(self, pins: BlockPins) -> None:
         """Call it before the first request; without it blocks must stay as they are until they are reported."""
         self._pins = pins
+        self._stores.pin_with(pins)
         self._loans.pin_with(pins)
 
     # -- requests come and ask ----
@@ -154,7 +147,7 @@ class SchedulerHalf:
             keys = keys[: max(request.tokens - 1, 0) // self._block_tokens]
         if not keys or self._paused or not self._keyring.is_current(request, self._session.attachment):
             return False
-        per_block = (self._seconds_per_token or 0.0) * self._block_tokens
+        per_block = self._speed.seconds_for(self._block_tokens)
         timeout = self._fetch_timeout
         if per_block:
             timeout = min(timeout, per_block * len(keys))
@@ -170,8 +163,7 @@ class SchedulerHalf:
             return False
         request.attachment, request.result, request.asked = asked, None, wanted
         request.deadline = now + timeout
-        self._asks += 1
-        request.ask_number = self._asks
+        request.ask_number = self._known.next_ask()
         request.move(RequestEvent.ASK)
         return True
 
@@ -213,7 +205,7 @@ class SchedulerHalf:
         """The engine's own hit of this request may hold blocks that are loaded in the step being planned."""
         request = self._requests.get(request_id)
         hit = computed_tokens // self._block_tokens
-        return hit > 0 and self._layered.conceals(None if request is None else request.keys[:hit])
+        return hit > 0 and self._loads.layered.conceals(None if request is None else request.keys[:hit])
 
     def allocated(self, request_id: str, block_ids: Table, external_tokens: int) -> None:
         """The engine gave the request blocks: the promise is taken up (external_tokens > 0) or not needed."""
@@ -228,7 +220,7 @@ class SchedulerHalf:
         count = external_tokens // self._block_tokens
         if self._is_current(attachment):
             request.stored = max(request.stored, len(result.blocks))
-            self._expect(request, -len(result.blocks))
+            self._stores.expect(request, -len(result.blocks))
         if count == 0:
             request.move(RequestEvent.DECLINE)
             self._end_lease(attachment, result.lease_id)
@@ -237,19 +229,8 @@ class SchedulerHalf:
         if self._grouping.sides:
             assert first + count == len(result.blocks), "the engine takes less than was promised, with another window"
         taken = replace(result, blocks=result.blocks[: first + count])
-        entries = load_entries(self._grouping, request.chains, taken, block_ids, first)
         request.move(RequestEvent.LOAD)
-        borrows = self._borrows and request.waits_for_writer
-        self._loads.append(LoadPlan(request_id, tuple(entries), borrows, request.layered))
-        if request.layered:
-            mine = cast("Sequence[int]", block_ids)  # of one group, or it would not be layered
-            self._layered.begin(request_id, request.keys[first : first + count], mine[first:])
-        self._loading[request_id] = (attachment, result.lease_id)
-        request.fetched_blocks = min(result.fetched_count, count)
-        request.loaded_blocks = max(request.loaded_blocks, count)
-        self.counters["loads_planned"] += 1
-        self.counters["load_blocks"] += count
-        self.counters["load_blocks_remote"] += request.fetched_blocks
+        self._loads.plan(request, attachment, taken, block_ids, first)
 
     def hit_sources(self, request_id: str, tokens: int) -> tuple[int, int]:
         """(tokens from this node's pool, tokens fetched from another node) of a promise that was taken up."""
@@ -265,19 +246,16 @@ class SchedulerHalf:
                 self._end_lease(answer.attachment, lease_id)  # too late: nobody waits for it any more
                 continue
             result = answer.result or AcquireResult(LeaseId(0), (), 0, MissReason.DETACHED)
-            self._speak_of(answer.attachment)
+            self._follow(answer.attachment)
             request.result = usable(self._grouping, result, self._suspects, self.counters)
             request.move(RequestEvent.ANSWER)
             if not result.admitted and request.writes is None:
                 request.admitted = False
-                self._expect(request, -request.expected)
+                self._stores.expect(request, -request.expected)
             end = len(result.blocks)
             for side, keys in enumerate(request.chains):
-                self._remember(answer.attachment, keys[self._grouping.needed_from(side, end) : end])
-                for key in keys[end:]:
-                    # Known before this was asked, and not found: evicted since. Stored after it was asked: still there.
-                    if self._known.get(key, request.ask_number) < request.ask_number:
-                        del self._known[key]
+                self._known.learn(keys[self._grouping.needed_from(side, end) : end])
+                self._known.not_found(keys[end:], request.ask_number)
             if result.miss is not MissReason.NONE:
                 self.counters[f"miss_{result.miss.value}"] += 1
 
@@ -286,10 +264,8 @@ class SchedulerHalf:
     def begin_step(self, plan: StepPlan, now: float, *, is_idle: bool = False) -> None:
         """Fill in the loads of this step, and what requests that ended have left to store and to lend. `is_idle`: the
         engine found nothing to compute."""
-        plan.loads, self._loads = self._loads, []
-        plan.stores, self._queued_stores = self._queued_stores, []
-        self._layered.begin_step()
-        self._step_began = now
+        self._loads.begin_step(plan)
+        self._stores.begin_step(plan, now)
         attachment = self._session.attachment
         if attachment is not None:  # otherwise the workers still have the old mapping, and its headers tell
             plan.pool = self._pool_info(attachment)
@@ -336,48 +312,20 @@ class SchedulerHalf:
         """Plan the copies of what is full and not in the pool; what finds no slot is tried again at the next step."""
         self._extend_keys(request, hashes, attachment)
         full = min(computed_tokens // self._block_tokens, len(request.keys), self._grouping.length(block_ids))
-        self._speak_of(attachment.attachment_id)
-        if not request.admitted or request.stored >= full or self._blocks_in_flight() >= STORES_IN_FLIGHT_MAX:
+        self._follow(attachment.attachment_id)
+        if not request.admitted:
             return None
-        # What was evicted since is only noticed by asking; for a hand-off from an engine that never asks, a duplicate
-        # costs a copy and a gap costs the reader the rest.
-        known = self._known if request.writes is None or request.ask_number else {}
-        planned = plan_store(
-            self._grouping, request.chains, block_ids, request.stored, full, known,
-            partial(self._session.take_slots, attachment.attachment_id),
-        )  # fmt: skip
-        if planned.put_off:
-            self.counters["store_blocks_put_off"] += planned.put_off
-        if planned.unused:
-            self._session.abort(attachment.attachment_id, planned.unused)
-        if planned.items:
-            self._expect(request, -(planned.done - request.stored))
-        request.stored = max(request.stored, planned.done)
-        if not planned.items:
-            return None
-        self._remember(attachment.attachment_id, [item.key for item in planned.items])
-        store_id = self._next_store
-        self._next_store += 1
-        blocks = [StoredBlock(hashes[i], hashes[i - 1] if i else None) for i in planned.positions]
-        read = [entry.block_id for entry in planned.entries]
-        if self._pins is not None:
-            self._pins.pin(read)
-        self._stores[store_id] = OpenStore(
-            attachment.attachment_id, planned.items, blocks, read, self._step_began, request.writes
-        )
-        self._handoffs.store_begun(request.writes)
-        self.counters["store_blocks_planned"] += len(planned.items)
-        return StorePlan(store_id, tuple(planned.entries))
+        return self._stores.plan(attachment.attachment_id, request, hashes, full, block_ids)
 
     def _extend_keys(
         self, request: EngineRequest, hashes: Sequence[BlockHash], attachment: Attachment | None
     ) -> None:  # fmt: skip
         """Keys of the blocks that have got a hash since."""
         if not self._keyring.is_current(request, attachment):
-            self._expect(request, -request.expected)
+            self._stores.expect(request, -request.expected)
         new = self._keyring.extend(request, hashes, attachment)
         if new and self._may_write and request.admitted:
-            self._expect(request, new)
+            self._stores.expect(request, new)
 
     def reported(self, report: StepReport) -> None:
         """Copies are done in some workers; a block is sealed when all of them have copied their part."""
@@ -387,52 +335,28 @@ class SchedulerHalf:
         for name, count in report.counters.items():
             self.counters[name] += count
         self._loans.returned(report.returned)
-        for outcome, counts in (("stored", report.stored), ("failed", report.failed)):
-            for store_id, count in counts.items():
-                store = self._stores.get(store_id)
-                if store is not None:
-                    store.reports[outcome] += count
-                    self._finish_store(store_id, store)
+        self._stores.reported(report)
 
     def end_layered(self, report: StepReport | None) -> None:
         """A step has ended; no worker reads a slot for its layered loads any more. Call it with every step's report."""
-        for load, sound in self._layered.end_step(report):
+        for load, sound in self._loads.end_step(report):
             if not sound and self._pins is not None:
                 self._pins.forget(load.block_ids)
             if load.store is not None and sound:
-                self._queued_stores.append(load.store)
+                self._stores.queue(load.store)
             elif load.store is not None:
-                self.reported(StepReport(failed={load.store.store_id: self._worker_count}))
+                self._stores.fail(load.store)
             self.loaded(load.request_id, failed=not sound)
 
     def unplanned(self, request_id: str, block_ids: Sequence[int]) -> None:
         """A step computes on a promise that is not in its plan, because something failed: the load must not follow."""
-        self._loads = [load for load in self._loads if load.request_id != request_id]
-        self._layered.begin_step()  # its end finds no report
+        self._loads.unplanned(request_id)
         if self._pins is not None:
             self._pins.forget(block_ids)
 
-    def _finish_store(self, store_id: int, store: OpenStore) -> None:
-        if store.reports.total() < self._worker_count:
-            return
-        del self._stores[store_id]
-        if self._pins is not None:
-            self._pins.unpin(store.block_ids)
-        if store.reports["failed"] or store.is_void:
-            self.counters["store_blocks_void" if store.is_void else "store_blocks_failed"] += len(store.items)
-            for item in store.items:
-                self._known.pop(item.key, None)
-            self._session.abort(store.attachment, [item.ref for item in store.items])
-        else:
-            self._session.seal(store.attachment, store.items)
-            if self._remember_stored:
-                self._stored += store.blocks
-        self._handoffs.store_ended(store.handoff)
-
     def loaded(self, request_id: str, *, failed: bool) -> None:
         """All workers are done with the load of this request."""
-        if (lease := self._loading.pop(request_id, None)) is not None:
-            self._end_lease(*lease)
+        self._loads.done(request_id)
         request = self._requests.get(request_id)
         if request is None or request.state is not RequestState.LOADING:
             return
@@ -441,15 +365,11 @@ class SchedulerHalf:
             request.load_failed = True
             self.counters["loads_failed"] += 1
             request.stored = request.kept_out
-            for key in chain.from_iterable(request.chains):
-                self._known.pop(key, None)
+            self._known.forget(chain.from_iterable(request.chains))
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A step computed so many tokens in so long: the speed that fetching has to beat."""
-        if tokens >= SPEED_TOKENS_MIN and seconds > 0:
-            sample = seconds / tokens
-            before = self._seconds_per_token
-            self._seconds_per_token = sample if before is None else before + SPEED_WEIGHT * (sample - before)
+        self._speed.add(tokens, seconds)
 
     # -- requests leave ----
 
@@ -472,15 +392,15 @@ class SchedulerHalf:
         if request is None:
             return None
         attachment = self._session.attachment
-        unconfirmed = self._layered.is_open(request_id)
+        unconfirmed = self._loads.layered.is_open(request_id)
         store_rest = store_rest and self._may_write and not self._paused
         store_rest = store_rest and (request.state is RequestState.RUNNING or unconfirmed)
         if store_rest and attachment is not None and self._pins is not None:
             store = self._store_of(attachment, request, hashes, computed_tokens, block_ids)
             if store is not None and unconfirmed:
-                self._layered.keep(request_id, store)
+                self._loads.layered.keep(request_id, store)
             elif store is not None:
-                self._queued_stores.append(store)
+                self._stores.queue(store)
             if request.writes is not None:
                 self._loans.lend(request.keys[: computed_tokens // self._block_tokens], block_ids)
         if request.state is RequestState.ANSWERED and request.result is not None and request.attachment is not None:
@@ -494,29 +414,23 @@ class SchedulerHalf:
 
     def has_pending_work(self, now: float) -> bool:
         """Steps are needed even without requests, to start copies and loans and to hear how they ended."""
-        return self._loans.is_pending(now) or self._has_pending_stores(now)
-
-    def _has_pending_stores(self, now: float) -> bool:
-        return bool(self._queued_stores) or any(
-            now - store.planned_at < REPORT_SECONDS_MAX for store in self._stores.values()
-        )
+        return self._loans.is_pending(now) or self._stores.is_pending(now)
 
     def idle_seconds(self) -> float:
         """How long an engine with nothing to compute may wait for an answer of the pool, or for the end of a loan; 0
         when none is due."""
         waiting = [request for request in self._requests.values() if request.state is RequestState.ASKED]
         if not waiting:
-            return 0.0 if self._loans.is_empty or self._stores or self._queued_stores else IDLE_SECONDS
+            return 0.0 if self._loans.is_empty or not self._stores.is_empty else IDLE_SECONDS
         return IDLE_SECONDS_HANDOFF if all(request.waits_for_writer for request in waiting) else IDLE_SECONDS
 
     def take_stored(self) -> list[StoredBlock]:
         """Blocks sent to be sealed since the last call; empty unless `remember_stored`."""
-        found, self._stored = self._stored, []
-        return found
+        return self._stores.take_stored()
 
     def may_reattach(self) -> bool:
         """No worker can still write a slot of an earlier attachment."""
-        return not self._stores
+        return self._stores.is_quiet
 
     def reset(self, term: bytes | None) -> None:
         """The engine's weights change, between two steps: nothing from before is promised, sealed, lent or handed off,
@@ -524,11 +438,9 @@ class SchedulerHalf:
         or stored until a reset with a term."""
         self._paused = True
         self.take_answers()
-        for store in self._stores.values():
-            store.is_void, store.handoff = True, None
+        self._stores.void()
         self._handoffs.end_all()
         self._loans.recall_all()
-        self._stored.clear()
         self._known.clear()
         for request in self._requests.values():
             self._forget_promise(request)
@@ -540,7 +452,7 @@ class SchedulerHalf:
     def _forget_promise(self, request: EngineRequest) -> None:
         request.reads = request.writes = request.asked = None
         request.stored = request.kept_out  # it is computed again from its start, if it goes on
-        self._expect(request, -request.expected)
+        self._stores.expect(request, -request.expected)
         if request.state is RequestState.ASKED:  # its answer is given back when it comes
             request.move(RequestEvent.GIVE_UP)
         elif request.state is RequestState.ANSWERED:
@@ -559,36 +471,17 @@ class SchedulerHalf:
         if lease_id:
             self._session.release(attachment, lease_id)
 
-    def _expect(self, request: EngineRequest, count: int) -> None:
-        change = max(count, -request.expected)
-        request.expected += change
-        self._session.expect(change)
-
-    def _blocks_in_flight(self) -> int:
-        return sum(len(store.items) for store in self._stores.values())
-
-    def _remember(self, attachment: AttachmentId, keys: Sequence[BlockKey]) -> None:
-        self._speak_of(attachment)
-        for key in keys:
-            self._known[key] = self._asks
-            self._known.move_to_end(key)
-        while len(self._known) > KNOWN_KEYS_MAX:
-            self._known.popitem(last=False)
-
-    def _speak_of(self, attachment: AttachmentId) -> None:
+    def _follow(self, attachment: AttachmentId) -> None:
         """Forget what was learnt about the pool of an earlier attachment."""
-        if self._known_of != attachment:
-            self._known.clear()
+        if self._known.follow(attachment):
             self._suspects.clear()
-            self._known_of = attachment
 
     def check_invariants(self) -> None:
         for request in self._requests.values():
             assert request.expected >= 0
-            assert (request.state is RequestState.LOADING) <= (request.request_id in self._loading)
+            assert (request.state is RequestState.LOADING) <= self._loads.is_open(request.request_id)
             assert request.state is not RequestState.ENDED, "an ended request is still kept"
             assert (request.result is None) or request.state not in (RequestState.NEW, RequestState.ASKED)
-        for store in self._stores.values():
-            assert store.reports.total() < self._worker_count, "a store every worker reported is still open"
+        self._stores.check_invariants()
         self._handoffs.check_invariants()
         self._loans.check_invariants()

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvservice.connector.plan import StepPlan, StepReport
-from kvservice.connector.scheduler.half import REPORT_SECONDS_MAX, SchedulerHalf
+from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.connector.scheduler.ports import Promise, Wait
+from kvservice.connector.scheduler.stores import REPORT_SECONDS_MAX
 from kvservice.units import BlockHash, HandoffId
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
 

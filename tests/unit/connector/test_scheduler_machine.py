@@ -195,7 +195,9 @@ class Engine(RuleBasedStateMachine):
         holds = bool(self.line.pins.pinned) or any(r.state != "waiting" for r in self.requests.values())
         self.half.reset(None if holds else f"term {self.names}".encode())
         assert not self.line.handoffs, "a hand-off outlived the weights that it was for"
-        assert not set(self.line.leases) - set(self.half._loading.values()) - self.answered(), "a promise outlived them"
+        assert not set(self.line.leases) - set(self.half._loads.open_leases()) - self.answered(), (
+            "a promise outlived them"
+        )
 
     def answered(self) -> set[tuple[AttachmentId, LeaseId]]:
         """Leases of answers that nobody has heard yet."""

@@ -1,0 +1,60 @@
+"""Keys that are known to be in the pool, so that their blocks are not copied into it once more. Pure; without I/O.
+
+What is known is a hint: the pool may have evicted a block since. A missed ask tells, and so does the next attachment.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from kvservice.units import AttachmentId, BlockKey
+
+KNOWN_KEYS_MAX = 1 << 17  # some 16 MiB; the keys that were learnt first are forgotten first
+
+
+class KnownKeys:
+    """Of one attachment's pool. Used on the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self._learnt: OrderedDict[BlockKey, int] = OrderedDict()  # -> how many asks had been posted by then
+        self._attachment: AttachmentId | None = None
+        self._asks = 0
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._learnt
+
+    def next_ask(self) -> int:
+        """The number of an ask that is posted now, from 1."""
+        self._asks += 1
+        return self._asks
+
+    def follow(self, attachment: AttachmentId) -> bool:
+        """Keep keys of this attachment's pool from now on. True when they were of another one, and are forgotten."""
+        if self._attachment == attachment:
+            return False
+        self._learnt.clear()
+        self._attachment = attachment
+        return True
+
+    def learn(self, keys: Iterable[BlockKey]) -> None:
+        """These are in the pool, or on their way to it."""
+        for key in keys:
+            self._learnt[key] = self._asks
+            self._learnt.move_to_end(key)
+        while len(self._learnt) > KNOWN_KEYS_MAX:
+            self._learnt.popitem(last=False)
+
+    def not_found(self, keys: Iterable[BlockKey], ask_number: int) -> None:
+        """The ask with this number did not find these. What was learnt before it was posted has been evicted since;
+        what was learnt later is still there."""
+        for key in keys:
+            if self._learnt.get(key, ask_number) < ask_number:
+                del self._learnt[key]
+
+    def forget(self, keys: Iterable[BlockKey]) -> None:
+        for key in keys:
+            self._learnt.pop(key, None)
+
+    def clear(self) -> None:
+        self._learnt.clear()

@@ -1,0 +1,78 @@
+"""Loads of promised blocks into the engine, from the plan of a step to the workers' last word. Without I/O.
+
+Every load holds one lease from its planning until all workers are done with it, or until nobody will copy it any more;
+the lease then ends exactly once. Used on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import cast
+
+from kvservice.connector.cache_groups import Grouping, Table, load_entries
+from kvservice.connector.plan import LoadPlan, StepPlan, StepReport
+from kvservice.connector.scheduler.pending_layer_loads import LayeredLoad, LayeredLoads
+from kvservice.connector.scheduler.ports import SessionPort
+from kvservice.connector.scheduler.request import EngineRequest
+from kvservice.core.messages import AcquireResult
+from kvservice.units import AttachmentId, LeaseId
+
+
+class Loads:
+    def __init__(
+        self, session: SessionPort, grouping: Grouping, worker_count: int, counters: Counter[str], *, borrows: bool
+    ) -> None:
+        """`borrows`: a load that waited for its writer may take blocks that the writer's engine lends."""
+        self._session = session
+        self._grouping = grouping
+        self._counters = counters
+        self._borrows = borrows
+        self._planned: list[LoadPlan] = []  # for the next step
+        self._leases: dict[str, tuple[AttachmentId, LeaseId]] = {}  # by request
+        self.layered = LayeredLoads(worker_count)
+
+    def plan(
+        self, request: EngineRequest, attachment: AttachmentId, taken: AcquireResult, table: Table, first: int
+    ) -> None:
+        """Copy the blocks of `taken` from position `first` on with the next step. Takes over its lease."""
+        count = len(taken.blocks) - first
+        entries = load_entries(self._grouping, request.chains, taken, table, first)
+        borrows = self._borrows and request.waits_for_writer
+        self._planned.append(LoadPlan(request.request_id, tuple(entries), borrows, request.layered))
+        if request.layered:
+            mine = cast("Sequence[int]", table)  # of one group, or it would not be layered
+            self.layered.begin(request.request_id, request.keys[first : first + count], mine[first:])
+        self._leases[request.request_id] = (attachment, taken.lease_id)
+        request.fetched_blocks = min(taken.fetched_count, count)
+        request.loaded_blocks = max(request.loaded_blocks, count)
+        self._counters["loads_planned"] += 1
+        self._counters["load_blocks"] += count
+        self._counters["load_blocks_remote"] += request.fetched_blocks
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Put what was planned into the step."""
+        plan.loads, self._planned = self._planned, []
+        self.layered.begin_step()
+
+    def unplanned(self, request_id: str) -> None:
+        """A step computes on a promise that is not in its plan, because something failed: the load must not follow."""
+        self._planned = [load for load in self._planned if load.request_id != request_id]
+        self.layered.begin_step()  # its end finds no report
+
+    def end_step(self, report: StepReport | None) -> list[tuple[LayeredLoad, bool]]:
+        """The layer-wise loads of the step that ended, each with whether every worker found it sound."""
+        return self.layered.end_step(report)
+
+    def done(self, request_id: str) -> None:
+        """No worker copies for this request any more. Idempotent."""
+        if (lease := self._leases.pop(request_id, None)) is not None:
+            attachment, lease_id = lease
+            if lease_id:
+                self._session.release(attachment, lease_id)
+
+    def is_open(self, request_id: str) -> bool:
+        return request_id in self._leases
+
+    def open_leases(self) -> list[tuple[AttachmentId, LeaseId]]:
+        return list(self._leases.values())

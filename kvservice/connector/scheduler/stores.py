@@ -1,0 +1,176 @@
+"""Stores of computed blocks into the pool, from the plan of a step to Seal or Abort. Without I/O but for the session.
+
+Every slot that is taken is sealed or given back exactly once. A block is sealed when all workers have copied their part
+of it; the engine's blocks are pinned until then. Used on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
+from kvservice.connector.cache_groups import Grouping, Table
+from kvservice.connector.plan import StepPlan, StepReport, StorePlan
+from kvservice.connector.scheduler.handoff import WriterHandoffs
+from kvservice.connector.scheduler.known_keys import KnownKeys
+from kvservice.connector.scheduler.loan_book import BlockPins
+from kvservice.connector.scheduler.ports import SessionPort, StoredBlock
+from kvservice.connector.scheduler.request import EngineRequest
+from kvservice.connector.scheduler.store_plan import OpenStore, plan_store
+from kvservice.units import AttachmentId, BlockHash
+
+IN_FLIGHT_MAX = 4096  # blocks; beyond, stores are put off
+REPORT_SECONDS_MAX = 30.0  # a store that no worker has reported by then keeps no idle engine stepping
+
+
+class Stores:
+    def __init__(
+        self,
+        session: SessionPort,
+        grouping: Grouping,
+        known: KnownKeys,
+        handoffs: WriterHandoffs,
+        worker_count: int,
+        counters: Counter[str],
+        *,
+        remember: bool,
+    ) -> None:
+        """`remember`: what was sent to be sealed is kept for `take_stored`."""
+        self._session = session
+        self._grouping = grouping
+        self._known = known
+        self._handoffs = handoffs
+        self._worker_count = worker_count
+        self._counters = counters
+        self._remember = remember
+        self._pins: BlockPins | None = None
+        self._queued: list[StorePlan] = []  # of requests that ended: for the next step
+        self._open: dict[int, OpenStore] = {}
+        self._last_id = 0
+        self._step_began = 0.0
+        self._stored: list[StoredBlock] = []
+
+    def pin_with(self, pins: BlockPins) -> None:
+        self._pins = pins
+
+    # -- what will be wanted ----
+
+    def expect(self, request: EngineRequest, count: int) -> None:
+        """The request will want so many more slots soon (negative: it will not), and never fewer than none."""
+        change = max(count, -request.expected)
+        request.expected += change
+        self._session.expect(change)
+
+    # -- plans ----
+
+    def begin_step(self, plan: StepPlan, now: float) -> None:
+        """Put the stores of requests that ended into the step."""
+        plan.stores, self._queued = self._queued, []
+        self._step_began = now
+
+    def plan(
+        self,
+        attachment: AttachmentId,
+        request: EngineRequest,
+        hashes: Sequence[BlockHash],
+        full: int,
+        table: Table,
+    ) -> StorePlan | None:
+        """Take slots for the blocks before position `full` that are not in the pool, and plan their copies. What finds
+        no slot is tried again at the next step. None when there is nothing to copy."""
+        if request.stored >= full or self._blocks_in_flight() >= IN_FLIGHT_MAX:
+            return None
+        # What was evicted since is only noticed by asking; for a hand-off from an engine that never asks, a duplicate
+        # costs a copy and a gap costs the reader the rest.
+        known = self._known if request.writes is None or request.ask_number else ()
+        take_slots = partial(self._session.take_slots, attachment)
+        planned = plan_store(self._grouping, request.chains, table, request.stored, full, known, take_slots)
+        if planned.put_off:
+            self._counters["store_blocks_put_off"] += planned.put_off
+        if planned.unused:
+            self._session.abort(attachment, planned.unused)
+        if planned.items:
+            self.expect(request, -(planned.done - request.stored))
+        request.stored = max(request.stored, planned.done)
+        if not planned.items:
+            return None
+        self._known.learn(item.key for item in planned.items)
+        self._last_id += 1
+        blocks = [StoredBlock(hashes[i], hashes[i - 1] if i else None) for i in planned.positions]
+        read = [entry.block_id for entry in planned.entries]
+        if self._pins is not None:
+            self._pins.pin(read)
+        self._open[self._last_id] = OpenStore(attachment, planned.items, blocks, read, self._step_began, request.writes)
+        self._handoffs.store_begun(request.writes)
+        self._counters["store_blocks_planned"] += len(planned.items)
+        return StorePlan(self._last_id, tuple(planned.entries))
+
+    def queue(self, store: StorePlan) -> None:
+        """Copy it with the next step: its request has ended."""
+        self._queued.append(store)
+
+    # -- reports ----
+
+    def reported(self, report: StepReport) -> None:
+        """Some workers are done with some stores."""
+        for outcome, counts in (("stored", report.stored), ("failed", report.failed)):
+            for store_id, count in counts.items():
+                store = self._open.get(store_id)
+                if store is not None:
+                    store.reports[outcome] += count
+                    self._finish(store_id, store)
+
+    def fail(self, store: StorePlan) -> None:
+        """No worker will copy it: its slots are given back."""
+        self.reported(StepReport(failed={store.store_id: self._worker_count}))
+
+    def _finish(self, store_id: int, store: OpenStore) -> None:
+        if store.reports.total() < self._worker_count:
+            return
+        del self._open[store_id]
+        if self._pins is not None:
+            self._pins.unpin(store.block_ids)
+        if store.reports["failed"] or store.is_void:
+            self._counters["store_blocks_void" if store.is_void else "store_blocks_failed"] += len(store.items)
+            self._known.forget(item.key for item in store.items)
+            self._session.abort(store.attachment, [item.ref for item in store.items])
+        else:
+            self._session.seal(store.attachment, store.items)
+            if self._remember:
+                self._stored += store.blocks
+        self._handoffs.store_ended(store.handoff)
+
+    def void(self) -> None:
+        """The engine's weights changed: what is under copy is given back when its copies end, and not sealed."""
+        for store in self._open.values():
+            store.is_void, store.handoff = True, None
+        self._stored.clear()
+
+    def take_stored(self) -> list[StoredBlock]:
+        """Blocks sent to be sealed since the last call; empty unless `remember`."""
+        found, self._stored = self._stored, []
+        return found
+
+    # -- what is open ----
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is queued, and no worker copies anything."""
+        return not self._open and not self._queued
+
+    @property
+    def is_quiet(self) -> bool:
+        """No worker can still write a slot."""
+        return not self._open
+
+    def is_pending(self, now: float) -> bool:
+        """Steps are needed to start copies, or to hear how they ended."""
+        return bool(self._queued) or any(now - it.planned_at < REPORT_SECONDS_MAX for it in self._open.values())
+
+    def _blocks_in_flight(self) -> int:
+        return sum(len(store.items) for store in self._open.values())
+
+    def check_invariants(self) -> None:
+        for store in self._open.values():
+            assert store.reports.total() < self._worker_count, "a store every worker reported is still open"
