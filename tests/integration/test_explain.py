@@ -212,13 +212,13 @@ async def test_another_fingerprint_is_named_with_the_field_that_differs(cluster:
     assert any(row["node"] == "n1" and "dtype" in row["message"] for row in refused)
 
 
-async def test_a_tenants_own_blocks_are_said_to_be_its_own(cluster: LocalCluster) -> None:
+async def test_blocks_of_another_cache_salt_are_named_as_the_cause(cluster: LocalCluster) -> None:
     keys = chain(next(seeds), 2)
     async with At(cluster, "n1") as reader:
         await reader.read_all(keys, request_id="salted")
         report = RequestReport("salted", 2, 0, 0, 2, salted=True)
         await reader.pool.renew(reader.attachment.attachment_id, [], [report])
-    assert reasons(explained(cluster, "salted")) == [("missed", 2, "other_tenant", "")]
+    assert reasons(explained(cluster, "salted")) == [("missed", 2, "other_cache_salt", "")]
 
 
 async def test_an_unknown_request_and_an_unclear_one_say_what_to_do(
