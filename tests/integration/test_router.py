@@ -205,7 +205,7 @@ async def test_replicas_come_and_go(cluster: LocalCluster, engines: list[Engine]
         assert app.reasons == {"fallback:one_replica": 4, "hit": 2}
 
 
-async def test_a_full_replica_is_passed_over(cluster: LocalCluster, engines: list[Engine]) -> None:
+async def test_a_full_replica_is_skipped(cluster: LocalCluster, engines: list[Engine]) -> None:
     await store(cluster, engines[0], tokens(60))
     r0, r1 = pair()
     async with handle(cluster, r0, r1, engine_blocks=0) as app:

@@ -29,8 +29,8 @@ from tests.sim.mutation import Mutant, planted
 
 MAIL_MAX = 6  # messages under way; older ones are lost
 MakeEvent = Callable[[int], ev.Event]
-reserve_fates = st.sampled_from(["goes well", "goes well", "on its way", "after a heartbeat", "given up"])
-handoff_fates = st.sampled_from(["on its way", "opened", "overtaken", "with an old heartbeat"])
+reserve_endings = st.sampled_from(["goes well", "goes well", "on its way", "after a heartbeat", "given up"])
+handoff_endings = st.sampled_from(["on its way", "opened", "overtaken", "with an old heartbeat"])
 
 
 @dataclass
@@ -81,20 +81,20 @@ class ReconcileMachine(ShardMachine):
 
     @somebody_attached
     @precondition(lambda self: sum(len(engine.writes) for engine in self.engines) < 5)
-    @rule(one=engines, count=st.integers(1, 4), fate=reserve_fates)
-    def reserve(self, one: int, count: int, fate: str) -> None:
+    @rule(one=engines, count=st.integers(1, 4), ending=reserve_endings)
+    def reserve(self, one: int, count: int, ending: str) -> None:
         engine, book, attachment = self._speaker(one)
         one = self.engines.index(engine)
         call = book.ledger.begin_call()
         book.waiting.add(call)
         book.post(lambda op: ev.Reserve(op, attachment, count, 0, call), call)
-        if fate == "on its way":
+        if ending == "on its way":
             return
         self.message_arrives(one, len(book.mail) - 1, again=False)
-        if fate == "given up":
+        if ending == "given up":
             book.waiting.remove(call)
             book.ledger.give_up(call)
-        if fate != "goes well":
+        if ending != "goes well":
             self.heartbeat(one, at_once=True)
         self.answer_arrives(one, len(book.answers) - 1, again=False)
 
@@ -166,11 +166,11 @@ class ReconcileMachine(ShardMachine):
         book.sealing.clear()
 
     @somebody_attached
-    @rule(one=engines, fate=handoff_fates)
-    def hand_off(self, one: int, fate: str) -> None:
+    @rule(one=engines, ending=handoff_endings)
+    def hand_off(self, one: int, ending: str) -> None:
         engine, book, attachment = self._speaker(one)
         one = self.engines.index(engine)
-        if fate == "with an old heartbeat":
+        if ending == "with an old heartbeat":
             self.heartbeat(one, at_once=False)
         handoff = HandoffId(self.next_handoff.to_bytes(16, "big"))
         self.next_handoff += 1
@@ -178,13 +178,13 @@ class ReconcileMachine(ShardMachine):
         book.handoffs[handoff] = True
         book.post(lambda op: ev.OpenHandoff(op, attachment, handoff, call))
         last = len(book.mail) - 1
-        if fate == "opened":
+        if ending == "opened":
             self.message_arrives(one, last, again=False)
-        elif fate == "overtaken":
+        elif ending == "overtaken":
             self.end_hand_off(one, sorted(book.handoffs).index(handoff), lost=False)
             self.message_arrives(one, len(book.mail) - 1, again=False)
             self.message_arrives(one, len(book.mail) - 1, again=False)
-        elif fate == "with an old heartbeat":
+        elif ending == "with an old heartbeat":
             self.heartbeat(one, at_once=True)
             self.message_arrives(one, len(book.mail) - 3, again=False)
 
