@@ -25,7 +25,7 @@ class CacheShard:
         remove_leftovers(config.service, [*alive, config.node_id], config.runtime_root)
         self._config = config
         self._server = ShardServer(config)
-        self._facts: dict[str, Any] = {}
+        self._identity: dict[str, Any] = {}
         self._left = False
         self._hosted = HostedServer(self._start)
         self._end_metrics: Callable[[], None] = lambda: None
@@ -35,10 +35,10 @@ class CacheShard:
     def ready(self) -> dict[str, Any]:
         """Who this shard is. Raises the KVServiceError that keeps it from starting."""
         if self._left:
-            return {**self._facts, "left": True}
+            return {**self._identity, "left": True}
         self._hosted.ensure_started()
-        self._facts = {**asdict(self._server.holder()), "pid": os.getpid(), "left": False}
-        return self._facts
+        self._identity = {**asdict(self._server.holder()), "pid": os.getpid(), "left": False}
+        return self._identity
 
     def leave(self, timeout_seconds: float, handover: bool = True) -> None:
         """Begin to leave: hand blocks over, then end. Returns at once; `ready` says when it is done."""
