@@ -1,5 +1,4 @@
-"""What happens to a shard. `op` ids are chosen by the caller, unique while the call is open; every event with an `op`
-is answered by exactly one Reply or Refuse with that id."""
+"""What happens to a shard. A `Call` is answered; everything else is news."""
 
 from __future__ import annotations
 
@@ -28,10 +27,17 @@ from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseI
 
 
 @dataclass(frozen=True, slots=True)
-class Attach:
-    """`account`: the tenant that the channel says, never a field of the request."""
+class Call:
+    """Somebody waits for the answer: exactly one Reply or Refuse with this `op`. The caller chooses it, unique while
+    the call is open."""
 
     op: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attach(Call):
+    """`account`: the tenant that the channel says, never a field of the request."""
+
     spec: EngineSpec
     account: str = NOBODY
 
@@ -56,15 +62,13 @@ class EngineGone:
 
 
 @dataclass(frozen=True, slots=True)
-class Acquire:
-    op: int
+class Acquire(Call):
     attachment: AttachmentId
     request: AcquireRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Reserve:
-    op: int
+class Reserve(Call):
     attachment: AttachmentId
     count: int
     side: int = 0  # which of the engine's sides they are for, from 1; 0 = none
@@ -72,29 +76,25 @@ class Reserve:
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
-    op: int
+class Seal(Call):
     attachment: AttachmentId
     items: tuple[SealItem, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
-    op: int
+class Abort(Call):
     attachment: AttachmentId
     refs: tuple[BlockRef, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    op: int
+class Release(Call):
     attachment: AttachmentId
     lease_ids: tuple[LeaseId, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Renew:
-    op: int
+class Renew(Call):
     attachment: AttachmentId
     lease_ids: tuple[LeaseId, ...]
     reports: tuple[RequestReport, ...] = ()
@@ -109,25 +109,22 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenHandoff:
-    op: int
+class OpenHandoff(Call):
     attachment: AttachmentId
     handoff: HandoffId
     call: int = 0  # as in Reserve
 
 
 @dataclass(frozen=True, slots=True)
-class CloseHandoff:
+class CloseHandoff(Call):
     """Everything the writer will store for it is sealed."""
 
-    op: int
     attachment: AttachmentId
     handoff: HandoffId
 
 
 @dataclass(frozen=True, slots=True)
-class PeerFollow:
-    op: int
+class PeerFollow(Call):
     reader: NodeId
     epoch: BootEpoch
     handoff: HandoffId
@@ -136,16 +133,14 @@ class PeerFollow:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerLocate:
-    op: int
+class PeerLocate(Call):
     reader: NodeId
     epoch: BootEpoch
     keys: tuple[BlockKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class PeerRelease:
-    op: int
+class PeerRelease(Call):
     reader: NodeId
     epoch: BootEpoch
     lease_id: LeaseId
@@ -219,10 +214,9 @@ class Adopt:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerTakeOver:
+class PeerTakeOver(Call):
     """A node that leaves offers blocks."""
 
-    op: int
     epoch: BootEpoch  # of this shard
     leaver: Holder
     payload_bytes: int

@@ -169,9 +169,8 @@ class ShardState:
         try:
             self._handlers[type(event)](event, now)
         except KVServiceError as error:
-            op = getattr(event, "op", None)
-            assert op is not None, f"{event} was refused but nobody waits for it"
-            self._actions.append(Refuse(op, error))
+            assert isinstance(event, ev.Call), f"{event} was refused but nobody waits for it"
+            self._actions.append(Refuse(event.op, error))
         for action in self._actions[:]:
             if isinstance(action, Announce):  # exactly the blocks that can be read from now on
                 self._handoffs.sealed(action.key, now)

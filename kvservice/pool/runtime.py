@@ -414,39 +414,48 @@ class PoolRuntime:
     def _perform(self, performed: list[act.Action]) -> None:
         digests: list[act.Digest] = []
         for action in performed:
-            if isinstance(action, act.WriteHeader):
-                failpoint("shard.header")
-                self._segment.write_header(action.slot, action.header)
-            elif isinstance(action, act.Digest):
-                digests.append(action)
-            elif isinstance(action, act.Reply | act.Refuse):
-                self._answer(action)
-            elif isinstance(action, act.Announce | act.Retract):
-                self._announce(action)
-            elif isinstance(action, act.ClearHeader):
-                self._segment.clear_header(action.slot)
-            elif isinstance(action, act.AssignSlab):
-                self._segment.assign_slab(action.slab, action.payload_bytes)
-            elif isinstance(action, act.Pull):
-                self._pull(action)
-            elif isinstance(action, act.Resolve):
-                self._spawn(self._report(self._outside.resolve(action)))
-            elif isinstance(action, act.Locate):
-                self._spawn(self._report(self._outside.locate(action)))
-            elif isinstance(action, act.Follow):
-                self._spawn(self._report(self._outside.follow(action)))
-            elif isinstance(action, act.ReleaseRemote):
-                self._spawn(self._outside.release(action))
-            elif isinstance(action, act.FindTakers):
-                self._spawn(self._report(self._outside.find_takers(action)))
-            elif isinstance(action, act.Offer):
-                self._spawn(self._report(self._outside.offer(action)))
-            elif isinstance(action, act.Farewell):
-                self._spawn(self._outside.farewell())
-            else:
-                self._watch_engine(action.engine_id)
+            match action:
+                case act.Digest():
+                    digests.append(action)
+                case act.WriteHeader(slot, header):
+                    failpoint("shard.header")
+                    self._segment.write_header(slot, header)
+                case act.ClearHeader(slot):
+                    self._segment.clear_header(slot)
+                case act.AssignSlab(slab, payload_bytes):
+                    self._segment.assign_slab(slab, payload_bytes)
+                case act.Reply() | act.Refuse():
+                    self._answer(action)
+                case act.Announce() | act.Retract():
+                    self._announce(action)
+                case act.Pull():
+                    self._pull(action)
+                case act.WatchEngine(engine_id):
+                    self._watch_engine(engine_id)
+                case _:
+                    self._spawn(self._ask_others(action))
         for work in self._digests.of(digests):
             self._spawn(self._digested(work))
+
+    def _ask_others(self, action: act.Outgoing) -> Awaitable[None]:
+        """What other nodes and the directory are asked, or told."""
+        match action:
+            case act.Resolve():
+                return self._report(self._outside.resolve(action))
+            case act.Locate():
+                return self._report(self._outside.locate(action))
+            case act.Follow():
+                return self._report(self._outside.follow(action))
+            case act.FindTakers():
+                return self._report(self._outside.find_takers(action))
+            case act.Offer():
+                return self._report(self._outside.offer(action))
+            case act.ReleaseRemote():
+                return self._outside.release(action)
+            case act.Farewell():
+                return self._outside.farewell()
+            case _:
+                act.nobody_performs(action)
 
     def _answer(self, action: act.Reply | act.Refuse) -> None:
         failpoint("shard.answer")

@@ -161,48 +161,51 @@ class CoreHarness:
         return actions
 
     def _perform(self, action: act.Action) -> None:
-        if isinstance(action, act.Reply | act.Refuse):
-            assert action.op not in self.answers, f"call {action.op} was answered twice"
-            self.answers[action.op] = action
-        elif isinstance(action, act.WriteHeader):
-            self.headers[action.slot] = action.header
-        elif isinstance(action, act.ClearHeader):
-            self.headers.pop(action.slot, None)
-        elif isinstance(action, act.AssignSlab):
-            self.slabs[action.slab] = action.payload_bytes
-            for slot in [slot for slot in self.headers if slab_of(slot) == action.slab]:
-                del self.headers[slot]
-            for slot in [slot for slot in self.contents if slab_of(slot) == action.slab]:
-                del self.contents[slot]  # the slots lie elsewhere in the slab now
-        elif isinstance(action, act.Announce):
-            self.announced[action.key] += 1
-        elif isinstance(action, act.Retract):
-            self.announced[action.key] -= 1
-        else:
-            self._keep(action)
+        match action:
+            case act.Reply() | act.Refuse():
+                assert action.op not in self.answers, f"call {action.op} was answered twice"
+                self.answers[action.op] = action
+            case act.WriteHeader(slot, header):
+                self.headers[slot] = header
+            case act.ClearHeader(slot):
+                self.headers.pop(slot, None)
+            case act.AssignSlab(slab, payload_bytes):
+                self.slabs[slab] = payload_bytes
+                # The slots lie elsewhere in the slab now.
+                self.headers = {slot: kept for slot, kept in self.headers.items() if slab_of(slot) != slab}
+                self.contents = {slot: kept for slot, kept in self.contents.items() if slab_of(slot) != slab}
+            case act.Announce(key):
+                self.announced[key] += 1
+            case act.Retract(key):
+                self.announced[key] -= 1
+            case _:
+                self._keep(action)
 
-    def _keep(self, action: act.Action) -> None:
-        if isinstance(action, act.Digest):
-            self.digests.append(action)
-        elif isinstance(action, act.Resolve):
-            self.resolves.append(action)
-        elif isinstance(action, act.Locate):
-            self.locates.append(action)
-        elif isinstance(action, act.Follow):
-            self.follows.append(action)
-        elif isinstance(action, act.Pull):
-            self.pulls.append(action)
-        elif isinstance(action, act.ReleaseRemote):
-            self.remote_releases.append(action)
-        elif isinstance(action, act.FindTakers):
-            self.searches.append(action)
-        elif isinstance(action, act.Offer):
-            self.offers.append(action)
-        elif isinstance(action, act.Farewell):
-            self.farewells += 1
-        else:
-            assert isinstance(action, act.WatchEngine)
-            self.watched.append(action.engine_id)
+    def _keep(self, action: act.Digest | act.Pull | act.WatchEngine | act.Outgoing) -> None:
+        """What is answered later, when the test says so."""
+        match action:
+            case act.Digest():
+                self.digests.append(action)
+            case act.Resolve():
+                self.resolves.append(action)
+            case act.Locate():
+                self.locates.append(action)
+            case act.Follow():
+                self.follows.append(action)
+            case act.Pull():
+                self.pulls.append(action)
+            case act.ReleaseRemote():
+                self.remote_releases.append(action)
+            case act.WatchEngine(engine_id):
+                self.watched.append(engine_id)
+            case act.FindTakers():
+                self.searches.append(action)
+            case act.Offer():
+                self.offers.append(action)
+            case act.Farewell():
+                self.farewells += 1
+            case _:
+                act.nobody_performs(action)
 
     def next_op(self) -> int:
         self._next_op += 1
