@@ -88,7 +88,7 @@ class PeerCalls:
         going = self._leaving.promises_nothing
         blocks = [None if going else self._store.get(key) for key in event.keys]
         held = [block for block in blocks if block is not None]
-        self._store.touch(event.keys)
+        self._store.touch(event.keys, now)
         lease_id = LeaseId(0)
         if held:
             for block in held:

@@ -101,7 +101,7 @@ class ShardState:
         self.draining = False
         self.counters: Counter[str] = Counter()
         self._actions: list[Action] = []
-        self._store = BlockStore(geometry, epoch, policy or LeafFirstReuse(), self._actions)
+        self._store = BlockStore(geometry, epoch, policy or LeafFirstReuse(), self._actions.append)
         self._store.accounts.set_limits(tenants or {})
         self._leases = LeaseTable()
         self._admission = Admission(lambda: self._store.table.capacity, self.counters)
@@ -165,7 +165,6 @@ class ShardState:
     def handle(self, event: ev.Event, now: float) -> list[Action]:
         """Changes the state and returns what to do, in order. Does not block."""
         assert not self._actions
-        self._store.now = now
         try:
             self._handlers[type(event)](event, now)
         except KVServiceError as error:
@@ -417,7 +416,7 @@ class ShardState:
 
     def _reserve(self, event: ev.Reserve, now: float) -> None:
         attached = self._require(event.attachment)
-        self._writes.reserve(event, attached.spec, attached.account, attached.grants)
+        self._writes.reserve(event, attached.spec, attached.account, attached.grants, now)
 
     def _seal(self, event: ev.Seal, now: float) -> None:
         self._writes.seal(event, self._require(event.attachment).spec.engine_id)
@@ -474,7 +473,7 @@ class ShardState:
     # -- the shard itself ----
 
     def _adopt(self, event: ev.Adopt, now: float) -> None:
-        self._store.adopt(event.slot, event.payload_bytes, event.header, verified=event.verified)
+        self._store.adopt(event.slot, event.payload_bytes, event.header, now, verified=event.verified)
 
     def watch_list(self) -> set[bytes]:
         """Engines of an earlier boot that may still be writing quarantined slots."""

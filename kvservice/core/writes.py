@@ -16,7 +16,7 @@ from kvservice.core.messages import EngineSpec, SealItem, SealStatus, Statement
 from kvservice.core.peer_calls import check_keys
 from kvservice.core.reconcile import Grants
 from kvservice.core.segment.refs import BlockRef
-from kvservice.core.store.blocks import BlockStore
+from kvservice.core.store.blocks import BlockStore, Want
 from kvservice.core.store.slots import Slot, SlotState
 from kvservice.errors import InvalidRequest
 from kvservice.units import BlockKey
@@ -53,17 +53,17 @@ class Writes:
         self._sealing: dict[int, _Sealing] = {}  # by slot
         self.draining = False  # nothing new is given out
 
-    def reserve(self, event: ev.Reserve, spec: EngineSpec, account: str, grants: Grants) -> None:
+    def reserve(self, event: ev.Reserve, spec: EngineSpec, account: str, grants: Grants, now: float) -> None:
         if not 0 < event.count <= RESERVE_COUNT_MAX:
             raise InvalidRequest(f"reserve 1 to {RESERVE_COUNT_MAX} slots, not {event.count}", count=event.count)
         layouts = (spec.layout, *(side.layout for side in spec.sides))
         if not 0 <= event.side < len(layouts):
             raise InvalidRequest(f"this engine has {len(layouts) - 1} sides, not {event.side}", side=event.side)
-        slots: list[Slot] = []
+        slots: tuple[Slot, ...] = ()
         if not self.draining:
             room_for = f"stores of {spec.model} by engine {spec.engine_id.hex()[:8]}"
-            size = layouts[event.side].payload_bytes
-            slots = self._store.reserve(size, event.count, spec.engine_id, room_for, account)
+            want = Want(layouts[event.side].payload_bytes, now, account, room_for)
+            slots = self._store.reserve(event.count, spec.engine_id, want).slots
         refs = [BlockRef(slot.index, slot.generation) for slot in slots]
         grants.add(event.call, refs)
         self._counters["reserve_shortfall"] += event.count - len(slots)
@@ -108,7 +108,7 @@ class Writes:
             status = SealStatus.DUPLICATE
         else:
             self._store.seal(
-                sealing.slot, item.key, item.parent, item.position, item.route, event.digest, is_copy=False
+                sealing.slot, item.key, item.parent, item.position, item.route, event.digest, now, is_copy=False
             )
         if status is SealStatus.FAILED:
             self._acquisitions.seal_failed(item.key, now)

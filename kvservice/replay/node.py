@@ -15,7 +15,7 @@ from kvservice.core.block.keys import span_route
 from kvservice.core.directory.index import DirectoryIndex
 from kvservice.core.messages import Holder
 from kvservice.core.segment.geometry import SLAB_BYTES_MIN, Geometry
-from kvservice.core.store.blocks import NO_KEY, BlockStore
+from kvservice.core.store.blocks import NO_KEY, BlockStore, Want
 from kvservice.core.store.eviction import EvictionPolicy
 from kvservice.units import BlockKey, BootEpoch, NodeId, div_ceil
 
@@ -37,10 +37,10 @@ class ReplayNode:
         geometry = Geometry(
             SLAB_BYTES_MIN, div_ceil(capacity, Geometry(SLAB_BYTES_MIN, 1).slots_per_slab(PAYLOAD_BYTES))
         )
-        self._store = BlockStore(geometry, BootEpoch(1), policy, self._actions)
+        self._store = BlockStore(geometry, BootEpoch(1), policy, self._actions.append)
         spare = geometry.slab_count * geometry.slots_per_slab(PAYLOAD_BYTES) - capacity
         # Slabs have a fixed number of slots: those beyond the capacity are taken for good.
-        assert len(self._store.reserve(PAYLOAD_BYTES, spare, b"beyond the limit")) == spare
+        assert len(self._store.reserve(spare, b"beyond the limit", Want(PAYLOAD_BYTES, 0.0)).slots) == spare
         self._actions.clear()
         if directory is not None:
             directory.join(self)
@@ -51,8 +51,7 @@ class ReplayNode:
     def serve(self, keys: tuple[BlockKey, ...], now: float) -> tuple[int, int]:
         """One prompt: acquire what there is of its prefix, store the rest. Returns the blocks that were here, and
         those that came from other nodes."""
-        self._store.now = now
-        self._store.touch(keys)
+        self._store.touch(keys, now)
         held: dict[int, BlockKey] = {}
         for index, key in enumerate(keys):
             self._pin(index, key, held)
@@ -66,7 +65,7 @@ class ReplayNode:
             block = self._store.get(key)
             assert block is not None
             self._store.unpin(block.slot)
-        self._keep(keys, end)
+        self._keep(keys, end, now)
         self._announce(now)
         hits = end - fetched
         self.counters.update(asked=len(keys), local_hits=hits, remote_hits=fetched)
@@ -74,8 +73,7 @@ class ReplayNode:
 
     def lend(self, keys: Sequence[BlockKey], now: float) -> int:
         """Another node reads these blocks: how many from the first on are here. They stay until `take_back`."""
-        self._store.now = now
-        self._store.touch(tuple(keys))
+        self._store.touch(tuple(keys), now)
         for index, key in enumerate(keys):
             block = self._store.get(key)
             if block is None:
@@ -112,10 +110,10 @@ class ReplayNode:
             names = [keys[index] for index in indices]
             lender = directory.node(source)
             lent = lender.lend(names, now)
-            slots = self._store.reserve(PAYLOAD_BYTES, lent, NO_KEY)
+            slots = self._store.reserve(lent, NO_KEY, Want(PAYLOAD_BYTES, now)).slots
             for index, slot in zip(indices, slots, strict=False):
                 parent = keys[index - 1] if index else None
-                self._store.seal(slot, keys[index], parent, index, span_route(keys, index), 0, is_copy=True)
+                self._store.seal(slot, keys[index], parent, index, span_route(keys, index), 0, now, is_copy=True)
                 self._pin(index, keys[index], held)
                 self.counters["fetched_now"] += 1
             lender.take_back(names[:lent])
@@ -123,18 +121,18 @@ class ReplayNode:
                 return
             start = end
 
-    def _keep(self, keys: tuple[BlockKey, ...], start: int) -> None:
+    def _keep(self, keys: tuple[BlockKey, ...], start: int, now: float) -> None:
         """Store the blocks that the engine computed."""
         for first in range(start, len(keys), STORE_BATCH):
             indices = range(first, min(first + STORE_BATCH, len(keys)))
-            slots = self._store.reserve(PAYLOAD_BYTES, len(indices), WRITER)
+            slots = self._store.reserve(len(indices), WRITER, Want(PAYLOAD_BYTES, now)).slots
             self.counters["not_reserved"] += len(indices) - len(slots)
             for index, slot in zip(indices, slots, strict=False):
                 if keys[index] in self._store:  # beyond a gap
                     self._store.abort(slot)
                 else:
                     parent = keys[index - 1] if index else None
-                    self._store.seal(slot, keys[index], parent, index, span_route(keys, index), 0, is_copy=False)
+                    self._store.seal(slot, keys[index], parent, index, span_route(keys, index), 0, now, is_copy=False)
             if len(slots) < len(indices):
                 return
 

@@ -17,25 +17,24 @@ class _Flat:
     """What blocks without links have in common. Subclasses order them."""
 
     def __init__(self) -> None:
-        self.now = 0.0
         self._pinned: set[BlockKey] = set()
         self._used_at: dict[BlockKey, float] = {}
 
     def add(
-        self, key: BlockKey, parent: BlockKey | None, position: int, *, is_copy: bool, size_class: int,
+        self, key: BlockKey, parent: BlockKey | None, position: int, now: float, *, is_copy: bool, size_class: int,
         account: str = NOBODY,
     ) -> None:  # fmt: skip
-        self._used_at[key] = self.now
+        self._used_at[key] = now
         self._on_insert(key)
 
     def remove(self, key: BlockKey) -> None:
         del self._used_at[key]
         self._on_evict(key)
 
-    def touch(self, chain: Sequence[BlockKey]) -> None:
+    def touch(self, chain: Sequence[BlockKey], now: float) -> None:
         for key in chain:
             if key in self._used_at:
-                self._used_at[key] = self.now
+                self._used_at[key] = now
                 self._on_hit(key)
 
     def pin(self, key: BlockKey) -> None:

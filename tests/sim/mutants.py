@@ -72,7 +72,7 @@ MUTANTS = (
     Mutant(
         "a tenant at its quota gives its own blocks",
         BLOCKS,
-        "            victim = self._policy.victim(None, lambda other: other == account)\n",
+        "            victim = self._policy.victim(None, lambda other: other == want.account)\n",
         "            return True\n",
         seed=6,
     ),
@@ -152,14 +152,14 @@ MUTANTS = (
     Mutant(
         "an evicted block is taken out of the directory",
         BLOCKS,
-        "        self._actions.append(Retract(key, block.route))\n",
+        "        self._emit(Retract(key, block.route))\n",
         "",
         seed=1,
     ),
     Mutant(
         "a sealed block is announced",
         BLOCKS,
-        '        self._actions.append(Announce(key, route))\n        self.counters["blocks_sealed"] += 1',
+        '        self._emit(Announce(key, route))\n        self.counters["blocks_sealed"] += 1',
         '        self.counters["blocks_sealed"] += 1',
         seed=0,
     ),

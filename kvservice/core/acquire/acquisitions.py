@@ -38,7 +38,7 @@ from kvservice.core.messages import (
     PeerSpeed,
 )
 from kvservice.core.segment.refs import BlockHandle, BlockRef
-from kvservice.core.store.blocks import NO_KEY, BlockStore
+from kvservice.core.store.blocks import NO_KEY, BlockStore, Want
 from kvservice.core.store.leases import LeaseTable
 from kvservice.core.store.slots import Slot, SlotState
 from kvservice.units import AttachmentId, BlockKey, LeaseId, NodeId, SlotIndex
@@ -98,7 +98,7 @@ class Acquisitions:
             op, attachment, request, payload_bytes, now + request.timeout_seconds, now, count, base=base, then=then
         )
         self._open[op] = acquisition
-        self._store.touch(request.keys[request.skip :] if base else request.keys)
+        self._store.touch(request.keys[request.skip :] if base else request.keys, now)
         first_missing = self._take_local(acquisition, range(request.skip, count))
         if first_missing is not None:
             if self.draining:
@@ -203,8 +203,9 @@ class Acquisitions:
                 break
             fetch.handles.append(handle)
         usable = len(fetch.handles)
-        fetch.slots = self._store.reserve(fetch.payload_bytes, usable, owner=NO_KEY, account=fetch.account)
-        reason = self._store.shortfall if len(fetch.slots) < usable else MissReason.STALE
+        reserved = self._store.reserve(usable, NO_KEY, Want(fetch.payload_bytes, now, fetch.account))
+        fetch.slots = list(reserved.slots)
+        reason = reserved.short_because if len(fetch.slots) < usable else MissReason.STALE
         del fetch.handles[len(fetch.slots) :]
         kept = len(fetch.slots)
         if kept == 0:
@@ -444,7 +445,7 @@ class Acquisitions:
         else:
             parent = fetch.chain[index - 1] if index else None
             route = span_route(fetch.chain, index)
-            self._store.seal(slot, key, parent, fetch.base + index, route, handle.digest, is_copy=True)
+            self._store.seal(slot, key, parent, fetch.base + index, route, handle.digest, now, is_copy=True)
         if self._arriving.get(key) == fetch.fetch:
             del self._arriving[key]
         self._arrived(key, origin=fetch.holder.node_id, now=now)

@@ -287,7 +287,7 @@ class Handoffs:
             if block is None:  # never sealed, or evicted since
                 break
             blocks.append(block)
-        self._store.touch(follow.keys[: len(blocks)])
+        self._store.touch(follow.keys[: len(blocks)], now)
         lease_id = LeaseId(0)
         if blocks:
             for block in blocks:

@@ -25,7 +25,7 @@ from kvservice.core.actions import Action, Locate, Pull, ReleaseRemote, Reply
 from kvservice.core.events import PullResult
 from kvservice.core.messages import Holder, LocateResult, TakeOverItem, TakeOverResult
 from kvservice.core.segment.refs import BlockHandle
-from kvservice.core.store.blocks import BlockStore
+from kvservice.core.store.blocks import BlockStore, Want
 from kvservice.core.store.slots import Slot
 from kvservice.errors import Exhausted
 from kvservice.units import BlockKey, LeaseId, SlotIndex
@@ -130,7 +130,7 @@ class TakeOvers:
                 continue  # gone over there meanwhile
             account = self._store.accounts.account_of(item.account_tag)
             used_at = take.asked_at - item.idle_seconds
-            slot = self._store.reserve_for_handover(take.payload_bytes, used_at, room_for, account)
+            slot = self._store.reserve_for_handover(used_at, Want(take.payload_bytes, now, account, room_for))
             if slot is None and self._store.accounts.over_quota(account, take.payload_bytes):
                 continue  # others may have room for theirs
             if slot is None:
@@ -187,7 +187,7 @@ class TakeOvers:
             self._store.abort(slot)
             self._store.promote(item.key)
         else:
-            self._store.seal(slot, item.key, item.parent, item.position, item.route, handle.digest, is_copy=False)
+            self._store.seal(slot, item.key, item.parent, item.position, item.route, handle.digest, now, is_copy=False)
             self._counters["takeover_blocks_taken"] += 1
             self._counters["takeover_bytes"] += take.payload_bytes
         self._sealed(item.key, now)

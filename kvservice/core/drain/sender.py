@@ -201,7 +201,7 @@ class Leaving:
             self._shares[peer.holder.node_id] = _Share(peer, weight, peer.capacity_bytes)
         unheld: list[Block] = []
         blocks = self._store.by_heat()[:LOOKED_UP_MAX]
-        self._used_at = {block.key: now - self._store.idle_seconds(block) for block in blocks}
+        self._used_at = {block.key: now - self._store.idle_seconds(block, now) for block in blocks}
         for block in blocks:
             keeper = next((one for one in holders.get(block.key, ()) if one.node_id in staying), None)
             if keeper is None:

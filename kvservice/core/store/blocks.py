@@ -1,7 +1,7 @@
 """Blocks of one shard: which key lies in which slot, who wrote it, what may be evicted for what.
 
 Sits on the slot table and the eviction policy and keeps the two in step; everything that must become visible in memory
-or in the directory is appended to `actions`, which the shard hands out. Pure.
+or in the directory is handed to `emit`. Pure.
 """
 
 from __future__ import annotations
@@ -41,21 +41,38 @@ class Block:
     stored_by: bytes = b""  # id of the engine that stored it here; b"": fetched, or found after a restart
 
 
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What room is made for."""
+
+    payload_bytes: int  # of each slot
+    now: float
+    account: str = NOBODY  # the tenant that is charged; at its quota it gives blocks of its own
+    room_for: str = FETCHES  # who is named when somebody asks why a block was evicted
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Slots in WRITING, and why there are fewer than were wanted: NONE when there are not."""
+
+    slots: tuple[Slot, ...]
+    short_because: MissReason = MissReason.NONE
+
+
 class BlockStore:
     """Owner ids are 16-byte engine ids; the shard's own fetches write as NO_KEY."""
 
-    def __init__(self, geometry: Geometry, epoch: BootEpoch, policy: EvictionPolicy, actions: list[Action]) -> None:
+    def __init__(
+        self, geometry: Geometry, epoch: BootEpoch, policy: EvictionPolicy, emit: Callable[[Action], None]
+    ) -> None:
         self._geometry = geometry
         self._epoch = epoch
         self._policy = policy
-        self._actions = actions
+        self._emit = emit
         self.table = SlotTable(geometry)
         self.accounts = self.table.accounts
-        self.shortfall = MissReason.NONE  # why the last reservation found less than it wanted
         self._blocks: dict[BlockKey, Block] = {}
         self._key_of: dict[SlotIndex, BlockKey] = {}  # exactly the sealed and leased slots
-        self._now = 0.0
-        self._room_for = ""  # who needs the room that is being made
         self.evictions = EvictionHistory()
         self.counters: Counter[str] = Counter()
 
@@ -64,14 +81,6 @@ class BlockStore:
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._blocks
-
-    @property
-    def now(self) -> float:
-        return self._now
-
-    @now.setter
-    def now(self, now: float) -> None:
-        self._now = self._policy.now = now
 
     def get(self, key: BlockKey) -> Block | None:
         return self._blocks.get(key)
@@ -87,8 +96,8 @@ class BlockStore:
         generation = self.table[block.slot].generation
         return BlockHandle(block.key, block.slot, generation, block.payload_bytes, block.digest, block.position)
 
-    def touch(self, chain: tuple[BlockKey, ...]) -> None:
-        self._policy.touch(chain)
+    def touch(self, chain: tuple[BlockKey, ...], now: float) -> None:
+        self._policy.touch(chain, now)
 
     def pin(self, block: Block) -> None:
         slot = self.table[block.slot]
@@ -102,82 +111,77 @@ class BlockStore:
         if slot.pins == 0:
             self._policy.unpin(self._key_of[index])
 
-    def reserve(
-        self, payload_bytes: int, count: int, owner: bytes, room_for: str = FETCHES, account: str = NOBODY
-    ) -> list[Slot]:
-        """Up to `count` slots in WRITING, evicting as needed. Headers with odd generations are written at once.
-        `room_for`: who is to be named when somebody asks why a block was evicted. A tenant that has its quota gives
-        blocks of its own for them; `shortfall` says why there were not enough."""
-        self._room_for = room_for
-        self.shortfall = MissReason.NO_ROOM
+    def reserve(self, count: int, owner: bytes, want: Want) -> Reservation:
+        """Up to `count` slots, evicting as needed. Headers with odd generations are written at once."""
+        wanted = self._within_flight(count, want.account)
+        short_because = MissReason.NONE if wanted == count else MissReason.QUOTA
         reserved: list[Slot] = []
         may_steal = True  # looking for a slab to steal visits every slot, so it is not done again once there was none
-        wanted = self._within_flight(count, account)
         while len(reserved) < wanted:
-            if not self._keep_quota(payload_bytes, account):
-                self.shortfall = MissReason.QUOTA
-                self.accounts.count(account, "quota_refused", wanted - len(reserved))
+            if not self._keep_quota(want):
+                short_because = MissReason.QUOTA
+                self.accounts.count(want.account, "quota_refused", wanted - len(reserved))
                 self.counters["quota_refused"] += wanted - len(reserved)
                 break
-            slot = self.table.take_free(payload_bytes, owner, account)
+            slot = self.table.take_free(want.payload_bytes, owner, want.account)
             if slot is None:
-                if self._grow(payload_bytes, account, may_steal):
+                if self._grow(want, may_steal):
                     continue
                 may_steal = False
                 # With nothing of our own left to give, any slab will do.
-                if not self._evict_one(payload_bytes, account) and not self._grow(payload_bytes, account, True):
+                if not self._evict_one(want) and not self._grow(want, may_steal=True):
+                    short_because = MissReason.NO_ROOM if wanted == count else MissReason.QUOTA
                     break
                 continue
             reserved.append(slot)
-            self._actions.append(WriteHeader(slot.index, self._writing_header(slot, owner)))
+            self._emit(WriteHeader(slot.index, self._writing_header(slot, owner)))
         self.counters["slots_reserved"] += len(reserved)
-        return reserved
+        return Reservation(tuple(reserved), short_because)
 
     def _within_flight(self, count: int, account: str) -> int:
         allowed = self.accounts.may_write(account)
         if allowed is None or allowed >= count:
             return count
-        self.shortfall = MissReason.QUOTA
         self.accounts.count(account, "in_flight_refused", count - allowed)
         self.counters["in_flight_refused"] += count - allowed
         return allowed
 
-    def _keep_quota(self, payload_bytes: int, account: str) -> bool:
+    def _keep_quota(self, want: Want) -> bool:
         """Make room within the account's quota for one more slot, out of its own blocks. False when there is none."""
-        while self.accounts.over_quota(account, payload_bytes):
-            victim = self._policy.victim(None, lambda other: other == account)
+        while self.accounts.over_quota(want.account, want.payload_bytes):
+            victim = self._policy.victim(None, lambda other: other == want.account)
             if victim is None:
                 return False
-            self._evict(victim, EvictionCause.QUOTA)
+            self._evict(victim, EvictionCause.QUOTA, want)
         return True
 
-    def reserve_for_handover(
-        self, payload_bytes: int, used_at: float, room_for: str, account: str = NOBODY
-    ) -> Slot | None:
+    def reserve_for_handover(self, used_at: float, want: Want) -> Slot | None:
         """A slot in WRITING for a block that was last used then, at the cost of nothing that was used later."""
-        self._room_for = room_for
+        payload_bytes, account = want.payload_bytes, want.account
         while self.accounts.over_quota(account, payload_bytes):
-            if not self._evict_older(None, used_at, lambda other: other == account, EvictionCause.QUOTA):
+            if not self._evict_older(None, used_at, lambda other: other == account, EvictionCause.QUOTA, want):
                 return None
         slot = self.table.take_free(payload_bytes, NO_KEY, account)
         if slot is None:
             slab = self.table.assign_slab(payload_bytes)
             if slab is not None:
-                self._actions.append(AssignSlab(slab, payload_bytes))
+                self._emit(AssignSlab(slab, payload_bytes))
             else:
                 may_go = self.accounts.takes_from(account, payload_bytes)
-                if not self._evict_older(payload_bytes, used_at, may_go, EvictionCause.PRESSURE):
+                if not self._evict_older(payload_bytes, used_at, may_go, EvictionCause.PRESSURE, want):
                     return None
             slot = self.table.take_free(payload_bytes, NO_KEY, account)
         if slot is not None:
-            self._actions.append(WriteHeader(slot.index, self._writing_header(slot, NO_KEY)))
+            self._emit(WriteHeader(slot.index, self._writing_header(slot, NO_KEY)))
         return slot
 
-    def _evict_older(self, size: int | None, used_at: float, may_go: MayGo | None, cause: EvictionCause) -> bool:
+    def _evict_older(
+        self, size: int | None, used_at: float, may_go: MayGo | None, cause: EvictionCause, want: Want
+    ) -> bool:
         victim = self._policy.victim(size, may_go)
         if victim is None or self._policy.used_at(victim) >= used_at:
             return False
-        self._evict(victim, cause)
+        self._evict(victim, cause, want)
         return True
 
     def promote(self, key: BlockKey) -> None:
@@ -197,8 +201,8 @@ class BlockStore:
     def parent_of(self, block: Block) -> BlockKey | None:
         return self._policy.parent_of(block.key)
 
-    def idle_seconds(self, block: Block) -> float:
-        return max(self._now - self._policy.used_at(block.key), 0.0)
+    def idle_seconds(self, block: Block, now: float) -> float:
+        return max(now - self._policy.used_at(block.key), 0.0)
 
     def written_by(self, ref: BlockRef, owner: bytes) -> Slot | None:
         """The slot of a reservation that is still this owner's, else None."""
@@ -208,23 +212,23 @@ class BlockStore:
         return slot if slot.generation == ref.generation and slot.owner == owner else None
 
     def seal(self, slot: Slot, key: BlockKey, parent: BlockKey | None, block_position: int, route: SpanRoute,
-             digest: int, *, is_copy: bool) -> Block:  # fmt: skip
+             digest: int, now: float, *, is_copy: bool) -> Block:  # fmt: skip
         """WRITING -> SEALED. The key must not be held yet."""
         assert key not in self._blocks
         stored_by = b"" if slot.owner == NO_KEY else slot.owner
         self.table.seal(slot)
         block = Block(
-            key, slot.index, slot.payload_bytes, digest, block_position, route, is_copy, self._now, stored_by
+            key, slot.index, slot.payload_bytes, digest, block_position, route, is_copy, now, stored_by
         )  # fmt: skip
-        self._insert(block, parent)
-        self._actions.append(WriteHeader(slot.index, self._sealed_header(block, slot.generation)))
-        self._actions.append(Announce(key, route))
+        self._insert(block, parent, now)
+        self._emit(WriteHeader(slot.index, self._sealed_header(block, slot.generation)))
+        self._emit(Announce(key, route))
         self.counters["blocks_sealed"] += 1
         return block
 
     def abort(self, slot: Slot) -> None:
         """WRITING -> FREE: nothing will write it any more."""
-        self._actions.append(ClearHeader(slot.index))
+        self._emit(ClearHeader(slot.index))
         self.table.free(slot, SlotEvent.ABORT)
 
     def quarantine(self, slot: Slot) -> None:
@@ -234,13 +238,15 @@ class BlockStore:
 
     def end_quarantine(self, slot: Slot) -> None:
         """QUARANTINED -> FREE."""
-        self._actions.append(ClearHeader(slot.index))
+        self._emit(ClearHeader(slot.index))
         self.table.free(slot, SlotEvent.END_QUARANTINE)
 
     def slots_of(self, owner: bytes, state: SlotState) -> list[Slot]:
         return [slot for slot in self.table.all_slots() if slot.state is state and slot.owner == owner]
 
-    def adopt(self, index: SlotIndex, payload_bytes: int, header: SlotHeader, *, verified: bool) -> Block | None:
+    def adopt(
+        self, index: SlotIndex, payload_bytes: int, header: SlotHeader, now: float, *, verified: bool
+    ) -> Block | None:
         """Take over what an earlier boot left in a slot. Wrong or duplicate blocks are dropped.
 
         A slot left in writing by an engine is quarantined under that engine's id.
@@ -251,81 +257,84 @@ class BlockStore:
         account = self.accounts.account_of(header.account_tag)
         if not header.is_stable:
             if header.key == NO_KEY:  # our own fetch: its transport died with the process
-                self._actions.append(ClearHeader(index))
+                self._emit(ClearHeader(index))
                 return None
             self.table.adopt(index, header.generation, owner=bytes(header.key), account=account)
             return None
         if not verified or header.key in self._blocks or header.length != payload_bytes:
-            self._actions.append(ClearHeader(index))
+            self._emit(ClearHeader(index))
             self.counters["adopt_dropped"] += 1
             if not verified:
-                self.evictions.add(header.key, EvictionCause.CORRUPT, "", self._now)
+                self.evictions.add(header.key, EvictionCause.CORRUPT, "", now)
             return None
         self.table.adopt(index, header.generation, owner=None, account=account)
         is_copy = bool(header.flags & SlotFlags.COPY)
-        block = Block(header.key, index, payload_bytes, header.digest, header.position, header.route, is_copy,
-                      self._now)  # fmt: skip
-        self._insert(block, parent=None)
-        self._actions.append(WriteHeader(index, self._sealed_header(block, slot.generation)))
-        self._actions.append(Announce(block.key, block.route))
+        block = Block(header.key, index, payload_bytes, header.digest, header.position, header.route, is_copy, now)
+        self._insert(block, None, now)
+        self._emit(WriteHeader(index, self._sealed_header(block, slot.generation)))
+        self._emit(Announce(block.key, block.route))
         self.counters["blocks_adopted"] += 1
         return block
 
-    def _insert(self, block: Block, parent: BlockKey | None) -> None:
+    def _insert(self, block: Block, parent: BlockKey | None, now: float) -> None:
         self._blocks[block.key] = block
         self._key_of[block.slot] = block.key
         self._policy.add(
-            block.key, parent, block.position, is_copy=block.is_copy, size_class=block.payload_bytes,
+            block.key, parent, block.position, now, is_copy=block.is_copy, size_class=block.payload_bytes,
             account=self.table[block.slot].account,
         )  # fmt: skip
 
-    def _evict(self, key: BlockKey, cause: EvictionCause) -> None:
+    def _evict(self, key: BlockKey, cause: EvictionCause, want: Want) -> None:
         block = self._blocks.pop(key)
         self.evictions.add(
-            key, cause, self._room_for, self._now,
-            held_seconds=self._now - block.sealed_at, idle_seconds=self._now - self._policy.used_at(key),
+            key, cause, want.room_for, want.now,
+            held_seconds=want.now - block.sealed_at, idle_seconds=want.now - self._policy.used_at(key),
         )  # fmt: skip
         self.accounts.count(self.table[block.slot].account, "evicted")
         del self._key_of[block.slot]
         self._policy.remove(key)
         self.table.free(self.table[block.slot], SlotEvent.EVICT)
-        self._actions.append(Retract(key, block.route))
+        self._emit(Retract(key, block.route))
         self.counters["evicted_copies" if block.is_copy else "evicted_originals"] += 1
 
-    def _grow(self, payload_bytes: int, account: str, may_steal: bool) -> bool:
+    def _grow(self, want: Want, may_steal: bool) -> bool:
         """Give this size one more slab: an unused one, or one of another size whose blocks are older than our own."""
-        slab = self.table.assign_slab(payload_bytes)
+        slab = self.table.assign_slab(want.payload_bytes)
         if slab is not None:
-            self._actions.append(AssignSlab(slab, payload_bytes))
+            self._emit(AssignSlab(slab, want.payload_bytes))
             return True
         if not may_steal:
             return False
-        victim = self._policy.victim(payload_bytes, self.accounts.takes_from(account, payload_bytes))
+        victim = self._victim_for(want)
         own_tick = None if victim is None else self._policy.last_touch(victim)
-        stolen = self._slab_to_steal(payload_bytes, account, own_tick)
+        stolen = self._slab_to_steal(want, own_tick)
         if stolen is None:
             return False
-        self._move_slab(stolen, payload_bytes)
+        self._move_slab(stolen, want)
         return True
 
-    def _evict_one(self, payload_bytes: int, account: str) -> bool:
-        victim = self._policy.victim(payload_bytes, self.accounts.takes_from(account, payload_bytes))
+    def _evict_one(self, want: Want) -> bool:
+        victim = self._victim_for(want)
         if victim is None:
             return False
-        self._evict(victim, EvictionCause.PRESSURE)
+        self._evict(victim, EvictionCause.PRESSURE, want)
         return True
 
-    def _slab_to_steal(self, payload_bytes: int, account: str, own_tick: int | None) -> int | None:
+    def _victim_for(self, want: Want) -> BlockKey | None:
+        may_go = self.accounts.takes_from(want.account, want.payload_bytes)
+        return self._policy.victim(want.payload_bytes, may_go)
+
+    def _slab_to_steal(self, want: Want, own_tick: int | None) -> int | None:
         """A slab of another size whose newest block is older than our own victim, or the oldest if we have none."""
         best: tuple[int, int] | None = None
         for size in self.table.payload_sizes:
-            if size == payload_bytes:
+            if size == want.payload_bytes:
                 continue
             for slab in self.table.slabs_of(size):
                 slots = self.table.slots_of_slab(slab)
                 if any(slot.state not in (SlotState.FREE, SlotState.SEALED) for slot in slots):
                     continue
-                if not self._all_can_spare(slots, account):
+                if not self._all_can_spare(slots, want.account):
                     continue
                 keys = [self._key_of[slot.index] for slot in slots if slot.state is SlotState.SEALED]
                 newest = max((self._policy.last_touch(key) for key in keys), default=0)
@@ -340,13 +349,13 @@ class BlockStore:
                 lost[slot.account] += slot.payload_bytes
         return all(self.accounts.can_spare(account, count) for account, count in lost.items())
 
-    def _move_slab(self, slab: int, payload_bytes: int) -> None:
+    def _move_slab(self, slab: int, want: Want) -> None:
         for slot in self.table.slots_of_slab(slab):
             if slot.state is SlotState.SEALED:
-                self._evict(self._key_of[slot.index], EvictionCause.SLAB_MOVED)
+                self._evict(self._key_of[slot.index], EvictionCause.SLAB_MOVED, want)
         self.table.unassign_slab(slab)
-        self.table.assign_slab(payload_bytes, slab)
-        self._actions.append(AssignSlab(slab, payload_bytes))
+        self.table.assign_slab(want.payload_bytes, slab)
+        self._emit(AssignSlab(slab, want.payload_bytes))
         self.counters["slabs_moved"] += 1
 
     def _writing_header(self, slot: Slot, owner: bytes) -> SlotHeader:

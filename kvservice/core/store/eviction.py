@@ -27,18 +27,17 @@ from kvservice.units import BlockKey
 
 
 class EvictionPolicy(Protocol):
-    """What core.store.blocks asks of a policy. All methods change only the policy's own state and never block."""
-
-    now: float  # set before each event, seconds
+    """What core.store.blocks asks of a policy. All methods change only the policy's own state and never block. `now`:
+    seconds on the shard's clock, which never goes back."""
 
     def add(
-        self, key: BlockKey, parent: BlockKey | None, position: int, *, is_copy: bool, size_class: int,
+        self, key: BlockKey, parent: BlockKey | None, position: int, now: float, *, is_copy: bool, size_class: int,
         account: str = NOBODY,
     ) -> None: ...  # fmt: skip
 
     def remove(self, key: BlockKey) -> None: ...
 
-    def touch(self, chain: Sequence[BlockKey]) -> None:
+    def touch(self, chain: Sequence[BlockKey], now: float) -> None:
         """These consecutive blocks of one chain were used. Unknown ones are skipped; links are learnt."""
         ...
 
@@ -54,7 +53,7 @@ class EvictionPolicy(Protocol):
     def last_touch(self, key: BlockKey) -> int: ...
 
     def used_at(self, key: BlockKey) -> float:
-        """Like last_touch, on the clock of `now`."""
+        """Like last_touch, in seconds on the clock of `now`."""
         ...
 
     def promote(self, key: BlockKey) -> None:
@@ -107,13 +106,12 @@ class LeafFirst:
         # position, or two blocks could become each other's parent and never be evicted.
         self._orphans: dict[tuple[BlockKey, int], int] = {}
         self._tick = 0
-        self.now = 0.0
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._entries
 
     def add(
-        self, key: BlockKey, parent: BlockKey | None, position: int, *, is_copy: bool, size_class: int,
+        self, key: BlockKey, parent: BlockKey | None, position: int, now: float, *, is_copy: bool, size_class: int,
         account: str = NOBODY,
     ) -> None:  # fmt: skip
         assert key not in self._entries
@@ -121,7 +119,7 @@ class LeafFirst:
         if above is None or above.tick != self._tick:  # the blocks of one prompt are as recent as each other
             self._tick += 1
         uses = 0 if self._memory is None else self._memory.on_insert(key, self._tick)
-        entry = _KnownBlock(None, position, is_copy, size_class, account, self._tick, self.now, uses)
+        entry = _KnownBlock(None, position, is_copy, size_class, account, self._tick, now, uses)
         self._sizes[size_class, account] += 1
         entry.children = self._orphans.pop((key, position), 0)
         self._entries[key] = entry
@@ -143,7 +141,7 @@ class LeafFirst:
         if entry.children:
             self._orphans[key, entry.position] = entry.children
 
-    def touch(self, chain: Sequence[BlockKey]) -> None:
+    def touch(self, chain: Sequence[BlockKey], now: float) -> None:
         self._tick += 1
         previous: BlockKey | None = None
         for key in chain:
@@ -151,7 +149,7 @@ class LeafFirst:
             if entry is not None:
                 if self._memory is not None:
                     entry.uses = self._memory.on_hit(entry.uses, self._tick - entry.tick)
-                entry.tick, entry.used_at = self._tick, self.now
+                entry.tick, entry.used_at = self._tick, now
                 if entry.parent is None and previous is not None:
                     self._link(entry, previous)
                 self._offer(key, entry)
@@ -252,12 +250,12 @@ class LeafFirst:
     def _touch_ancestors(self, entry: _KnownBlock) -> None:
         # A new leaf makes its whole prefix as recent as itself: an engine that had the prefix in its own cache never
         # asks us for it, yet it is what makes the leaf reachable. Stops at the first ancestor touched already.
-        parent = entry.parent
+        parent, used_at = entry.parent, entry.used_at
         while parent is not None:
             above = self._entries.get(parent)
             if above is None or above.tick == self._tick or above.position != entry.position - 1:
                 return
-            above.tick, above.used_at = self._tick, self.now
+            above.tick, above.used_at = self._tick, used_at
             self._offer(parent, above)
             entry, parent = above, above.parent
 

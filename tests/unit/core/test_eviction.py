@@ -23,7 +23,7 @@ def names(found: list[BlockKey]) -> str:
 def add(
     policy: LeafFirstLru, name: str, parent: str = "", position: int = 0, *, is_copy: bool = False, size: int = SIZE
 ) -> None:
-    policy.add(key(name), key(parent) if parent else None, position, is_copy=is_copy, size_class=size)
+    policy.add(key(name), key(parent) if parent else None, position, 0.0, is_copy=is_copy, size_class=size)
     policy.check_invariants()
 
 
@@ -33,7 +33,7 @@ def add_chain(policy: LeafFirstLru, chain: str, start: int = 0, *, is_copy: bool
 
 
 def touch(policy: LeafFirstLru, chain: str) -> None:
-    policy.touch([key(name) for name in chain])
+    policy.touch([key(name) for name in chain], 0.0)
     policy.check_invariants()
 
 
@@ -259,5 +259,5 @@ def test_storing_a_long_prompt_takes_time_in_proportion_to_its_length() -> None:
     policy = Counting()
     chain = [BlockKey(number.to_bytes(16, "big")) for number in range(2000)]
     for position, one in enumerate(chain):
-        policy.add(one, chain[position - 1] if position else None, position, is_copy=False, size_class=SIZE)
+        policy.add(one, chain[position - 1] if position else None, position, 0.0, is_copy=False, size_class=SIZE)
     assert policy.offers < 3 * len(chain)
