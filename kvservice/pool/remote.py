@@ -79,7 +79,28 @@ class Outside:
         info = self._peer_infos.get(node_id)
         return info if info is not None and info.epoch == epoch else None
 
-    async def resolve(self, action: act.Resolve) -> ev.Event:
+    async def perform(self, action: act.Outgoing) -> ev.Event | None:
+        """The event that answers the action; None for what is only told."""
+        match action:
+            case act.Resolve():
+                return await self._resolve(action)
+            case act.Locate():
+                return await self._locate(action)
+            case act.Follow():
+                return await self._follow(action)
+            case act.FindTakers():
+                return await self._find_takers(action)
+            case act.Offer():
+                return await self._offer(action)
+            case act.ReleaseRemote():
+                await self._release(action)
+            case act.Farewell():
+                await self._farewell()
+            case _:
+                act.nobody_performs(action)
+        return None
+
+    async def _resolve(self, action: act.Resolve) -> ev.Event:
         answer = LookupAnswer((), complete=False)
         if self._directory is not None:
             try:
@@ -90,7 +111,7 @@ class Outside:
                 log.info("lookup_failed", extra={"error": error.message})
         return ev.Resolved(action.op, answer.runs, answer.complete)
 
-    async def locate(self, action: act.Locate) -> ev.Event:
+    async def _locate(self, action: act.Locate) -> ev.Event:
         sent_at = self._clock()
         result: LocateResult | None = None
         if self._peers is not None:
@@ -103,7 +124,7 @@ class Outside:
                 log.info("locate_failed", extra={"node": action.holder.node_id, "error": str(error)})
         return ev.Located(action.fetch, result, sent_at)
 
-    async def follow(self, action: act.Follow) -> ev.Event:
+    async def _follow(self, action: act.Follow) -> ev.Event:
         writer = action.handoff.node_id
         known = self._writers.get(writer)
         if known is not None:
@@ -131,7 +152,7 @@ class Outside:
             log.info("follow_failed", extra={"node": holder.node_id, "error": str(error)})
         return ev.Followed(action.follow, action.op, holder, result, sent_at)
 
-    async def find_takers(self, action: act.FindTakers) -> ev.Event:
+    async def _find_takers(self, action: act.FindTakers) -> ev.Event:
         """Nodes that do not answer are left out."""
         directory, ports = self._directory, self._peers
         if directory is None or ports is None:
@@ -144,7 +165,7 @@ class Outside:
         others = {key: tuple(h for h in of if h.node_id != self._node_id) for key, of in holders.items()}
         return ev.TakersFound(peers, {key: of for key, of in others.items() if of})
 
-    async def offer(self, action: act.Offer) -> ev.Event:
+    async def _offer(self, action: act.Offer) -> ev.Event:
         result: TakeOverResult | None = None
         leaver = None if self._directory is None else self._directory.self_holder()
         try:
@@ -172,11 +193,11 @@ class Outside:
             raise Forbidden(f"node {claimed.node_id} says that it does not leave: it has offered nothing")
         return found
 
-    async def farewell(self) -> None:
+    async def _farewell(self) -> None:
         if self._directory is not None:
             await self._directory.leave()
 
-    async def release(self, action: act.ReleaseRemote) -> None:
+    async def _release(self, action: act.ReleaseRemote) -> None:
         if self._peers is None:
             return
         try:

@@ -433,29 +433,9 @@ class PoolRuntime:
                 case act.WatchEngine(engine_id):
                     self._watch_engine(engine_id)
                 case _:
-                    self._spawn(self._ask_others(action))
+                    self._spawn(self._report(action))
         for work in self._digests.of(digests):
             self._spawn(self._digested(work))
-
-    def _ask_others(self, action: act.Outgoing) -> Awaitable[None]:
-        """What other nodes and the directory are asked, or told."""
-        match action:
-            case act.Resolve():
-                return self._report(self._outside.resolve(action))
-            case act.Locate():
-                return self._report(self._outside.locate(action))
-            case act.Follow():
-                return self._report(self._outside.follow(action))
-            case act.FindTakers():
-                return self._report(self._outside.find_takers(action))
-            case act.Offer():
-                return self._report(self._outside.offer(action))
-            case act.ReleaseRemote():
-                return self._outside.release(action)
-            case act.Farewell():
-                return self._outside.farewell()
-            case _:
-                act.nobody_performs(action)
 
     def _answer(self, action: act.Reply | act.Refuse) -> None:
         failpoint("shard.answer")
@@ -512,8 +492,10 @@ class PoolRuntime:
 
     # -- peers ----
 
-    async def _report(self, work: Awaitable[ev.Event]) -> None:
-        self._dispatch(await work)
+    async def _report(self, action: act.Outgoing) -> None:
+        answer = await self._outside.perform(action)
+        if answer is not None:
+            self._dispatch(answer)
 
     def _pull(self, action: act.Pull) -> None:
         info = self._outside.peer_info(action.holder.node_id, action.epoch)

@@ -24,13 +24,13 @@ def alone() -> Outside:
 
 
 async def test_without_a_directory_nothing_is_found_and_it_is_said_that_nobody_was_asked(alone: Outside) -> None:
-    assert await alone.resolve(act.Resolve(3, CHAIN, 0, 1.0)) == ev.Resolved(3, (), complete=False)
-    assert await alone.find_takers(act.FindTakers(())) == ev.TakersFound((), {})
+    assert await alone.perform(act.Resolve(3, CHAIN, 0, 1.0)) == ev.Resolved(3, (), complete=False)
+    assert await alone.perform(act.FindTakers(())) == ev.TakersFound((), {})
 
 
 async def test_without_peers_every_call_to_one_fails_and_ends(alone: Outside) -> None:
-    located = await alone.locate(act.Locate(3, PEER, CHAIN, 1.0))
-    followed = await alone.follow(act.Follow(4, 5, HANDOFF, CHAIN, 1.0))
+    located = await alone.perform(act.Locate(3, PEER, CHAIN, 1.0))
+    followed = await alone.perform(act.Follow(4, 5, HANDOFF, CHAIN, 1.0))
     assert isinstance(located, ev.Located) and (located.fetch, located.result) == (3, None)
     assert isinstance(followed, ev.Followed) and (followed.follow, followed.op, followed.result) == (4, 5, None)
-    assert await alone.offer(act.Offer(6, PEER, 1, (), 1.0)) == ev.Offered(6, None)
+    assert await alone.perform(act.Offer(6, PEER, 1, (), 1.0)) == ev.Offered(6, None)
