@@ -6,9 +6,9 @@ from those of other runs on the same machine.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +19,8 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from tests.vllm.replica import Replica
+
+from kvservice.testing.eventually import NotInTime, eventually
 
 ROOT = Path(__file__).resolve().parent.parent
 SESSION_VARIABLE = "KVSERVICE_TEST_SESSION"
@@ -90,10 +92,9 @@ def nothing_left_behind() -> Iterator[None]:
 
 def left_behind(before: set[Path], session: str) -> list[str]:
     """What is still there after some seconds of grace."""
-    deadline = time.monotonic() + GRACE_SECONDS
-    while (left := leftovers(before, session)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return left
+    with contextlib.suppress(NotInTime):
+        eventually(lambda: not leftovers(before, session), "nothing left behind", GRACE_SECONDS)
+    return leftovers(before, session)
 
 
 def segments() -> set[Path]:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -34,6 +34,7 @@ from kvservice.lookup.mirror_file import mirror_path
 from kvservice.lookup.mirror_reader import NodeMirror
 from kvservice.memory.segment import segment_path
 from kvservice.private_files import is_listening
+from kvservice.testing.eventually import eventually
 from kvservice.units import BlockKey, MiB, NodeId
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
 
@@ -119,7 +120,9 @@ class LocalCluster:
         arguments = ["--bind", self.lookup_addresses[index], "--partition", str(index)]
         arguments += ["--partition-count", str(len(self.lookup_addresses))]
         self._start(f"lookup{index}", ["kvservice.lookup", *arguments])
-        _wait(lambda: self._answers(self.lookup_addresses[index]), f"lookup shard {index}", self.log(f"lookup{index}"))
+        self._await_start(
+            lambda: self._answers(self.lookup_addresses[index]), f"lookup shard {index}", f"lookup{index}"
+        )
 
     def start_shard(self, node: str, *, wait: bool = True) -> None:
         arguments = ["--service", self.service, "--node", node, "--pool", str(self._pool_bytes)]
@@ -143,12 +146,14 @@ class LocalCluster:
         self._start(name, ["kvservice.copying", *arguments])
         directory = node_directory(self.service, NodeId(node), self.root)
         pid = self._processes[name].pid
-        _wait(lambda: any(r.pid == pid for r in find_copy_workers(directory)), f"copy worker of {node}", self.log(name))
+        self._await_start(
+            lambda: any(r.pid == pid for r in find_copy_workers(directory)), f"copy worker of {node}", name
+        )
 
     def wait_for_shard(self, node: str) -> ShardRecord:
         """Blocks until this very process of the shard is registered and listening."""
         pid = self._processes[node].pid
-        _wait(lambda: any(r.pid == pid for r in self._records(node)), f"shard {node}", self.log(node))
+        self._await_start(lambda: any(r.pid == pid for r in self._records(node)), f"shard {node}", node)
         return self.record(node)
 
     def record(self, node: str) -> ShardRecord:
@@ -219,7 +224,7 @@ class LocalCluster:
     def wait_until_known(self, keys: Sequence[BlockKey], seconds: float = 10.0) -> None:
         """To the lookup shards, and to the nodes' mirrors, which hear of them a moment later."""
         what = f"{len(keys)} keys in the directory"
-        _wait(lambda: min(self.known(keys), self.known_to_mirrors(keys)) >= len(keys), what, None, seconds)
+        eventually(lambda: min(self.known(keys), self.known_to_mirrors(keys)) >= len(keys), what, seconds)
 
     def wait_until_announced(self, node: str, seconds: float = 20.0) -> None:
         """Blocks until the lookup shards, all together, know as many blocks of this node as it holds."""
@@ -229,7 +234,7 @@ class LocalCluster:
             rows = [row for stats in self._lookup_stats() for row in stats.nodes if row.node.node_id == node]
             return sum(row.block_count for row in rows) == slots["sealed"] + slots["leased"]
 
-        _wait(announced, f"the blocks of {node} in the directory", None, seconds)
+        eventually(announced, f"the blocks of {node} in the directory", seconds)
 
     def directory_size(self) -> int:
         """Blocks that the lookup shards, all together, know."""
@@ -252,6 +257,10 @@ class LocalCluster:
                 [sys.executable, "-m", *module], stdout=log, stderr=subprocess.STDOUT, env=self._environment
             )
 
+    def _await_start(self, is_there: Callable[[], bool], what: str, name: str) -> None:
+        log = self.log(name)
+        eventually(is_there, what, START_SECONDS, detail=lambda: log.read_text(errors="replace")[-2000:])
+
     @staticmethod
     def _answers(address: str) -> bool:
         if address.startswith("unix:"):
@@ -260,13 +269,3 @@ class LocalCluster:
         with socket.socket() as probe:
             probe.settimeout(0.5)
             return probe.connect_ex((host, int(port))) == 0
-
-
-def _wait(ready: object, what: str, log: Path | None, seconds: float = START_SECONDS) -> None:
-    assert callable(ready)
-    deadline = time.monotonic() + seconds
-    while not ready():
-        if time.monotonic() > deadline:
-            tail = log.read_text(errors="replace")[-2000:] if log is not None and log.exists() else ""
-            raise TimeoutError(f"{what} was not there after {seconds} s\n{tail}")
-        time.sleep(0.02)

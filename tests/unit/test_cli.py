@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -10,7 +11,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -23,6 +23,7 @@ from kvservice.config import ServiceConfig
 from kvservice.discovery import find_shards
 from kvservice.shard.__main__ import parse_config
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually
 from kvservice.transfer.nixl import nixl_available
 
 HEAVY = ("ray", "vllm", "torch", "grpc", "nixl_cu12", "matplotlib", "numpy")
@@ -61,11 +62,11 @@ class Foreground:
         )
 
     def wait(self) -> None:
-        deadline = time.monotonic() + 30
-        while not find_shards(self.service, self.runtime):
+        def is_there() -> bool:
             assert self.process.poll() is None, self.process.communicate()[0]
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+            return bool(find_shards(self.service, self.runtime))
+
+        eventually(is_there, "the shard of the service in the foreground")
 
     def end(self, number: signal.Signals) -> tuple[int, str]:
         self.process.send_signal(number)
@@ -169,15 +170,13 @@ def test_with_json_logs_the_reason_of_an_early_end_is_json_too(runtime: Path) ->
 
 def test_a_service_in_the_foreground_answers_prometheus(foreground: Foreground) -> None:
     url = f"http://127.0.0.1:{foreground.metrics_port}/metrics"
-    deadline = time.monotonic() + 30
-    while True:  # it is registered a moment before it answers here
-        try:
-            with urllib.request.urlopen(url, timeout=5) as reply:
-                text = reply.read().decode()
-                break
-        except OSError:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+
+    def answer() -> str | None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as reply:
+            return str(reply.read().decode())
+        return None
+
+    text = eventually(answer, "the metrics: a service is registered a moment before it answers here")
     assert "kvservice_pull_corrupt_total{" in text and "kvservice_lookup_keys{" in text
 
 

@@ -15,6 +15,7 @@ from kvservice.copying.memory import SharedMemory
 from kvservice.copying.worker.loans import DirectPath, Lender, Loans
 from kvservice.core.segment.copy_runs import CopyTemplate, RegionLayout
 from kvservice.core.segment.layout import SlotLayout
+from kvservice.testing.eventually import eventually
 
 HEADS, TOKENS, CELL, BLOCKS = 2, 4, 16, 8
 SLOT = SlotLayout(1, HEADS, TOKENS * CELL, TOKENS)
@@ -61,8 +62,7 @@ def test_copy_counts_only_when_its_lender_was_there_to_its_end() -> None:
     borrowed = [loan for loan in loans.borrow([b"a", b"b"], [gone, stays]) if loan]
     dropping = threading.Thread(target=loans.drop, args=(gone,))
     dropping.start()
-    while borrowed[0].lending.is_good:
-        threading.Event().wait(0.001)
+    eventually(lambda: not borrowed[0].lending.is_good, "the lender to be dropped")
     assert dropping.is_alive(), "memory is being read"
     loans.give_back(borrowed)
     dropping.join(5)
@@ -79,8 +79,7 @@ def test_recalled_loan_does_not_count_either_when_its_lender_leaves() -> None:
     loans.recall(one, 1, lambda: None)
     dropping = threading.Thread(target=loans.drop, args=(one,))
     dropping.start()
-    while borrowed[0].lending.is_good:
-        threading.Event().wait(0.001)
+    eventually(lambda: not borrowed[0].lending.is_good, "the lender to be dropped")
     loans.give_back(borrowed)
     dropping.join(5)
     assert not dropping.is_alive() and loans.is_empty

@@ -9,6 +9,7 @@ import pytest
 from kvservice.copying.cuda.pinning import Pinning, PinningOnUse, pieces
 from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import TransferError
+from kvservice.testing.eventually import eventually
 from kvservice.units import MiB
 
 GEOMETRY = Geometry(slab_bytes=4 * MiB, slab_count=10)
@@ -48,15 +49,13 @@ def test_progress_is_shown_while_it_runs_and_undo_leaves_nothing_pinned(monkeypa
     pinning = Pinning(BASE, GEOMETRY, driver.pin, driver.unpin)
     assert pinning.share == 0 and not pinning.covers(1)
     driver.gate.release()
-    while not pinning.share:
-        threading.Event().wait(0.005)
+    eventually(lambda: pinning.share, "the first piece pinned")
     end = GEOMETRY.slab_offset(2)
     assert pinning.covers(end) and not pinning.covers(end + 1)
     assert pinning.share == end / GEOMETRY.segment_bytes
     for _ in range(9):
         driver.gate.release()
-    while pinning.share < 1:
-        threading.Event().wait(0.005)
+    eventually(lambda: pinning.share == 1, "every piece pinned")
     assert pinning.covers(GEOMETRY.segment_bytes)
     pinning.undo()
     assert driver.pinned == {} and pinning.share == 0

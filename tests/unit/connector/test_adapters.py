@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvservice.connector.vllm.lora import LOOK_SECONDS, RETRY_SECONDS, Adapters
+from kvservice.testing.eventually import eventually
 
 
 class Clock:
@@ -38,14 +39,6 @@ def adapter(folder: Path, weights: bytes) -> str:
     return str(folder)
 
 
-def eventually(read: Callable[[], object]) -> object:
-    deadline = time.monotonic() + 10
-    while not (found := read()):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    return found
-
-
 def test_equal_bytes_are_one_adapter_and_one_other_byte_is_another(adapters: Adapters, tmp_path: Path) -> None:
     weights = bytes(3 << 20)
     paths = [
@@ -54,7 +47,7 @@ def test_equal_bytes_are_one_adapter_and_one_other_byte_is_another(adapters: Ada
         adapter(tmp_path / "c", weights[:-1] + b"\x01"),
         adapter(tmp_path / "d", weights[: 1 << 20] + b"\x01" + weights[(1 << 20) + 1 :]),
     ]
-    a, b, c, d = (eventually(lambda path=path: adapters.of(path)) for path in paths)
+    a, b, c, d = (eventually(lambda path=path: adapters.of(path), "the digest of an adapter") for path in paths)
     assert a == b
     assert len({a, c, d}) == 3
 
@@ -65,13 +58,13 @@ def test_the_first_request_does_not_wait_for_the_reading(clock: Clock, tmp_path:
     assert adapters.of(path) is None
     assert adapters.counters["adapter_unknown"] == 1
     may_read.set()
-    assert eventually(lambda: adapters.of(path))
+    assert eventually(lambda: adapters.of(path), "the digest of the adapter")
     adapters.close()
 
 
 def test_an_adapter_whose_files_changed_has_no_name_any_more(adapters: Adapters, tmp_path: Path, clock: Clock) -> None:
     path = adapter(tmp_path / "a", b"old")
-    known = eventually(lambda: adapters.of(path))
+    known = eventually(lambda: adapters.of(path), "the digest of the adapter")
     clock.now += LOOK_SECONDS
     assert adapters.of(path) == known, "it is looked at beside"
     adapter(tmp_path / "a", b"newer")
@@ -80,7 +73,7 @@ def test_an_adapter_whose_files_changed_has_no_name_any_more(adapters: Adapters,
         clock.now += LOOK_SECONDS
         return adapters.of(path) is None
 
-    eventually(is_refused)
+    eventually(is_refused, "the refusal")
     adapter(tmp_path / "a", b"old")
     clock.now += 10 * LOOK_SECONDS
     assert adapters.of(path) is None, "the engine may have loaded either"
@@ -89,14 +82,14 @@ def test_an_adapter_whose_files_changed_has_no_name_any_more(adapters: Adapters,
 
 def test_an_adapter_that_vanished_has_no_name_any_more(adapters: Adapters, tmp_path: Path, clock: Clock) -> None:
     path = adapter(tmp_path / "a", b"old")
-    assert eventually(lambda: adapters.of(path))
+    assert eventually(lambda: adapters.of(path), "the digest of the adapter")
     (tmp_path / "a" / "adapter_model.safetensors").unlink()
 
     def is_refused() -> bool:
         clock.now += RETRY_SECONDS
         return adapters.of(path) is None
 
-    eventually(is_refused)
+    eventually(is_refused, "the refusal")
 
 
 def test_an_adapter_that_comes_later_is_found(adapters: Adapters, tmp_path: Path, clock: Clock) -> None:
@@ -110,4 +103,4 @@ def test_an_adapter_that_comes_later_is_found(adapters: Adapters, tmp_path: Path
         assert look() is None
         time.sleep(0.005)
     adapter(tmp_path / "a", b"weights")
-    assert len(eventually(look)) == 32  # type: ignore[arg-type]
+    assert len(eventually(look, "the digest of the adapter that came")) == 32

@@ -5,7 +5,6 @@ Uses vLLM's base classes and plain stand-ins for its configuration; no engine is
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from kvservice.connector.scheduler.handoff import decode_params, parse_transfer_
 from kvservice.connector.vllm import KVServiceConnector, compat
 from kvservice.core.messages import Handoff
 from kvservice.errors import ConfigError, RandomHashSeed, UnsupportedLayout
+from kvservice.testing.eventually import eventually
 from kvservice.units import HandoffId, NodeId
 
 BLOCK, HEADS, HEAD_SIZE, BLOCKS = 16, 2, 8, 16
@@ -136,10 +136,8 @@ class Pair:
     def _wait_for_slots(self) -> None:
         """What is computed before the pool is there is not stored."""
         session = self.scheduler._session
-        deadline = time.monotonic() + 60
-        while session is not None and not all(session._stocks):
-            assert time.monotonic() < deadline, self.scheduler.counters()
-            time.sleep(0.01)
+        if session is not None:
+            eventually(lambda: all(session._stocks), "slots of every group", detail=self.scheduler.counters)
 
     def step(self, output: StepOutput) -> Any:
         metadata = self.scheduler.build_connector_meta(output)
@@ -158,13 +156,14 @@ class Pair:
         return results
 
     def match(self, request: Request) -> tuple[int, bool]:
-        deadline = time.monotonic() + 20
-        while True:
+        def answer() -> tuple[int, bool] | None:
             tokens, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
-            if tokens is not None:
-                return tokens, is_async
-            assert time.monotonic() < deadline
-            self.step(StepOutput())
+            if tokens is None:
+                self.step(StepOutput())
+                return None
+            return tokens, is_async
+
+        return eventually(answer, f"the answer about {request.request_id}")
 
     def prefill(self, request: Request, block_ids: list[int]) -> None:
         self.scheduler.on_new_request(request)
@@ -217,10 +216,8 @@ def make(model: Path) -> Iterator[Callable[..., Pair]]:
 
 
 def wait_for(pair: Pair, counter: str, count: int) -> None:
-    deadline = time.monotonic() + 20
-    while pair.scheduler.counters().get(counter, 0) < count:
-        assert time.monotonic() < deadline, pair.scheduler.counters()
-        time.sleep(0.01)
+    scheduler = pair.scheduler
+    eventually(lambda: scheduler.counters().get(counter, 0) >= count, f"{count} {counter}", detail=scheduler.counters)
 
 
 def test_blocks_of_one_request_come_back_for_the_next_byte_for_byte(make: Callable[..., Pair]) -> None:
@@ -256,10 +253,7 @@ def test_adapters_share_blocks_only_with_adapters_of_the_same_bytes(make: Callab
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").write_text("{}")
         (tmp_path / name / "adapter_model.safetensors").write_bytes(weights)
-        deadline = time.monotonic() + 20
-        while pair.scheduler._adapters.of(str(tmp_path / name)) is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        eventually(lambda path=str(tmp_path / name): pair.scheduler._adapters.of(path), f"the digest of {name}")
     first = adapted("a", tmp_path / "poet")
     pair.prefill(first, [3, 1, 4, 9])
     pair.finish(first, [3, 1, 4, 9])

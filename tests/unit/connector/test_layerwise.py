@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvservice.connector.options import Verify
-from kvservice.connector.plan import CopyEntry, LoadPlan, StepPlan, StorePlan
+from kvservice.connector.plan import CopyEntry, LoadPlan, StepPlan, StepReport, StorePlan
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.copier import InlineCopier
 from kvservice.connector.worker.layerwise import (
@@ -26,6 +26,7 @@ from kvservice.core.segment.geometry import slot_index
 from kvservice.core.segment.layout import HeadShare
 from kvservice.core.segment.refs import BlockRef
 from kvservice.memory.segment import Segment
+from kvservice.testing.eventually import eventually
 from tests.unit.connector.test_worker import (
     BLOCKS,
     HEADS,
@@ -77,15 +78,12 @@ def save(
 
 def outcome(worker: LayerwiseWorker) -> bool:
     """Waits for the store's report."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
+
+    def ended() -> StepReport | None:
         report = worker.take_report()
-        if report is not None and report.stored:
-            return True
-        if report is not None and report.failed:
-            return False
-        time.sleep(0.002)
-    raise AssertionError("the store was never reported")
+        return report if report is not None and (report.stored or report.failed) else None
+
+    return bool(eventually(ended, "the report of the store").stored)
 
 
 def load_plan(segment: Segment, *loads: LoadPlan) -> StepPlan:
@@ -282,9 +280,7 @@ def test_layer_is_saved_while_the_next_is_computed(
     for index, name in enumerate(NAMES):
         tensors[index][2] = torch.randn(HEADS, 16, 32).to(torch.bfloat16)  # computed only now
         worker.end_layer(name, plan)
-        deadline = time.monotonic() + 5
-        while len(saved) <= index and time.monotonic() < deadline:
-            time.sleep(0.001)
+        eventually(lambda: len(saved) > index, "the layer in its slot")  # noqa: B023  asked at once
         assert saved == list(range(index + 1)), "before the forward goes on"
     assert worker.take_report() is None, "not stored before the step has ended"
     worker.store(plan)

@@ -3,7 +3,6 @@ vain. Both roles, stepped as vLLM steps them when a load is synchronous."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvservice.connector.options import ConnectorOptions, Layerwise
 from kvservice.connector.vllm import KVServiceConnector
 from kvservice.connector.vllm.compat import layerwise_for
+from kvservice.testing.eventually import eventually
 from tests.unit.connector.test_connector import (
     BLOCK,
     LAYERS,
@@ -61,11 +61,12 @@ def promised(make: Callable[..., Pair]) -> tuple[Pair, Request]:
     assert pair.match(first) == (0, False)
     pair.scheduler.update_state_after_alloc(first, blocks([3, 1, 4, 9]), 0)
     assert computing_step(pair, first, [3, 1, 4, 9], 0) == set()
-    deadline = time.monotonic() + 10
-    while pair.scheduler.counters().get("stored_blocks", 0) < 3:
-        assert time.monotonic() < deadline, pair.scheduler.counters()
-        time.sleep(0.005)
+
+    def is_stored() -> bool:
         pair.step(StepOutput())
+        return pair.scheduler.counters().get("stored_blocks", 0) >= 3
+
+    eventually(is_stored, "three stored blocks", detail=pair.scheduler.counters)
     second = request("b")
     pair.scheduler.on_new_request(second)
     assert pair.match(second) == (3 * BLOCK, False), "synchronous"

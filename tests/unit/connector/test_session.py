@@ -23,6 +23,7 @@ from kvservice.core.segment.geometry import plan_geometry
 from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import FingerprintMismatch, Unavailable
 from kvservice.pool.port import PoolPort
+from kvservice.testing.eventually import eventually
 from kvservice.testing.fake_pool import FakePool
 from kvservice.units import AttachmentId, BlockKey, HandoffId, MiB, SlotIndex, SpanRoute
 from tests.unit.connector.line import LAYOUT
@@ -85,16 +86,9 @@ def bench() -> Iterator[Bench]:
     made.close()
 
 
-def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.005)
-
-
 def test_slots_are_in_stock_before_anybody_asks_for_one(bench: Bench) -> None:
     attachment = bench.start()
-    until(lambda: bench.pool.reserved)
+    eventually(lambda: bench.pool.reserved, "slots reserved ahead")
     bench.pool.latency = 1.0
     started = time.monotonic()
     refs = bench.session.take_slots(attachment.attachment_id, 4)
@@ -104,12 +98,12 @@ def test_slots_are_in_stock_before_anybody_asks_for_one(bench: Bench) -> None:
 
 def test_expected_stores_enlarge_the_stock_and_the_rest_is_given_back(bench: Bench) -> None:
     bench.start()
-    until(lambda: bench.pool.reserved)
+    eventually(lambda: bench.pool.reserved, "slots reserved ahead")
     idle = len(bench.pool.reserved)
     bench.session.expect(64)
-    until(lambda: len(bench.pool.reserved) > 2 * idle)
+    eventually(lambda: len(bench.pool.reserved) > 2 * idle, "slots for the prompt")
     bench.session.expect(-64)
-    until(lambda: len(bench.pool.reserved) <= 2 * idle)
+    eventually(lambda: len(bench.pool.reserved) <= 2 * idle, "the surplus to be given back")
 
 
 def test_the_stock_leaves_most_of_a_tenants_quota_to_its_blocks(bench: Bench) -> None:
@@ -121,8 +115,8 @@ def test_the_stock_leaves_most_of_a_tenants_quota_to_its_blocks(bench: Bench) ->
     bench.pool.attach = limited  # type: ignore[method-assign]
     bench.start()
     bench.session.expect(64)
-    until(lambda: bench.pool.reserved)
-    until(lambda: bench.session._stocks[0])
+    eventually(lambda: bench.pool.reserved, "slots reserved ahead")
+    eventually(lambda: bench.session._stocks[0], "a stock of slots")
     assert len(bench.pool.reserved) <= 2
 
 
@@ -138,7 +132,7 @@ def test_each_side_has_a_stock_of_its_own() -> None:
     bench.pool.reserve = recorded  # type: ignore[method-assign]
     try:
         attachment = bench.start().attachment_id
-        until(lambda: {0, 1} <= set(asked))
+        eventually(lambda: {0, 1} <= set(asked), "both groups to be asked for")
         mine = bench.session.take_slots(attachment, 2)
         theirs = bench.session.take_slots(attachment, 2, 1)
         assert len({*mine, *theirs}) == 4
@@ -150,14 +144,14 @@ def test_acquire_is_answered_through_the_mailbox(bench: Bench) -> None:
     attachment = bench.start()
     (ref,) = _take(bench, attachment.attachment_id, 1)
     bench.session.seal(attachment.attachment_id, [SealItem(ref, KEYS[0], None, 0, SpanRoute(0))])
-    until(lambda: KEYS[0] in bench.pool.sealed)
+    eventually(lambda: KEYS[0] in bench.pool.sealed, "the block sealed")
     assert bench.session.acquire("r", AcquireRequest(KEYS, 0, 1.0)) == attachment.attachment_id
     (answer,) = _answers(bench)
     assert answer.request_id == "r"
     assert answer.result is not None
     assert len(answer.result.blocks) == 1
     bench.session.release(attachment.attachment_id, answer.result.lease_id)
-    until(lambda: not bench.pool.leases)
+    eventually(lambda: not bench.pool.leases, "the lease released")
 
 
 def test_caller_never_waits_for_a_slow_pool(bench: Bench) -> None:
@@ -175,16 +169,16 @@ def test_caller_never_waits_for_a_slow_pool(bench: Bench) -> None:
 
 def test_only_leases_that_the_engine_knows_of_are_renewed(bench: Bench) -> None:
     attachment = bench.start()
-    until(lambda: bench.pool.counters["renew"] >= 1)
+    eventually(lambda: bench.pool.counters["renew"] >= 1, "a renewal")
     assert bench.pool.renewed == []
     _store(bench, attachment, KEYS[:1])
     bench.session.acquire("r", AcquireRequest(KEYS, 0, 1.0))
     (answer,) = _answers(bench)
     assert answer.result is not None
     lease = answer.result.lease_id
-    until(lambda: bench.pool.renewed == [lease])
+    eventually(lambda: bench.pool.renewed == [lease], "the lease renewed")
     bench.session.release(attachment.attachment_id, lease)
-    until(lambda: bench.pool.renewed == [])
+    eventually(lambda: bench.pool.renewed == [], "nothing left to renew")
 
 
 def test_reports_travel_with_a_renewal_and_are_sent_once(bench: Bench) -> None:
@@ -192,9 +186,9 @@ def test_reports_travel_with_a_renewal_and_are_sent_once(bench: Bench) -> None:
     reports = [RequestReport(f"r{number}", 1, 0, 0, 1) for number in range(3)]
     for report in reports:
         bench.session.report(report)
-    until(lambda: bench.pool.reported == reports)
+    eventually(lambda: bench.pool.reported == reports, "the reports")
     before = bench.pool.counters["renew"]
-    until(lambda: bench.pool.counters["renew"] > before)
+    eventually(lambda: bench.pool.counters["renew"] > before, "another renewal")
     assert bench.pool.reported == reports
 
 
@@ -203,9 +197,9 @@ def test_request_that_ends_takes_its_question_back(bench: Bench) -> None:
     _store(bench, attachment, KEYS[:1])
     bench.pool.latency = 30.0
     bench.session.acquire("r", AcquireRequest(KEYS, 0, 60.0))
-    until(lambda: bench.pool.counters["acquire"] == 1)
+    eventually(lambda: bench.pool.counters["acquire"] == 1, "the acquire")
     bench.session.abandon("r")
-    until(lambda: bench.session.counters["acquire_cancelled"] == 1)
+    eventually(lambda: bench.session.counters["acquire_cancelled"] == 1, "the cancelled acquire")
     bench.pool.latency = 0.0
     bench.session.acquire("r2", AcquireRequest(KEYS, 0, 1.0))
     (answer,) = _answers(bench)
@@ -218,7 +212,7 @@ def test_nothing_is_kept_of_a_question_that_was_answered(bench: Bench) -> None:
     for number in range(3):
         bench.session.acquire(f"r{number}", AcquireRequest(KEYS, 0, 1.0))
         _answers(bench)
-    until(lambda: not bench.session._acquires)
+    eventually(lambda: not bench.session._acquires, "no acquire under way")
     assert not bench.session._pending
 
 
@@ -227,14 +221,14 @@ def test_handoff_is_closed_after_everything_that_was_to_be_sealed(bench: Bench) 
     refs = _take(bench, attachment.attachment_id, 2)
     handoff = HandoffId(b"h" * 16)
     assert bench.session.open_handoff(handoff) == attachment.attachment_id
-    until(lambda: bench.pool.handoffs == {handoff: True})
+    eventually(lambda: bench.pool.handoffs == {handoff: True}, "the open hand-off")
     bench.pool.latency = 0.2
     for ref, key in zip(refs, KEYS, strict=False):
         bench.session.seal(attachment.attachment_id, [SealItem(ref, key, None, 0, SpanRoute(0))])
     bench.session.close_handoff(attachment.attachment_id, handoff)
-    until(lambda: bench.pool.counters["close_handoff"])
+    eventually(lambda: bench.pool.counters["close_handoff"], "the end of the hand-off to be told")
     assert set(KEYS[:2]) <= set(bench.pool.sealed)
-    until(lambda: bench.pool.handoffs == {handoff: False})
+    eventually(lambda: bench.pool.handoffs == {handoff: False}, "the closed hand-off")
 
 
 @pytest.mark.parametrize("lost", ["abort", "reserve", "seal"])
@@ -250,17 +244,17 @@ def test_what_is_lost_of_slots_is_made_good_by_a_heartbeat(bench: Bench, lost: s
         bench.session.seal(attachment.attachment_id, items)
     else:
         bench.session.expect(64)
-    until(lambda: bench.lost)
-    until(lambda: bench.pool.counters["slots_reconciled"] >= 4)
+    eventually(lambda: bench.lost, "the loss of the pool")
+    eventually(lambda: bench.pool.counters["slots_reconciled"] >= 4, "the reconciled slots")
     bench.session.expect(-64)
-    until(lambda: bench.held() == set(bench.pool.reserved))
+    eventually(lambda: bench.held() == set(bench.pool.reserved), "session and pool to agree on the slots")
 
 
 def test_slots_that_workers_write_are_stated(bench: Bench) -> None:
     attachment = bench.start()
     refs = _take(bench, attachment.attachment_id, 4)
     before = bench.pool.counters["renew"]
-    until(lambda: bench.pool.counters["renew"] >= before + 3)
+    eventually(lambda: bench.pool.counters["renew"] >= before + 3, "three more renewals")
     assert {ref.slot for ref in refs} <= set(bench.pool.reserved)
     assert not bench.pool.counters["slots_reconciled"]
 
@@ -271,9 +265,9 @@ def test_an_open_or_a_close_that_is_lost_is_made_good_by_a_heartbeat(bench: Benc
     bench.lose("close_handoff")
     handoff = HandoffId(b"h" * 16)
     bench.session.open_handoff(handoff)
-    until(lambda: bench.pool.handoffs == {handoff: True})
+    eventually(lambda: bench.pool.handoffs == {handoff: True}, "the open hand-off")
     bench.session.close_handoff(attachment.attachment_id, handoff)
-    until(lambda: bench.pool.handoffs == {handoff: False})
+    eventually(lambda: bench.pool.handoffs == {handoff: False}, "the closed hand-off")
 
 
 def test_handoff_without_a_pool_is_not_begun(bench: Bench) -> None:
@@ -284,9 +278,9 @@ def test_handoff_without_a_pool_is_not_begun(bench: Bench) -> None:
 
 def test_loss_voids_the_stock_and_the_session_attaches_again(bench: Bench) -> None:
     first = bench.start()
-    until(lambda: bench.pool.reserved)
+    eventually(lambda: bench.pool.reserved, "slots reserved ahead")
     bench.on_loop(lambda: bench.pool.lose("killed"))
-    until(lambda: bench.session.attachment not in (None, first))
+    eventually(lambda: bench.session.attachment not in (None, first), "the second attachment")
     assert bench.session.take_slots(first.attachment_id, 1) == []
     assert bench.session.counters["lost"] == 1
 
@@ -297,7 +291,7 @@ def test_the_end_of_an_earlier_attachment_that_is_heard_of_late_takes_nothing_fr
     before, told = bench.start(), bench.pool._on_lost
     assert told is not None
     bench.on_loop(lambda: bench.pool.lose("killed"))
-    until(lambda: bench.session.attachment not in (None, before))
+    eventually(lambda: bench.session.attachment not in (None, before), "the next attachment")
     after, heard = bench.session.attachment, threading.Event()
     bench.on_loop(lambda: told("the stream broke"))
     bench.on_loop(heard.set)
@@ -317,9 +311,9 @@ def test_each_attempt_to_attach_has_a_higher_number(bench: Bench) -> None:
 
     bench.pool.attach = recorded  # type: ignore[method-assign]
     bench.session.start(5.0)
-    until(lambda: bench.session.attachment is not None)
+    eventually(lambda: bench.session.attachment is not None, "an attachment")
     bench.on_loop(lambda: bench.pool.lose("killed"))
-    until(lambda: len(attempts) == 3)
+    eventually(lambda: len(attempts) == 3, "three attempts")
     assert attempts == [1, 2, 3]
 
 
@@ -330,18 +324,18 @@ def test_heartbeats_come_as_often_as_handoffs_need_them_however_long_leases_are(
     monkeypatch.setattr(module, "HEARTBEAT_SECONDS_MAX", 0.1)
     bench.pool.lease_seconds = 600.0
     bench.start()
-    until(lambda: bench.pool.counters["renew"] > 2)
+    eventually(lambda: bench.pool.counters["renew"] > 2, "three renewals")
 
 
 def test_reattaching_waits_until_no_worker_can_write_old_slots(bench: Bench) -> None:
     bench.start()
     bench.may_reattach = False
     bench.on_loop(lambda: bench.pool.lose("killed"))
-    until(lambda: bench.session.attachment is None)
+    eventually(lambda: bench.session.attachment is None, "the loss of the attachment")
     time.sleep(0.6)
     assert bench.session.attachment is None
     bench.may_reattach = True
-    until(lambda: bench.session.attachment is not None)
+    eventually(lambda: bench.session.attachment is not None, "an attachment")
 
 
 def test_a_session_that_is_told_to_end_while_workers_write_does_not_attach_once_more(bench: Bench) -> None:
@@ -350,7 +344,7 @@ def test_a_session_that_is_told_to_end_while_workers_write_does_not_attach_once_
     bench.may_reattach = False
     attached = bench.pool.counters["attach"]
     bench.on_loop(lambda: bench.pool.lose("killed"))
-    until(lambda: bench.session.attachment is None)
+    eventually(lambda: bench.session.attachment is None, "the loss of the attachment")
     bench.session.close()
     assert bench.pool.counters["attach"] == attached
 
@@ -359,17 +353,17 @@ def test_what_belongs_to_a_lost_attachment_is_dropped(bench: Bench) -> None:
     first = bench.start()
     (ref,) = _take(bench, first.attachment_id, 1)
     bench.on_loop(lambda: bench.pool.lose("killed"))
-    until(lambda: bench.session.attachment not in (None, first))
+    eventually(lambda: bench.session.attachment not in (None, first), "the second attachment")
     before = bench.pool.counters["seal"], bench.pool.counters["abort"]
     bench.session.seal(first.attachment_id, [SealItem(ref, KEYS[0], None, 0, SpanRoute(0))])
     bench.session.abort(first.attachment_id, [ref])
-    until(lambda: bench.session.counters["seal_dropped"] == 1)
+    eventually(lambda: bench.session.counters["seal_dropped"] == 1, "the dropped seal")
     assert (bench.pool.counters["seal"], bench.pool.counters["abort"]) == before
 
 
 def test_slots_that_a_lost_pool_gave_too_late_are_not_used_in_the_next(bench: Bench) -> None:
     first, late, gate = bench.start(), list[BlockRef](), threading.Event()
-    until(lambda: bench.pool.reserved)
+    eventually(lambda: bench.pool.reserved, "slots reserved ahead")
     reserve = bench.pool.reserve
 
     async def slow(attachment: AttachmentId, count: int, side: int = 0, call: int = 0) -> list[BlockRef]:
@@ -382,11 +376,11 @@ def test_slots_that_a_lost_pool_gave_too_late_are_not_used_in_the_next(bench: Be
 
     bench.pool.reserve = slow  # type: ignore[method-assign]
     bench.session.expect(16)
-    until(lambda: late)
+    eventually(lambda: late, "the late slots")
     bench.on_loop(lambda: bench.pool.lose("killed"))
-    until(lambda: bench.session.attachment is None)
+    eventually(lambda: bench.session.attachment is None, "the loss of the attachment")
     gate.set()
-    until(lambda: bench.session.attachment is not None)
+    eventually(lambda: bench.session.attachment is not None, "an attachment")
     second = bench.session.attachment
     assert second is not None
     taken = _take(bench, second.attachment_id, 4)
@@ -397,22 +391,22 @@ def test_pool_that_is_not_up_yet_is_found_later(bench: Bench) -> None:
     bench.failures = [Unavailable("not started"), Unavailable("not started")]
     assert bench.session.start(5.0) is None, "start returns after the first attempt, attached or not"
     assert bench.session.acquire("r", AcquireRequest(KEYS, 0, 1.0)) is None
-    until(lambda: bench.session.attachment is not None)
+    eventually(lambda: bench.session.attachment is not None, "an attachment")
 
 
 def test_failure_nobody_thought_of_is_tried_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvservice.connector.scheduler.pool_session.RETRY_SECONDS_MAX", 0.1)
     bench.failures = [RuntimeError("a bug")]
     assert bench.session.start(5.0) is None
-    until(lambda: bench.session.attachment is not None)
+    eventually(lambda: bench.session.attachment is not None, "an attachment")
 
 
 def test_the_log_says_attached_lost_and_attached_again(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvservice")
     bench.start()
     bench.on_loop(lambda: bench.pool.lose("it restarted"))
-    until(lambda: bench.session.counters["attached"] == 2)
-    until(lambda: len(caplog.records) >= 3)
+    eventually(lambda: bench.session.counters["attached"] == 2, "the second attachment")
+    eventually(lambda: len(caplog.records) >= 3, "three log records")
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0].startswith("attached to ") and "fingerprint" in lines[0] and "tokens" in lines[0]
     assert lines[1] == "the pool is gone (it restarted): serving without the cache until it is back"
@@ -438,15 +432,15 @@ def test_answer_for_a_request_that_ended_is_given_back_even_if_the_engine_is_idl
     attachment = bench.start()
     (ref,) = _take(bench, attachment.attachment_id, 1)
     bench.session.seal(attachment.attachment_id, [SealItem(ref, KEYS[0], None, 0, SpanRoute(0))])
-    until(lambda: KEYS[0] in bench.pool.sealed)
+    eventually(lambda: KEYS[0] in bench.pool.sealed, "the block sealed")
     bench.pool.latency = 0.1
     bench.session.acquire("r", AcquireRequest(KEYS, 0, 1.0))
     bench.session.abandon("r")
     # Cancelled where it was under way already, given back where it had not begun.
     counters = bench.session.counters
-    until(lambda: counters["acquire_cancelled"] + counters["acquire_abandoned"] == 1)
+    eventually(lambda: counters["acquire_cancelled"] + counters["acquire_abandoned"] == 1, "the end of the acquire")
     assert bench.session.answers() == []
-    until(lambda: not bench.pool.leases)
+    eventually(lambda: not bench.pool.leases, "the lease released")
 
 
 def test_waiting_for_an_answer_ends_with_the_answer(bench: Bench) -> None:
@@ -470,15 +464,18 @@ def test_close_detaches_and_ends_the_thread(bench: Bench) -> None:
 
 
 def _take(bench: Bench, attachment: AttachmentId, count: int) -> list:  # type: ignore[type-arg]
-    until(lambda: len(bench.pool.reserved) >= count)
+    eventually(lambda: len(bench.pool.reserved) >= count, "slots enough")
     refs: list = []  # type: ignore[type-arg]
-    until(lambda: refs.extend(bench.session.take_slots(attachment, count - len(refs))) or len(refs) == count)
+    eventually(
+        lambda: refs.extend(bench.session.take_slots(attachment, count - len(refs))) or len(refs) == count,
+        "slots taken",
+    )
     return refs
 
 
 def _answers(bench: Bench) -> list[Answer]:
     found: list[Answer] = []
-    until(lambda: found.extend(bench.session.answers()) or found)
+    eventually(lambda: found.extend(bench.session.answers()) or found, "an answer")
     return found
 
 
@@ -486,4 +483,4 @@ def _store(bench: Bench, attachment: Attachment, keys: tuple[BlockKey, ...]) -> 
     refs = _take(bench, attachment.attachment_id, len(keys))
     items = [SealItem(ref, key, None, 0, SpanRoute(0)) for ref, key in zip(refs, keys, strict=True)]
     bench.session.seal(attachment.attachment_id, items)
-    until(lambda: set(keys) <= set(bench.pool.sealed))
+    eventually(lambda: set(keys) <= set(bench.pool.sealed), "the blocks sealed")

@@ -19,6 +19,7 @@ from kvservice.errors import SegmentError, Unavailable
 from kvservice.memory import liveness
 from kvservice.memory.liveness import claim, has_writers, hold
 from kvservice.memory.segment import Segment
+from kvservice.testing.eventually import eventually
 from kvservice.units import BootEpoch, MiB
 
 GEOMETRY = plan_geometry(12 * MiB)
@@ -191,10 +192,7 @@ def test_a_child_that_was_forked_keeps_its_engine_from_being_gone(path: Path, sh
     os.waitpid(parent, 0)
     assert not is_free(shard)
     os.close(end[1])  # it ends, too
-    deadline = time.monotonic() + 30
-    while not is_free(shard):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: is_free(shard), "the end of the forked child to be seen")
     os.close(ready[0])
     os.close(ready[1])
 

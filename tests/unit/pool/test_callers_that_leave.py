@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -20,6 +19,7 @@ from kvservice.errors import NotAttached, SegmentError
 from kvservice.pool import runtime as module
 from kvservice.pool.runtime import PoolConfig, PoolRuntime
 from kvservice.testing.builders import make_chain, make_spec
+from kvservice.testing.eventually import eventually_async
 from kvservice.units import MiB, NodeId, SpanRoute
 
 CHAIN = make_chain(1)
@@ -55,9 +55,7 @@ async def test_an_answer_that_meets_the_cancellation_of_its_caller_is_given_back
     with pytest.raises(asyncio.CancelledError):
         await asking
     assert promised and promised[0].lease_id, "nothing was promised, so nothing is shown"
-    async with asyncio.timeout(20):
-        while runtime._state.lease_count:
-            await asyncio.sleep(0.01)
+    await eventually_async(lambda: not runtime._state.lease_count, "the lease to be given back")
 
 
 async def test_an_engine_that_attaches_again_ends_the_stream_of_its_earlier_attachment(runtime: PoolRuntime) -> None:
@@ -90,10 +88,7 @@ async def test_slots_of_an_engine_that_is_gone_come_back_once_the_machine_has_lo
     engine = (await runtime.attach(make_spec(), lambda reason: None)).attachment_id
     await runtime.reserve(engine, 3)
     runtime.attachment_lost(engine)
-    deadline = time.monotonic() + 20
-    while runtime.state.slot_counts()["quarantined"]:
-        assert time.monotonic() < deadline, "they rest for ever"
-        await asyncio.sleep(0.001)
+    await eventually_async(lambda: not runtime.state.slot_counts()["quarantined"], "the slots to leave quarantine")
     assert [record.getMessage() for record in caplog.records] == ["engine_end_unknown"], "once, not at each look"
 
 

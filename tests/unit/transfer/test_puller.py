@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from kvservice.core.segment.geometry import plan_geometry
 from kvservice.core.segment.header import SlotHeader
 from kvservice.core.segment.refs import BlockHandle
 from kvservice.memory.segment import Segment, segment_path
+from kvservice.testing.eventually import eventually
 from kvservice.testing.fake_transport import FakeNetwork, Faults
 from kvservice.transfer.base import Copy
 from kvservice.transfer.puller import DoneCallback, Puller, PullItem, PullJob
@@ -340,13 +340,11 @@ def test_scratch_headers_of_a_job_are_its_own_until_nothing_is_read_into_them(ri
 
     rig.faults.holds = hold_headers
     rig.submit([rig.publish(i, key(i)) for i in range(4)], seconds=5.0)
-    while not read_into:
-        time.sleep(0.005)
+    eventually(lambda: read_into, "the headers of the first job being read")
     rig.clock.now += 6.0
     assert rig.done.get(timeout=10)[1] == (FAILED,) * 4, "the headers are still being read"
     rig.submit([rig.publish(8, key(8))], seconds=5.0)
-    while len(read_into) < 2:
-        time.sleep(0.005)
+    eventually(lambda: len(read_into) == 2, "the headers of the second job being read")
     assert read_into[0].isdisjoint(read_into[1])
     rig.faults.holds = None
     assert rig.done.get(timeout=10)[1] == (OK,)
