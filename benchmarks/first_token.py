@@ -15,12 +15,12 @@ import argparse
 import random
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import default_out, print_table, write_report
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually
 from kvservice.units import GiB
 from tests.vllm.replica import Replica, close_all
 
@@ -53,11 +53,8 @@ def one_round(cluster: LocalCluster, engines: dict[str, Replica], tokens: int) -
     here, there, off = engines["here"], engines["there"], engines["off"]
     before = here.counters()["stored_blocks"]
     found = {"computed": seconds(here, text, 0), "own cache": seconds(here, text, most)}
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while here.counters()["stored_blocks"] < before + tokens // 32:
-        if time.monotonic() > deadline:
-            raise SystemExit(f"not stored: {here.counters()}")
-        time.sleep(0.05)
+    wanted = before + tokens // 32
+    eventually(lambda: here.counters()["stored_blocks"] >= wanted, f"{wanted} stored blocks", detail=here.counters)
     cluster.wait_until_announced("n0")
     here.reset()
     found["this node"] = seconds(here, text, most)

@@ -34,6 +34,7 @@ from kvservice.core.segment.header import SlotHeader
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.discovery import node_directory
 from kvservice.memory.segment import Segment
+from kvservice.testing.eventually import eventually
 from kvservice.units import BlockKey, Generation, GiB, MiB, NodeId, SpanRoute
 
 ROUNDS = 7
@@ -119,11 +120,7 @@ def worker_link(device: str, offer: KVOffer, segment: Segment, slot: SlotLayout)
         link = WorkerLink(offer)
         try:
             link.follow(directory, PoolSource(1, str(segment.path), segment.geometry, segment.epoch, slot, bytes(16)))
-            deadline = time.monotonic() + 60
-            while not link.is_ready:
-                if time.monotonic() > deadline:
-                    raise RuntimeError("the worker did not take the engine's memory")
-                time.sleep(0.01)
+            eventually(lambda: link.is_ready, "the worker to take the engine's memory")
             yield link
         finally:
             link.close()

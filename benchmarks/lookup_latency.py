@@ -31,6 +31,7 @@ from kvservice.core.directory.index import DirectoryIndex
 from kvservice.core.messages import Holder
 from kvservice.lookup.announce_pump import AnnouncePump
 from kvservice.lookup.client import LookupClient
+from kvservice.testing.eventually import eventually_async
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
@@ -98,14 +99,11 @@ async def time_lookups(client: LookupClient, chains: list[list[BlockKey]], size:
 
 
 async def wait_until_known(client: LookupClient, key_count: int) -> None:
-    deadline = time.monotonic() + REBUILD_SECONDS_MAX
-    while True:
+    async def are_known() -> bool:
         stats = await client.stats()
-        if sum(reply.key_count for reply in stats if reply is not None) >= key_count:
-            return
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the lookup shards did not learn {key_count} keys in {REBUILD_SECONDS_MAX} s")
-        await asyncio.sleep(0.02)
+        return sum(reply.key_count for reply in stats if reply is not None) >= key_count
+
+    await eventually_async(are_known, f"{key_count} keys at the lookup service", REBUILD_SECONDS_MAX)
 
 
 async def measure_service(

@@ -37,6 +37,7 @@ from kvservice.errors import KVServiceError
 from kvservice.lookup.announce_pump import AnnouncePump
 from kvservice.private_files import write_private
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually_async
 from kvservice.units import BlockKey, BootEpoch, GiB, MiB, NodeId
 from tests.integration.engine import LAYOUT, Engine, attached, chain
 from tests.integration.loader import Loader
@@ -166,11 +167,10 @@ def _pump(addresses: list[str], number: int, count: int) -> AnnouncePump:
 
 
 async def _known(cluster: LocalCluster, count: int) -> None:
-    deadline = time.monotonic() + 180
-    while await asyncio.to_thread(cluster.directory_size) < count:
-        if time.monotonic() > deadline:
-            raise SystemExit(f"the directory never knew {count} blocks")
-        await asyncio.sleep(0.02)
+    async def are_known() -> bool:
+        return await asyncio.to_thread(cluster.directory_size) >= count
+
+    await eventually_async(are_known, f"{count} blocks in the directory", 180)
 
 
 async def adoption(options: argparse.Namespace) -> list[Row]:

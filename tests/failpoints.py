@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from kvservice.observe.failpoints import VARIABLE
+from kvservice.testing.eventually import eventually
 
 HIT_SECONDS = 20.0
 
@@ -23,10 +23,7 @@ class Failpoints:
     def hit(self, name: str, seconds: float = HIT_SECONDS) -> int:
         """Blocks until some process is held there. Returns its id."""
         path = self.folder / f"{name}.hit"
-        deadline = time.monotonic() + seconds
-        while not path.exists():
-            assert time.monotonic() < deadline, f"nobody came to {name}"
-            time.sleep(0.005)
+        eventually(path.exists, f"a process at {name}", seconds)
         pid = int(path.read_text())
         path.unlink()
         return pid

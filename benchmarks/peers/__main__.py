@@ -16,12 +16,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import ROOT, default_out, print_table, write_report
+from kvservice.testing.eventually import eventually
 from kvservice.units import KiB, MiB
 
 HERE = Path(__file__).resolve().parent
@@ -49,11 +49,13 @@ def server(*command: str, port: int) -> Iterator[None]:
     """Running, and listening at this port of loopback."""
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + START_SECONDS
-        while socket.socket().connect_ex(("127.0.0.1", port)):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"{command[0]} did not come to listen")
-            time.sleep(0.1)
+
+        def is_listening() -> bool:
+            if process.poll() is not None:
+                raise SystemExit(f"{command[0]} ended before it listened")
+            return socket.socket().connect_ex(("127.0.0.1", port)) == 0
+
+        eventually(is_listening, f"{command[0]} at port {port}", START_SECONDS)
         yield
     finally:
         process.terminate()

@@ -66,7 +66,7 @@ async def eventually_async(
         if inspect.isawaitable(found):
             found = await found
         if found:
-            return found  # type: ignore[return-value]  # mypy does not see that it is no Awaitable any more
+            return found
         await asyncio.sleep(pause)
     raise AssertionError("the pauses end by raising")
 

@@ -20,6 +20,7 @@ import pytest
 
 from kvservice.cli.certs import run as make_certificates
 from kvservice.testing.cluster import free_port
+from kvservice.testing.eventually import eventually
 from kvservice.transfer.nixl import nixl_available
 from tests.netns.hosts import RUNTIME_ROOT, Hosts, why_not
 
@@ -74,10 +75,12 @@ def started(place: Place, log: Path, command: list[str], ready: str, **environme
             [*place.prefix, *command], stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, env=variables
         )
     try:
-        deadline = time.monotonic() + START_SECONDS
-        while ready not in log.read_text():
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
+
+        def is_ready() -> bool:
+            assert process.poll() is None, log.read_text()
+            return ready in log.read_text()
+
+        eventually(is_ready, f"{ready!r} in its log", detail=log.read_text)
         time.sleep(SETTLE_SECONDS)
         yield process.pid
     finally:
@@ -203,9 +206,8 @@ def test_the_reader_of_proc_sees_every_listener(tmp_path: Path) -> None:
     with log.open("wb") as out:
         process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=out)
     try:
-        while "is ready" not in log.read_text():
-            assert process.poll() is None
-            time.sleep(0.05)
+        eventually(lambda: "is ready" in log.read_text() or process.poll() is not None, "a service that is ready")
+        assert process.poll() is None
         assert hosts_of(listeners(process.pid)) == ["0.0.0.0", "::1"]
     finally:
         process.kill()

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from kvservice.connector.vllm.lora import CLOCK_SECONDS, Adapters, identity_of
 from kvservice.connector.weights import weights_identity
+from kvservice.testing.eventually import eventually
 
 pytestmark = pytest.mark.faults
 
@@ -60,14 +61,13 @@ def started_engine(*, files_stay: bool = False) -> Iterator[Adapters]:
 
 def name_of(adapters: Adapters, path: Path, number: int = 1) -> bytes | None:
     """What its requests are named with, once its files have been looked at."""
-    deadline = time.monotonic() + 30
-    while (found := adapters.of(str(path), number)) is None:
-        known = adapters.counters
-        if known["adapter_in_doubt"] or known["adapter_ambiguous"] or known["adapter_changed"]:
-            return None
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    return found
+
+    def verdict() -> tuple[bytes | None] | None:
+        found, known = adapters.of(str(path), number), adapters.counters
+        is_refused = known["adapter_in_doubt"] or known["adapter_ambiguous"] or known["adapter_changed"]
+        return (found,) if found is not None or is_refused else None
+
+    return eventually(verdict, "a name for the adapter, or the refusal to name it")[0]
 
 
 def overwrite(latest: Path, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from kvservice.memory.segment import Segment
 from kvservice.private_files import make_directory
 from kvservice.shard import server as module
 from kvservice.shard.server import DEV_SHM, ShardServer, ShardServerConfig
+from kvservice.testing.eventually import eventually_async
 from kvservice.transfer.base import Transport
 from kvservice.units import BootEpoch, GiB, MiB, NodeId
 from tests.faults.rounds import rounds
@@ -70,13 +71,6 @@ def everything(config: ShardServerConfig) -> set[str]:
     assert config.runtime_root is not None
     files = {str(path) for path in config.runtime_root.rglob("*")}
     return files | {str(path) for path in DEV_SHM.glob(f"kvservice-{config.service}-*")}
-
-
-async def eventually(is_so: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.005)
 
 
 # -- a machine that has run out of something ----
@@ -125,7 +119,7 @@ async def test_a_machine_without_threads_is_said_once_and_the_shard_goes_on(
     await server.start()
     try:
         loop.set_default_executor(threads)
-        await eventually(lambda: threads.refused >= 5, "it does not look after its files")
+        await eventually_async(lambda: threads.refused >= 5, "it does not look after its files")
         loop.set_default_executor(ThreadPoolExecutor())
         assert [record.getMessage() for record in caplog.records].count("runtime_files_failed") == 1
         assert server.pool.fenced is None
@@ -277,18 +271,18 @@ async def test_a_segment_that_was_removed_is_made_again_and_engines_attach_again
         )  # fmt: skip
         await asyncio.to_thread(session.start, 20.0)
         for played in range(rounds(2, failed_before=1.0, campaign=10)):
-            await eventually(lambda: session.attachment is not None, "the engine to attach")
+            await eventually_async(lambda: session.attachment is not None, "the engine to attach")
             attachment = session.attachment
             assert attachment is not None
             mapped = Segment.attach(Path(attachment.segment_path), attachment.geometry)
             before = server.pool.epoch
             segment.unlink()
-            await eventually(lambda: epoch_of(server) > before, "a new segment")  # noqa: B023
+            await eventually_async(lambda: epoch_of(server) > before, "a new segment")  # noqa: B023
             assert segment.exists()
             assert server.stats().counters["segments_replaced"] == played + 1
             assert mapped.current_epoch() == 0, "whoever has the old one mapped is told"
             mapped.close()
-            await eventually(
+            await eventually_async(
                 lambda: session.attachment is not None and session.attachment.epoch > before,  # noqa: B023
                 "the engine to attach again",
             )
@@ -315,11 +309,11 @@ async def test_a_new_segment_waits_for_the_room_of_the_old_one(config: ShardServ
             mapped = Segment.attach(Path(attachment.segment_path), attachment.geometry)
             before = server.pool.epoch
             Path(attachment.segment_path).unlink()
-            await eventually(lambda: epoch_of(server) == 0, "the shard to notice")
+            await eventually_async(lambda: epoch_of(server) == 0, "the shard to notice")
             await asyncio.sleep(0.3)
             assert epoch_of(server) == 0, "there is no room beside what an engine has mapped"
             mapped.close()
-            await eventually(lambda: epoch_of(server) > before, "a new segment")
+            await eventually_async(lambda: epoch_of(server) > before, "a new segment")
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 

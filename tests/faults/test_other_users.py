@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import socket
 import stat
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from kvservice.memory.segment import open_private
 from kvservice.private_files import check_directory, check_socket_path, is_listening, make_directory
 from kvservice.shard.server import ShardServer, ShardServerConfig
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually_async
 from kvservice.transfer.nixl import nixl_available
 from kvservice.units import BootEpoch, MiB, NodeId
 from tests.faults import other_user
@@ -261,26 +260,22 @@ async def test_a_removed_runtime_directory_is_made_again_within_a_heartbeat() ->
         secret = (cluster.root / cluster.service / "n0" / "secret").read_bytes()
         for _ in range(2):
             shutil.rmtree(cluster.root / cluster.service)
-            await until(lambda: len(find_shards(cluster.service, cluster.root)) == 2, "records and sockets")
+            await eventually_async(lambda: len(find_shards(cluster.service, cluster.root)) == 2, "records and sockets")
             assert cluster.record("n0") == before, "the same boot, at the same place"
             assert (cluster.root / cluster.service / "n0" / "secret").read_bytes() == secret
             assert stat.S_IMODE((cluster.root / cluster.service / "n0").stat().st_mode) == 0o700
-        await until(lambda: is_listening(cluster.lookup_addresses[0].removeprefix("unix:")), "the lookup shard")
+        await eventually_async(
+            lambda: is_listening(cluster.lookup_addresses[0].removeprefix("unix:")), "the lookup shard"
+        )
         assert cluster.stats("n0").counters["runtime_files_remade"] >= 2
         assert not engine.lost, "who was attached stays so"
         assert (await engine.read_all(keys)).blocks
         other = await attached(cluster.socket("n1"))
-        deadline = time.monotonic() + 30
-        while len((await other.read_all(keys)).blocks) < len(keys):  # gRPC tries a lost peer again after a pause
-            assert time.monotonic() < deadline, "n1 does not reach n0 any more"
-            await asyncio.sleep(0.1)
+
+        async def all_read() -> bool:
+            return len((await other.read_all(keys)).blocks) == len(keys)
+
+        await eventually_async(all_read, "n1 to reach n0 again: gRPC tries a lost peer after a pause")
         for one in (engine, other):
             await one.pool.close()
             one.let_go()
-
-
-async def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come back"
-        await asyncio.sleep(0.05)

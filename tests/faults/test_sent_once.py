@@ -19,6 +19,7 @@ from kvservice.connector.scheduler.pool_session import Session
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, Handoff
 from kvservice.pool.port import PoolPort
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually
 from kvservice.units import HandoffId, MiB, NodeId
 from tests.faults.paused_engine import CALL_SECONDS
 from tests.faults.rounds import rounds
@@ -30,13 +31,6 @@ LEASE_SECONDS = 1.5
 LOST_SECONDS = 4 * CALL_SECONDS  # of a pause in which every call that is under way fails
 HEAL_SECONDS = 60.0  # on a busy machine
 PAUSES = (1.0, 0.6, 2.0, 7.0, 14.0, 20.0, 60.0)  # of anybody; in CI the first few
-
-
-def until(condition: Callable[[], object], seconds: float = HEAL_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -89,14 +83,14 @@ def line(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lin
 def test_a_stock_given_back_while_the_shard_was_stopped_is_free_again(line: Line) -> None:
     """Before, 472 of 504 slots were lost until the engine ended."""
     line.session.expect(2000)
-    until(lambda: line.held > 300)
+    eventually(lambda: line.held > 300, "slots for the prompt")
     line.stop_shard(LOST_SECONDS, lambda: line.session.expect(-2000))
-    until(lambda: line.settled() and line.writing < 100)
+    eventually(lambda: line.settled() and line.writing < 100, "the slots to be given back")
     assert line.session.attachment is line.attachment
 
 
 def test_slots_whose_answer_or_abort_is_lost_are_free_again(line: Line) -> None:
-    until(line.settled)
+    eventually(line.settled, "the engine to settle")
     for _ in range(rounds(2, failed_before=1.0, campaign=4)):
         taken = line.session.take_slots(line.attachment.attachment_id, 4)
 
@@ -107,7 +101,7 @@ def test_slots_whose_answer_or_abort_is_lost_are_free_again(line: Line) -> None:
 
         line.stop_shard(LOST_SECONDS, lose)
         line.session.expect(-100)
-        until(lambda: line.settled() and line.writing < 100)
+        eventually(lambda: line.settled() and line.writing < 100, "the slots to be given back")
     assert line.session.attachment is line.attachment
 
 
@@ -127,7 +121,7 @@ async def test_a_reader_hears_of_an_open_and_a_close_that_were_lost(cluster: Loc
         return cluster.stats("n0").counters.get(name, 0)
 
     await loop.run_in_executor(None, line.stop_shard, LOST_SECONDS, lambda: line.session.open_handoff(handoff))
-    await loop.run_in_executor(None, until, lambda: count("handoffs_opened") == 1)
+    await loop.run_in_executor(None, eventually, lambda: count("handoffs_opened") == 1, "the hand-off at the shard")
     reading = asyncio.ensure_future(read())
     await asyncio.sleep(0.5)
 
@@ -169,7 +163,7 @@ def test_whoever_is_stopped_the_shard_says_what_the_engine_holds(cluster: LocalC
             is_same = 0 < held() == accounting.slots["writing"] and not accounting.slots["quarantined"]
             return is_same and counters["handoffs_opened"] == counters["handoffs_closed"] > 0
 
-        until(settled)
+        eventually(settled, "engine and shard to agree")
         time.sleep(2 * LEASE_SECONDS)
         assert settled()
         assert cluster.accounting("n0").balanced

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from kvservice.lookup.server import LookupServer
 from kvservice.shard.process import HURRY_SECONDS
 from kvservice.shard.server import DEV_SHM, ShardServer, ShardServerConfig
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually_async
 from kvservice.units import BootEpoch, MiB, NodeId
 from tests.failpoints import Failpoints
 from tests.faults.rounds import rounds
@@ -40,8 +41,9 @@ async def test_announcements_stop_however_soon_after_a_kick(tmp_path: Path, turn
     holder = Holder(NodeId("n"), "127.0.0.1:1", BootEpoch(5))
     pump = AnnouncePump(Announcer(1, list), [address], lambda: holder, 1.0, lambda: None)
     run = asyncio.ensure_future(pump.run())
-    while not server.numbers().gauges["nodes_alive"]:  # it has announced itself, and waits for a heartbeat or a kick
-        await asyncio.sleep(0.02)
+    await eventually_async(
+        lambda: server.numbers().gauges["nodes_alive"], "the announcement before the first heartbeat"
+    )
     await asyncio.sleep(0.05)
     pump.kick()
     for _ in range(turns):
@@ -125,7 +127,7 @@ async def test_a_second_sigterm_ends_the_waiting_for_a_reader() -> None:
         await engine.store(chain(1, 4))
         await engine.acquire(chain(1, 4))  # and never releases
         os.kill(cluster.pid("n0"), signal.SIGTERM)
-        await until(lambda: cluster.stats("n0").draining, "the shard drains")
+        await eventually_async(lambda: asyncio.to_thread(lambda: cluster.stats("n0").draining), "the shard to drain")
         began = time.monotonic()
         os.kill(cluster.pid("n0"), signal.SIGTERM)
         await asyncio.to_thread(ended, cluster, HURRY_SECONDS)
@@ -147,10 +149,3 @@ async def test_a_thread_that_hangs_does_not_keep_a_shard_from_ending(tmp_path: P
         assert await asyncio.to_thread(ended, cluster, STOP_SECONDS if signals == 1 else HURRY_SECONDS) == 1
         await asyncio.gather(sealing, return_exceptions=True)
         engine.let_go()
-
-
-async def until(ready: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + STOP_SECONDS
-    while not await asyncio.to_thread(ready):
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.05)

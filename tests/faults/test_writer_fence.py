@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.shard.server import ShardServer, ShardServerConfig
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually_async
 from kvservice.units import BlockKey, BootEpoch, MiB, NodeId
 from tests.faults.rounds import rounds
 from tests.integration.engine import LAYOUT, Engine, attached, chain, content, spec
@@ -86,15 +87,8 @@ async def wrong_blocks(engine: Engine, keys: tuple[BlockKey, ...]) -> int:
     return wrong
 
 
-async def eventually(is_so: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.002)
-
-
 async def no_slot_rests(pool: PoolRuntime) -> None:
-    await eventually(lambda: not pool.accounting()[0]["quarantined"], "the slots to come back")
+    await eventually_async(lambda: not pool.accounting()[0]["quarantined"], "the slots to come back")
 
 
 @pytest.fixture
@@ -273,7 +267,7 @@ async def _stopped_process(played: int) -> None:
         assert slow.stdout.readline() == "wrote\n"
         assert await wrong_blocks(other, keys) == 0
         slow.communicate()
-        await eventually(lambda: not cluster.accounting("n0").slots["quarantined"], "the slots to come back")
+        await eventually_async(lambda: not cluster.accounting("n0").slots["quarantined"], "the slots to come back")
         other.let_go()
         await other.pool.close()
 
@@ -350,7 +344,7 @@ async def test_a_worker_that_comes_while_its_engine_is_looked_for_writes_into_no
             worker = threading.Thread(target=work)
             worker.start()
             pool.attachment_lost(attachment.attachment_id)
-            await eventually(lambda: bool(may_write), "the worker to have looked")  # noqa: B023
+            await eventually_async(lambda: bool(may_write), "the worker to have looked")  # noqa: B023
             outcomes[may_write[0]] += 1
             other = await Engine.attach(pool)
             await asyncio.sleep(0.02)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,10 +48,3 @@ def payload(made: Segment, slot: SlotIndex) -> bytes:
 def same(found: object, wanted: object) -> bool:
     """For blocks: in CI pytest spells out each difference of an assertion that fails, which takes it minutes here."""
     return found == wanted
-
-
-def eventually(read: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not read():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from kvservice.copying.cuda.driver import Driver
 from kvservice.copying.cuda.pinning import Pinning
 from kvservice.core.segment.copy_runs import CopyTemplate
 from kvservice.core.segment.geometry import slot_index
+from kvservice.testing.eventually import eventually
 from tests.gpu.device import block_bytes, kv_cache, layout_of
 from tests.gpu.slots import BLOCKS, ORDERS, SLOT, segment
 
@@ -75,10 +74,12 @@ def test_pinning_shows_progress_and_can_be_undone_and_done_again() -> None:
         for _ in range(2):
             pinning = Pinning(made.address, made.geometry, driver.pin, driver.unpin, driver.bind)
             seen = [pinning.share]
-            deadline = time.monotonic() + 30
-            while pinning.share < 1:
-                assert time.monotonic() < deadline
-                seen.append(pinning.share)
+
+            def is_pinned() -> bool:
+                seen.append(pinning.share)  # noqa: B023  called at once
+                return pinning.share == 1  # noqa: B023
+
+            eventually(is_pinned, "every piece pinned")
             assert seen == sorted(seen)
             assert pinning.covers(made.geometry.segment_bytes)
             pinning.undo()

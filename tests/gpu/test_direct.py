@@ -16,9 +16,10 @@ from kvservice.copying.message import CopyRow, Direction
 from kvservice.core.segment.geometry import slot_index
 from kvservice.discovery import find_copy_workers
 from kvservice.memory.segment import Segment
+from kvservice.testing.eventually import eventually
 from kvservice.units import Generation
 from tests.gpu.device import block_bytes, kv_cache
-from tests.gpu.slots import KEY, SLOT, eventually, segment, write_header
+from tests.gpu.slots import KEY, SLOT, segment, write_header
 from tests.gpu.test_worker import linked, worker
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +33,7 @@ from kvservice.memory.segment import Segment
 from kvservice.copying.message import CopyRow
 from kvservice.units import Generation, SlotIndex
 from tests.gpu.device import kv_cache
-from tests.gpu.slots import KEY, eventually
+from tests.gpu.slots import KEY
 from tests.gpu.test_worker import linked
 
 made = Segment.attach(Path(sys.argv[2]), Geometry(int(sys.argv[3]), int(sys.argv[4])))

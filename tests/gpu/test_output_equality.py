@@ -14,8 +14,8 @@ import pytest
 
 from kvservice.discovery import find_copy_workers, node_directory
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually
 from kvservice.units import MiB, NodeId
-from tests.gpu.slots import eventually
 from tests.vllm.replica import Replica
 from tests.vllm.test_service_failures import PROMPTS
 

@@ -18,9 +18,10 @@ from kvservice.copying.message import CopyOutcome, CopyRow, Direction, PoolSourc
 from kvservice.core.segment.geometry import slot_index
 from kvservice.discovery import node_directory
 from kvservice.memory.segment import Segment
+from kvservice.testing.eventually import eventually
 from kvservice.units import Generation, NodeId
 from tests.gpu.device import block_bytes, kv_cache, layout_of
-from tests.gpu.slots import BLOCKS, KEY, ORDERS, SLOT, eventually, segment, write_header
+from tests.gpu.slots import BLOCKS, KEY, ORDERS, SLOT, segment, write_header
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvservice.testing.eventually import eventually
 from tests.helm.chart import ROOT
 
 BIN = ROOT / ".venv" / "bin"
@@ -80,13 +80,15 @@ class ContainerProcess:
 
     def wait_for(self, probe: str, seconds: float) -> None:
         """Ask the probe until it succeeds."""
-        deadline = time.monotonic() + seconds
-        while not self.probe(probe):
-            ended = self.process is not None and self.process.poll() is not None
-            if ended or time.monotonic() > deadline:
-                words = self.log.read_text(errors="replace")[-3000:]
-                raise AssertionError(f"{self.container['name']}: {probe} does not succeed; it said:\n{words}")
-            time.sleep(0.1)
+
+        def said() -> str:
+            return self.log.read_text(errors="replace")[-3000:]
+
+        def succeeds() -> bool:
+            assert self.process is None or self.process.poll() is None, f"ended before its {probe}: {said()}"
+            return self.probe(probe)
+
+        eventually(succeeds, f"{probe} of {self.container['name']}", seconds, detail=said)
 
     def probe(self, name: str) -> bool:
         probe = self.container[name]

@@ -22,6 +22,7 @@ from kvservice.cli.main import app
 from kvservice.client.shard import ShardClient
 from kvservice.core.messages import MissReason, SealStatus
 from kvservice.lookup.client import LookupClient
+from kvservice.testing.eventually import eventually_async
 from tests.helm.chart import NAMESPACE, Pod, find, pod, rendered
 from tests.helm.pod_process import ContainerProcess, Place
 from tests.integration.certificates import write
@@ -150,9 +151,11 @@ async def test_block_stored_through_one_pod_is_read_through_the_other(cluster: C
     keys = chain(seed=7, count=40)
     assert await a.store(keys) == [SealStatus.SEALED] * 40
     lookup = LookupClient([f"{process.place.ip}:7400" for process in cluster.lookups])
-    deadline = time.monotonic() + 20
-    while sum(run.count for run in (await lookup.resolve(keys, 0, 5.0)).runs) < 40:
-        assert time.monotonic() < deadline, "the directory never heard of the blocks"
+
+    async def are_known() -> bool:
+        return sum(run.count for run in (await lookup.resolve(keys, 0, 5.0)).runs) == 40
+
+    await eventually_async(are_known, "the blocks in the directory")
     result = await b.read_all(keys)
     assert (len(result.blocks), result.fetched_count, result.miss) == (40, 40, MissReason.NONE)
     await lookup.close()

@@ -3,10 +3,8 @@ judges itself. Uses only what a real connector uses: PoolPort, the mapped segmen
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from kvservice.errors import Unavailable
 from kvservice.memory.liveness import LivenessLock, hold
 from kvservice.memory.segment import Segment
 from kvservice.pool.port import PoolPort
+from kvservice.testing.eventually import eventually_async
 from kvservice.units import BlockKey
 
 LAYOUT = SlotLayout(layer_count=4, kv_head_count=2, cell_bytes=8192, block_tokens=16)  # 64 KiB a block
@@ -112,13 +111,13 @@ class Engine:
 async def attached(socket: str, engine_spec: EngineSpec | None = None, seconds: float = 10.0) -> Engine:
     """An engine at the shard behind this socket, also right after its start: gRPC remembers for a second that nobody
     listened there."""
-    deadline = time.monotonic() + seconds
-    while True:
+
+    async def attach() -> Engine | None:
         client = ShardClient(socket)
         try:
             return await Engine.attach(client, engine_spec)
         except Unavailable:
             await client.close()
-            if time.monotonic() > deadline:
-                raise
-            await asyncio.sleep(0.1)
+            return None
+
+    return await eventually_async(attach, f"a shard that answers at {socket}", seconds)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import aiohttp
 
 from kvservice.proxy.server import Proxy
-from kvservice.proxy.servers import Role
+from kvservice.proxy.servers import Role, Server
 from kvservice.proxy.settings import ProxySettings
+from kvservice.testing.eventually import eventually_async
 from tests.integration.openai_server import FakeServer
 
 COMPLETIONS = "/v1/completions"
@@ -33,19 +33,18 @@ class Running:
 
     async def settled(self, *, nodes: bool = True) -> None:
         """Every server was checked, and the nodes of healthy prefill servers are known."""
-        async with asyncio.timeout(20):
-            while any(
-                server.reason == "not checked yet"
-                or (nodes and server.role is Role.PREFILL and server.healthy and server.node is None)
-                for server in self.proxy.pool
-            ):
-                await asyncio.sleep(0.01)
+
+        def is_known(server: Server) -> bool:
+            lacks_node = nodes and server.role is Role.PREFILL and server.healthy and server.node is None
+            return server.reason != "not checked yet" and not lacks_node
+
+        await eventually_async(lambda: all(map(is_known, self.proxy.pool)), "every server checked, with its node")
 
     async def idle(self) -> None:
         """Nothing is under way to any server."""
-        async with asyncio.timeout(20):
-            while any(server.in_flight for server in self.proxy.pool):
-                await asyncio.sleep(0.01)
+        await eventually_async(
+            lambda: not any(server.in_flight for server in self.proxy.pool), "nothing under way to any server"
+        )
 
 
 class Lab:

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +53,7 @@ from kvservice.discovery import copy_worker_socket, find_copy_workers, node_dire
 from kvservice.errors import ServiceConflict
 from kvservice.memory.liveness import claim
 from kvservice.memory.segment import Segment
+from kvservice.testing.eventually import eventually
 from kvservice.units import BlockKey, BootEpoch, Generation, MiB, NodeId, SlotIndex, SpanRoute
 from tests.fuzz.damage import damaged
 
@@ -183,13 +184,6 @@ class Bench:
 
 def row(block: int, slot: int, generation: int, key: BlockKey = KEY) -> CopyRow:
     return CopyRow(block, SlotIndex(slot), Generation(generation), key)
-
-
-def eventually(read: Callable[[], object], what: str, seconds: float = 15.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not read():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -438,14 +432,16 @@ def test_engine_that_reads_no_answers_is_left_and_its_slots_are_let_go(bench: Be
         rows = pack_rows([row(0, 0, 1)])
         engine.setblocking(False)
         job = 0
-        deadline = time.monotonic() + 30
-        while not bench.is_free:
-            assert time.monotonic() < deadline, "the worker waits for an engine that does not read"
+
+        def is_left() -> bool:
+            nonlocal job
             with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
                 for _ in range(50):
                     job += 1
                     engine.send(pack_copies([PackedJob(job, Direction.LOAD, rows)]))
-            time.sleep(0.01)
+            return bool(bench.is_free)
+
+        eventually(is_left, "the worker to leave an engine that does not read")
 
 
 @pytest.mark.parametrize("kind", ["too small", "can shrink", "a plain file", "no descriptor"])

@@ -6,7 +6,6 @@ import asyncio
 import json
 import signal
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from kvservice.core.messages import MissReason
 from kvservice.errors import ConfigError, KVServiceError
 from kvservice.memory.segment import segment_path
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually
 from kvservice.units import MiB, NodeId
 from kvservice.wire.v1 import common_pb2, shard_pb2, shard_pb2_grpc
 from tests.integration.engine import Engine, attached, chain
@@ -48,20 +48,13 @@ def all_nodes_run_and_are_empty(cluster: LocalCluster, monkeypatch: pytest.Monke
         if not any(record.node_id == node for record in cluster._records(node)):
             cluster.start_shard(node)
     for node in cluster.nodes:
-        wait(lambda node=node: balanced(cluster, node), f"node {node} without leases and writers")
+        eventually(lambda node=node: balanced(cluster, node), f"node {node} without leases and writers")
 
 
 def balanced(cluster: LocalCluster, node: str) -> bool:
     found = cluster.accounting(node)
     assert found.balanced, found
     return not (found.leases or found.attachments or found.slots["writing"] or found.slots["quarantined"])
-
-
-def wait(ready: Callable[[], Any], what: str, seconds: float = 15.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
-        time.sleep(0.02)
 
 
 def at(cluster: LocalCluster, node: str, work: Callable[[Engine], Awaitable[T]]) -> T:
@@ -249,7 +242,7 @@ def test_a_leaving_node_that_is_killed_leaves_its_receivers_whole(cluster: Local
     drain._ask(chosen, 10.0, True)
     assert chosen.done
     for node in receivers:
-        wait(lambda node=node: balanced(cluster, node), f"node {node} without leases and writers")
+        eventually(lambda node=node: balanced(cluster, node), f"node {node} without leases and writers")
     result = at(cluster, "n1", lambda engine: engine.read_all(prompt, timeout=2.0))
     assert len(result.blocks) in range(31)  # every promised byte was checked
 

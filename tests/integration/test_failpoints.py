@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import signal
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
@@ -18,9 +17,10 @@ import pytest
 
 from kvservice.errors import KVServiceError
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually_async
 from tests.failpoints import Failpoints
 from tests.integration.engine import Engine, attached, chain
-from tests.integration.test_two_nodes import eventually, leave
+from tests.integration.test_two_nodes import leave
 
 LEASE_SECONDS = 2.0
 STOPPED_SECONDS = 3.0  # longer than a lease, and than the directory believes in a silent node
@@ -126,10 +126,11 @@ async def heals(field: Field, seed: int) -> None:
         if (begin := len((await engine.read_all(keys)).blocks)) < BLOCKS:
             await engine.store(keys, start=begin)
     await a.store(fresh)
-    deadline = time.monotonic() + CALL_SECONDS
-    while len((await b.read_all(fresh)).blocks) < BLOCKS:
-        assert time.monotonic() < deadline, "what is stored now is never found"
-        await asyncio.sleep(0.1)
+
+    async def is_found() -> bool:
+        return len((await b.read_all(fresh)).blocks) == BLOCKS
+
+    await eventually_async(is_found, "what was stored just now, at the other node")
     assert len((await a.read_all(keys)).blocks) == len((await b.read_all(keys)).blocks) == BLOCKS
     await leave(a, b)
     for node in field.cluster.nodes:
@@ -140,4 +141,4 @@ async def heals(field: Field, seed: int) -> None:
             taken = sum(books.slots[state] for state in ("writing", "leased", "quarantined"))
             return books.leases == taken == 0
 
-        await eventually(is_settled, seconds=15.0)
+        await eventually_async(is_settled, "no lease and no slot being written")

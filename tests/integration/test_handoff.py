@@ -13,6 +13,7 @@ from kvservice.client.shard import ShardClient
 from kvservice.core.messages import AcquireResult, Handoff, MissReason
 from kvservice.errors import InvalidRequest
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually
 from kvservice.transfer.nixl import nixl_available
 from kvservice.units import BlockKey, HandoffId, MiB, NodeId
 from tests.integration.engine import Engine, chain
@@ -35,14 +36,13 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
 @pytest.fixture(autouse=True)
 def nothing_stays(cluster: LocalCluster) -> Iterator[None]:
     yield
-    deadline = time.monotonic() + LEASE_SECONDS + 5
-    while True:
-        found = [cluster.accounting(node) for node in cluster.nodes]
-        assert all(one.balanced for one in found), found
-        if not any(one.leases or one.attachments or one.slots["writing"] or one.slots["leased"] for one in found):
-            return
-        assert time.monotonic() < deadline, f"something stays: {found}"
-        time.sleep(0.1)
+    eventually(lambda: nothing_held(cluster), "no lease, attachment or slot being written", LEASE_SECONDS + 5)
+
+
+def nothing_held(cluster: LocalCluster) -> bool:
+    found = [cluster.accounting(node) for node in cluster.nodes]
+    assert all(one.balanced for one in found), found
+    return not any(one.leases or one.attachments or one.slots["writing"] or one.slots["leased"] for one in found)
 
 
 class Two:

@@ -16,10 +16,11 @@ from kvservice.client.shard import ShardClient
 from kvservice.core.messages import MissReason
 from kvservice.errors import KVServiceError
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually_async
 from kvservice.units import MiB
 from tests.integration.certificates import write
 from tests.integration.engine import Engine, chain
-from tests.integration.test_two_nodes import eventually, leave, pair
+from tests.integration.test_two_nodes import leave, pair
 
 CLIENTS = 1000
 FLOOD_SECONDS = 4.0
@@ -50,7 +51,7 @@ async def test_a_thousand_who_ask_for_one_cold_prefix_make_one_fetch(cluster: Lo
     after = cluster.stats("n1").counters
     assert after["fetched_blocks"] - before.get("fetched_blocks", 0) == 32
     await leave(a, *readers)
-    await eventually(lambda: cluster.accounting("n1").leases == 0)
+    await eventually_async(lambda: cluster.accounting("n1").leases == 0, "the leases to be released")
 
 
 async def flood(engine: Engine, seed: int, until: float) -> tuple[int, int]:
@@ -90,7 +91,7 @@ async def test_more_work_than_there_is_time_for_ends_in_time_and_leaves_nothing(
     assert shard.memory_info().rss - resident < 32 * MiB
     assert len((await b.read_all(hot)).blocks) == 64
     await leave(a, b)
-    await eventually(lambda: cluster.accounting("n1").leases == 0)
+    await eventually_async(lambda: cluster.accounting("n1").leases == 0, "the leases to be released")
     assert cluster.accounting("n1").balanced
 
 

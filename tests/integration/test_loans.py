@@ -27,8 +27,9 @@ from kvservice.copying.message import ROWS_MAX, CopyOutcome, CopyRow, Direction
 from kvservice.copying.worker.server import CopyWorker, CopyWorkerConfig
 from kvservice.core.segment.copy_runs import Descriptors
 from kvservice.core.segment.geometry import slot_index
+from kvservice.testing.eventually import eventually
 from kvservice.units import BlockKey, NodeId, SlotIndex
-from tests.integration.test_copy_worker import BLOCKS, LAYERS, SLOT, WEDGE_SECONDS, Bench, Worker, eventually, row
+from tests.integration.test_copy_worker import BLOCKS, LAYERS, SLOT, WEDGE_SECONDS, Bench, Worker, row
 
 LENT = (7, 3, 12)  # blocks of the lender
 KEYS = [BlockKey(bytes([index + 1]) * 16) for index in range(len(LENT))]

@@ -23,6 +23,7 @@ from kvservice.errors import ConfigError, Unavailable
 from kvservice.lookup.announce_pump import AnnouncePump
 from kvservice.lookup.client import LookupAnswer, LookupClient
 from kvservice.lookup.server import LookupServer
+from kvservice.testing.eventually import eventually_async
 from kvservice.units import BlockKey, BootEpoch, NodeId
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 
@@ -129,13 +130,17 @@ def known(answer: LookupAnswer) -> int:
 async def until(
     client: LookupClient, chain: Sequence[BlockKey], accept: Callable[[LookupAnswer], bool], seconds: float = 20.0
 ) -> LookupAnswer:
-    deadline = time.monotonic() + seconds
-    while True:
+    answer: LookupAnswer | None = None
+
+    async def accepted() -> LookupAnswer | None:
+        nonlocal answer
         answer = await client.resolve(chain, 0, 1.0)
-        if accept(answer):
-            return answer
-        assert time.monotonic() < deadline, f"still {known(answer)} of {len(chain)} known, complete={answer.complete}"
-        await asyncio.sleep(0.02)
+        return answer if accept(answer) else None
+
+    def told() -> str:
+        return "" if answer is None else f"{known(answer)} of {len(chain)} known, complete={answer.complete}"
+
+    return await eventually_async(accepted, "the directory to know it", seconds, detail=told)
 
 
 async def test_two_partitions_answer_one_chain_as_one_run(lookups: list[LookupProcess]) -> None:
@@ -423,12 +428,12 @@ async def test_watcher_sees_a_snapshot_and_then_every_change() -> None:
             while any(mirror.held.values()):
                 mirror.take(await events.read())
             events.cancel()
-        (stats,) = await asking.stats()
-        deadline = time.monotonic() + 3
-        while stats is not None and stats.counters["watchers"] and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+
+        async def watcher_is_gone() -> bool:
             (stats,) = await asking.stats()
-        assert stats is not None and stats.counters["watchers"] == 0, "a watcher that went leaves nothing behind"
+            return stats is not None and stats.counters["watchers"] == 0
+
+        await eventually_async(watcher_is_gone, "the watcher that went to leave nothing behind")
 
 
 async def test_watcher_hears_heartbeats_if_it_wants_and_of_nodes_that_fall_silent() -> None:

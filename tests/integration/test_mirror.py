@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from kvservice.lookup.mirror_writer import DirectoryMirror
 from kvservice.lookup.server import LookupServer
 from kvservice.serve.holdings import Holdings
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually_async
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 from tests.integration.engine import Engine, chain
 
@@ -42,13 +42,6 @@ def reader_of(cluster: LocalCluster, node: str) -> LookupClient:
     return LookupClient(addresses, mirror=mirror)
 
 
-async def eventually(check: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < deadline, f"not {what} after {seconds} s"
-        await asyncio.sleep(0.02)
-
-
 def holders(answer: LookupAnswer | None) -> set[NodeId]:
     return set() if answer is None else {holder.node_id for run in answer.runs for holder in run.holders}
 
@@ -62,10 +55,10 @@ async def test_remote_hit_is_found_without_a_call_and_other_processes_see_the_sa
     a, b = [await Engine.attach(ShardClient(cluster.socket(node))) for node in ("n0", "n1")]
     reader = reader_of(cluster, "n0")
     keys = chain(seed=1, count=300)
-    await eventually(lambda: reader.resolve_here(keys) is not None, "live")
+    await eventually_async(lambda: reader.resolve_here(keys) is not None, "a live mirror")
     await a.store(keys)
-    await eventually(lambda: knows(reader, keys), "known")
-    await eventually(lambda: cluster.stats("n1").counters["mirror_keys"] >= 300, "known to n1")
+    await eventually_async(lambda: knows(reader, keys), "the keys in the mirror")
+    await eventually_async(lambda: cluster.stats("n1").counters["mirror_keys"] >= 300, "the keys in n1's mirror")
     before = cluster.stats("n1").counters
     result = await b.read_all(keys)
     assert (len(result.blocks), result.fetched_count) == (300, 300)
@@ -85,14 +78,14 @@ async def test_lookup_shard_that_dies_is_missed_and_comes_back(cluster: LocalClu
     reader = reader_of(cluster, "n0")
     keys = chain(seed=2, count=640)
     await a.store(keys)
-    await eventually(lambda: knows(reader, keys), "known")
+    await eventually_async(lambda: knows(reader, keys), "the keys in the mirror")
     cluster.kill("lookup0")
-    await eventually(lambda: reader.resolve_here(keys) is None, "stale", STALE_SECONDS + 3)
+    await eventually_async(lambda: reader.resolve_here(keys) is None, "a stale mirror", STALE_SECONDS + 3)
     answer = await reader.resolve(keys, 0, CALL_SECONDS)
     assert holders(answer) <= {"n0"} and 0 < sum(run.count for run in answer.runs) < 640, "the other one's part"
     assert not answer.complete and reader.counters["mirror_fallback_stale"] > 0
     cluster.start_lookup(0)
-    await eventually(lambda: knows(reader, keys), "known again")
+    await eventually_async(lambda: knows(reader, keys), "the keys in the mirror again")
     await a.pool.close()
     a.let_go()
     await reader.close()
@@ -103,14 +96,14 @@ async def test_mirror_whose_shard_was_killed_is_not_believed_and_the_next_one_is
     reader = reader_of(cluster, "n0")
     keys = chain(seed=3, count=100)
     await a.store(keys)
-    await eventually(lambda: knows(reader, keys), "known")
+    await eventually_async(lambda: knows(reader, keys), "the keys in the mirror")
     cluster.kill("n0")
-    await eventually(lambda: reader.mirrored.live(2)[1] == [False, False], "stale", STALE_SECONDS + 3)
+    await eventually_async(lambda: reader.mirrored.live(2)[1] == [False, False], "a stale mirror", STALE_SECONDS + 3)
     answer = await reader.resolve(keys, 0, CALL_SECONDS)
     assert answer.complete and longest_prefix(answer.runs) == 100 and holders(answer) == {"n1"}
     assert reader.counters["lookup_rpcs"] > 0
     cluster.start_shard("n0")
-    await eventually(lambda: knows(reader, keys), "known again")
+    await eventually_async(lambda: knows(reader, keys), "the keys in the mirror again")
     await a.pool.close()
     a.let_go()
     await reader.close()
@@ -163,9 +156,9 @@ async def test_mirror_follows_a_lookup_shard_that_moves(tmp_path: Path) -> None:
     mirror = DirectoryMirror.open(tmp_path / "memory", tmp_path / MIRROR_NAME, addresses[:1], 64 << 20, epoch=1)
     assert mirror is not None
     mirror.start()
-    await eventually(lambda: mirror.counters["mirror_live_partitions"] == 1, "live")
+    await eventually_async(lambda: mirror.counters["mirror_live_partitions"] == 1, "a live mirror")
     mirror.set_addresses(addresses[1:])
-    await eventually(lambda: mirror.counters["mirror_streams"] >= 2, "at the new one")
+    await eventually_async(lambda: mirror.counters["mirror_streams"] >= 2, "a stream to the new lookup service")
     await first.stop()
     await asyncio.sleep(STALE_SECONDS)
     assert mirror.counters["mirror_live_partitions"] == 1 and mirror.counters["mirror_streams"] == 2

@@ -3,6 +3,7 @@ are asynchronous; UCX's shared memory finishes them within the post."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -24,6 +25,7 @@ from kvservice.core.segment.header import SlotHeader
 from kvservice.core.segment.refs import BlockHandle
 from kvservice.errors import TransferError
 from kvservice.memory.segment import Segment, segment_path
+from kvservice.testing.eventually import NotInTime, eventually
 from kvservice.transfer.base import Copy, PeerHandle, TransferOutcome
 from kvservice.transfer.nixl import NixlTransport, nixl_available
 from kvservice.transfer.puller import Puller, PullItem, PullJob
@@ -118,12 +120,9 @@ def read_from_stopped(transport: NixlTransport, peer: Peer) -> PeerHandle:
 
 
 def finish(transport: NixlTransport, seconds: float = WAIT_SECONDS) -> list[TransferOutcome]:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        found = [completion.outcome for completion in transport.poll()]
-        if found:
-            return found
-        time.sleep(0.001)
+    """What ended meanwhile; nothing when nothing did."""
+    with contextlib.suppress(NotInTime):
+        return eventually(lambda: [completion.outcome for completion in transport.poll()], "a completion", seconds)
     return []
 
 

@@ -17,6 +17,7 @@ import pytest
 from kvservice.proxy.plan import TIMED_OUT, Action, Relay
 from kvservice.proxy.relay import ClientExchange
 from kvservice.proxy.servers import Role
+from kvservice.testing.eventually import eventually_async
 from tests.integration.openai_server import TOKENS, FakeServer
 from tests.integration.proxy_lab import COMPLETIONS, Lab
 
@@ -118,9 +119,7 @@ async def test_a_server_that_came_back_on_another_node_is_learnt_again(lab: Lab)
     assert (await proxy.post({"prompt": LONG}))[0] == 200
     assert {server.node for server in proxy.proxy.pool if server.role is Role.PREFILL} == {None}
     again = await lab.server(node="node-2", port=port)
-    async with asyncio.timeout(20):
-        while not any(server.node for server in proxy.proxy.pool):
-            await asyncio.sleep(0.02)
+    await eventually_async(lambda: any(server.node for server in proxy.proxy.pool), "the node of the prefill server")
     await proxy.post({"prompt": LONG})
     nodes = [(seen.params or {}).get("kvservice", {}).get("node") for seen in decode.seen]
     assert nodes == ["node-1", "node-1", None, "node-2"] or nodes == ["node-1", None, "node-2"]
@@ -146,9 +145,7 @@ async def test_a_prefill_server_without_the_connector_gets_no_work(lab: Lab) -> 
     proxy = await lab.proxy([prefill], [decode])
     await proxy.settled(nodes=False)
     await prefill.until(lambda: len(prefill.probes) > 0)
-    async with asyncio.timeout(20):
-        while not any(server.plain for server in proxy.proxy.pool):
-            await asyncio.sleep(0.01)
+    await eventually_async(lambda: any(server.plain for server in proxy.proxy.pool), "a server known as plain")
     assert (await proxy.post({"prompt": LONG}))[0] == 200
     assert not prefill.seen and decode.seen[0].params is None
 
@@ -464,9 +461,11 @@ async def test_health_says_what_is_wrong_and_a_server_that_recovers_serves_again
     assert status == 503 and "no decode server is healthy" in json.loads(body)["error"]["message"]
     assert (await proxy.get("/v1/models"))[0] == 503
     decode.healthy = True
-    async with asyncio.timeout(20):
-        while (await proxy.get("/health"))[0] != 200:
-            await asyncio.sleep(0.02)
+
+    async def is_healthy() -> bool:
+        return (await proxy.get("/health"))[0] == 200
+
+    await eventually_async(is_healthy, "a healthy proxy")
     assert (await proxy.post({"prompt": "x"}))[0] == 200
     assert json.loads((await proxy.get("/v1/models"))[1])["data"][0]["port"] == decode.port
 
@@ -515,9 +514,7 @@ async def test_a_failed_server_is_looked_at_before_its_next_check_is_due(lab: La
     proxy = await lab.proxy([], [decode], check_seconds=60)
     assert (await proxy.post({"prompt": "x"}))[0] == 502
     decode.die_after = None
-    async with asyncio.timeout(20):
-        while not proxy.proxy.pool.healthy(Role.DECODE):
-            await asyncio.sleep(0.01)
+    await eventually_async(lambda: proxy.proxy.pool.healthy(Role.DECODE), "a healthy decode server", 20)
     assert (await proxy.post({"prompt": "x"}))[0] == 200
 
 
@@ -527,9 +524,7 @@ async def test_a_stream_that_has_begun_is_not_broken_by_a_health_check(lab: Lab)
     async with proxy.session.post(proxy.url + COMPLETIONS, json={"prompt": "x", "stream": True}) as response:
         await response.content.readline()
         decode.healthy = False
-        async with asyncio.timeout(20):
-            while proxy.proxy.pool.healthy(Role.DECODE):
-                await asyncio.sleep(0.01)
+        await eventually_async(lambda: not proxy.proxy.pool.healthy(Role.DECODE), "the failed health check")
         rest = await response.read()
     assert b"error" not in rest and rest.endswith(b"data: [DONE]\n\n")
 

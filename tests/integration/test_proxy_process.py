@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 
+from kvservice.testing.eventually import eventually_async
 from tests.integration.openai_server import FakeServer
 
 COMPLETIONS = "/v1/completions"
@@ -38,11 +39,11 @@ class Process:
         pytest.fail("the proxy ended before it listened")
 
     async def healthy(self) -> None:
-        while True:
+        async def is_healthy() -> bool:
             async with self.session.get(f"{self.url}/health") as response:
-                if response.status == 200:
-                    return
-            await asyncio.sleep(0.02)
+                return response.status == 200
+
+        await eventually_async(is_healthy, "a healthy proxy")
 
 
 @asynccontextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import stat
 from collections.abc import AsyncIterator, Iterator
@@ -22,6 +21,7 @@ from kvservice.errors import ConfigError, Forbidden, KVServiceError, Unavailable
 from kvservice.lookup.server import LookupServer
 from kvservice.shard.server import ShardServer, ShardServerConfig
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually_async
 from kvservice.units import BootEpoch, LeaseId, MiB, NodeId, SpanRoute
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import common_pb2, lookup_pb2, lookup_pb2_grpc
@@ -74,11 +74,11 @@ async def members(cluster: LocalCluster) -> dict[str, int]:
 
 async def everybody_is_there(cluster: LocalCluster) -> None:
     expected = {node: cluster.record(node).epoch for node in cluster.nodes}
-    for _ in range(100):
-        if await members(cluster) == expected:
-            return
-        await asyncio.sleep(0.1)
-    raise AssertionError(f"{await members(cluster)}, not {expected}")
+
+    async def are_there() -> bool:
+        return await members(cluster) == expected
+
+    await eventually_async(are_there, f"{expected} in the directory")
 
 
 async def nobody_can_speak_for(cluster: LocalCluster, node: str) -> None:
@@ -279,10 +279,6 @@ async def test_a_nodes_certificate_speaks_for_that_node_alone(tmp_path: Path) ->
                 found = await stub.FindNode(lookup_pb2.FindNodeRequest(node_id=N0), timeout=CALL_SECONDS)
                 return bool(found.node.epoch == holder.epoch)
 
-        for _ in range(50):  # n0 itself is let in
-            if await known():
-                break
-            await asyncio.sleep(0.1)
-        assert await known()
+        await eventually_async(known, "n0 itself, which is let in")
         for client in (peers, stranger):
             await client.close()

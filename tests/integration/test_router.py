@@ -10,7 +10,7 @@ import signal
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from kvservice.connector.vllm.block_hashes import block_namer
 from kvservice.core.block.keys import block_keys
 from kvservice.serve.router import KvAwareRouter
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually_async
 from tests.integration.engine import LAYOUT, Engine, spec
 
 DEPLOYMENT = DeploymentID(name="llm", app_name="test")
@@ -61,13 +62,6 @@ def request(prompt: list[int] | str, multiplexed: str = "") -> PendingRequest:
     return PendingRequest(args=[SimpleNamespace(model=MODEL, prompt=prompt)], kwargs={}, metadata=metadata)
 
 
-async def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
-
-
 class Handle:
     """One deployment handle's router, and the calls Serve makes around a request."""
 
@@ -102,7 +96,10 @@ async def handle(cluster: LocalCluster | None, *replicas: Replica, **options: An
     common = {"lookup_addresses": addresses, "service": service, "budget_ms": BUDGET_MS, **DEAR_FETCH}
     router.initialize_state(**{**common, **options})
     router.update_replicas(list(replicas))
-    await until(lambda: router._reader._loaded and (cluster is None or len(router._holdings.facts.nodes) > 0))
+    await eventually_async(
+        lambda: router._reader._loaded and (cluster is None or len(router._holdings.facts.nodes) > 0),
+        "the router to have heard of the nodes",
+    )
     await router._probe_queue_lens(list(replicas), 0)  # Serve does so as well, a moment later
     try:
         yield Handle(router)
@@ -290,10 +287,11 @@ async def test_a_hanging_service_costs_no_more_than_the_budget_and_soon_nothing(
         assert max(seconds) < 0.3, "40 ms and what a loaded machine adds"
         assert sorted(seconds)[8] < 0.03, "three failures, then it is asked no more"
         assert {reason.partition(":")[0] for reason in app.reasons} == {"fallback"}
-        deadline = time.monotonic() + 30
-        while await app.send(request(tokens(100))) != "r0" or "hit" not in app.reasons:
-            assert time.monotonic() < deadline, "the service is back and is not asked again"
-            await asyncio.sleep(0.1)
+
+        async def is_asked() -> bool:
+            return await app.send(request(tokens(100))) == "r0" and "hit" in app.reasons
+
+        await eventually_async(is_asked, "the service, which is back, to be asked again")
 
 
 async def test_a_dead_holder_in_the_directory_fails_no_request(cluster: LocalCluster, engines: list[Engine]) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import re
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from kvservice.core.messages import Holder, TakeOverItem
 from kvservice.core.segment.refs import BlockRef
 from kvservice.lookup.server import LookupServer
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually_async
 from kvservice.units import HandoffId, MiB, NodeId, SpanRoute
 from kvservice.wire.codec import decode_survey, encode_fingerprint, encode_layout, encode_refs, encode_spec
 from kvservice.wire.leaving import encode_take_over
@@ -37,7 +37,7 @@ from kvservice.wire.status import REASON_KEY
 from kvservice.wire.v1 import common_pb2, shard_pb2, shard_pb2_grpc
 from tests.fuzz.messages import Fuzzer, Menu, methods, path_of
 from tests.integration.engine import LAYOUT, Engine, chain, spec
-from tests.integration.test_two_nodes import eventually, leave
+from tests.integration.test_two_nodes import leave
 
 MESSAGES = int(os.environ.get("KVSERVICE_FUZZ_MESSAGES", "3000"))
 SEED = os.environ.get("KVSERVICE_FUZZ_SEED", "1")
@@ -241,11 +241,12 @@ async def add_to_menu(menu: Menu, engine: Engine, seed: int, cluster: LocalClust
 async def reserved(engine: Engine, count: int) -> list[BlockRef]:
     """Waits for what the messages of the round before still hold."""
     refs: list[BlockRef] = []
-    deadline = time.monotonic() + BACK_SECONDS
-    while len(refs) < count:
-        assert time.monotonic() < deadline, f"KVSERVICE_FUZZ_SEED={SEED}: nothing is free any more"
-        refs += await engine.pool.reserve(engine.id, count - len(refs))
-        await asyncio.sleep(0.0 if len(refs) == count else 0.1)
+
+    async def have_enough() -> bool:
+        refs.extend(await engine.pool.reserve(engine.id, count - len(refs)))
+        return len(refs) == count
+
+    await eventually_async(have_enough, f"free slots again (KVSERVICE_FUZZ_SEED={SEED})", BACK_SECONDS)
     return refs
 
 
@@ -279,7 +280,7 @@ async def what_the_messages_took_comes_back(cluster: LocalCluster) -> None:
         books = cluster.accounting("n0")
         return books.leases == books.attachments == books.slots["writing"] == books.slots["quarantined"] == 0
 
-    await eventually(is_free, seconds=BACK_SECONDS)
+    await eventually_async(is_free, seconds=BACK_SECONDS)
 
 
 async def still_serves(cluster: LocalCluster, seed: int) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from kvservice.core.messages import AcquireResult, MissReason, SealItem, SealSta
 from kvservice.errors import NotAttached, Unauthenticated
 from kvservice.private_files import write_private
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually_async
 from kvservice.units import BlockKey, MiB, NodeId, SpanRoute
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 from tests.integration.engine import LAYOUT, Engine, chain, content, spec
@@ -93,13 +93,6 @@ def named(engine: Engine, seed: int, count: int, key: bytes | None = None) -> tu
 
 def usage(cluster: LocalCluster, tenant: str, node: str = "n0") -> shard_pb2.TenantNumbers:
     return next(row for row in cluster.stats(node).tenants if row.name == tenant)
-
-
-async def until(holds: Callable[[], bool], what: str, seconds: float = 8.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.05)
 
 
 def held(result: AcquireResult) -> int:
@@ -184,31 +177,33 @@ async def test_a_token_is_rotated_without_losing_the_attachment_or_a_block(
 
 
 async def until_attached(client: ShardClient) -> None:
-    deadline = time.monotonic() + 8
-    while True:
+
+    async def is_taken() -> bool:
         try:
             await leave(await Engine.attach(client))
-            return
         except Unauthenticated:
-            assert time.monotonic() < deadline, "a new token is not taken"
-            await asyncio.sleep(0.1)
+            return False
+        return True
+
+    await eventually_async(is_taken, "the new token to be taken", 8.0)
 
 
 async def until_refused(cluster: LocalCluster, token: str) -> None:
-    deadline = time.monotonic() + 8
-    while True:
+
+    async def is_refused() -> bool:
         try:
             await leave(await Engine.attach(ShardClient(cluster.socket("n0"), Token(token))))
         except Unauthenticated:
-            return
-        assert time.monotonic() < deadline, "an old token is still taken"
-        await asyncio.sleep(0.1)
+            return True
+        return False
+
+    await eventually_async(is_refused, "the old token to be refused", 8.0)
 
 
 async def test_a_revoked_tenants_attachment_ends_within_seconds(cluster: LocalCluster, file: File) -> None:
     engine, other = await enter(cluster, "goner"), await enter(cluster, "a")
     file.change("goner", tokens=())
-    await until(lambda: bool(engine.lost), "a revoked tenant is still attached", 5.0)
+    await eventually_async(lambda: bool(engine.lost), "the revoked tenant to lose its attachment", 5.0)
     assert "revoked" in engine.lost[0]
     with pytest.raises(Unauthenticated):
         await enter(cluster, "goner")
@@ -218,7 +213,9 @@ async def test_a_revoked_tenants_attachment_ends_within_seconds(cluster: LocalCl
 
 async def test_a_broken_file_leaves_the_tenants_as_they_were(cluster: LocalCluster, file: File) -> None:
     file.path.write_text("{" + TOKENS["a"])
-    await until(lambda: "tenants_file_not_taken" in cluster.log("n0").read_text(), "a broken file is not said")
+    await eventually_async(
+        lambda: "tenants_file_not_taken" in cluster.log("n0").read_text(), "the log line about the broken file"
+    )
     await leave(await enter(cluster, "a"))
     file.write()
 

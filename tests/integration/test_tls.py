@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from kvservice.lookup.client import LookupClient
 from kvservice.lookup.server import LookupServer
 from kvservice.shard.server import ShardServer, ShardServerConfig
 from kvservice.testing.cluster import LocalCluster, free_port
+from kvservice.testing.eventually import eventually_async
 from kvservice.units import BootEpoch, MiB, NodeId
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
 from tests.integration.certificates import AUTHORITY, STRANGER, write
@@ -73,13 +74,6 @@ async def resolve(address: str, files: TlsFiles | None) -> None:
         await stub.Resolve(lookup_pb2.ResolveRequest(keys=b"".join(KEYS)), timeout=CALL_SECONDS)
 
 
-async def until(true: Callable[[], bool], seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
-
-
 # -- who gets in ----
 
 
@@ -91,9 +85,7 @@ async def test_a_client_with_a_certificate_reaches_everything(files: Path, tmp_p
             PeerClient("shm", NodeId("b"), tls=tls),
             Surveyor(tls),
         )
-        deadline = time.monotonic() + CALL_SECONDS
-        while not await asking.members(CALL_SECONDS):  # the shard has announced itself, over TLS too
-            assert time.monotonic() < deadline
+        await eventually_async(lambda: asking.members(CALL_SECONDS), "the announcement of the shard, over TLS too")
         assert (await asking.resolve(KEYS, 0, CALL_SECONDS)).complete
         assert (await peers.handshake(holder, CALL_SECONDS)).epoch == holder.epoch
         located = await peers.locate(holder, KEYS, NodeId("b"), CALL_SECONDS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +11,7 @@ from kvservice.client.shard import ShardClient
 from kvservice.core.messages import MissReason, SealStatus
 from kvservice.errors import FingerprintMismatch, InvalidRequest, NotAttached
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually_async
 from kvservice.transfer.nixl import nixl_available
 from tests.integration.engine import LAYOUT, Engine, chain, spec
 
@@ -121,11 +121,11 @@ async def test_lost_engine_leaves_its_writes_quarantined_until_its_processes_are
     channel, client._channel = client._channel, None
     assert channel is not None
     await channel.close(None)  # the stream breaks, but the process (this one) still holds its lock
-    await eventually(lambda: cluster.accounting("n0").slots["quarantined"] == 5)
+    await eventually_async(lambda: cluster.accounting("n0").slots["quarantined"] == 5, "five slots in quarantine")
     await asyncio.sleep(0.8)
     assert cluster.accounting("n0").slots["quarantined"] == 5, "freed while a writer may be alive"
     engine.let_go()
-    await eventually(lambda: cluster.accounting("n0").slots["quarantined"] == 0)
+    await eventually_async(lambda: cluster.accounting("n0").slots["quarantined"] == 0, "the slots to come back")
     assert cluster.accounting("n0").balanced
 
 
@@ -135,15 +135,7 @@ async def test_leases_of_a_silent_engine_end(cluster: LocalCluster) -> None:
     await a.store(keys)
     result = await a.acquire(keys)
     assert len(result.blocks) == 4
-    await eventually(lambda: cluster.accounting("n0").leases == 0, seconds=12.0)
+    await eventually_async(lambda: cluster.accounting("n0").leases == 0, "the lease to expire", 12.0)
     await a.pool.release(a.attachment.attachment_id, [result.lease_id])  # late: a counted no-op
     assert cluster.stats("n0").counters["lease_release_ignored"] >= 1
     await leave(a, b)
-
-
-async def eventually(condition: object, seconds: float = 20.0) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        await asyncio.sleep(0.05)

@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -119,11 +118,3 @@ def _ip(*words: str, check: bool = True) -> str:
     done = subprocess.run(["ip", *words], capture_output=True, text=True)
     assert not check or done.returncode == 0, f"ip {' '.join(words)}: {done.stderr.strip()}"
     return done.stdout
-
-
-def wait_for(condition: object, what: str, log: Path, seconds: float = 60.0) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: {log.read_text(errors='replace')[-2000:]}"
-        time.sleep(0.1)

@@ -11,8 +11,9 @@ from types import TracebackType
 import numpy as np
 
 from kvservice.core.segment.geometry import CONTROL_BYTES, SCRATCH_BYTES
+from kvservice.testing.eventually import eventually
 from tests.integration.certificates import write
-from tests.netns.hosts import RUNTIME_ROOT, Host, wait_for
+from tests.netns.hosts import RUNTIME_ROOT, Host
 
 SERVICE = "netns"
 LOOKUP_PORT = 7400
@@ -90,7 +91,11 @@ class Service:
 
     def _wait(self, index: int, times: int) -> None:
         log = self._log(index)
-        wait_for(lambda: log.read_text().count(READY) >= times, f"shard on {self.hosts[index].address}", log)
+        eventually(
+            lambda: log.read_text().count(READY) >= times,
+            f"shard on {self.hosts[index].address}",
+            detail=lambda: log.read_text(errors="replace")[-2000:],
+        )
 
     def _log(self, index: int) -> Path:
         return self._logs / f"shard{index}.log"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from kvservice.testing.eventually import eventually
 from kvservice.transfer.nixl import nixl_available
 from tests.netns.blocks import RemoteEngine
 from tests.netns.cuts import both_ways, cable_out, no_way
@@ -68,13 +69,6 @@ def settled(books: dict[str, object]) -> bool:
     slots = books["slots"]
     assert books["balanced"] and isinstance(slots, dict)
     return books["leases"] == 0 and slots.get("quarantined", 0) == slots.get("leased", 0) == 0
-
-
-def eventually(read: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + HEALED_SECONDS
-    while not read():
-        assert time.monotonic() < deadline, f"{what}: not within {HEALED_SECONDS} s"
-        time.sleep(0.3)
 
 
 @pytest.fixture(scope="module")

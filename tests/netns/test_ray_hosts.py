@@ -11,18 +11,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvservice.testing.eventually import eventually
 from kvservice.transfer.nixl import nixl_available
 from tests.integration.certificates import write
 from tests.integration.engine import LAYOUT
 from tests.netns.blocks import RemoteEngine
-from tests.netns.hosts import RUNTIME_ROOT, Host, Hosts, wait_for, why_not
+from tests.netns.hosts import RUNTIME_ROOT, Host, Hosts, why_not
 
 REASON = why_not() or (None if nixl_available() else "NIXL is not installed")
 pytestmark = [
@@ -64,7 +64,11 @@ class Site:
         is_head = self.host.address == self._head
         role = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"] if is_head else ["--address", self.ray]
         self.host.run([RAY, "start", *role, *common], self._log, **self._environment)
-        wait_for(lambda: "Ray runtime started" in self._log.read_text(), f"Ray on {self.host.address}", self._log, 120)
+        eventually(
+            lambda: "Ray runtime started" in self._log.read_text(),
+            f"Ray on {self.host.address}",
+            detail=lambda: self._log.read_text(errors="replace")[-2000:],
+        )
 
     def use(self, **settings: Path) -> None:
         """By the commands from now on; parts on Ray's nodes are told by `up`."""
@@ -120,11 +124,13 @@ def sites(tmp_path: Path) -> Iterator[tuple[Site, Site]]:
 
 
 def settled(read: Callable[[], dict[str, Any]], condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    deadline = time.monotonic() + 90
-    while not condition(state := read()):
-        assert time.monotonic() < deadline, f"not so within 90 s: {json.dumps(state, indent=1)}"
-        time.sleep(0.5)
-    return state
+    """The first state that meets the condition."""
+
+    def accepted() -> dict[str, Any] | None:
+        state = read()
+        return state if condition(state) else None
+
+    return eventually(accepted, "a settled service", detail=lambda: json.dumps(read(), indent=1))
 
 
 def hosts_of(rows: list[dict[str, Any]], key: str) -> list[str]:

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from kvservice.cli.status import collect
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
 from kvservice.discovery import find_shards
+from kvservice.testing.eventually import eventually
 from kvservice.units import MiB
 from tests.failpoints import Failpoints
 from tests.integration.engine import Engine, chain
@@ -100,13 +100,6 @@ def end(helpers: dict[int, str]) -> None:
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/cmdline").read_text() == command:
                 os.kill(pid, signal.SIGKILL)
-
-
-def eventually(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {WAIT_SECONDS} s"
-        time.sleep(0.3)
 
 
 def described() -> dict[str, Any]:

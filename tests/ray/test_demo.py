@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from examples.demo.network import why_not
+from kvservice.testing.eventually import NotInTime, eventually
 
 pytestmark = pytest.mark.ray
 
@@ -55,12 +57,12 @@ class Demo:
         return found
 
     def wait_for(self, moment: Callable[[], Any], what: str) -> Any:
-        deadline = time.monotonic() + MOMENT_SECONDS
-        while not (seen := moment()):
-            assert self.process.poll() is None, f"ended before {what}: {self.log.read_text()}"
-            assert time.monotonic() < deadline, f"no {what} within {MOMENT_SECONDS} s: {self.log.read_text()}"
-            time.sleep(0.05)
-        return seen
+        def seen() -> Any:
+            found = moment()
+            assert found or self.process.poll() is None, f"ended before {what}: {self.log.read_text()}"
+            return found
+
+        return eventually(seen, what, MOMENT_SECONDS, detail=self.log.read_text)
 
     def ended(self, seconds: float = END_SECONDS) -> tuple[int, str]:
         """Exit code and output."""
@@ -68,13 +70,15 @@ class Demo:
         return code, self.log.read_text()
 
     def left(self) -> list[str]:
-        deadline = time.monotonic() + GONE_SECONDS
-        while True:
+        """What is still there when it had time to go."""
+
+        def found() -> list[str]:
             files = [*self.segments, *(path for path in self.runtime.rglob("*") if not path.is_dir())]
-            found = [*map(str, files), *self.processes().values()]
-            if not found or time.monotonic() > deadline:
-                return found
-            time.sleep(0.2)
+            return [*map(str, files), *self.processes().values()]
+
+        with contextlib.suppress(NotInTime):
+            eventually(lambda: not found(), "nothing left behind", GONE_SECONDS)
+        return found()
 
 
 Start = Callable[..., Demo]

@@ -9,8 +9,7 @@ import asyncio
 import os
 import signal
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from kvservice.core.block.keys import span_route
 from kvservice.core.messages import SealItem, SealStatus
 from kvservice.core.segment.copy_runs import RegionLayout
 from kvservice.discovery import find_copy_workers, find_shards
+from kvservice.testing.eventually import eventually, eventually_async
 from kvservice.units import MiB
 from tests.integration.engine import LAYOUT, Engine, chain, content
 from tests.integration.test_copy_worker import WALL, stop_thread
@@ -73,14 +73,6 @@ def config(runtime: Path) -> Iterator[ServiceConfig]:
         deploy.down("gw")
 
 
-def eventually(read: Callable[[], Any], what: str, seconds: float = 90.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := read()):
-        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
-        time.sleep(0.1)
-    return found
-
-
 def workers() -> list[dict[str, Any]]:
     handle = deploy.find("gw")
     assert handle is not None
@@ -113,8 +105,7 @@ async def copied(link: WorkerLink, direction: Direction, rows: list[CopyRow]) ->
     ticket = link.submit(direction, rows)
     assert ticket is not None
     link.flush()
-    while not ticket.query():
-        await asyncio.sleep(0.01)
+    await eventually_async(ticket.query, "the end of the copy")
     assert ticket.succeeded()
 
 

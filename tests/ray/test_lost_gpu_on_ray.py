@@ -17,8 +17,9 @@ from kvservice.copying.cuda.driver import Driver
 from kvservice.copying.engine.link import WorkerLink
 from kvservice.copying.message import CopyRow, Direction
 from kvservice.discovery import find_shards
+from kvservice.testing.eventually import eventually
 from kvservice.units import MiB
-from tests.gpu.slots import KEY, eventually
+from tests.gpu.slots import KEY
 from tests.integration.engine import Engine
 from tests.ray.test_gpu_worker_on_ray import REGION, pool_of
 from tests.ray_nodes import ray_nodes

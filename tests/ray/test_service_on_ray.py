@@ -28,6 +28,7 @@ from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
 from kvservice.discovery import find_shards
 from kvservice.errors import ServiceConflict, Unavailable
+from kvservice.testing.eventually import eventually
 from kvservice.units import GiB, MiB
 from tests.integration.certificates import write
 from tests.integration.engine import Engine, chain
@@ -76,14 +77,6 @@ def config(cluster: Cluster, runtime: Path, certificates: Path) -> Iterator[Serv
     deploy.up(wanted).wait_complete(WAIT_SECONDS)
     yield wanted
     deploy.down("rt")
-
-
-def eventually(read: Callable[[], Any], what: str, seconds: float = WAIT_SECONDS) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := read()):
-        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
-        time.sleep(0.2)
-    return found
 
 
 def described(service: str = "rt") -> dict[str, Any]:

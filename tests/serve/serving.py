@@ -6,8 +6,7 @@ import contextlib
 import os
 import socket
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,14 +129,6 @@ def replica_processes(deployment: str, node: Any = None) -> list[psutil.Process]
         with contextlib.suppress(psutil.Error):
             if "ServeReplica" in " ".join(process.cmdline()) and deployment in " ".join(process.cmdline()):
                 found.append(process)
-    return found
-
-
-def eventually(read: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := read()):
-        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
-        time.sleep(0.2)
     return found
 
 

@@ -24,6 +24,7 @@ from examples.demo.serve import MODEL, wait_running
 from kvservice.actors import deploy
 from kvservice.serve.section import parse_section
 from kvservice.serve.service import ensure_service
+from kvservice.testing.eventually import eventually
 from tests.serve.serving import (
     SERVICE,
     Serving,
@@ -31,7 +32,6 @@ from tests.serve.serving import (
     counters,
     deploy_file,
     engine,
-    eventually,
     known_keys,
     node,
     replica_processes,

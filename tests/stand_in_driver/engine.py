@@ -23,8 +23,9 @@ from kvservice.copying.message import CopyRow, Direction, MemoryKind, PoolSource
 from kvservice.core.segment.copy_runs import RegionLayout
 from kvservice.discovery import node_directory
 from kvservice.memory.segment import Segment
+from kvservice.testing.eventually import eventually
 from kvservice.units import NodeId
-from tests.gpu.slots import BLOCKS, CELL, HEADS, LAYERS, SIZES, SLOT, TOKENS, eventually
+from tests.gpu.slots import BLOCKS, CELL, HEADS, LAYERS, SIZES, SLOT, TOKENS
 from tests.stand_in_driver.build import LIBRARY, ROOT
 
 OFFSET = 4096  # the KV cache does not begin where its allocation begins: torch sub-allocates

@@ -14,8 +14,9 @@ from kvservice.copying.cuda.driver import Driver
 from kvservice.copying.message import CopyRow
 from kvservice.core.segment.geometry import slot_index
 from kvservice.discovery import find_copy_workers
+from kvservice.testing.eventually import eventually
 from kvservice.units import Generation
-from tests.gpu.slots import KEY, eventually, same, segment
+from tests.gpu.slots import KEY, same, segment
 from tests.stand_in_driver.engine import WEDGE_SECONDS, Cache, cache_of, linked, worker
 from tests.stand_in_driver.test_worker import Bench, bench
 

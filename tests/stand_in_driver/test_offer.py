@@ -15,8 +15,9 @@ from kvservice.copying.engine.link import WorkerLink
 from kvservice.copying.message import CopyRow, Direction, PoolSource
 from kvservice.core.segment.geometry import slot_index
 from kvservice.errors import UnsupportedLayout
+from kvservice.testing.eventually import eventually
 from kvservice.units import Generation
-from tests.gpu.slots import KEY, SLOT, eventually, payload, same, segment, write_header
+from tests.gpu.slots import KEY, SLOT, payload, same, segment, write_header
 from tests.stand_in_driver.engine import WEDGE_SECONDS, Cache, Event, cache_of, copy, worker
 
 

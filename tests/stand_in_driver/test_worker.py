@@ -119,7 +119,7 @@ from kvservice.memory.segment import Segment
 from kvservice.copying.cuda.driver import Driver
 from kvservice.copying.message import CopyRow
 from kvservice.units import Generation, SlotIndex
-from tests.gpu.slots import KEY, eventually
+from tests.gpu.slots import KEY
 from tests.stand_in_driver.engine import Cache, linked
 
 driver = Driver.of_device("0")

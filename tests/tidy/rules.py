@@ -384,6 +384,17 @@ def tests_that_check(root: Path) -> list[str]:
     ]
 
 
+def one_wait(root: Path) -> list[str]:
+    """Tests wait with `kvservice.testing.eventually`: it names what was awaited, and one variable makes it patient."""
+    return [
+        f"{path.relative_to(root)}:{node.lineno}: wait with kvservice.testing.eventually"
+        for path in sources(root, "tests")
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.While)
+        and {"sleep", "monotonic"} <= {called_name(call) for call in ast.walk(node) if isinstance(call, ast.Call)}
+    ]
+
+
 def is_check(node: ast.AST) -> bool:
     if isinstance(node, ast.Assert):
         return True
@@ -408,5 +419,6 @@ RULES = {
         no_drawers,
         actors_link,
         tests_that_check,
+        one_wait,
     )
 }

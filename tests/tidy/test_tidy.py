@@ -85,6 +85,11 @@ FAULTS = [
     ("no_drawers", "actors/helpers.py", ""),
     ("no_drawers", "kvservice/common/x.py", ""),
     ("tests_that_check", "tests/test_x.py", "def test_x():\n    print('fine')\n"),
+    (
+        "one_wait",
+        "tests/test_x.py",
+        "import time\nassert 1\nwhile time.monotonic() < 5:\n    time.sleep(0.1)\n",
+    ),
 ]
 
 

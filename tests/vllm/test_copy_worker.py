@@ -4,7 +4,6 @@ and stopped: the same tokens as without any cache, always, and copies that reall
 from __future__ import annotations
 
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually
 from kvservice.units import MiB
 from tests.failpoints import Failpoints
 from tests.vllm.replica import Replica
@@ -53,12 +53,15 @@ def wanted(without_cache: Replica) -> list[list[int]]:
 
 def wait_connected(replica: Replica, times: int) -> Counter[str]:
     """Counters reach the engine's scheduler with its steps, so there have to be some."""
-    deadline = time.monotonic() + 30
-    while (counters := replica.counters())["copy_worker_connected"] < times:
-        assert time.monotonic() < deadline, f"the engine never came to the worker: {counters}"
+
+    def connected() -> Counter[str] | None:
+        counters = replica.counters()
+        if counters["copy_worker_connected"] >= times:
+            return counters
         replica.ask("Once", 2)
-        time.sleep(0.2)
-    return counters
+        return None
+
+    return eventually(connected, "the engine's link to the worker", detail=replica.counters)
 
 
 def test_tokens_are_equal_cold_and_warm_with_every_copy_in_the_worker(

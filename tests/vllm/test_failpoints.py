@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually
 from kvservice.units import MiB
 from tests.failpoints import Failpoints
 from tests.vllm.replica import Replica, close_all
@@ -35,14 +36,14 @@ class Setup:
 
     def until_settled(self, taken: set[str]) -> None:
         """No slot is in one of these states, and no lease is left."""
-        deadline = time.monotonic() + SETTLED_SECONDS
-        while True:
+
+        def is_settled() -> bool:
             books = self.cluster.accounting("n0")
             assert books.balanced, books.violation
-            if not books.leases and not any(books.slots[state] for state in taken):
-                return
-            assert time.monotonic() < deadline, f"taken for ever: {books}"
-            time.sleep(0.1)
+            return not books.leases and not any(books.slots[state] for state in taken)
+
+        what = f"no lease, and no slot {' or '.join(sorted(taken))}"
+        eventually(is_settled, what, SETTLED_SECONDS, detail=lambda: self.cluster.accounting("n0"))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ Two engines share node n0, a third one is on n1. float32, so that a difference i
 from __future__ import annotations
 
 import random
-import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually
 from kvservice.units import MiB
 from tests.vllm.replica import Replica
 from tests.vllm.tiny_model import make_gemma3
@@ -63,13 +63,12 @@ class Setup:
 
     def settle(self, name: str) -> None:
         """Everything that the engine stored so far is sealed, and announced."""
-        deadline = time.monotonic() + 10
-        while True:
+
+        def is_stored() -> bool:
             counters = self[name].counters()
-            if sum(counters[f"seal_{end}"] for end in SEAL_ENDS) >= counters["store_blocks_planned"]:
-                break
-            assert time.monotonic() < deadline, f"never stored: {counters}"
-            time.sleep(0.05)
+            return sum(counters[f"seal_{end}"] for end in SEAL_ENDS) >= counters["store_blocks_planned"]
+
+        eventually(is_stored, f"the blocks of {name} sealed", detail=self[name].counters)
         self.cluster.wait_until_announced("n1" if name == "far" else "n0")
 
     def hit(self, name: str, text: Prompt, tokens: int = 16) -> tuple[list[int], int, Counter[str]]:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually
 from kvservice.units import MiB
 from tests.vllm.replica import Replica
 
@@ -40,19 +41,15 @@ class Pair:
         for replica in (self.prefill, self.decode):
             replica.ready()
         for replica in (self.prefill, self.decode):
-            until(lambda replica=replica: replica.ask("Once", 2) and replica.counters()["copy_worker_connected"])  # type: ignore[misc]
+            eventually(
+                lambda replica=replica: replica.ask("Once", 2) and replica.counters()["copy_worker_connected"],
+                "the engine's link to the worker",
+            )
 
     def settled(self) -> bool:
         found = self.cluster.accounting("n0")
         assert found.balanced, found
         return found.leases == 0 and found.slots["leased"] == 0
-
-
-def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +93,7 @@ def test_decode_copies_from_the_blocks_of_the_prefill(pair: Pair) -> None:
     assert returned["loan_blocks_returned"] == returned["loan_blocks"]
     for replica in (pair.prefill, pair.decode):
         replica.reset()  # its block pool is whole
-    until(pair.settled, LEASE_SECONDS + 3)
+    eventually(pair.settled, "no lease", LEASE_SECONDS + 3)
 
 
 def test_loan_that_nobody_takes_ends_and_a_dead_prefill_leaves_the_slots(pair: Pair) -> None:
@@ -124,4 +121,4 @@ def test_loan_that_nobody_takes_ends_and_a_dead_prefill_leaves_the_slots(pair: P
     pair.decode.send_prompt(prompt(11), consume, TOKENS)
     assert pair.decode.first_answer()["token_ids"] == wanted
     pair.decode.reset()
-    until(pair.settled, LEASE_SECONDS + 3)
+    eventually(pair.settled, "no lease", LEASE_SECONDS + 3)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvservice.testing.eventually import eventually
 from tests.vllm.replica import Replica, close_all
 
 pytestmark = pytest.mark.vllm
@@ -29,10 +30,9 @@ def prompt(name: str, sentences: int, tail: str = "That evening") -> str:
 
 def settle(replica: Replica, blocks: int) -> None:
     """Wait until so many blocks are sealed: digests are computed after the answer."""
-    deadline = time.monotonic() + 10
-    while replica.counters()["stored_blocks"] < blocks:
-        assert time.monotonic() < deadline, f"never stored: {replica.counters()}"
-        time.sleep(0.05)
+    eventually(
+        lambda: replica.counters()["stored_blocks"] >= blocks, f"{blocks} stored blocks", detail=replica.counters
+    )
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,15 @@ producer reads nothing, so what it says to a whole request is what one engine al
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually
 from kvservice.units import MiB
 from tests.vllm.replica import Replica, close_all
 
@@ -57,14 +57,13 @@ class Setup:
 
     def settle(self) -> None:
         """Every slot is accounted for and nothing stays leased, within a lease."""
-        deadline = time.monotonic() + LEASE_SECONDS + 3
-        while True:
+
+        def is_settled() -> bool:
             found = [self.cluster.accounting(node) for node in self.cluster.nodes]
             assert all(one.balanced for one in found), found
-            if all(one.leases == 0 and one.slots["leased"] == 0 for one in found):
-                return
-            assert time.monotonic() < deadline, f"something stays leased: {found}"
-            time.sleep(0.1)
+            return all(one.leases == 0 and one.slots["leased"] == 0 for one in found)
+
+        eventually(is_settled, "the leases to end", LEASE_SECONDS + 3)
 
     def close(self) -> None:
         close_all(self.replicas.values())
@@ -96,13 +95,6 @@ def fetched(setup: Setup) -> int:
     return setup.cluster.stats("n1").counters.get("fetched_blocks", 0)
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_decode_continues_what_the_prefill_answered(setup: Setup) -> None:
     prompt = setup.prompt()
     prefill, decode = setup.replicas["prefill"], setup.replicas["decode"]
@@ -125,7 +117,7 @@ def test_decode_pulls_while_the_prefill_computes(setup: Setup) -> None:
     before = fetched(setup)
     decode.send_prompt(prompt, consume, TOKENS)
     prefill.send_prompt(prompt, produce, 1)
-    until(lambda: fetched(setup) > before)
+    eventually(lambda: fetched(setup) > before, "a fetched block")
     arrived_early = fetched(setup) - before
     prefill.first_answer()
     answer = decode.first_answer()
@@ -168,7 +160,7 @@ def test_decode_that_is_aborted_while_it_waits_leaves_nothing(setup: Setup) -> N
     prefill.send_prompt(prompt, produce, 1)
     assert decode.answer()["outputs"] == []
     prefill.first_answer()
-    until(lambda: setup.cluster.stats("n1").counters.get("acquires_cancelled", 0) >= 1)
+    eventually(lambda: setup.cluster.stats("n1").counters.get("acquires_cancelled", 0) >= 1, "the cancelled acquire")
 
 
 def test_prefill_that_is_aborted_is_finished_by_the_decode(setup: Setup) -> None:
@@ -209,12 +201,14 @@ def test_prefill_shard_killed_midway_is_finished_by_the_decode(setup: Setup) -> 
     before, attached = fetched(setup), prefill.counters()["attached"]
     decode.send_prompt(prompt, consume, TOKENS)
     prefill.send_prompt(prompt, produce, 1)
-    until(lambda: fetched(setup) > before)
+    eventually(lambda: fetched(setup) > before, "a fetched block")
     setup.cluster.kill("n0")
     first = prefill.first_answer()
     answer = decode.first_answer()
     setup.cluster.start_shard("n0")
-    until(lambda: prefill.counters()["attached"] > attached)  # the next test hands off again
+    eventually(
+        lambda: prefill.counters()["attached"] > attached, "the next attachment"
+    )  # the next test hands off again
     assert answer["token_ids"] == setup.wanted(prompt)
     assert answer["token_ids"][:1] == first["token_ids"]
 
@@ -226,7 +220,7 @@ def test_prefill_engine_killed_midway_is_finished_by_the_decode(setup: Setup) ->
     before = fetched(setup)
     decode.send_prompt(prompt, consume, TOKENS)
     prefill.send_prompt(prompt, produce, 1)
-    until(lambda: fetched(setup) > before)
+    eventually(lambda: fetched(setup) > before, "a fetched block")
     prefill.kill()
     answer = decode.first_answer()
     setup.start("prefill", "n0", "kv_producer").ready()

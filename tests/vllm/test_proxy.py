@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ import pytest
 
 from kvservice.cli.explain import explain
 from kvservice.testing.cluster import LocalCluster, free_port
+from kvservice.testing.eventually import eventually
 from kvservice.units import MiB
 from tests.vllm import nursery
 from tests.vllm.replica import BLOCKS
@@ -78,34 +78,30 @@ class Servers:
         return f"http://127.0.0.1:{port}"
 
     def _wait(self, url: str, name: str) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            try:
-                with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-                    if answer.status == 200:
-                        return
-            except OSError:
-                time.sleep(0.5)
-            log = (self._logs / f"{name}.log").read_text(errors="replace")
-            assert time.monotonic() < deadline, f"{name} did not start: {log[-3000:]}"
-            assert all(process.poll() is None for process in self.processes), f"{name} ended: {log[-3000:]}"
+        def said() -> str:
+            return (self._logs / f"{name}.log").read_text(errors="replace")[-3000:]
+
+        def is_healthy() -> bool:
+            assert all(process.poll() is None for process in self.processes), f"{name} ended: {said()}"
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+            return False
+
+        eventually(is_healthy, f"a healthy {name}", START_SECONDS, detail=said)
 
     def fetched(self) -> int:
         return self.cluster.stats("n1").counters.get("fetched_blocks", 0)
 
     def explained(self, request_id: str, node: str) -> dict[str, Any]:
         """What `kvservice explain` tells of a request that has ended, at this node."""
-        deadline = time.monotonic() + 10
-        while True:
+
+        def row() -> dict[str, Any] | None:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("KVSERVICE_RUNTIME_DIR", str(self.cluster.root))
                 state = explain(self.cluster.service, request_id)
-            found = [row for row in state["requests"] if row["node"] == node and row["finished"]]
-            if found:
-                row: dict[str, Any] = found[0]
-                return row
-            assert time.monotonic() < deadline, state
-            time.sleep(0.3)
+            return next((row for row in state["requests"] if row["node"] == node and row["finished"]), None)
+
+        return eventually(row, f"what {node} tells of {request_id}")
 
     def close(self) -> None:
         for process in reversed(self.processes):
@@ -171,8 +167,6 @@ def test_client_that_leaves_and_prefill_that_dies_hurt_nobody_else(servers: Serv
     servers.kill(servers.processes[0])
     assert complete(servers.proxy, "Alone now. " + prompt).choices[0].text
     assert complete(servers.proxy, prompt).choices[0].text == wanted
-    deadline = time.monotonic() + 15
-    while any(servers.cluster.accounting(node).leases for node in servers.cluster.nodes):
-        assert time.monotonic() < deadline, "something stays leased"
-        time.sleep(0.2)
+    cluster = servers.cluster
+    eventually(lambda: not any(cluster.accounting(node).leases for node in cluster.nodes), "the leases to end", 15)
     assert all(servers.cluster.accounting(node).balanced for node in servers.cluster.nodes)

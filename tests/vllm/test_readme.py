@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import pytest
 
 from kvservice.cli.status import collect
 from kvservice.testing.cluster import free_port
+from kvservice.testing.eventually import NotInTime, eventually
 from tests.conftest import SHARED_MEMORY
 from tests.vllm.shared_memory import vllm_segments_removed
 
@@ -65,10 +65,8 @@ def test_the_commands_of_the_first_run_serve_and_store(here: Path) -> None:
             usage = json.loads(asked.stdout)["usage"]
             assert (usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]) == (1177, 0)
             assert "kvservice: attached to node local" in log.read_text()
-            deadline = time.monotonic() + 30
-            while sealed() < 9:  # of 128 tokens each: the 1,152 that a second answer has from the pool
-                assert time.monotonic() < deadline
-                time.sleep(0.2)
+            # Of 128 tokens each: the 1,152 that a second answer has from the pool.
+            eventually(lambda: sealed() >= 9, "nine sealed blocks")
         finally:
             end(process)
 
@@ -77,11 +75,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
     """As Ctrl-C does; the service, which is in the background, ends last."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGINT)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and (
-        process.poll() is None or list(SHARED_MEMORY.glob(f"kvservice-{SERVICE}-*"))
-    ):
-        time.sleep(0.1)
+
+    def is_gone() -> bool:
+        return process.poll() is not None and not list(SHARED_MEMORY.glob(f"kvservice-{SERVICE}-*"))
+
+    with contextlib.suppress(NotInTime):
+        eventually(is_gone, "the end of engine and service", 60)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -94,11 +93,13 @@ def sealed() -> int:
 
 
 def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
+    def said() -> str:
+        return log.read_text()[-4000:]
+
+    def is_healthy() -> bool:
+        assert process.poll() is None, said()
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
+            return True
+        return False
+
+    eventually(is_healthy, f"an answer at {url}", START_SECONDS, detail=said)

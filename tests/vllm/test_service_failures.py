@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually
 from kvservice.units import MiB
 from tests.vllm.replica import Replica, close_all
 
@@ -60,20 +60,14 @@ def during(replica: Replica, action: Callable[[], None], delay: float) -> list[l
 
 
 def wait_attached(replica: Replica, times: int) -> None:
-    deadline = time.monotonic() + 20
-    while replica.counters()["attached"] < times:
-        assert time.monotonic() < deadline, "the engine never came back to the service"
-        time.sleep(0.1)
+    eventually(lambda: replica.counters()["attached"] >= times, "the engine to come back to the service")
 
 
 def test_what_one_replica_computed_is_a_remote_hit_at_the_other(
     cluster: LocalCluster, replicas: dict[str, Replica], wanted: list[list[int]]
 ) -> None:
     assert replicas["n0"].tokens(PROMPTS, 12) == wanted
-    deadline = time.monotonic() + 20
-    while cluster.directory_size() < len(PROMPTS) * 9:
-        assert time.monotonic() < deadline, "the directory was never told of the blocks"
-        time.sleep(0.05)
+    eventually(lambda: cluster.directory_size() >= len(PROMPTS) * 9, "the blocks in the directory")
     before = cluster.stats("n1").counters.get("fetched_blocks", 0)
     answer = replicas["n1"].ask_all(PROMPTS, 12)
     assert [output["token_ids"] for output in answer["outputs"]] == wanted
