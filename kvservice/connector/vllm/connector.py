@@ -9,12 +9,13 @@ logged once per kind, and the engine goes on as if the cache had nothing.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,7 +33,7 @@ from vllm.v1.request import RequestStatus
 
 from kvservice.connector.cache_groups import Table
 from kvservice.connector.options import AdapterFiles, ConnectorOptions, CopierChoice, Layerwise, Offload
-from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport
+from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill, decode_params, parse_public_tokens, parse_transfer_params
 from kvservice.connector.scheduler.pool_choice import PoolChoice, choose_pool
@@ -42,6 +43,7 @@ from kvservice.connector.vllm import compat
 from kvservice.connector.vllm.lora import Adapters, located
 from kvservice.connector.vllm.pins import PoolPins
 from kvservice.connector.vllm.stats import ConnectorPromMetrics, ConnectorStats
+from kvservice.connector.vllm.step_failures import PlanningFailures, WorkerFailures
 from kvservice.connector.weights import Terms
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.half import WorkerHalf
@@ -122,15 +124,9 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._failures: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
         self._step: tuple[float, int] | None = None  # (start, tokens) of the step in flight
-        self._unplanned: set[str] = set()  # requests that the engine gave blocks for a load nobody could plan
-        self._given_up: set[str] = set()  # requests for which some entry failed: nothing more is promised to them
-        self._unstarted: set[str] = set()  # loads that were planned and did not get as far as a worker
-        self._unstored: set[int] = set()  # likewise stores
+        self._planning = PlanningFailures()
+        self._copying = WorkerFailures()
         self._layerwise = self._options.layerwise
-        self._layered: dict[str, LoadPlan] = {}  # worker role: of this step
-        self._layered_sound: set[str] = set()
-        self._sync_promised: dict[str, int] = {}  # scheduler role: blocks of its own the engine had then
-        self._sync_taken: dict[str, list[int]] = {}  # blocks that the step being planned computes on
         self._adapters = Adapters(located, files_stay=self._options.adapter_files is AdapterFiles.IMMUTABLE)
         self._terms = Terms(_path(self._options.weights_version_file))
         self._pins: PoolPins | None = None
@@ -198,6 +194,14 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             log.error("connector entry failed, going on without the cache for it: %s", kind, exc_info=error)
         self._failures[kind] += 1
 
+    @contextlib.contextmanager
+    def _guard(self, entry: str) -> Iterator[None]:
+        """An exception inside is counted and logged once per kind; the code after the block runs all the same."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  the engine's loop must go on whatever happens here
+            self.note_failure(entry, error)
+
     @property
     def requires_kv_delivery(self) -> bool:
         return False  # a dropped store is only a later miss
@@ -253,14 +257,13 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None or request.skip_reading_prefix_cache:
             return 0, False
-        if request.request_id in self._given_up:
+        if self._planning.has_given_up(request.request_id):
             return (None if self._scheduler.must_wait(request.request_id, num_computed_tokens) else 0), False
         answer = self._scheduler.matched(request.request_id, num_computed_tokens, request.num_tokens, time.monotonic())
         if isinstance(answer, Wait):
             return None, False
-        self._sync_promised.pop(request.request_id, None)
-        if answer.layered:
-            self._sync_promised[request.request_id] = num_computed_tokens // self._spec.layout.block_tokens
+        own = num_computed_tokens // self._spec.layout.block_tokens
+        self._planning.promised(request.request_id, own if answer.layered else None)
         return answer.tokens, answer.tokens > 0 and not answer.layered
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
@@ -269,19 +272,15 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.pin_with(self._pins)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        first = self._sync_promised.pop(request.request_id, None)
-        if first is not None and num_external_tokens:
-            self._sync_taken[request.request_id] = list(blocks.get_block_ids()[0][first:])
-        if self._scheduler is not None and not self._allocated(request, blocks, num_external_tokens):
-            self._given_up.add(request.request_id)
-            if num_external_tokens and first is None:  # the engine waits: the workers will say that the load failed
-                self._unplanned.add(request.request_id)
-
-    @guarded(lambda: False)
-    def _allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> bool:
-        assert self._scheduler is not None
-        self._scheduler.allocated(request.request_id, self._table(blocks.get_block_ids()), num_external_tokens)
-        return True
+        if self._scheduler is None:
+            return
+        block_ids = blocks.get_block_ids()
+        waits = self._planning.take_promise(request.request_id, block_ids[0], num_external_tokens)
+        try:
+            self._scheduler.allocated(request.request_id, self._table(block_ids), num_external_tokens)
+        except Exception as error:  # noqa: BLE001  the engine's loop must go on whatever happens here
+            self.note_failure("update_state_after_alloc", error)
+            self._planning.give_up(request.request_id, engine_waits=waits and num_external_tokens > 0)
 
     @guarded(dict)
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
@@ -294,37 +293,22 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         plan = StepPlan()
         if self._scheduler is not None:
-            self._plan_step(plan, scheduler_output)
-            # Whatever failed above, loads that are in the plan by now are done, and these are answered.
-            plan.loads += [LoadPlan(request_id, ()) for request_id in self._unplanned]
-            self._unplanned = set()
-            self._refuse_unplanned(plan)
+            with self._guard("build_connector_meta"):
+                self._plan_step(self._scheduler, plan, scheduler_output)
+            # Whatever failed above: what is in the plan by now is done, and everything else is answered.
+            for request_id, block_ids in self._planning.complete(plan).items():
+                with self._guard("build_connector_meta"):
+                    self._scheduler.unplanned(request_id, block_ids)
         return Metadata(plan)
 
-    def _refuse_unplanned(self, plan: StepPlan) -> None:
-        """The engine computes in this step on what it was promised for it: it has to know what is not in the plan."""
-        taken, self._sync_taken = self._sync_taken, {}
-        planned = {load.request_id for load in plan.loads}
-        for request_id, block_ids in taken.items():
-            if request_id not in planned:
-                plan.invalid_blocks += block_ids
-                self._forget_load(request_id, block_ids)
-
-    @guarded(lambda: None)
-    def _forget_load(self, request_id: str, block_ids: list[int]) -> None:
-        assert self._scheduler is not None
-        self._scheduler.unplanned(request_id, block_ids)
-
-    @guarded(lambda: None)
-    def _plan_step(self, plan: StepPlan, output: SchedulerOutput) -> None:
-        assert self._scheduler is not None
+    def _plan_step(self, scheduler: SchedulerHalf, plan: StepPlan, output: SchedulerOutput) -> None:
         tokens = output.total_num_scheduled_tokens
         if tokens == 0 and self._session is not None:
-            self._session.wait_for_answer(self._scheduler.idle_seconds())
+            self._session.wait_for_answer(scheduler.idle_seconds())
         now = time.monotonic()
         self._step = (now, tokens)
-        self._scheduler.begin_step(plan, now, is_idle=tokens == 0)
-        self._scheduler.plan_stores(plan, self._scheduled(output))
+        scheduler.begin_step(plan, now, is_idle=tokens == 0)
+        scheduler.plan_stores(plan, self._scheduled(output))
 
     def _scheduled(self, output: SchedulerOutput) -> Iterable[tuple[str, Any, int, BlockIds]]:
         """(request id, block hashes, tokens computed when this step ends, its block ids) of every scheduled request."""
@@ -352,37 +336,24 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             started, tokens = self._step
             self._scheduler.computed(tokens, time.monotonic() - started)
             self._step = None
-        report = connector_output.kv_connector_worker_meta
-        found = report.report if isinstance(report, WorkerMetadata) else None
-        if found is not None:
-            self._reported_by_workers(found)
-        self._end_layered(found)
+        worker_meta = connector_output.kv_connector_worker_meta
+        report = worker_meta.report if isinstance(worker_meta, WorkerMetadata) else None
+        if report is not None:
+            with self._guard("update_connector_output"):
+                self._scheduler.reported(report)
+        with self._guard("update_connector_output"):
+            self._scheduler.end_layered(report)
         failed = connector_output.failed_recving or set()
         for request_id in connector_output.finished_recving or ():
-            self._loaded(request_id, request_id in failed)
-
-    @guarded(lambda: None)
-    def _reported_by_workers(self, report: StepReport) -> None:
-        assert self._scheduler is not None
-        self._scheduler.reported(report)
-
-    @guarded(lambda: None)
-    def _end_layered(self, report: StepReport | None) -> None:
-        assert self._scheduler is not None
-        self._scheduler.end_layered(report)
-
-    @guarded(lambda: None)
-    def _loaded(self, request_id: str, failed: bool) -> None:
-        assert self._scheduler is not None
-        self._scheduler.loaded(request_id, failed=failed)
+            with self._guard("update_connector_output"):
+                self._scheduler.loaded(request_id, failed=request_id in failed)
 
     @guarded(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._live.pop(request.request_id, None)
-        self._given_up.discard(request.request_id)
-        self._sync_promised.pop(request.request_id, None)
+        self._planning.finished(request.request_id)
         if self._scheduler is None or self._session is None:
             return False, None
         attachment = self._session.attachment
@@ -468,20 +439,15 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         plan = self._plan()
         if plan is None:
             return
-        self._layered = {load.request_id: load for load in plan.loads if load.layered}
-        self._unstarted.update(load.request_id for load in plan.loads if not load.layered)
+        self._copying.begin_loads(plan)
         if self._worker is not None:
-            self._start_loads(plan)
-
-    @guarded(lambda: None)
-    def _start_loads(self, plan: StepPlan) -> None:
-        assert self._worker is not None
-        self._unstarted -= self._worker.start_loads(plan)
+            with self._guard("start_load_kv"):
+                self._copying.loads_started(self._worker.start_loads(plan))
 
     @guarded(lambda: None)
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads of whole blocks have ended before their request is scheduled, and are not waited for."""
-        if self._layered and self._worker is not None:
+        if self._copying.has_layered and self._worker is not None:
             self._worker.begin_layer(layer_name)
 
     @guarded(lambda: None)
@@ -498,50 +464,33 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         """Of requests that this step computed on, and whose blocks are not surely what was promised."""
         plan = self._plan()
         invalid = set() if plan is None else set(plan.invalid_blocks)
-        self._layered_sound = self._take_sound() if self._layered else set()
-        for request_id, load in self._layered.items():
-            if request_id not in self._layered_sound:
-                invalid.update(entry.block_id for entry in load.entries)
-        return invalid
-
-    @guarded(set)
-    def _take_sound(self) -> set[str]:
-        return set() if self._worker is None else self._worker.end_layered()
+        sound: set[str] = set()
+        if self._copying.has_layered and self._worker is not None:
+            with self._guard("get_block_ids_with_load_errors"):
+                sound = self._worker.end_layered()
+        return invalid | self._copying.end_layers(sound)
 
     def wait_for_save(self) -> None:
         plan = self._plan()
         if plan is None:
             return
-        self._unstored.update(store.store_id for store in plan.stores)
+        self._copying.begin_stores(plan)
         if self._worker is not None:
-            self._store(plan)
-
-    @guarded(lambda: None)
-    def _store(self, plan: StepPlan) -> None:
-        assert self._worker is not None
-        self._unstored -= self._worker.store(plan)
+            with self._guard("wait_for_save"):
+                self._copying.stores_started(self._worker.store(plan))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        loaded, failed = self._take_loaded()
-        missing, self._unstarted = self._unstarted, set()  # the engine must not wait for these for ever
+        loaded: set[str] = set()
+        failed: set[str] = set()
+        if self._worker is not None:
+            with self._guard("get_transfer_results"):
+                loaded, failed = self._worker.take_loaded()
+        missing = self._copying.take_unstarted()
         return KVConnectorTransferResults(set(), loaded | missing, failed | missing)
-
-    @guarded(lambda: (set(), set()))
-    def _take_loaded(self) -> tuple[set[str], set[str]]:
-        return (set(), set()) if self._worker is None else self._worker.take_loaded()
 
     @guarded(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        report = None if self._worker is None else self._worker.take_report()
-        if self._unstored:  # a plan nobody reports would block a later attachment
-            report = report or StepReport()
-            report.failed.update(dict.fromkeys(self._unstored, 1))
-            self._unstored = set()
-        if self._layered:
-            report = report or StepReport()
-            report.layered = dict.fromkeys(self._layered_sound, 1)
-            report.layered_failed = dict.fromkeys(self._layered.keys() - self._layered_sound, 1)
-            self._layered = {}
+        report = self._copying.complete(None if self._worker is None else self._worker.take_report())
         return None if report is None else WorkerMetadata(report)
 
     def _plan(self) -> StepPlan | None:
