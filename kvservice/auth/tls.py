@@ -322,10 +322,10 @@ def _shake_hands(directory: Path, *, serves: bool) -> set[str]:
     client = asking.wrap_bio(outward, inward, server_hostname=SERVER_NAME)
     waiting = [client, server]
     for _ in range(HANDSHAKE_TURNS_MAX):
-        for side in list(waiting):
+        for end in list(waiting):
             with contextlib.suppress(ssl.SSLWantReadError):
-                side.do_handshake()
-                waiting.remove(side)
+                end.do_handshake()
+                waiting.remove(end)
         if not waiting:
             seen: Mapping[str, Any] = server.getpeercert() or {}
             return {str(value) for kind, value in seen.get("subjectAltName", ()) if kind == "DNS"}

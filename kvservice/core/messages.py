@@ -232,7 +232,7 @@ class HolderRun:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineGroup:
+class EngineKind:
     """Engines attached to one shard that name and fill their blocks alike."""
 
     namespace: str
@@ -258,7 +258,7 @@ class PeerSpeed:
 class Survey:
     """What a router wants to know of one node."""
 
-    engines: tuple[EngineGroup, ...]
+    engines: tuple[EngineKind, ...]
     peers: tuple[PeerSpeed, ...]
     draining: bool = False
 

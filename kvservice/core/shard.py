@@ -25,7 +25,7 @@ from kvservice.core.drain.sender import DrainPhase, DrainProgress, Leaving
 from kvservice.core.explain.records import Explanation, HistoryEntry, RequestRecords, find_history, name_engine
 from kvservice.core.messages import (
     AcquireResult,
-    EngineGroup,
+    EngineKind,
     EngineSpec,
     Handoff,
     MissReason,
@@ -251,13 +251,13 @@ class ShardState:
 
     def survey(self, account: str | None = None) -> Survey:
         """What a router wants to know, sorted; with an account, of its engines."""
-        groups: dict[tuple[str, str, Fingerprint], list[_Attached]] = {}
+        kinds: dict[tuple[str, str, Fingerprint], list[_Attached]] = {}
         for attached in self._engines_of(account):
             spec = attached.spec
-            groups.setdefault((spec.namespace, spec.model, spec.fingerprint), []).append(attached)
+            kinds.setdefault((spec.namespace, spec.model, spec.fingerprint), []).append(attached)
         engines = [
-            EngineGroup(*name, members[0].spec.layout, len(members), max(m.seconds_per_block for m in members))
-            for name, members in sorted(groups.items(), key=lambda item: (*item[0][:2], item[0][2].fields))
+            EngineKind(*name, members[0].spec.layout, len(members), max(m.seconds_per_block for m in members))
+            for name, members in sorted(kinds.items(), key=lambda item: (*item[0][:2], item[0][2].fields))
         ]
         return Survey(tuple(engines), self._acquisitions.peer_speeds(), self.draining)
 

@@ -290,7 +290,7 @@ Action = SendPrefill | SendDecode | Cancel | Relay | PassOn | Refuse | Break | F
 
 
 @dataclass(frozen=True, slots=True)
-class _Side:
+class _Leg:
     """A request under way to one server."""
 
     attempt: int
@@ -309,7 +309,7 @@ class Exchange:
         self._pool = pool
         self._new_handoff_id = new_handoff_id
         self._hand_off = False
-        self._sides: dict[Role, _Side | None] = {Role.PREFILL: None, Role.DECODE: None}
+        self._legs: dict[Role, _Leg | None] = {Role.PREFILL: None, Role.DECODE: None}
         self._dropped: dict[Role, int] = {}  # attempts to cancel
         self._lost: dict[Role, set[str]] = {Role.PREFILL: set(), Role.DECODE: set()}  # URLs not to try again
         self._next: dict[Role, Server | None] = {Role.PREFILL: None, Role.DECODE: None}  # chosen for the next Send
@@ -326,7 +326,7 @@ class Exchange:
         """The actions that follow. Empty for events of attempts given up, and after DONE."""
         if self.state is State.DONE or not self._is_current(event):
             return []
-        before = {role: side.attempt for role, side in self._sides.items() if side is not None}
+        before = {role: leg.attempt for role, leg in self._legs.items() if leg is not None}
         self._account(event, now)
         sign = SIGNS[type(event)]
         self.state, moves = TRANSITIONS[self.state, sign, self._way(event)]
@@ -334,15 +334,15 @@ class Exchange:
 
     def _is_current(self, event: Event) -> bool:
         if isinstance(event, PrefillEvent):
-            side = self._sides[Role.PREFILL]
+            leg = self._legs[Role.PREFILL]
         elif isinstance(event, DecodeEvent):
-            side = self._sides[Role.DECODE]
+            leg = self._legs[Role.DECODE]
         else:
             return True
-        return side is not None and side.attempt == event.attempt
+        return leg is not None and leg.attempt == event.attempt
 
     def _account(self, event: Event, now: float) -> None:
-        """Tell the pool what the event says about a server, and end the side that it ends."""
+        """Tell the pool what the event says about a server, and end the leg that it ends."""
         if isinstance(event, Begin):
             self._hand_off = event.hand_off
         elif isinstance(event, PrefillEvent):
@@ -364,10 +364,10 @@ class Exchange:
 
     def _lose(self, role: Role, fault: Fault, now: float) -> None:
         """Counted against the request first: the pool has the server's health checked before it thinks ill of it."""
-        side = self._sides[role]
+        leg = self._legs[role]
         server = self._end(role)
         self._lost[role].add(server.url)
-        if side is not None and side.is_first and not fault.blames_request:
+        if leg is not None and leg.is_first and not fault.blames_request:
             self._exposed.discard(server.url)
         self._pool.failed(server, fault, now)
 
@@ -375,11 +375,11 @@ class Exchange:
         return self.state in (State.STREAMING_BOTH, State.STREAMING)
 
     def _end(self, role: Role) -> Server:
-        side = self._sides[role]
-        assert side is not None, f"no {role.value} under way"
-        self._sides[role] = None
-        self._pool.release(side.server)
-        return side.server
+        leg = self._legs[role]
+        assert leg is not None, f"no {role.value} under way"
+        self._legs[role] = None
+        self._pool.release(leg.server)
+        return leg.server
 
     def _way(self, event: Event) -> Way | None:
         """How it goes on, where that depends on the servers; the servers for it are chosen here."""
@@ -416,7 +416,7 @@ class Exchange:
 
     def _afresh(self) -> Way:
         """Start from the beginning with a new hand-off id. The same servers again if they are still well."""
-        side = self._sides[Role.PREFILL]
+        leg = self._legs[Role.PREFILL]
         self._drop(Role.PREFILL)
         self._drop(Role.DECODE)
         self._promised, self._delivered = None, False
@@ -425,7 +425,7 @@ class Exchange:
         prefill = None
         if self._hand_off:
             prefill = self._pool.choose(
-                Role.PREFILL, exclude=self._lost[Role.PREFILL], prefer=None if side is None else side.server
+                Role.PREFILL, exclude=self._lost[Role.PREFILL], prefer=None if leg is None else leg.server
             )
         if not self._has_room(prefill, self._next[Role.DECODE]):
             prefill = None
@@ -462,10 +462,10 @@ class Exchange:
         return len(self._exposed | {server.url for server in servers if server is not None}) <= self._tries
 
     def _drop(self, role: Role) -> None:
-        """Give a side up: its server is free for the choice that follows, its attempt is to be cancelled."""
-        side = self._sides[role]
-        if side is not None:
-            self._dropped[role] = side.attempt
+        """Give a leg up: its server is free for the choice that follows, its attempt is to be cancelled."""
+        leg = self._legs[role]
+        if leg is not None:
+            self._dropped[role] = leg.attempt
             self._end(role)
 
     def _perform(self, move: Move, before: Mapping[Role, int], sign: Sign) -> Action:
@@ -491,7 +491,7 @@ class Exchange:
         server = self._next[role]
         assert server is not None, f"no {role.value} server was chosen"
         self._attempts += 1
-        self._sides[role] = _Side(self._attempts, server, is_first=server.url not in self._exposed)
+        self._legs[role] = _Leg(self._attempts, server, is_first=server.url not in self._exposed)
         self._exposed.add(server.url)
         if role is Role.DECODE:
             self._decoded_by = server

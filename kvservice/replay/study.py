@@ -24,7 +24,7 @@ LINK_SPEEDS = (0.1e9, 0.25e9, 0.5e9, 0.75e9, 1e9, 1.25e9, 1.5e9, 2e9, 3e9, 6e9, 
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ReplayRun:
     """One pass over the trace. `nodes` 1 is the ideal: one node with all the room."""
 
     policy: str
@@ -49,19 +49,19 @@ class Plan:
     count_from: int = 0  # requests that only warm up
     machine: Machine = field(default_factory=Machine)
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[ReplayRun]:
         """Raises InvalidRequest for a policy that does not exist."""
         for policy in (*self.policies, self.cluster_policy):
             if policy not in (*POLICIES, OPTIMUM):
                 known = ", ".join((*POLICIES, OPTIMUM))
                 raise InvalidRequest(f"there is no policy {policy!r}: take {known}")
-        found = [Run(policy, capacity) for capacity in self.capacities for policy in self.policies]
+        found = [ReplayRun(policy, capacity) for capacity in self.capacities for policy in self.policies]
         for capacity in self.capacities if self.nodes > 1 else ():
             if capacity >= self.nodes:
                 found += [
-                    Run(self.cluster_policy, capacity, self.nodes, False),
-                    Run(self.cluster_policy, capacity, self.nodes, True),
-                    Run(self.cluster_policy, capacity, self.nodes, True, "kv-aware"),
+                    ReplayRun(self.cluster_policy, capacity, self.nodes, False),
+                    ReplayRun(self.cluster_policy, capacity, self.nodes, True),
+                    ReplayRun(self.cluster_policy, capacity, self.nodes, True, "kv-aware"),
                 ]
         return found
 
@@ -70,7 +70,7 @@ def default_capacities(trace: Trace) -> list[int]:
     return sorted({max(trace.unique_count // share, 1) for share in CAPACITY_SHARES})
 
 
-def play(trace: Trace, run: Run, plan: Plan, show: Callable[[int], None] | None = None) -> dict[str, float]:
+def play(trace: Trace, run: ReplayRun, plan: Plan, show: Callable[[int], None] | None = None) -> dict[str, float]:
     """Seconds to a minute or so for 300,000 blocks."""
     if run.policy == OPTIMUM:
         asked = sum(len(request.keys) for request in trace.requests[plan.count_from :])
@@ -93,10 +93,10 @@ def play(trace: Trace, run: Run, plan: Plan, show: Callable[[int], None] | None 
 
 def play_all(
     trace: Trace, plan: Plan, processes: int = 1, show: Callable[[float], None] | None = None
-) -> list[tuple[Run, dict[str, float]]]:
+) -> list[tuple[ReplayRun, dict[str, float]]]:
     """All runs of the plan, in its order. `show` is told how many runs are done, with fractions."""
     runs = plan.runs()
-    found: list[tuple[Run, dict[str, float]]] = []
+    found: list[tuple[ReplayRun, dict[str, float]]] = []
     for done, (run, figures) in enumerate(_played(trace, plan, runs, processes, show)):
         found.append((run, figures))
         if show is not None:
@@ -105,8 +105,8 @@ def play_all(
 
 
 def _played(
-    trace: Trace, plan: Plan, runs: list[Run], processes: int, show: Callable[[float], None] | None
-) -> Iterator[tuple[Run, dict[str, float]]]:
+    trace: Trace, plan: Plan, runs: list[ReplayRun], processes: int, show: Callable[[float], None] | None
+) -> Iterator[tuple[ReplayRun, dict[str, float]]]:
     if processes == 1:
         for done, run in enumerate(runs):
             yield run, play(trace, run, plan, None if show is None else partial(_show_part, show, trace, done))
@@ -128,7 +128,7 @@ def _start_process(trace: Trace, plan: Plan) -> None:
     _here.append((trace, plan))
 
 
-def _play_here(run: Run) -> dict[str, float]:
+def _play_here(run: ReplayRun) -> dict[str, float]:
     trace, plan = _here[0]
     return play(trace, run, plan)
 
@@ -155,7 +155,7 @@ def choices(trace: Trace, machine: Machine, speeds: Sequence[float] = LINK_SPEED
     return rows
 
 
-def report(trace: Trace, plan: Plan, found: list[tuple[Run, dict[str, float]]]) -> dict[str, object]:
+def report(trace: Trace, plan: Plan, found: list[tuple[ReplayRun, dict[str, float]]]) -> dict[str, object]:
     """Everything with stable names, for JSON."""
     return {
         "trace": trace.name,

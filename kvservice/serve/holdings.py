@@ -19,7 +19,7 @@ from kvservice.auth.tls import TlsFiles, open_tls
 from kvservice.auth.token import Token
 from kvservice.client.survey import NodeSurvey, Surveyor
 from kvservice.config import ServiceConfig, tls_of_environment
-from kvservice.core.messages import EngineGroup
+from kvservice.core.messages import EngineKind
 from kvservice.core.recent import Recent
 from kvservice.discovery import find_shards
 from kvservice.errors import KVServiceError
@@ -49,24 +49,24 @@ class Facts:
         here = [node for node, found in self.nodes.items() if found.node.peer_address.rpartition(":")[0] == host]
         return here[0] if len(here) == 1 else None
 
-    def engines_at(self, node: NodeId | None, model: str, namespace: str) -> EngineGroup | None:
+    def engines_at(self, node: NodeId | None, model: str, namespace: str) -> EngineKind | None:
         """Engines of this model on this node; None when there are none, or several that differ."""
         if node is None or node not in self.nodes:
             return None
-        groups = self.nodes[node].survey.engines
+        kinds = self.nodes[node].survey.engines
         if namespace:
-            groups = tuple(group for group in groups if group.namespace == namespace)
+            kinds = tuple(kind for kind in kinds if kind.namespace == namespace)
         if model:
-            groups = tuple(group for group in groups if group.model == PurePosixPath(model).name)
-        return groups[0] if len(groups) == 1 else None
+            kinds = tuple(kind for kind in kinds if kind.model == PurePosixPath(model).name)
+        return kinds[0] if len(kinds) == 1 else None
 
     def seconds_per_token(self, digest: bytes | None) -> float:
         """Mean of what engines with this fingerprint, or any, measured of their prefill; 0 when none did."""
         measured = [
-            group.seconds_per_block / group.layout.block_tokens
+            kind.seconds_per_block / kind.layout.block_tokens
             for found in self.nodes.values()
-            for group in found.survey.engines
-            if group.seconds_per_block > 0 and digest in (None, group.fingerprint.digest)
+            for kind in found.survey.engines
+            if kind.seconds_per_block > 0 and digest in (None, kind.fingerprint.digest)
         ]
         return sum(measured) / len(measured) if measured else 0.0
 

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvservice.core.block.keys import DEFAULT_TENANT_KEY, block_keys
-from kvservice.core.messages import EngineGroup
+from kvservice.core.messages import EngineKind
 from kvservice.core.recent import Recent
 from kvservice.errors import KVServiceError
 from kvservice.serve.options import RouterOptions
@@ -84,7 +84,7 @@ class PromptReader:
             self._load_again_at = time.monotonic() + RETRY_SECONDS
             self._loading = self._thread.submit(self._load)
 
-    async def read(self, question: Question, engines: Mapping[bytes, EngineGroup]) -> Named:
+    async def read(self, question: Question, engines: Mapping[bytes, EngineKind]) -> Named:
         """Raises Unknown, at once when too much is waiting."""
         if question.token_ids is None and not self._named:
             raise Unknown("no_tokenizer")
@@ -112,24 +112,24 @@ class PromptReader:
         except Exception as error:  # noqa: BLE001  thread boundary: libraries raise anything here; it is tried again
             log.error("no prompt is known to the router: its tokenizer could not be loaded: %s", error)
 
-    def _read(self, question: Question, engines: Mapping[bytes, EngineGroup]) -> Named:
+    def _read(self, question: Question, engines: Mapping[bytes, EngineKind]) -> Named:
         from kvservice.connector.vllm.block_hashes import block_namer
 
         tokens = self._tokenizer.tokens(question)
         hashes: dict[bytes, list[BlockHash]] = {}
         keys: dict[bytes, list[BlockKey]] = {}
         done: dict[tuple[str, ...], list[BlockHash]] = {}
-        for digest, group in engines.items():
-            fields = dict(group.fingerprint.fields)
-            kind = tuple(fields.get(name, "") for name in ("hash", "hash_seed", "block_tokens", "hash_python"))
-            if kind not in done:
+        for digest, kind in engines.items():
+            fields = dict(kind.fingerprint.fields)
+            naming = tuple(fields.get(name, "") for name in ("hash", "hash_seed", "block_tokens", "hash_python"))
+            if naming not in done:
                 try:
-                    done[kind] = block_namer(fields, question.cache_salt)(tokens.ids)
+                    done[naming] = block_namer(fields, question.cache_salt)(tokens.ids)
                 except KVServiceError as error:
                     self._refuse(error)
                     raise Unknown("hash_unknown") from error
-            hashes[digest] = done[kind]
-            keys[digest] = block_keys(digest, done[kind], group.tenant_key or DEFAULT_TENANT_KEY)
+            hashes[digest] = done[naming]
+            keys[digest] = block_keys(digest, done[naming], kind.tenant_key or DEFAULT_TENANT_KEY)
         return Named(tokens.count, hashes, keys)
 
     def _refuse(self, error: KVServiceError) -> None:

@@ -30,7 +30,7 @@ from ray.serve.request_router import (
 
 from kvservice.aio import within
 from kvservice.auth.token import Token
-from kvservice.core.messages import EngineGroup, HolderRun
+from kvservice.core.messages import EngineKind, HolderRun
 from kvservice.core.recent import Recent
 from kvservice.serve.holdings import Facts, Holdings, find_lookups, find_tls
 from kvservice.serve.load import LoadBook, SentPrefixes
@@ -56,7 +56,7 @@ class Place:
     """A replica's node and the engines there that are like its own."""
 
     node: NodeId | None
-    engines: EngineGroup | None
+    engines: EngineKind | None
 
     @property
     def digest(self) -> bytes:
@@ -248,13 +248,13 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
         finally:
             self._meters.looked_up(time.monotonic() - begun)
 
-    async def _look_up(self, question: Question, engines: Mapping[bytes, EngineGroup], deadline: float) -> _Plan:
+    async def _look_up(self, question: Question, engines: Mapping[bytes, EngineKind], deadline: float) -> _Plan:
         named = await self._reader.read(question, engines)
-        if len({group.layout.block_tokens for group in engines.values()}) > 1:
+        if len({kind.layout.block_tokens for kind in engines.values()}) > 1:
             raise Unknown("mixed_block_sizes")
         prompts = [
             Prompt(named.tokens, tokens, blocks_of(named.tokens, tokens, len(named.keys[digest])))
-            for digest, tokens in ((digest, group.layout.block_tokens) for digest, group in engines.items())
+            for digest, tokens in ((digest, kind.layout.block_tokens) for digest, kind in engines.items())
         ]
         plan = _Plan(prompts[0], model=question.model, hashes=dict(named.hashes))
         asked = {digest: keys[: p.block_count] for (digest, keys), p in zip(named.keys.items(), prompts, strict=True)}

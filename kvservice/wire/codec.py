@@ -19,7 +19,7 @@ from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
     Attachment,
-    EngineGroup,
+    EngineKind,
     EngineSpec,
     FollowResult,
     Handoff,
@@ -371,15 +371,15 @@ def encode_survey(node: Holder, survey: Survey) -> shard_pb2.SurveyReply:
     return shard_pb2.SurveyReply(
         node=encode_holder(node),
         engines=[
-            shard_pb2.EngineGroup(
-                namespace=group.namespace,
-                model=group.model,
-                fingerprint=encode_fingerprint(group.fingerprint),
-                layout=encode_layout(group.layout),
-                attached=group.attached,
-                seconds_per_block=group.seconds_per_block,
+            shard_pb2.EngineKind(
+                namespace=kind.namespace,
+                model=kind.model,
+                fingerprint=encode_fingerprint(kind.fingerprint),
+                layout=encode_layout(kind.layout),
+                attached=kind.attached,
+                seconds_per_block=kind.seconds_per_block,
             )
-            for group in survey.engines
+            for kind in survey.engines
         ],
         peers=[
             shard_pb2.PeerSpeed(
@@ -393,23 +393,23 @@ def encode_survey(node: Holder, survey: Survey) -> shard_pb2.SurveyReply:
 
 def decode_survey(message: shard_pb2.SurveyReply) -> Survey:
     speeds = [
-        *(group.seconds_per_block for group in message.engines),
+        *(kind.seconds_per_block for kind in message.engines),
         *(value for peer in message.peers for value in (peer.bytes_per_second, peer.overhead_seconds)),
     ]
     if not all(0 <= value < float("inf") for value in speeds):  # also refuses NaN
         raise InvalidRequest("a survey has speeds that are no numbers of at least 0")
     engines = [
-        EngineGroup(
-            group.namespace,
-            group.model,
-            decode_fingerprint(group.fingerprint),
-            decode_layout(group.layout),
-            group.attached,
-            group.seconds_per_block,
+        EngineKind(
+            kind.namespace,
+            kind.model,
+            decode_fingerprint(kind.fingerprint),
+            decode_layout(kind.layout),
+            kind.attached,
+            kind.seconds_per_block,
             _decode_secret(message.tenant_key),
             _decode_secret(message.public_key),
         )
-        for group in message.engines
+        for kind in message.engines
     ]
     peers = [PeerSpeed(NodeId(peer.node_id), peer.bytes_per_second, peer.overhead_seconds) for peer in message.peers]
     return Survey(tuple(engines), tuple(peers), message.draining)

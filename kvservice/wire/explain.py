@@ -93,7 +93,7 @@ def _encode_record(record: RequestRecord, now: float) -> shard_pb2.RequestRecord
         keys=record.keys,
         skip=record.skip,
         promised=record.promised,
-        runs=[shard_pb2.Run(start=run.start, count=run.count, source=run.source) for run in record.runs],
+        runs=[shard_pb2.SourceRun(start=run.start, count=run.count, source=run.source) for run in record.runs],
         miss=record.miss.value,
         miss_at=record.miss_at,
         miss_node=record.miss_node,

@@ -45,22 +45,22 @@ class Pair:
     hosts: tuple[Host, Host]
     engines: tuple[RemoteEngine, RemoteEngine]
 
-    def store(self, side: int) -> int:
+    def store(self, host: int) -> int:
         seed = next(_seeds)
-        assert self.engines[side].ask("store", seed=seed, count=COUNT) == STORED
+        assert self.engines[host].ask("store", seed=seed, count=COUNT) == STORED
         return seed
 
-    def read(self, side: int, seed: int) -> tuple[int, int]:
+    def read(self, host: int, seed: int) -> tuple[int, int]:
         """(promised, fetched), in time."""
-        answer = self.engines[side].ask("read", seed=seed, count=COUNT, timeout=READ_SECONDS)
+        answer = self.engines[host].ask("read", seed=seed, count=COUNT, timeout=READ_SECONDS)
         assert answer["seconds"] < READ_SECONDS + GRACE_SECONDS, answer
         assert (answer["miss"] == "none") == (answer["promised"] == COUNT), "a miss has a reason"
         return answer["promised"], answer["fetched"]
 
     def heals(self, *wanted: tuple[int, int]) -> None:
-        """Each (side, seed) is read whole from the other host, and no slot or lease stays taken anywhere."""
-        for side, seed in wanted:
-            eventually(lambda side=side, seed=seed: self.read(side, seed)[0] == COUNT, "the healed network to be used")
+        """Each (host, seed) is read whole from the other host, and no slot or lease stays taken anywhere."""
+        for host, seed in wanted:
+            eventually(lambda host=host, seed=seed: self.read(host, seed)[0] == COUNT, "the healed network to be used")
         for engine in self.engines:
             eventually(lambda engine=engine: settled(engine.ask("books")), "leases and slots to be given back")
 

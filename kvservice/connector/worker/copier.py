@@ -207,8 +207,8 @@ def _host_region(block_copier: BlockCopier) -> tuple[int, CopyTemplate] | None:
     layers = block_copier.layers
     first = layers[0]
     address = min(layer.data_ptr() for layer in layers)
-    reach = sum((size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True)) + 1
-    end = max(layer.data_ptr() for layer in layers) + reach * first.element_size()
+    span = sum((size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True)) + 1
+    end = max(layer.data_ptr() for layer in layers) + span * first.element_size()
     try:
         layout = region_layout(layers, block_copier.heads, address, end - address)
         return address, CopyTemplate(layout, block_copier.layout)

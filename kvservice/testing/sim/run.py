@@ -51,7 +51,7 @@ def limits_of(schedule: Schedule) -> dict[str, TenantLimits]:
     return {"guarded": TenantLimits(quota_bytes=quota), "hot": TenantLimits()}
 
 
-class Run:
+class SimulatedRun:
     def __init__(self, schedule: Schedule, tell: bool = False) -> None:
         self.schedule = schedule
         self.world = World(random.Random(schedule.seed ^ 0x5EED), tell)
@@ -185,7 +185,7 @@ class Run:
         engine = self.engines[ask.engine]
         if ask.decode_at < 0:
             if engine.alive:
-                self.world.note(engine.name, f"r{number} asks for {ask.blocks} blocks of family {ask.family}")
+                self.world.note(engine.name, f"r{number} asks for {ask.blocks} blocks of prompt {ask.prompt}")
                 engine.submit(f"r{number}", hashes, None)
             return
         handoff = HandoffId(number.to_bytes(16, "big"))
@@ -382,7 +382,7 @@ def run_schedule(schedule: Schedule, tell: bool = False) -> RunOutcome:
     logger = logging.getLogger("kvservice")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)  # what is logged of simulated faults helps nobody
-    run = Run(schedule, tell)
+    run = SimulatedRun(schedule, tell)
     try:
         run.play()
     except AssertionError as error:

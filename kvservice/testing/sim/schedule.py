@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from kvservice.units import BlockHash
 
 FAULTS_SECONDS = 3.0  # after this everything is healed
-PROMPTS = 3  # families with a common beginning
+PROMPTS = 3  # that requests begin with
 PROMPT_BLOCKS_MAX = 8
 
 # kind -> how often, relative to the others
@@ -59,8 +59,8 @@ class Ask:
 
     at: float
     engine: int
-    family: int
-    branch_at: int  # blocks shared with the rest of the family
+    prompt: int  # that it begins with
+    branch_at: int  # blocks shared with the other requests of this prompt
     branch: int
     blocks: int
     decode_at: int = -1
@@ -141,9 +141,9 @@ def _moment(rng: random.Random, asks: list[Ask]) -> float:
 
 
 def hashes_of(ask: Ask) -> list[BlockHash]:
-    """The chained hashes of an ask's prompt: equal up to `branch_at` within a family."""
+    """The chained hashes of an ask's prompt: equal up to `branch_at` for requests of one prompt."""
     found: list[BlockHash] = []
-    parent = bytes([ask.family])
+    parent = bytes([ask.prompt])
     for position in range(ask.blocks):
         branch = bytes([ask.branch]) if position >= ask.branch_at else b""
         parent = hashlib.sha256(parent + bytes([position]) + branch).digest()

@@ -573,7 +573,7 @@ class ExplainRequest(_message.Message):
     request_id: str
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
-class Run(_message.Message):
+class SourceRun(_message.Message):
     __slots__ = ("start", "count", "source")
     START_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -615,7 +615,7 @@ class RequestRecord(_message.Message):
     keys: bytes
     skip: int
     promised: int
-    runs: _containers.RepeatedCompositeFieldContainer[Run]
+    runs: _containers.RepeatedCompositeFieldContainer[SourceRun]
     miss: str
     miss_at: int
     miss_node: str
@@ -625,7 +625,7 @@ class RequestRecord(_message.Message):
     ended_age_seconds: float
     handoff_node: str
     handed_from: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[str] = ..., age_seconds: _Optional[float] = ..., took_seconds: _Optional[float] = ..., answered: bool = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., promised: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., miss: _Optional[str] = ..., miss_at: _Optional[int] = ..., miss_node: _Optional[str] = ..., report: _Optional[_Union[RequestReport, _Mapping]] = ..., sought: _Optional[int] = ..., engine: _Optional[str] = ..., ended_age_seconds: _Optional[float] = ..., handoff_node: _Optional[str] = ..., handed_from: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[str] = ..., age_seconds: _Optional[float] = ..., took_seconds: _Optional[float] = ..., answered: bool = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., promised: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[SourceRun, _Mapping]]] = ..., miss: _Optional[str] = ..., miss_at: _Optional[int] = ..., miss_node: _Optional[str] = ..., report: _Optional[_Union[RequestReport, _Mapping]] = ..., sought: _Optional[int] = ..., engine: _Optional[str] = ..., ended_age_seconds: _Optional[float] = ..., handoff_node: _Optional[str] = ..., handed_from: _Optional[int] = ...) -> None: ...
 
 class RefusedAttach(_message.Message):
     __slots__ = ("age_seconds", "model", "namespace", "message")
@@ -707,7 +707,7 @@ class SurveyRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class EngineGroup(_message.Message):
+class EngineKind(_message.Message):
     __slots__ = ("namespace", "model", "fingerprint", "layout", "attached", "seconds_per_block")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -742,9 +742,9 @@ class SurveyReply(_message.Message):
     TENANT_KEY_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
     node: _common_pb2.NodeInfo
-    engines: _containers.RepeatedCompositeFieldContainer[EngineGroup]
+    engines: _containers.RepeatedCompositeFieldContainer[EngineKind]
     peers: _containers.RepeatedCompositeFieldContainer[PeerSpeed]
     draining: bool
     tenant_key: bytes
     public_key: bytes
-    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[EngineGroup, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[PeerSpeed, _Mapping]]] = ..., draining: bool = ..., tenant_key: _Optional[bytes] = ..., public_key: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[EngineKind, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[PeerSpeed, _Mapping]]] = ..., draining: bool = ..., tenant_key: _Optional[bytes] = ..., public_key: _Optional[bytes] = ...) -> None: ...

@@ -1,4 +1,4 @@
-"""Rules of proxy.plan: every state against every way in which a side can end, and what never happens in any order."""
+"""Rules of proxy.plan: every state against every way in which a leg can end, and what never happens in any order."""
 
 from __future__ import annotations
 
@@ -479,7 +479,7 @@ def test_no_order_of_events_leaks_a_server_answers_twice_or_blames_prefill(
     for name, fault in happenings:
         decode_lost |= name == "d fails" and world.decode is not None
         happen(world, name, fault)
-        sent = [side for side in (world.prefill, world.decode) if side is not None]
+        sent = [leg for leg in (world.prefill, world.decode) if leg is not None]
         assert world.in_flight == len(sent)
         if world.exchange.state is State.BOTH:
             assert world.prefill is not None and world.decode is not None and world.decode.handoff is not None

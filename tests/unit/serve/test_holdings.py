@@ -8,7 +8,7 @@ import pytest
 
 from kvservice.client.survey import NodeSurvey
 from kvservice.core.block.fingerprint import Fingerprint
-from kvservice.core.messages import EngineGroup, Holder, PeerSpeed, Survey
+from kvservice.core.messages import EngineKind, Holder, PeerSpeed, Survey
 from kvservice.serve.holdings import Facts, Holdings
 from kvservice.serve.options import RouterOptions
 from kvservice.serve.router import Place, explain, speeds_of
@@ -19,11 +19,11 @@ from kvservice.units import BootEpoch, NodeId
 LAYOUT = make_spec().layout
 
 
-def group(model: str = "m", seconds_per_block: float = 0.0, namespace: str = "", **fields: object) -> EngineGroup:
-    return EngineGroup(namespace, model, Fingerprint.of({"m": model, **fields}), LAYOUT, 1, seconds_per_block)
+def kind(model: str = "m", seconds_per_block: float = 0.0, namespace: str = "", **fields: object) -> EngineKind:
+    return EngineKind(namespace, model, Fingerprint.of({"m": model, **fields}), LAYOUT, 1, seconds_per_block)
 
 
-def node(name: str, host: str, *engines: EngineGroup, peers: tuple[PeerSpeed, ...] = ()) -> NodeSurvey:
+def node(name: str, host: str, *engines: EngineKind, peers: tuple[PeerSpeed, ...] = ()) -> NodeSurvey:
     return NodeSurvey(Holder(NodeId(name), f"{host}:1", BootEpoch(1)), Survey(engines, peers))
 
 
@@ -44,7 +44,7 @@ def test_else_to_the_only_shard_of_its_host() -> None:
 
 
 def test_engines_are_told_apart_by_model_and_namespace() -> None:
-    known = facts(node("a", "h", group("one"), group("two"), group("two", namespace="old", dtype="fp16")))
+    known = facts(node("a", "h", kind("one"), kind("two"), kind("two", namespace="old", dtype="fp16")))
     engines = known.engines_at(NodeId("a"), "org/one", "")
     assert engines is not None
     assert engines.model == "one"
@@ -55,13 +55,13 @@ def test_engines_are_told_apart_by_model_and_namespace() -> None:
 
 def test_replicas_of_a_model_are_taken_to_be_alike() -> None:
     options = RouterOptions()
-    fast, new = group(seconds_per_block=0.016), group()
+    fast, new = kind(seconds_per_block=0.016), kind()
     known = facts(node("a", "h", fast), node("b", "i", new))
     measured = speeds_of(known, Place(NodeId("a"), fast), options).seconds_per_token
     assert measured == pytest.approx(0.016 / LAYOUT.block_tokens)
     assert speeds_of(known, Place(NodeId("b"), new), options).seconds_per_token == measured
     assert speeds_of(known, Place(None, None), options).seconds_per_token == measured
-    slow = group(seconds_per_block=0.048)
+    slow = kind(seconds_per_block=0.048)
     both = facts(node("a", "h", fast), node("b", "i", slow))
     for name, own in (("a", fast), ("b", slow)):
         found = speeds_of(both, Place(NodeId(name), own), options).seconds_per_token
@@ -72,7 +72,7 @@ def test_replicas_of_a_model_are_taken_to_be_alike() -> None:
 
 def test_links_are_those_the_replicas_own_shard_measured() -> None:
     peers = (PeerSpeed(NodeId("b"), 2e9, 0.001), PeerSpeed(NodeId("c"), 0.0, 0.0))
-    speeds = speeds_of(facts(node("a", "h", group(), peers=peers)), Place(NodeId("a"), group()), RouterOptions())
+    speeds = speeds_of(facts(node("a", "h", kind(), peers=peers)), Place(NodeId("a"), kind()), RouterOptions())
     assert list(speeds.links) == ["b"], "nothing was read from c yet"
     assert speeds.links[NodeId("b")].bytes_per_second == 2e9
     assert speeds.link.bytes_per_second == RouterOptions().fetch_bytes_per_second
