@@ -6,7 +6,7 @@
     │   ├── FingerprintMismatch    FINGERPRINT                                   another model, dtype, layout or hash
     │   ├── StaleEpoch             EPOCH                                         the shard restarted: attach again
     │   ├── NotAttached            NOT_ATTACHED                                  no such attachment here
-    │   ├── UnsupportedLayout      LAYOUT                                        cache groups or layout not supported
+    │   ├── UnsupportedLayout      LAYOUT                                        KV cache groups or layout not supported
     │   ├── RandomHashSeed         HASH_SEED                                     the engine's hash differs per process
     │   ├── UnnamedWeights         WEIGHTS                                       nothing says which weights it has
     │   └── Unauthenticated        UNAUTHENTICATED   UNAUTHENTICATED             no token of a tenant, or a revoked one

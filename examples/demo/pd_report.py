@@ -89,12 +89,12 @@ def _plot(found: list[HandedOff], path: Path, how: str) -> None:
         pulled = [sample.pulled for sample in one.samples]
         axes.step(seconds, pulled, where="post", color=PULLED, label=f"pulled to the decode's node ({how})")
         axes.fill_between(seconds, pulled, step="post", color=PULLED, alpha=0.15)
-        for at, text, side in (
+        for at, text, align in (
             (one.prefill_seconds, "prefill done ", "right"),
             (one.first_token_seconds, " decode's first token", "left"),
         ):
             axes.axvline(at, color=MARK, linewidth=1, linestyle="--")
-            axes.text(at, 0.04 * one.pulled_blocks, text, ha=side, fontsize=8, color=MARK)
+            axes.text(at, 0.04 * one.pulled_blocks, text, ha=align, fontsize=8, color=MARK)
         axes.set_ylabel("blocks")
         axes.set_title(f"prompt {one.number}: {one.prompt_tokens:,} tokens", fontsize=10, loc="left")
         axes.spines[["top", "right"]].set_visible(False)

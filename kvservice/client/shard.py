@@ -110,9 +110,9 @@ class ShardClient:
         reply = await self._unary("Acquire", message, request.timeout_seconds + ACQUIRE_SLACK_SECONDS)
         return decode_acquired(reply)
 
-    async def reserve(self, attachment: AttachmentId, count: int, side: int = 0, call: int = 0) -> list[BlockRef]:
+    async def reserve(self, attachment: AttachmentId, count: int, group: int = 0, call: int = 0) -> list[BlockRef]:
         message = shard_pb2.ReserveRequest(
-            attachment_id=attachment, epoch=self._epoch(attachment), count=count, side=side, call=call
+            attachment_id=attachment, epoch=self._epoch(attachment), count=count, group=group, call=call
         )
         reply = await self._unary("Reserve", message, CALL_SECONDS)
         return list(decode_refs(reply.blocks))

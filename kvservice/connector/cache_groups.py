@@ -1,8 +1,10 @@
-"""Which of the engine's blocks belong to a position of a request, when the model has one cache group or several.
+"""Which of the engine's blocks belong to a position of a request, when the model has one KV cache group or several.
 
-Engine-neutral and pure; used on the scheduler's thread. A *table* is what the engine knows of a request's blocks: with
-one group the list of block ids, with several one list a group, in which NULL_BLOCK stands for a block that a window has
-left.
+Engine-neutral and pure; used on the scheduler's thread. A *group* is what the pool stores together: group 0 has full
+attention, every other one a window (core.block.window_groups). The engine may have cut it into several KV cache groups
+of its own, with an index each: these are *engine groups*. A *table* is what the engine knows of a request's blocks.
+With one engine group it is the list of block ids, with several one list for each. NULL_BLOCK in it stands for a block
+that a window has left.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
 from kvservice.connector.plan import CopyEntry
-from kvservice.core.block.window_groups import Side
+from kvservice.core.block.window_groups import WindowGroup
 from kvservice.core.messages import AcquireResult
 from kvservice.core.segment.refs import BlockRef
 from kvservice.units import BlockKey
@@ -25,130 +27,130 @@ Table: TypeAlias = "Sequence[Any]"  # of block ids, or of lists of them
 
 class Grouping(Protocol):
     @property
-    def sides(self) -> tuple[Side, ...]: ...
+    def window_groups(self) -> tuple[WindowGroup, ...]: ...
 
     def length(self, table: Table) -> int:
         """How many positions the table has."""
         ...
 
-    def needed_from(self, side: int, end: int) -> int:
-        """The first position that a hit up to `end` needs; 0 for the main family (side 0)."""
+    def needed_from(self, group: int, end: int) -> int:
+        """The first position that a hit up to `end` needs; 0 for group 0."""
         ...
 
-    def stored(self, table: Table, side: int, position: int) -> list[tuple[int, int, int]] | None:
-        """(group, part, block id) of all that goes into one slot. None when some of it is gone."""
+    def stored(self, table: Table, group: int, position: int) -> list[tuple[int, int, int]] | None:
+        """(engine group, part, block id) of all that goes into one slot. None when some of it is gone."""
         ...
 
-    def loaded(self, table: Table, side: int, position: int, end: int) -> list[tuple[int, int, int]]:
+    def loaded(self, table: Table, group: int, position: int, end: int) -> list[tuple[int, int, int]]:
         """What of a slot a hit up to `end` needs. AssertionError when the engine has no block for some of it."""
         ...
 
 
 class OneGroup:
-    sides: tuple[Side, ...] = ()
+    window_groups: tuple[WindowGroup, ...] = ()
 
     def length(self, table: Table) -> int:
         return len(table)
 
-    def needed_from(self, side: int, end: int) -> int:
+    def needed_from(self, group: int, end: int) -> int:
         return 0
 
-    def stored(self, table: Table, side: int, position: int) -> list[tuple[int, int, int]] | None:
+    def stored(self, table: Table, group: int, position: int) -> list[tuple[int, int, int]] | None:
         return [(0, 0, table[position])]
 
-    def loaded(self, table: Table, side: int, position: int, end: int) -> list[tuple[int, int, int]]:
+    def loaded(self, table: Table, group: int, position: int, end: int) -> list[tuple[int, int, int]]:
         return [(0, 0, table[position])]
 
 
 @dataclass(frozen=True, slots=True)
-class CacheGroup:
-    """`parts` of its blocks lie in one slot: groups may have smaller blocks than others."""
+class EngineGroup:
+    """One KV cache group of the engine. `parts` of its blocks lie in one slot: some have smaller blocks than others."""
 
-    side: int  # that it belongs to, from 1; 0 = the main family
+    group: int  # of the pool, that it is a part of
     parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class SeveralGroups:
-    groups: tuple[CacheGroup, ...]  # by the engine's index
-    sides: tuple[Side, ...]
+    engine_groups: tuple[EngineGroup, ...]  # by the engine's index
+    window_groups: tuple[WindowGroup, ...]  # groups 1, 2, …
     block_tokens: int  # of a position
 
     def length(self, table: Table) -> int:
-        return min(len(ids) // group.parts for ids, group in zip(table, self.groups, strict=True))
+        return min(len(ids) // one.parts for ids, one in zip(table, self.engine_groups, strict=True))
 
-    def needed_from(self, side: int, end: int) -> int:
-        return self.sides[side - 1].reach.first_block(end, self.block_tokens) if side else 0
+    def needed_from(self, group: int, end: int) -> int:
+        return self.window_groups[group - 1].window.first_block(end, self.block_tokens) if group else 0
 
-    def stored(self, table: Table, side: int, position: int) -> list[tuple[int, int, int]] | None:
-        found = self._blocks(table, side, position)
+    def stored(self, table: Table, group: int, position: int) -> list[tuple[int, int, int]] | None:
+        found = self._blocks(table, group, position)
         return None if any(block_id == NULL_BLOCK for _, _, block_id in found) else found
 
-    def loaded(self, table: Table, side: int, position: int, end: int) -> list[tuple[int, int, int]]:
-        found = self._blocks(table, side, position)
-        if not side:
+    def loaded(self, table: Table, group: int, position: int, end: int) -> list[tuple[int, int, int]]:
+        found = self._blocks(table, group, position)
+        if not group:
             assert all(block_id != NULL_BLOCK for _, _, block_id in found), "a block of the prefix is missing"
             return found
-        first_token = self.sides[side - 1].reach.first_token(end * self.block_tokens)
+        first_token = self.window_groups[group - 1].window.first_token(end * self.block_tokens)
         needed: list[tuple[int, int, int]] = []
         for index, part, block_id in found:
-            tokens = self.block_tokens // self.groups[index].parts
+            tokens = self.block_tokens // self.engine_groups[index].parts
             if position * self.block_tokens + (part + 1) * tokens > first_token:
                 assert block_id != NULL_BLOCK, "the engine has no block for the window of this hit"
                 needed.append((index, part, block_id))
         return needed
 
-    def _blocks(self, table: Table, side: int, position: int) -> list[tuple[int, int, int]]:
+    def _blocks(self, table: Table, group: int, position: int) -> list[tuple[int, int, int]]:
         return [
-            (index, part, table[index][position * group.parts + part])
-            for index, group in enumerate(self.groups)
-            if group.side == side
-            for part in range(group.parts)
+            (index, part, table[index][position * one.parts + part])
+            for index, one in enumerate(self.engine_groups)
+            if one.group == group
+            for part in range(one.parts)
         ]
 
 
 def entries_of(places: Sequence[tuple[int, int, int]], ref: BlockRef, key: BlockKey) -> list[CopyEntry]:
-    return [CopyEntry(block_id, ref, key, group, part) for group, part, block_id in places]
+    return [CopyEntry(block_id, ref, key, index, part) for index, part, block_id in places]
 
 
 def load_entries(
     grouping: Grouping, chains: Sequence[Sequence[BlockKey]], result: AcquireResult, table: Table, local: int
 ) -> list[CopyEntry]:
-    """All copies that fill the engine's blocks from position `local` to the end of the hit. `chains`: keys of the main
-    family, then of each side. Raises AssertionError when promise and table do not fit."""
+    """All copies that fill the engine's blocks from position `local` to the end of the hit. `chains`: the keys of
+    each group. Raises AssertionError when promise and table do not fit."""
     end = len(result.blocks)
     entries: list[CopyEntry] = []
-    for side, refs in enumerate((result.blocks, *result.sides)):
+    for group, refs in enumerate((result.blocks, *result.window_blocks)):
         start = end - len(refs)
-        assert start == grouping.needed_from(side, end), "a window is promised that this hit does not have"
+        assert start == grouping.needed_from(group, end), "a window is promised that this hit does not have"
         for position in range(max(start, local), end):
-            places = grouping.loaded(table, side, position, end)
-            entries += entries_of(places, refs[position - start], chains[side][position])
+            places = grouping.loaded(table, group, position, end)
+            entries += entries_of(places, refs[position - start], chains[group][position])
     return entries
 
 
 def is_whole(grouping: Grouping, result: AcquireResult) -> bool:
-    """Every side has what the promised prefix needs."""
+    """Every window group has what the promised prefix needs."""
     end = len(result.blocks)
-    return not end or [len(refs) for refs in result.sides] == [
-        end - grouping.needed_from(side, end) for side in range(1, len(grouping.sides) + 1)
+    return not end or [len(refs) for refs in result.window_blocks] == [
+        end - grouping.needed_from(group, end) for group in range(1, len(grouping.window_groups) + 1)
     ]
 
 
 def usable(
     grouping: Grouping, result: AcquireResult, suspects: Set[BlockRef], counters: Counter[str]
 ) -> AcquireResult:  # fmt: skip
-    """Cut before the first block whose bytes were found wrong: it would only fail again. With several cache groups
+    """Cut before the first block whose bytes were found wrong: it would only fail again. With several groups
     another end has other windows, so nothing is left."""
     suspect = (i for i, ref in enumerate(result.blocks if suspects else ()) if ref in suspects)
     index = next(suspect, None)
-    if not grouping.sides:
+    if not grouping.window_groups:
         if index is None:
             return result
         counters["promises_cut_at_suspect"] += 1
         return replace(result, blocks=result.blocks[:index])
-    sound = index is None and suspects.isdisjoint(chain.from_iterable(result.sides))
+    sound = index is None and suspects.isdisjoint(chain.from_iterable(result.window_blocks))
     if sound and is_whole(grouping, result):
         return result
     counters["promises_dropped"] += 1
-    return replace(result, blocks=(), sides=())
+    return replace(result, blocks=(), window_blocks=())

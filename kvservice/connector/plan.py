@@ -33,8 +33,8 @@ class CopyEntry:
     block_id: int  # row of the engine's KV tensors
     ref: BlockRef
     key: BlockKey
-    group: int = 0  # the engine's cache group that the block is of
-    part: int = 0  # of the slot, where it holds several blocks of this group
+    engine_group: int = 0  # index of the engine's KV cache group that the block is of
+    part: int = 0  # of the slot, where it holds several blocks of this engine group
 
 
 @dataclass(frozen=True, slots=True)

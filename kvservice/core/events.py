@@ -71,7 +71,7 @@ class Acquire(Call):
 class Reserve(Call):
     attachment: AttachmentId
     count: int
-    side: int = 0  # which of the engine's sides they are for, from 1; 0 = none
+    group: int = 0  # KV cache group of the engine that they are for
     call: int = 0  # the engine's number of this call, for its statements; 0 = it makes none
 
 

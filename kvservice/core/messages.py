@@ -10,7 +10,7 @@ from enum import Enum
 
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.tenants import TenantUsage
-from kvservice.core.block.window_groups import Side
+from kvservice.core.block.window_groups import WindowGroup
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.core.segment.refs import BlockHandle, BlockRef
@@ -35,7 +35,7 @@ class EngineSpec:
     fingerprint: Fingerprint
     layout: SlotLayout
     namespace: str = ""  # lets engines of one model with different fingerprints live side by side
-    sides: tuple[Side, ...] = ()  # cache groups with a window; `layout` is then that of the groups without
+    window_groups: tuple[WindowGroup, ...] = ()  # KV cache groups 1, 2, … of the engine; `layout` is that of group 0
     attempt: int = 0  # grows with each attach of this engine; one that was overtaken is refused. 0: not counted
 
 
@@ -118,14 +118,14 @@ class AcquireRequest:
 class AcquireResult:
     """The longest local, verified run that starts at `skip`, leased. `lease_id` is 0 when `blocks` is empty.
 
-    `sides`: for each side of the engine the blocks that it needs of this prefix, up to its end. Not `admitted`: nothing
-    is reused here, so the rest of this chain is better not stored (core.store.admission)."""
+    `window_blocks`: for each window group of the engine the blocks that it needs of this prefix, up to its end.
+    `admitted` is False where nothing is reused: the rest of this chain is better not stored (core.store.admission)."""
 
     lease_id: LeaseId
     blocks: tuple[BlockRef, ...]
     fetched_count: int  # how many of `blocks` came from another node for this request
     miss: MissReason
-    sides: tuple[tuple[BlockRef, ...], ...] = ()
+    window_blocks: tuple[tuple[BlockRef, ...], ...] = ()
     admitted: bool = True
 
 
@@ -146,8 +146,8 @@ class RequestReport:
 
 @dataclass(frozen=True, slots=True)
 class SealItem:
-    """A written slot to publish. `parent` is the previous block of the chain, None for the first and for a side's,
-    whose positions have SIDE_POSITION set."""
+    """A written slot to publish. `parent` is the previous block of the chain, None for the first. A block of a
+    window group has none, and WINDOW_BIT set in its position."""
 
     ref: BlockRef
     key: BlockKey

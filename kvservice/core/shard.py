@@ -19,7 +19,7 @@ from kvservice.core.actions import Action, Announce, Refuse, Reply
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.block.tenants import NOBODY, TenantLimits, TenantUsage
-from kvservice.core.block.window_groups import SIDES_MAX
+from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX
 from kvservice.core.drain.receiver import TakeOvers
 from kvservice.core.drain.sender import DrainPhase, DrainProgress, Leaving
 from kvservice.core.explain.records import Explanation, HistoryEntry, RequestRecords, find_history, name_engine
@@ -285,9 +285,11 @@ class ShardState:
             raise Exhausted(
                 f"{len(others)} engines are attached to shard {self.node_id} already, {mine} of this tenant"
             )
-        if len(spec.sides) > SIDES_MAX:
-            raise InvalidRequest(f"an engine has at most {SIDES_MAX} sides, not {len(spec.sides)}")
-        payload_bytes = max(layout.payload_bytes for layout in (spec.layout, *(side.layout for side in spec.sides)))
+        count = len(spec.window_groups)
+        if count > WINDOW_GROUPS_MAX:
+            raise InvalidRequest(f"an engine has at most {WINDOW_GROUPS_MAX} window groups, not {count}")
+        layouts = (spec.layout, *(group.layout for group in spec.window_groups))
+        payload_bytes = max(layout.payload_bytes for layout in layouts)
         if self.geometry.slots_per_slab(payload_bytes) == 0:
             raise UnsupportedLayout(
                 f"one block of {spec.model} is {format_bytes(payload_bytes)} and does not fit a slab of "
@@ -393,7 +395,7 @@ class ShardState:
         attached.seconds_per_block = request.recompute_seconds_per_block or attached.seconds_per_block
         if handoff is None:
             self._admission.on_acquire(event.op, attached.account, request.keys)
-        if attached.spec.sides:
+        if attached.spec.window_groups:
             self._windowed.start(event.op, event.attachment, request, attached.spec, now)
             return
         self._acquisitions.start(event.op, event.attachment, request, attached.spec.layout.payload_bytes, now)

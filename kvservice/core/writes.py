@@ -56,13 +56,15 @@ class Writes:
     def reserve(self, event: ev.Reserve, spec: EngineSpec, account: str, grants: Grants, now: float) -> None:
         if not 0 < event.count <= RESERVE_COUNT_MAX:
             raise InvalidRequest(f"reserve 1 to {RESERVE_COUNT_MAX} slots, not {event.count}", count=event.count)
-        layouts = (spec.layout, *(side.layout for side in spec.sides))
-        if not 0 <= event.side < len(layouts):
-            raise InvalidRequest(f"this engine has {len(layouts) - 1} sides, not {event.side}", side=event.side)
+        layouts = (spec.layout, *(group.layout for group in spec.window_groups))
+        if not 0 <= event.group < len(layouts):
+            raise InvalidRequest(
+                f"this engine has KV cache groups 0 to {len(layouts) - 1}, not {event.group}", group=event.group
+            )
         slots: tuple[Slot, ...] = ()
         if not self.draining:
             room_for = f"stores of {spec.model} by engine {spec.engine_id.hex()[:8]}"
-            want = Want(layouts[event.side].payload_bytes, now, account, room_for)
+            want = Want(layouts[event.group].payload_bytes, now, account, room_for)
             slots = self._store.reserve(event.count, spec.engine_id, want).slots
         refs = [BlockRef(slot.index, slot.generation) for slot in slots]
         grants.add(event.call, refs)

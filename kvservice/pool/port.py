@@ -38,10 +38,10 @@ class PoolPort(Protocol):
         """See AcquireRequest. Answers within the request's timeout with what is promised by then."""
         ...
 
-    async def reserve(self, attachment: AttachmentId, count: int, side: int = 0, call: int = 0) -> list[BlockRef]:
+    async def reserve(self, attachment: AttachmentId, count: int, group: int = 0, call: int = 0) -> list[BlockRef]:
         """Up to `count` slots to write, each with its odd generation; fewer (even none) when the pool is full.
-        `side`: for the engine's own layout (0), or for which of its sides, from 1. `call`: the caller's number of this
-        call, for its statements (core.reconcile); 0 = it makes none."""
+        `group`: the KV cache group whose blocks they are for. `call`: the caller's number of this call, for its
+        statements (core.reconcile); 0 = it makes none."""
         ...
 
     async def seal(self, attachment: AttachmentId, items: Sequence[SealItem]) -> list[SealStatus]:

@@ -169,8 +169,8 @@ class PoolRuntime:
         result: AcquireResult = await self._call(lambda op: ev.Acquire(op, attachment, request), attachment)
         return result
 
-    async def reserve(self, attachment: AttachmentId, count: int, side: int = 0, call: int = 0) -> list[BlockRef]:
-        refs: list[BlockRef] = await self._call(lambda op: ev.Reserve(op, attachment, count, side, call), attachment)
+    async def reserve(self, attachment: AttachmentId, count: int, group: int = 0, call: int = 0) -> list[BlockRef]:
+        refs: list[BlockRef] = await self._call(lambda op: ev.Reserve(op, attachment, count, group, call), attachment)
         return refs
 
     async def seal(self, attachment: AttachmentId, items: Sequence[SealItem]) -> list[SealStatus]:

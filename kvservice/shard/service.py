@@ -79,7 +79,7 @@ class EngineServicer:
 
     async def reserve(self, request: shard_pb2.ReserveRequest, context: Context) -> shard_pb2.ReserveReply:
         attachment = self._attachment(request, context)
-        refs = await self._pool.reserve(attachment, request.count, request.side, request.call)
+        refs = await self._pool.reserve(attachment, request.count, request.group, request.call)
         return shard_pb2.ReserveReply(blocks=codec.encode_refs(refs))
 
     async def seal(self, request: shard_pb2.SealRequest, context: Context) -> shard_pb2.SealReply:

@@ -244,9 +244,9 @@ class CoreHarness:
         assert isinstance(value, AttachReply)
         return value.attachment
 
-    def reserve(self, attachment: AttachmentId, count: int = 1, side: int = 0, call: int = 0) -> list[BlockRef]:
+    def reserve(self, attachment: AttachmentId, count: int = 1, group: int = 0, call: int = 0) -> list[BlockRef]:
         op = self.next_op()
-        self.send(ev.Reserve(op, attachment, count, side, call))
+        self.send(ev.Reserve(op, attachment, count, group, call))
         value = self.reply(op)
         assert isinstance(value, list)
         return value

@@ -104,7 +104,7 @@ class FakePool:
         self.leases[lease_id] = tuple(found)
         return AcquireResult(lease_id, tuple(found), 0, miss)
 
-    async def reserve(self, attachment: AttachmentId, count: int, side: int = 0, call: int = 0) -> list[BlockRef]:
+    async def reserve(self, attachment: AttachmentId, count: int, group: int = 0, call: int = 0) -> list[BlockRef]:
         await self._enter("reserve", attachment)
         refs: list[BlockRef] = []
         while self._free and len(refs) < count:

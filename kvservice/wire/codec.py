@@ -13,7 +13,7 @@ from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES, check_handoff_id
 from kvservice.core.block.fingerprint import FIELDS_MAX, Fingerprint
 from kvservice.core.block.keys import KEY_BYTES, unpack_keys
 from kvservice.core.block.tenants import TenantUsage
-from kvservice.core.block.window_groups import SIDES_MAX, Reach, Side
+from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX, Window, WindowGroup
 from kvservice.core.explain.records import check_request_id
 from kvservice.core.messages import (
     AcquireRequest,
@@ -85,9 +85,13 @@ def encode_spec(spec: EngineSpec) -> shard_pb2.AttachRequest:
         namespace=spec.namespace,
         fingerprint=encode_fingerprint(spec.fingerprint),
         layout=encode_layout(spec.layout),
-        sides=[
-            shard_pb2.Side(layout=encode_layout(side.layout), window=side.reach.window, chunk=side.reach.chunk)
-            for side in spec.sides
+        window_groups=[
+            shard_pb2.WindowGroup(
+                layout=encode_layout(group.layout),
+                sliding_tokens=group.window.sliding_tokens,
+                chunk_tokens=group.window.chunk_tokens,
+            )
+            for group in spec.window_groups
         ],
         attempt=spec.attempt,
     )
@@ -96,16 +100,20 @@ def encode_spec(spec: EngineSpec) -> shard_pb2.AttachRequest:
 def decode_spec(message: shard_pb2.AttachRequest) -> EngineSpec:
     if not message.model or len(message.model) > NAME_CHARS_MAX or len(message.namespace) > NAME_CHARS_MAX:
         raise InvalidRequest("model and namespace are at most 512 characters, and the model is not empty")
-    if len(message.sides) > SIDES_MAX:
-        raise InvalidRequest(f"an engine has at most {SIDES_MAX} sides, not {len(message.sides)}")
+    count = len(message.window_groups)
+    if count > WINDOW_GROUPS_MAX:
+        raise InvalidRequest(f"an engine has at most {WINDOW_GROUPS_MAX} window groups, not {count}")
     fingerprint = decode_fingerprint(message.fingerprint)
     layout = decode_layout(message.layout)
     try:
-        sides = tuple(Side(decode_layout(s.layout), Reach(s.window, s.chunk)) for s in message.sides)
+        groups = tuple(
+            WindowGroup(decode_layout(group.layout), Window(group.sliding_tokens, group.chunk_tokens))
+            for group in message.window_groups
+        )
     except UnsupportedLayout as error:
         raise InvalidRequest(f"layout: {error.message}") from error
     return EngineSpec(
-        message.engine_id, message.model, fingerprint, layout, message.namespace, sides, message.attempt
+        message.engine_id, message.model, fingerprint, layout, message.namespace, groups, message.attempt
     )  # fmt: skip
 
 
@@ -251,8 +259,8 @@ def encode_acquired(result: AcquireResult) -> shard_pb2.AcquireReply:
         blocks=encode_refs(result.blocks),
         fetched_count=result.fetched_count,
         miss=result.miss.value,
-        side_blocks=encode_refs(ref for side in result.sides for ref in side),
-        side_counts=[len(side) for side in result.sides],
+        window_blocks=encode_refs(ref for refs in result.window_blocks for ref in refs),
+        window_counts=[len(refs) for refs in result.window_blocks],
         not_admitted=not result.admitted,
     )
 
@@ -262,14 +270,14 @@ def decode_acquired(message: shard_pb2.AcquireReply) -> AcquireResult:
         miss = MissReason(message.miss)
     except ValueError:
         miss = MissReason.NEVER_STORED  # a newer shard's reason: still a miss
-    refs, counts = decode_refs(message.side_blocks), message.side_counts
+    refs, counts = decode_refs(message.window_blocks), message.window_counts
     if sum(counts) != len(refs):
-        raise InvalidRequest(f"{len(refs)} blocks of sides, counted as {sum(counts)}")
+        raise InvalidRequest(f"{len(refs)} blocks of window groups, counted as {sum(counts)}")
     ends = list(accumulate(counts))
-    sides = tuple(refs[end - count : end] for end, count in zip(ends, counts, strict=True))
+    windows = tuple(refs[end - count : end] for end, count in zip(ends, counts, strict=True))
     blocks = decode_refs(message.blocks)
     lease_id, admitted = LeaseId(message.lease_id), not message.not_admitted
-    return AcquireResult(lease_id, blocks, message.fetched_count, miss, sides, admitted)
+    return AcquireResult(lease_id, blocks, message.fetched_count, miss, windows, admitted)
 
 
 def encode_seal_item(item: SealItem) -> shard_pb2.SealItem:

@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvservice.client.shard import ShardClient
-from kvservice.core.block.window_groups import Reach, Side
+from kvservice.core.block.window_groups import Window, WindowGroup
 from kvservice.core.messages import Holder, TakeOverItem
 from kvservice.core.segment.refs import BlockRef
 from kvservice.lookup.server import LookupServer
@@ -72,7 +72,7 @@ VALUES: dict[str, list[object]] = {
     "wait_seconds": [0.01, 0.1],
     "count": [1, 2],
     "skip": [0, 1],
-    "side": [0],
+    "group": [0],
     "partition": [0],
     "partition_count": [1],
     "sequence": [1, 2, 3],
@@ -263,7 +263,15 @@ def requests_about(ids: dict[str, int], keys: bytes, handoff: bytes) -> list[Mes
     return [
         encode_spec(spec("another")),
         encode_spec(spec("fuzzed0", **{f"field{i}": "x" * 4096 for i in range(40)})),  # to be refused, with its reasons
-        encode_spec(replace(spec("sided"), sides=(Side(LAYOUT, Reach(window=40)), Side(LAYOUT, Reach(chunk=64))))),
+        encode_spec(
+            replace(
+                spec("windowed"),
+                window_groups=(
+                    WindowGroup(LAYOUT, Window(sliding_tokens=40)),
+                    WindowGroup(LAYOUT, Window(chunk_tokens=64)),
+                ),
+            )
+        ),
         shard_pb2.AcquireRequest(**ids, keys=keys, skip=1, timeout_seconds=0.1, request_id="r1"),
         shard_pb2.AcquireRequest(**ids, keys=keys, timeout_seconds=0.1, handoff=handoff, handoff_node="n0"),
         shard_pb2.LocateRequest(epoch=epoch, keys=keys, reader="n1"),

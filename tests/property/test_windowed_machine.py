@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvservice.core import events as ev
-from kvservice.core.block.window_groups import SIDE_POSITION, Reach, Side, side_key, side_route
+from kvservice.core.block.window_groups import WINDOW_BIT, Window, WindowGroup, group_key, group_route
 from kvservice.core.messages import AcquireResult, Handoff
 from kvservice.testing.builders import (
     SMALL,
@@ -27,9 +27,12 @@ from kvservice.testing.builders import (
 from kvservice.units import BlockKey, HandoffId, NodeId
 
 CHAIN = make_chain(10)
-SIDES = (Side(make_layout(2 * SMALL), Reach(window=33)), Side(make_layout(3 * SMALL), Reach(chunk=64)))
-KEYS = [list(CHAIN), *([side_key(key, side) for key in CHAIN] for side in (1, 2))]
-LENGTHS: dict[BlockKey, int] = {key: (side + 1) * SMALL for side, keys in enumerate(KEYS) for key in keys}
+GROUPS = (
+    WindowGroup(make_layout(2 * SMALL), Window(sliding_tokens=33)),
+    WindowGroup(make_layout(3 * SMALL), Window(chunk_tokens=64)),
+)
+KEYS = [list(CHAIN), *([group_key(key, group) for key in CHAIN] for group in (1, 2))]
+LENGTHS: dict[BlockKey, int] = {key: (group + 1) * SMALL for group, keys in enumerate(KEYS) for key in keys}
 HANDOFF = HandoffId(b"h" * 16)
 
 
@@ -37,30 +40,30 @@ class WindowedMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.harness = CoreHarness(slab_count=15)
-        self.spec = replace(make_spec(), sides=SIDES)
+        self.spec = replace(make_spec(), window_groups=GROUPS)
         self.engine = self.harness.attach(self.spec)
         self.asked: dict[int, int] = {}  # call -> blocks asked for
         self.leases: list[AcquireResult] = []
         self.answered = [0, 0, 0, 0]  # resolves, locates, pulls, follows
 
-    @rule(side=st.integers(0, 2), positions=st.sets(st.integers(0, 9), min_size=1))
-    def store(self, side: int, positions: set[int]) -> None:
-        refs = self.harness.reserve(self.engine, len(positions), side=side)
+    @rule(group=st.integers(0, 2), positions=st.sets(st.integers(0, 9), min_size=1))
+    def store(self, group: int, positions: set[int]) -> None:
+        refs = self.harness.reserve(self.engine, len(positions), group=group)
         items: list[SealItem] = []
         for ref, i in zip(refs, sorted(positions), strict=False):
-            key = KEYS[side][i]
+            key = KEYS[group][i]
             self.harness.write(ref, key)
-            parent = CHAIN[i - 1] if i and not side else None
-            route = side_route(CHAIN, i, side) if side else side_route(CHAIN, i, 1)
-            items.append(SealItem(ref, key, parent, i | SIDE_POSITION if side else i, route))
+            parent = CHAIN[i - 1] if i and not group else None
+            route = group_route(CHAIN, i, group) if group else group_route(CHAIN, i, 1)
+            items.append(SealItem(ref, key, parent, i | WINDOW_BIT if group else i, route))
         if items:
             self.harness.begin_seal(self.engine, tuple(items))
             self.harness.digest_all()
 
     @rule(count=st.integers(1, 10))
     def store_prefix(self, count: int) -> None:
-        for side in range(3):
-            self.store(side, set(range(count)))
+        for group in range(3):
+            self.store(group, set(range(count)))
 
     @rule(count=st.integers(1, 10), timeout=st.sampled_from([9.0, 5.0, 1.0, 0.0]), follow=st.integers(0, 4))
     def acquire(self, count: int, timeout: float, follow: int) -> None:
@@ -133,8 +136,8 @@ class WindowedMachine(RuleBasedStateMachine):
             result = self.harness.result(op)
             end = len(result.blocks)
             assert end <= count
-            for number, refs in enumerate((result.blocks, *result.sides)):
-                first = SIDES[number - 1].reach.first_block(end, 16) if number else 0
+            for number, refs in enumerate((result.blocks, *result.window_blocks)):
+                first = GROUPS[number - 1].window.first_block(end, 16) if number else 0
                 # Of leases that have not run out yet; their slots hold what was promised.
                 assert [self.harness.headers[ref.slot].key for ref in refs] == KEYS[number][first:end]
             if result.lease_id:

@@ -196,10 +196,10 @@ MUTANTS = (
     Mutant(
         "what is stored is stored under its own key",
         STORE_PLAN,
-        "        ref, key = slots[side].pop(), chains[side][position]\n        planned.items"
-        ".append(_seal_item(ref, chains[side], side, position))",
-        "        ref, key = slots[side].pop(), chains[side][position - 1]\n        planned.items"
-        ".append(_seal_item(ref, chains[side], side, position - 1))",
+        "        ref, key = slots[group].pop(), chains[group][position]\n        planned.items"
+        ".append(_seal_item(ref, chains[group], group, position))",
+        "        ref, key = slots[group].pop(), chains[group][position - 1]\n        planned.items"
+        ".append(_seal_item(ref, chains[group], group, position - 1))",
         seed=0,
     ),
     Mutant(

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import pytest
 
 from kvservice.core.block.fingerprint import FIELDS_MAX
-from kvservice.core.block.window_groups import SIDES_MAX
+from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX
 from kvservice.core.messages import Statement
 from kvservice.core.reconcile import OPEN_CALLS_MAX, STATED_HANDOFFS_MAX, STATED_SLOTS_MAX
 from kvservice.errors import FingerprintMismatch, InvalidRequest
@@ -44,10 +44,10 @@ def test_lists_are_counted_before_they_are_decoded(decode: Callable[[object], ob
         decode(Counted([None] * most))
 
 
-def test_a_fingerprint_and_the_sides_of_an_engine_are_counted_first() -> None:
+def test_fingerprint_and_window_groups_are_counted_first() -> None:
     message = shard_pb2.AttachRequest(model="m")
-    message.sides.extend([shard_pb2.Side()] * (SIDES_MAX + 1))
-    with pytest.raises(InvalidRequest, match="sides"):
+    message.window_groups.extend([shard_pb2.WindowGroup()] * (WINDOW_GROUPS_MAX + 1))
+    with pytest.raises(InvalidRequest, match="window groups"):
         codec.decode_spec(message)
     fields = [common_pb2.FingerprintField(name="same")] * (FIELDS_MAX + 1)
     with pytest.raises(InvalidRequest, match="fields"):

@@ -1,4 +1,4 @@
-"""A model of several cache groups: greedy tokens with the cache equal those without it, whichever group lacks what.
+"""A model of several KV cache groups: greedy tokens with the cache equal those without it, whichever group lacks what.
 
 Two layers see every token, five a window of 100, which is less than most prompts here: vLLM makes four groups of them.
 Two engines share node n0, a third one is on n1. float32, so that a difference is a wrong block and not a rounding.

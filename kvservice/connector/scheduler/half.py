@@ -112,13 +112,13 @@ class SchedulerHalf:
         adapter: bytes = b"",
     ) -> None:
         """Start asking for the whole prefix at once; the engine's own hit is known only later. `wants`: it is computed
-        for another engine (with an id), or by another one. `tokens`: of the prompt; only with several cache groups.
+        for another engine (with an id), or by another one. `tokens`: of the prompt; only with several KV cache groups.
         `public_tokens`: of its beginning, shared with other tenants if this one may. `adapter`: its identity."""
         if request_id in self._requests:
             return
         request = self._requests[request_id] = EngineRequest(request_id, [], tokens=tokens, public_tokens=public_tokens)
         request.adapter, request.may_read = adapter, may_read
-        request.side_keys = [[] for _ in self._grouping.sides]
+        request.window_keys = [[] for _ in self._grouping.window_groups]
         self._extend_keys(request, hashes, self._session.attachment)
         request.prompt_blocks, request.salted = len(request.keys), salted
         if isinstance(wants, Handoff):
@@ -142,7 +142,7 @@ class SchedulerHalf:
         if not request.may_read:
             return False
         keys = request.keys[:KEYS_PER_REQUEST_MAX]
-        if self._grouping.sides:
+        if self._grouping.window_groups:
             # The engine computes at least the last token itself: a window that ends behind it may lack its first one.
             keys = keys[: max(request.tokens - 1, 0) // self._block_tokens]
         if not keys or self._paused or not self._keyring.is_current(request, self._session.attachment):
@@ -198,7 +198,7 @@ class SchedulerHalf:
         tokens = max(blocks, 0) * self._block_tokens
         # Without anything to compute there is nothing to load under; a hand-off waits for its stores, not for a load.
         hides = min(tokens, total_tokens - computed_tokens - tokens) > 0 and request.writes is None
-        request.layered = hides and self._layerwise and self._pins is not None and not self._grouping.sides
+        request.layered = hides and self._layerwise and self._pins is not None and not self._grouping.window_groups
         return Promise(tokens, request.layered)
 
     def must_wait(self, request_id: str, computed_tokens: int) -> bool:
@@ -226,7 +226,7 @@ class SchedulerHalf:
             self._end_lease(attachment, result.lease_id)
             return
         first = request.local_blocks
-        if self._grouping.sides:
+        if self._grouping.window_groups:
             assert first + count == len(result.blocks), "the engine takes less than was promised, with another window"
         taken = replace(result, blocks=result.blocks[: first + count])
         request.move(RequestEvent.LOAD)
@@ -253,8 +253,8 @@ class SchedulerHalf:
                 request.admitted = False
                 self._stores.expect(request, -request.expected)
             end = len(result.blocks)
-            for side, keys in enumerate(request.chains):
-                self._known.learn(keys[self._grouping.needed_from(side, end) : end])
+            for group, keys in enumerate(request.chains):
+                self._known.learn(keys[self._grouping.needed_from(group, end) : end])
                 self._known.not_found(keys[end:], request.ask_number)
             if result.miss is not MissReason.NONE:
                 self.counters[f"miss_{result.miss.value}"] += 1

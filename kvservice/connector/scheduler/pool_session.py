@@ -76,8 +76,8 @@ class Session:
         self._stock_min = min(max(stock_min, STOCK_MIN), STOCK_MAX)
         self._rng = rng or random.Random()
         self._lock = threading.Lock()
-        self._layouts = (spec.layout, *(side.layout for side in spec.sides))
-        self._stocks: list[deque[BlockRef]] = [deque() for _ in self._layouts]  # by side, 0 = the main family
+        self._layouts = (spec.layout, *(group.layout for group in spec.window_groups))
+        self._stocks: list[deque[BlockRef]] = [deque() for _ in self._layouts]  # by KV cache group
         self._expected = 0  # blocks that requests in flight will want to store
         self._answers: deque[Answer] = deque()
         self._answered = threading.Condition(self._lock)
@@ -100,7 +100,7 @@ class Session:
         self.counters: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name="kvservice-session", daemon=True)
 
-    # -- the scheduler's side ----
+    # -- the scheduler's thread ----
 
     def start(self, wait_seconds: float) -> Attachment | None:
         """Start the thread and wait for the first attempt to attach, so that early requests profit already."""
@@ -157,12 +157,12 @@ class Session:
         if count > 0:
             self._poke()
 
-    def take_slots(self, attachment: AttachmentId, count: int, side: int = 0) -> list[BlockRef]:
-        """Up to `count` reserved slots of this attachment and side; the caller seals or aborts each."""
+    def take_slots(self, attachment: AttachmentId, count: int, group: int = 0) -> list[BlockRef]:
+        """Up to `count` reserved slots of this attachment for a KV cache group; the caller seals or aborts each."""
         with self._lock:
             if not self._is_current(attachment):
                 return []
-            stock = self._stocks[side]
+            stock = self._stocks[group]
             taken = [stock.popleft() for _ in range(min(count, len(stock)))]
         self._poke()
         return taken
@@ -300,8 +300,8 @@ class Session:
         report_at = self._loop.time()
         while not self._stopping and not lost:
             self._wake.clear()
-            for side in range(len(self._stocks)):
-                await self._restock(attachment, side)
+            for group in range(len(self._stocks)):
+                await self._restock(attachment, group)
             if self._loop.time() >= renew_at or (self._reports and self._loop.time() >= report_at):
                 report_at = self._loop.time() + REPORT_SECONDS
                 renew_at = self._loop.time() + period
@@ -316,17 +316,17 @@ class Session:
             self._reports.clear()
         return lambda pool: pool.renew(attachment.attachment_id, leases, reports, statement)
 
-    async def _restock(self, attachment: Attachment, side: int) -> None:
+    async def _restock(self, attachment: Attachment, group: int) -> None:
         """Top the stock up in one call, or give back what an idle engine need not hold."""
         assert self._pool is not None
         geometry = attachment.geometry
-        payload_bytes = self._layouts[side].payload_bytes
+        payload_bytes = self._layouts[group].payload_bytes
         slots = geometry.slab_count * geometry.slots_per_slab(payload_bytes)
         if attachment.quota_bytes:  # slots held ready take the place of its tenant's own blocks
             slots = min(slots, attachment.quota_bytes // payload_bytes)
         slots //= len(self._stocks)
         with self._lock:
-            stock = self._stocks[side]
+            stock = self._stocks[group]
             idle = min(self._stock_min, slots // 8)
             wanted = max(1, min(idle + self._expected, STOCK_MAX, slots // 2))
             have = len(stock)
@@ -336,21 +336,21 @@ class Session:
             if surplus:
                 await self._pool.abort(attachment.attachment_id, surplus)
             elif have * 2 <= wanted:
-                await self._reserve(attachment, side, wanted - have)
+                await self._reserve(attachment, group, wanted - have)
         except KVServiceError as error:
             self.counters["reserve_failed"] += 1
             log.debug("reserve failed: %s", error.message)
 
-    async def _reserve(self, attachment: Attachment, side: int, count: int) -> None:
+    async def _reserve(self, attachment: Attachment, group: int, count: int) -> None:
         """Put so many slots into stock. What comes too late is not used: the next heartbeat has denied it."""
         assert self._pool is not None
         with self._lock:
             call = self._ledger.begin_call()
         try:
-            refs = await self._pool.reserve(attachment.attachment_id, count, side, call)
+            refs = await self._pool.reserve(attachment.attachment_id, count, group, call)
             with self._lock:
                 if self._attachment is attachment and self._ledger.take(call, refs):
-                    self._stocks[side].extend(refs)
+                    self._stocks[group].extend(refs)
         finally:
             with self._lock:
                 self._ledger.give_up(call)

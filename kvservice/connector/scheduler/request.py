@@ -71,7 +71,7 @@ class Naming:
 class EngineRequest:
     request_id: str
     keys: list[BlockKey]
-    side_keys: list[list[BlockKey]] = field(default_factory=list)  # of each side, position by position
+    window_keys: list[list[BlockKey]] = field(default_factory=list)  # of each window group, position by position
     tokens: int = 0  # of its prompt, or of all it has so far
     state: RequestState = RequestState.NEW
     attachment: AttachmentId | None = None  # that holds the lease
@@ -103,8 +103,8 @@ class EngineRequest:
 
     @property
     def chains(self) -> list[list[BlockKey]]:
-        """Keys of the main family, then of each side."""
-        return [self.keys, *self.side_keys]
+        """The keys of each KV cache group, group 0 first."""
+        return [self.keys, *self.window_keys]
 
     def move(self, event: RequestEvent) -> None:
         target = TRANSITIONS.get((self.state, event))

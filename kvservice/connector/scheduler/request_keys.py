@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from kvservice.connector.scheduler.request import EngineRequest, Naming
 from kvservice.core.block.keys import adapter_key
-from kvservice.core.block.window_groups import side_key
+from kvservice.core.block.window_groups import group_key
 from kvservice.core.messages import Attachment
 from kvservice.units import BlockHash, BlockKey
 
@@ -61,8 +61,8 @@ class Keyring:
         new = self._make_keys(hashes[begin:middle], _of(request, naming.public_key)) if middle > begin else []
         new += self._make_keys(hashes[middle:], _of(request, naming.tenant_key))
         request.keys.extend(new)
-        for side, keys in enumerate(request.side_keys, 1):
-            keys.extend(side_key(key, side) for key in new)
+        for group, keys in enumerate(request.window_keys, 1):
+            keys.extend(group_key(key, group) for key in new)
         request.kept_out = 0 if naming.may_publish else public
         request.stored = max(request.stored, request.kept_out)
         return len(hashes) - max(begin, min(request.kept_out, len(hashes)))

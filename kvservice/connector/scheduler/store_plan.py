@@ -10,19 +10,19 @@ from kvservice.connector.cache_groups import Grouping, Table, entries_of
 from kvservice.connector.plan import CopyEntry
 from kvservice.connector.scheduler.ports import StoredBlock
 from kvservice.core.block.keys import span_route
-from kvservice.core.block.window_groups import SIDE_POSITION
+from kvservice.core.block.window_groups import WINDOW_BIT
 from kvservice.core.messages import SealItem
 from kvservice.core.segment.refs import BlockRef
 from kvservice.units import AttachmentId, BlockKey, HandoffId
 
-TakeSlots = Callable[[int, int], Sequence[BlockRef]]  # (count, side) -> at most so many
+TakeSlots = Callable[[int, int], Sequence[BlockRef]]  # (count, group) -> at most so many
 
 
 @dataclass(slots=True)
 class PlannedStore:
     items: list[SealItem] = field(default_factory=list)
     entries: list[CopyEntry] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)  # of the main family's blocks among them
+    positions: list[int] = field(default_factory=list)  # of group 0's blocks among them
     done: int = 0  # everything before it is stored, known or gone
     put_off: int = 0  # blocks that found no slot
     unused: list[BlockRef] = field(default_factory=list)  # slots to give back
@@ -52,34 +52,34 @@ def plan_store(
     take_slots: TakeSlots,
 ) -> PlannedStore:
     """Blocks of the positions [begin, end) whose keys are not `known`, position by position up to the first that does
-    not find all its slots. A side's block that its window has left is passed over. `chains`: keys of the main family,
-    then of each side."""
+    not find all its slots. A block that a window has left is passed over. `chains`: the keys of each group,
+    group 0 first."""
     planned = PlannedStore(done=begin)
-    wanted: list[tuple[int, int, list[tuple[int, int, int]]]] = []  # (position, side, places)
+    wanted: list[tuple[int, int, list[tuple[int, int, int]]]] = []  # (position, group, places)
     for position in range(begin, end):
-        for side, keys in enumerate(chains):
+        for group, keys in enumerate(chains):
             if keys[position] not in known:
-                places = grouping.stored(table, side, position)
+                places = grouping.stored(table, group, position)
                 if places is not None:
-                    wanted.append((position, side, places))
+                    wanted.append((position, group, places))
         if not wanted:
             planned.done = position + 1
     if not wanted:
         return planned
     slots: list[list[BlockRef]] = []
-    for side in range(len(chains)):
-        count = sum(1 for _, of, _ in wanted if of == side)
-        taken = list(take_slots(count, side)) if count else []
+    for group in range(len(chains)):
+        count = sum(1 for _, of, _ in wanted if of == group)
+        taken = list(take_slots(count, group)) if count else []
         planned.put_off += count - len(taken)
         slots.append(taken[::-1])
     stop = _first_without(wanted, slots)
-    for position, side, places in wanted:
+    for position, group, places in wanted:
         if position >= stop:
             break
-        ref, key = slots[side].pop(), chains[side][position]
-        planned.items.append(_seal_item(ref, chains[side], side, position))
+        ref, key = slots[group].pop(), chains[group][position]
+        planned.items.append(_seal_item(ref, chains[group], group, position))
         planned.entries += entries_of(places, ref, key)
-        if not side:
+        if not group:
             planned.positions.append(position)
         planned.done = position + 1
     planned.unused = [ref for left in slots for ref in left]
@@ -89,15 +89,15 @@ def plan_store(
 def _first_without(wanted: Sequence[tuple[int, int, object]], slots: Sequence[Sequence[BlockRef]]) -> int:
     """The first position that does not get a slot for each of its blocks; behind all of them if there is none."""
     left = [len(one) for one in slots]
-    for position, side, _ in wanted:
-        if not left[side]:
+    for position, group, _ in wanted:
+        if not left[group]:
             return position
-        left[side] -= 1
+        left[group] -= 1
     return wanted[-1][0] + 1
 
 
-def _seal_item(ref: BlockRef, keys: Sequence[BlockKey], side: int, position: int) -> SealItem:
+def _seal_item(ref: BlockRef, keys: Sequence[BlockKey], group: int, position: int) -> SealItem:
     route = span_route(keys, position)
-    if side:
-        return SealItem(ref, keys[position], None, SIDE_POSITION | position, route)
+    if group:
+        return SealItem(ref, keys[position], None, WINDOW_BIT | position, route)
     return SealItem(ref, keys[position], keys[position - 1] if position else None, position, route)

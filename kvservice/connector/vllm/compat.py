@@ -1,4 +1,4 @@
-"""Everything that depends on how vLLM is built inside: identity of the model, hash settings, cache groups.
+"""Everything that depends on how vLLM is built inside: identity of the model, hash settings, KV cache groups.
 
 Written against vLLM 0.32, the only version tested. Other versions differ here first.
 """
@@ -23,12 +23,12 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, group_ke
 
 from kvservice.connector.cache_groups import Grouping, OneGroup, SeveralGroups
 from kvservice.connector.options import ConnectorOptions, CopierChoice, Layerwise
-from kvservice.connector.vllm.group_rules import Families, Family, Spec, families
+from kvservice.connector.vllm.group_rules import Spec, StoredGroup, StoredGroups, stored_groups
 from kvservice.connector.vllm.identity import config_fields, model_fields, text_of
 from kvservice.connector.weights import weights_identity
 from kvservice.connector.worker.block_copier import BlockCopier, GroupedBlockCopiers
 from kvservice.core.block.fingerprint import Fingerprint
-from kvservice.core.block.window_groups import Side
+from kvservice.core.block.window_groups import WindowGroup
 from kvservice.core.messages import EngineSpec
 from kvservice.core.segment.layout import HeadShare, SlotLayout
 from kvservice.errors import RandomHashSeed, UnnamedWeights, UnsupportedLayout
@@ -60,15 +60,15 @@ def engine_spec(
     check(vllm_config, cache_config)
     found = supported(vllm_config, cache_config)
     layout = slot_layout(vllm_config, cache_config)
-    sides = tuple(
-        Side(_layout_of(vllm_config, cache_config, found, family), family.reach)
-        for family in found.families[1:]
-        if family.reach is not None
+    window_groups = tuple(
+        WindowGroup(_layout_of(vllm_config, cache_config, found, group), group.window)
+        for group in found.groups[1:]
+        if group.window is not None
     )
     model = vllm_config.model_config
     names = model.served_model_name
     name = names[0] if isinstance(names, list) else names
-    spec = found.main
+    spec = found.full
     fields: dict[str, object] = {
         "engine": f"vllm {vllm.__version__}",
         "weights": weights or _weights(model, weights_cache),
@@ -82,22 +82,23 @@ def engine_spec(
         "cell_format": _cell_format(vllm_config),
         "block_tokens": layout.block_tokens,
         **_packing_fields(vllm_config, cache_config, spec),
-        **_group_fields(vllm_config, cache_config, found, sides),
+        **_group_fields(vllm_config, cache_config, found, window_groups),
         **_draft_fields(vllm_config.speculative_config, weights_cache),
         **hash_fields(vllm_config),
         **config_fields(vllm_config),
     }
-    return EngineSpec(engine_id, Path(str(name)).name or str(name), Fingerprint.of(fields), layout, namespace, sides)
+    called = Path(str(name)).name or str(name)
+    return EngineSpec(engine_id, called, Fingerprint.of(fields), layout, namespace, window_groups)
 
 
 def slot_layout(vllm_config: Any, cache_config: KVCacheConfig) -> SlotLayout:
-    """Of the main family. Raises UnsupportedLayout, naming the cache group or the setting."""
+    """Of KV cache group 0. Raises UnsupportedLayout, naming the group or the setting."""
     found = supported(vllm_config, cache_config)
-    return _layout_of(vllm_config, cache_config, found, found.families[0])
+    return _layout_of(vllm_config, cache_config, found, found.groups[0])
 
 
-def supported(vllm_config: Any, cache_config: KVCacheConfig) -> Families:
-    """What is stored of this engine. Raises UnsupportedLayout, naming the cache group or the setting."""
+def supported(vllm_config: Any, cache_config: KVCacheConfig) -> StoredGroups:
+    """What is stored of this engine. Raises UnsupportedLayout, naming the KV cache group or the setting."""
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise UnsupportedLayout("pipeline parallelism is not supported: start the engine with one pipeline stage")
@@ -112,29 +113,30 @@ def supported(vllm_config: Any, cache_config: KVCacheConfig) -> Families:
         raise UnsupportedLayout(
             "KV scales calculated at run time differ between replicas: start the engine without --calculate-kv-scales"
         )
-    found = families(cache_config)
+    found = stored_groups(cache_config)
     hash_block = cache_config.hash_block_size
     if hash_block is not None and (
-        found.block_tokens % hash_block or (len(found.families) == 1 and hash_block != found.block_tokens)
+        found.block_tokens % hash_block or (len(found.groups) == 1 and hash_block != found.block_tokens)
     ):
         raise UnsupportedLayout(f"hash block size {hash_block} differs from the block size {found.block_tokens}")
-    heads = {int(family.spec.num_heads) for family in found.families}
+    heads = {int(group.spec.num_heads) for group in found.groups}
     if len(heads) > 1 and parallel.tensor_parallel_size > 1:
         raise UnsupportedLayout(
-            f"cache groups with different numbers of heads ({sorted(heads)}) are not supported with tensor parallelism"
+            f"KV cache groups with different numbers of heads ({sorted(heads)}) are not supported with tensor "
+            "parallelism"
         )
     return found
 
 
-def _layout_of(vllm_config: Any, cache_config: KVCacheConfig, found: Families, family: Family) -> SlotLayout:
-    """One position of a family: all layers of its groups, in their order."""
-    spec = family.spec
+def _layout_of(vllm_config: Any, cache_config: KVCacheConfig, found: StoredGroups, group: StoredGroup) -> SlotLayout:
+    """One position of a group: all layers of its engine groups, in their order."""
+    spec = group.spec
     heads = int(spec.num_heads)
     return SlotLayout(
-        layer_count=sum(len(cache_config.kv_cache_groups[index].layer_names) for index in family.groups),
+        layer_count=sum(len(cache_config.kv_cache_groups[index].layer_names) for index in group.engine_groups),
         kv_head_count=heads * _shard_count(vllm_config, spec),
         # Without the padding that vLLM may put behind a page.
-        cell_bytes=int(spec.unpadded_page_size_bytes) // heads * found.parts(family),
+        cell_bytes=int(spec.unpadded_page_size_bytes) // heads * found.parts(group),
         block_tokens=found.block_tokens,
     )
 
@@ -144,39 +146,40 @@ def grouping(vllm_config: Any, cache_config: KVCacheConfig, spec: EngineSpec) ->
     found = supported(vllm_config, cache_config)
     if len(cache_config.kv_cache_groups) == 1:
         return OneGroup(), 1
-    hash_block = cache_config.hash_block_size or math.gcd(*(int(f.spec.block_size) for f in found.families))
-    return SeveralGroups(found.places(), spec.sides, found.block_tokens), found.block_tokens // hash_block
+    hash_block = cache_config.hash_block_size or math.gcd(*(int(group.spec.block_size) for group in found.groups))
+    several = SeveralGroups(found.engine_groups(), spec.window_groups, found.block_tokens)
+    return several, found.block_tokens // hash_block
 
 
 def rank_share(vllm_config: Any, cache_config: KVCacheConfig) -> HeadShare:
     """The kv heads of the model that this worker's tensor-parallel rank holds, and whom it shares them with."""
     found = supported(vllm_config, cache_config)
-    return _share(vllm_config, cache_config, found, found.families[0])
+    return _share(vllm_config, cache_config, found, found.groups[0])
 
 
-def _share(vllm_config: Any, cache_config: KVCacheConfig, found: Families, family: Family) -> HeadShare:
+def _share(vllm_config: Any, cache_config: KVCacheConfig, found: StoredGroups, group: StoredGroup) -> HeadShare:
     parallel = vllm_config.parallel_config
-    layout = _layout_of(vllm_config, cache_config, found, family)
+    layout = _layout_of(vllm_config, cache_config, found, group)
     ranks = int(parallel.tensor_parallel_size)
-    return layout.share(int(parallel.rank) % ranks, ranks, _shard_count(vllm_config, family.spec))
+    return layout.share(int(parallel.rank) % ranks, ranks, _shard_count(vllm_config, group.spec))
 
 
 def grouped_block_copiers(
     vllm_config: Any, cache_config: KVCacheConfig, tensors: Mapping[str, torch.Tensor]
 ) -> GroupedBlockCopiers:
-    """For a model of several cache groups."""
+    """For a model of several KV cache groups."""
     found = supported(vllm_config, cache_config)
     block_copiers: dict[int, tuple[BlockCopier, SlotLayout]] = {}
-    for family in found.families:
-        layout = _layout_of(vllm_config, cache_config, found, family)
-        heads = _share(vllm_config, cache_config, found, family).heads
+    for group in found.groups:
+        layout = _layout_of(vllm_config, cache_config, found, group)
+        heads = _share(vllm_config, cache_config, found, group).heads
         first = 0
-        for index in family.groups:
+        for index in group.engine_groups:
             layers = ordered_layers(vllm_config, cache_config, tensors, index)
             block_copiers[index] = (
                 BlockCopier(
                     layers, heads, first_layer=first, layers_behind=layout.layer_count - first - len(layers),
-                    slot_parts=found.parts(family),
+                    slot_parts=found.parts(group),
                 ),
                 layout,
             )  # fmt: skip
@@ -185,17 +188,17 @@ def grouped_block_copiers(
 
 
 def ordered_layers(
-    vllm_config: Any, cache_config: KVCacheConfig, tensors: Mapping[str, torch.Tensor], group: int = 0
+    vllm_config: Any, cache_config: KVCacheConfig, tensors: Mapping[str, torch.Tensor], engine_group: int = 0
 ) -> Sequence[torch.Tensor]:
-    """KV tensors in the order of the cache group, which is the order of layers in a slot."""
-    found = [tensors[name] for name in cache_config.kv_cache_groups[group].layer_names]
+    """KV tensors in the order of the engine group, which is the order of layers in a slot."""
+    found = [tensors[name] for name in cache_config.kv_cache_groups[engine_group].layer_names]
     rows = found[0].shape[0]
     if rows != cache_config.num_blocks:
         where = f"{cache_config.num_blocks} blocks in {rows} kernel blocks"
         if vllm_config.device_config.device_type == "cpu":
             # The CPU kernels keep K and V apart within a kernel block, so its size would be part of the format.
             raise UnsupportedLayout(f"{where} are not supported on CPU: use a --block-size of 32 or 128")
-        if _is_packed(cache_config.kv_cache_groups[group].kv_cache_spec):
+        if _is_packed(cache_config.kv_cache_groups[engine_group].kv_cache_spec):
             raise UnsupportedLayout(f"{where} are not supported for a KV format that spans tokens: lower --block-size")
     return [group_kernel_blocks(tensor, cache_config.num_blocks) for tensor in found]
 
@@ -209,7 +212,7 @@ def layerwise_for(vllm_config: Any, options: ConnectorOptions, group_count: int)
         log.warning("layerwise %r is not used: with a copy worker, copies are whole blocks", wanted.value)
         return Layerwise.OFF
     if group_count > 1:
-        log.warning("layerwise %r is not used: the model has %d cache groups", wanted.value, group_count)
+        log.warning("layerwise %r is not used: the model has %d KV cache groups", wanted.value, group_count)
         return Layerwise.OFF
     reasons = []
     if vllm_config.scheduler_config.async_scheduling:
@@ -281,18 +284,18 @@ def _packing_fields(vllm_config: Any, cache_config: KVCacheConfig, spec: Spec) -
 
 
 def _group_fields(
-    vllm_config: Any, cache_config: KVCacheConfig, found: Families, sides: Sequence[Side]
+    vllm_config: Any, cache_config: KVCacheConfig, found: StoredGroups, window_groups: Sequence[WindowGroup]
 ) -> dict[str, object]:
-    """Only with several groups: how many layers each has, in the order of the slots."""
+    """Only with several engine groups: how many layers each has, in the order of the slots."""
     if len(cache_config.kv_cache_groups) == 1:
         return {}
     fields: dict[str, object] = {}
-    for number, family in enumerate(found.families):
-        layers = [len(cache_config.kv_cache_groups[index].layer_names) for index in family.groups]
-        packing = _packing_fields(vllm_config, cache_config, family.spec)
-        fields[f"group_{number}"] = f"layers {layers} block {family.spec.block_size} {family.spec.dtype} {packing}"
-    for number, side in enumerate(sides, 1):
-        fields[f"side_{number}"] = f"{side.reach} {side.layout}"
+    for number, stored in enumerate(found.groups):
+        layers = [len(cache_config.kv_cache_groups[index].layer_names) for index in stored.engine_groups]
+        packing = _packing_fields(vllm_config, cache_config, stored.spec)
+        fields[f"group_{number}"] = f"layers {layers} block {stored.spec.block_size} {stored.spec.dtype} {packing}"
+    for number, group in enumerate(window_groups, 1):
+        fields[f"window_{number}"] = f"{group.window} {group.layout}"
     return fields
 
 

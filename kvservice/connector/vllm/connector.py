@@ -227,7 +227,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         return b"" if lora is None else self._adapters.of(lora.lora_path, lora.lora_int_id)
 
     def _hashes(self, request: Request) -> Any:
-        """One a position: with several cache groups vLLM may hash in smaller steps."""
+        """One a position: with several KV cache groups vLLM may hash in smaller steps."""
         hashes = request.block_hashes
         return hashes if self._stride == 1 else hashes[self._stride - 1 :: self._stride]
 

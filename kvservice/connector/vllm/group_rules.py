@@ -24,8 +24,8 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_kind,
 )
 
-from kvservice.connector.cache_groups import CacheGroup
-from kvservice.core.block.window_groups import SIDES_MAX, Reach
+from kvservice.connector.cache_groups import EngineGroup
+from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX, Window
 from kvservice.errors import UnsupportedLayout
 
 Spec: TypeAlias = FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec
@@ -41,42 +41,43 @@ FULL_KINDS = frozenset({KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTE
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """Cache groups of one spec: what a hit needs of one, it needs of all, so a slot holds the blocks of all of them."""
+class StoredGroup:
+    """vLLM's KV cache groups of one spec, which the pool stores as one group. What a hit needs of one of them it needs
+    of all, so one slot holds the blocks of all of them."""
 
     spec: Spec
-    groups: tuple[int, ...]
-    reach: Reach | None  # None: every block of the prefix
+    engine_groups: tuple[int, ...]  # vLLM's indices
+    window: Window | None  # None: every block of the prefix is needed
 
 
 @dataclass(frozen=True, slots=True)
-class Families:
-    """The main family, then the sides. All are cut every `block_tokens`, the least common multiple of their block
-    sizes, which is where vLLM's hits end, too."""
+class StoredGroups:
+    """Group 0, with full attention, then the window groups. All are cut every `block_tokens`, the least common multiple
+    of their block sizes, which is where vLLM's hits end, too."""
 
-    families: tuple[Family, ...]
+    groups: tuple[StoredGroup, ...]
     block_tokens: int
 
     @property
-    def main(self) -> FullAttentionSpec:
-        spec = self.families[0].spec
+    def full(self) -> FullAttentionSpec:
+        spec = self.groups[0].spec
         assert isinstance(spec, FullAttentionSpec)
         return spec
 
-    def parts(self, family: Family) -> int:
-        return int(self.block_tokens // family.spec.block_size)
+    def parts(self, group: StoredGroup) -> int:
+        return int(self.block_tokens // group.spec.block_size)
 
-    def places(self) -> tuple[CacheGroup, ...]:
-        """Of each cache group, by its index."""
+    def engine_groups(self) -> tuple[EngineGroup, ...]:
+        """What each of vLLM's groups is a part of, by vLLM's index."""
         found = {
-            index: CacheGroup(side, self.parts(family))
-            for side, family in enumerate(self.families)
-            for index in family.groups
+            index: EngineGroup(number, self.parts(group))
+            for number, group in enumerate(self.groups)
+            for index in group.engine_groups
         }
         return tuple(found[index] for index in sorted(found))
 
 
-def families(cache_config: KVCacheConfig) -> Families:
+def stored_groups(cache_config: KVCacheConfig) -> StoredGroups:
     """What of the model is stored together.
 
     Raises UnsupportedLayout for a model that is not stored, naming the group, its kind and layers, why, and what to do.
@@ -96,20 +97,20 @@ def families(cache_config: KVCacheConfig) -> Families:
         assert isinstance(spec, Spec)
         found.setdefault(spec, []).append(index)
     full = [indices[0] for spec, indices in found.items() if isinstance(spec, FullAttentionSpec)]
-    if len(full) != 1 or len(found) > SIDES_MAX + 1:
+    if len(full) != 1 or len(found) > WINDOW_GROUPS_MAX + 1:
         named = "; ".join(describe(index, groups[index]) for index in full or range(len(groups)))
         reason = "no group keeps every block" if not full else "full attention must have one shape, and windows few"
         raise UnsupportedLayout(f"these KV cache groups are not supported, {reason}: {named}. {way_out(groups)}")
     ordered = sorted(found.items(), key=lambda item: (not isinstance(item[0], FullAttentionSpec), item[1][0]))
-    made = tuple(Family(spec, tuple(indices), _reach(spec)) for spec, indices in ordered)
-    return Families(made, math.lcm(*(int(family.spec.block_size) for family in made)))
+    made = tuple(StoredGroup(spec, tuple(indices), _window(spec)) for spec, indices in ordered)
+    return StoredGroups(made, math.lcm(*(int(group.spec.block_size) for group in made)))
 
 
-def _reach(spec: Spec) -> Reach | None:
+def _window(spec: Spec) -> Window | None:
     if isinstance(spec, SlidingWindowSpec):
-        return Reach(window=int(spec.sliding_window + spec.extra_retained_tokens))
+        return Window(sliding_tokens=int(spec.sliding_window + spec.extra_retained_tokens))
     if isinstance(spec, ChunkedLocalAttentionSpec):
-        return Reach(chunk=int(spec.attention_chunk_size))
+        return Window(chunk_tokens=int(spec.attention_chunk_size))
     return None
 
 

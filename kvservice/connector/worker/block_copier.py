@@ -21,12 +21,12 @@ from kvservice.errors import UnsupportedLayout
 
 
 class BlockCopiers(Protocol):
-    """The block copiers of an engine, by cache group."""
+    """The block copiers of an engine, by engine group."""
 
     @property
     def device(self) -> torch.device: ...
 
-    def of(self, group: int) -> BlockCopier: ...
+    def of(self, engine_group: int) -> BlockCopier: ...
 
     def bind(self, segment: memoryview, layout: SlotLayout) -> torch.Tensor: ...
 
@@ -36,7 +36,7 @@ class BlockCopiers(Protocol):
 class BlockCopier:
     """Owned by one worker. `heads` is this rank's range of the model's kv heads. `staged`: use the buffer; by default
     where the tensors are not in host memory. `first_layer`, `layers_behind` and `slot_parts`: where a slot holds
-    more than one block, of other cache groups and of this one."""
+    more than one block, of other engine groups and of this one."""
 
     def __init__(
         self,
@@ -100,8 +100,8 @@ class BlockCopier:
         assert self._layout is not None
         return self._layout.payload_bytes
 
-    def of(self, group: int) -> BlockCopier:
-        """The one that copies this cache group's blocks."""
+    def of(self, engine_group: int) -> BlockCopier:
+        """The one that copies the blocks of this KV cache group of the engine."""
         return self
 
     def bind(self, segment: memoryview, layout: SlotLayout) -> torch.Tensor:
@@ -169,7 +169,7 @@ class BlockCopier:
 
 
 class GroupedBlockCopiers:
-    """A block copier for each cache group of the engine, by its index, with the layout of its slots."""
+    """A block copier for each KV cache group of the engine, by its index, with the layout of its slots."""
 
     def __init__(self, block_copiers: Sequence[tuple[BlockCopier, SlotLayout]]) -> None:
         self._block_copiers = list(block_copiers)
@@ -178,11 +178,11 @@ class GroupedBlockCopiers:
     def device(self) -> torch.device:
         return self._block_copiers[0][0].device
 
-    def of(self, group: int) -> BlockCopier:
-        return self._block_copiers[group][0]
+    def of(self, engine_group: int) -> BlockCopier:
+        return self._block_copiers[engine_group][0]
 
     def bind(self, segment: memoryview, layout: SlotLayout) -> torch.Tensor:
-        """Like BlockCopier's; each group has a layout of its own."""
+        """Like BlockCopier's; each engine group has a layout of its own."""
         bound = [block_copier.bind(segment, own) for block_copier, own in self._block_copiers]
         return bound[0]
 

@@ -160,7 +160,7 @@ class HostCopier(InlineCopier):
 
     def __init__(self, block_copiers: BlockCopiers) -> None:
         super().__init__(block_copiers)
-        self._regions: dict[int, tuple[int, CopyTemplate] | None] = {}  # by cache group: address, and what a block is
+        self._regions: dict[int, tuple[int, CopyTemplate] | None] = {}  # by engine group: address, and what a block is
         self._memory = 0
 
     def adopt(self, memory: torch.Tensor, pool: PoolInfo) -> None:
@@ -172,20 +172,20 @@ class HostCopier(InlineCopier):
         for start in range(0, len(entries), HOST_BATCH):
             by_group: dict[int, list[CopyEntry]] = {}
             for entry in entries[start : start + HOST_BATCH]:
-                by_group.setdefault(entry.group, []).append(entry)
-            for group, own in by_group.items():
-                self._copy(direction, group, own)
+                by_group.setdefault(entry.engine_group, []).append(entry)
+            for engine_group, own in by_group.items():
+                self._copy(direction, engine_group, own)
         return Done()
 
-    def region_of(self, group: int) -> tuple[int, CopyTemplate] | None:
-        """Where the tensors of this cache group lie, and what a block is in them; None where that cannot be said."""
-        if group not in self._regions:
-            self._regions[group] = _host_region(self._block_copiers.of(group))
-        return self._regions[group]
+    def region_of(self, engine_group: int) -> tuple[int, CopyTemplate] | None:
+        """Where the tensors of this engine group lie, and what a block is in them; None where that cannot be said."""
+        if engine_group not in self._regions:
+            self._regions[engine_group] = _host_region(self._block_copiers.of(engine_group))
+        return self._regions[engine_group]
 
-    def _copy(self, direction: Direction, group: int, entries: list[CopyEntry]) -> None:
+    def _copy(self, direction: Direction, engine_group: int, entries: list[CopyEntry]) -> None:
         assert self._pool is not None
-        region = self.region_of(group)
+        region = self.region_of(engine_group)
         if region is None:
             copy_entries(self._block_copiers, self._pool, direction, entries)
             return
@@ -292,9 +292,9 @@ def _check(name: str, result: Any) -> None:
 def copy_entries(
     block_copiers: BlockCopiers, pool: PoolInfo, direction: Direction, entries: Sequence[CopyEntry]
 ) -> None:
-    """Block by block, through its group's block copier; see its `store` and `load` for when that has ended."""
+    """Block by block, through its engine_group's block copier; see its `store` and `load` for when that has ended."""
     for entry in entries:
-        own = block_copiers.of(entry.group)
+        own = block_copiers.of(entry.engine_group)
         offset = pool.geometry.payload_offset(entry.ref.slot, own.payload_bytes)
         if direction is Direction.LOAD:
             own.load(offset, entry.block_id, entry.part)

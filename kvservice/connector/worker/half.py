@@ -211,7 +211,7 @@ class WorkerHalf:
         headers: list[bytes] = []
         for entry in load.entries:
             header = segment.header_bytes(entry.ref.slot)
-            size = self._block_copiers.of(entry.group).payload_bytes
+            size = self._block_copiers.of(entry.engine_group).payload_bytes
             if not is_as_promised(header, pool.epoch, entry.ref, entry.key, size):
                 self._suspect(entry, "load_stale")
                 return None
@@ -268,7 +268,7 @@ class WorkerHalf:
             return False
         for entry in store.entries:
             header = segment.header_bytes(entry.ref.slot)
-            if not is_reserved(header, pool.epoch, entry.ref, self._block_copiers.of(entry.group).payload_bytes):
+            if not is_reserved(header, pool.epoch, entry.ref, self._block_copiers.of(entry.engine_group).payload_bytes):
                 self._count("store_stale")
                 return False
         return True

@@ -147,10 +147,10 @@ def copier_for(
 
 
 def copier_for_groups(choice: CopierChoice, block_copiers: BlockCopiers) -> Copier:
-    """For a model of several cache groups: a worker knows one layout only, so copies run in the engine's process."""
+    """For a model of several KV cache groups: a worker knows one layout only, so copies run in the engine's process."""
     copier = in_process_copier(block_copiers)
     if choice is CopierChoice.WORKER:
-        log.warning("copies run in the engine's process: a copy worker does not take models of several cache groups")
+        log.warning("copies run in the engine's process: a copy worker does not take models of several KV cache groups")
         copier.counters["copy_worker_not_shared"] += 1
     return copier
 

@@ -1,9 +1,9 @@
-"""Acquisitions of models with sides: a prefix of the main chain, and of each side the blocks that its end needs.
+"""Acquisitions of models with window groups: a prefix of group 0, and of each window group the blocks that it needs.
 
-Made of plain acquisitions, one after the other: first of the main chain, then of each side's blocks before the end that
-was found. A gap there moves the end to the left, and what is missing there is looked for, elsewhere too, but only so
-many times: then the longest prefix counts that is complete on this node. What was pinned on the way is leased together,
-or let go.
+Made of plain acquisitions, one after the other: first of the chain of group 0, then of each window group's blocks
+before the end that was found. A gap there moves the end to the left, and what is missing there is looked for, elsewhere
+too, but only so many times: then the longest prefix counts that is complete on this node. What was pinned on the way is
+leased together, or let go.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvservice.core.acquire.acquisition import Acquisition
 from kvservice.core.acquire.acquisitions import Acquisitions
 from kvservice.core.actions import Action, Reply
 from kvservice.core.block.keys import SPAN_BLOCKS
-from kvservice.core.block.window_groups import SIDE_POSITION, reconcile, side_key
+from kvservice.core.block.window_groups import WINDOW_BIT, group_key, reconcile
 from kvservice.core.explain.records import RequestRecords
 from kvservice.core.messages import AcquireRequest, AcquireResult, EngineSpec, Handoff, MissReason
 from kvservice.core.segment.refs import BlockRef
@@ -37,13 +37,13 @@ class _Hit:
     deadline: float
     end: int  # of the prefix that may still be promised
     part: int = 0  # the plain acquisition under way
-    main: list[SlotIndex] = field(default_factory=list)  # pinned, from `skip` on
-    sides: list[dict[int, SlotIndex]] = field(default_factory=list)  # pinned, by position
+    full: list[SlotIndex] = field(default_factory=list)  # pinned of group 0, from `skip` on
+    windows: list[dict[int, SlotIndex]] = field(default_factory=list)  # pinned of each window group, by position
     fetched: int = 0
     shortened: int = 0
     reason: MissReason = MissReason.NONE
     ended: bool = False  # nobody wants it any more
-    chain: Acquisition | None = None  # of the main chain, once it is over
+    chain: Acquisition | None = None  # of group 0, once it is over
 
 
 class WindowedAcquisitions:
@@ -72,10 +72,10 @@ class WindowedAcquisitions:
         self._last_part = 0  # parts are numbered downwards, calls upwards
 
     def start(self, op: int, attachment: AttachmentId, request: AcquireRequest, spec: EngineSpec, now: float) -> None:
-        sides: list[dict[int, SlotIndex]] = [{} for _ in spec.sides]
-        hit = _Hit(op, attachment, request, spec, now + request.timeout_seconds, len(request.keys), sides=sides)
+        windows: list[dict[int, SlotIndex]] = [{} for _ in spec.window_groups]
+        hit = _Hit(op, attachment, request, spec, now + request.timeout_seconds, len(request.keys), windows=windows)
         self._open[op] = hit
-        self._begin(hit, request, spec.layout.payload_bytes, 0, partial(self._main_done, hit), now)
+        self._begin(hit, request, spec.layout.payload_bytes, 0, partial(self._full_done, hit), now)
 
     def cancel(self, op: int) -> int:
         """Nobody waits for this one any more. Returns the part that was under way, 0 if there was none."""
@@ -97,7 +97,7 @@ class WindowedAcquisitions:
         return Counter(
             slot
             for hit in self._open.values()
-            for slots in (hit.main, *(side.values() for side in hit.sides))
+            for slots in (hit.full, *(held.values() for held in hit.windows))
             for slot in slots
         )
 
@@ -118,15 +118,15 @@ class WindowedAcquisitions:
         if request.handoff is not None and self._acquisitions.is_following(part):
             self._watch(part, request.handoff, now)
 
-    def _main_done(self, hit: _Hit, part: Acquisition, pinned: list[SlotIndex], fetched: int, now: float) -> None:
-        hit.main, hit.fetched, hit.reason, hit.chain = pinned, fetched, part.reason, part
+    def _full_done(self, hit: _Hit, part: Acquisition, pinned: list[SlotIndex], fetched: int, now: float) -> None:
+        hit.full, hit.fetched, hit.reason, hit.chain = pinned, fetched, part.reason, part
         hit.end = hit.request.skip + len(pinned)
         self._go_on(hit, now)
 
-    def _side_done(
+    def _window_done(
         self,
         hit: _Hit,
-        side: int,
+        index: int,
         start: int,
         end: int,
         part: Acquisition,
@@ -135,9 +135,9 @@ class WindowedAcquisitions:
         now: float,
     ) -> None:
         for position, slot in enumerate(pinned, start):
-            hit.sides[side][position] = slot
-        self._counters["side_hit_local_blocks"] += len(pinned) - fetched
-        self._counters["side_hit_remote_blocks"] += fetched
+            hit.windows[index][position] = slot
+        self._counters["window_hit_local_blocks"] += len(pinned) - fetched
+        self._counters["window_hit_remote_blocks"] += fetched
         gap = start + len(pinned)
         if gap < end:
             self._counters[f"window_miss_{part.reason.value}"] += 1
@@ -157,44 +157,44 @@ class WindowedAcquisitions:
         if missing is None:
             self._answer(hit, now)
             return
-        number, start = missing
+        index, start = missing
         end = hit.end
         base = start - start % SPAN_BLOCKS
-        keys = tuple(side_key(key, number + 1) for key in hit.request.keys[base:end])
+        keys = tuple(group_key(key, index + 1) for key in hit.request.keys[base:end])
         # A chain that ended short was waited for already.
         handoff = hit.request.handoff if hit.reason is MissReason.NONE else None
         request = AcquireRequest(keys, start - base, max(hit.deadline - now, 0.0), 0.0, handoff)
-        then = partial(self._side_done, hit, number, start, end)
-        payload_bytes = hit.spec.sides[number].layout.payload_bytes
-        self._begin(hit, request, payload_bytes, SIDE_POSITION | base, then, now)
+        then = partial(self._window_done, hit, index, start, end)
+        payload_bytes = hit.spec.window_groups[index].layout.payload_bytes
+        self._begin(hit, request, payload_bytes, WINDOW_BIT | base, then, now)
 
     def _first_missing(self, hit: _Hit) -> tuple[int, int] | None:
-        """(side, position) of the first block that is needed and not pinned. Those behind it up to the end are not
-        pinned either, unless an earlier, longer end needed them: they are let go."""
+        """(index of a window group, position) of the first block that is needed and not pinned. Those behind it up
+        to the end are not pinned either, unless an earlier, longer end needed them: they are let go."""
         if hit.end <= hit.request.skip:
             return None
-        for number, held in enumerate(hit.sides):
-            first = self._first(hit, number, hit.end)
+        for index, held in enumerate(hit.windows):
+            first = self._first(hit, index, hit.end)
             start = next((i for i in range(first, hit.end) if i not in held), None)
             if start is not None:
                 for position in [i for i in held if i > start]:
                     self._store.unpin(held.pop(position))
-                return number, start
+                return index, start
         return None
 
-    def _first(self, hit: _Hit, number: int, end: int) -> int:
-        return hit.spec.sides[number].reach.first_block(end, hit.spec.layout.block_tokens)
+    def _first(self, hit: _Hit, index: int, end: int) -> int:
+        return hit.spec.window_groups[index].window.first_block(end, hit.spec.layout.block_tokens)
 
     def _settle_for_local(self, hit: _Hit) -> None:
-        def is_here(number: int, position: int) -> bool:
-            if position in hit.sides[number]:
+        def is_here(index: int, position: int) -> bool:
+            if position in hit.windows[index]:
                 return True
-            block = self._store.get(side_key(hit.request.keys[position], number + 1))
-            return block is not None and block.payload_bytes == hit.spec.sides[number].layout.payload_bytes
+            block = self._store.get(group_key(hit.request.keys[position], index + 1))
+            return block is not None and block.payload_bytes == hit.spec.window_groups[index].layout.payload_bytes
 
-        numbers = range(len(hit.sides))
-        firsts = [partial(self._first, hit, number) for number in numbers]
-        end = reconcile(hit.end, firsts, [partial(is_here, number) for number in numbers])
+        indices = range(len(hit.windows))
+        firsts = [partial(self._first, hit, index) for index in indices]
+        end = reconcile(hit.end, firsts, [partial(is_here, index) for index in indices])
         if end < hit.end:
             hit.reason = MissReason.WINDOW
             self._cut(hit, end)
@@ -202,17 +202,17 @@ class WindowedAcquisitions:
     def _cut(self, hit: _Hit, end: int) -> None:
         """Promise no more than the blocks before `end`."""
         hit.end = max(min(hit.end, end), hit.request.skip)
-        for slot in hit.main[hit.end - hit.request.skip :]:
+        for slot in hit.full[hit.end - hit.request.skip :]:
             self._store.unpin(slot)
-        del hit.main[hit.end - hit.request.skip :]
-        for held in hit.sides:
+        del hit.full[hit.end - hit.request.skip :]
+        for held in hit.windows:
             for position in [i for i in held if i >= hit.end]:
                 self._store.unpin(held.pop(position))
 
     def _let_go(self, hit: _Hit, end: int) -> None:
-        hit.end = hit.request.skip + len(hit.main)
+        hit.end = hit.request.skip + len(hit.full)
         self._cut(hit, end)
-        for held in hit.sides:
+        for held in hit.windows:
             for slot in held.values():
                 self._store.unpin(slot)
             held.clear()
@@ -229,22 +229,22 @@ class WindowedAcquisitions:
             )  # fmt: skip
         if promised <= 0:
             self._let_go(hit, 0)
-            self._reply(hit, LeaseId(0), [], [[] for _ in hit.sides])
+            self._reply(hit, LeaseId(0), [], [[] for _ in hit.windows])
             return
-        sides: list[list[SlotIndex]] = []
-        for number, held in enumerate(hit.sides):
-            first = self._first(hit, number, hit.end)
+        windows: list[list[SlotIndex]] = []
+        for index, held in enumerate(hit.windows):
+            first = self._first(hit, index, hit.end)
             for position in [i for i in held if i < first]:
                 self._store.unpin(held.pop(position))
-            sides.append([held[position] for position in range(first, hit.end)])
-        slots = (*hit.main, *(slot for side in sides for slot in side))
+            windows.append([held[position] for position in range(first, hit.end)])
+        slots = (*hit.full, *(slot for held in windows for slot in held))
         lease = self._leases.grant(("engine", int(hit.attachment)), slots, now, self._lease_seconds)
-        self._reply(hit, lease.lease_id, hit.main, sides)
+        self._reply(hit, lease.lease_id, hit.full, windows)
 
-    def _reply(self, hit: _Hit, lease: LeaseId, main: list[SlotIndex], sides: list[list[SlotIndex]]) -> None:
-        fetched = min(hit.fetched, len(main))
-        refs = tuple(tuple(map(self._ref, side)) for side in sides)
-        result = AcquireResult(lease, tuple(map(self._ref, main)), fetched, hit.reason, refs)
+    def _reply(self, hit: _Hit, lease: LeaseId, full: list[SlotIndex], windows: list[list[SlotIndex]]) -> None:
+        fetched = min(hit.fetched, len(full))
+        refs = tuple(tuple(map(self._ref, held)) for held in windows)
+        result = AcquireResult(lease, tuple(map(self._ref, full)), fetched, hit.reason, refs)
         self._actions.append(Reply(hit.op, result))
 
     def _ref(self, slot: SlotIndex) -> BlockRef:

@@ -1,8 +1,9 @@
 """Layers that do not read the whole prefix: which blocks before a hit's end they need, and how long a hit can be then.
 
-A model of several cache groups has one *main* family of groups, whose every block is needed, and *sides*: families
-whose layers see a window or a chunk only. All families are cut at the same tokens, so that a position names the same
-tokens in each; a side's blocks have keys of their own, derived from the main chain. Pure.
+A KV cache group (group) is a set of layers whose blocks are stored together. Group 0 has full attention: a hit needs
+every block of it, and its keys are the request's chain. Every other group is a window group: its layers see a sliding
+window or a chunk only. All groups are cut at the same tokens, so a position names the same tokens in each of them. The
+keys of a window group are derived from the chain. Pure.
 """
 
 from __future__ import annotations
@@ -16,26 +17,30 @@ from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import UnsupportedLayout
 from kvservice.units import BlockKey, SpanRoute
 
-SIDES_MAX = 16
-# Set in the position of a side's block: it is no link of a chain, and of two equally old ones the earlier goes first.
-SIDE_POSITION = 1 << 31
+WINDOW_GROUPS_MAX = 16
+# Set in the position of a window group's block. Such a block is no link of a chain: it has no parent and no children,
+# and of two that are equally old the earlier is evicted first.
+WINDOW_BIT = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
-    """What a layer still reads when the next token is computed: the `window` - 1 tokens before it, or those of its
-    chunk. Exactly one of the two is not 0."""
+class Window:
+    """What a layer still reads when the next token is computed: of a sliding window the `sliding_tokens` - 1 tokens
+    before it, of chunked attention those of its chunk. Exactly one of the two is not 0. Raises UnsupportedLayout."""
 
-    window: int = 0
-    chunk: int = 0
+    sliding_tokens: int = 0
+    chunk_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.window, self.chunk) != 0 or max(self.window, self.chunk) <= 0:
+        sizes = (self.sliding_tokens, self.chunk_tokens)
+        if min(sizes) != 0 or max(sizes) <= 0:
             raise UnsupportedLayout(f"a layer sees a window or a chunk of tokens, not {self}")
 
     def first_token(self, tokens: int) -> int:
         """The first of `tokens` that is still read."""
-        return tokens // self.chunk * self.chunk if self.chunk else max(0, tokens - self.window + 1)
+        if self.chunk_tokens:
+            return tokens // self.chunk_tokens * self.chunk_tokens
+        return max(0, tokens - self.sliding_tokens + 1)
 
     def first_block(self, count: int, block_tokens: int) -> int:
         """The first block that a hit of `count` blocks needs; `count` when it needs none."""
@@ -43,28 +48,27 @@ class Reach:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """A family of cache groups with the same reach: one slot holds the blocks of all of them at one position."""
+class WindowGroup:
+    """A KV cache group whose layers all have this window. A slot holds the block of all its layers at one position."""
 
     layout: SlotLayout
-    reach: Reach
+    window: Window
 
 
-def side_key(key: BlockKey, side: int) -> BlockKey:
-    """The key of a side's block at the position of the main family's block `key`. Sides are counted from 1."""
-    return BlockKey(
-        hashlib.blake2b(key, digest_size=KEY_BYTES, salt=side.to_bytes(2, "little"), person=b"kvservice/side").digest()
-    )
+def group_key(key: BlockKey, group: int) -> BlockKey:
+    """The key of a window group's block at the position where `key` is the chain's. `group` is 1 or more."""
+    salt = group.to_bytes(2, "little")
+    return BlockKey(hashlib.blake2b(key, digest_size=KEY_BYTES, salt=salt, person=b"kvservice/group").digest())
 
 
-def side_route(keys: Sequence[BlockKey], position: int, side: int) -> SpanRoute:
-    """Like span_route, for a side's block; `keys` is the main chain."""
-    return route_of_head(side_key(keys[position - position % SPAN_BLOCKS], side))
+def group_route(keys: Sequence[BlockKey], position: int, group: int) -> SpanRoute:
+    """Like span_route, for a window group's block. `keys` is the chain of group 0."""
+    return route_of_head(group_key(keys[position - position % SPAN_BLOCKS], group))
 
 
 def reconcile(count: int, firsts: Sequence[Callable[[int], int]], here: Sequence[Callable[[int], bool]]) -> int:
-    """The longest hit of at most `count` blocks for which every side has the blocks from `firsts[side](hit)` up to the
-    hit. `here` says whether a side has the block of a position."""
+    """The longest hit of at most `count` blocks for which every window group has its blocks from `first(hit)` up to
+    the hit. `firsts` and `here` have an entry for each window group; `here` says whether it has a position's block."""
     hit = count
     while hit:
         gaps = [

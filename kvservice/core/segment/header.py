@@ -11,7 +11,8 @@
         40     4  length      payload bytes
         44     4  route       span route, so that a restarted shard can announce the block again
         48     8  digest      xxh3_64(payload, seed = low 64 bits of key); 0 while writing
-        56     4  position    index of the block in its chain; core.block.window_groups.SIDE_POSITION: no link of it
+        56     4  position    index of the block in its chain; bit 31 (core.block.window_groups.WINDOW_BIT): a
+                              block of a window group, no link of the chain
         60     4  crc         crc32 over bytes 0..59
 
 All little endian. The CRC makes a torn header read as "no block". Pure: bytes in, values out.

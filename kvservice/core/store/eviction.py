@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvservice.core.block.tenants import NOBODY
-from kvservice.core.block.window_groups import SIDE_POSITION
+from kvservice.core.block.window_groups import WINDOW_BIT
 from kvservice.core.store.reuse import KINDS, ReuseMemory, kind_of
 from kvservice.units import BlockKey
 
@@ -85,8 +85,8 @@ class _KnownBlock:
 
     @property
     def rank(self) -> _Rank:
-        # Of a window's blocks the earlier are wanted by shorter hits only; with them gone the chain is still of use.
-        order = self.position - 2 * SIDE_POSITION if self.position >= SIDE_POSITION else -self.position
+        # Of a window group's blocks the earlier are wanted by shorter hits only; without them the chain is of use.
+        order = self.position - 2 * WINDOW_BIT if self.position >= WINDOW_BIT else -self.position
         return (not self.is_copy, self.tick, order)
 
 
@@ -221,7 +221,7 @@ class LeafFirst:
 
     def _link(self, entry: _KnownBlock, parent: BlockKey | None) -> None:
         above = self._entries.get(parent) if parent is not None else None
-        if parent is None or entry.position >= SIDE_POSITION:
+        if parent is None or entry.position >= WINDOW_BIT:
             return
         if above is not None and above.position != entry.position - 1:
             return  # not a chain: linking it could close a circle that nothing ever evicts

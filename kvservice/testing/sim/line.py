@@ -98,10 +98,10 @@ class Line:
         self._engine.promised(result)
         return result
 
-    async def reserve(self, attachment: AttachmentId, count: int, side: int = 0, call: int = 0) -> list[BlockRef]:
+    async def reserve(self, attachment: AttachmentId, count: int, group: int = 0, call: int = 0) -> list[BlockRef]:
         async def serve(runtime: PoolRuntime) -> list[BlockRef]:
             with self._node.quotas_kept(attachment):
-                return await runtime.reserve(attachment, count, side, call)
+                return await runtime.reserve(attachment, count, group, call)
 
         return await self._ask(attachment, CALL_SECONDS, serve)
 

@@ -27,15 +27,15 @@ class Layout(_message.Message):
     block_tokens: int
     def __init__(self, layer_count: _Optional[int] = ..., kv_head_count: _Optional[int] = ..., cell_bytes: _Optional[int] = ..., block_tokens: _Optional[int] = ...) -> None: ...
 
-class Side(_message.Message):
-    __slots__ = ("layout", "window", "chunk")
+class WindowGroup(_message.Message):
+    __slots__ = ("layout", "sliding_tokens", "chunk_tokens")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    WINDOW_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    SLIDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     layout: Layout
-    window: int
-    chunk: int
-    def __init__(self, layout: _Optional[_Union[Layout, _Mapping]] = ..., window: _Optional[int] = ..., chunk: _Optional[int] = ...) -> None: ...
+    sliding_tokens: int
+    chunk_tokens: int
+    def __init__(self, layout: _Optional[_Union[Layout, _Mapping]] = ..., sliding_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class BlockRef(_message.Message):
     __slots__ = ("slot", "generation")
@@ -46,22 +46,22 @@ class BlockRef(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("engine_id", "model", "namespace", "fingerprint", "layout", "sides", "attempt")
+    __slots__ = ("engine_id", "model", "namespace", "fingerprint", "layout", "window_groups", "attempt")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    SIDES_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_GROUPS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     engine_id: bytes
     model: str
     namespace: str
     fingerprint: _common_pb2.Fingerprint
     layout: Layout
-    sides: _containers.RepeatedCompositeFieldContainer[Side]
+    window_groups: _containers.RepeatedCompositeFieldContainer[WindowGroup]
     attempt: int
-    def __init__(self, engine_id: _Optional[bytes] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., sides: _Optional[_Iterable[_Union[Side, _Mapping]]] = ..., attempt: _Optional[int] = ...) -> None: ...
+    def __init__(self, engine_id: _Optional[bytes] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., window_groups: _Optional[_Iterable[_Union[WindowGroup, _Mapping]]] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Attached(_message.Message):
     __slots__ = ("attachment_id", "node_id", "epoch", "lease_seconds", "segment_path", "geometry", "tenant_key", "public_key", "may_publish", "quota_bytes")
@@ -134,36 +134,36 @@ class AcquireRequest(_message.Message):
     def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., recompute_seconds_per_block: _Optional[float] = ..., handoff: _Optional[bytes] = ..., handoff_node: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class AcquireReply(_message.Message):
-    __slots__ = ("lease_id", "blocks", "fetched_count", "miss", "side_blocks", "side_counts", "not_admitted")
+    __slots__ = ("lease_id", "blocks", "fetched_count", "miss", "window_blocks", "window_counts", "not_admitted")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FETCHED_COUNT_FIELD_NUMBER: _ClassVar[int]
     MISS_FIELD_NUMBER: _ClassVar[int]
-    SIDE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    SIDE_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_COUNTS_FIELD_NUMBER: _ClassVar[int]
     NOT_ADMITTED_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
     fetched_count: int
     miss: str
-    side_blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
-    side_counts: _containers.RepeatedScalarFieldContainer[int]
+    window_blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
+    window_counts: _containers.RepeatedScalarFieldContainer[int]
     not_admitted: bool
-    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., fetched_count: _Optional[int] = ..., miss: _Optional[str] = ..., side_blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., side_counts: _Optional[_Iterable[int]] = ..., not_admitted: bool = ...) -> None: ...
+    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., fetched_count: _Optional[int] = ..., miss: _Optional[str] = ..., window_blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., window_counts: _Optional[_Iterable[int]] = ..., not_admitted: bool = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("attachment_id", "epoch", "count", "side", "call")
+    __slots__ = ("attachment_id", "epoch", "count", "group", "call")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
-    SIDE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
     attachment_id: int
     epoch: int
     count: int
-    side: int
+    group: int
     call: int
-    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., count: _Optional[int] = ..., side: _Optional[int] = ..., call: _Optional[int] = ...) -> None: ...
+    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., count: _Optional[int] = ..., group: _Optional[int] = ..., call: _Optional[int] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("blocks",)

@@ -99,7 +99,7 @@ class Line:
         self.expected += count
         assert self.expected >= 0
 
-    def take_slots(self, attachment: AttachmentId, count: int, side: int = 0) -> list[BlockRef]:
+    def take_slots(self, attachment: AttachmentId, count: int, group: int = 0) -> list[BlockRef]:
         if self.attachment is None or self.attachment.attachment_id != attachment:
             return []
         taken = [BlockRef(slot_index(0, next(self._ids)), Generation(1)) for _ in range(min(count, self.free))]
@@ -136,12 +136,12 @@ class Line:
         self.slots.remove((attachment, ref))
         self.free += 1
 
-    # -- the test's side ----
+    # -- what tests call ----
 
     def answer(
         self, blocks: int, index: int = 0, *, fetched: int = 0, windows: Sequence[int] = (), admitted: bool = True
     ) -> str:
-        """Answer an acquire with this many promised blocks (at most what was asked), and so many of each side."""
+        """Answer an acquire with this many promised blocks (at most what was asked), so many of each window group."""
         request_id, asked_of, request = self.asked.pop(index)
         blocks = 0 if request_id in self.abandoned else min(blocks, len(request.keys))
         refs = tuple(BlockRef(slot_index(1, i), Generation(2)) for i in range(blocks))
@@ -149,11 +149,11 @@ class Line:
         if blocks:
             self.leases[asked_of, lease_id] = blocks
         miss = MissReason.NONE if blocks == len(request.keys) else MissReason.NEVER_STORED
-        sides = tuple(
-            tuple(BlockRef(slot_index(1 + side, i), Generation(2)) for i in range(window))
-            for side, window in enumerate(windows, 1)
+        window_blocks = tuple(
+            tuple(BlockRef(slot_index(1 + group, i), Generation(2)) for i in range(window))
+            for group, window in enumerate(windows, 1)
         )
-        result = AcquireResult(lease_id, refs, fetched, miss, sides, admitted)
+        result = AcquireResult(lease_id, refs, fetched, miss, window_blocks, admitted)
         self._answers.append(Answer(request_id, asked_of, result, request))
         return request_id
 

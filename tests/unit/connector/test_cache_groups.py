@@ -1,16 +1,16 @@
-"""The scheduler half with a model of several cache groups: which of the engine's blocks are loaded and stored."""
+"""The scheduler half with a model of several KV cache groups: which of the engine's blocks are loaded and stored."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvservice.connector.cache_groups import CacheGroup, OneGroup, SeveralGroups, is_whole, load_entries
+from kvservice.connector.cache_groups import EngineGroup, OneGroup, SeveralGroups, is_whole, load_entries
 from kvservice.connector.plan import StepPlan, StepReport
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.connector.scheduler.store_plan import plan_store
 from kvservice.core.block.keys import span_route
-from kvservice.core.block.window_groups import SIDE_POSITION, Reach, Side, side_key
+from kvservice.core.block.window_groups import WINDOW_BIT, Window, WindowGroup, group_key
 from kvservice.core.messages import AcquireResult, MissReason
 from kvservice.core.segment.geometry import slot_index
 from kvservice.core.segment.layout import SlotLayout
@@ -19,9 +19,9 @@ from kvservice.units import BlockKey, Generation, LeaseId, SlotIndex
 from tests.unit.connector.line import BLOCK, Line, Pins, hashes, keys_of, pool_info
 
 LAYOUT = SlotLayout(1, 1, 512, BLOCK)
-SIDE = Side(LAYOUT, Reach(window=2 * BLOCK + 1))  # two blocks
+WINDOWED = WindowGroup(LAYOUT, Window(sliding_tokens=2 * BLOCK + 1))  # two blocks
 # Two groups of windows around a full one.
-GROUPS = SeveralGroups((CacheGroup(1), CacheGroup(0), CacheGroup(1)), (SIDE,), BLOCK)
+GROUPS = SeveralGroups((EngineGroup(1), EngineGroup(0), EngineGroup(1)), (WINDOWED,), BLOCK)
 
 
 def refs(*slots: int) -> tuple[BlockRef, ...]:
@@ -29,8 +29,8 @@ def refs(*slots: int) -> tuple[BlockRef, ...]:
 
 
 def chains(count: int) -> list[list[BlockKey]]:
-    main = keys_of(hashes(1, count))
-    return [main, [side_key(key, 1) for key in main]]
+    full = keys_of(hashes(1, count))
+    return [full, [group_key(key, 1) for key in full]]
 
 
 def table(count: int, window_from: int = 0) -> tuple[list[int], ...]:
@@ -45,18 +45,18 @@ def table(count: int, window_from: int = 0) -> tuple[list[int], ...]:
 def test_load_fills_every_group_and_of_a_window_its_last_blocks_only() -> None:
     result = AcquireResult(LeaseId(1), refs(*range(6)), 0, MissReason.NONE, (refs(14, 15),))
     entries = load_entries(GROUPS, chains(6), result, table(6, window_from=4), 1)
-    assert [(e.group, e.block_id, e.ref.slot) for e in entries] == [
+    assert [(e.engine_group, e.block_id, e.ref.slot) for e in entries] == [
         *((1, 201 + i, i) for i in range(1, 6)),
         (0, 105, 14), (2, 305, 14), (0, 106, 15), (2, 306, 15),
     ]  # fmt: skip
-    main, side = chains(6)
-    assert [e.key for e in entries] == [*main[1:], side[4], side[4], side[5], side[5]]
+    full, windowed = chains(6)
+    assert [e.key for e in entries] == [*full[1:], windowed[4], windowed[4], windowed[5], windowed[5]]
 
 
 def test_blocks_of_a_window_that_the_engine_has_itself_are_not_loaded() -> None:
     result = AcquireResult(LeaseId(1), refs(*range(6)), 0, MissReason.NONE, (refs(14, 15),))
     entries = load_entries(GROUPS, chains(6), result, table(6, window_from=4), 5)
-    assert [(e.group, e.block_id) for e in entries] == [(1, 206), (0, 106), (2, 306)]
+    assert [(e.engine_group, e.block_id) for e in entries] == [(1, 206), (0, 106), (2, 306)]
 
 
 def test_engine_without_a_block_for_a_promised_window_is_a_failed_load() -> None:
@@ -66,11 +66,17 @@ def test_engine_without_a_block_for_a_promised_window_is_a_failed_load() -> None
 
 
 def test_window_that_begins_within_a_slot_loads_its_later_parts() -> None:
-    """Blocks of 8 tokens, two a slot, and a window that reaches 24 tokens back."""
-    groups = SeveralGroups((CacheGroup(0), CacheGroup(1, parts=2)), (Side(LAYOUT, Reach(window=25)),), BLOCK)
+    """Blocks of 8 tokens, two a slot, and a window that goes 24 tokens back."""
+    groups = SeveralGroups(
+        (EngineGroup(0), EngineGroup(1, parts=2)), (WindowGroup(LAYOUT, Window(sliding_tokens=25)),), BLOCK
+    )
     result = AcquireResult(LeaseId(1), refs(0, 1, 2), 0, MissReason.NONE, (refs(11, 12),))
     entries = load_entries(groups, chains(3), result, ([1, 2, 3], [0, 0, 0, 14, 15, 16]), 0)
-    assert [(e.block_id, e.part, e.ref.slot) for e in entries if e.group] == [(14, 1, 11), (15, 0, 12), (16, 1, 12)]
+    assert [(e.block_id, e.part, e.ref.slot) for e in entries if e.engine_group] == [
+        (14, 1, 11),
+        (15, 0, 12),
+        (16, 1, 12),
+    ]
     assert groups.stored(([1, 2, 3], [0, 0, 0, 14, 15, 16]), 1, 1) is None, "half of a slot is not stored"
     assert groups.stored(([1, 2, 3], [0, 0, 0, 14, 15, 16]), 1, 2) == [(1, 0, 15), (1, 1, 16)]
 
@@ -78,8 +84,8 @@ def test_window_that_begins_within_a_slot_loads_its_later_parts() -> None:
 def test_promise_without_its_windows_is_not_whole() -> None:
     assert is_whole(GROUPS, AcquireResult(LeaseId(1), refs(0, 1, 2), 0, MissReason.NONE, (refs(5, 6),)))
     assert is_whole(GROUPS, AcquireResult(LeaseId(1), refs(0), 0, MissReason.NONE, (refs(5),)))
-    for sides in ((), (refs(5),), (refs(5, 6, 7),), (refs(5, 6), refs(7))):
-        assert not is_whole(GROUPS, AcquireResult(LeaseId(1), refs(0, 1, 2), 0, MissReason.NONE, sides))
+    for windows in ((), (refs(5),), (refs(5, 6, 7),), (refs(5, 6), refs(7))):
+        assert not is_whole(GROUPS, AcquireResult(LeaseId(1), refs(0, 1, 2), 0, MissReason.NONE, windows))
     assert is_whole(OneGroup(), AcquireResult(LeaseId(1), refs(0, 1, 2), 0, MissReason.NONE))
 
 
@@ -87,14 +93,14 @@ def test_store_takes_every_group_and_passes_over_what_a_window_left() -> None:
     free = iter(range(50, 90))
     planned = plan_store(
         GROUPS, chains(4), table(4, window_from=2), 0, 4, {chains(4)[0][1]},
-        lambda count, side: refs(*(next(free) for _ in range(count))),
+        lambda count, group: refs(*(next(free) for _ in range(count))),
     )  # fmt: skip
-    main, side = chains(4)
-    assert [item.key for item in planned.items] == [main[0], main[2], side[2], main[3], side[3]]
-    assert [item.position for item in planned.items] == [0, 2, SIDE_POSITION | 2, 3, SIDE_POSITION | 3]
-    assert [item.parent for item in planned.items] == [None, main[1], None, main[2], None]
-    assert planned.items[4].route == span_route(side, 3)
-    assert [(e.group, e.block_id) for e in planned.entries] == [
+    full, windowed = chains(4)
+    assert [item.key for item in planned.items] == [full[0], full[2], windowed[2], full[3], windowed[3]]
+    assert [item.position for item in planned.items] == [0, 2, WINDOW_BIT | 2, 3, WINDOW_BIT | 3]
+    assert [item.parent for item in planned.items] == [None, full[1], None, full[2], None]
+    assert planned.items[4].route == span_route(windowed, 3)
+    assert [(e.engine_group, e.block_id) for e in planned.entries] == [
         (1, 201), (1, 203), (0, 103), (2, 303), (1, 204), (0, 104), (2, 304)
     ]  # fmt: skip
     assert (planned.done, planned.put_off, planned.unused) == (4, 0, [])
@@ -102,7 +108,7 @@ def test_store_takes_every_group_and_passes_over_what_a_window_left() -> None:
 
 def test_position_that_does_not_find_all_its_slots_is_put_off_whole() -> None:
     offered = {0: refs(0, 1, 2, 3), 1: refs(10, 11)}
-    planned = plan_store(GROUPS, chains(4), table(4), 0, 4, (), lambda count, side: offered[side][:count])
+    planned = plan_store(GROUPS, chains(4), table(4), 0, 4, (), lambda count, group: offered[group][:count])
     assert [item.ref.slot for item in planned.items] == [0, 10, 1, 11]
     assert (planned.done, planned.put_off) == (2, 2)
     assert set(planned.unused) == set(refs(2, 3)), "a slot would be lost"

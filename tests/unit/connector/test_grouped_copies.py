@@ -1,4 +1,4 @@
-"""Blocks of several cache groups in slots of their families: every byte in its place, on any device path."""
+"""Blocks of several KV cache groups of an engine in one slot: every byte in its place, on any device path."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def payload(segment: memoryview, layout: SlotLayout, slot: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("staged", [False, True])
-def test_groups_of_a_family_lie_layer_behind_layer_in_one_slot(staged: bool) -> None:
+def test_groups_of_one_spec_lie_layer_behind_layer_in_one_slot(staged: bool) -> None:
     layout = SlotLayout(3, HEADS, TOKENS * WIDTH * 4, TOKENS)
     one, two = layers(2), layers(1)
     grouped = GroupedBlockCopiers([

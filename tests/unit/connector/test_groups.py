@@ -23,8 +23,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvservice.connector.vllm.group_rules import families
-from kvservice.core.block.window_groups import Reach
+from kvservice.connector.vllm.group_rules import stored_groups
+from kvservice.core.block.window_groups import Window
 from kvservice.errors import UnsupportedLayout
 
 COMMON: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
@@ -56,7 +56,7 @@ def cache(*specs: Any, **group: Any) -> KVCacheConfig:
     ],
 )
 def test_one_group_that_keeps_every_block_is_stored(spec: FullAttentionSpec) -> None:
-    assert families(cache(spec)).main == spec
+    assert stored_groups(cache(spec)).full == spec
 
 
 @pytest.mark.parametrize(
@@ -80,16 +80,16 @@ def test_one_group_that_keeps_every_block_is_stored(spec: FullAttentionSpec) -> 
 )
 def test_other_single_groups_are_refused_by_name_and_with_the_reason(spec: Any, says: str) -> None:
     with pytest.raises(UnsupportedLayout, match=says):
-        families(cache(spec))
+        stored_groups(cache(spec))
 
 
 def test_groups_that_vllm_keeps_to_itself_are_refused() -> None:
     with pytest.raises(UnsupportedLayout, match="out of prefix caching or transfer"):
-        families(cache(FULL, enable_kv_transfer=False))
+        stored_groups(cache(FULL, enable_kv_transfer=False))
     with pytest.raises(UnsupportedLayout, match="out of prefix caching or transfer"):
-        families(cache(FULL, host_resident=True))
+        stored_groups(cache(FULL, host_resident=True))
     with pytest.raises(UnsupportedLayout, match="its role is hisparse_source"):
-        families(cache(FULL, role=KVCacheGroupRole.HISPARSE_SOURCE))
+        stored_groups(cache(FULL, role=KVCacheGroupRole.HISPARSE_SOURCE))
 
 
 def test_scheduler_refuses_layers_of_several_shapes_although_it_is_shown_the_first_only() -> None:
@@ -99,21 +99,21 @@ def test_scheduler_refuses_layers_of_several_shapes_although_it_is_shown_the_fir
         KVCacheTensor(size=4096, layers=["layers.0.2"], layer_stride=2048, block_stride=512, offset=2048),
     ]
     with pytest.raises(UnsupportedLayout, match="pages of different shapes"):
-        families(found)
+        stored_groups(found)
 
 
 def test_groups_of_one_spec_are_stored_together_behind_the_full_ones() -> None:
-    found = families(cache(WINDOW, FULL, WINDOW, CHUNKED, FULL))
-    assert [family.groups for family in found.families] == [(1, 4), (0, 2), (3,)]
-    assert [family.reach for family in found.families] == [None, Reach(window=512), Reach(chunk=8192)]
-    assert [place.side for place in found.places()] == [1, 0, 1, 2, 0]
+    found = stored_groups(cache(WINDOW, FULL, WINDOW, CHUNKED, FULL))
+    assert [group.engine_groups for group in found.groups] == [(1, 4), (0, 2), (3,)]
+    assert [group.window for group in found.groups] == [None, Window(sliding_tokens=512), Window(chunk_tokens=8192)]
+    assert [place.group for place in found.engine_groups()] == [1, 0, 1, 2, 0]
     assert found.block_tokens == 16
 
 
 def test_groups_of_smaller_blocks_have_several_in_a_slot() -> None:
-    found = families(cache(replace(FULL, block_size=48), replace(WINDOW, block_size=32)))
+    found = stored_groups(cache(replace(FULL, block_size=48), replace(WINDOW, block_size=32)))
     assert found.block_tokens == 96
-    assert [place.parts for place in found.places()] == [2, 3]
+    assert [place.parts for place in found.engine_groups()] == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -134,13 +134,13 @@ def test_groups_of_smaller_blocks_have_several_in_a_slot() -> None:
 )
 def test_one_group_that_cannot_be_stored_refuses_the_model_by_its_name(specs: tuple[Any, ...], says: str) -> None:
     with pytest.raises(UnsupportedLayout, match=says):
-        families(cache(*specs))
+        stored_groups(cache(*specs))
 
 
 def test_flag_is_advised_only_where_it_helps() -> None:
     with pytest.raises(UnsupportedLayout) as refused:
-        families(cache(FULL, WINDOW, enable_kv_transfer=False))
+        stored_groups(cache(FULL, WINDOW, enable_kv_transfer=False))
     assert FLAG in str(refused.value)
     with pytest.raises(UnsupportedLayout) as refused:
-        families(cache(FULL, MAMBA))
+        stored_groups(cache(FULL, MAMBA))
     assert FLAG not in str(refused.value)

@@ -8,7 +8,7 @@ from kvservice.connector.scheduler.handoff import Prefill, parse_public_tokens, 
 from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.connector.scheduler.request_keys import Keyring
 from kvservice.core.block.keys import DEFAULT_TENANT_KEY, block_keys, term_key, version_term
-from kvservice.core.block.window_groups import side_key
+from kvservice.core.block.window_groups import group_key
 from kvservice.core.messages import Attachment
 from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import InvalidRequest
@@ -45,7 +45,7 @@ def test_only_whole_leading_blocks_are_public_and_only_for_who_may() -> None:
     assert rings.extend(request, HASHES[:1], attachment(public=b"all", publishes=True)) == 1
     assert rings.extend(request, HASHES, attachment(public=b"all", publishes=True)) == 5
     assert request.keys == [*names(HASHES[:2], b"all"), *mine[2:]]
-    assert request.side_keys == [[side_key(key, 1) for key in request.keys]]
+    assert request.window_keys == [[group_key(key, 1) for key in request.keys]]
     assert request.stored == 0
     refused = EngineRequest("s", [], public_tokens=2 * BLOCK)
     keyring().extend(refused, HASHES, attachment())

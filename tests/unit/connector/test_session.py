@@ -17,7 +17,7 @@ from kvservice.connector.scheduler import pool_session as module
 from kvservice.connector.scheduler.pool_session import HEARTBEAT_SECONDS_MAX, Answer, Session
 from kvservice.core.acquire.handoff import OPEN_SECONDS
 from kvservice.core.block.fingerprint import Fingerprint
-from kvservice.core.block.window_groups import Reach, Side
+from kvservice.core.block.window_groups import Window, WindowGroup
 from kvservice.core.messages import AcquireRequest, Attachment, EngineSpec, RequestReport, SealItem
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.core.segment.refs import BlockRef
@@ -35,14 +35,14 @@ KEYS = tuple(BlockKey(bytes([i]) * 16) for i in range(4))
 class Bench:
     """A session over a fake pool on the session's own loop."""
 
-    def __init__(self, sides: tuple[Side, ...] = ()) -> None:
+    def __init__(self, window_groups: tuple[WindowGroup, ...] = ()) -> None:
         self.path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
         self.pool = FakePool(self.path, plan_geometry(4 * MiB), lease_seconds=0.6)
         self.failures: list[Exception] = []  # of opening, one per attempt
         self.loop: asyncio.AbstractEventLoop | None = None
         self.may_reattach = True
         self.lost = 0  # calls
-        self.session = Session(self.open, replace(SPEC, sides=sides), lambda: self.may_reattach)
+        self.session = Session(self.open, replace(SPEC, window_groups=window_groups), lambda: self.may_reattach)
 
     async def open(self) -> PoolPort:
         self.loop = asyncio.get_running_loop()
@@ -120,14 +120,14 @@ def test_the_stock_leaves_most_of_a_tenants_quota_to_its_blocks(bench: Bench) ->
     assert len(bench.pool.reserved) <= 2
 
 
-def test_each_side_has_a_stock_of_its_own() -> None:
-    bench = Bench(sides=(Side(LAYOUT, Reach(window=64)),))
+def test_each_group_has_a_stock_of_its_own() -> None:
+    bench = Bench(window_groups=(WindowGroup(LAYOUT, Window(sliding_tokens=64)),))
     asked: list[int] = []
     reserve = bench.pool.reserve
 
-    async def recorded(attachment: AttachmentId, count: int, side: int = 0, call: int = 0) -> list[BlockRef]:
-        asked.append(side)
-        return await reserve(attachment, count, side, call)
+    async def recorded(attachment: AttachmentId, count: int, group: int = 0, call: int = 0) -> list[BlockRef]:
+        asked.append(group)
+        return await reserve(attachment, count, group, call)
 
     bench.pool.reserve = recorded  # type: ignore[method-assign]
     try:
@@ -366,8 +366,8 @@ def test_slots_that_a_lost_pool_gave_too_late_are_not_used_in_the_next(bench: Be
     eventually(lambda: bench.pool.reserved, "slots reserved ahead")
     reserve = bench.pool.reserve
 
-    async def slow(attachment: AttachmentId, count: int, side: int = 0, call: int = 0) -> list[BlockRef]:
-        refs = await reserve(attachment, count, side, call)
+    async def slow(attachment: AttachmentId, count: int, group: int = 0, call: int = 0) -> list[BlockRef]:
+        refs = await reserve(attachment, count, group, call)
         if attachment == first.attachment_id:
             late.extend(refs)
             while not gate.is_set():

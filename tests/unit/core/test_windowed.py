@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvservice.core import events as ev
-from kvservice.core.block.window_groups import SIDE_POSITION, Reach, Side, side_key, side_route
+from kvservice.core.block.window_groups import WINDOW_BIT, Window, WindowGroup, group_key, group_route
 from kvservice.core.messages import AcquireResult, EngineSpec, FollowResult, Handoff, HandoffState, MissReason, SealItem
 from kvservice.errors import InvalidRequest
 from kvservice.testing.builders import (
@@ -25,13 +25,13 @@ from kvservice.testing.builders import (
 )
 from kvservice.units import AttachmentId, BlockKey, HandoffId, NodeId
 
-LARGE = 2 * SMALL  # what a side's slot holds here
-REACH = 3  # blocks
-SIDE = Side(make_layout(LARGE), Reach(window=REACH * 16))
+LARGE = 2 * SMALL  # what a slot of group 1 holds here
+WINDOW_BLOCKS = 3
+WINDOWED = WindowGroup(make_layout(LARGE), Window(sliding_tokens=WINDOW_BLOCKS * 16))
 
 
 def spec(name: str = "engine") -> EngineSpec:
-    return replace(make_spec(name), sides=(SIDE,))
+    return replace(make_spec(name), window_groups=(WINDOWED,))
 
 
 @pytest.fixture
@@ -39,19 +39,21 @@ def harness() -> CoreHarness:
     return CoreHarness(slab_count=6)
 
 
-def side_keys(chain: Sequence[BlockKey]) -> list[BlockKey]:
-    return [side_key(key, 1) for key in chain]
+def window_keys(chain: Sequence[BlockKey]) -> list[BlockKey]:
+    return [group_key(key, 1) for key in chain]
 
 
-def store_side(harness: CoreHarness, engine: AttachmentId, chain: Sequence[BlockKey], positions: Sequence[int]) -> None:
+def store_window(
+    harness: CoreHarness, engine: AttachmentId, chain: Sequence[BlockKey], positions: Sequence[int]
+) -> None:
     if not positions:
         return
-    keys = side_keys(chain)
-    refs = harness.reserve(engine, len(positions), side=1)
+    keys = window_keys(chain)
+    refs = harness.reserve(engine, len(positions), group=1)
     for ref, i in zip(refs, positions, strict=True):
         harness.write(ref, keys[i])
     items = tuple(
-        SealItem(ref, keys[i], None, SIDE_POSITION | i, side_route(chain, i, 1))
+        SealItem(ref, keys[i], None, WINDOW_BIT | i, group_route(chain, i, 1))
         for ref, i in zip(refs, positions, strict=True)
     )
     harness.begin_seal(engine, items)
@@ -69,13 +71,13 @@ def test_hit_leases_the_prefix_and_the_window_before_its_end(harness: CoreHarnes
     chain = make_chain(8)
     engine = harness.attach(spec())
     harness.store(engine, chain)
-    store_side(harness, engine, chain, range(8))
+    store_window(harness, engine, chain, range(8))
     result = answer(harness, harness.acquire(engine, chain))
-    assert (len(result.blocks), [len(side) for side in result.sides]) == (8, [REACH])
+    assert (len(result.blocks), [len(refs) for refs in result.window_blocks]) == (8, [WINDOW_BLOCKS])
     assert result.miss is MissReason.NONE
-    assert harness.slots("leased") == 8 + REACH
-    headers = [harness.headers[ref.slot] for ref in result.sides[0]]
-    assert [header.key for header in headers] == side_keys(chain)[5:]
+    assert harness.slots("leased") == 8 + WINDOW_BLOCKS
+    headers = [harness.headers[ref.slot] for ref in result.window_blocks[0]]
+    assert [header.key for header in headers] == window_keys(chain)[5:]
     harness.release(engine, result.lease_id)
     assert harness.slots("leased") == 0
 
@@ -95,9 +97,9 @@ def test_gap_in_a_window_shortens_the_hit(harness: CoreHarness, stored: tuple[in
     chain = make_chain(8)
     engine = harness.attach(spec())
     harness.store(engine, chain)
-    store_side(harness, engine, chain, stored)
+    store_window(harness, engine, chain, stored)
     result = answer(harness, harness.acquire(engine, chain))
-    assert (len(result.blocks), [len(side) for side in result.sides]) == (hit, [window])
+    assert (len(result.blocks), [len(refs) for refs in result.window_blocks]) == (hit, [window])
     assert (result.miss is MissReason.WINDOW) == (hit < 8) == bool(harness.count("miss_window"))
     assert harness.slots("leased") == hit + window
     assert bool(result.lease_id) == bool(hit)
@@ -107,10 +109,10 @@ def test_gap_in_the_chain_ends_the_hit_where_its_window_is(harness: CoreHarness)
     chain = make_chain(8)
     engine = harness.attach(spec())
     harness.store(engine, chain[:6])
-    store_side(harness, engine, chain, range(8))
+    store_window(harness, engine, chain, range(8))
     result = answer(harness, harness.acquire(engine, chain))
     assert len(result.blocks) == 6
-    assert [harness.headers[ref.slot].key for ref in result.sides[0]] == side_keys(chain)[3:6]
+    assert [harness.headers[ref.slot].key for ref in result.window_blocks[0]] == window_keys(chain)[3:6]
 
 
 def test_chain_and_window_are_fetched_from_a_peer(harness: CoreHarness) -> None:
@@ -120,15 +122,17 @@ def test_chain_and_window_are_fetched_from_a_peer(harness: CoreHarness) -> None:
     harness.fetch_all(harness.resolves[-1].op, chain)
     assert harness.open(op), "promised without the window"
     resolve = harness.resolves[-1]
-    keys = side_keys(chain)
+    keys = window_keys(chain)
     assert (list(resolve.chain), resolve.start) == (keys, 5)
     harness.resolved(resolve.op, run_of(5, 3))
     assert list(harness.locates[-1].keys) == keys[5:]
     harness.located(harness.locates[-1], make_located(keys[5:], length=LARGE))
     harness.pulled(harness.pulls[-1], ev.PullResult.OK)
     result = harness.result(op)
-    assert (len(result.blocks), len(result.sides[0]), result.fetched_count) == (8, 3, 8)
-    assert {harness.headers[ref.slot].position for ref in result.sides[0]} == {SIDE_POSITION | i for i in (5, 6, 7)}
+    assert (len(result.blocks), len(result.window_blocks[0]), result.fetched_count) == (8, 3, 8)
+    assert {harness.headers[ref.slot].position for ref in result.window_blocks[0]} == {
+        WINDOW_BIT | i for i in (5, 6, 7)
+    }
 
 
 def test_nobody_is_asked_for_the_window_of_a_hit_that_adds_nothing(harness: CoreHarness) -> None:
@@ -147,28 +151,28 @@ def test_window_that_does_not_arrive_whole_is_not_promised(harness: CoreHarness,
     chain = make_chain(8)
     engine = harness.attach(spec())
     harness.store(engine, chain)
-    store_side(harness, engine, chain, range(5))
+    store_window(harness, engine, chain, range(5))
     op = harness.acquire(engine, chain)
     resolve = harness.resolves[-1]
     harness.resolved(resolve.op, run_of(5, 3))
-    keys = side_keys(chain)[5:]
+    keys = window_keys(chain)[5:]
     harness.located(harness.locates[-1], make_located(keys, length=LARGE))
     harness.pulled(harness.pulls[-1], ev.PullResult.OK, result, ev.PullResult.OK)
     result = answer(harness, op)
     assert len(result.blocks) == 6, "the end before the one that did not come"
-    assert len(result.sides[0]) == 3
+    assert len(result.window_blocks[0]) == 3
 
 
 def test_deadline_settles_for_what_is_complete_here(harness: CoreHarness) -> None:
     chain = make_chain(8)
     engine = harness.attach(spec())
     harness.store(engine, chain)
-    store_side(harness, engine, chain, range(5))
+    store_window(harness, engine, chain, range(5))
     op = harness.acquire(engine, chain, timeout=2.0)
     assert harness.open(op)
     harness.advance(2.0)
     result = harness.result(op)
-    assert (len(result.blocks), len(result.sides[0])) == (5, 3)
+    assert (len(result.blocks), len(result.window_blocks[0])) == (5, 3)
 
 
 def test_gaps_far_away_are_looked_for_so_many_times_only() -> None:
@@ -176,7 +180,7 @@ def test_gaps_far_away_are_looked_for_so_many_times_only() -> None:
     harness = CoreHarness(slab_count=14)
     engine = harness.attach(spec())
     harness.store(engine, chain)
-    store_side(harness, engine, chain, (0, 1, 2))
+    store_window(harness, engine, chain, (0, 1, 2))
     op = harness.acquire(engine, chain)
     asked = 0
     while harness.open(op):
@@ -209,11 +213,11 @@ def test_handoff_follows_the_window_too(harness: CoreHarness) -> None:
     harness.followed(harness.follows[-1], 8)
     harness.pulled(harness.pulls[-1], ev.PullResult.OK)
     follow = harness.follows[-1]
-    assert list(follow.keys) == side_keys(chain)[5:]
+    assert list(follow.keys) == window_keys(chain)[5:]
     result = FollowResult(HandoffState.OPEN, make_located(follow.keys, length=LARGE))
     harness.send(ev.Followed(follow.follow, follow.op, make_holder(), result, harness.now))
     harness.pulled(harness.pulls[-1], ev.PullResult.OK)
-    assert (len(harness.result(op).blocks), len(harness.result(op).sides[0])) == (8, 3)
+    assert (len(harness.result(op).blocks), len(harness.result(op).window_blocks[0])) == (8, 3)
 
 
 def test_handoff_on_this_node_that_ends_short_is_no_hang(harness: CoreHarness) -> None:
@@ -223,11 +227,11 @@ def test_handoff_on_this_node_that_ends_short_is_no_hang(harness: CoreHarness) -
     harness.send(ev.OpenHandoff(harness.next_op(), writer, identity))
     op = harness.acquire(reader, chain, handoff=Handoff(identity, harness.state.node_id))
     harness.store(writer, chain[:6])
-    store_side(harness, writer, chain, range(4))
+    store_window(harness, writer, chain, range(4))
     assert harness.open(op)
     harness.send(ev.CloseHandoff(harness.next_op(), writer, identity))
     result = answer(harness, op)
-    assert (len(result.blocks), len(result.sides[0])) == (4, 3)
+    assert (len(result.blocks), len(result.window_blocks[0])) == (4, 3)
 
 
 def test_window_inside_an_extended_prompt_goes_first() -> None:
@@ -235,60 +239,62 @@ def test_window_inside_an_extended_prompt_goes_first() -> None:
     chain = make_chain(6)
     engine = small.attach(spec())
     small.store(engine, chain)
-    store_side(small, engine, chain, range(6))
+    store_window(small, engine, chain, range(6))
     result = answer(small, small.acquire(engine, chain))
     small.release(engine, result.lease_id)
     for gone in (1, 2, 3):
-        assert len(small.reserve(engine, 1, side=1)) == 1
-        assert small.keys_held() == {*chain, *side_keys(chain)[gone:]}
+        assert len(small.reserve(engine, 1, group=1)) == 1
+        assert small.keys_held() == {*chain, *window_keys(chain)[gone:]}
 
 
-def test_slots_of_a_side_are_of_its_size_and_unknown_sides_are_refused(harness: CoreHarness) -> None:
+def test_slots_fit_their_group_and_unknown_groups_are_refused(harness: CoreHarness) -> None:
     engine = harness.attach(spec())
-    ref = harness.reserve(engine, 1, side=1)[0]
+    ref = harness.reserve(engine, 1, group=1)[0]
     assert harness.headers[ref.slot].length == LARGE
-    with pytest.raises(InvalidRequest, match="1 sides, not 2"):
-        harness.reserve(engine, 1, side=2)
+    with pytest.raises(InvalidRequest, match="groups 0 to 1, not 2"):
+        harness.reserve(engine, 1, group=2)
 
 
 @settings(max_examples=60)
 @given(st.integers(0, 8), st.sets(st.integers(0, 7)), st.integers(1, 100))
 def test_promise_is_the_longest_that_is_complete(length: int, here: set[int], window: int) -> None:
     harness = CoreHarness(slab_count=8, has_directory=False)
-    side = Side(make_layout(LARGE), Reach(window=window))
-    engine = harness.attach(replace(make_spec(), sides=(side,)))
+    group = WindowGroup(make_layout(LARGE), Window(sliding_tokens=window))
+    engine = harness.attach(replace(make_spec(), window_groups=(group,)))
     chain = make_chain(8)
     if length:
         harness.store(engine, chain[:length])
-    store_side(harness, engine, chain, sorted(here))
+    store_window(harness, engine, chain, sorted(here))
     result = harness.result(harness.acquire(engine, chain))
     firsts = {end: max(0, end * 16 - window + 1) // 16 for end in range(length + 1)}
     wanted = max(end for end, first in firsts.items() if set(range(first, end)) <= here)
     assert len(result.blocks) == wanted
-    assert [harness.headers[ref.slot].key for ref in result.sides[0]] == side_keys(chain)[firsts[wanted] : wanted]
-    assert harness.slots("leased") == len(result.blocks) + len(result.sides[0])
+    assert [harness.headers[ref.slot].key for ref in result.window_blocks[0]] == window_keys(chain)[
+        firsts[wanted] : wanted
+    ]
+    assert harness.slots("leased") == len(result.blocks) + len(result.window_blocks[0])
 
 
 def test_restarted_shard_knows_windows_from_chains(harness: CoreHarness) -> None:
     chain = make_chain(8)
     engine = harness.attach(spec())
     harness.store(engine, chain)
-    store_side(harness, engine, chain, range(8))
+    store_window(harness, engine, chain, range(8))
     harness.restart()
     engine = harness.attach(spec())
     result = answer(harness, harness.acquire(engine, chain))
-    assert (len(result.blocks), len(result.sides[0])) == (8, 3)
+    assert (len(result.blocks), len(result.window_blocks[0])) == (8, 3)
     harness.release(engine, result.lease_id)
-    assert len(harness.reserve(engine, 3, side=1)) == 3
-    gone = {*chain, *side_keys(chain)} - harness.keys_held()
-    assert gone <= set(side_keys(chain)[:5]), "a chain was cut, or the window of its end"
+    assert len(harness.reserve(engine, 3, group=1)) == 3
+    gone = {*chain, *window_keys(chain)} - harness.keys_held()
+    assert gone <= set(window_keys(chain)[:5]), "a chain was cut, or the window of its end"
 
 
 def test_models_with_and_without_windows_share_no_block(harness: CoreHarness) -> None:
     """Their keys differ by the fingerprint; an equal key of another size is not promised either."""
     chain = make_chain(3)
-    harness.store(harness.attach(make_spec("plain")), [side_key(key, 1) for key in chain])
-    other = replace(make_spec("windows", "other"), sides=(SIDE,))
+    harness.store(harness.attach(make_spec("plain")), [group_key(key, 1) for key in chain])
+    other = replace(make_spec("windows", "other"), window_groups=(WINDOWED,))
     engine = harness.attach(other)
     harness.store(engine, chain)
     assert answer(harness, harness.acquire(engine, chain)).blocks == ()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvservice.core.block.keys import SPAN_BLOCKS, span_route
-from kvservice.core.block.window_groups import SIDES_MAX, Reach, reconcile, side_key, side_route
+from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX, Window, group_key, group_route, reconcile
 from kvservice.errors import UnsupportedLayout
 from kvservice.testing.builders import make_chain
 
@@ -17,26 +17,26 @@ BLOCK = 16
 
 
 @pytest.mark.parametrize(
-    ("reach", "count", "first"),
+    ("window", "count", "first"),
     [
-        (Reach(window=33), 10, 8),  # the 32 tokens before the end
-        (Reach(window=34), 10, 7),  # one more is in the block before them
-        (Reach(window=33), 1, 0),
-        (Reach(window=1), 10, 10),  # a layer that sees its own token only needs nothing
-        (Reach(window=1000), 10, 0),
-        (Reach(chunk=64), 10, 8),
-        (Reach(chunk=64), 8, 8),  # the next token begins a chunk
-        (Reach(chunk=40), 3, 2),  # a chunk may begin within a block
+        (Window(sliding_tokens=33), 10, 8),  # the 32 tokens before the end
+        (Window(sliding_tokens=34), 10, 7),  # one more is in the block before them
+        (Window(sliding_tokens=33), 1, 0),
+        (Window(sliding_tokens=1), 10, 10),  # a layer that sees its own token only needs nothing
+        (Window(sliding_tokens=1000), 10, 0),
+        (Window(chunk_tokens=64), 10, 8),
+        (Window(chunk_tokens=64), 8, 8),  # the next token begins a chunk
+        (Window(chunk_tokens=40), 3, 2),  # a chunk may begin within a block
     ],
 )
-def test_blocks_from_the_first_token_that_is_read_are_needed(reach: Reach, count: int, first: int) -> None:
-    assert reach.first_block(count, BLOCK) == first
+def test_blocks_from_the_first_token_that_is_read_are_needed(window: Window, count: int, first: int) -> None:
+    assert window.first_block(count, BLOCK) == first
 
 
 @pytest.mark.parametrize("wrong", [(0, 0), (5, 5), (-1, 0), (0, -3)])
-def test_reach_is_a_window_or_a_chunk(wrong: tuple[int, int]) -> None:
+def test_window_is_sliding_or_a_chunk(wrong: tuple[int, int]) -> None:
     with pytest.raises(UnsupportedLayout):
-        Reach(*wrong)
+        Window(*wrong)
 
 
 @pytest.mark.parametrize(
@@ -54,46 +54,47 @@ def test_reach_is_a_window_or_a_chunk(wrong: tuple[int, int]) -> None:
     ],
 )
 def test_gap_in_the_window_ends_the_hit_before_it(missing: set[int], hit: int) -> None:
-    first = partial(Reach(window=2 * BLOCK + 1).first_block, block_tokens=BLOCK)
+    first = partial(Window(sliding_tokens=2 * BLOCK + 1).first_block, block_tokens=BLOCK)
     assert reconcile(10, [first], [lambda i: i not in missing]) == hit
 
 
-def test_every_side_must_have_its_window() -> None:
-    short = partial(Reach(window=BLOCK + 1).first_block, block_tokens=BLOCK)
-    long = partial(Reach(window=3 * BLOCK + 1).first_block, block_tokens=BLOCK)
+def test_every_group_must_have_its_window() -> None:
+    short = partial(Window(sliding_tokens=BLOCK + 1).first_block, block_tokens=BLOCK)
+    long = partial(Window(sliding_tokens=3 * BLOCK + 1).first_block, block_tokens=BLOCK)
     assert reconcile(10, [short, long], [lambda i: i != 9, lambda i: i != 5]) == 9
     assert reconcile(10, [short, long], [lambda i: i != 9, lambda i: i != 7]) == 7
     assert reconcile(10, [], []) == 10
 
 
-reaches = st.one_of(
-    st.integers(1, 120).map(lambda n: Reach(window=n)), st.integers(1, 120).map(lambda n: Reach(chunk=n))
+windows = st.one_of(
+    st.integers(1, 120).map(lambda n: Window(sliding_tokens=n)),
+    st.integers(1, 120).map(lambda n: Window(chunk_tokens=n)),
 )
 
 
-@given(st.integers(0, 12), st.lists(st.tuples(reaches, st.sets(st.integers(0, 11))), max_size=3))
-def test_hit_is_the_longest_that_trying_every_length_finds(count: int, sides: list[tuple[Reach, set[int]]]) -> None:
+@given(st.integers(0, 12), st.lists(st.tuples(windows, st.sets(st.integers(0, 11))), max_size=3))
+def test_hit_is_the_longest_that_trying_every_length_finds(count: int, groups: list[tuple[Window, set[int]]]) -> None:
     def complete(hit: int) -> bool:
         # Token by token: what is read of the hit when its next token is computed lies in blocks that are there.
         return all(
             token // BLOCK in here
-            for reach, here in sides
-            for token in range(reach.first_token(hit * BLOCK), hit * BLOCK)
+            for window, here in groups
+            for token in range(window.first_token(hit * BLOCK), hit * BLOCK)
         )
 
-    firsts = [partial(reach.first_block, block_tokens=BLOCK) for reach, _ in sides]
-    found = reconcile(count, firsts, [here.__contains__ for _, here in sides])
+    firsts = [partial(window.first_block, block_tokens=BLOCK) for window, _ in groups]
+    found = reconcile(count, firsts, [here.__contains__ for _, here in groups])
     assert found == max(hit for hit in range(count + 1) if complete(hit))
 
 
-def test_keys_of_a_chain_and_of_its_sides_are_all_different() -> None:
+def test_keys_of_a_chain_and_of_its_groups_are_all_different() -> None:
     chain = make_chain(40)
-    keys = [*chain, *(side_key(key, side) for key in chain for side in range(1, SIDES_MAX + 1))]
+    keys = [*chain, *(group_key(key, group) for key in chain for group in range(1, WINDOW_GROUPS_MAX + 1))]
     assert len(set(keys)) == len(keys)
     assert {len(key) for key in keys} == {16}
 
 
-def test_route_of_a_side_is_that_of_its_own_chain() -> None:
+def test_route_of_a_window_group_is_that_of_its_own_chain() -> None:
     chain = make_chain(SPAN_BLOCKS * 2 + 3)
-    own = [side_key(key, 2) for key in chain]
-    assert [side_route(chain, i, 2) for i in range(len(chain))] == [span_route(own, i) for i in range(len(chain))]
+    own = [group_key(key, 2) for key in chain]
+    assert [group_route(chain, i, 2) for i in range(len(chain))] == [span_route(own, i) for i in range(len(chain))]
