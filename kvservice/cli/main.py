@@ -1,5 +1,5 @@
-"""`kvservice`: up, down, shard, lookup, status, check, drain, explain, certs, tenants, doctor, proxy, sim, replay.
-Commands import what they need when they run, so that --help is instant.
+"""`kvservice`: up, down, shard, lookup, status, check, drain, explain, certs, tenants, doctor, demo, proxy, sim,
+replay. Commands import what they need when they run, so that --help is instant.
 
 Exit codes: 0 all is well, 1 something is wrong, 2 wrong usage, 3 there is no service.
 """
@@ -266,6 +266,17 @@ def doctor(as_json: Json = False) -> None:
     command.show(checks, as_json=as_json)
     if not command.healthy(checks):
         raise typer.Exit(EXIT_PROBLEM)
+
+
+@app.command()
+def demo() -> None:
+    """See one remote hit on this machine, in seconds: two cache shards, no engine, no model, nothing left behind."""
+    from kvservice.cli import demo as command
+
+    try:
+        command.run()
+    except KVServiceError as error:
+        raise fail(error) from error
 
 
 @app.command()

@@ -258,8 +258,18 @@ class LocalCluster:
             )
 
     def _await_start(self, is_there: Callable[[], bool], what: str, name: str) -> None:
-        log = self.log(name)
-        eventually(is_there, what, START_SECONDS, detail=lambda: log.read_text(errors="replace")[-2000:])
+        """Raises ChildProcessError when the process has ended before it was there, NotInTime when it takes too long."""
+
+        def said() -> str:
+            return self.log(name).read_text(errors="replace")[-2000:]
+
+        def started() -> bool:
+            there, code = is_there(), self._processes[name].poll()
+            if not there and code is not None:
+                raise ChildProcessError(f"{what} ended with {code} before it was there\n{said()}")
+            return there
+
+        eventually(started, what, START_SECONDS, detail=said)
 
     @staticmethod
     def _answers(address: str) -> bool:

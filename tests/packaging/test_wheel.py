@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -75,6 +77,43 @@ def test_the_wheel_imports_without_engine_ray_or_transport(wheel: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(str(wheel))
+
+
+def test_the_demo_of_the_wheel_shows_a_remote_hit_and_leaves_nothing(wheel: Path, tmp_path: Path) -> None:
+    """From the script that pip installs, where nothing of the extras can be imported."""
+    site, scratch = tmp_path / "site", Path(tempfile.mkdtemp(prefix="kvd-"))  # short: sockets go into it
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-compile",
+        "--no-index",
+        "--target",
+        str(site),
+    ]
+    subprocess.run([*install, str(wheel)], check=True, timeout=120, capture_output=True)
+    refused = "".join(f"sys.modules[{name!r}] = None\n" for name in ("vllm", "ray", "nixl_cu12", "torch"))
+    (site / "sitecustomize.py").write_text(f"import sys\n{refused}")
+    before = set(Path("/dev/shm").iterdir())
+    environment = {**os.environ, "PYTHONPATH": str(site), "TMPDIR": str(scratch)}
+    result = subprocess.run(
+        [site / "bin" / "kvservice", "demo"],
+        cwd=scratch,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    words = [line.split(":")[0] for line in result.stdout.splitlines()]
+    assert words == ["started", "stored", "first", "second", "removed"]
+    assert "8.0 MiB from n0" in result.stdout and "nothing moved" in result.stdout
+    assert not [path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("kvservice-t")]
+    scratch.rmdir()  # it is empty again
 
 
 def test_the_source_folder_actors_refuses_to_be_imported() -> None:

@@ -88,7 +88,7 @@ def foreground(runtime: Path) -> Iterator[Foreground]:
 def test_help_names_every_command_and_loads_nothing_heavy(runtime: Path) -> None:
     shown = command(runtime, "--help")
     assert shown.returncode == 0
-    for name in ("up", "down", "status", "doctor"):
+    for name in ("up", "down", "status", "doctor", "demo"):
         assert f"  {name}" in shown.stdout
     code = f"import sys, kvservice.cli.main; print([m for m in {HEAVY!r} if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -133,6 +133,25 @@ def test_a_service_in_the_foreground_ends_cleanly(foreground: Foreground, number
     assert (code, "Traceback" in output) == (0, False), output
     assert not (foreground.runtime / foreground.service).exists()
     assert not list(Path("/dev/shm").glob(f"kvservice-{foreground.service}-*"))
+
+
+def test_the_demo_stopped_half_way_leaves_nothing_behind(runtime: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvservice.cli.main", "demo"],
+        env={**os.environ, "TMPDIR": str(runtime), "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("started")
+    for _ in range(3):  # a terminal signals the whole group; an impatient user does it again
+        os.killpg(process.pid, signal.SIGINT)
+    assert process.stdout.read().endswith("stopped:  all that was started is removed\n")
+    assert process.wait(30) == 130
+    assert not list(runtime.iterdir())
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 TRANSPORTS = ("shm", "nixl") if nixl_available() else ("shm",)
