@@ -11,7 +11,7 @@ import inspect
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar, overload
 
 Read = TypeVar("Read")
 
@@ -53,13 +53,33 @@ def eventually(
     raise AssertionError("the pauses end by raising")
 
 
+@overload
 async def eventually_async(
-    read: Callable[[], Awaitable[Read | None] | Read | None],
+    read: Callable[[], Awaitable[Read | None]],
     what: str,
     seconds: float = DEADLINE_SECONDS,
     *,
     detail: Callable[[], object] | None = None,
-) -> Read:
+) -> Read: ...
+
+
+@overload
+async def eventually_async(
+    read: Callable[[], Read | None],
+    what: str,
+    seconds: float = DEADLINE_SECONDS,
+    *,
+    detail: Callable[[], object] | None = None,
+) -> Read: ...
+
+
+async def eventually_async(
+    read: Callable[[], Any],
+    what: str,
+    seconds: float = DEADLINE_SECONDS,
+    *,
+    detail: Callable[[], object] | None = None,
+) -> Any:
     """As `eventually`, for a coroutine: other tasks run between the looks. `read` may be a coroutine function."""
     for pause in _pauses(what, seconds, detail):
         found = read()
