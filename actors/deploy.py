@@ -147,7 +147,7 @@ def down(service: str) -> bool:
             ray.kill(handle.supervisor, no_restart=True)
     workers = [name for name in parts if name.startswith(names.GPU_WORKER)]
     shards = [name for name in parts if name.startswith(names.shard(""))]
-    # Copy workers first: they use the shards' memory. Then shards: they tell the lookup shards that they leave.
+    # Copy workers first: they use the shards' memory. Then shards: they tell the lookup partitions that they leave.
     for group in (workers, shards, [name for name in parts if name not in {*workers, *shards}]):
         _stop(service, group)
     return True

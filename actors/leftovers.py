@@ -35,7 +35,7 @@ def remove_leftovers(service: str, alive: Collection[NodeId], runtime_root: Path
         if _RAY_NODE.fullmatch(node) and node not in alive:
             removed += remove_stale(DEV_SHM, path.name)
     own = (runtime_root or default_runtime_root()) / service
-    if not alive:  # the whole service has ended: a lookup shard that just starts has a file before it listens
+    if not alive:  # the whole service has ended: a lookup partition that just starts has a file before it listens
         silent = [path for path in sorted(own.glob("lookup-*.sock")) if not is_listening(str(path))]
         for path in silent:
             path.unlink(missing_ok=True)

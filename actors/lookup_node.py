@@ -1,4 +1,4 @@
-"""LookupNode: hosts one lookup shard. Its port is fixed, so that a restarted one is found where it was."""
+"""LookupNode: hosts one lookup partition. Its port is fixed, so that a restarted one is found where it was."""
 
 from __future__ import annotations
 

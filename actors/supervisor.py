@@ -1,4 +1,4 @@
-"""Supervisor: follows the Ray cluster and keeps one CacheShard on every node, the lookup shards and the
+"""Supervisor: follows the Ray cluster and keeps one CacheShard on every node, the lookup partitions and the
 copy workers that the settings ask for running.
 
 Only placement and replacement: Ray restarts processes by itself, and requests never pass through here. When this
@@ -89,7 +89,7 @@ class Supervisor:
         going = set(self._left) | {node for node, part in dict(self._shards).items() if part.leaving is not None}
         return {
             "service": self._config.service,
-            "complete": sum(row["running"] for row in lookups) == self._config.lookup_shards
+            "complete": sum(row["running"] for row in lookups) == self._config.lookup_partitions
             and running >= set(nodes) - going,
             "nodes": nodes,
             "left": sorted(names.node_id(node) for node in set(self._left) & set(nodes)),
@@ -149,7 +149,7 @@ class Supervisor:
         return False
 
     def _keep_lookups(self, nodes: dict[str, str]) -> None:
-        for partition in range(self._config.lookup_shards):
+        for partition in range(self._config.lookup_partitions):
             if partition in self._lookups:
                 continue
             ray_node = sorted(nodes)[partition % len(nodes)]
@@ -164,11 +164,11 @@ class Supervisor:
             if address.endswith(":0"):
                 address = f"{nodes[ray_node]}:{_free_port_on(ray_node)}"
             arguments = (
-                address, partition, config.lookup_shards, config.tls_dir, config.allow_plaintext,
+                address, partition, config.lookup_partitions, config.tls_dir, config.allow_plaintext,
                 config.heartbeat_seconds,
             )  # fmt: skip
             handle = self._place(LookupNode, ray_node, names.lookup(partition), arguments)
-            self._lookups[partition] = _Part(f"lookup shard {partition}", handle, ray_node)
+            self._lookups[partition] = _Part(f"lookup partition {partition}", handle, ray_node)
         self._ask(self._lookups.values())
         for part in self._lookups.values():
             # Found by its name, it may wait for ever for a node that went while no supervisor ran.
@@ -177,7 +177,7 @@ class Supervisor:
 
     def _keep_shards(self, nodes: dict[str, str]) -> None:
         addresses = [part.answer["address"] for _, part in sorted(self._lookups.items()) if part.answer]
-        if len(addresses) < self._config.lookup_shards:
+        if len(addresses) < self._config.lookup_partitions:
             return
         alive = [names.node_id(ray_node) for ray_node in nodes]
         for ray_node, host in nodes.items():

@@ -175,11 +175,11 @@ def first_token(results: Results) -> str:
 
 Seen = tuple[str, str]
 Row = tuple[str, str, Callable[[Results], Seen], str]
-ONE_AND_TWO = {"1 partition": "one lookup shard", "2 partitions": "two"}
+ONE_AND_TWO = {"1 partition": "one lookup partition", "2 partitions": "two"}
 
 
 def _lookup(name: str) -> Callable[[Results], Seen]:
-    """Both numbers of lookup shards; met where both meet it."""
+    """Both numbers of lookup partitions; met where both meet it."""
 
     def seen(results: Results) -> Seen:
         texts, missed = [], []
@@ -263,7 +263,7 @@ GOALS: Sequence[Row] = (
      lambda value: value <= 64), "lookup_latency"),
     ("mirror fed, keys a second of a core, 1 M", "0.3 M", _of_both("lookup_latency",
      lambda f: f["mirror"]["fed_keys_per_cpu_second"] / 1e6, "M", lambda value: value >= 0.3), "lookup_latency"),
-    ("gRPC, keys a second of a lookup shard's core, 1 M", "4 M", _of_both("lookup_latency",
+    ("gRPC, keys a second of a lookup partition's core, 1 M", "4 M", _of_both("lookup_latency",
      lambda f: f["resolved_keys_per_cpu_second"] / 1e6, "M", lambda value: value >= 4), "lookup_latency"),
     ("load, sampled verification, to memcpy", "0.9", _ratios("local_bandwidth", "load, verify_load sampled", 0.9),
      "local_bandwidth"),

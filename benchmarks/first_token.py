@@ -74,7 +74,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=default_out("first_token"))
     options = parser.parse_args()
     figures: dict[str, dict[str, float]] = {}
-    with tempfile.TemporaryDirectory() as logs, LocalCluster(nodes=2, lookups=1, pool_bytes=2 * GiB) as cluster:
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        LocalCluster(nodes=2, lookup_partitions=1, pool_bytes=2 * GiB) as cluster,
+    ):
         engines = {
             name: Replica(
                 options.model, None if node is None else {"mode": "service", "socket": cluster.socket(node)},

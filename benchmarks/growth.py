@@ -1,4 +1,5 @@
-"""Cost against scale: 10 to 10,000 nodes, 10^5 to 10^9 blocks. What a lookup shard has to do, and what gives way first.
+"""Cost against scale: 10 to 10,000 nodes, 10^5 to 10^9 blocks. What a lookup partition has to do, and what gives way
+first.
 
     python -m benchmarks.growth [--keys 400000] [--out PATH]
 
@@ -25,7 +26,7 @@ from pathlib import Path
 
 import grpc
 
-from benchmarks.lookup_latency import lookup_shards
+from benchmarks.lookup_latency import lookup_partitions
 from benchmarks.report import default_out, print_table, write_report
 from kvservice.core.block.keys import SPAN_BLOCKS, pack_keys, span_route
 from kvservice.core.directory.announce import UPDATE_KEYS_MAX, Announcer
@@ -69,10 +70,10 @@ class Costs:
     add_per_key: dict[int, float]
     resolve_per_key: dict[int, float]
     first_resolve: dict[int, float]  # of 512 keys after any change of membership
-    rebuild_per_key: dict[int, float]  # on the lookup shard, in announcements as large as they come
+    rebuild_per_key: dict[int, float]  # on the lookup partition, in announcements as large as they come
     announce_per_key: float  # on the shard
-    snapshot_per_key: float  # on the shard, for each lookup shard
-    heartbeat_call: float  # on the lookup shard
+    snapshot_per_key: float  # on the shard, for each lookup partition
+    heartbeat_call: float  # on the lookup partition
     resolve_call: float  # without keys
 
 
@@ -135,7 +136,7 @@ def measure_index(node_count: int, key_count: int) -> tuple[float, float, float,
 
 
 def measure_announcer(keys: list[BlockKey], partitions: int) -> tuple[float, float]:
-    """Seconds a change; seconds a block and lookup shard when everything is announced."""
+    """Seconds a change; seconds a block and lookup partition when everything is announced."""
     inventory = [(key, span_route(keys, i)) for i, key in enumerate(keys)]
     announcer = Announcer(partitions, lambda: inventory)
     snapshot = timed(lambda: [announcer.next_update(partition) for partition in range(partitions)])
@@ -193,7 +194,7 @@ def child_of_this_process() -> int:
 
 
 def measure_fan_out(prompt_blocks: int) -> dict[int, float]:
-    """Lookup shards that one prompt's lookup touches, by how many there are. By the client's own split."""
+    """Lookup partitions that one prompt's lookup touches, by how many there are. By the client's own split."""
     keys = make_keys(prompt_blocks * 100)
     chains = [keys[i : i + prompt_blocks] for i in range(0, len(keys), prompt_blocks)]
     return {count: sum(len(split_chain(chain, 0, count)) for chain in chains) / len(chains) for count in LOOKUPS}
@@ -205,7 +206,7 @@ def measure(key_count: int) -> Costs:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             index[count] = process.submit(measure_index, count, key_count).result()
     change, snapshot = measure_announcer(make_keys(min(key_count, 200_000)), 8)
-    with lookup_shards(1) as (addresses, _):
+    with lookup_partitions(1) as (addresses, _):
         heartbeat, resolve = asyncio.run(measure_calls(addresses[0], child_of_this_process()))
     return Costs(
         *({count: found[place] for count, found in index.items()} for place in range(5)),
@@ -213,8 +214,10 @@ def measure(key_count: int) -> Costs:
     )  # fmt: skip
 
 
-def load_of_shard(nodes: int, lookups: int, load: Load, costs: Costs, fan_out: dict[int, float]) -> dict[str, float]:
-    """Cores that one lookup shard keeps busy, by what for."""
+def load_of_partition(
+    nodes: int, lookups: int, load: Load, costs: Costs, fan_out: dict[int, float]
+) -> dict[str, float]:
+    """Cores that one lookup partition keeps busy, by what for."""
     beats = 1 / load.heartbeat_seconds
     spans = 2 * load.new_blocks_per_second / SPAN_BLOCKS / lookups
     changes = 2 * load.new_blocks_per_second / lookups
@@ -231,47 +234,47 @@ def load_of_shard(nodes: int, lookups: int, load: Load, costs: Costs, fan_out: d
 
 
 def judge(nodes: int, blocks: int, load: Load, costs: Costs, fan_out: dict[int, float]) -> dict[str, object]:
-    """The fewest lookup shards that carry it, and what it costs then; what gives way, if none do."""
+    """The fewest lookup partitions that carry it, and what it costs then; what gives way, if none do."""
     broken: list[str] = []
     lookups = LOOKUPS[-1]
     for lookups in LOOKUPS:
-        parts = load_of_shard(nodes, lookups, load, costs, fan_out)
+        parts = load_of_partition(nodes, lookups, load, costs, fan_out)
         broken = []
         if blocks / lookups > KEY_COUNT_MAX:
-            broken.append("keys of one lookup shard")
+            broken.append("keys of one lookup partition")
         if sum(parts.values()) > BUSY_SHARE:
-            broken.append(f"cores of one lookup shard, most for {max(parts, key=lambda name: parts[name])}")
+            broken.append(f"cores of one lookup partition, most for {max(parts, key=lambda name: parts[name])}")
         if not broken:
             break
     if nodes > MEMBERS_MAX:
-        broken.append("members of a lookup shard")
+        broken.append("members of a lookup partition")
     changes = 2 * load.new_blocks_per_second * nodes * KEY_BYTES
     per_node = blocks / nodes
     if nodes > SUBSCRIBERS_MAX:
         broken.append(f"a mirror on every node: {SUBSCRIBERS_MAX} subscribers")
     if nodes * changes / lookups > NETWORK_BYTES_PER_SECOND:
-        broken.append("a mirror on every node: the network of a lookup shard")
+        broken.append("a mirror on every node: the network of a lookup partition")
     return {
         "nodes": nodes,
         "blocks": blocks,
-        "lookup_shards": lookups,
+        "lookup_partitions": lookups,
         "gives_way": broken,
-        "cores_of_a_lookup_shard": {name: round(value, 4) for name, value in parts.items()},
-        "directory_bytes_of_a_lookup_shard": round(blocks / lookups * costs.bytes_per_key[nodes]),
+        "cores_of_a_lookup_partition": {name: round(value, 4) for name, value in parts.items()},
+        "directory_bytes_of_a_lookup_partition": round(blocks / lookups * costs.bytes_per_key[nodes]),
         "lookups_per_second_and_core": round(
             1 / (fan_out[lookups] * costs.resolve_call + load.prompt_blocks * costs.resolve_per_key[nodes])
         ),
         "fan_out": round(fan_out[lookups], 2),
-        "announced_bytes_per_second_of_a_lookup_shard": round(changes / lookups),
-        "signs_of_life_per_second_of_a_lookup_shard": round(nodes / load.heartbeat_seconds),
+        "announced_bytes_per_second_of_a_lookup_partition": round(changes / lookups),
+        "signs_of_life_per_second_of_a_lookup_partition": round(nodes / load.heartbeat_seconds),
         "signs_of_life_per_second_of_a_node": round(lookups / load.heartbeat_seconds, 2),
-        "rebuild_seconds_of_a_lookup_shard": round(blocks / lookups * costs.rebuild_per_key[nodes], 2),
-        "rebuild_bytes_of_a_lookup_shard": round(blocks / lookups * KEY_BYTES),
+        "rebuild_seconds_of_a_lookup_partition": round(blocks / lookups * costs.rebuild_per_key[nodes], 2),
+        "rebuild_bytes_of_a_lookup_partition": round(blocks / lookups * KEY_BYTES),
         "full_announcement_seconds_of_a_node": round(per_node * lookups * costs.snapshot_per_key, 3),
         "first_lookup_after_a_change_of_members_ms": round(costs.first_resolve[nodes] * 1e3, 3),
         "mirror_bytes_of_a_node": blocks * MIRROR_BYTES_PER_KEY,
         "mirror_updates_per_second_of_a_node": round(2 * load.new_blocks_per_second * nodes),
-        "mirrors_bytes_per_second_of_a_lookup_shard": round(min(nodes, SUBSCRIBERS_MAX) * changes / lookups),
+        "mirrors_bytes_per_second_of_a_lookup_partition": round(min(nodes, SUBSCRIBERS_MAX) * changes / lookups),
         "watch_queue_seconds": round(QUEUE_BYTES_MAX / (changes / lookups), 2),
     }
 
@@ -284,12 +287,12 @@ def draw(rows: list[dict[str, object]], costs: Costs, load: Load, fan_out: dict[
 
     drawing, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5))
     for lookups in (2, 8, 64):
-        parts = [load_of_shard(nodes, lookups, load, costs, fan_out) for nodes in NODES]
-        left.plot(NODES, [sum(part.values()) for part in parts], marker="o", label=f"{lookups} lookup shards")
-    beats = [load_of_shard(nodes, 64, load, costs, fan_out)["signs of life"] for nodes in NODES]
-    left.plot(NODES, beats, linestyle="--", label="of it signs of life, 64 lookup shards")
+        parts = [load_of_partition(nodes, lookups, load, costs, fan_out) for nodes in NODES]
+        left.plot(NODES, [sum(part.values()) for part in parts], marker="o", label=f"{lookups} lookup partitions")
+    beats = [load_of_partition(nodes, 64, load, costs, fan_out)["signs of life"] for nodes in NODES]
+    left.plot(NODES, beats, linestyle="--", label="of it signs of life, 64 lookup partitions")
     left.axhline(BUSY_SHARE, color="grey", linewidth=0.8)
-    left.set(xscale="log", yscale="log", xlabel="nodes", ylabel="cores of one lookup shard")
+    left.set(xscale="log", yscale="log", xlabel="nodes", ylabel="cores of one lookup partition")
     left.set_title("Load of the directory")
     right.plot(NODES, [costs.bytes_per_key[count] for count in NODES], marker="o", label="bytes a key")
     right.plot(NODES, [costs.add_per_key[count] * 1e9 for count in NODES], marker="o", label="ns a key announced")
@@ -318,12 +321,16 @@ def main() -> None:
     rows = [judge(nodes, blocks, load, costs, fan_out) for nodes, blocks in SCALES]
     rare = Load(load.prompts_per_second, load.prompt_blocks, load.new_blocks_per_second, 10 * load.heartbeat_seconds)
     eased = [judge(nodes, blocks, rare, costs, fan_out) for nodes, blocks in SCALES]
-    names = [name for name in rows[0] if name not in ("nodes", "gives_way", "cores_of_a_lookup_shard")]
+    names = [name for name in rows[0] if name not in ("nodes", "gives_way", "cores_of_a_lookup_partition")]
     headings = ["nodes", *(str(row["nodes"]) for row in rows)]
     print_table(headings, [[name, *(row[name] for row in rows)] for name in names])
     for row, other in zip(rows, eased, strict=True):
-        print(row["nodes"], "nodes:", row["cores_of_a_lookup_shard"], row["gives_way"] or "nothing gives way")
-        print("  with a tenth of the signs of life:", other["lookup_shards"], other["gives_way"] or "nothing gives way")
+        print(row["nodes"], "nodes:", row["cores_of_a_lookup_partition"], row["gives_way"] or "nothing gives way")
+        print(
+            "  with a tenth of the signs of life:",
+            other["lookup_partitions"],
+            other["gives_way"] or "nothing gives way",
+        )
     units = {
         name: {str(count): round(number, 12) for count, number in value.items()} if isinstance(value, dict) else value
         for name in Costs.__slots__
@@ -334,7 +341,7 @@ def main() -> None:
         "measured_with_keys": given.keys,
         "rates": {name: getattr(load, name) for name in Load.__slots__},
         "unit_costs_in_seconds_of_a_core_and_bytes": units,
-        "fan_out_by_lookup_shards": fan_out,
+        "fan_out_by_lookup_partitions": fan_out,
         "scales": rows,
         "scales_with_a_tenth_of_the_signs_of_life": eased,
     }

@@ -202,7 +202,7 @@ def main() -> None:
         print(json.dumps(asyncio.run(of_size(options.engine, AT_ONCE_BYTES, options.total, options.rounds))))
         return
     figures: dict[str, Any] = {"bytes_per_run": options.total, "rounds": options.rounds}
-    with LocalCluster(nodes=1, lookups=1, pool_bytes=POOL_BYTES) as cluster:
+    with LocalCluster(nodes=1, lookup_partitions=1, pool_bytes=POOL_BYTES) as cluster:
         socket = cluster.socket("n0")
         for block_bytes in BLOCK_BYTES:
             figures[f"{block_bytes // KiB} KiB"] = asyncio.run(

@@ -2,9 +2,9 @@
 
     python -m benchmarks.lookup_latency [--keys 10000000] [--out PATH]
 
-Lookup shards run as processes of their own, this one is the client. The directory holds `--keys` blocks in chains of
-2,048; every measured lookup asks for another, randomly chosen, chain, so nothing is warm by repetition. The floor is a
-Resolve call without keys on the same channel; the pure cost of the index comes from one in this process.
+Lookup partitions run as processes of their own, this one is the client. The directory holds `--keys` blocks in chains
+of 2,048; every measured lookup asks for another, randomly chosen, chain, so nothing is warm by repetition. The floor is
+a Resolve call without keys on the same channel; the pure cost of the index comes from one in this process.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Inventory = list[tuple[BlockKey, SpanRoute]]
 
 
 @contextmanager
-def lookup_shards(count: int) -> Iterator[tuple[list[str], list[int]]]:
-    """Addresses and process ids of `count` lookup shards, each in a process of its own."""
+def lookup_partitions(count: int) -> Iterator[tuple[list[str], list[int]]]:
+    """Addresses and process ids of `count` lookup partitions, each in a process of its own."""
     processes: list[subprocess.Popen[str]] = []
     addresses: list[str] = []
     try:
@@ -109,7 +109,7 @@ async def wait_until_known(client: LookupClient, key_count: int) -> None:
 async def measure_service(
     partitions: int, inventory: Inventory, chains: list[list[BlockKey]], calls: int
 ) -> dict[str, object]:
-    with lookup_shards(partitions) as (addresses, pids):
+    with lookup_partitions(partitions) as (addresses, pids):
         client = LookupClient(addresses)
         announcer = Announcer(partitions, lambda: inventory)
         pump = AnnouncePump(announcer, addresses, lambda: NODE, 1.0, lambda: None)
@@ -136,7 +136,7 @@ async def measure_service(
 
 
 async def measure_throughput(client: LookupClient, chains: list[list[BlockKey]], pids: list[int]) -> dict[str, object]:
-    """Keys a second of the lookup shards' processors, with the largest requests."""
+    """Keys a second of the lookup partitions' processors, with the largest requests."""
     noise = random.Random(4)
     prompts = [[key for _ in range(4) for key in noise.choice(chains)] for _ in range(20)]
     used, answered, deadline = sum(map(cpu_seconds, pids)), 0, time.monotonic() + THROUGHPUT_SECONDS
@@ -152,7 +152,7 @@ async def measure_throughput(client: LookupClient, chains: list[list[BlockKey]],
 
 
 def measure_index(inventory: Inventory, chains: list[list[BlockKey]]) -> dict[str, object]:
-    """What one resolve costs inside the lookup shard, without gRPC: parse the keys and build the runs."""
+    """What one resolve costs inside the lookup partition, without gRPC: parse the keys and build the runs."""
     index = DirectoryIndex()
     keys = [key for key, _ in inventory]
     resident = _resident_bytes()
@@ -221,7 +221,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keys", type=int, default=1_000_000, help="blocks that the directory knows")
     parser.add_argument("--calls", type=int, default=1_000, help="measured calls per size")
-    parser.add_argument("--partitions", type=int, nargs="+", default=[1, 2], help="numbers of lookup shards to measure")
+    parser.add_argument(
+        "--partitions", type=int, nargs="+", default=[1, 2], help="numbers of lookup partitions to measure"
+    )
     parser.add_argument("--out", type=Path, default=default_out("lookup_latency"))
     given = parser.parse_args()
     chains = make_chains(given.keys)

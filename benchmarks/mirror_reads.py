@@ -1,7 +1,7 @@
 """How long a lookup takes from the node's mirror of the directory, asked from another process than its feeder's.
 
-Part of `benchmarks.lookup_latency`, which starts the lookup shards; this starts a cache shard beside them, waits until
-its mirror knows everything, and reads it from processes of their own:
+Part of `benchmarks.lookup_latency`, which starts the lookup partitions; this starts a cache shard beside them, waits
+until its mirror knows everything, and reads it from processes of their own:
 
     python -m benchmarks.mirror_reads SERVICE RUNTIME_ROOT CHAINS CALLS ADDRESS...    (one such reader; prints JSON)
 """

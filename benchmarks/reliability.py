@@ -75,7 +75,7 @@ def until(condition: Callable[[], bool], seconds: float = 60.0, pause: float = 0
 
 
 async def dead_node(options: argparse.Namespace) -> list[Row]:
-    """kill -9 of a shard until no lookup shard names it."""
+    """kill -9 of a shard until no lookup partition names it."""
     seconds = []
     with LocalCluster(nodes=2) as cluster:
         for number in range(options.rounds):
@@ -108,7 +108,7 @@ async def _hold(socket: str) -> None:
 async def stranded(options: argparse.Namespace) -> list[Row]:
     """kill -9, or SIGSTOP, of an engine until all that it held is free."""
     rows = []
-    with LocalCluster(nodes=1, lookups=1) as cluster:
+    with LocalCluster(nodes=1, lookup_partitions=1) as cluster:
         # What a paused engine was writing stays its own: it could wake up and go on.
         for what, number, kinds in (
             ("died", signal.SIGKILL, ("leased", "writing", "quarantined")),
@@ -136,9 +136,9 @@ def _freed(cluster: LocalCluster, number: signal.Signals, kinds: tuple[str, ...]
 
 
 async def rebuild(options: argparse.Namespace) -> list[Row]:
-    """kill -9 of the only lookup shard until a new one knows a million blocks again, process start included."""
+    """kill -9 of the only lookup partition until a new one knows a million blocks again, process start included."""
     nodes, each = 4, options.blocks // 4
-    with LocalCluster(nodes=0, lookups=1) as cluster:
+    with LocalCluster(nodes=0, lookup_partitions=1) as cluster:
         pumps = [_pump(cluster.lookup_addresses, number, each) for number in range(nodes)]
         running = [asyncio.ensure_future(pump.run()) for pump in pumps]
         await _known(cluster, nodes * each)
@@ -153,7 +153,7 @@ async def rebuild(options: argparse.Namespace) -> list[Row]:
             await pump.stop(leaving=False)
             await task
     return [
-        Row(f"lookup shard with {nodes * each} blocks rebuilt", seconds, "s", 5.0),
+        Row(f"lookup partition with {nodes * each} blocks rebuilt", seconds, "s", 5.0),
         Row("of which until its process answers", answering, "s", 5.0),
     ]
 
@@ -175,7 +175,7 @@ async def _known(cluster: LocalCluster, count: int) -> None:
 
 async def adoption(options: argparse.Namespace) -> list[Row]:
     """kill -9 of a full shard until the next one serves its blocks."""
-    with LocalCluster(nodes=1, lookups=1, pool_bytes=options.pool) as cluster:
+    with LocalCluster(nodes=1, lookup_partitions=1, pool_bytes=options.pool) as cluster:
         engine = await attached(cluster.socket("n0"))
         for number in range(int(0.9 * options.pool / LAYOUT.payload_bytes / 128)):
             await engine.store(chain(1000 + number, 128))
@@ -263,7 +263,7 @@ async def verification(options: argparse.Namespace) -> list[Row]:
     """Loads of one node's blocks through the connector's worker, at each setting of `verify_load`."""
     layout = SlotLayout(layer_count=16, kv_head_count=4, cell_bytes=16 * 1024, block_tokens=16)  # 1 MiB a block
     bandwidth: dict[Verify, list[float]] = {verify: [] for verify in Verify}
-    with LocalCluster(nodes=1, lookups=1, pool_bytes=256 * MiB) as cluster:
+    with LocalCluster(nodes=1, lookup_partitions=1, pool_bytes=256 * MiB) as cluster:
         client = ShardClient(cluster.socket("n0"))
         engine, blocks = await stored(client, layout, 64)
         loaders = {verify: Loader(engine.segment, layout, len(blocks), verify) for verify in Verify}
@@ -286,7 +286,7 @@ async def verification(options: argparse.Namespace) -> list[Row]:
 async def dead_service(options: argparse.Namespace) -> list[Row]:
     """A real engine whose shard was killed, against one without the connector: short prompts, one at a time."""
     settings: dict[str, Any] = {"max_model_len": 1024, "max_num_batched_tokens": 256}
-    with tempfile.TemporaryDirectory() as logs, LocalCluster(nodes=1, lookups=1) as cluster:
+    with tempfile.TemporaryDirectory() as logs, LocalCluster(nodes=1, lookup_partitions=1) as cluster:
         extra = {"mode": "service", "socket": cluster.socket("n0")}
         engines = {
             "without": Replica(options.model, None, Path(logs) / "without.log", **settings),
@@ -353,7 +353,7 @@ async def flood(options: argparse.Namespace) -> list[Row]:
         write_private(tenants, dump_tenants(Tenants(rows, new_secret())).encode())
         write_private(loud_token, tokens["loud"].encode())
         environment = {"KVSERVICE_TENANTS_FILE": str(tenants)}
-        with LocalCluster(nodes=1, lookups=1, pool_bytes=256 * MiB, environment=environment) as cluster:
+        with LocalCluster(nodes=1, lookup_partitions=1, pool_bytes=256 * MiB, environment=environment) as cluster:
             socket, keys = cluster.socket("n0"), chain(8000, 64)
             engine = await Engine.attach(ShardClient(socket, Token(tokens["quiet"])))
             await engine.store(keys)

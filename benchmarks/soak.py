@@ -2,11 +2,11 @@
 
     python -m benchmarks.soak [--minutes 30] [--rate 6] [--seed 1] [--out PATH]
 
-Three shards and two lookup shards as processes, two engines a shard (in this process), pools so small that they evict
-all the time. Once a minute one part of node n0, n1 or of lookup shard 0 is killed, stopped for some seconds or drained
-by SIGTERM, and comes back; n2 and lookup shard 1 are left alone, so that their memory can be followed for the whole
-time. Of every promise some blocks are compared. Exits with 1 when a byte was wrong, a book did not balance,
-a call took longer than it may, or memory grew.
+Three shards and two lookup partitions as processes, two engines a shard (in this process), pools so small that they
+evict all the time. Once a minute one part of node n0, n1 or of lookup partition 0 is killed, stopped for some seconds
+or drained by SIGTERM, and comes back; n2 and lookup partition 1 are left alone, so that their memory can be followed
+for the whole time. Of every promise some blocks are compared. Exits with 1 when a byte was wrong, a book did not
+balance, a call took longer than it may, or memory grew.
 """
 
 from __future__ import annotations

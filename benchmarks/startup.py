@@ -40,7 +40,7 @@ def segment_seconds(size: int) -> float:
 async def attach_seconds(count: int) -> list[float]:
     """Attach, map the segment, take the liveness lock: what an engine does before its first lookup."""
     found = []
-    with LocalCluster(nodes=1, lookups=1, pool_bytes=256 * MiB) as cluster:
+    with LocalCluster(nodes=1, lookup_partitions=1, pool_bytes=256 * MiB) as cluster:
         for _ in range(count):
             started = time.perf_counter()
             engine = await attached(cluster.socket("n0"))

@@ -42,9 +42,10 @@ class ServiceConfig:
     # Shared memory each node gives to the pool, in bytes. More holds more prompts; it is reserved at start. Take what
     # engines and the system leave free, and make /dev/shm at least that large.
     pool_bytes: int = 4 * GiB
-    # Lookup shards. Two survive the loss of one with half of the remote hits; more spread the load of large clusters.
-    lookup_shards: int = 2
-    # First TCP port of the lookup shards, shard i takes lookup_port + i; 0 = any free one. Set it for firewalls.
+    # Lookup partitions. Two survive the loss of one with half of the remote hits; more spread the load of large
+    # clusters.
+    lookup_partitions: int = 2
+    # First TCP port of the lookup partitions, shard i takes lookup_port + i; 0 = any free one. Set it for firewalls.
     lookup_port: int = 0
     # How bytes move between nodes: nixl (RDMA, shared memory or TCP through UCX), shm (nodes of one machine), auto.
     transport: str = "auto"
@@ -57,8 +58,8 @@ class ServiceConfig:
     # Shared memory each node gives at most to a mirror of the directory, so that its lookups need no call. It takes 28
     # to 57 bytes for each block of the cluster; 0 = none.
     mirror_bytes: int = MIRROR_BYTES
-    # Where lookup shards run that were started apart (`kvservice lookup`): host:port or dns:///host:port of each, in
-    # their order, with commas between. Only `kvservice shard` reads it; with Ray the service places its own.
+    # Where lookup partitions run that were started apart (`kvservice lookup`): host:port or dns:///host:port of each,
+    # in their order, with commas between. Only `kvservice shard` reads it; with Ray the service places its own.
     lookup_addresses: str = ""
     # Directory for sockets and records on every node, of the service's user alone; empty = /run/kvservice for root,
     # else ~/.local/state/kvservice. Engines need the same one.
@@ -87,10 +88,12 @@ class ServiceConfig:
                 f"pool_bytes is {self.pool_bytes}, which holds nothing: give at least {format_bytes(POOL_BYTES_MIN)}, "
                 "e.g. --pool 4GiB; to run without a cache, start no service"
             )
-        if not 1 <= self.lookup_shards <= 64:
-            raise ConfigError(f"lookup_shards is {self.lookup_shards}; choose 1 to 64")
-        if self.lookup_port and not 1024 <= self.lookup_port <= 65_535 - self.lookup_shards:
-            raise ConfigError(f"lookup_port is {self.lookup_port}; choose 1024 to {65_535 - self.lookup_shards}, or 0")
+        if not 1 <= self.lookup_partitions <= 64:
+            raise ConfigError(f"lookup_partitions is {self.lookup_partitions}; choose 1 to 64")
+        if self.lookup_port and not 1024 <= self.lookup_port <= 65_535 - self.lookup_partitions:
+            raise ConfigError(
+                f"lookup_port is {self.lookup_port}; choose 1024 to {65_535 - self.lookup_partitions}, or 0"
+            )
         if not 0 <= self.metrics_port <= 65_535:
             raise ConfigError(f"metrics_port is {self.metrics_port}; choose a TCP port, or 0 for none")
         if self.slab_bytes < 0:

@@ -4,7 +4,7 @@
                                                      "lookup_addresses", "tls_dir"}
     <runtime root>/<service>/<node id>/shard.sock    the engines' Unix socket
     <runtime root>/<service>/<node id>/peer.sock     the other shards' Unix socket, on one machine without TLS
-    <runtime root>/<service>/lookup-<i>.sock         likewise, of lookup shard i
+    <runtime root>/<service>/lookup-<i>.sock         likewise, of lookup partition i
     <runtime root>/<service>/<node id>/secret        32 bytes by which others know the node, for its shards only
     <runtime root>/<service>/<node id>/epoch         the boot epoch of its last shard, in digits
     <runtime root>/<service>/<node id>/copy-<device>.json, copy-<device>.sock    a copy worker of that node, if any
@@ -55,7 +55,7 @@ class ShardRecord:
     peer_address: str  # gRPC target: host:port, or unix:<path>
     pid: int
     epoch: BootEpoch
-    lookup_addresses: tuple[str, ...] = ()  # host:port of every lookup shard, in partition order
+    lookup_addresses: tuple[str, ...] = ()  # host:port of every lookup partition, in partition order
     tls_dir: str = ""  # where the shard has its certificate from; empty = the service has no TLS
 
 
@@ -101,14 +101,14 @@ def peer_socket(service: str, node_id: NodeId, runtime_root: Path | None = None)
 
 
 def lookup_socket(service: str, partition: int, runtime_root: Path | None = None) -> str:
-    """Where a lookup shard of this machine is reached, when the service has no TLS. Raises ConfigError."""
+    """Where a lookup partition of this machine is reached, when the service has no TLS. Raises ConfigError."""
     return _socket((runtime_root or default_runtime_root()) / service / f"lookup-{partition}.sock")
 
 
 def lookup_address(
     service: str, partition: int, runtime_root: Path | None, host: str, port: int, *, tls: bool, allow_plaintext: bool
 ) -> str:
-    """Where a lookup shard that was given this host and port listens and is called: see `local_or_tcp`."""
+    """Where a lookup partition that was given this host and port listens and is called: see `local_or_tcp`."""
     path = lookup_socket(service, partition, runtime_root)
     from kvservice.auth.tls import local_or_tcp  # gRPC, which a copy worker finds its node without
 

@@ -7,7 +7,7 @@ from typing import NewType
 
 BlockHash = NewType("BlockHash", bytes)  # the engine's own chained hash of one token block, usually 32 bytes
 BlockKey = NewType("BlockKey", bytes)  # 16 bytes: tenant- and fingerprint-bound name of one block, see core.block.keys
-SpanRoute = NewType("SpanRoute", int)  # uint32 that places a span of a chain on a lookup shard, see core.block.keys
+SpanRoute = NewType("SpanRoute", int)  # uint32 that places a span of a chain on a lookup partition, see core.block.keys
 NodeId = NewType("NodeId", str)  # stable name of one node's shard, unique in a service
 BootEpoch = NewType("BootEpoch", int)  # uint64 > 0; grows with every start of one shard
 SlotIndex = NewType("SlotIndex", int)  # slab_index << 16 | index in the slab, see core.segment.geometry

@@ -24,7 +24,7 @@ MEMORY_METRIC = "kvservice_segment_bytes{"
 def run(lookups: Sequence[str], metrics: Sequence[str], nodes: int, wait_seconds: float) -> tuple[list[str], str]:
     """(what is wrong, or nothing; what was seen), as soon as nothing is wrong or when the time is over. Blocks."""
     if not lookups and not metrics:
-        raise ConfigError("nothing to check: give --lookup HOST:PORT of every lookup shard, or --metrics HOST:PORT")
+        raise ConfigError("nothing to check: give --lookup HOST:PORT of every lookup partition, or --metrics HOST:PORT")
     deadline = time.monotonic() + wait_seconds
     while True:
         problems, seen = _round(lookups, metrics, nodes)
@@ -56,15 +56,15 @@ def _ask_directory(lookups: Sequence[str], nodes: int) -> tuple[list[str], str]:
     for index, row in enumerate(state["lookups"]):
         if not row["error"] and (row["partition"], row["partition_count"]) != (index, len(lookups)):
             problems.append(
-                f"lookup shard {row['address']} is {row['partition']} of {row['partition_count']}, "
+                f"lookup partition {row['address']} is {row['partition']} of {row['partition_count']}, "
                 f"and was given as {index} of {len(lookups)}"
             )
         alive = {node["node_id"] for node in row["nodes"] if node["alive"]}
         if not row["error"] and len(alive) < nodes:
-            problems.append(f"lookup shard {row['address']} knows {len(alive)} nodes, and {nodes} are expected")
+            problems.append(f"lookup partition {row['address']} knows {len(alive)} nodes, and {nodes} are expected")
     problems += [f"node {row['node_id']} is draining" for row in state["nodes"] if row["draining"]]
     pool = sum(row["segment_bytes"] for row in state["nodes"])
-    return problems, f"{len(lookups)} lookup shards, {len(state['nodes'])} cache shards, {pool >> 20} MiB"
+    return problems, f"{len(lookups)} lookup partitions, {len(state['nodes'])} cache shards, {pool >> 20} MiB"
 
 
 def _ask_metrics(metrics: Sequence[str], nodes: int) -> tuple[list[str], str]:

@@ -373,7 +373,7 @@ def ray_cluster() -> Iterator[Check]:
 
 
 def service_parts() -> Iterator[Check]:
-    """A row for every shard and lookup shard of the services registered on this machine."""
+    """A row for every shard and lookup partition of the services registered on this machine."""
     from kvservice.cli.status import collect
     from kvservice.discovery import find_shards
 

@@ -287,7 +287,7 @@ def show(state: dict[str, Any]) -> None:
     for node in state["silent_nodes"]:
         console.print(f"[red]node {plain(node)} did not answer: what it knows is missing here[/]", highlight=False)
     for address in state["silent_lookups"]:
-        console.print(f"[red]lookup shard {plain(address)} did not answer[/]", highlight=False)
+        console.print(f"[red]lookup partition {plain(address)} did not answer[/]", highlight=False)
     for hint in state["hints"]:
         console.print(f"→ {plain(hint)}", highlight=False)
 

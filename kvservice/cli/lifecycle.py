@@ -42,7 +42,7 @@ def up(config: Any, address: str | None) -> None:
 
             def tell(state: dict[str, Any]) -> None:
                 progress.update(
-                    f"{len(state['lookups'])} of {config.lookup_shards} lookup shards, "
+                    f"{len(state['lookups'])} of {config.lookup_partitions} lookup partitions, "
                     f"{len(state['shards'])} of {len(state['nodes'])} cache shards"
                 )
 
@@ -55,7 +55,8 @@ def up(config: Any, address: str | None) -> None:
             _stop_head(ray_auth.head_record(config.service))
         raise
     console.print(
-        f"service '{config.service}' runs: {len(state['shards'])} cache shards, {len(state['lookups'])} lookup shards. "
+        f"service '{config.service}' runs: {len(state['shards'])} cache shards, "
+        f"{len(state['lookups'])} lookup partitions. "
         "Engines on these nodes find it by themselves; see `kvservice status`."
     )
     if not config.tls_dir and not config.allow_plaintext:
@@ -105,7 +106,7 @@ def down(service: str, address: str | None) -> bool:
 
 
 def run_foreground(config: Any) -> None:
-    """One node: a lookup shard and a cache shard in this process until Ctrl-C or SIGTERM."""
+    """One node: a lookup partition and a cache shard in this process until Ctrl-C or SIGTERM."""
     from kvservice.observe import logs
 
     logs.configure()

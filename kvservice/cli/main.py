@@ -45,7 +45,7 @@ def fail(error: KVServiceError) -> typer.Exit:
 def up(
     service: Service = None,
     pool: Annotated[str | None, typer.Option(help="Shared memory each node gives, e.g. 64GiB. Default: 4GiB.")] = None,
-    lookups: Annotated[int | None, typer.Option(help="Number of lookup shards. Default: 2.")] = None,
+    lookup_partitions: Annotated[int | None, typer.Option(help="Number of lookup partitions. Default: 2.")] = None,
     transport: Annotated[str | None, typer.Option(help="auto, nixl or shm. Default: auto.")] = None,
     slab: Annotated[str | None, typer.Option(help="Unit in which block sizes get memory. Default: chosen.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with any of the settings.")] = None,
@@ -61,7 +61,7 @@ def up(
             config,
             service=service,
             pool_bytes=pool,
-            lookup_shards=lookups,
+            lookup_partitions=lookup_partitions,
             transport=transport,
             slab_bytes=slab,
         )
@@ -86,7 +86,7 @@ def down(service: Service = None, address: Address = None) -> None:
 
 @app.command()
 def status(service: Service = None, as_json: Json = False) -> None:
-    """Nodes, capacity by slot state, hits, bytes moved, lookup shards. Run it on any node of the service."""
+    """Nodes, capacity by slot state, hits, bytes moved, lookup partitions. Run it on any node of the service."""
     from kvservice.cli import status as command
     from kvservice.cli.members import chosen_service, unknown_service
 
@@ -153,7 +153,7 @@ def shard(
     ] = 0,
     lookup_at: Annotated[
         list[str] | None,
-        typer.Option("--lookup", help="host:port or unix:/path of a lookup shard; repeat, in their order."),
+        typer.Option("--lookup", help="host:port or unix:/path of a lookup partition; repeat, in their order."),
     ] = None,
     service: Service = None,
     pool: Annotated[str | None, typer.Option(help="Shared memory to give, e.g. 64GiB. Default: 4GiB.")] = None,
@@ -181,8 +181,8 @@ def shard(
 
 @app.command()
 def lookup(
-    partition: Annotated[int, typer.Option(min=0, help="Which lookup shard this is, from 0.")] = 0,
-    lookups: Annotated[int | None, typer.Option(help="How many there are. Default: 2.")] = None,
+    partition: Annotated[int, typer.Option(min=0, help="Which lookup partition this is, from 0.")] = 0,
+    lookup_partitions: Annotated[int | None, typer.Option(help="How many there are. Default: 2.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = LOOPBACK,
     port: Annotated[
         int | None,
@@ -196,14 +196,16 @@ def lookup(
     config: Config = None,
     json_logs: JsonLogs = False,
 ) -> None:
-    """One lookup shard of a service without Ray, in the foreground, until SIGTERM."""
+    """One lookup partition of a service without Ray, in the foreground, until SIGTERM."""
     from kvservice.cli import processes
     from kvservice.config import load_config
     from kvservice.observe import logs
 
     logs.configure(json_lines=json_logs)
     try:
-        processes.run_lookup(load_config(config, service=service, lookup_shards=lookups), partition, host, port)
+        processes.run_lookup(
+            load_config(config, service=service, lookup_partitions=lookup_partitions), partition, host, port
+        )
     except KVServiceError as error:
         raise fail(error) from error
 
@@ -212,7 +214,7 @@ def lookup(
 def check(
     lookup_at: Annotated[
         list[str] | None,
-        typer.Option("--lookup", help="host:port or unix:/path of a lookup shard; repeat, in their order."),
+        typer.Option("--lookup", help="host:port or unix:/path of a lookup partition; repeat, in their order."),
     ] = None,
     metrics: Annotated[
         list[str] | None, typer.Option(help="host:port of shards' metrics; every address of the name is asked. Repeat.")

@@ -22,7 +22,7 @@ class Members:
     shards: dict[str, str]  # by node
     local: tuple[str, ...]  # nodes whose shards are registered on this machine
     lookups: tuple[str, ...]
-    silent: tuple[str, ...]  # lookup shards that did not answer
+    silent: tuple[str, ...]  # lookup partitions that did not answer
     tls: Any  # TlsFiles, or None where the service has no TLS
     hints: dict[str, str] = field(default_factory=dict)  # why TLS kept us from an address, and what to do
 

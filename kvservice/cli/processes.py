@@ -48,13 +48,14 @@ def run_shard(
 
 
 def run_lookup(config: Any, partition: int, host: str, port: int | None) -> None:
-    """One lookup shard of `config.lookup_shards`, at its Unix socket where it needs no port. Blocks until a signal."""
+    """One lookup partition of `config.lookup_partitions`, at its Unix socket where it needs no port. Blocks until a
+    signal."""
     from kvservice.core.directory.membership import patience
     from kvservice.discovery import lookup_address
     from kvservice.lookup.process import serve
     from kvservice.lookup.server import LookupServer
 
-    count = config.lookup_shards
+    count = config.lookup_partitions
     root = Path(config.runtime_dir) if config.runtime_dir else None
     address = lookup_address(
         config.service, partition, root, bracketed(host), port or 0, tls=bool(config.tls_dir),
@@ -76,7 +77,7 @@ def run_lookup(config: Any, partition: int, host: str, port: int | None) -> None
         )
         await serve(
             server,
-            f"lookup shard {partition} of {count}",
+            f"lookup partition {partition} of {count}",
             service=config.service,
             host=host.strip("[]"),
             metrics_port=config.metrics_port,

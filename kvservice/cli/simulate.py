@@ -28,7 +28,7 @@ def tell(seed: int, *, whole: bool) -> bool:
     outcome = run_schedule(schedule, tell=True)
     console.print(
         f"seed {schedule.seed}: {schedule.nodes} nodes of {schedule.slabs * 4} blocks, {schedule.engines} engines, "
-        f"{schedule.lookups} lookup shards, {len(schedule.asks)} requests, {len(schedule.faults)} faults"
+        f"{schedule.lookups} lookup partitions, {len(schedule.asks)} requests, {len(schedule.faults)} faults"
     )
     for fault in schedule.faults:
         console.print(f"  {fault}", markup=False)

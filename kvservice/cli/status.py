@@ -1,4 +1,4 @@
-"""`kvservice status`: asks the lookup shards who there is, and every shard for its numbers. Needs no Ray."""
+"""`kvservice status`: asks the lookup partitions who there is, and every shard for its numbers. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def collect(service: str) -> dict[str, Any] | None:
 
 
 def survey(service: str, lookup_addresses: Sequence[str], known: Mapping[str, str], tls: Any) -> dict[str, Any]:
-    """What these lookup shards say, and every shard that they or `known` (node -> peer address) name. `tls` is TlsFiles
-    or None. Blocks for RPCs."""
+    """What these lookup partitions say, and every shard that they or `known` (node -> peer address) name. `tls` is
+    TlsFiles or None. Blocks for RPCs."""
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
         lookups = list(pool.map(partial(_lookup_stats, tls), lookup_addresses))
         peers = dict(known)
@@ -49,7 +49,7 @@ def survey(service: str, lookup_addresses: Sequence[str], known: Mapping[str, st
             peers.update({node["node_id"]: node["peer_address"] for node in lookup["nodes"] if node["alive"]})
         names = sorted(peers)
         nodes = list(pool.map(partial(_node_stats, tls), names, [peers[name] for name in names]))
-    problems = [f"lookup shard {row['address']}: {row['error']}" for row in lookups if row["error"]]
+    problems = [f"lookup partition {row['address']}: {row['error']}" for row in lookups if row["error"]]
     problems += [f"node {row['node_id']} at {row['peer_address']}: {row['error']}" for row in nodes if row["error"]]
     totals = {
         name: sum(row["counters"].get(name, 0) for row in nodes)
@@ -78,7 +78,7 @@ def show(state: dict[str, Any], *, as_json: bool) -> None:
         nodes.add_row(*_node_cells(row))
     console.print(nodes)
     console.print("  ".join(f"[{COLOURS[name]}]■[/] {name}" for name in STATES))
-    lookups = Table(title="lookup shards", title_justify="left")
+    lookups = Table(title="lookup partitions", title_justify="left")
     for column in ("address", "partition", "keys", "nodes alive"):
         lookups.add_column(column)
     for row in state["lookups"]:
@@ -114,9 +114,9 @@ def mirror_line(node_id: str, counters: Mapping[str, int]) -> str:
     reasons = f" ({', '.join(f'{name} {count:,}' for name, count in fallbacks.items())})" if fallbacks else ""
     return (
         f"mirror of the directory at {plain(node_id)}: {counters['mirror_keys']:,} keys in "
-        f"{format_bytes(counters['mirror_bytes'])}, {counters['mirror_live_partitions']} lookup shards live, "
+        f"{format_bytes(counters['mirror_bytes'])}, {counters['mirror_live_partitions']} lookup partitions live, "
         f"{counters['mirror_age_ms'] / 1e3:.1f} s old; answered {counters.get('mirror_answers', 0):,}, left to the "
-        f"lookup shards {sum(fallbacks.values()):,}{reasons}"
+        f"lookup partitions {sum(fallbacks.values()):,}{reasons}"
     )
 
 

@@ -1,7 +1,7 @@
 """Asks every node of the service who is attached and how fast things are there; for routers, every few seconds.
 
-One call to a lookup shard names the nodes, then one to each node's shard. Everything runs on the caller's loop; nothing
-raises for a part that is away.
+One call to a lookup partition names the nodes, then one to each node's shard. Everything runs on the caller's loop;
+nothing raises for a part that is away.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Surveyor:
         self.counters: Counter[str] = Counter()
 
     async def read(self, lookup_addresses: Sequence[str], timeout: float) -> dict[NodeId, NodeSurvey] | None:
-        """Every live node that answered; None when no lookup shard did. At most `timeout` seconds for the lookup
-        shards one after the other, and as long for the nodes, together."""
+        """Every live node that answered; None when no lookup partition did. At most `timeout` seconds for the lookup
+        partitions one after the other, and as long for the nodes, together."""
         nodes = await self._nodes(lookup_addresses, timeout)
         if nodes is None:
             return None

@@ -1,5 +1,5 @@
-"""`python -m kvservice.lookup`: one lookup shard as a plain process, without Ray. SIGTERM and Ctrl-C end it cleanly.
-TLS is as KVSERVICE_TLS_DIR and KVSERVICE_ALLOW_PLAINTEXT say."""
+"""`python -m kvservice.lookup`: one lookup partition as a plain process, without Ray. SIGTERM and Ctrl-C end it
+cleanly. TLS is as KVSERVICE_TLS_DIR and KVSERVICE_ALLOW_PLAINTEXT say."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--bind", required=True, metavar="ADDRESS", help="unix:/path on one machine; host:port with TLS, 0 = any port"
     )
-    parser.add_argument("--partition", type=int, default=0, help="which lookup shard this is, from 0")
+    parser.add_argument("--partition", type=int, default=0, help="which lookup partition this is, from 0")
     parser.add_argument("--partition-count", type=int, default=1, help="how many there are")
     parser.add_argument(
         "--hide-seconds", type=float, default=HIDE_SECONDS, help="a node silent for this long is not given as holder"
@@ -45,7 +45,7 @@ async def run(given: argparse.Namespace) -> None:
         tls_dir=tls_dir,
         allow_plaintext=allow_plaintext,
     )
-    await serve(server, f"lookup shard {given.partition} of {given.partition_count}")
+    await serve(server, f"lookup partition {given.partition} of {given.partition_count}")
 
 
 def main() -> int:

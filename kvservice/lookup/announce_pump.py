@@ -1,8 +1,8 @@
-"""Carries what core.directory.announce decides to the lookup shards: one task per partition, one update at a time.
+"""Carries what core.directory.announce decides to the lookup partitions: one task per partition, one update at a time.
 
 Everything runs on the loop that runs `run`. While an update is on its way, changes gather, so batches grow by
-themselves with the load. A lookup shard that does not answer is tried again with growing, jittered pauses; nobody waits
-for it.
+themselves with the load. A lookup partition that does not answer is tried again with growing, jittered pauses; nobody
+waits for it.
 """
 
 from __future__ import annotations
@@ -92,13 +92,13 @@ class AnnouncePump:
             kick.set()
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
-        """Lookup shards moved; their number stays the same. Takes effect with the next update of each."""
+        """Lookup partitions moved; their number stays the same. Takes effect with the next update of each."""
         self._addresses = _checked(addresses, self._announcer)
         self._channels.keep_only(self._addresses)
         self.kick()
 
     async def stop(self, leaving: bool) -> None:
-        """With `leaving`, tell every lookup shard to forget this node, waiting a second at most. Idempotent."""
+        """With `leaving`, tell every lookup partition to forget this node, waiting a second at most. Idempotent."""
         await self._end_tasks()
         if leaving and not self._announcer.fenced:
             farewells = [self._farewell(partition) for partition in range(len(self._addresses))]
@@ -132,7 +132,7 @@ class AnnouncePump:
         self._fence()
 
     async def _deliver(self, partition: int, update: Update, failures: int) -> bool:
-        """Whether the lookup shard answered."""
+        """Whether the lookup partition answered."""
         try:
             reply = await self._announce(partition, update, CALL_SECONDS)
             outcome = _OUTCOMES[reply.outcome]
@@ -191,6 +191,6 @@ def _checked(addresses: Sequence[str], announcer: Announcer) -> tuple[str, ...]:
     if len(addresses) != announcer.partition_count:
         raise ConfigError(
             f"{len(addresses)} lookup addresses for {announcer.partition_count} partitions: the number of lookup "
-            "shards is fixed while a shard runs"
+            "partitions is fixed while a shard runs"
         )
     return tuple(addresses)

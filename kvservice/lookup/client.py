@@ -1,7 +1,7 @@
-"""Asks the lookup shards who holds a chain of blocks. One RPC per partition that the chain touches, all at once.
+"""Asks the lookup partitions who holds a chain of blocks. One RPC per partition that the chain touches, all at once.
 
 All coroutines run on the caller's loop. A partition that fails or is late makes only its own spans unknown; after three
-failures in a row it is asked only once a second, so a dead lookup shard costs next to nothing.
+failures in a row it is asked only once a second, so a dead lookup partition costs next to nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 
 STATS_SECONDS = 5.0
 TIMEOUT_SECONDS_MIN = 0.001  # less than this is not worth a call
-OPEN_SECONDS_MAX = 1.0  # a lookup shard restarts fast, and until it is asked again every remote hit is lost
+OPEN_SECONDS_MAX = 1.0  # a lookup partition restarts fast, and until it is asked again every remote hit is lost
 _CHANNEL_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.max_reconnect_backoff_ms", 1_000)]  # for the same reason
 
 Segments = list[tuple[int, int]]  # (first index in the chain, number of keys), ascending
@@ -76,7 +76,7 @@ class LookupClient:
         return {**self._counters, **self.mirrored.counters}
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
-        """Lookup shards moved. Calls under way to old addresses may still finish."""
+        """Lookup partitions moved. Calls under way to old addresses may still finish."""
         kept = {partition.address: partition for partition in self._partitions}
         self._partitions = [kept.get(address) or _Partition(address) for address in addresses]
         self._channels.keep_only(addresses)
@@ -84,7 +84,7 @@ class LookupClient:
     async def resolve(
         self, chain: Sequence[BlockKey], start: int, timeout: float, exclude: NodeId | None = None
     ) -> LookupAnswer:
-        """Who, apart from `exclude`, holds the blocks of the chain from `start` on. Never raises for a lookup shard
+        """Who, apart from `exclude`, holds the blocks of the chain from `start` on. Never raises for a lookup partition
         that fails; answers within `timeout` seconds."""
         self._counters["lookup_calls"] += 1
         if start >= len(chain):
@@ -130,7 +130,7 @@ class LookupClient:
         return LookupAnswer(merge_runs(runs, exclude), True)
 
     async def find_node(self, node_id: NodeId, timeout: float) -> Holder | None:
-        """Where a live node's shard is reached; any lookup shard knows. Never raises; answers within `timeout`
+        """Where a live node's shard is reached; any lookup partition knows. Never raises; answers within `timeout`
         seconds."""
         deadline = self._clock() + timeout
         for partition in self._partitions:
@@ -152,7 +152,7 @@ class LookupClient:
         return None
 
     async def members(self, timeout: float) -> list[Holder]:
-        """Every live node that some lookup shard knows. Never raises."""
+        """Every live node that some lookup partition knows. Never raises."""
         request = lookup_pb2.LookupStatsRequest()
         calls = [self._stub(partition).LookupStats(request, timeout=timeout) for partition in self._partitions]
         found: dict[NodeId, Holder] = {}
@@ -170,7 +170,7 @@ class LookupClient:
     async def holders_of(
         self, blocks: Sequence[tuple[BlockKey, SpanRoute]], timeout: float
     ) -> dict[BlockKey, tuple[Holder, ...]]:
-        """Who holds these single blocks, as far as lookup shards answer within `timeout` seconds. Never raises."""
+        """Who holds these single blocks, as far as lookup partitions answer within `timeout` seconds. Never raises."""
         if not self._partitions:
             return {}
         by_partition: dict[int, list[BlockKey]] = {}
@@ -194,7 +194,7 @@ class LookupClient:
         return merged
 
     async def stats(self) -> list[lookup_pb2.LookupStatsReply | None]:
-        """What each lookup shard says about itself; None for one that does not answer."""
+        """What each lookup partition says about itself; None for one that does not answer."""
         return list(await asyncio.gather(*[self._stats(partition) for partition in self._partitions]))
 
     async def close(self) -> None:
@@ -303,7 +303,7 @@ def place_runs(runs: Sequence[HolderRun], segments: Segments) -> list[HolderRun]
 
 
 def decode_runs(reply: lookup_pb2.ResolveReply, segments: Segments) -> list[HolderRun]:
-    """Runs of one reply in terms of the chain. Raises InvalidRequest for what no honest lookup shard answers."""
+    """Runs of one reply in terms of the chain. Raises InvalidRequest for what no honest lookup partition answers."""
     nodes = [decode_holder(info) for info in reply.nodes]
     asked_count = sum(count for _, count in segments)
     found: list[HolderRun] = []
@@ -312,12 +312,12 @@ def decode_runs(reply: lookup_pb2.ResolveReply, segments: Segments) -> list[Hold
     for run in reply.runs:
         end_before, end = end, run.start + run.count
         if run.start < end_before or run.count == 0 or end > asked_count or not run.holders:
-            raise InvalidRequest(f"a lookup shard answered run {run.start}+{run.count} after {end_before}")
+            raise InvalidRequest(f"a lookup partition answered run {run.start}+{run.count} after {end_before}")
         indices = tuple(run.holders)
         holders = holders_of.get(indices)
         if holders is None:
             if max(indices) >= len(nodes):
-                raise InvalidRequest(f"a lookup shard named holder {max(indices)} of {len(nodes)}")
+                raise InvalidRequest(f"a lookup partition named holder {max(indices)} of {len(nodes)}")
             chosen = {nodes[index] for index in indices}
             holders = holders_of[indices] = tuple(sorted(chosen, key=lambda holder: holder.node_id))
         found.append(HolderRun(run.start, run.count, holders))

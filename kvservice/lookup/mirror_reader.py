@@ -2,7 +2,7 @@
 
 For the shard itself and for other processes of the node. Used by one thread at a time; never blocks for longer than
 opening a file takes, and that once a second at most. Whatever is wrong with a mirror, the answer is "ask the lookup
-shards".
+partitions".
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class NodeMirror:
 def find_mirror(
     addresses: Sequence[str], service: str | None = None, runtime_root: Path | None = None
 ) -> Mirror | None:
-    """The mirror of a shard of this machine that knows these lookup shards. Blocks like find_shards, and for mapping
-    the whole of it, a tenth of a second for a GiB."""
+    """The mirror of a shard of this machine that knows these lookup partitions. Blocks like find_shards, and for
+    mapping the whole of it, a tenth of a second for a GiB."""
     for record in discovery.find_shards(service, runtime_root):
         directory = discovery.node_directory(record.service, record.node_id, runtime_root)
         if record.lookup_addresses == tuple(addresses) and (directory / discovery.MIRROR_NAME).is_symlink():
@@ -148,7 +148,7 @@ class MirroredLookup:
         return False
 
     def resolve(self, reader: MirrorReader, packed: bytes) -> list[HolderRun] | None:
-        """None when the lookup shard has to be asked after all."""
+        """None when the lookup partition has to be asked after all."""
         runs = reader.resolve(packed)
         if runs is None:
             self.counters["mirror_fallback_sets"] += 1

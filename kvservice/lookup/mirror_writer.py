@@ -1,4 +1,4 @@
-"""Keeps the node's mirror of the directory: one watch stream of every lookup shard, written into shared memory.
+"""Keeps the node's mirror of the directory: one watch stream of every lookup partition, written into shared memory.
 
 Runs on the shard's event loop, in pieces of a few milliseconds with a turn of the loop after each. A mirror that cannot
 be made, or does not fit, costs lookups over gRPC and nothing else.
@@ -51,7 +51,7 @@ END_OF_STREAM = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stu
 
 
 class DirectoryMirror:
-    """Make it with `open`. `addresses` of the lookup shards are in partition order, and their number is fixed."""
+    """Make it with `open`. `addresses` of the lookup partitions are in partition order, and their number is fixed."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class DirectoryMirror:
         self._tasks.append(loop.create_task(self._sweep()))
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
-        """Lookup shards moved; their number stays the same. Streams that end are made anew at the new ones."""
+        """Lookup partitions moved; their number stays the same. Streams that end are made anew at the new ones."""
         if len(addresses) == len(self._addresses):
             self._addresses = tuple(addresses)
             self._channels.keep_only(addresses)
@@ -199,9 +199,9 @@ class DirectoryMirror:
             await asyncio.sleep(min(RETRY_SECONDS_MAX, RETRY_SECONDS_FIRST * 2 ** min(failures, 10)))
 
     async def _events(self, partition: int) -> AsyncGenerator[lookup_pb2.WatchEvent, None]:
-        """Raises asyncio.TimeoutError when nothing is heard, heartbeats included. Ends when the lookup shard has moved,
-        or the certificates have changed: the channel is then closed soon, which would look like a cancellation of the
-        task."""
+        """Raises asyncio.TimeoutError when nothing is heard, heartbeats included. Ends when the lookup partition has
+        moved, or the certificates have changed: the channel is then closed soon, which would look like a cancellation
+        of the task."""
         channel = self._channels.get(self._addresses[partition])
         call = lookup_pb2_grpc.LookupServiceStub(channel).Watch(
             lookup_pb2.WatchRequest(heartbeat_seconds=HEARTBEAT_SECONDS)
@@ -250,7 +250,7 @@ def _link(link: Path, path: Path) -> None:
 
 def pieces_of(event: lookup_pb2.WatchEvent) -> list[MirrorEvent]:
     """The event as some that are taken quickly, each by itself true. Raises InvalidRequest for what no honest lookup
-    shard sends."""
+    partition sends."""
     if not event.HasField("node"):
         return [MirrorEvent(snapshot_end=event.snapshot_end)]
     node = decode_holder(event.node)

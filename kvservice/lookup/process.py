@@ -1,4 +1,4 @@
-"""Runs one lookup shard as a process of its own until SIGTERM or Ctrl-C. `kvservice lookup` and
+"""Runs one lookup partition as a process of its own until SIGTERM or Ctrl-C. `kvservice lookup` and
 `python -m kvservice.lookup` are this."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hosts one lookup shard behind gRPC, with the standard health and reflection services.
+"""Hosts one lookup partition behind gRPC, with the standard health and reflection services.
 
 The Ray actor, `python -m kvservice.lookup` and the tests all run this class. It owns the directory index and the
 periodic work on it: expiry of silent nodes and sweeping of what they left. Nothing is kept over a restart; the cache

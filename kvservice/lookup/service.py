@@ -64,9 +64,9 @@ class LookupServicer:
     async def announce(self, request: lookup_pb2.AnnounceRequest, context: Context) -> lookup_pb2.AnnounceReply:
         if (request.partition, request.partition_count) != (self._partition, self._partition_count):
             raise Refused(
-                f"this is lookup shard {self._partition} of {self._partition_count}, the announcement is for "
-                f"{request.partition} of {request.partition_count}: give every part the same list of lookup shards, in "
-                "the same order",
+                f"this is lookup partition {self._partition} of {self._partition_count}, the announcement is for "
+                f"{request.partition} of {request.partition_count}: give every part the same list of lookup "
+                "partitions, in the same order",
                 partition=self._partition,
                 partition_count=self._partition_count,
             )

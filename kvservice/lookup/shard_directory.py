@@ -65,7 +65,8 @@ class ShardDirectory:
             self._mirror.unlink()
 
     async def leave(self) -> None:
-        """Tell every lookup shard now that this node leaves, waiting a second at most; nothing is announced after."""
+        """Tell every lookup partition now that this node leaves, waiting a second at most; nothing is announced
+        after."""
         async with self._farewell:  # whoever comes second waits until it is said
             if self._pump is not None and not self._has_left:
                 self._has_left = True
@@ -88,7 +89,7 @@ class ShardDirectory:
         return await self._lookup.holders_of(blocks, timeout)
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
-        """Lookup shards moved; their number stays the same."""
+        """Lookup partitions moved; their number stays the same."""
         self._lookup.set_addresses(addresses)
         if self._mirror is not None:
             self._mirror.set_addresses(addresses)

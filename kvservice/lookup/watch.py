@@ -1,4 +1,4 @@
-"""Subscribers of a lookup shard: one snapshot, then every change, each through a bounded queue of its own.
+"""Subscribers of a lookup partition: one snapshot, then every change, each through a bounded queue of its own.
 
 Runs on the server's event loop. A subscriber that does not keep up is cut off, so it can neither hold memory nor slow
 down the others; it may subscribe again and gets a new snapshot.
@@ -115,7 +115,7 @@ class WatchHub:
 
     def close(self) -> None:
         for subscriber in self._subscribers:
-            subscriber.end(Unavailable("the lookup shard stops"))
+            subscriber.end(Unavailable("the lookup partition stops"))
 
     async def _snapshot(self, subscriber: Subscriber) -> AsyncGenerator[lookup_pb2.WatchEvent, None]:
         """Reads the index while it changes: whatever changes meanwhile waits in the queue and is repeated after the

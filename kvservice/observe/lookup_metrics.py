@@ -1,4 +1,4 @@
-"""What a lookup shard exports to Prometheus: kvservice_lookup_*, labelled with service and partition.
+"""What a lookup partition exports to Prometheus: kvservice_lookup_*, labelled with service and partition.
 
 `read` is called from threads of prometheus_client.
 """
@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from kvservice.observe.metrics import ANY_ADDRESS, serve_collectors
 
-# Counter of a lookup shard -> what it counts. Exported as kvservice_lookup_<name>_total; others show as events.
+# Counter of a lookup partition -> what it counts. Exported as kvservice_lookup_<name>_total; others show as events.
 LOOKUP_COUNTERS: Mapping[str, str] = {
     "resolve_calls": "questions who holds blocks",
     "resolve_keys": "blocks in them",
@@ -23,7 +23,7 @@ LOOKUP_COUNTERS: Mapping[str, str] = {
     "watchers_cut_off": "watchers that read too slowly",
 }
 LOOKUP_GAUGES: Mapping[str, str] = {
-    "boot_epoch": "differs with every start of the lookup shard",
+    "boot_epoch": "differs with every start of the lookup partition",
     "keys": "blocks that some node holds, in this part of the directory",
     "nodes_alive": "nodes that were heard of in time",
     "nodes_silent": "nodes that were not, and are not forgotten yet",
@@ -39,7 +39,7 @@ class LookupNumbers:
 
 
 class LookupCollector(Collector):
-    """`read` returns the lookup shard's numbers now, or None while there are none."""
+    """`read` returns the lookup partition's numbers now, or None while there are none."""
 
     def __init__(self, service: str, read: Callable[[], LookupNumbers | None]) -> None:
         self._service = service

@@ -29,7 +29,7 @@ READ_SECONDS = 5.0
 GAUGES: Mapping[str, str] = {
     "mirror_keys": "keys in the node's mirror of the directory",
     "mirror_bytes": "shared memory it takes",
-    "mirror_live_partitions": "lookup shards whose part of it is fresh",
+    "mirror_live_partitions": "lookup partitions whose part of it is fresh",
     "mirror_age_ms": "since the longest silent one of them was heard of",
 }
 # Counter of a shard -> what it counts. Exported as kvservice_<name>_total.
@@ -88,11 +88,11 @@ COUNTERS: Mapping[str, str] = {
     "attachments_revoked": "engines turned out because their tenant's rights changed",
     "lookup_calls": "questions to the lookup service",
     "lookup_rpcs": "calls they took",
-    "lookup_incomplete": "questions that a lookup shard did not answer",
+    "lookup_incomplete": "questions that a lookup partition did not answer",
     "mirror_answers": "questions answered from the node's mirror of the directory, without a call",
     "mirror_keys_taken": "keys that the mirror was told of, added or removed",
     "mirror_streams": "watch streams that fed it",
-    "lookup_skipped": "calls left out because the lookup shard had failed repeatedly",
+    "lookup_skipped": "calls left out because the lookup partition had failed repeatedly",
     "transfer_blocks": "blocks that the transport moved",
     "transfer_connects": "connections to other nodes",
     "transfer_connect_failed": "connections to other nodes that failed",

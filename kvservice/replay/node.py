@@ -153,7 +153,7 @@ class ReplayNode:
 
 
 class Directory:
-    """All lookup shards as one, told at once."""
+    """All lookup partitions as one, told at once."""
 
     def __init__(self) -> None:
         self.index = DirectoryIndex(hide_seconds=FAR, forget_seconds=2 * FAR)

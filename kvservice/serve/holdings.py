@@ -166,8 +166,8 @@ class Holdings:
             await self._lookup.close()
 
     def _believed(self, found: tuple[str, ...]) -> tuple[str, ...]:
-        """A supervisor that restarts may name only some lookup shards for a moment, and their number places the keys:
-        fewer than before are believed when they are named twice."""
+        """A supervisor that restarts may name only some lookup partitions for a moment, and their number places the
+        keys: fewer than before are believed when they are named twice."""
         doubted, self._doubted = self._doubted, found
         if len(found) < len(self._addresses) and found != doubted:
             return self._addresses
@@ -190,7 +190,8 @@ class Holdings:
 
 
 def find_lookups(service: str, addresses: Sequence[str] = ()) -> tuple[str, ...]:
-    """Addresses of the lookup shards: as given, from the service's supervisor on Ray, or from a shard of this machine.
+    """Addresses of the lookup partitions: as given, from the service's supervisor on Ray, or from a shard of this
+    machine.
 
     () when there is no service, or more than one and no name. Blocks. Raises KVServiceError or OSError.
     """

@@ -28,8 +28,8 @@ class KVServiceSection(BaseModel):
     start: bool = True
     # How long a service that this call started may take until each node has its shard.
     wait_seconds: float = Field(default=180.0, gt=0, le=3600)
-    # Settings of the service, named as in its TOML file: pool_bytes, lookup_shards, transport, ... A running service
-    # with others is refused; without any, a running service is taken as it is.
+    # Settings of the service, named as in its TOML file: pool_bytes, lookup_partitions, transport, ... A running
+    # service with others is refused; without any, a running service is taken as it is.
     settings: dict[str, Any] = Field(default_factory=dict)
     # Options of the connector, as in kv_connector_extra_config: offload, verify_load, namespace, ...
     connector: dict[str, Any] = Field(default_factory=dict)

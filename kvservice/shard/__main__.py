@@ -32,7 +32,7 @@ def parse_config(arguments: list[str] | None = None) -> tuple[ShardServerConfig,
         action="append",
         default=[],
         metavar="ADDRESS",
-        help="host:port or unix:/path of a lookup shard; repeat in order",
+        help="host:port or unix:/path of a lookup partition; repeat in order",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address peers reach this node by; bound and advertised")
     parser.add_argument("--port", type=int, default=0, help="port for peers; 0 = any, or none on loopback without TLS")

@@ -55,7 +55,7 @@ log = logging.getLogger("kvservice.shard")
 STOP_GRACE_SECONDS = 1.0
 REPLACE_SECONDS_MAX = 5.0  # between two attempts to have a segment again
 PART_END_SECONDS = 1.0  # the longest that a part may take to end; see ShardServer.stop
-DIRECTORY_END_SECONDS = 4.0  # says farewell, a second at most for each lookup shard, all at once
+DIRECTORY_END_SECONDS = 4.0  # says farewell, a second at most for each lookup partition, all at once
 POOL_END_SECONDS = 8.0  # waits for digests under way and closes the transport
 TELL_SECONDS = 2.0  # an operator's next question comes within this, or not at all
 DEV_SHM = Path("/dev/shm")
@@ -287,7 +287,7 @@ class ShardServer:
         return stats
 
     def set_lookup_addresses(self, addresses: Sequence[str]) -> None:
-        """Lookup shards moved. Their number must stay the same."""
+        """Lookup partitions moved. Their number must stay the same."""
         if self._directory is not None:
             self._directory.set_addresses(addresses)
             self._register(addresses)
@@ -443,10 +443,10 @@ async def _end(what: str, work: Awaitable[None], seconds: float) -> bool:
 
 
 def check_lookups(addresses: Sequence[str], *, tls: bool, allow_plaintext: bool) -> None:
-    """Raises ConfigError for lookup shards at a plaintext port, where any user of that machine may listen."""
+    """Raises ConfigError for lookup partitions at a plaintext port, where any user of that machine may listen."""
     for address in addresses:
         if not (tls or allow_plaintext or address.startswith("unix:")):
-            raise plaintext_refused(f"the lookup shard at {address} would be called without TLS")
+            raise plaintext_refused(f"the lookup partition at {address} would be called without TLS")
 
 
 def _choose_transport(config: ShardServerConfig) -> tuple[str, Callable[[Segment], Transport]]:

@@ -1,4 +1,4 @@
-"""A real cluster on one machine, without Ray: lookup shards and cache shards as processes that can be killed.
+"""A real cluster on one machine, without Ray: lookup partitions and cache shards as processes that can be killed.
 
     with LocalCluster(nodes=2) as cluster:
         client = ShardClient(cluster.socket("n0"))
@@ -53,7 +53,7 @@ class LocalCluster:
     def __init__(
         self,
         nodes: int = 2,
-        lookups: int = 2,
+        lookup_partitions: int = 2,
         *,
         pool_bytes: int = 64 * MiB,
         transport: str = "auto",
@@ -70,7 +70,7 @@ class LocalCluster:
         self.root = Path(tempfile.mkdtemp(prefix="kvs-"))
         self.lookup_addresses = [
             f"127.0.0.1:{free_port()}" if tls_dir else f"unix:{lookup_socket(self.service, index, self.root)}"
-            for index in range(lookups)
+            for index in range(lookup_partitions)
         ]
         self._pool_bytes = pool_bytes
         self._transport = transport
@@ -121,7 +121,7 @@ class LocalCluster:
         arguments += ["--partition-count", str(len(self.lookup_addresses))]
         self._start(f"lookup{index}", ["kvservice.lookup", *arguments])
         self._await_start(
-            lambda: self._answers(self.lookup_addresses[index]), f"lookup shard {index}", f"lookup{index}"
+            lambda: self._answers(self.lookup_addresses[index]), f"lookup partition {index}", f"lookup{index}"
         )
 
     def start_shard(self, node: str, *, wait: bool = True) -> None:
@@ -198,7 +198,7 @@ class LocalCluster:
             return reply
 
     def known(self, keys: Sequence[BlockKey]) -> int:
-        """How many of these keys the lookup shards, all together, know a live holder of."""
+        """How many of these keys the lookup partitions, all together, know a live holder of."""
         found = 0
         for address in self.lookup_addresses:
             with self.channel(address) as channel:
@@ -208,7 +208,8 @@ class LocalCluster:
         return found
 
     def known_to_mirrors(self, keys: Sequence[BlockKey]) -> int:
-        """How many of these keys each node would find; of nodes that ask the lookup shards nothing is known, so all."""
+        """How many of these keys each node would find; of nodes that ask the lookup partitions nothing is known, so
+        all."""
         found = [len(keys)]
         for node in self.nodes:
             mirror = NodeMirror(node_directory(self.service, NodeId(node), self.root))
@@ -222,12 +223,12 @@ class LocalCluster:
         return min(found)
 
     def wait_until_known(self, keys: Sequence[BlockKey], seconds: float = 10.0) -> None:
-        """To the lookup shards, and to the nodes' mirrors, which hear of them a moment later."""
+        """To the lookup partitions, and to the nodes' mirrors, which hear of them a moment later."""
         what = f"{len(keys)} keys in the directory"
         eventually(lambda: min(self.known(keys), self.known_to_mirrors(keys)) >= len(keys), what, seconds)
 
     def wait_until_announced(self, node: str, seconds: float = 20.0) -> None:
-        """Blocks until the lookup shards, all together, know as many blocks of this node as it holds."""
+        """Blocks until the lookup partitions, all together, know as many blocks of this node as it holds."""
 
         def announced() -> bool:
             slots = self.accounting(node).slots
@@ -237,7 +238,7 @@ class LocalCluster:
         eventually(announced, f"the blocks of {node} in the directory", seconds)
 
     def directory_size(self) -> int:
-        """Blocks that the lookup shards, all together, know."""
+        """Blocks that the lookup partitions, all together, know."""
         return sum(stats.key_count for stats in self._lookup_stats())
 
     def _lookup_stats(self) -> list[lookup_pb2.LookupStatsReply]:

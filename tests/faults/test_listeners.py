@@ -169,7 +169,7 @@ def test_with_an_address_of_the_network_everything_is_at_that_address(place: Pla
 
 def test_processes_of_one_machine_have_sockets(place: Place, tmp_path: Path) -> None:
     name = f"p{os.getpid()}"
-    lookup = [*KVSERVICE, "lookup", "--lookups", "1", "--service", name]
+    lookup = [*KVSERVICE, "lookup", "--lookup-partitions", "1", "--service", name]
     address = f"unix:{place.runtime}/{name}/lookup-0.sock"
     shard = [*KVSERVICE, "shard", "--node", "n0", "--pool", "32MiB", "--service", name, "--lookup", address]
     with (

@@ -212,7 +212,7 @@ from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_
     ["shm", pytest.param("nixl", marks=pytest.mark.skipif(not nixl_available(), reason="needs NIXL"))],
 )
 async def test_another_user_reads_nothing_and_ends_nothing(transport: str) -> None:
-    with LocalCluster(nodes=1, lookups=1, pool_bytes=16 * MiB, transport=transport) as cluster:
+    with LocalCluster(nodes=1, lookup_partitions=1, pool_bytes=16 * MiB, transport=transport) as cluster:
         engine = await Engine.attach(ShardClient(cluster.socket("n0")))
         keys = chain(3, 32)
         await engine.store(keys)
@@ -251,7 +251,7 @@ def test_ucx_listens_where_the_service_does_and_its_setting_is_left_alone(monkey
 
 
 async def test_a_removed_runtime_directory_is_made_again_within_a_heartbeat() -> None:
-    with LocalCluster(nodes=2, lookups=1, pool_bytes=16 * MiB) as cluster:
+    with LocalCluster(nodes=2, lookup_partitions=1, pool_bytes=16 * MiB) as cluster:
         engine = await Engine.attach(ShardClient(cluster.socket("n0")))
         keys = chain(5, 16)
         await engine.store(keys)
@@ -265,7 +265,7 @@ async def test_a_removed_runtime_directory_is_made_again_within_a_heartbeat() ->
             assert (cluster.root / cluster.service / "n0" / "secret").read_bytes() == secret
             assert stat.S_IMODE((cluster.root / cluster.service / "n0").stat().st_mode) == 0o700
         await eventually_async(
-            lambda: is_listening(cluster.lookup_addresses[0].removeprefix("unix:")), "the lookup shard"
+            lambda: is_listening(cluster.lookup_addresses[0].removeprefix("unix:")), "the lookup partition"
         )
         assert cluster.stats("n0").counters["runtime_files_remade"] >= 2
         assert not engine.lost, "who was attached stays so"

@@ -35,7 +35,7 @@ PAUSES = (1.0, 0.6, 2.0, 7.0, 14.0, 20.0, 60.0)  # of anybody; in CI the first f
 
 @pytest.fixture
 def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(nodes=1, lookups=1, pool_bytes=64 * MiB, lease_seconds=LEASE_SECONDS) as made:
+    with LocalCluster(nodes=1, lookup_partitions=1, pool_bytes=64 * MiB, lease_seconds=LEASE_SECONDS) as made:
         yield made
 
 

@@ -97,7 +97,12 @@ async def store(root: Path, is_over: asyncio.Event, first: int, blocks: int) -> 
 def one_node(points: Failpoints | None = None, drain_seconds: float = 0.0) -> Iterator[LocalCluster]:
     environment = {} if points is None else points.environment
     with LocalCluster(
-        nodes=1, lookups=1, transport="shm", pool_bytes=8 * MiB, drain_seconds=drain_seconds, environment=environment
+        nodes=1,
+        lookup_partitions=1,
+        transport="shm",
+        pool_bytes=8 * MiB,
+        drain_seconds=drain_seconds,
+        environment=environment,
     ) as cluster:
         yield cluster
 

@@ -248,7 +248,9 @@ def test_a_stopped_process_of_an_engine_keeps_its_slots_over_a_restart_of_the_sh
 
 
 async def _stopped_process(played: int) -> None:
-    with LocalCluster(nodes=1, lookups=0, pool_bytes=4 << 20, slab_bytes=1 << 20, keep_segment=True) as cluster:
+    with LocalCluster(
+        nodes=1, lookup_partitions=0, pool_bytes=4 << 20, slab_bytes=1 << 20, keep_segment=True
+    ) as cluster:
         slow = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.keep_writer", cluster.socket("n0")],
             stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True,

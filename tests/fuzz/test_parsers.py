@@ -193,10 +193,13 @@ def test_records_of_shards_and_copy_workers_are_whole_or_absent(tmp_path: Path) 
 
 
 def test_a_config_file_is_a_config_or_an_error_that_says_so(tmp_path: Path) -> None:
-    whole = b'service = "prod"\npool_bytes = "4GiB"\nlookup_shards = 2\nlease_seconds = 10.0\ncopy_workers = "off"\n'
+    whole = (
+        b'service = "prod"\npool_bytes = "4GiB"\nlookup_partitions = 2\nlease_seconds = 10.0\ncopy_workers = "off"\n'
+    )
     hostile = [b"\xff\xfe", b"service = \"\xe9\"", b"x = " + b"[" * 50_000, b"pool_bytes = 1" + b"0" * 5000,
                b"pool_bytes = \"1e999GiB\"", b"lease_seconds = nan", b"lease_seconds = inf", b"[service]\na = 1",
-               b"pool_bytes = \"" + b"9" * 400 + b"GiB\"", b"lookup_shards = true", b"pool_bytes = 1.5"]  # fmt: skip
+               b"pool_bytes = \"" + b"9" * 400 + b"GiB\"", b"lookup_partitions = true",
+               b"pool_bytes = 1.5"]  # fmt: skip
     path, draw = tmp_path / "config.toml", random.Random("config")
     path.write_bytes(whole)
     assert load_config(path, {}).service == "prod"

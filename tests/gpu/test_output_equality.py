@@ -28,7 +28,7 @@ MORE = "He said that the lamp had burned all night, and that nobody had seen it 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(nodes=1, lookups=1, pool_bytes=1024 * MiB) as running:
+    with LocalCluster(nodes=1, lookup_partitions=1, pool_bytes=1024 * MiB) as running:
         yield running
 
 

@@ -109,11 +109,11 @@ def test_every_alert_has_a_section_in_the_documentation() -> None:
         assert rule["labels"]["severity"] in ("page", "ticket")
 
 
-def test_alerts_know_the_service_and_the_number_of_lookup_shards() -> None:
+def test_alerts_know_the_service_and_the_number_of_lookup_partitions() -> None:
     named = {rule["alert"]: rule["expr"] for rule in rules(rendered("standalone-full-values.yaml"))}
     assert named["KVServiceLookupMissing"].endswith("< 3") and 'service="prod"' in named["KVServiceSlotsQuarantined"]
     on_ray = {rule["alert"] for rule in rules(rendered("ray-full-values.yaml"))}
-    assert on_ray == set(named) - {"KVServiceLookupMissing"}, "lookup shards on Ray export no metrics"
+    assert on_ray == set(named) - {"KVServiceLookupMissing"}, "lookup partitions on Ray export no metrics"
 
 
 @pytest.mark.parametrize("values", ["standalone-full-values.yaml", "ray-full-values.yaml"])

@@ -36,7 +36,7 @@ class Head:
         self.objects: tuple[Object, ...] = rendered(
             "ray-cluster-values.yaml", "cache.pool=64Mi", f"cache.service={self.service}", "ray.auth.mode=disabled",
             "ray.objectStore=128Mi", f"cache.metricsPort={self.ports['cache']}", f"lookup.port={self.ports['lookup']}",
-            "lookup.shards=1", "tls.allowPlaintext=true",
+            "lookup.partitions=1", "tls.allowPlaintext=true",
         )  # fmt: skip
         container = copy.deepcopy(pod(self.objects, "head").spec["containers"][0])
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):

@@ -1,4 +1,5 @@
-"""The pods of standalone mode, run as local processes: two nodes, two lookup shards, blocks from one node on the other.
+"""The pods of standalone mode, run as local processes: two nodes, two lookup partitions, blocks from one node on the
+other.
 
 A chart whose commands, settings, ports, probes or hooks do not fit the program cannot pass.
 """
@@ -176,7 +177,7 @@ def test_the_pod_of_helm_test_passes(cluster: Cluster) -> None:
     named = [metrics.replace(service, shard.place.ip) for shard in cluster.shards.values()]
     done = process.run([*others, *named])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 lookup shards, 2 cache shards" in done.stdout and "metrics of 2 shards" in done.stdout
+    assert "2 lookup partitions, 2 cache shards" in done.stdout and "metrics of 2 shards" in done.stdout
     wrong = process.run([*[word for word in others if not word.startswith(("--nodes", "--wait"))], "--nodes=3"])
     assert wrong.returncode == 1 and "3 are expected" in wrong.stderr
 
@@ -240,14 +241,14 @@ def test_pods_end_with_zero_in_time_and_leave_nothing(cluster: Cluster) -> None:
 
 
 def test_pods_with_a_secret_serve_each_other_and_nobody_in_plaintext() -> None:
-    cluster = Cluster("tls.secretName=certs", "lookup.shards=1", "cache.drainSeconds=1")
+    cluster = Cluster("tls.secretName=certs", "lookup.partitions=1", "cache.drainSeconds=1")
     try:
         cluster.start(NODES[1:])
         check = pod(cluster.objects, "check")
         process = ContainerProcess(check.spec["containers"][0], cluster.place(check), cluster.root / "check.log")
         command = [*[word for word in process.command() if "-metrics" not in word], "--nodes=1"]
         done = process.run(command)
-        assert done.returncode == 0 and "1 lookup shards, 1 cache shards" in done.stdout, done.stdout + done.stderr
+        assert done.returncode == 0 and "1 lookup partitions, 1 cache shards" in done.stdout, done.stdout + done.stderr
         del process.environment["KVSERVICE_TLS_DIR"]
         without = process.run([*command, "--wait=0"])
         assert without.returncode == 1 and "it wants TLS" in without.stderr

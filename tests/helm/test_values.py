@@ -93,7 +93,7 @@ def test_settings_file_is_what_the_program_takes(values: str, tmp_path: Any) -> 
     config = load_config(path, {})
     if "standalone" in values:
         names = config.lookups_elsewhere
-        assert len(names) == config.lookup_shards == find(objects, "StatefulSet")["spec"]["replicas"]
+        assert len(names) == config.lookup_partitions == find(objects, "StatefulSet")["spec"]["replicas"]
         service = find(objects, "Service", "-lookup")["metadata"]["name"]
         port = find(objects, "Service", "-lookup")["spec"]["ports"][0]["port"]
         assert names[0] == f"dns:///{service}-0.{service}.team.svc:{port}"
@@ -146,7 +146,7 @@ def test_placement_reaches_the_pods() -> None:
     assert worker["nodeSelector"] == {"gpu": "h200"} and worker["tolerations"][0]["effect"] == "NoSchedule"
 
 
-def test_lookup_shards_and_workers_spread() -> None:
+def test_lookup_partitions_and_workers_spread() -> None:
     for each, keys in (
         (pod(rendered(STANDALONE), "lookup"), ["kubernetes.io/hostname", "topology.kubernetes.io/zone"]),
         (pod(rendered(RAY), "worker"), ["kubernetes.io/hostname"]),
@@ -325,7 +325,7 @@ def test_serve_takes_the_rendered_application() -> None:
         (["mode=other"], "mode"),
         (["cache.pool=16G"], "pool"),
         (["cache.poool=16Gi"], "poool"),
-        (["lookup.shards=0"], "shards"),
+        (["lookup.partitions=0"], "partitions"),
         (["security.runAsUser=0"], "runAsUser"),
         (["mode=ray", "ray.serve.enabled=true"], "args"),
         (["mode=ray", "ray.gcsFaultTolerance.enabled=true"], "redisAddress"),

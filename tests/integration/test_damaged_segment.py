@@ -31,7 +31,7 @@ Block = tuple[BlockRef, BlockKey]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(nodes=2, lookups=1, transport="shm", pool_bytes=64 * MiB) as running:
+    with LocalCluster(nodes=2, lookup_partitions=1, transport="shm", pool_bytes=64 * MiB) as running:
         yield running
 
 

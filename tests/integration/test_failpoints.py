@@ -1,4 +1,4 @@
-"""kill -9 and SIGSTOP of real shards and lookup shards, each at a named place in the middle of its work.
+"""kill -9 and SIGSTOP of real shards and lookup partitions, each at a named place in the middle of its work.
 
 Whatever it was in the middle of: the call under way ends in time, every byte that is promised is right, and once the
 part is back everything can be stored and found, with nothing taken for ever.
@@ -48,7 +48,7 @@ class Field:
 def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
     points = Failpoints(tmp_path_factory.mktemp("failpoints"))
     environment = points.environment
-    # Without a mirror, because nothing would be asked of the lookup shard.
+    # Without a mirror, because nothing would be asked of the lookup partition.
     with LocalCluster(2, 1, lease_seconds=LEASE_SECONDS, mirror_bytes=0, environment=environment) as cluster:
         yield Field(cluster, points)
 

@@ -112,7 +112,7 @@ async def test_an_address_that_swallows_every_attempt_costs_the_lookup_its_time_
     tmp_path: Path,
 ) -> None:
     certificates = str(write(tmp_path / "tls"))  # with them it has a port
-    with LocalCluster(nodes=1, lookups=1, mirror_bytes=0, tls_dir=certificates) as cluster:
+    with LocalCluster(nodes=1, lookup_partitions=1, mirror_bytes=0, tls_dir=certificates) as cluster:
         engine = await Engine.attach(ShardClient(cluster.socket("n0")))
         cluster.kill("lookup0")
         swallowing = swallow(cluster.lookup_addresses[0])

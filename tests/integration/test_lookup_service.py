@@ -31,7 +31,7 @@ SERVICE = "/kvservice.wire.v1.LookupService/"
 
 
 class LookupProcess:
-    """One lookup shard in a process of its own, at a socket that stays the same over restarts."""
+    """One lookup partition in a process of its own, at a socket that stays the same over restarts."""
 
     def __init__(self, partition: int, partition_count: int, *arguments: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvl-")
@@ -166,7 +166,7 @@ async def test_evicted_block_leaves_a_hole(lookups: list[LookupProcess]) -> None
         assert [(run.start, run.count) for run in answer.runs] == [(0, 100), (101, 199)]
 
 
-async def test_killed_lookup_shard_is_rebuilt_from_the_shards(lookups: list[LookupProcess]) -> None:
+async def test_killed_lookup_partition_is_rebuilt_from_the_shards(lookups: list[LookupProcess]) -> None:
     chain = new_chain(2000)
     async with client(addresses_of(lookups)) as asking, node("a", chain, addresses_of(lookups)):
         await until(asking, chain, lambda answer: known(answer) == 2000)
@@ -178,7 +178,7 @@ async def test_killed_lookup_shard_is_rebuilt_from_the_shards(lookups: list[Look
         await until(asking, chain, lambda answer: known(answer) == 2000 and answer.complete)
 
 
-async def test_stopped_lookup_shard_costs_its_timeout_and_then_nothing(lookups: list[LookupProcess]) -> None:
+async def test_stopped_lookup_partition_costs_its_timeout_and_then_nothing(lookups: list[LookupProcess]) -> None:
     chain = new_chain(2000)
     async with client(addresses_of(lookups)) as asking, node("a", chain, addresses_of(lookups)):
         await until(asking, chain, lambda answer: known(answer) == 2000)
@@ -228,13 +228,13 @@ async def test_newer_boot_of_a_node_fences_the_older_one(lookups: list[LookupPro
             assert answer.runs[0].holders == (new.holder,)
 
 
-async def test_terminated_lookup_shard_ends_cleanly(lookups: list[LookupProcess]) -> None:
+async def test_terminated_lookup_partition_ends_cleanly(lookups: list[LookupProcess]) -> None:
     async with client(addresses_of(lookups)) as asking:
         await asking.stats()
         assert [lookup.end() for lookup in lookups] == [0, 0]
 
 
-async def test_moved_lookup_shard_is_found_at_its_new_address() -> None:
+async def test_moved_lookup_partition_is_found_at_its_new_address() -> None:
     chain = new_chain(100)
     async with one_lookup() as first, one_lookup() as second, client([first]) as asking, node("a", chain, [first]) as a:
         await until(asking, chain, lambda answer: known(answer) == 100)

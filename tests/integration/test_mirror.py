@@ -30,7 +30,7 @@ CALL_SECONDS = 2.0
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(nodes=2, lookups=2, transport="shm", lease_seconds=2.0) as running:
+    with LocalCluster(nodes=2, lookup_partitions=2, transport="shm", lease_seconds=2.0) as running:
         yield running
 
 
@@ -73,7 +73,7 @@ async def test_remote_hit_is_found_without_a_call_and_other_processes_see_the_sa
     await reader.close()
 
 
-async def test_lookup_shard_that_dies_is_missed_and_comes_back(cluster: LocalCluster) -> None:
+async def test_lookup_partition_that_dies_is_missed_and_comes_back(cluster: LocalCluster) -> None:
     a = await Engine.attach(ShardClient(cluster.socket("n0")))
     reader = reader_of(cluster, "n0")
     keys = chain(seed=2, count=640)
@@ -150,7 +150,7 @@ async def test_mirror_ends_at_once_while_events_arrive(tmp_path: Path) -> None:
     await server.stop()
 
 
-async def test_mirror_follows_a_lookup_shard_that_moves(tmp_path: Path) -> None:
+async def test_mirror_follows_a_lookup_partition_that_moves(tmp_path: Path) -> None:
     first, second = (LookupServer("127.0.0.1:0", allow_plaintext=True) for _ in range(2))
     addresses = [await server.start() for server in (first, second)]
     mirror = DirectoryMirror.open(tmp_path / "memory", tmp_path / MIRROR_NAME, addresses[:1], 64 << 20, epoch=1)

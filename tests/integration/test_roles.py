@@ -38,7 +38,7 @@ NOBODY = proofs_of(b"")
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
     """Plaintext on loopback: certificates say nothing here."""
-    with LocalCluster(nodes=2, lookups=1, transport="shm") as running:
+    with LocalCluster(nodes=2, lookup_partitions=1, transport="shm") as running:
         yield running
 
 
@@ -50,7 +50,7 @@ def holder_of(cluster: LocalCluster, node: str) -> Holder:
 async def announce(
     address: str, node: Holder, tls: TlsFiles | None = None, *, proofs: Proofs = NOBODY, leaving: bool = False
 ) -> int:
-    """The outcome. Raises what the lookup shard raised."""
+    """The outcome. Raises what the lookup partition raised."""
     request = lookup_pb2.AnnounceRequest(
         node=common_pb2.NodeInfo(node_id=node.node_id, peer_address=node.peer_address, epoch=node.epoch),
         sequence=1 << 40, full_begin=not leaving, full_end=not leaving, partition_count=1, leaving=leaving,
@@ -171,7 +171,7 @@ def test_a_secret_is_made_once_and_goes_when_its_node_leaves(cluster: LocalClust
 async def service(
     root: Path, directory: Path, *, lookup_directory: Path | None = None
 ) -> AsyncIterator[tuple[str, Holder]]:
-    """A lookup shard and the cache shard of n0."""
+    """A lookup partition and the cache shard of n0."""
     lookup = LookupServer("127.0.0.1:0", tls_dir=str(lookup_directory or directory))
     address = await lookup.start()
     shard = ShardServer(

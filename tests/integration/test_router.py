@@ -109,7 +109,7 @@ async def handle(cluster: LocalCluster | None, *replicas: Replica, **options: An
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(nodes=2, lookups=1, pool_bytes=64 << 20) as running:
+    with LocalCluster(nodes=2, lookup_partitions=1, pool_bytes=64 << 20) as running:
         yield running
 
 

@@ -1,4 +1,4 @@
-"""Every RPC of a real shard and a real lookup shard is sent thousands of hostile messages, and none gets through.
+"""Every RPC of a real shard and a real lookup partition is sent thousands of hostile messages, and none gets through.
 
 The RPCs are those of the descriptors, so a new one is covered by itself. One seed is one campaign, but for the ids that
 the servers choose. KVSERVICE_FUZZ_MESSAGES sets how many, KVSERVICE_FUZZ_SEED the seed.
@@ -103,7 +103,7 @@ class Sent:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(nodes=2, lookups=1, transport="shm", lease_seconds=2.0) as running:
+    with LocalCluster(nodes=2, lookup_partitions=1, transport="shm", lease_seconds=2.0) as running:
         yield running
 
 

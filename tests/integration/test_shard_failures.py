@@ -1,4 +1,4 @@
-"""Kill -9 and SIGSTOP of shards and lookup shards under an engine: misses, never wrong bytes, never a hang."""
+"""Kill -9 and SIGSTOP of shards and lookup partitions under an engine: misses, never wrong bytes, never a hang."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_killed_lookup_service_costs_remote_hits_only_and_is_rebuilt(clust
 
 
 async def eventually_hits(engine: Engine, keys: tuple[bytes, ...]) -> None:
-    """The client's breaker may take some seconds to try a restarted lookup shard again."""
+    """The client's breaker may take some seconds to try a restarted lookup partition again."""
 
     async def hits() -> bool:
         return len((await engine.read_all(keys)).blocks) == len(keys)  # type: ignore[arg-type]

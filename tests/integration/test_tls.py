@@ -113,7 +113,7 @@ async def test_a_client_with_a_certificate_reaches_everything(files: Path, tmp_p
 
 
 async def test_nobody_else_is_let_in(files: Path, tmp_path: Path) -> None:
-    """Neither on a lookup shard nor on a cache shard, with whatever they show."""
+    """Neither on a lookup partition nor on a cache shard, with whatever they show."""
     good = TlsFiles(files).current()[1]
     expired, stranger = write(tmp_path / "e", days=-1), write(tmp_path / "s", issuer=STRANGER, trusted=STRANGER.pem)
     read = {path: [(path / name).read_bytes() for name in ("tls.key", "tls.crt")] for path in (expired, stranger)}
@@ -277,7 +277,7 @@ async def test_a_broken_rotation_breaks_nothing(files: Path, monkeypatch: pytest
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     directory = write(tmp_path_factory.mktemp("service") / "tls")
-    with LocalCluster(nodes=2, lookups=1, transport="shm", tls_dir=str(directory)) as running:
+    with LocalCluster(nodes=2, lookup_partitions=1, transport="shm", tls_dir=str(directory)) as running:
         yield running
 
 

@@ -1,4 +1,5 @@
-"""Two shards, two lookup shards, real processes, real transports: blocks written on one node are read on the other."""
+"""Two shards, two lookup partitions, real processes, real transports: blocks written on one node are read on the
+other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The service on hosts of their own, without Ray: a lookup shard and a cache shard on each, as processes."""
+"""The service on hosts of their own, without Ray: a lookup partition and a cache shard on each, as processes."""
 
 from __future__ import annotations
 

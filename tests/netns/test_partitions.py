@@ -125,7 +125,7 @@ def test_flapping_link_makes_no_storm_of_connections(pair: Pair) -> None:
     seconds = time.monotonic() - started
     opened = [opened_connections(host) - count for host, count in zip(pair.hosts, before, strict=True)]
     print(f"connections opened in {seconds:.1f} s: {opened}")
-    # Each host calls a lookup shard and a shard, and reads blocks: one new attempt a second of each at most.
+    # Each host calls a lookup partition and a shard, and reads blocks: one new attempt a second of each at most.
     assert max(opened) <= 3 * (seconds + 1), opened
     pair.heals(*((1, seed) for seed in seeds))
 

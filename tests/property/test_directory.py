@@ -154,7 +154,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             boot.attempt += 1
             boot.announcer.on_failure(0)
 
-    # -- the lookup shard ----
+    # -- the lookup partition ----
 
     @rule()
     def restart_lookup(self) -> None:

@@ -1,5 +1,5 @@
-"""The lookup client's cutting and joining: whatever the number of lookup shards, their answers together are the truth,
-and no reply, however wrong, does more than raise InvalidRequest."""
+"""The lookup client's cutting and joining: whatever the number of lookup partitions, their answers together are the
+truth, and no reply, however wrong, does more than raise InvalidRequest."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_answers_of_all_partitions_together_are_the_truth(
     count: int, start: int, length: int, held: list[list[range]], excluded: NodeId | None, request_keys_max: int
 ) -> None:
     chain = CHAIN[:length]
-    shards = [DirectoryIndex() for _ in range(count)]
+    partitions = [DirectoryIndex() for _ in range(count)]
     truth: dict[int, set[str]] = {}
     for node, parts in zip(NODES, held, strict=True):
         positions = {position for part in parts for position in part if position < length}
-        for index, shard in enumerate(shards):
+        for index, partition in enumerate(partitions):
             mine = [CHAIN[p] for p in sorted(positions) if partition_of(span_route(CHAIN, p), count) == index]
-            shard.apply(node, 1, mine, full_begin=True, full_end=True, now=0.0)
+            partition.apply(node, 1, mine, full_begin=True, full_end=True, now=0.0)
         if node.node_id != excluded:
             for position in positions:
                 if position >= start:
@@ -55,7 +55,7 @@ def test_answers_of_all_partitions_together_are_the_truth(
     for index, segments in parts_asked:
         keys = [key for first, number in segments for key in chain[first : first + number]]
         assert 0 < len(keys) <= request_keys_max
-        reply = _encode_runs(shards[index].resolve(keys, 0.0))
+        reply = _encode_runs(partitions[index].resolve(keys, 0.0))
         found += decode_runs(lookup_pb2.ResolveReply.FromString(reply.SerializeToString()), segments)
     runs = merge_runs(found, excluded)
     answered = {

@@ -1,4 +1,4 @@
-"""A mirror fed by the changes of directory shards answers what they answer, whatever its streams went through."""
+"""A mirror fed by the changes of lookup partitions answers what they answer, whatever its streams went through."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def mirror(rows: int = 64, partition_count: int = 1) -> tuple[MirrorWriter, Mirr
 
 
 @dataclass
-class Shard:
+class Partition:
     """One partition of the directory, and the stream that leads from it to the mirror."""
 
     index: DirectoryIndex = field(default_factory=DirectoryIndex)
@@ -72,7 +72,7 @@ class MirrorMachine(RuleBasedStateMachine):
         self.now, self.told = 0.0, True
         self.epochs = dict.fromkeys(NAMES, 1)
         self.ports = dict.fromkeys(NAMES, 1)
-        self.shards = [Shard() for _ in range(PARTITIONS)]
+        self.partitions = [Partition() for _ in range(PARTITIONS)]
         self.writer, self.reader = mirror(512, PARTITIONS)
         for partition in range(PARTITIONS):
             for first, name in enumerate(NAMES):
@@ -81,11 +81,11 @@ class MirrorMachine(RuleBasedStateMachine):
         self.a_piece_of_the_snapshot(1000)
 
     def announce(self, partition: int, name: str, added: list[int], removed: list[int], **flags: bool) -> None:
-        shard = self.shards[partition]
-        shard.sequences[name] = shard.sequences.get(name, 0) + 1
+        part = self.partitions[partition]
+        part.sequences[name] = part.sequences.get(name, 0) + 1
         chosen = KEYS[partition]
-        outcome = shard.index.apply(
-            node(name, self.epochs[name], self.ports[name]), shard.sequences[name],
+        outcome = part.index.apply(
+            node(name, self.epochs[name], self.ports[name]), part.sequences[name],
             [chosen[i] for i in added], [chosen[i] for i in removed], now=self.now, **flags,
         )  # fmt: skip
         if outcome is Outcome.RESYNC:
@@ -114,37 +114,37 @@ class MirrorMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.5, 2.0, 4.0, FORGET_SECONDS + 1]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        for shard in self.shards:
-            shard.index.expire(self.now)
+        for part in self.partitions:
+            part.index.expire(self.now)
 
     @rule()
     def sweep(self) -> None:
         self.writer.sweep()
-        for shard in self.shards:
-            shard.index.sweep(10)
+        for part in self.partitions:
+            part.index.sweep(10)
 
     @rule(partition=partitions)
     def stream_breaks_and_begins_anew(self, partition: int) -> None:
-        shard = self.shards[partition]
-        shard.index.changes.clear()
-        shard.index.record_changes = True
-        shard.snapshot_row = 0
+        part = self.partitions[partition]
+        part.index.changes.clear()
+        part.index.record_changes = True
+        part.snapshot_row = 0
         self.writer.begin(partition)
-        for summary in shard.index.nodes(self.now):
+        for summary in part.index.nodes(self.now):
             self.writer.apply(partition, MirrorEvent(summary.node, reset=True, hidden=not summary.visible), self.now)
 
-    @precondition(lambda self: any(shard.snapshot_row is not None for shard in self.shards))
+    @precondition(lambda self: any(part.snapshot_row is not None for part in self.partitions))
     @rule(limit=st.integers(1, 50))
     def a_piece_of_the_snapshot(self, limit: int) -> None:
-        for partition, shard in enumerate(self.shards):
-            if shard.snapshot_row is None:
+        for partition, part in enumerate(self.partitions):
+            if part.snapshot_row is None:
                 continue
-            known = {summary.node.node_id: summary for summary in shard.index.nodes(self.now)}
-            held, shard.snapshot_row = shard.index.snapshot(shard.snapshot_row, limit)
+            known = {summary.node.node_id: summary for summary in part.index.nodes(self.now)}
+            held, part.snapshot_row = part.index.snapshot(part.snapshot_row, limit)
             for name, packed in held.items():
-                event = MirrorEvent(known[name].node, packed, hidden=shard.index.is_hidden(name))
+                event = MirrorEvent(known[name].node, packed, hidden=part.index.is_hidden(name))
                 self.writer.apply(partition, event, self.now)
-            if shard.snapshot_row is None:
+            if part.snapshot_row is None:
                 self.writer.apply(partition, MirrorEvent(snapshot_end=True), self.now)
 
     @rule()
@@ -157,25 +157,25 @@ class MirrorMachine(RuleBasedStateMachine):
         if not self.told:
             self.told = True
             return
-        for partition, shard in enumerate(self.shards):
-            if shard.snapshot_row is None:
-                for change in shard.index.changes:
+        for partition, part in enumerate(self.partitions):
+            if part.snapshot_row is None:
+                for change in part.index.changes:
                     self.writer.apply(partition, events_of(change), self.now)
-                shard.index.changes.clear()
+                part.index.changes.clear()
 
     @invariant()
     def mirror_answers_what_the_directory_answers(self) -> None:
         self.writer.check_invariants()
-        for partition, shard in enumerate(self.shards):
-            if self.reader.feed(partition, 0.0) is Feed.LIVE and not shard.index.changes:
-                runs = shard.index.resolve(KEYS[partition], self.now)
-                if not shard.index.changes:
+        for partition, part in enumerate(self.partitions):
+            if self.reader.feed(partition, 0.0) is Feed.LIVE and not part.index.changes:
+                runs = part.index.resolve(KEYS[partition], self.now)
+                if not part.index.changes:
                     assert self.reader.resolve(pack_keys(KEYS[partition])) == runs
 
     def teardown(self) -> None:
         for partition in range(PARTITIONS):
             self.stream_breaks_and_begins_anew(partition)
-        while any(shard.snapshot_row is not None for shard in self.shards):
+        while any(part.snapshot_row is not None for part in self.partitions):
             self.a_piece_of_the_snapshot(20)
         self.changes_arrive()
         self.mirror_answers_what_the_directory_answers()

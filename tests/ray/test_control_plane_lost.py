@@ -134,7 +134,7 @@ def kvservice(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env={**os.environ}, capture_output=True, text=True, timeout=120)
 
 
-def test_a_node_lost_with_supervisor_and_lookup_shard_is_made_up_for(cluster: Cluster) -> None:
+def test_a_node_lost_with_supervisor_and_lookup_partition_is_made_up_for(cluster: Cluster) -> None:
     (second,) = cluster.worker_nodes
     lost = second.node_id
     assert {row["ray_node"] for row in described()["lookups"]} == {lost, cluster.head_node.node_id}
@@ -150,7 +150,7 @@ def test_a_node_lost_with_supervisor_and_lookup_shard_is_made_up_for(cluster: Cl
     eventually(settled, "the service without the lost node")
     end({pid: command for pid, command in helpers.items() if pid not in agents(cluster)})
     assert {row["ray_node"] for row in described()["lookups"]} == {cluster.head_node.node_id}
-    eventually(lambda: known_keys() == COUNT, "the keys of the lost lookup shard")
+    eventually(lambda: known_keys() == COUNT, "the keys of the lost lookup partition")
 
 
 def test_a_node_lost_as_it_is_given_a_shard_holds_up_nobody(cluster: Cluster, failpoints: Failpoints) -> None:

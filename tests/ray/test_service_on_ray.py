@@ -114,7 +114,7 @@ def lookup_keys() -> int:
     return 0 if state is None else sum(row["key_count"] for row in state["lookups"])
 
 
-def test_every_node_gets_one_shard_and_one_lookup_shard(config: ServiceConfig) -> None:
+def test_every_node_gets_one_shard_and_one_lookup_partition(config: ServiceConfig) -> None:
     state = described()
     assert len(state["nodes"]) == 2
     assert {row["ray_node"] for row in state["shards"]} == set(state["nodes"])
@@ -170,12 +170,12 @@ def test_a_killed_shard_is_restarted_and_its_blocks_hit_again(config: ServiceCon
     assert counters["blocks_adopted"] >= 30
 
 
-def test_a_killed_lookup_shard_comes_back_at_its_address_and_is_rebuilt(config: ServiceConfig) -> None:
+def test_a_killed_lookup_partition_comes_back_at_its_address_and_is_rebuilt(config: ServiceConfig) -> None:
     row = described()["lookups"][0]
     before = lookup_keys()
     assert before > 0
     os.kill(row["pid"], signal.SIGKILL)
-    eventually(lambda: described()["lookups"][0]["pid"] != row["pid"], "the lookup shard's restart")
+    eventually(lambda: described()["lookups"][0]["pid"] != row["pid"], "the lookup partition's restart")
     assert described()["lookups"][0]["address"] == row["address"]
     eventually(lambda: lookup_keys() >= before, "the rebuilt directory")
 
@@ -199,8 +199,8 @@ def test_the_supervisor_takes_up_what_runs_when_it_is_restarted(config: ServiceC
 
 
 def test_two_services_live_side_by_side(config: ServiceConfig, runtime: Path) -> None:
-    other = replace(config, service="rt-two", lookup_shards=1)
-    with pytest.raises(ServiceConflict, match="lookup_shards"):
+    other = replace(config, service="rt-two", lookup_partitions=1)
+    with pytest.raises(ServiceConflict, match="lookup_partitions"):
         deploy.up(replace(other, service="rt"))
     deploy.up(other).wait_complete(WAIT_SECONDS)
     assert len(find_shards("rt-two")) == len(find_shards("rt")) == 2
@@ -212,7 +212,7 @@ def test_two_services_live_side_by_side(config: ServiceConfig, runtime: Path) ->
 
 
 def test_a_budget_larger_than_the_shared_memory_is_said_soon_and_leaves_nothing(config: ServiceConfig) -> None:
-    greedy = replace(config, service="rt-greedy", pool_bytes=1 << 50, slab_bytes=4 * GiB, lookup_shards=1)
+    greedy = replace(config, service="rt-greedy", pool_bytes=1 << 50, slab_bytes=4 * GiB, lookup_partitions=1)
     try:
         with pytest.raises(Unavailable, match="/dev/shm"):
             deploy.up(greedy).wait_complete(WAIT_SECONDS)
@@ -221,7 +221,7 @@ def test_a_budget_larger_than_the_shared_memory_is_said_soon_and_leaves_nothing(
     assert find_shards("rt-greedy", live_only=False) == []
 
 
-def test_nodes_that_join_get_a_shard_and_lookup_shards_of_lost_nodes_move(
+def test_nodes_that_join_get_a_shard_and_lookup_partitions_of_lost_nodes_move(
     config: ServiceConfig, cluster: Cluster
 ) -> None:
     joined = cluster.add_node(**NODE)
@@ -240,7 +240,7 @@ def test_nodes_that_join_get_a_shard_and_lookup_shards_of_lost_nodes_move(
     assert now["ray_node"] != lost
     addresses = tuple(row["address"] for row in described()["lookups"])
     eventually(lambda: all(r.lookup_addresses == addresses for r in find_shards("rt")), "shards that know it")
-    eventually(lambda: lookup_keys() > 0, "the moved lookup shard's keys")
+    eventually(lambda: lookup_keys() > 0, "the moved lookup partition's keys")
 
 
 def test_a_drained_shard_stays_away_until_the_service_is_brought_up_again(

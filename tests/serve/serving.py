@@ -92,7 +92,7 @@ def engine(model: Path, mark: str, replicas: int = 1, router: str | None = ROUND
 
 def arguments(**more: Any) -> dict[str, Any]:
     """The section and the ingress, for any app."""
-    settings = {"pool_bytes": POOL_BYTES, "slab_bytes": 16 * MiB, "lookup_shards": 1}
+    settings = {"pool_bytes": POOL_BYTES, "slab_bytes": 16 * MiB, "lookup_partitions": 1}
     return {
         "ingress_deployment_config": {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0}},
         "kvservice": {"service": SERVICE, "settings": settings, "router": "default"},

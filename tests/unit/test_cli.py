@@ -159,7 +159,7 @@ TRANSPORTS = ("shm", "nixl") if nixl_available() else ("shm",)
 
 @pytest.mark.parametrize(
     "arguments",
-    [["shard", "--node", "n0", "--pool", "16MiB"], ["lookup", "--lookups", "1", "--port", "0"]],
+    [["shard", "--node", "n0", "--pool", "16MiB"], ["lookup", "--lookup-partitions", "1", "--port", "0"]],
     ids=["shard", "lookup"],
 )
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -228,7 +228,7 @@ def test_two_services_of_one_name_on_one_machine_are_refused(foreground: Foregro
 
 
 def test_status_shows_every_node_and_a_dead_one_as_a_problem() -> None:
-    with LocalCluster(nodes=2, lookups=1, transport="shm", pool_bytes=16 << 20) as cluster:
+    with LocalCluster(nodes=2, lookup_partitions=1, transport="shm", pool_bytes=16 << 20) as cluster:
         variables = {"KVSERVICE_SERVICE": cluster.service}
         shown = command(cluster.root, "status", "--json", **variables)
         state = json.loads(shown.stdout)
@@ -258,7 +258,7 @@ def test_status_shows_every_node_and_a_dead_one_as_a_problem() -> None:
 def test_check_names_the_part_that_does_not_answer(runtime: Path) -> None:
     result = command(runtime, "check", "--lookup", "127.0.0.1:1", "--metrics", "127.0.0.1:1")
     assert result.returncode == 1
-    assert "lookup shard 127.0.0.1:1: unavailable" in result.stderr and "127.0.0.1: " in result.stderr
+    assert "lookup partition 127.0.0.1:1: unavailable" in result.stderr and "127.0.0.1: " in result.stderr
     assert command(runtime, "check").returncode == 2
 
 

@@ -14,17 +14,17 @@ from kvservice.units import GiB
 
 def test_command_line_wins_over_environment_over_file(tmp_path: Path) -> None:
     file = tmp_path / "service.toml"
-    file.write_text('pool_bytes = "1GiB"\nlookup_shards = 3\ntransport = "shm"\n')
-    environment = {"KVSERVICE_POOL_BYTES": "2GiB", "KVSERVICE_LOOKUP_SHARDS": "4"}
+    file.write_text('pool_bytes = "1GiB"\nlookup_partitions = 3\ntransport = "shm"\n')
+    environment = {"KVSERVICE_POOL_BYTES": "2GiB", "KVSERVICE_LOOKUP_PARTITIONS": "4"}
     config = load_config(file, environment, pool_bytes="3GiB")
-    assert (config.pool_bytes, config.lookup_shards, config.transport) == (3 * GiB, 4, "shm")
+    assert (config.pool_bytes, config.lookup_partitions, config.transport) == (3 * GiB, 4, "shm")
     assert config.service == "default"
 
 
 def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
     file = tmp_path / "service.toml"
-    file.write_text("lookup_shard = 2\n")
-    with pytest.raises(ConfigError, match="unknown setting 'lookup_shard'; did you mean 'lookup_shards'"):
+    file.write_text("lookup_partition = 2\n")
+    with pytest.raises(ConfigError, match="unknown setting 'lookup_partition'; did you mean 'lookup_partitions'"):
         load_config(file, {})
 
 
@@ -50,14 +50,14 @@ def test_a_size_that_is_none_is_quoted() -> None:
 
 
 def test_a_count_is_not_a_size() -> None:
-    with pytest.raises(ConfigError, match="lookup_shards"):
-        load_config(None, {}, lookup_shards="2k")
+    with pytest.raises(ConfigError, match="lookup_partitions"):
+        load_config(None, {}, lookup_partitions="2k")
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"service": "a/b"}, {"service": ""}, {"service": "x" * 33}, {"lookup_shards": 0}, {"lookup_shards": 65},
+        {"service": "a/b"}, {"service": ""}, {"service": "x" * 33}, {"lookup_partitions": 0}, {"lookup_partitions": 65},
         {"transport": "tcp"}, {"lease_seconds": 0.0}, {"heartbeat_seconds": 0.0}, {"slab_bytes": -1},
         {"lookup_port": 80}, {"lookup_port": 65_535}, {"runtime_dir": "relative"}, {"metrics_port": 70_000},
     ],
@@ -92,7 +92,7 @@ def test_copy_workers_says_what_is_allowed(value: str) -> None:
         load_config(environment={"KVSERVICE_COPY_WORKERS": value})
 
 
-def test_lookup_shards_elsewhere_are_addresses_in_their_order() -> None:
+def test_lookup_partitions_elsewhere_are_addresses_in_their_order() -> None:
     config = load_config(None, {"KVSERVICE_LOOKUP_ADDRESSES": "dns:///b.svc:7400, 10.0.0.1:7400,[::1]:7400"})
     assert config.lookups_elsewhere == ("dns:///b.svc:7400", "10.0.0.1:7400", "[::1]:7400")
     assert ServiceConfig().lookups_elsewhere == ()

@@ -116,7 +116,7 @@ def test_an_alert_about_missing_parts_fires_when_all_of_them_are_missing(name: s
     left = expression.partition("<")[0].strip()
     assert re.fullmatch(r"\(count\([a-z_]+\$SERVICE\) or vector\(0\)\)", left)
     # What it is compared with must not vanish as well: a fixed number, or absent() beside it.
-    assert "$LOOKUPS" in expression or expression.endswith("or absent(kvservice_segment_bytes$SERVICE)")
+    assert "$LOOKUP_PARTITIONS" in expression or expression.endswith("or absent(kvservice_segment_bytes$SERVICE)")
 
 
 def test_the_endpoint_answers_and_ends() -> None:

@@ -11,6 +11,6 @@ def test_mirror_line_says_how_fresh_it_is_and_why_it_was_not_used() -> None:
         "mirror_answers": 70, "mirror_fallback_stale": 3, "mirror_fallback_syncing": 1,
     }  # fmt: skip
     assert mirror_line("n0", counters) == (
-        "mirror of the directory at n0: 1,234 keys in 8.0 MiB, 2 lookup shards live, 0.4 s old; "
-        "answered 70, left to the lookup shards 4 (stale 3, syncing 1)"
+        "mirror of the directory at n0: 1,234 keys in 8.0 MiB, 2 lookup partitions live, 0.4 s old; "
+        "answered 70, left to the lookup partitions 4 (stale 3, syncing 1)"
     )

@@ -28,7 +28,9 @@ def failpoints(tmp_path_factory: pytest.TempPathFactory) -> Failpoints:
 @pytest.fixture(scope="module")
 def cluster(failpoints: Failpoints) -> Iterator[LocalCluster]:
     environment = failpoints.environment
-    with LocalCluster(nodes=1, lookups=1, pool_bytes=384 * MiB, lease_seconds=4.0, environment=environment) as running:
+    with LocalCluster(
+        nodes=1, lookup_partitions=1, pool_bytes=384 * MiB, lease_seconds=4.0, environment=environment
+    ) as running:
         running.start_copy_worker("n0")
         yield running
 

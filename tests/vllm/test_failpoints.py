@@ -50,7 +50,7 @@ class Setup:
 def setup(without_cache: Replica, shallow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     root = tmp_path_factory.mktemp("engines")
     points = Failpoints(tmp_path_factory.mktemp("failpoints"))
-    with LocalCluster(nodes=1, lookups=1, pool_bytes=384 * MiB, lease_seconds=LEASE_SECONDS) as cluster:
+    with LocalCluster(nodes=1, lookup_partitions=1, pool_bytes=384 * MiB, lease_seconds=LEASE_SECONDS) as cluster:
         extra: dict[str, object] = {"mode": "service", "socket": cluster.socket("n0"), "verify_load": "full"}
         engines = [
             Replica(shallow_model, extra, root / f"{name}.log", variables=points.environment, **ENGINE)

@@ -24,7 +24,7 @@ MIXED = [*PROMPTS[:3], *(PROMPTS[0] + more for more in (" that the tide", " noth
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(nodes=1, lookups=1, pool_bytes=POOL_BYTES, lease_seconds=4.0) as running:
+    with LocalCluster(nodes=1, lookup_partitions=1, pool_bytes=POOL_BYTES, lease_seconds=4.0) as running:
         yield running
 
 

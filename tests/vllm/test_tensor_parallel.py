@@ -30,7 +30,7 @@ KV_HEADS = 2
 def replicas(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Replica]]:
     logs = tmp_path_factory.mktemp("replicas")
     model = make_llama(tmp_path_factory.mktemp("model"), model_path, attention_heads=8, kv_heads=KV_HEADS)
-    with vllm_segments_removed(), LocalCluster(nodes=1, lookups=1, pool_bytes=256 * MiB) as cluster:
+    with vllm_segments_removed(), LocalCluster(nodes=1, lookup_partitions=1, pool_bytes=256 * MiB) as cluster:
         service = {"mode": "service", "socket": cluster.socket("n0"), "verify_load": "full"}
         started = {
             "one rank": Replica(model, service, logs / "one.log", threads=1, **ENGINE),

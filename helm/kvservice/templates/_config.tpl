@@ -1,4 +1,4 @@
-{{/* The settings file that shards, lookup shards and `kvservice up` read. */}}
+{{/* The settings file that shards, lookup partitions and `kvservice up` read. */}}
 {{- define "kvservice.toml" -}}
 service = {{ .Values.cache.service | quote }}
 pool_bytes = {{ printf "%sB" .Values.cache.pool | quote }}
@@ -10,7 +10,7 @@ transport = {{ .Values.cache.transport | quote }}
 lease_seconds = {{ .Values.cache.leaseSeconds }}
 heartbeat_seconds = {{ .Values.cache.heartbeatSeconds }}
 metrics_port = {{ .Values.cache.metricsPort }}
-lookup_shards = {{ .Values.lookup.shards }}
+lookup_partitions = {{ .Values.lookup.partitions }}
 {{- if include "kvservice.tlsSecret" . }}
 tls_dir = "{{ include "kvservice.tlsDir" . }}"
 {{- else }}

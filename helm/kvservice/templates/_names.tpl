@@ -70,11 +70,11 @@ default
 {{- end -}}
 {{- end -}}
 
-{{/* host:port of every lookup shard, in partition order, with commas. */}}
+{{/* host:port of every lookup partition, in partition order, with commas. */}}
 {{- define "kvservice.lookupAddresses" -}}
 {{- $name := printf "%s-lookup" (include "kvservice.fullname" .) -}}
 {{- $found := list -}}
-{{- range $i := until (int .Values.lookup.shards) -}}
+{{- range $i := until (int .Values.lookup.partitions) -}}
 {{- $found = append $found (printf "dns:///%s-%d.%s.%s.svc:%d" $name $i $name $.Release.Namespace (int $.Values.lookup.port)) -}}
 {{- end -}}
 {{- join "," $found -}}

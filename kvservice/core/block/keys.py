@@ -1,4 +1,4 @@
-"""Block keys: how a block gets its name, and how a chain of names is spread over the lookup shards.
+"""Block keys: how a block gets its name, and how a chain of names is spread over the lookup partitions.
 
 key = keyed BLAKE2b-128(tenant key, fingerprint digest ‖ engine's chained block hash). The engine's hash already covers
 tokens, parent, LoRA, multimodal inputs and cache_salt; the fingerprint covers everything else that changes the bytes;
@@ -16,7 +16,7 @@ from kvservice.errors import InvalidRequest
 from kvservice.units import BlockHash, BlockKey, SpanRoute
 
 KEY_BYTES = 16
-# Consecutive blocks of a chain that share a lookup shard: long prompts touch few shards, and one popular system
+# Consecutive blocks of a chain that share a lookup partition: long prompts touch few shards, and one popular system
 # prompt does not pin a single shard.
 SPAN_BLOCKS = 64
 KEYS_PER_REQUEST_MAX = 8192
@@ -95,7 +95,7 @@ def route_of_head(span_head: BlockKey) -> SpanRoute:
 
 
 def partition_of(route: SpanRoute, partition_count: int) -> int:
-    """Index in [0, partition_count) of the lookup shard that owns this route."""
+    """Index in [0, partition_count) of the lookup partition that owns this route."""
     return route % partition_count
 
 

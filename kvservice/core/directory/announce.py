@@ -1,4 +1,4 @@
-"""What a shard still has to tell each lookup shard: changes, a full announcement, or only that it is alive.
+"""What a shard still has to tell each lookup partition: changes, a full announcement, or only that it is alive.
 
 The counterpart of `index`. Pure, with one caller. Per partition there is one update at a time on its way; what is
 not known to have arrived is sent again under the same sequence, so the receiver can tell a repetition from news.
@@ -15,9 +15,10 @@ from kvservice.core.block.keys import partition_of
 from kvservice.core.directory.membership import Outcome
 from kvservice.units import BlockKey, SpanRoute
 
-# Keys in one update: small enough that applying it does not keep the lookup shard from answering for long.
+# Keys in one update: small enough that applying it does not keep the lookup partition from answering for long.
 UPDATE_KEYS_MAX = 16_384
-# Changes that wait for a lookup shard that does not answer; with more, a full announcement is cheaper than the list.
+# Changes that wait for a lookup partition that does not answer; with more, a full announcement is cheaper than the
+# list.
 PENDING_MAX = 1_000_000
 
 Inventory = Callable[[], Iterable[tuple[BlockKey, SpanRoute]]]
@@ -46,7 +47,7 @@ class _PartitionStream:
     outstanding: Update | None = None  # built, and not yet known whether it was applied
     in_flight: bool = False  # handed out, neither answered nor failed
     refused_begins: int = 0  # full announcements refused in a row
-    lookup_epoch: int = 0  # of the lookup shard that took our last full announcement; 0 = none did
+    lookup_epoch: int = 0  # of the lookup partition that took our last full announcement; 0 = none did
 
 
 class Announcer:
@@ -70,7 +71,7 @@ class Announcer:
         self._change(key, route, False)
 
     def is_synced(self, partition: int) -> bool:
-        """Nothing left to say: the lookup shard has confirmed everything."""
+        """Nothing left to say: the lookup partition has confirmed everything."""
         stream = self._streams[partition]
         return not (stream.wants_full or stream.snapshot is not None or stream.pending or stream.outstanding)
 

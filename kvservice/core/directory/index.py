@@ -1,4 +1,4 @@
-"""The directory of one lookup shard: which live node holds which block key. Pure, with one caller.
+"""The directory of one lookup partition: which live node holds which block key. Pure, with one caller.
 
 Every node has a bit; a key maps to the bits of its holders (core.holder_table). A node whose keys are to be forgotten
 (it died, left, restarted, or announces itself anew) simply gets another bit, and the old one is masked out of every

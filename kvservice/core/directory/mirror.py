@@ -1,5 +1,5 @@
 """The directory as one node knows it, in one piece of memory that others read: what the watch streams of all lookup
-shards said, and how fresh that is.
+partitions said, and how fresh that is.
 
 Owns the layout of that memory and the decisions: what an event changes, and what may be answered from it. Pure; the
 segment and the streams are others'. One writer; readers take no lock. What a reader makes of a torn write is at worst a

@@ -1,4 +1,4 @@
-"""Simulated lookup shards, and the two sides of a node that talk to them: what it announces, what it asks."""
+"""Simulated lookup partitions, and the two sides of a node that talk to them: what it announces, what it asks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OUTCOMES = {
 }
 
 
-class LookupShard(Process):
+class LookupPartition(Process):
     """One partition of the directory; its state is lost with it."""
 
     def __init__(self, world: World, partition: int) -> None:
@@ -77,7 +77,7 @@ class Herald(AnnouncePump):
         self,
         process: Process,
         announcer: Announcer,
-        lookups: Sequence[LookupShard],
+        lookups: Sequence[LookupPartition],
         node: Callable[[], Holder],
         on_fenced: Callable[[], None],
     ) -> None:
@@ -109,7 +109,7 @@ class Herald(AnnouncePump):
 def ask_directory(
     me: Process,
     node_id: NodeId,
-    lookups: Sequence[LookupShard],
+    lookups: Sequence[LookupPartition],
     chain: Sequence[BlockKey],
     start: int,
     timeout: float,

@@ -12,7 +12,7 @@ from kvservice.core.messages import Holder
 from kvservice.core.shard import ShardState
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
-from kvservice.testing.sim.lookup import Herald, LookupShard
+from kvservice.testing.sim.lookup import Herald, LookupPartition
 from kvservice.testing.sim.loop import ProcessLoop
 from kvservice.testing.sim.memory import SegmentMemory
 from kvservice.testing.sim.outside import SimDirectory, SimPeers
@@ -30,7 +30,7 @@ class Node(Process):
         world: World,
         name: str,
         memory: SegmentMemory,
-        lookups: Sequence[LookupShard],
+        lookups: Sequence[LookupPartition],
         tenants: Mapping[str, TenantLimits],
     ) -> None:
         super().__init__(world, name, name)

@@ -13,7 +13,7 @@ from kvservice.errors import StaleEpoch, Unavailable
 from kvservice.lookup.client import LookupAnswer
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.testing.sim.calls import Caller
-from kvservice.testing.sim.lookup import LookupShard, ask_directory
+from kvservice.testing.sim.lookup import LookupPartition, ask_directory
 from kvservice.units import BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, SpanRoute
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 
 class SimDirectory:
-    """DirectoryPort over the simulated lookup shards."""
+    """DirectoryPort over the simulated lookup partitions."""
 
-    def __init__(self, node: Node, lookups: Sequence[LookupShard], announcer: Announcer) -> None:
+    def __init__(self, node: Node, lookups: Sequence[LookupPartition], announcer: Announcer) -> None:
         self._node = node
         self._lookups = lookups
         self._announcer = announcer

@@ -21,7 +21,7 @@ from kvservice.core.messages import Handoff
 from kvservice.core.segment.geometry import Geometry
 from kvservice.testing.builders import SMALL, make_spec
 from kvservice.testing.sim.engine import BLOCK_TOKENS, Engine
-from kvservice.testing.sim.lookup import LookupShard
+from kvservice.testing.sim.lookup import LookupPartition
 from kvservice.testing.sim.memory import SegmentMemory
 from kvservice.testing.sim.node import LEASE_SECONDS, Node
 from kvservice.testing.sim.schedule import FAULTS_SECONDS, FROZEN_SECONDS_MAX, Ask, Fault, Schedule, hashes_of, smaller
@@ -55,7 +55,7 @@ class SimulatedRun:
     def __init__(self, schedule: Schedule, tell: bool = False) -> None:
         self.schedule = schedule
         self.world = World(random.Random(schedule.seed ^ 0x5EED), tell)
-        self.lookups = [LookupShard(self.world, i) for i in range(schedule.lookups)]
+        self.lookups = [LookupPartition(self.world, i) for i in range(schedule.lookups)]
         geometry = Geometry(slab_bytes=MiB, slab_count=schedule.slabs)
         self.nodes: list[Node] = []
         for i in range(schedule.nodes):
@@ -327,7 +327,7 @@ class SimulatedRun:
             self.engines[index] = self._make_engine(index, len(self.gone))
             self.world.note(dead.name, "started again")
 
-    def _restart_lookup(self, lookup: LookupShard) -> None:
+    def _restart_lookup(self, lookup: LookupPartition) -> None:
         if not lookup.alive:
             lookup.restart()
 

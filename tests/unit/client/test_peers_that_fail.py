@@ -82,7 +82,7 @@ async def test_a_peer_that_refuses_is_asked_again_and_one_that_fails_is_not(
     assert scripted.calls == FAILURES_TO_OPEN + 2 * is_asked_again
 
 
-async def test_an_answer_of_a_lookup_shard_forgives_the_failures_before_it(served: tuple[Scripted, str]) -> None:
+async def test_an_answer_of_a_lookup_partition_forgives_the_failures_before_it(served: tuple[Scripted, str]) -> None:
     scripted, address = served
     fails, answers = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.OK
     scripted.statuses = [*[fails] * (FAILURES_TO_OPEN - 1), answers, *[fails] * (FAILURES_TO_OPEN - 1), answers]

@@ -193,7 +193,7 @@ def test_too_many_pending_changes_become_a_full_announcement(monkeypatch: pytest
     assert update.full_begin and len(update.added) == 6
 
 
-def test_without_lookup_shards_nothing_is_kept() -> None:
+def test_without_lookup_partitions_nothing_is_kept() -> None:
     shard = Shard(partitions=0)
     shard.add(1)
     shard.announcer.check_invariants()

@@ -47,7 +47,7 @@ def test_what_cannot_work_is_refused_with_what_to_do(given: Any, words: str) -> 
 def test_settings_are_those_of_the_services_file() -> None:
     section = parse_section({"service": "a", "settings": {"pool_bytes": "2GiB"}})
     config = section.service_config()
-    assert (config.service, config.pool_bytes, config.lookup_shards) == ("a", 2 * GiB, 2)
+    assert (config.service, config.pool_bytes, config.lookup_partitions) == ("a", 2 * GiB, 2)
 
 
 def test_a_model_without_a_connector_gets_ours() -> None:
