@@ -48,22 +48,17 @@ class TenantPool(Protocol):
 
 
 @dataclass(slots=True)
-class _Guest:
+class _Bound:
     caller: Bearer
-    turn_out: Callable[[str], None]
+    revoke: Callable[[str], None]
 
 
-class Door:
+class Authenticator:
     def __init__(self, files: TenantsFile | None, pool: TenantPool) -> None:
         self._files = files
         self._pool = pool
-        self._guests: dict[AttachmentId, _Guest] = {}
+        self._bound: dict[AttachmentId, _Bound] = {}
         self._watcher: asyncio.Task[None] | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """No tenants: whoever reaches the socket may come in."""
-        return self._files is None
 
     def start(self) -> None:
         if self._files is not None and self._watcher is None:
@@ -94,9 +89,9 @@ class Door:
         caller = self.caller(connection)
         return None if caller is None or caller.tenant.admin else caller.tenant.name
 
-    def let_in(self, caller: Bearer | None, attachment: Attachment, turn_out: Callable[[str], None]) -> Attachment:
-        """The attachment as its engine gets it, with its tenant's keys. `turn_out(reason)` is called at most once,
-        when the tenant's rights end first. Call `left` in the end. Raises Unauthenticated when they have ended since
+    def bind(self, caller: Bearer | None, attachment: Attachment, revoke: Callable[[str], None]) -> Attachment:
+        """The attachment as its engine gets it, with its tenant's keys. `revoke(reason)` is called at most once,
+        when the tenant's rights end first. Call `unbind` in the end. Raises Unauthenticated when they have ended since
         `caller` was asked."""
         if caller is None or self._files is None:
             return attachment
@@ -104,7 +99,7 @@ class Door:
         if not tenants.is_valid(caller.tenant.name, caller.token):
             raise Unauthenticated(f"this tenant's token was revoked: {WHAT_TO_DO}")
         tenant = tenants.by_name[caller.tenant.name]
-        self._guests[attachment.attachment_id] = _Guest(Bearer(tenant, caller.token), turn_out)
+        self._bound[attachment.attachment_id] = _Bound(Bearer(tenant, caller.token), revoke)
         tenant_key, public_key = tenants.block_keys_of(tenant)
         return replace(
             attachment, tenant_key=tenant_key, public_key=public_key,
@@ -112,18 +107,18 @@ class Door:
             quota_bytes=quota_bytes(tenant.quota, room_of(attachment.geometry)),
         )  # fmt: skip
 
-    def left(self, attachment: AttachmentId) -> None:
-        self._guests.pop(attachment, None)
+    def unbind(self, attachment: AttachmentId) -> None:
+        self._bound.pop(attachment, None)
 
     def check(self, connection: Connection, attachment: AttachmentId) -> None:
         """Raises Unauthenticated, or NotAttached for another tenant's attachment, as for one that does not exist."""
         caller = self.caller(connection)
         if caller is None:
             return
-        guest = self._guests.get(attachment)
-        if guest is None or guest.caller.tenant.name != caller.tenant.name:
+        bound = self._bound.get(attachment)
+        if bound is None or bound.caller.tenant.name != caller.tenant.name:
             raise NotAttached(f"attachment {attachment} is not known to this shard: attach again")
-        guest.caller = caller  # with the token that it has now: the one it came with may go
+        bound.caller = caller  # with the token that it has now: the one it came with may go
 
     def keys_for(self, caller: Bearer) -> tuple[bytes, bytes]:
         assert self._files is not None
@@ -142,22 +137,22 @@ class Door:
 
     def _take(self, tenants: Tenants) -> None:
         self._pool.set_tenants(tenants.limits(room_of(self._pool.geometry)))
-        for attachment, guest in list(self._guests.items()):
-            old = guest.caller
+        for attachment, bound in list(self._bound.items()):
+            old = bound.caller
             new = tenants.by_name.get(old.tenant.name)
             if new is None or not tenants.is_valid(old.tenant.name, old.token):
-                self._turn_out(attachment, f"this tenant's token was revoked: {WHAT_TO_DO}")
+                self._revoke(attachment, f"this tenant's token was revoked: {WHAT_TO_DO}")
             elif _rights(new) != _rights(old.tenant):
-                self._turn_out(attachment, "this tenant's rights changed: attach again")
+                self._revoke(attachment, "this tenant's rights changed: attach again")
             else:
-                guest.caller = Bearer(new, old.token)
+                bound.caller = Bearer(new, old.token)
 
-    def _turn_out(self, attachment: AttachmentId, reason: str) -> None:
-        guest = self._guests.pop(attachment, None)
-        if guest is not None:
+    def _revoke(self, attachment: AttachmentId, reason: str) -> None:
+        bound = self._bound.pop(attachment, None)
+        if bound is not None:
             self._pool.count("attachments_revoked")
-            log.info("attachment_revoked", extra={"tenant": guest.caller.tenant.name, "attachment": int(attachment)})
-            guest.turn_out(reason)
+            log.info("attachment_revoked", extra={"tenant": bound.caller.tenant.name, "attachment": int(attachment)})
+            bound.revoke(reason)
 
 
 def room_of(geometry: Geometry) -> int:

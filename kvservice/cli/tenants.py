@@ -107,14 +107,14 @@ def rotate(
 
     _edit(file, change)
     if retire:
-        typer.echo(f"{name} has one token left; engines with another are turned out within seconds")
+        typer.echo(f"{name} has one token left; engines with another are detached within seconds")
     else:
         _show_token(name, token, token_to)
 
 
 @app.command()
 def remove(name: Name, file: File) -> None:
-    """End a tenant: its engines are turned out within seconds, and its blocks cannot be named any more."""
+    """End a tenant: its engines are detached within seconds, and its blocks cannot be named any more."""
 
     def change(tenants: Any) -> None:
         _known(tenants, name)

@@ -85,7 +85,7 @@ COUNTERS: Mapping[str, str] = {
     "quota_refused": "slots that tenants did not get because of their quota",
     "in_flight_refused": "slots that tenants did not get because they fill as many as they may",
     "calls_unauthenticated": "calls without a tenant's token, or with a wrong one",
-    "attachments_revoked": "engines turned out because their tenant's rights changed",
+    "attachments_revoked": "engines detached because their tenant's rights changed",
     "lookup_calls": "questions to the lookup service",
     "lookup_rpcs": "calls they took",
     "lookup_incomplete": "questions that a lookup partition did not answer",

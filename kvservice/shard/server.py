@@ -25,7 +25,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvservice import discovery
 from kvservice.aio import end_tasks, is_set_within
-from kvservice.auth.authenticator import Door, room_of
+from kvservice.auth.authenticator import Authenticator, room_of
 from kvservice.auth.tenants import open_tenants
 from kvservice.auth.tls import TlsFiles, check_listener, is_bound, is_loopback, listen, local_or_tcp, open_tls
 from kvservice.client.peer import PeerClient
@@ -89,7 +89,7 @@ class ShardServer:
         self._config = config
         self._wall_clock = wall_clock
         self._tls: TlsFiles | None = None
-        self._door: Door | None = None
+        self._authenticator: Authenticator | None = None
         self._pool: PoolRuntime | None = None
         self._directory: ShardDirectory | None = None
         self._servers: list[grpc.aio.Server] = []
@@ -170,8 +170,8 @@ class ShardServer:
             peers=PeerClient(kind, config.node_id, tls=self._tls, secret=secret),
         )
         discovery.keep_epoch(directory, self._pool.epoch)
-        self._door = Door(tenants, self._pool)
-        self._door.start()
+        self._authenticator = Authenticator(tenants, self._pool)
+        self._authenticator.start()
         await self._listen(socket_path)
         self._socket_path = socket_path
         self._register(config.lookup_addresses)
@@ -232,8 +232,8 @@ class ShardServer:
                 all_ended &= await _end("drain", end_tasks([self._leaver]), PART_END_SECONDS)
             if directory is not None:
                 all_ended &= await _end("directory", directory.stop(leaving), DIRECTORY_END_SECONDS)
-            if self._door is not None:
-                all_ended &= await _end("door", self._door.stop(), PART_END_SECONDS)
+            if self._authenticator is not None:
+                all_ended &= await _end("authenticator", self._authenticator.stop(), PART_END_SECONDS)
             servers, self._servers = self._servers, []
             for server in servers:
                 ending = server.stop(STOP_GRACE_SECONDS)
@@ -334,14 +334,14 @@ class ShardServer:
         server = grpc.aio.server(options=server_options(LISTS_BYTES_MAX), maximum_concurrent_rpcs=CALLS_MAX)
         self._servers.append(server)
         gate = Gate()
-        assert self._door is not None
+        assert self._authenticator is not None
         services = shard_pb2.DESCRIPTOR.services_by_name
         parts: list[tuple[str, object]] = [
             ("PeerService", PeerServicer(self.pool, self.holder)),
-            ("AdminService", AdminServicer(self.pool, self.holder, self.leave, self._door, self.stats)),
+            ("AdminService", AdminServicer(self.pool, self.holder, self.leave, self._authenticator, self.stats)),
         ]
         if with_engines:
-            parts.append(("EngineService", EngineServicer(self.pool, self._door)))
+            parts.append(("EngineService", EngineServicer(self.pool, self._authenticator)))
         handlers = [service_handler(services[name], servicer, gate=gate) for name, servicer in parts]
         server.add_generic_rpc_handlers(tuple(handlers))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Protocol
 
-from kvservice.auth.authenticator import Door, account_of, is_private
+from kvservice.auth.authenticator import Authenticator, account_of, is_private
 from kvservice.auth.identity import caller_of, proof_in
 from kvservice.core.acquire.handoff import check_handoff_id
 from kvservice.core.block.keys import unpack_keys
@@ -40,12 +40,12 @@ class _OfEngine(Protocol):
 class EngineServicer:
     """EngineService: one stream per attached engine, everything else unary."""
 
-    def __init__(self, pool: PoolRuntime, door: Door) -> None:
+    def __init__(self, pool: PoolRuntime, authenticator: Authenticator) -> None:
         self._pool = pool
-        self._door = door
+        self._authenticator = authenticator
 
     async def attach(self, request: shard_pb2.AttachRequest, context: Context) -> AsyncIterator[shard_pb2.AttachEvent]:
-        caller = self._door.caller(context)
+        caller = self._authenticator.caller(context)
         lost: asyncio.Future[KVServiceError] = asyncio.get_running_loop().create_future()
 
         def end(error: KVServiceError) -> None:
@@ -56,7 +56,7 @@ class EngineServicer:
             codec.decode_spec(request), lambda reason: end(Unavailable(reason)), account_of(caller)
         )
         try:
-            attachment = self._door.let_in(caller, attachment, lambda reason: end(Unauthenticated(reason)))
+            attachment = self._authenticator.bind(caller, attachment, lambda reason: end(Unauthenticated(reason)))
             yield shard_pb2.AttachEvent(attached=codec.encode_attachment(attachment))
             while not lost.done():
                 await asyncio.wait([lost], timeout=HEARTBEAT_SECONDS)
@@ -64,12 +64,12 @@ class EngineServicer:
                     yield shard_pb2.AttachEvent(heartbeat=shard_pb2.Heartbeat())
             raise lost.result()
         finally:
-            self._door.left(attachment.attachment_id)
+            self._authenticator.unbind(attachment.attachment_id)
             self._pool.attachment_lost(attachment.attachment_id)
 
     async def detach(self, request: shard_pb2.DetachRequest, context: Context) -> shard_pb2.DetachReply:
         if request.epoch == self._pool.epoch:
-            self._door.check(context, AttachmentId(request.attachment_id))
+            self._authenticator.check(context, AttachmentId(request.attachment_id))
             await self._pool.detach(AttachmentId(request.attachment_id))
         return shard_pb2.DetachReply()
 
@@ -126,7 +126,7 @@ class EngineServicer:
                 asked_epoch=request.epoch,
             )
         attachment = AttachmentId(request.attachment_id)
-        self._door.check(context, attachment)
+        self._authenticator.check(context, attachment)
         return attachment
 
 
@@ -193,13 +193,13 @@ class AdminServicer:
 
     def __init__(
         self, pool: PoolRuntime, holder: Callable[[], Holder], leave: Callable[[float, bool, bool], DrainProgress],
-        door: Door, stats: Callable[[], PoolStats],
+        authenticator: Authenticator, stats: Callable[[], PoolStats],
     ) -> None:  # fmt: skip
         """`leave(timeout_seconds, handover, exit)` begins a drain, or goes on with one. `stats`: of the pool and what
         is around it."""
         self._pool = pool
         self._stats = stats
-        self._door = door
+        self._authenticator = authenticator
         self._holder = holder
         self._leave = leave
 
@@ -232,11 +232,11 @@ class AdminServicer:
 
     async def survey(self, request: shard_pb2.SurveyRequest, context: Context) -> shard_pb2.SurveyReply:
         """With a tenant's token, of that tenant, with what its blocks' names derive from where nobody listens."""
-        caller = self._door.caller_if_any(context)
+        caller = self._authenticator.caller_if_any(context)
         survey = self._pool.survey(None if caller is None else caller.tenant.name)
         reply = codec.encode_survey(self._holder(), survey)
         if caller is not None and is_private(context):
-            reply.tenant_key, reply.public_key = self._door.keys_for(caller)
+            reply.tenant_key, reply.public_key = self._authenticator.keys_for(caller)
         return reply
 
     async def drain(self, request: shard_pb2.DrainRequest, context: Context) -> shard_pb2.DrainReply:
@@ -247,14 +247,14 @@ class AdminServicer:
         return encode_progress(self._leave(request.timeout_seconds, request.handover, request.exit))
 
     async def explain(self, request: shard_pb2.ExplainRequest, context: Context) -> shard_pb2.ExplainReply:
-        account = self._door.account(context)
+        account = self._authenticator.account(context)
         found, models, now = self._pool.explain(check_request_id(request.request_id), account)
         return encode_explanation(found, models, self._holder().node_id, KEEP_SECONDS, now)
 
     async def block_history(
         self, request: shard_pb2.BlockHistoryRequest, context: Context
     ) -> shard_pb2.BlockHistoryReply:
-        account = self._door.account(context)
+        account = self._authenticator.account(context)
         entries, now = self._pool.block_history(tuple(unpack_keys(request.keys)), max(request.age_seconds, 0.0))
         if account is not None:  # who needed the room may be another tenant
             entries = tuple(replace(entry, caused_by="") for entry in entries)

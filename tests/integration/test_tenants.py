@@ -1,4 +1,4 @@
-"""Tenants on two real shards: who is let in, whose blocks are whose, what quotas hold, what a changed file does."""
+"""Tenants on two real shards: who may attach, whose blocks are whose, what quotas hold, what a changed file does."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ class Membership:
             self.counters["announce_forbidden"] += 1
             raise Forbidden(
                 f"node {node_id} is announced by another process: give nodes different names; a node that has lost its "
-                "runtime directory is let in when the directory has forgotten it",
+                "runtime directory is accepted when the directory has forgotten it",
                 node=node_id,
             )
         del self._members[node_id]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvservice.auth.authenticator import Door, is_private
+from kvservice.auth.authenticator import Authenticator, is_private
 from kvservice.auth.tenants import TenantsFile, hash_token, token_metadata
 from kvservice.core.messages import Attachment
 from kvservice.core.segment.geometry import Geometry
@@ -58,28 +58,28 @@ def test_whoever_is_revoked_while_it_attaches_does_not_stay(tmp_path: Path) -> N
     path = tmp_path / "t.json"
     write(path, TOKEN)
     files = TenantsFile(path)
-    door = Door(files, Pool())  # type: ignore[arg-type]
-    caller = door.caller(Call(TOKEN))  # type: ignore[arg-type]
+    authenticator = Authenticator(files, Pool())  # type: ignore[arg-type]
+    caller = authenticator.caller(Call(TOKEN))  # type: ignore[arg-type]
     write(path)
     assert files.look()
     with pytest.raises(Unauthenticated, match="revoked"):
-        door.let_in(caller, ATTACHMENT, lambda reason: None)
+        authenticator.bind(caller, ATTACHMENT, lambda reason: None)
 
 
 def test_an_engine_is_told_of_another_quota_by_attaching_again(tmp_path: Path) -> None:
     path, pool, said = tmp_path / "t.json", Pool(), []
     write(path, TOKEN, quota="50%")
     files = TenantsFile(path)
-    door = Door(files, pool)  # type: ignore[arg-type]
-    attached = door.let_in(door.caller(Call(TOKEN)), ATTACHMENT, said.append)  # type: ignore[arg-type]
+    authenticator = Authenticator(files, pool)  # type: ignore[arg-type]
+    attached = authenticator.bind(authenticator.caller(Call(TOKEN)), ATTACHMENT, said.append)  # type: ignore[arg-type]
     assert attached.quota_bytes == MiB and attached.tenant_key.hex() not in repr(attached)
     write(path, TOKEN, "kvs_another-token-1234", quota="50%")
     files.look()
-    door._take(files.current)
+    authenticator._take(files.current)
     assert said == []
     write(path, TOKEN, quota="25%")
     files.look()
-    door._take(files.current)
+    authenticator._take(files.current)
     assert len(said) == 1 and pool.limits["a"].quota_bytes == MiB // 2
     assert pool.counters == {"attachments_revoked": 1}
 
