@@ -29,7 +29,7 @@ _PACKAGE = "kvservice.wire.v1"
 # Everything else, and whatever is added, is for nodes.
 CLIENT_MAY = frozenset(
     {f"{_PACKAGE}.LookupService.{name}" for name in ("Resolve", "Watch", "FindNode", "LookupStats", "LostBlocks")}
-    | {f"{_PACKAGE}.AdminService.{name}" for name in ("Stats", "Accounting", "Explain", "BlockHistory", "Survey")}
+    | {f"{_PACKAGE}.AdminService.{name}" for name in ("Stats", "Accounting", "Explain", "BlockHistory", "EngineStats")}
 )
 
 Proofs = Callable[[str], tuple[tuple[str, bytes], ...]]  # call metadata for a receiver

@@ -51,7 +51,7 @@ def _ask_directory(lookups: Sequence[str], nodes: int) -> tuple[list[str], str]:
     from kvservice.cli import status
     from kvservice.cli.members import tls_beside
 
-    state = status.survey("", lookups, {}, tls_beside())
+    state = status.read_state("", lookups, {}, tls_beside())
     problems = list(state["problems"])
     for index, row in enumerate(state["lookups"]):
         if not row["error"] and (row["partition"], row["partition_count"]) != (index, len(lookups)):

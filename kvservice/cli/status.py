@@ -36,10 +36,10 @@ def collect(service: str) -> dict[str, Any] | None:
         return None
     newest = max(local, key=lambda record: (is_listening(record.socket), record.epoch))
     tls = tls_beside(newest)
-    return survey(service, newest.lookup_addresses, {record.node_id: record.peer_address for record in local}, tls)
+    return read_state(service, newest.lookup_addresses, {record.node_id: record.peer_address for record in local}, tls)
 
 
-def survey(service: str, lookup_addresses: Sequence[str], known: Mapping[str, str], tls: Any) -> dict[str, Any]:
+def read_state(service: str, lookup_addresses: Sequence[str], known: Mapping[str, str], tls: Any) -> dict[str, Any]:
     """What these lookup partitions say, and every shard that they or `known` (node -> peer address) name. `tls` is
     TlsFiles or None. Blocks for RPCs."""
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:

@@ -255,7 +255,7 @@ class PeerSpeed:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class EngineStats:
     """What a router wants to know of one node."""
 
     engines: tuple[EngineKind, ...]

@@ -27,9 +27,9 @@ from kvservice.core.messages import (
     AcquireResult,
     EngineKind,
     EngineSpec,
+    EngineStats,
     Handoff,
     MissReason,
-    Survey,
 )
 from kvservice.core.peer_calls import TIMEOUT_SECONDS_MAX, PeerCalls, check_keys
 from kvservice.core.recent import Recent
@@ -249,7 +249,7 @@ class ShardState:
     def _engines_of(self, account: str | None) -> list[_Attached]:
         return [attached for attached in self._attached.values() if account is None or attached.account == account]
 
-    def survey(self, account: str | None = None) -> Survey:
+    def engine_stats(self, account: str | None = None) -> EngineStats:
         """What a router wants to know, sorted; with an account, of its engines."""
         kinds: dict[tuple[str, str, Fingerprint], list[_Attached]] = {}
         for attached in self._engines_of(account):
@@ -259,7 +259,7 @@ class ShardState:
             EngineKind(*name, members[0].spec.layout, len(members), max(m.seconds_per_block for m in members))
             for name, members in sorted(kinds.items(), key=lambda item: (*item[0][:2], item[0][2].fields))
         ]
-        return Survey(tuple(engines), self._acquisitions.peer_speeds(), self.draining)
+        return EngineStats(tuple(engines), self._acquisitions.peer_speeds(), self.draining)
 
     def account_of(self, attachment: AttachmentId) -> str:
         """The tenant of an attachment; NOBODY for one that is not known."""

@@ -27,6 +27,7 @@ from kvservice.core.messages import (
     AcquireResult,
     Attachment,
     EngineSpec,
+    EngineStats,
     FollowResult,
     Holder,
     LocateResult,
@@ -35,7 +36,6 @@ from kvservice.core.messages import (
     SealItem,
     SealStatus,
     Statement,
-    Survey,
     TakeOverItem,
     TakeOverResult,
 )
@@ -338,8 +338,8 @@ class PoolRuntime:
             for namespace, model, fingerprint, count in self._state.models()
         ]
 
-    def survey(self, account: str | None = None) -> Survey:
-        return self._state.survey(account)
+    def engine_stats(self, account: str | None = None) -> EngineStats:
+        return self._state.engine_stats(account)
 
     def set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
         """These are the tenants from now on."""

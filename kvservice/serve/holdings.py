@@ -17,7 +17,7 @@ from pathlib import PurePosixPath
 from kvservice.aio import end_tasks
 from kvservice.auth.tls import TlsFiles, open_tls
 from kvservice.auth.token import Token
-from kvservice.client.survey import NodeSurvey, Surveyor
+from kvservice.client.engine_stats import EngineStatsReader, NodeEngineStats
 from kvservice.config import ServiceConfig, tls_of_environment
 from kvservice.core.messages import EngineKind
 from kvservice.core.recent import Recent
@@ -29,16 +29,16 @@ from kvservice.units import BlockKey, NodeId
 
 log = logging.getLogger("kvservice.serve")
 
-SURVEY_SECONDS = 2.0
+ENGINE_STATS_SECONDS = 2.0
 ANSWERS_MAX = 1024
 NODE_ID_CHARS = 12  # of a Ray node's id, when the service runs on Ray
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The nodes as they were at the last survey."""
+    """The nodes as they were when they were read last."""
 
-    nodes: Mapping[NodeId, NodeSurvey]
+    nodes: Mapping[NodeId, NodeEngineStats]
 
     def node_of(self, ray_node: str | None, host: str | None) -> NodeId | None:
         """The shard that an engine on this Ray node uses: the one Ray placed there, or the only one of the host."""
@@ -53,7 +53,7 @@ class Facts:
         """Engines of this model on this node; None when there are none, or several that differ."""
         if node is None or node not in self.nodes:
             return None
-        kinds = self.nodes[node].survey.engines
+        kinds = self.nodes[node].stats.engines
         if namespace:
             kinds = tuple(kind for kind in kinds if kind.namespace == namespace)
         if model:
@@ -65,7 +65,7 @@ class Facts:
         measured = [
             kind.seconds_per_block / kind.layout.block_tokens
             for found in self.nodes.values()
-            for kind in found.survey.engines
+            for kind in found.stats.engines
             if kind.seconds_per_block > 0 and digest in (None, kind.fingerprint.digest)
         ]
         return sum(measured) / len(measured) if measured else 0.0
@@ -92,7 +92,7 @@ class Holdings:
         self._answer_seconds = answer_seconds
         self._clock = clock
         self._lookup: LookupClient | None = None
-        self._surveyor = Surveyor()
+        self._engine_stats = EngineStatsReader()
         self._answers: Recent[tuple[int, BlockKey], tuple[float, LookupAnswer]] = Recent(ANSWERS_MAX)
         self._calls: set[asyncio.Task[LookupAnswer]] = set()
         self._addresses: tuple[str, ...] = ()
@@ -114,18 +114,18 @@ class Holdings:
             addresses = self._believed(tuple(await asyncio.to_thread(self._find)))
             if addresses:
                 await self._connect(addresses)
-                found = await self._surveyor.read(addresses, SURVEY_SECONDS)
+                found = await self._engine_stats.read(addresses, ENGINE_STATS_SECONDS)
                 if found is not None:
                     self.facts = Facts(found)
-                    self.counters["surveys"] += 1
+                    self.counters["refreshes"] += 1
             else:
                 self.counters["no_service"] += 1
         except (KVServiceError, OSError) as error:
-            self.counters["survey_failed"] += 1
-            log.debug("survey failed: %s", error)
+            self.counters["refresh_failed"] += 1
+            log.debug("refresh failed: %s", error)
         except Exception:  # task boundary: the next one may go well
-            self.counters["survey_crashed"] += 1
-            log.exception("survey_crashed")
+            self.counters["refresh_crashed"] += 1
+            log.exception("refresh_crashed")
         finally:
             self._refreshed_at = self._clock()
 
@@ -161,7 +161,7 @@ class Holdings:
         if self._refreshing is not None:
             await end_tasks([self._refreshing])
         await asyncio.gather(*self._calls, return_exceptions=True)  # no longer than their deadlines
-        await self._surveyor.close()
+        await self._engine_stats.close()
         if self._lookup is not None:
             await self._lookup.close()
 
@@ -177,7 +177,7 @@ class Holdings:
     async def _connect(self, addresses: tuple[str, ...]) -> None:
         if self._lookup is None:
             tls = await asyncio.to_thread(self._find_tls)
-            self._lookup, self._surveyor = LookupClient(addresses, tls=tls), Surveyor(tls, self._token)
+            self._lookup, self._engine_stats = LookupClient(addresses, tls=tls), EngineStatsReader(tls, self._token)
         else:
             self._lookup.set_addresses(addresses)
         mirrored = self._lookup.mirrored

@@ -29,7 +29,7 @@ class RouterOptions:
     budget_ms: float = 20.0  # for tokens and lookup together; what takes longer is routed by load
     tokens_max: int = 8192  # of a prompt that are looked at
     answer_seconds: float = 0.5  # an answer of the lookup service is used again for so long
-    refresh_seconds: float = 5.0  # between surveys of the nodes, while there are requests
+    refresh_seconds: float = 5.0  # between readings of the engine stats of the nodes, while there are requests
     engine_blocks: int = 2048  # blocks an engine is believed to remember
     engine_seconds: float = 300.0  # and for how long
     prefill_tokens_per_second: float = 5000.0  # until an engine has measured its own

@@ -316,7 +316,7 @@ def speeds_of(facts: Facts, place: Place, options: RouterOptions) -> Speeds:
         return Speeds(facts.seconds_per_token(None) or per_token, 0, options.load_bytes_per_second, default)
     links = {
         peer.node_id: Link(peer.bytes_per_second, peer.overhead_seconds)
-        for peer in facts.nodes[place.node].survey.peers
+        for peer in facts.nodes[place.node].stats.peers
         if peer.bytes_per_second > 0
     }
     return Speeds(

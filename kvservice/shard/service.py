@@ -230,11 +230,11 @@ class AdminServicer:
             attachments=attachments,
         )
 
-    async def survey(self, request: shard_pb2.SurveyRequest, context: Context) -> shard_pb2.SurveyReply:
+    async def engine_stats(self, request: shard_pb2.EngineStatsRequest, context: Context) -> shard_pb2.EngineStatsReply:
         """With a tenant's token, of that tenant, with what its blocks' names derive from where nobody listens."""
         caller = self._authenticator.caller_if_any(context)
-        survey = self._pool.survey(None if caller is None else caller.tenant.name)
-        reply = codec.encode_survey(self._holder(), survey)
+        stats = self._pool.engine_stats(None if caller is None else caller.tenant.name)
+        reply = codec.encode_engine_stats(self._holder(), stats)
         if caller is not None and is_private(context):
             reply.tenant_key, reply.public_key = self._authenticator.keys_for(caller)
         return reply

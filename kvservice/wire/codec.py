@@ -21,6 +21,7 @@ from kvservice.core.messages import (
     Attachment,
     EngineKind,
     EngineSpec,
+    EngineStats,
     FollowResult,
     Handoff,
     HandoffState,
@@ -30,7 +31,6 @@ from kvservice.core.messages import (
     PeerSpeed,
     SealItem,
     Statement,
-    Survey,
 )
 from kvservice.core.reconcile import OPEN_CALLS_MAX, STATED_HANDOFFS_MAX, STATED_SLOTS_MAX
 from kvservice.core.segment.geometry import Geometry
@@ -375,8 +375,8 @@ def _decode_handles(messages: Iterable[shard_pb2.Handle], keys: tuple[BlockKey, 
     )
 
 
-def encode_survey(node: Holder, survey: Survey) -> shard_pb2.SurveyReply:
-    return shard_pb2.SurveyReply(
+def encode_engine_stats(node: Holder, stats: EngineStats) -> shard_pb2.EngineStatsReply:
+    return shard_pb2.EngineStatsReply(
         node=encode_holder(node),
         engines=[
             shard_pb2.EngineKind(
@@ -387,25 +387,25 @@ def encode_survey(node: Holder, survey: Survey) -> shard_pb2.SurveyReply:
                 attached=kind.attached,
                 seconds_per_block=kind.seconds_per_block,
             )
-            for kind in survey.engines
+            for kind in stats.engines
         ],
         peers=[
             shard_pb2.PeerSpeed(
                 node_id=peer.node_id, bytes_per_second=peer.bytes_per_second, overhead_seconds=peer.overhead_seconds
             )
-            for peer in survey.peers
+            for peer in stats.peers
         ],
-        draining=survey.draining,
+        draining=stats.draining,
     )
 
 
-def decode_survey(message: shard_pb2.SurveyReply) -> Survey:
+def decode_engine_stats(message: shard_pb2.EngineStatsReply) -> EngineStats:
     speeds = [
         *(kind.seconds_per_block for kind in message.engines),
         *(value for peer in message.peers for value in (peer.bytes_per_second, peer.overhead_seconds)),
     ]
     if not all(0 <= value < float("inf") for value in speeds):  # also refuses NaN
-        raise InvalidRequest("a survey has speeds that are no numbers of at least 0")
+        raise InvalidRequest("engine stats have speeds that are no numbers of at least 0")
     engines = [
         EngineKind(
             kind.namespace,
@@ -420,4 +420,4 @@ def decode_survey(message: shard_pb2.SurveyReply) -> Survey:
         for kind in message.engines
     ]
     peers = [PeerSpeed(NodeId(peer.node_id), peer.bytes_per_second, peer.overhead_seconds) for peer in message.peers]
-    return Survey(tuple(engines), tuple(peers), message.draining)
+    return EngineStats(tuple(engines), tuple(peers), message.draining)

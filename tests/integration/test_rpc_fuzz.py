@@ -30,7 +30,7 @@ from kvservice.lookup.server import LookupServer
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually_async
 from kvservice.units import HandoffId, MiB, NodeId, SpanRoute
-from kvservice.wire.codec import decode_survey, encode_fingerprint, encode_layout, encode_refs, encode_spec
+from kvservice.wire.codec import decode_engine_stats, encode_fingerprint, encode_layout, encode_refs, encode_spec
 from kvservice.wire.leaving import encode_take_over
 from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.status import REASON_KEY
@@ -313,7 +313,7 @@ async def drain(cluster: LocalCluster, node: str, *, undo: bool) -> None:
 async def can_be_read(channel: grpc.aio.Channel) -> None:
     """What routers and people ask a shard: one engine's nonsense is not their problem."""
     admin = shard_pb2_grpc.AdminServiceStub(channel)
-    decode_survey(await admin.Survey(shard_pb2.SurveyRequest(), timeout=5))
+    decode_engine_stats(await admin.EngineStats(shard_pb2.EngineStatsRequest(), timeout=5))
     await admin.Explain(shard_pb2.ExplainRequest(), timeout=5)
 
 

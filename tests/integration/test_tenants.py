@@ -23,8 +23,8 @@ from kvservice.auth.tenants import (
     token_metadata,
 )
 from kvservice.auth.token import Token
+from kvservice.client.engine_stats import EngineStatsReader
 from kvservice.client.shard import ShardClient
-from kvservice.client.survey import Surveyor
 from kvservice.core.block.keys import block_keys, chain_hashes
 from kvservice.core.messages import AcquireResult, MissReason, SealItem, SealStatus
 from kvservice.errors import NotAttached, Unauthenticated
@@ -329,11 +329,11 @@ async def test_a_router_with_a_token_is_told_how_its_tenants_blocks_are_named(cl
     mine, other = await enter(cluster, "a"), await enter(cluster, "b")
     found = []
     for token in (Token(TOKENS["a"]), Token()):
-        surveyor = Surveyor(token=token)
-        nodes = await surveyor.read(cluster.lookup_addresses, 5.0)
-        await surveyor.close()
+        reader = EngineStatsReader(token=token)
+        nodes = await reader.read(cluster.lookup_addresses, 5.0)
+        await reader.close()
         assert nodes is not None
-        found.append([(group.tenant_key, group.attached) for group in nodes[NodeId("n0")].survey.engines])
+        found.append([(group.tenant_key, group.attached) for group in nodes[NodeId("n0")].stats.engines])
     assert found == [[(mine.attachment.tenant_key, 1)], [(b"", 2)]]
     await leave(mine, other)
 

@@ -17,9 +17,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvservice.auth import tls as wire_tls
 from kvservice.auth.tls import TlsFiles, open_blocking_channel, open_channel
 from kvservice.cli import explain, status
+from kvservice.client.engine_stats import EngineStatsReader
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
-from kvservice.client.survey import Surveyor
 from kvservice.core.messages import Holder, MissReason, SealStatus
 from kvservice.errors import ConfigError, Unavailable
 from kvservice.lookup.client import LookupClient
@@ -80,10 +80,10 @@ async def resolve(address: str, files: TlsFiles | None) -> None:
 async def test_a_client_with_a_certificate_reaches_everything(files: Path, tmp_path: Path) -> None:
     tls = TlsFiles(files)
     async with one_lookup(files) as lookup, one_shard(tmp_path, files, lookup) as holder:
-        asking, peers, surveyor = (
+        asking, peers, reader = (
             LookupClient([lookup], tls=tls),
             PeerClient("shm", NodeId("b"), tls=tls),
-            Surveyor(tls),
+            EngineStatsReader(tls),
         )
         await eventually_async(lambda: asking.members(CALL_SECONDS), "the announcement of the shard, over TLS too")
         assert (await asking.resolve(KEYS, 0, CALL_SECONDS)).complete
@@ -91,7 +91,7 @@ async def test_a_client_with_a_certificate_reaches_everything(files: Path, tmp_p
         located = await peers.locate(holder, KEYS, NodeId("b"), CALL_SECONDS)
         assert located.handles == (None,) * len(KEYS)
         assert (await peers.room(holder, CALL_SECONDS)).holder == holder
-        assert set(await surveyor.read([lookup], CALL_SECONDS) or {}) == {NODE}
+        assert set(await reader.read([lookup], CALL_SECONDS) or {}) == {NODE}
         async with open_channel(lookup, tls) as channel:
             watch = lookup_pb2_grpc.LookupServiceStub(channel).Watch(lookup_pb2.WatchRequest(), timeout=CALL_SECONDS)
             assert (await watch.read()).node.node_id == NODE
@@ -108,7 +108,7 @@ async def test_a_client_with_a_certificate_reaches_everything(files: Path, tmp_p
                 return str(stub.Stats(shard_pb2.StatsRequest(), timeout=CALL_SECONDS).node.node_id)
 
         assert await asyncio.to_thread(stats) == NODE
-        for client in (asking, peers, surveyor):
+        for client in (asking, peers, reader):
             await client.close()
 
 

@@ -703,7 +703,7 @@ class BlockHistoryReply(_message.Message):
     entries: _containers.RepeatedCompositeFieldContainer[HistoryEntry]
     def __init__(self, entries: _Optional[_Iterable[_Union[HistoryEntry, _Mapping]]] = ...) -> None: ...
 
-class SurveyRequest(_message.Message):
+class EngineStatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -733,7 +733,7 @@ class PeerSpeed(_message.Message):
     overhead_seconds: float
     def __init__(self, node_id: _Optional[str] = ..., bytes_per_second: _Optional[float] = ..., overhead_seconds: _Optional[float] = ...) -> None: ...
 
-class SurveyReply(_message.Message):
+class EngineStatsReply(_message.Message):
     __slots__ = ("node", "engines", "peers", "draining", "tenant_key", "public_key")
     NODE_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]

@@ -768,10 +768,10 @@ class AdminServiceStub(object):
                 request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.BlockHistoryRequest.SerializeToString,
                 response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.BlockHistoryReply.FromString,
                 _registered_method=True)
-        self.Survey = channel.unary_unary(
-                '/kvservice.wire.v1.AdminService/Survey',
-                request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.SurveyRequest.SerializeToString,
-                response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.SurveyReply.FromString,
+        self.EngineStats = channel.unary_unary(
+                '/kvservice.wire.v1.AdminService/EngineStats',
+                request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.EngineStatsRequest.SerializeToString,
+                response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.EngineStatsReply.FromString,
                 _registered_method=True)
 
 
@@ -812,7 +812,7 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Survey(self, request, context):
+    def EngineStats(self, request, context):
         """For routers: who is attached here, how fast they compute, how fast this shard reads from others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -847,10 +847,10 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.BlockHistoryRequest.FromString,
                     response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.BlockHistoryReply.SerializeToString,
             ),
-            'Survey': grpc.unary_unary_rpc_method_handler(
-                    servicer.Survey,
-                    request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.SurveyRequest.FromString,
-                    response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.SurveyReply.SerializeToString,
+            'EngineStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.EngineStats,
+                    request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.EngineStatsRequest.FromString,
+                    response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.EngineStatsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -999,7 +999,7 @@ class AdminService(object):
             _registered_method=True)
 
     @staticmethod
-    def Survey(request,
+    def EngineStats(request,
             target,
             options=(),
             channel_credentials=None,
@@ -1012,9 +1012,9 @@ class AdminService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvservice.wire.v1.AdminService/Survey',
-            kvservice_dot_wire_dot_v1_dot_shard__pb2.SurveyRequest.SerializeToString,
-            kvservice_dot_wire_dot_v1_dot_shard__pb2.SurveyReply.FromString,
+            '/kvservice.wire.v1.AdminService/EngineStats',
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.EngineStatsRequest.SerializeToString,
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.EngineStatsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,9 +7,9 @@ import dataclasses
 
 import pytest
 
-from kvservice.client.survey import NodeSurvey
+from kvservice.client.engine_stats import NodeEngineStats
 from kvservice.core.block.fingerprint import Fingerprint
-from kvservice.core.messages import EngineKind, Holder, PeerSpeed, Survey
+from kvservice.core.messages import EngineKind, EngineStats, Holder, PeerSpeed
 from kvservice.serve.holdings import Facts, Holdings
 from kvservice.serve.options import RouterOptions
 from kvservice.serve.router import Place, explain, speeds_of
@@ -24,11 +24,11 @@ def kind(model: str = "m", seconds_per_block: float = 0.0, namespace: str = "", 
     return EngineKind(namespace, model, Fingerprint.of({"m": model, **fields}), LAYOUT, 1, seconds_per_block)
 
 
-def node(name: str, host: str, *engines: EngineKind, peers: tuple[PeerSpeed, ...] = ()) -> NodeSurvey:
-    return NodeSurvey(Holder(NodeId(name), f"{host}:1", BootEpoch(1)), Survey(engines, peers))
+def node(name: str, host: str, *engines: EngineKind, peers: tuple[PeerSpeed, ...] = ()) -> NodeEngineStats:
+    return NodeEngineStats(Holder(NodeId(name), f"{host}:1", BootEpoch(1)), EngineStats(engines, peers))
 
 
-def facts(*nodes: NodeSurvey) -> Facts:
+def facts(*nodes: NodeEngineStats) -> Facts:
     return Facts({found.node.node_id: found for found in nodes})
 
 
@@ -94,7 +94,7 @@ async def test_a_service_that_cannot_be_found_leaves_what_was_known() -> None:
     holdings.facts = before = facts(node("a", "h"))
     await holdings.refresh()
     assert holdings.facts is before
-    assert holdings.counters["survey_failed"] == 1
+    assert holdings.counters["refresh_failed"] == 1
     assert not holdings.connected
     assert dataclasses.is_dataclass(await holdings.resolve([], 0.1))
     await holdings.close()

@@ -8,11 +8,11 @@ import math
 import pytest
 
 from kvservice.core import events as ev
-from kvservice.core.messages import AcquireRequest, Holder, PeerSpeed, Survey
+from kvservice.core.messages import AcquireRequest, EngineStats, Holder, PeerSpeed
 from kvservice.errors import InvalidRequest
 from kvservice.testing.builders import CoreHarness, make_chain, make_spec
 from kvservice.units import AttachmentId, BootEpoch, NodeId
-from kvservice.wire.codec import decode_survey, encode_survey
+from kvservice.wire.codec import decode_engine_stats, encode_engine_stats
 from kvservice.wire.v1 import shard_pb2
 
 
@@ -27,7 +27,7 @@ def test_engines_that_are_alike_are_one_group_with_what_one_of_them_measured() -
     harness.attach(make_spec("other", "another model"))
     ask(harness, one, 0.25)
     ask(harness, two, 0.0)
-    groups = {group.model: group for group in harness.state.survey().engines}
+    groups = {group.model: group for group in harness.state.engine_stats().engines}
     assert len(groups) == 2
     assert (groups["another model"].attached, groups["another model"].seconds_per_block) == (1, 0.0)
     (both,) = [group for name, group in groups.items() if name != "another model"]
@@ -39,21 +39,21 @@ def test_an_engine_that_left_is_not_told_of() -> None:
     harness = CoreHarness()
     attachment = harness.attach(make_spec("one"))
     harness.send(ev.Detach(attachment))
-    assert harness.state.survey().engines == ()
+    assert harness.state.engine_stats().engines == ()
 
 
-def test_a_survey_survives_the_wire() -> None:
+def test_engine_stats_survive_the_wire() -> None:
     harness = CoreHarness()
     harness.attach(make_spec("one"))
-    survey = dataclasses.replace(harness.state.survey(), peers=(PeerSpeed(NodeId("b"), 1e9, 0.002),))
+    stats = dataclasses.replace(harness.state.engine_stats(), peers=(PeerSpeed(NodeId("b"), 1e9, 0.002),))
     node = Holder(NodeId("a"), "a:1", BootEpoch(3))
-    data = encode_survey(node, survey).SerializeToString()
-    assert decode_survey(shard_pb2.SurveyReply.FromString(data)) == survey
+    data = encode_engine_stats(node, stats).SerializeToString()
+    assert decode_engine_stats(shard_pb2.EngineStatsReply.FromString(data)) == stats
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 def test_a_speed_that_is_none_is_refused(value: float) -> None:
     node = Holder(NodeId("a"), "a:1", BootEpoch(3))
-    message = encode_survey(node, Survey((), (PeerSpeed(NodeId("b"), value, 0.0),)))
+    message = encode_engine_stats(node, EngineStats((), (PeerSpeed(NodeId("b"), value, 0.0),)))
     with pytest.raises(InvalidRequest):
-        decode_survey(message)
+        decode_engine_stats(message)

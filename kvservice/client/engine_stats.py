@@ -16,23 +16,23 @@ import grpc
 from kvservice.auth.tls import TlsFiles
 from kvservice.auth.token import Token
 from kvservice.client.channels import Channels
-from kvservice.core.messages import Holder, Survey
+from kvservice.core.messages import EngineStats, Holder
 from kvservice.errors import ConfigError, InvalidRequest
 from kvservice.units import NodeId
-from kvservice.wire.codec import decode_holder, decode_survey
+from kvservice.wire.codec import decode_engine_stats, decode_holder
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
 
 AT_ONCE_MAX = 32
 
 
 @dataclass(frozen=True, slots=True)
-class NodeSurvey:
+class NodeEngineStats:
     node: Holder
-    survey: Survey
+    stats: EngineStats
 
 
-class Surveyor:
-    """Channels stay open between surveys, those of nodes that are gone are closed."""
+class EngineStatsReader:
+    """Channels stay open between readings; those of nodes that are gone are closed."""
 
     def __init__(self, tls: TlsFiles | None = None, token: Token | None = None) -> None:
         """`token`: of the tenant whose engines are looked for; without one, everybody's."""
@@ -41,7 +41,7 @@ class Surveyor:
         self._token = token or Token()
         self.counters: Counter[str] = Counter()
 
-    async def read(self, lookup_addresses: Sequence[str], timeout: float) -> dict[NodeId, NodeSurvey] | None:
+    async def read(self, lookup_addresses: Sequence[str], timeout: float) -> dict[NodeId, NodeEngineStats] | None:
         """Every live node that answered; None when no lookup partition did. At most `timeout` seconds for the lookup
         partitions one after the other, and as long for the nodes, together."""
         nodes = await self._nodes(lookup_addresses, timeout)
@@ -49,7 +49,7 @@ class Surveyor:
             return None
         permits = asyncio.Semaphore(AT_ONCE_MAX)
 
-        async def ask(node: Holder) -> NodeSurvey | None:
+        async def ask(node: Holder) -> NodeEngineStats | None:
             async with permits:
                 return await self._ask(node, timeout)
 
@@ -67,21 +67,21 @@ class Surveyor:
                 reply = await stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=timeout / len(addresses))
                 return [decode_holder(row.node) for row in reply.nodes if row.alive]
             except grpc.aio.AioRpcError as error:
-                self.counters[f"survey_lookup_{error.code().name.lower()}"] += 1
+                self.counters[f"engine_stats_lookup_{error.code().name.lower()}"] += 1
             except InvalidRequest:
-                self.counters["survey_lookup_malformed"] += 1
+                self.counters["engine_stats_lookup_malformed"] += 1
         return None
 
-    async def _ask(self, node: Holder, timeout: float) -> NodeSurvey | None:
+    async def _ask(self, node: Holder, timeout: float) -> NodeEngineStats | None:
         stub = shard_pb2_grpc.AdminServiceStub(self._channels.get(node.peer_address))
         try:
             metadata = self._token.metadata_for(node.peer_address, encrypted=self._encrypted)
-            reply = await stub.Survey(shard_pb2.SurveyRequest(), timeout=timeout, metadata=metadata)
-            return NodeSurvey(node, decode_survey(reply))
+            reply = await stub.EngineStats(shard_pb2.EngineStatsRequest(), timeout=timeout, metadata=metadata)
+            return NodeEngineStats(node, decode_engine_stats(reply))
         except grpc.aio.AioRpcError as error:
-            self.counters[f"survey_shard_{error.code().name.lower()}"] += 1
+            self.counters[f"engine_stats_shard_{error.code().name.lower()}"] += 1
         except InvalidRequest:
-            self.counters["survey_shard_malformed"] += 1
+            self.counters["engine_stats_shard_malformed"] += 1
         except ConfigError:
-            self.counters["survey_without_token"] += 1
+            self.counters["engine_stats_without_token"] += 1
         return None
