@@ -30,7 +30,7 @@ from benchmarks.lookup_latency import lookup_partitions
 from benchmarks.report import default_out, print_table, write_report
 from kvservice.core.block.keys import SPAN_BLOCKS, pack_keys, span_route
 from kvservice.core.directory.announce import UPDATE_KEYS_MAX, Announcer
-from kvservice.core.directory.index import KEY_COUNT_MAX, DirectoryIndex
+from kvservice.core.directory.directory import KEY_COUNT_MAX, Directory
 from kvservice.core.directory.membership import MEMBERS_MAX
 from kvservice.core.messages import Holder
 from kvservice.lookup.client import split_chain
@@ -97,17 +97,17 @@ def timed(work: Callable[[], object]) -> float:
     return time.process_time() - begun
 
 
-def measure_index(node_count: int, key_count: int) -> tuple[float, float, float, float, float]:
+def measure_directory(node_count: int, key_count: int) -> tuple[float, float, float, float, float]:
     """Bytes a key; seconds a key added, a key resolved; seconds of a first resolve, and of a key that comes again with
     all others of its node. Each run of blocks has two of the
     nodes as holders, which is as mixed as it gets. Call it in a new process: what others freed would be used again."""
     noise = random.Random(2)
     keys = make_keys(key_count)
     nodes = holders(node_count)
-    index = DirectoryIndex(hide_seconds=1e9, forget_seconds=2e9, key_count_max=2 * len(keys))
+    directory = Directory(hide_seconds=1e9, forget_seconds=2e9, key_count_max=2 * len(keys))
     sequences = dict.fromkeys(range(node_count), 1)
     for node in nodes:
-        index.apply(node, 1, full_begin=True, full_end=True, now=0.0)
+        directory.apply(node, 1, full_begin=True, full_end=True, now=0.0)
     gc.collect()
     before = resident_bytes()
     begun = time.process_time()
@@ -115,17 +115,17 @@ def measure_index(node_count: int, key_count: int) -> tuple[float, float, float,
         run = pack_keys(keys[start : start + RUN_BLOCKS])
         for place in noise.sample(range(node_count), 2):
             sequences[place] += 1
-            index.apply(nodes[place], sequences[place], run, now=0.0)
+            directory.apply(nodes[place], sequences[place], run, now=0.0)
     seconds = time.process_time() - begun
     gc.collect()
     used = resident_bytes() - before
     chains = [keys[start : start + 512] for start in range(0, min(len(keys), 1 << 17) - 512, 512)]
-    first = timed(lambda: index.resolve(chains[0], 0.0))
+    first = timed(lambda: directory.resolve(chains[0], 0.0))
     for chain in chains:
-        index.resolve(chain, 0.0)  # holders of each mask are looked up once
-    resolve = min(timed(lambda: [index.resolve(chain, 0.0) for chain in chains]) for _ in range(3))
+        directory.resolve(chain, 0.0)  # holders of each mask are looked up once
+    resolve = min(timed(lambda: [directory.resolve(chain, 0.0) for chain in chains]) for _ in range(3))
     announced = [pack_keys(keys[start : start + UPDATE_KEYS_MAX]) for start in range(0, len(keys), UPDATE_KEYS_MAX)]
-    fresh = DirectoryIndex(hide_seconds=1e9, forget_seconds=2e9, key_count_max=2 * len(keys))
+    fresh = Directory(hide_seconds=1e9, forget_seconds=2e9, key_count_max=2 * len(keys))
     again = timed(
         lambda: [
             fresh.apply(nodes[0], number, packed, full_begin=number == 1, now=0.0)
@@ -201,15 +201,15 @@ def measure_fan_out(prompt_blocks: int) -> dict[int, float]:
 
 
 def measure(key_count: int) -> Costs:
-    index: dict[int, tuple[float, float, float, float, float]] = {}
+    of_nodes: dict[int, tuple[float, float, float, float, float]] = {}
     for count in NODES:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            index[count] = process.submit(measure_index, count, key_count).result()
+            of_nodes[count] = process.submit(measure_directory, count, key_count).result()
     change, snapshot = measure_announcer(make_keys(min(key_count, 200_000)), 8)
     with lookup_partitions(1) as (addresses, _):
         heartbeat, resolve = asyncio.run(measure_calls(addresses[0], child_of_this_process()))
     return Costs(
-        *({count: found[place] for count, found in index.items()} for place in range(5)),
+        *({count: found[place] for count, found in of_nodes.items()} for place in range(5)),
         change, snapshot, heartbeat, resolve,
     )  # fmt: skip
 

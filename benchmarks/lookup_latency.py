@@ -4,7 +4,7 @@
 
 Lookup partitions run as processes of their own, this one is the client. The directory holds `--keys` blocks in chains
 of 2,048; every measured lookup asks for another, randomly chosen, chain, so nothing is warm by repetition. The floor is
-a Resolve call without keys on the same channel; the pure cost of the index comes from one in this process.
+a Resolve call without keys on the same channel; the pure cost of the directory comes from one in this process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.mirror_reads import CHAIN_KEYS, SIZES, cpu_seconds, make_chain, 
 from benchmarks.report import default_out, percentile, print_table, write_report
 from kvservice.core.block.keys import pack_keys, span_route
 from kvservice.core.directory.announce import Announcer
-from kvservice.core.directory.index import DirectoryIndex
+from kvservice.core.directory.directory import Directory
 from kvservice.core.messages import Holder
 from kvservice.lookup.announce_pump import AnnouncePump
 from kvservice.lookup.client import LookupClient
@@ -151,14 +151,14 @@ async def measure_throughput(client: LookupClient, chains: list[list[BlockKey]],
     return {"resolved_keys_per_cpu_second": round(answered / (sum(map(cpu_seconds, pids)) - used))}
 
 
-def measure_index(inventory: Inventory, chains: list[list[BlockKey]]) -> dict[str, object]:
+def measure_directory(inventory: Inventory, chains: list[list[BlockKey]]) -> dict[str, object]:
     """What one resolve costs inside the lookup partition, without gRPC: parse the keys and build the runs."""
-    index = DirectoryIndex()
+    directory = Directory()
     keys = [key for key, _ in inventory]
     resident = _resident_bytes()
     begun = time.perf_counter()
     for sequence, start in enumerate(range(0, len(keys), 16_384), 1):
-        index.apply(NODE, sequence, pack_keys(keys[start : start + 16_384]), full_begin=sequence == 1, now=0.0)
+        directory.apply(NODE, sequence, pack_keys(keys[start : start + 16_384]), full_begin=sequence == 1, now=0.0)
     load_seconds = time.perf_counter() - begun
     bytes_per_key = (_resident_bytes() - resident) / len(keys)
     noise = random.Random(3)
@@ -168,7 +168,7 @@ def measure_index(inventory: Inventory, chains: list[list[BlockKey]]) -> dict[st
         for _ in range(300):
             packed = pack_keys(noise.choice(chains)[:size])
             begun = time.perf_counter()
-            index.resolve(packed, 0.0)
+            directory.resolve(packed, 0.0)
             samples.append((time.perf_counter() - begun) * 1e6)
         resolve_us[str(size)] = {"p50_us": percentile(samples, 0.5), "p99_us": percentile(samples, 0.99)}
     ingest = round(len(keys) / load_seconds)
@@ -213,7 +213,7 @@ def print_figures(figures: dict[str, dict[str, object]]) -> None:
     inside = figures["index"]["resolve_by_keys"]
     assert isinstance(inside, dict)
     print_table(
-        ["index alone", "p50 µs", "p99 µs"], [[f"{n} keys", f["p50_us"], f["p99_us"]] for n, f in inside.items()]
+        ["directory alone", "p50 µs", "p99 µs"], [[f"{n} keys", f["p50_us"], f["p99_us"]] for n, f in inside.items()]
     )
 
 
@@ -233,7 +233,7 @@ def main() -> None:
     for partitions in given.partitions:
         name = f"{partitions} partition{'s' if partitions > 1 else ''}"
         figures[name] = asyncio.run(measure_service(partitions, inventory, chains, given.calls))
-    figures["index"] = measure_index(inventory, chains)
+    figures["index"] = measure_directory(inventory, chains)
     print_figures(figures)
     print(write_report("lookup_latency", {"known_keys": len(inventory), **figures}, given.out))
 

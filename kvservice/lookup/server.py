@@ -1,6 +1,6 @@
 """Hosts one lookup partition behind gRPC, with the standard health and reflection services.
 
-The Ray actor, `python -m kvservice.lookup` and the tests all run this class. It owns the directory index and the
+The Ray actor, `python -m kvservice.lookup` and the tests all run this class. It owns the directory and the
 periodic work on it: expiry of silent nodes and sweeping of what they left. Nothing is kept over a restart; the cache
 shards announce themselves again.
 """
@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvservice.aio import end_tasks
 from kvservice.auth.tls import TlsFiles, is_bound, listen, open_tls, remove_socket
-from kvservice.core.directory.index import DirectoryIndex
+from kvservice.core.directory.directory import Directory
 from kvservice.core.directory.membership import FORGET_SECONDS, HIDE_SECONDS
 from kvservice.errors import ConfigError
 from kvservice.lookup.service import LookupServicer
@@ -64,9 +64,9 @@ class LookupServer:
         self._partition = partition
         self.epoch = epoch if epoch is not None else time.time_ns()
         self._clock = clock
-        self._index = DirectoryIndex(hide_seconds, forget_seconds)
-        self._hub = WatchHub(self._index, clock)
-        self._servicer = LookupServicer(self._index, self._hub, partition, partition_count, self.epoch, clock)
+        self._directory = Directory(hide_seconds, forget_seconds)
+        self._hub = WatchHub(self._directory, clock)
+        self._servicer = LookupServicer(self._directory, self._hub, partition, partition_count, self.epoch, clock)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         self._tls: TlsFiles | None = None
         self._servers: list[grpc.aio.Server] = []  # several after the directory of its socket was removed
@@ -112,11 +112,11 @@ class LookupServer:
 
     def numbers(self) -> LookupNumbers:
         """What its metrics say. Call it on the server's loop."""
-        nodes = self._index.nodes(self._clock())
+        nodes = self._directory.nodes(self._clock())
         alive = sum(node.visible for node in nodes)
         gauges = {
             "boot_epoch": self.epoch,
-            "keys": len(self._index),
+            "keys": len(self._directory),
             "nodes_alive": alive,
             "nodes_silent": len(nodes) - alive,
         }
@@ -135,9 +135,9 @@ class LookupServer:
                     if not is_bound(self._address):  # its directory was removed; who is connected stays so
                         await self._serve(self._address)
                         log.warning("runtime_files_remade", extra={"address": self._address})
-                self._index.expire(self._clock())
+                self._directory.expire(self._clock())
                 self._hub.publish()
-                looked_at = self._index.sweep(SWEEP_KEYS)
+                looked_at = self._directory.sweep(SWEEP_KEYS)
             except Exception:  # task boundary: expiry must go on, and the reason must be seen
                 log.exception("maintenance_failed")
                 looked_at = 0

@@ -1,6 +1,7 @@
-"""The LookupService RPCs over a DirectoryIndex: checks what comes from the wire, asks the index, encodes the answer.
+"""The LookupService RPCs over a Directory: checks what comes from the wire, asks the directory, encodes the answer.
 
-Runs on the server's event loop and never awaits between reading and changing the index, so the index needs no lock.
+Runs on the server's event loop and never awaits between reading and changing the directory, so the directory needs no
+lock.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from contextlib import aclosing
 
 from kvservice.auth.identity import Caller, caller_of, proof_in
 from kvservice.core.block.keys import KEY_BYTES, check_packed, unpack_keys
-from kvservice.core.directory.index import DirectoryIndex, Outcome
+from kvservice.core.directory.directory import Directory, Outcome
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.errors import Forbidden, InvalidRequest, Refused
 from kvservice.lookup.watch import WatchHub
@@ -34,14 +35,14 @@ _OUTCOMES = {
 class LookupServicer:
     def __init__(
         self,
-        index: DirectoryIndex,
+        directory: Directory,
         hub: WatchHub,
         partition: int,
         partition_count: int,
         epoch: int,
         clock: Callable[[], float],
     ) -> None:
-        self._index = index
+        self._directory = directory
         self._hub = hub
         self._partition = partition
         self._partition_count = partition_count
@@ -51,13 +52,13 @@ class LookupServicer:
 
     async def resolve(self, request: lookup_pb2.ResolveRequest, context: Context) -> lookup_pb2.ResolveReply:
         packed = check_packed(request.keys)
-        runs = self._index.resolve(packed, self._clock())
+        runs = self._directory.resolve(packed, self._clock())
         failpoint("lookup.resolve")
         counters = self._counters
         counters["resolve_calls"] += 1
         counters["resolve_keys"] += len(packed) // KEY_BYTES
         counters["resolve_keys_held"] += sum(run.count for run in runs)
-        if self._index.changes:
+        if self._directory.changes:
             self._hub.publish()
         return _encode_runs(runs)
 
@@ -74,7 +75,7 @@ class LookupServicer:
             raise InvalidRequest("the sequence of announcements starts at 1")
         node = decode_holder(request.node)
         self._check_speaks_for(caller_of(context), node)
-        outcome = self._index.apply(
+        outcome = self._directory.apply(
             node,
             request.sequence,
             check_packed(request.added, ANNOUNCED_KEYS_MAX),
@@ -105,12 +106,12 @@ class LookupServicer:
                 yield event
 
     async def find_node(self, request: lookup_pb2.FindNodeRequest, context: Context) -> lookup_pb2.FindNodeReply:
-        found = self._index.find_node(NodeId(request.node_id), self._clock())
+        found = self._directory.find_node(NodeId(request.node_id), self._clock())
         return lookup_pb2.FindNodeReply(node=None if found is None else encode_holder(found))
 
     async def lost_blocks(self, request: lookup_pb2.LostBlocksRequest, context: Context) -> lookup_pb2.LostBlocksReply:
         keys, now = unpack_keys(request.keys), self._clock()
-        lost = self._index.find_lost(keys, now, now - max(request.age_seconds, 0.0))
+        lost = self._directory.find_lost(keys, now, now - max(request.age_seconds, 0.0))
         rows = [(index, lost[key]) for index, key in enumerate(keys) if key in lost]
         return lookup_pb2.LostBlocksReply(
             lost=[
@@ -131,28 +132,28 @@ class LookupServicer:
                 heartbeat_age_seconds=summary.heartbeat_age_seconds,
                 alive=summary.visible,
             )
-            for summary in self._index.nodes(self._clock())
+            for summary in self._directory.nodes(self._clock())
         ]
         counters = {**self.counters(), "watchers": len(self._hub)}
         return lookup_pb2.LookupStatsReply(
             partition=self._partition,
             partition_count=self._partition_count,
             lookup_epoch=self._epoch,
-            key_count=len(self._index),
+            key_count=len(self._directory),
             nodes=nodes,
             counters=counters,
         )
 
     def counters(self) -> dict[str, int]:
-        """Of the index, the watchers and the calls."""
-        counters = {**self._index.all_counters(), **self._counters}
+        """Of the directory, the watchers and the calls."""
+        counters = {**self._directory.all_counters(), **self._counters}
         counters["watchers_cut_off"] = self._hub.cut_off_count
         return counters
 
 
 def _encode_runs(runs: Sequence[HolderRun]) -> lookup_pb2.ResolveReply:
     nodes: dict[Holder, int] = {}
-    indices_of: dict[int, list[int]] = {}  # by identity: the index gives one tuple per distinct set
+    indices_of: dict[int, list[int]] = {}  # by identity: the directory gives one tuple per distinct set
     encoded: list[lookup_pb2.ResolveRun] = []
     for run in runs:
         indices = indices_of.get(id(run.holders))

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from kvservice.core.directory.index import Change, DirectoryIndex
+from kvservice.core.directory.directory import Change, Directory
 from kvservice.errors import Exhausted, Unavailable
 from kvservice.wire.codec import encode_holder
 from kvservice.wire.v1 import lookup_pb2
@@ -74,10 +74,10 @@ class Subscriber:
 
 
 class WatchHub:
-    """Fans the index's changes out. `publish` must follow every call that may change the index."""
+    """Fans the directory's changes out. `publish` must follow every call that may change the directory."""
 
-    def __init__(self, index: DirectoryIndex, clock: Callable[[], float]) -> None:
-        self._index = index
+    def __init__(self, directory: Directory, clock: Callable[[], float]) -> None:
+        self._directory = directory
         self._clock = clock
         self._subscribers: set[Subscriber] = set()
         self.cut_off_count = 0
@@ -86,9 +86,9 @@ class WatchHub:
         return len(self._subscribers)
 
     def publish(self) -> None:
-        if not self._index.changes:
+        if not self._directory.changes:
             return
-        changes, self._index.changes = self._index.changes, []
+        changes, self._directory.changes = self._directory.changes, []
         for event in map(_encode_change, changes):
             for subscriber in self._subscribers:
                 subscriber.push(event)
@@ -99,7 +99,7 @@ class WatchHub:
             raise Exhausted(f"{SUBSCRIBERS_MAX} watchers already", watcher_count_max=SUBSCRIBERS_MAX)
         subscriber = Subscriber()
         self._subscribers.add(subscriber)
-        self._index.record_changes = True
+        self._directory.record_changes = True
         try:
             async with aclosing(self._snapshot(subscriber)) as snapshot:
                 async for event in snapshot:
@@ -110,27 +110,27 @@ class WatchHub:
             self._subscribers.discard(subscriber)
             self.cut_off_count += subscriber.was_cut_off
             if not self._subscribers:
-                self._index.record_changes = False
-                self._index.changes.clear()
+                self._directory.record_changes = False
+                self._directory.changes.clear()
 
     def close(self) -> None:
         for subscriber in self._subscribers:
             subscriber.end(Unavailable("the lookup partition stops"))
 
     async def _snapshot(self, subscriber: Subscriber) -> AsyncGenerator[lookup_pb2.WatchEvent, None]:
-        """Reads the index while it changes: whatever changes meanwhile waits in the queue and is repeated after the
+        """Reads the directory while it changes: whatever changes meanwhile waits in the queue and is repeated after the
         snapshot, in order, so the end result is right."""
         holders = {}
-        for summary in self._index.nodes(self._clock()):
+        for summary in self._directory.nodes(self._clock()):
             holders[summary.node.node_id] = summary.node
             yield lookup_pb2.WatchEvent(node=encode_holder(summary.node), reset=True, hidden=not summary.visible)
         row: int | None = 0
         while row is not None:
             subscriber.raise_if_ended()
-            held, row = self._index.snapshot(row, SNAPSHOT_KEYS)
+            held, row = self._directory.snapshot(row, SNAPSHOT_KEYS)
             for node_id, packed in held.items():
                 if node_id in holders:  # else it came meanwhile, and its announcement is in the queue
-                    hidden = self._index.is_hidden(node_id)
+                    hidden = self._directory.is_hidden(node_id)
                     yield lookup_pb2.WatchEvent(node=encode_holder(holders[node_id]), added=packed, hidden=hidden)
             await asyncio.sleep(0)
         yield lookup_pb2.WatchEvent(snapshot_end=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kvservice.core.messages import HolderRun
 from kvservice.core.store.eviction import EvictionPolicy
-from kvservice.replay.node import Directory, ReplayNode
+from kvservice.replay.node import ReplayDirectory, ReplayNode
 from kvservice.replay.trace import BLOCK_TOKENS, Request, Trace
 from kvservice.serve.load import LoadBook
 from kvservice.serve.routing import Candidate, Link, Prompt, Speeds, blocks_of, decide
@@ -80,7 +80,7 @@ class Cluster:
         """`capacity`: blocks of all nodes together, at least one each."""
         assert routing in ROUTINGS and 0 < node_count <= capacity
         assert pooled or routing == "round-robin", "routing by holdings needs the directory"
-        self._directory = Directory() if pooled else None
+        self._directory = ReplayDirectory() if pooled else None
         shares = [capacity // node_count + (i < capacity % node_count) for i in range(node_count)]
         self.engines = [
             _Engine(ReplayNode(f"n{i}", share, make_policy(), self._directory)) for i, share in enumerate(shares)
@@ -152,7 +152,7 @@ class Cluster:
 
     def _runs(self, request: Request, count: int) -> tuple[HolderRun, ...]:
         assert self._directory is not None
-        return tuple(self._directory.index.resolve(request.keys[:count], request.at))
+        return tuple(self._directory.directory.resolve(request.keys[:count], request.at))
 
     def _serve(self, request: Request, number: int, place: int) -> tuple[int, int, float]:
         """Blocks found here and elsewhere, and seconds to the first token."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from kvservice.core.acquire.acquisition import longest_run
 from kvservice.core.actions import Action, Announce, Retract
 from kvservice.core.block.keys import span_route
-from kvservice.core.directory.index import DirectoryIndex
+from kvservice.core.directory.directory import Directory
 from kvservice.core.messages import Holder
 from kvservice.core.segment.geometry import SLAB_BYTES_MIN, Geometry
 from kvservice.core.store.blocks import NO_KEY, BlockStore, Want
@@ -28,7 +28,9 @@ FAR = 1e18  # seconds: simulated nodes need no heartbeat
 class ReplayNode:
     """`directory`: shared with the other nodes; None: this node alone."""
 
-    def __init__(self, name: str, capacity: int, policy: EvictionPolicy, directory: Directory | None = None) -> None:
+    def __init__(
+        self, name: str, capacity: int, policy: EvictionPolicy, directory: ReplayDirectory | None = None
+    ) -> None:
         assert capacity > 0
         self.holder = Holder(NodeId(name), f"{name}:1", BootEpoch(1))
         self.counters: Counter[str] = Counter()
@@ -94,7 +96,9 @@ class ReplayNode:
             held[index] = key
         return block is not None
 
-    def _fetch(self, directory: Directory, keys: tuple[BlockKey, ...], held: dict[int, BlockKey], now: float) -> None:
+    def _fetch(
+        self, directory: ReplayDirectory, keys: tuple[BlockKey, ...], held: dict[int, BlockKey], now: float
+    ) -> None:
         """As core.acquire.acquisitions with a fast link: every missing block up to the first that nobody has."""
         holders = directory.holders(keys, self.holder, now)
         wanted: list[int] = []
@@ -152,18 +156,18 @@ class ReplayNode:
         self._store.check_invariants()
 
 
-class Directory:
+class ReplayDirectory:
     """All lookup partitions as one, told at once."""
 
     def __init__(self) -> None:
-        self.index = DirectoryIndex(hide_seconds=FAR, forget_seconds=2 * FAR)
+        self.directory = Directory(hide_seconds=FAR, forget_seconds=2 * FAR)
         self._nodes: dict[NodeId, ReplayNode] = {}
         self._sequences: Counter[NodeId] = Counter()
 
     def join(self, node: ReplayNode) -> None:
         self._nodes[node.holder.node_id] = node
         self._sequences[node.holder.node_id] = 1
-        self.index.apply(node.holder, 1, full_begin=True, full_end=True, now=0.0)
+        self.directory.apply(node.holder, 1, full_begin=True, full_end=True, now=0.0)
 
     def node(self, holder: Holder) -> ReplayNode:
         return self._nodes[holder.node_id]
@@ -174,12 +178,12 @@ class Directory:
             self._sequences[holder.node_id] += 1
             added = [key for key, here in words.items() if here]
             removed = [key for key, here in words.items() if not here]
-            self.index.apply(holder, self._sequences[holder.node_id], added, removed, now=now)
+            self.directory.apply(holder, self._sequences[holder.node_id], added, removed, now=now)
 
     def holders(self, keys: Sequence[BlockKey], asker: Holder, now: float) -> dict[int, tuple[Holder, ...]]:
         """By index in the chain; others than the asker."""
         found: dict[int, tuple[Holder, ...]] = {}
-        for run in self.index.resolve(keys, now):
+        for run in self.directory.resolve(keys, now):
             others = tuple(holder for holder in run.holders if holder != asker)
             if others:
                 found.update(dict.fromkeys(range(run.start, run.start + run.count), others))

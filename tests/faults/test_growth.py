@@ -17,7 +17,7 @@ from kvservice.client.peer import PeerClient
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.block.keys import pack_keys
-from kvservice.core.directory.index import DirectoryIndex
+from kvservice.core.directory.directory import Directory
 from kvservice.core.directory.membership import MEMBERS_MAX
 from kvservice.core.explain.evictions import NAMES_MAX
 from kvservice.core.explain.records import RECORDS_MAX
@@ -118,22 +118,22 @@ def test_a_shard_forgets_engines_tenants_and_peers_that_were() -> None:
 
 
 def test_a_directory_forgets_nodes_that_were() -> None:
-    index, keys = DirectoryIndex(hide_seconds=3.0, forget_seconds=30.0), count()
+    directory, keys = Directory(hide_seconds=3.0, forget_seconds=30.0), count()
     for number in range(NAMES):
         now = number * 0.1
         holder = Holder(NodeId(f"node-{number}"), f"10.0.0.1:{number}", BootEpoch(1))
         held = pack_keys([BlockKey(next(keys).to_bytes(16, "big")) for _ in range(4)])
-        index.apply(holder, 1, held, full_begin=True, full_end=True, now=now)
+        directory.apply(holder, 1, held, full_begin=True, full_end=True, now=now)
         if number % 2:
-            index.apply(holder, 2, leaving=True, now=now)
+            directory.apply(holder, 2, leaving=True, now=now)
         if number % 10 == 0:
-            index.sweep(10_000)
+            directory.sweep(10_000)
         if number % 1000 == 0:
-            index.resolve(held, now)
-            index.nodes(now)
-    index.expire(NAMES * 0.1)
-    index.check_invariants()
-    assert_bounded(index)
+            directory.resolve(held, now)
+            directory.nodes(now)
+    directory.expire(NAMES * 0.1)
+    directory.check_invariants()
+    assert_bounded(directory)
 
 
 def test_a_router_forgets_replicas_and_requests_that_were() -> None:

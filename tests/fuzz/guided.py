@@ -20,7 +20,7 @@ import atheris
 with atheris.instrument_imports(include=["kvservice"]):
     from kvservice.config import load_config
     from kvservice.connector.scheduler.handoff import decode_params, parse_transfer_params
-    from kvservice.core.directory.index import DirectoryIndex
+    from kvservice.core.directory.directory import Directory
     from kvservice.core.messages import Handoff
     from kvservice.core.segment.header import pack_header
     from kvservice.errors import KVServiceError
@@ -85,10 +85,10 @@ class Directory:
     """One that lives through all inputs: its books are looked at after each."""
 
     def __init__(self) -> None:
-        self._index = DirectoryIndex()
+        self._directory = Directory()
         self._now = 0.0
-        hub = WatchHub(self._index, lambda: self._now)
-        self._servicer = LookupServicer(self._index, hub, 0, 1, 1, lambda: self._now)
+        hub = WatchHub(self._directory, lambda: self._now)
+        self._servicer = LookupServicer(self._directory, hub, 0, 1, 1, lambda: self._now)
 
     def __call__(self, data: bytes) -> object:
         try:
@@ -99,7 +99,7 @@ class Directory:
         try:
             return LOOP.run_until_complete(self._servicer.announce(request, Plain()))  # type: ignore[arg-type]
         finally:
-            self._index.check_invariants()
+            self._directory.check_invariants()
 
 
 TARGETS: dict[str, Callable[[], Callable[[bytes], object]]] = {

@@ -10,7 +10,7 @@ import pytest
 
 from kvservice.client.shard import ShardClient
 from kvservice.core.directory.announce import Announcer
-from kvservice.core.directory.index import longest_prefix
+from kvservice.core.directory.directory import longest_prefix
 from kvservice.core.directory.mirror import STALE_SECONDS
 from kvservice.core.messages import Holder
 from kvservice.discovery import MIRROR_NAME

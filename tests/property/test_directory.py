@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvservice.core.directory import announce
 from kvservice.core.directory.announce import Announcer, Update
-from kvservice.core.directory.index import DirectoryIndex, Outcome
+from kvservice.core.directory.directory import Directory, Outcome
 from kvservice.core.messages import Holder
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 
@@ -53,7 +53,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.patch.start()
         self.now = 0.0
         self.lookup_epoch = 1
-        self.index = DirectoryIndex(HIDE, FORGET)
+        self.directory = Directory(HIDE, FORGET)
         self.boots: dict[str, Boot] = {}
         self.network: list[Message] = []
         self.sent: list[Message] = []  # everything ever sent, for replays
@@ -159,20 +159,20 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule()
     def restart_lookup(self) -> None:
         self.lookup_epoch += 1
-        self.index = DirectoryIndex(HIDE, FORGET)
+        self.directory = Directory(HIDE, FORGET)
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 4.0, 11.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.index.expire(self.now)
+        self.directory.expire(self.now)
 
     @rule(limit=st.integers(1, 5))
     def sweep(self, limit: int) -> None:
-        self.index.sweep(limit)
+        self.directory.sweep(limit)
 
     def _apply(self, message: Message) -> Outcome:
         update = message.update
-        return self.index.apply(
+        return self.directory.apply(
             message.boot.node,
             update.sequence,
             update.added,
@@ -187,24 +187,24 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @invariant()
     def both_sides_are_sound(self) -> None:
-        self.index.check_invariants()
+        self.directory.check_invariants()
         for boot in self.boots.values():
             boot.announcer.check_invariants()
 
     @invariant()
     def confirmed_directory_is_exact(self) -> None:
-        known = self.index.held_by(KEYS)
+        known = self.directory.held_by(KEYS)
         for name, boot in self.boots.items():
             confirmed = boot.announcer._streams[0].lookup_epoch == self.lookup_epoch
-            member = self.index.membership.get(boot.node.node_id)
-            if confirmed and boot.announcer.is_synced(0) and member in self.index.membership.members():
+            member = self.directory.membership.get(boot.node.node_id)
+            if confirmed and boot.announcer.is_synced(0) and member in self.directory.membership.members():
                 assert set(known.get(boot.node.node_id, [])) == boot.held, f"{name}: the directory is wrong and sure"
 
     @invariant()
     def only_the_newest_epoch_heard_of_is_given(self) -> None:
-        for run in self.index.resolve(KEYS, self.now):
+        for run in self.directory.resolve(KEYS, self.now):
             for holder in run.holders:
-                assert holder.epoch == self.index.membership.epoch_of(holder.node_id)
+                assert holder.epoch == self.directory.membership.epoch_of(holder.node_id)
 
     def teardown(self) -> None:
         try:
@@ -218,12 +218,12 @@ class DirectoryMachine(RuleBasedStateMachine):
         for boot in self.boots.values():
             self._converge(boot)
         holders = {key: set() for key in KEYS}
-        for run in self.index.resolve(KEYS, self.now):
+        for run in self.directory.resolve(KEYS, self.now):
             for key in KEYS[run.start : run.start + run.count]:
                 holders[key] = {str(holder.node_id) for holder in run.holders}
         assert holders == {key: {name for name in self.boots if key in self.boots[name].held} for key in KEYS}
-        while self.index.sweep(5):
-            self.index.check_invariants()
+        while self.directory.sweep(5):
+            self.directory.check_invariants()
 
     def _converge(self, boot: Boot) -> None:
         announcer = boot.announcer
@@ -236,7 +236,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             beats = beats + 1 if announcer.is_synced(0) else 0
             announcer.on_reply(0, self._apply(Message(boot, announcer.heartbeat(0), 0)), self.lookup_epoch)
             exchanged += 1
-            assert exchanged < 60, "announcer and index do not come to rest"
+            assert exchanged < 60, "announcer and directory do not come to rest"
 
 
 DirectoryMachine.TestCase.settings = settings(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvservice.core.block.keys import SPAN_BLOCKS, partition_of, span_route
-from kvservice.core.directory.index import DirectoryIndex
+from kvservice.core.directory.directory import Directory
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.errors import InvalidRequest
 from kvservice.lookup import client
@@ -38,7 +38,7 @@ def test_answers_of_all_partitions_together_are_the_truth(
     count: int, start: int, length: int, held: list[list[range]], excluded: NodeId | None, request_keys_max: int
 ) -> None:
     chain = CHAIN[:length]
-    partitions = [DirectoryIndex() for _ in range(count)]
+    partitions = [Directory() for _ in range(count)]
     truth: dict[int, set[str]] = {}
     for node, parts in zip(NODES, held, strict=True):
         positions = {position for part in parts for position in part if position < length}

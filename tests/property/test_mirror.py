@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvservice.core.block.keys import pack_keys
-from kvservice.core.directory.index import Change, DirectoryIndex
+from kvservice.core.directory.directory import Change, Directory
 from kvservice.core.directory.membership import FORGET_SECONDS, Outcome
 from kvservice.core.directory.mirror import (
     NODES_AT,
@@ -61,7 +61,7 @@ def mirror(rows: int = 64, partition_count: int = 1) -> tuple[MirrorWriter, Mirr
 class Partition:
     """One partition of the directory, and the stream that leads from it to the mirror."""
 
-    index: DirectoryIndex = field(default_factory=DirectoryIndex)
+    directory: Directory = field(default_factory=Directory)
     snapshot_row: int | None = None  # a snapshot is under way, this is its next piece
     sequences: dict[str, int] = field(default_factory=dict)
 
@@ -84,7 +84,7 @@ class MirrorMachine(RuleBasedStateMachine):
         part = self.partitions[partition]
         part.sequences[name] = part.sequences.get(name, 0) + 1
         chosen = KEYS[partition]
-        outcome = part.index.apply(
+        outcome = part.directory.apply(
             node(name, self.epochs[name], self.ports[name]), part.sequences[name],
             [chosen[i] for i in added], [chosen[i] for i in removed], now=self.now, **flags,
         )  # fmt: skip
@@ -115,22 +115,22 @@ class MirrorMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
         for part in self.partitions:
-            part.index.expire(self.now)
+            part.directory.expire(self.now)
 
     @rule()
     def sweep(self) -> None:
         self.writer.sweep()
         for part in self.partitions:
-            part.index.sweep(10)
+            part.directory.sweep(10)
 
     @rule(partition=partitions)
     def stream_breaks_and_begins_anew(self, partition: int) -> None:
         part = self.partitions[partition]
-        part.index.changes.clear()
-        part.index.record_changes = True
+        part.directory.changes.clear()
+        part.directory.record_changes = True
         part.snapshot_row = 0
         self.writer.begin(partition)
-        for summary in part.index.nodes(self.now):
+        for summary in part.directory.nodes(self.now):
             self.writer.apply(partition, MirrorEvent(summary.node, reset=True, hidden=not summary.visible), self.now)
 
     @precondition(lambda self: any(part.snapshot_row is not None for part in self.partitions))
@@ -139,10 +139,10 @@ class MirrorMachine(RuleBasedStateMachine):
         for partition, part in enumerate(self.partitions):
             if part.snapshot_row is None:
                 continue
-            known = {summary.node.node_id: summary for summary in part.index.nodes(self.now)}
-            held, part.snapshot_row = part.index.snapshot(part.snapshot_row, limit)
+            known = {summary.node.node_id: summary for summary in part.directory.nodes(self.now)}
+            held, part.snapshot_row = part.directory.snapshot(part.snapshot_row, limit)
             for name, packed in held.items():
-                event = MirrorEvent(known[name].node, packed, hidden=part.index.is_hidden(name))
+                event = MirrorEvent(known[name].node, packed, hidden=part.directory.is_hidden(name))
                 self.writer.apply(partition, event, self.now)
             if part.snapshot_row is None:
                 self.writer.apply(partition, MirrorEvent(snapshot_end=True), self.now)
@@ -159,17 +159,17 @@ class MirrorMachine(RuleBasedStateMachine):
             return
         for partition, part in enumerate(self.partitions):
             if part.snapshot_row is None:
-                for change in part.index.changes:
+                for change in part.directory.changes:
                     self.writer.apply(partition, events_of(change), self.now)
-                part.index.changes.clear()
+                part.directory.changes.clear()
 
     @invariant()
     def mirror_answers_what_the_directory_answers(self) -> None:
         self.writer.check_invariants()
         for partition, part in enumerate(self.partitions):
-            if self.reader.feed(partition, 0.0) is Feed.LIVE and not part.index.changes:
-                runs = part.index.resolve(KEYS[partition], self.now)
-                if not part.index.changes:
+            if self.reader.feed(partition, 0.0) is Feed.LIVE and not part.directory.changes:
+                runs = part.directory.resolve(KEYS[partition], self.now)
+                if not part.directory.changes:
                     assert self.reader.resolve(pack_keys(KEYS[partition])) == runs
 
     def teardown(self) -> None:

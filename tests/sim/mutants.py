@@ -17,7 +17,7 @@ KEYS = "kvservice.core.block.keys"
 TENANTS = "kvservice.core.block.tenants"
 DIGEST = "kvservice.core.segment.digest"
 MEMBERSHIP = "kvservice.core.directory.membership"
-INDEX = "kvservice.core.directory.index"
+DIRECTORY = "kvservice.core.directory.directory"
 ANNOUNCE = "kvservice.core.directory.announce"
 SCHEDULER = "kvservice.connector.scheduler.half"
 SESSION = "kvservice.connector.scheduler.pool_session"
@@ -181,14 +181,14 @@ MUTANTS = (
     ),
     Mutant(
         "removals wait until the full announcement is out",
-        INDEX,
+        DIRECTORY,
         "            self._remove(node.node_id, bit, less)",
         "            self._remove(node.node_id, bit, less[16:])",
         seed=1,
     ),
     Mutant(
         "a node's old blocks are forgotten when it announces itself anew",
-        INDEX,
+        DIRECTORY,
         "        if verdict.forget:\n            self._retire(",
         "        if verdict.forget and leaving:\n            self._retire(",
         seed=11,

@@ -1,6 +1,6 @@
 """What a shard still has to tell each lookup partition: changes, a full announcement, or only that it is alive.
 
-The counterpart of `index`. Pure, with one caller. Per partition there is one update at a time on its way; what is
+The counterpart of `directory`. Pure, with one caller. Per partition there is one update at a time on its way; what is
 not known to have arrived is sent again under the same sequence, so the receiver can tell a repetition from news.
 """
 

@@ -1,7 +1,7 @@
 """Which nodes the directory knows, what state each is in, and what an announcement of one may do.
 
-Owns epochs, sequences and heartbeat deadlines. Owns no keys: `index` keeps those and does what a verdict says. Pure,
-with one caller.
+Owns epochs, sequences and heartbeat deadlines. Owns no keys: `directory` keeps those and does what a verdict says.
+Pure, with one caller.
 
     syncing  a full announcement is under way; what has come of it is visible
     alive    announced in full, heartbeats arrive
@@ -112,7 +112,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the index must do about the node's keys, in this order: `forget` the old ones, `apply` the new ones."""
+    """What the directory must do about the node's keys, in this order: `forget` the old ones, `apply` the new ones."""
 
     outcome: Outcome
     forget: bool = False

@@ -303,7 +303,7 @@ class MirrorReader:
         return Feed(state) if state <= Feed.FULL else Feed.NEVER
 
     def resolve(self, packed: bytes) -> list[HolderRun] | None:
-        """Who holds these keys, as DirectoryIndex.resolve. None when it cannot be told for one of them."""
+        """Who holds these keys, as Directory.resolve. None when it cannot be told for one of them."""
         self._refresh()
         runs: list[HolderRun] = []
         start = 0

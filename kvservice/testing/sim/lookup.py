@@ -9,7 +9,7 @@ from kvservice.aio import within
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX as SNAPSHOT_KEYS
 from kvservice.core.block.keys import partition_of, route_of_head, unpack_keys
 from kvservice.core.directory.announce import Announcer, Update
-from kvservice.core.directory.index import DirectoryIndex, Outcome
+from kvservice.core.directory.directory import Directory, Outcome
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.lookup.announce_pump import AnnouncePump
 from kvservice.testing.sim.world import Process, World
@@ -31,20 +31,20 @@ class LookupPartition(Process):
 
     def __init__(self, world: World, partition: int) -> None:
         super().__init__(world, f"lookup{partition}", f"lookup{partition}")
-        self.index = DirectoryIndex()
+        self.directory = Directory()
         self.epoch = 1
         self.after(SWEEP_SECONDS, self._sweep)
 
     def restart(self) -> None:
         self.alive = True
         self.epoch += 1
-        self.index = DirectoryIndex()
+        self.directory = Directory()
         self.after(SWEEP_SECONDS, self._sweep)
         self.world.note(self.name, f"started, epoch {self.epoch}")
 
     def _sweep(self) -> None:
-        self.index.expire(self.clock())
-        self.index.sweep(64)
+        self.directory.expire(self.clock())
+        self.directory.sweep(64)
         self.after(SWEEP_SECONDS, self._sweep)
 
     def keys_of(self, node_id: NodeId) -> set[BlockKey]:
@@ -52,22 +52,22 @@ class LookupPartition(Process):
         keys: set[BlockKey] = set()
         row: int | None = 0
         while row is not None:
-            held, row = self.index.snapshot(row, SNAPSHOT_KEYS)
+            held, row = self.directory.snapshot(row, SNAPSHOT_KEYS)
             keys.update(unpack_keys(held.get(node_id, b"")))
         return keys
 
     def announce(self, node: Holder, update: Update, reply: Callable[[Outcome, int], None]) -> None:
-        outcome = self.index.apply(
+        outcome = self.directory.apply(
             node, update.sequence, update.added, update.removed,
             full_begin=update.full_begin, full_end=update.full_end, leaving=update.leaving, now=self.clock(),
         )  # fmt: skip
         self.world.send(self.host, str(node.node_id), reply, outcome, self.epoch)
 
     def resolve(self, keys: Sequence[BlockKey], asker: NodeId, reply: Callable[[list[HolderRun]], None]) -> None:
-        self.world.send(self.host, str(asker), reply, self.index.resolve(keys, self.clock()))
+        self.world.send(self.host, str(asker), reply, self.directory.resolve(keys, self.clock()))
 
     def find_node(self, node_id: NodeId, asker: NodeId, reply: Callable[[Holder | None], None]) -> None:
-        self.world.send(self.host, str(asker), reply, self.index.find_node(node_id, self.clock()))
+        self.world.send(self.host, str(asker), reply, self.directory.find_node(node_id, self.clock()))
 
 
 class Herald(AnnouncePump):

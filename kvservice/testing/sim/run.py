@@ -160,7 +160,7 @@ class SimulatedRun:
         if unequal:
             raise Violation(f"after everything ended, {unequal[0]}")
         for lookup in self.lookups:
-            lookup.index.check_invariants()
+            lookup.directory.check_invariants()
         for node in self.nodes:
             if node.state is None:
                 raise Violation(f"{node.name} does not serve after everything ended")

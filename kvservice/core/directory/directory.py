@@ -1,9 +1,9 @@
 """The directory of one lookup partition: which live node holds which block key. Pure, with one caller.
 
-Every node has a bit; a key maps to the bits of its holders (core.holder_table). A node whose keys are to be forgotten
-(it died, left, restarted, or announces itself anew) simply gets another bit, and the old one is masked out of every
-answer at once; `sweep` takes it out of the keys later. So the loss of a node with a million blocks costs nothing at the
-moment it happens. One key takes 37 to 57 bytes. Keys come and go packed, so that none is an object of its own.
+Every node has a bit; a key maps to the bits of its holders (core.directory.holder_table). A node whose keys are to be
+forgotten (it died, left, restarted, or announces itself anew) simply gets another bit, and the old one is masked out of
+every answer at once; `sweep` takes it out of the keys later. So the loss of a node with a million blocks costs nothing
+at the moment it happens. One key takes 37 to 57 bytes. Keys come and go packed, so that none is an object of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvservice.core.explain.evictions import Eviction, EvictionCause, EvictionHi
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.units import BlockKey, NodeId
 
-__all__ = ["Change", "DirectoryIndex", "NodeSummary", "Outcome", "longest_prefix"]
+__all__ = ["Change", "Directory", "NodeSummary", "Outcome", "longest_prefix"]
 
 KEY_COUNT_MAX = 16_000_000
 ANSWERS_MAX = 65_536
@@ -58,7 +58,7 @@ def longest_prefix(runs: Sequence[HolderRun]) -> int:
     return end
 
 
-class DirectoryIndex:
+class Directory:
     """`changes` collects what watchers want to know while `record_changes` is set; the caller takes them out."""
 
     def __init__(
@@ -124,7 +124,7 @@ class DirectoryIndex:
 
     def resolve(self, keys: Sequence[BlockKey] | bytes, now: float) -> list[HolderRun]:
         """Who holds these keys, listed or packed, as runs of consecutive keys with the same live holders; keys nobody
-        holds are left out. Does not change the index, apart from what is due by time."""
+        holds are left out. Does not change the directory, apart from what is due by time."""
         self.expire(now)
         self._refresh_answers()
         packed = _packed(keys)
