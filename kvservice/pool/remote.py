@@ -55,7 +55,7 @@ class DirectoryPort(Protocol):
     def self_holder(self) -> Holder | None: ...
 
 
-class Outside:
+class RemoteShards:
     """`directory` and `peers` are None in the embedded mode."""
 
     def __init__(

@@ -49,7 +49,7 @@ from kvservice.memory.segment import Segment
 from kvservice.observe.failpoints import failpoint
 from kvservice.pool.digests import Digests
 from kvservice.pool.opening import close_new, open_segment
-from kvservice.pool.remote import DirectoryPort, Outside
+from kvservice.pool.remote import DirectoryPort, RemoteShards
 from kvservice.pool.runtime_ports import Claim, MemoryPort, PoolConfig, PullerPort
 from kvservice.transfer.base import Transport
 from kvservice.transfer.puller import Puller, PullItem, PullJob
@@ -91,7 +91,7 @@ class PoolRuntime:
             tenants=config.tenants,
             policy=POLICIES[config.eviction](),
         )
-        self._outside = Outside(config.node_id, directory, peers, clock, self._state.counters)
+        self._remote = RemoteShards(config.node_id, directory, peers, clock, self._state.counters)
         self._digests = Digests(self._segment)
         self._calls: dict[int, tuple[asyncio.Future[Any], AttachmentId | None]] = {}
         self._lost: dict[AttachmentId, Callable[[str], None]] = {}
@@ -216,7 +216,7 @@ class PoolRuntime:
         if self._puller is not None:
             await in_thread(self._puller.close)
         await in_thread(self._digests.shutdown)
-        await self._outside.close()
+        await self._remote.close()
         self._segment.close()
 
     # -- what only the shard service uses ----
@@ -247,7 +247,7 @@ class PoolRuntime:
     ) -> TakeOverResult:
         """Read these blocks of a node that leaves, as far as there is room. Raises Refused for a stranger, Forbidden
         for a node that does not leave."""
-        member = await self._outside.leaver(leaver)
+        member = await self._remote.leaver(leaver)
         result: TakeOverResult = await self._call(
             lambda op: ev.PeerTakeOver(op, epoch, member, payload_bytes, items, wait_seconds), None
         )
@@ -493,12 +493,12 @@ class PoolRuntime:
     # -- peers ----
 
     async def _report(self, action: act.Outgoing) -> None:
-        answer = await self._outside.perform(action)
+        answer = await self._remote.perform(action)
         if answer is not None:
             self._dispatch(answer)
 
     def _pull(self, action: act.Pull) -> None:
-        info = self._outside.peer_info(action.holder.node_id, action.epoch)
+        info = self._remote.peer_info(action.holder.node_id, action.epoch)
         if self._puller is None or info is None:
             failed = (ev.PullResult.FAILED,) * len(action.items)
             self._loop.call_soon(self._dispatch, ev.Pulled(action.job, failed))

@@ -24,7 +24,7 @@ from kvservice.core.explain.records import RECORDS_MAX
 from kvservice.core.messages import Holder
 from kvservice.core.recent import NODES_MAX, Recent
 from kvservice.core.store.reuse import GONE_MAX
-from kvservice.pool.remote import Outside
+from kvservice.pool.remote import RemoteShards
 from kvservice.serve.load import LoadBook, SentPrefixes
 from kvservice.testing.builders import CoreHarness, make_chain, make_holder, make_located, make_spec, run_of
 from kvservice.units import BlockHash, BlockKey, BootEpoch, HandoffId, MiB, NodeId
@@ -184,22 +184,22 @@ async def test_what_a_shard_keeps_of_peers_does_not_grow_with_the_nodes_that_eve
     port = server.add_insecure_port("0.0.0.0:0")
     await server.start()
     peers = PeerClient("shm", NodeId("me"), secret=b"x" * 32)
-    outside = Outside(NodeId("me"), None, peers, time.monotonic, Counter())
+    remote = RemoteShards(NodeId("me"), None, peers, time.monotonic, Counter())
     settled = 0
     for number in range(nodes):
         address = f"127.{1 + number // 60_000}.{number // 250 % 250}.{1 + number % 250}:{port}"
         holder = Holder(NodeId(f"node-{number}"), address, BootEpoch(7))
         await outside.perform(act.Locate(number, holder, (BlockKey(b"k" * 16),), 10.0))
-        assert outside.peer_info(holder.node_id, BootEpoch(7)) is not None, "the latest one is known"
+        assert remote.peer_info(holder.node_id, BootEpoch(7)) is not None, "the latest one is known"
         if number == 2 * bound:
             settled = resident_bytes()
     await asyncio.sleep(0.5)  # for what was retired to have closed
-    names = [len(peers._channels._open), len(peers._breakers), len(peers._infos), len(outside._peer_infos)]
+    names = [len(peers._channels._open), len(peers._breakers), len(peers._infos), len(remote._peer_infos)]
     assert names == [bound] * 4
     assert len(peers._channels._retired) < bound
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     grown = resident_bytes() - settled
-    await outside.close()
+    await remote.close()
     await server.stop(0)
     assert descriptors < 4 * bound + 100
     # A channel takes 30 KB: without the bound, 80 % of the nodes would be in this difference.

@@ -15,8 +15,8 @@ from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.testing.sim.lookup import Herald, LookupPartition
 from kvservice.testing.sim.loop import ProcessLoop
 from kvservice.testing.sim.memory import SegmentMemory
-from kvservice.testing.sim.outside import SimDirectory, SimPeers
 from kvservice.testing.sim.puller import SimPuller
+from kvservice.testing.sim.remote import SimDirectory, SimPeers
 from kvservice.testing.sim.world import Process, Violation, World
 from kvservice.units import AttachmentId, BlockKey, NodeId, SpanRoute
 

@@ -10,7 +10,7 @@ import pytest
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.messages import Handoff
-from kvservice.pool.remote import Outside
+from kvservice.pool.remote import RemoteShards
 from kvservice.testing.builders import make_chain, make_holder
 from kvservice.units import HandoffId, NodeId
 
@@ -19,16 +19,16 @@ HANDOFF = Handoff(HandoffId(b"h" * 16), NodeId("peer"))
 
 
 @pytest.fixture
-def alone() -> Outside:
-    return Outside(NodeId("me"), None, None, time.monotonic, Counter())
+def alone() -> RemoteShards:
+    return RemoteShards(NodeId("me"), None, None, time.monotonic, Counter())
 
 
-async def test_without_a_directory_nothing_is_found_and_it_is_said_that_nobody_was_asked(alone: Outside) -> None:
+async def test_without_a_directory_nothing_is_found_and_it_is_said_that_nobody_was_asked(alone: RemoteShards) -> None:
     assert await alone.perform(act.Resolve(3, CHAIN, 0, 1.0)) == ev.Resolved(3, (), complete=False)
     assert await alone.perform(act.FindTakers(())) == ev.TakersFound((), {})
 
 
-async def test_without_peers_every_call_to_one_fails_and_ends(alone: Outside) -> None:
+async def test_without_peers_every_call_to_one_fails_and_ends(alone: RemoteShards) -> None:
     located = await alone.perform(act.Locate(3, PEER, CHAIN, 1.0))
     followed = await alone.perform(act.Follow(4, 5, HANDOFF, CHAIN, 1.0))
     assert isinstance(located, ev.Located) and (located.fetch, located.result) == (3, None)
