@@ -158,7 +158,7 @@ def shard(
     service: Service = None,
     pool: Annotated[str | None, typer.Option(help="Shared memory to give, e.g. 64GiB. Default: 4GiB.")] = None,
     config: Config = None,
-    memory: Annotated[Path, typer.Option(help="Folder in memory for the pool; engines need the same.")] = DEV_SHM,
+    segment_dir: Annotated[Path, typer.Option(help="Folder in memory for the pool; engines need the same.")] = DEV_SHM,
     keep_blocks: Annotated[
         bool, typer.Option("--keep-blocks", help="Leave the blocks in memory for the next start on this machine.")
     ] = False,
@@ -174,7 +174,9 @@ def shard(
     try:
         addresses = ",".join(lookup_at) if lookup_at else None
         loaded = load_config(config, service=service, pool_bytes=pool, lookup_addresses=addresses)
-        processes.run_shard(loaded, node, host, port, memory.absolute(), keep_blocks=keep_blocks, grace_seconds=grace)
+        processes.run_shard(
+            loaded, node, host, port, segment_dir.absolute(), keep_blocks=keep_blocks, grace_seconds=grace
+        )
     except KVServiceError as error:
         raise fail(error) from error
 

@@ -13,10 +13,10 @@ LOOKUP_PORT = 7400
 
 
 def run_shard(
-    config: Any, node: str, host: str, port: int, memory: Path, *, keep_blocks: bool, grace_seconds: float
+    config: Any, node: str, host: str, port: int, segment_dir: Path, *, keep_blocks: bool, grace_seconds: float
 ) -> None:
-    """One node's shard. `config` is a ServiceConfig; `host` is bound and told to peers, `memory` is the folder of the
-    pool. Blocks until a signal."""
+    """One node's shard. `config` is a ServiceConfig; `host` is bound and told to peers, `segment_dir` is the folder of
+    the pool. Blocks until a signal."""
     from kvservice.shard.process import serve
     from kvservice.shard.server import ShardServerConfig
     from kvservice.units import NodeId
@@ -29,7 +29,7 @@ def run_shard(
         pool_bytes=config.pool_bytes,
         lookup_addresses=config.lookups_elsewhere,
         runtime_root=Path(config.runtime_dir) if config.runtime_dir else None,
-        segment_directory=memory,
+        segment_dir=segment_dir,
         peer_host=bracketed(host),
         peer_port=port,
         lease_seconds=config.lease_seconds,

@@ -39,7 +39,7 @@ def parse_config(arguments: list[str] | None = None) -> tuple[ShardServerConfig,
     parser.add_argument("--transport", choices=("auto", "nixl", "shm"), default="auto")
     parser.add_argument("--lease-seconds", type=float, default=ServiceConfig().lease_seconds)
     parser.add_argument("--runtime-root", type=Path, default=None)
-    parser.add_argument("--segment-directory", type=Path, default=DEV_SHM)
+    parser.add_argument("--segment-dir", type=Path, default=DEV_SHM)
     parser.add_argument("--mirror-bytes", type=parse_bytes, default=MIRROR_BYTES, help="0 = no mirror of the directory")
     parser.add_argument("--slab-bytes", type=parse_bytes, default=None)
     parser.add_argument("--keep-segment", action="store_true", help="leave the blocks for the next start of this node")
@@ -55,7 +55,7 @@ def parse_config(arguments: list[str] | None = None) -> tuple[ShardServerConfig,
         pool_bytes=given.pool,
         lookup_addresses=tuple(given.lookup),
         runtime_root=given.runtime_root,
-        segment_directory=given.segment_directory,
+        segment_dir=given.segment_dir,
         peer_host=given.host,
         peer_port=given.port,
         lease_seconds=given.lease_seconds,

@@ -65,10 +65,10 @@ DEV_SHM = Path("/dev/shm")
 class ShardServerConfig:
     service: str  # name shared by all parts of one installation
     node_id: NodeId
-    pool_bytes: int  # budget of the segment; must be free in segment_directory
+    pool_bytes: int  # budget of the segment; must be free in segment_dir
     lookup_addresses: tuple[str, ...] = ()  # host:port or unix:/path of each, in partition order; () = node alone
     runtime_root: Path | None = None
-    segment_directory: Path = DEV_SHM
+    segment_dir: Path = DEV_SHM
     peer_host: str = "127.0.0.1"  # bound and advertised; loopback without TLS = a Unix socket instead
     peer_port: int = 0  # 0 = any free one
     lease_seconds: float = 10.0  # how long a promise outlives a vanished engine
@@ -145,7 +145,7 @@ class ShardServer:
         self._secret = secret = discovery.node_secret(directory)
         if config.lookup_addresses:
             mirror = DirectoryMirror.open(
-                mirror_path(segment_path(config.service, config.node_id, config.segment_directory)),
+                mirror_path(segment_path(config.service, config.node_id, config.segment_dir)),
                 directory / discovery.MIRROR_NAME,
                 config.lookup_addresses,
                 config.mirror_bytes,
@@ -156,7 +156,7 @@ class ShardServer:
         self._pool = await PoolRuntime.open(
             PoolConfig(
                 config.node_id,
-                segment_path(config.service, config.node_id, config.segment_directory),
+                segment_path(config.service, config.node_id, config.segment_dir),
                 geometry,
                 config.lease_seconds,
                 # A new segment (the machine rebooted) must still come after every epoch anybody has seen, and the

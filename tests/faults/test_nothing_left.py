@@ -303,7 +303,7 @@ async def _client(path: str) -> ShardClient:
 async def test_a_new_segment_waits_for_the_room_of_the_old_one(config: ShardServerConfig, tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(tmp_path)], check=True)
     try:
-        config = replace(config, pool_bytes=8 * MiB, segment_directory=tmp_path)
+        config = replace(config, pool_bytes=8 * MiB, segment_dir=tmp_path)
         async with serving(config) as server:
             attachment = await server.pool.attach(spec(), lambda reason: None)
             mapped = Segment.attach(Path(attachment.segment_path), attachment.geometry)

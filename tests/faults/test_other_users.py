@@ -64,7 +64,7 @@ def shared() -> Iterator[Path]:
 
 def config(root: Path, name: str = "squat") -> ShardServerConfig:
     return ShardServerConfig(
-        name, NodeId("n0"), 8 * MiB, runtime_root=root, segment_directory=root.parent, slab_bytes=MiB, transport="shm"
+        name, NodeId("n0"), 8 * MiB, runtime_root=root, segment_dir=root.parent, slab_bytes=MiB, transport="shm"
     )
 
 

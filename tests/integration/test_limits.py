@@ -32,7 +32,7 @@ async def test_calls_that_wait_are_bounded_and_starve_no_short_ones(
     server = ShardServer(
         ShardServerConfig(
             service=f"limits{tmp_path.name[:8]}", node_id=NodeId("n0"), pool_bytes=8 * MiB, slab_bytes=1 * MiB,
-            transport="shm", runtime_root=tmp_path, segment_directory=tmp_path,
+            transport="shm", runtime_root=tmp_path, segment_dir=tmp_path,
         )
     )  # fmt: skip
     holder = await server.start()

@@ -177,7 +177,7 @@ async def service(
     shard = ShardServer(
         ShardServerConfig(
             service=f"roles{root.name[:16]}", node_id=N0, pool_bytes=8 * MiB, slab_bytes=1 * MiB, transport="shm",
-            lookup_addresses=(address,), runtime_root=root, segment_directory=root, heartbeat_seconds=0.1,
+            lookup_addresses=(address,), runtime_root=root, segment_dir=root, heartbeat_seconds=0.1,
             tls_dir=str(directory),
         )
     )  # fmt: skip

@@ -56,7 +56,7 @@ async def one_shard(root: Path, directory: Path | None, *lookups: str) -> AsyncI
     server = ShardServer(
         ShardServerConfig(
             service=f"tls{root.name[:16]}", node_id=NODE, pool_bytes=8 * MiB, slab_bytes=1 * MiB, transport="shm",
-            lookup_addresses=lookups, runtime_root=root, segment_directory=root, heartbeat_seconds=0.1,
+            lookup_addresses=lookups, runtime_root=root, segment_dir=root, heartbeat_seconds=0.1,
             tls_dir=str(directory or ""), allow_plaintext=directory is None,
         )
     )  # fmt: skip
@@ -219,7 +219,7 @@ async def test_a_plaintext_port_is_refused_with_three_ways_out(files: Path, tmp_
         await LookupServer("127.0.0.1:0").start()
     config = ShardServerConfig(
         service="tlsrequired", node_id=NODE, pool_bytes=8 * MiB, slab_bytes=1 * MiB, transport="shm",
-        runtime_root=tmp_path, segment_directory=tmp_path,
+        runtime_root=tmp_path, segment_dir=tmp_path,
     )  # fmt: skip
     for wrong in (
         replace(config, peer_host="0.0.0.0"), replace(config, peer_port=free_port()),

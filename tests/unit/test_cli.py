@@ -275,4 +275,4 @@ def test_both_commands_that_run_a_shard_have_the_same_defaults() -> None:
     same = ("service", "pool_bytes", "transport", "lease_seconds", "heartbeat_seconds", "mirror_bytes", "tls_dir")
     assert {name: getattr(config, name) for name in same} == {name: getattr(settings, name) for name in same}
     assert (config.slab_bytes, config.peer_host, config.peer_port) == (settings.slab_bytes or None, typed["host"], 0)
-    assert (config.segment_directory, keep, drain_seconds) == (typed["memory"], typed["keep_blocks"], typed["grace"])
+    assert (config.segment_dir, keep, drain_seconds) == (typed["segment_dir"], typed["keep_blocks"], typed["grace"])
