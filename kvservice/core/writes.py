@@ -110,7 +110,7 @@ class Writes:
             status = SealStatus.DUPLICATE
         else:
             self._store.seal(
-                sealing.slot, item.key, item.parent, item.position, item.route, event.digest, now, is_copy=False
+                sealing.slot, item.key, item.parent, item.position, item.route, event.digest, now, is_secondary=False
             )
         if status is SealStatus.FAILED:
             self._acquisitions.seal_failed(item.key, now)

@@ -110,7 +110,7 @@ class Cluster:
         evicted = sum(
             engine.node.counted().get(name, 0)
             for engine in self.engines
-            for name in ("evicted_copies", "evicted_originals")
+            for name in ("evicted_secondary", "evicted_primary")
         )
         return ReplayOutcome(
             found["asked"], found["local"], found["remote"], evicted, max(served) * len(served) / sum(served),

@@ -117,7 +117,7 @@ class ReplayNode:
             slots = self._store.reserve(lent, NO_KEY, Want(PAYLOAD_BYTES, now)).slots
             for index, slot in zip(indices, slots, strict=False):
                 parent = keys[index - 1] if index else None
-                self._store.seal(slot, keys[index], parent, index, span_route(keys, index), 0, now, is_copy=True)
+                self._store.seal(slot, keys[index], parent, index, span_route(keys, index), 0, now, is_secondary=True)
                 self._pin(index, keys[index], held)
                 self.counters["fetched_now"] += 1
             lender.take_back(names[:lent])
@@ -136,7 +136,9 @@ class ReplayNode:
                     self._store.abort(slot)
                 else:
                     parent = keys[index - 1] if index else None
-                    self._store.seal(slot, keys[index], parent, index, span_route(keys, index), 0, now, is_copy=False)
+                    self._store.seal(
+                        slot, keys[index], parent, index, span_route(keys, index), 0, now, is_secondary=False
+                    )
             if len(slots) < len(indices):
                 return
 

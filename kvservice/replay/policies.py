@@ -21,7 +21,7 @@ class _Flat:
         self._used_at: dict[BlockKey, float] = {}
 
     def add(
-        self, key: BlockKey, parent: BlockKey | None, position: int, now: float, *, is_copy: bool, size_class: int,
+        self, key: BlockKey, parent: BlockKey | None, position: int, now: float, *, is_secondary: bool, size_class: int,
         account: str = NOBODY,
     ) -> None:  # fmt: skip
         self._used_at[key] = now
@@ -49,7 +49,7 @@ class _Flat:
     def used_at(self, key: BlockKey) -> float:
         return self._used_at[key]
 
-    def promote(self, key: BlockKey) -> None:
+    def make_primary(self, key: BlockKey) -> None:
         pass
 
     def parent_of(self, key: BlockKey) -> BlockKey | None:

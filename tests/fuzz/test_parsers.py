@@ -42,7 +42,7 @@ COUNT = 1200
 ALLOCATED_MAX = 4 * MiB  # at once, for one input of at most 128 KiB
 SLOT = SlotLayout(2, 2, 4096, 16)
 GEOMETRY = Geometry(slab_bytes=1 * MiB, slab_count=2)
-HEADER = SlotHeader(BootEpoch(3), Generation(4), BlockKey(bytes(range(16))), 5, SpanRoute(6), 7, 8, SlotFlags.COPY)
+HEADER = SlotHeader(BootEpoch(3), Generation(4), BlockKey(bytes(range(16))), 5, SpanRoute(6), 7, 8, SlotFlags.SECONDARY)
 REGION = RegionLayout(1 << 20, 4, (0, 8192), 1, 2, 16, 256, 65_536, 8192, 4096, 256)
 POOL = PoolSource(1, "/dev/shm/kvservice-x", GEOMETRY, BootEpoch(3), SLOT, bytes(range(16)))
 ROWS = message.pack_rows(CopyRow(i, SlotIndex(i), Generation(1), BlockKey(bytes(16))) for i in range(20))

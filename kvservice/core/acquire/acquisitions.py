@@ -445,7 +445,7 @@ class Acquisitions:
         else:
             parent = fetch.chain[index - 1] if index else None
             route = span_route(fetch.chain, index)
-            self._store.seal(slot, key, parent, fetch.base + index, route, handle.digest, now, is_copy=True)
+            self._store.seal(slot, key, parent, fetch.base + index, route, handle.digest, now, is_secondary=True)
         if self._arriving.get(key) == fetch.fetch:
             del self._arriving[key]
         self._arrived(key, origin=fetch.holder.node_id, now=now)

@@ -1,4 +1,4 @@
-"""The receiving side of a drain: blocks that a leaving node offers are read from it, verified and kept as originals.
+"""The receiving side of a drain: blocks that a leaving node offers are read, verified and kept as primary copies.
 
 One TakeOver call is one Locate and one Pull, as in core.acquire, but for blocks that no engine here has asked for: they
 may take free room, and the room of blocks that were used less recently than they were, and nothing else. The call is
@@ -86,7 +86,7 @@ class TakeOvers:
         kept = [item.key in self._store for item in items]
         for item, held in zip(items, kept, strict=True):
             if held:
-                self._store.promote(item.key)
+                self._store.make_primary(item.key)
         wanted = [position for position, held in enumerate(kept) if not held]
         self._counters["takeover_blocks_offered"] += len(items)
         self._counters["takeover_blocks_held"] += sum(kept)
@@ -185,9 +185,11 @@ class TakeOvers:
         take.kept[position] = True
         if item.key in self._store:  # an engine of this node, or a fetch, was faster
             self._store.abort(slot)
-            self._store.promote(item.key)
+            self._store.make_primary(item.key)
         else:
-            self._store.seal(slot, item.key, item.parent, item.position, item.route, handle.digest, now, is_copy=False)
+            self._store.seal(
+                slot, item.key, item.parent, item.position, item.route, handle.digest, now, is_secondary=False
+            )
             self._counters["takeover_blocks_taken"] += 1
             self._counters["takeover_bytes"] += take.payload_bytes
         self._sealed(item.key, now)

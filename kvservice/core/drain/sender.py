@@ -206,7 +206,7 @@ class Leaving:
             keeper = next((one for one in holders.get(block.key, ()) if one.node_id in staying), None)
             if keeper is None:
                 unheld.append(block)
-            else:  # offered there all the same: a copy becomes the original, and nothing is read
+            else:  # offered there all the same: a secondary copy becomes primary, and nothing is read
                 self._elsewhere.add(block.key)
                 self._shares[keeper.node_id].queue.append(block)
         self._distribute(unheld)

@@ -3,7 +3,7 @@
     offset  size  field
          0     4  magic       0x4B56534C ("KVSL" read as big endian)
          4     2  version     1
-         6     2  flags       bit 0: the block is a copy fetched from another node; bits 1 to 15: whom it is charged to
+         6     2  flags       bit 0: a secondary copy, fetched from another node; bits 1 to 15: whom it is charged to
                               (core.tenants.tag_of), 0 is nobody
          8     8  epoch       boot epoch of the shard that wrote this header
         16     8  generation  odd while the payload is being written, even when it is stable
@@ -44,7 +44,7 @@ assert _BODY.size + _CRC.size == HEADER_BYTES
 
 class SlotFlags(IntFlag):
     NONE = 0
-    COPY = 1  # fetched from another node: the original is elsewhere, so it is evicted first
+    SECONDARY = 1  # fetched from another node: the primary copy is elsewhere, so it is evicted first
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +122,6 @@ def unpack_header(data: bytes | memoryview) -> SlotHeader | None:
         route=SpanRoute(route),
         digest=digest,
         position=position,
-        flags=SlotFlags(flags & int(SlotFlags.COPY)),
+        flags=SlotFlags(flags & int(SlotFlags.SECONDARY)),
         account_tag=flags >> _TAG_SHIFT,
     )

@@ -36,7 +36,7 @@ class Block:
     digest: int
     position: int
     route: SpanRoute
-    is_copy: bool
+    is_secondary: bool
     sealed_at: float = 0.0  # seconds on the shard's clock
     stored_by: bytes = b""  # id of the engine that stored it here; b"": fetched, or found after a restart
 
@@ -184,12 +184,13 @@ class BlockStore:
         self._evict(victim, cause, want)
         return True
 
-    def promote(self, key: BlockKey) -> None:
-        """The original of this copy goes away. Its header stays as it is: somebody may be reading it."""
+    def make_primary(self, key: BlockKey) -> None:
+        """The primary copy goes away, and this one takes its place. Its header stays as it is: somebody may be reading
+        it."""
         block = self._blocks[key]
-        if block.is_copy:
-            self._blocks[key] = replace(block, is_copy=False)
-            self._policy.promote(key)
+        if block.is_secondary:
+            self._blocks[key] = replace(block, is_secondary=False)
+            self._policy.make_primary(key)
 
     def account_of(self, block: Block) -> str:
         return self.table[block.slot].account
@@ -212,13 +213,13 @@ class BlockStore:
         return slot if slot.generation == ref.generation and slot.owner == owner else None
 
     def seal(self, slot: Slot, key: BlockKey, parent: BlockKey | None, block_position: int, route: SpanRoute,
-             digest: int, now: float, *, is_copy: bool) -> Block:  # fmt: skip
+             digest: int, now: float, *, is_secondary: bool) -> Block:  # fmt: skip
         """WRITING -> SEALED. The key must not be held yet."""
         assert key not in self._blocks
         stored_by = b"" if slot.owner == NO_KEY else slot.owner
         self.table.seal(slot)
         block = Block(
-            key, slot.index, slot.payload_bytes, digest, block_position, route, is_copy, now, stored_by
+            key, slot.index, slot.payload_bytes, digest, block_position, route, is_secondary, now, stored_by
         )  # fmt: skip
         self._insert(block, parent, now)
         self._emit(WriteHeader(slot.index, self._sealed_header(block, slot.generation)))
@@ -268,8 +269,8 @@ class BlockStore:
                 self.evictions.add(header.key, EvictionCause.CORRUPT, "", now)
             return None
         self.table.adopt(index, header.generation, owner=None, account=account)
-        is_copy = bool(header.flags & SlotFlags.COPY)
-        block = Block(header.key, index, payload_bytes, header.digest, header.position, header.route, is_copy, now)
+        is_secondary = bool(header.flags & SlotFlags.SECONDARY)
+        block = Block(header.key, index, payload_bytes, header.digest, header.position, header.route, is_secondary, now)
         self._insert(block, None, now)
         self._emit(WriteHeader(index, self._sealed_header(block, slot.generation)))
         self._emit(Announce(block.key, block.route))
@@ -280,7 +281,7 @@ class BlockStore:
         self._blocks[block.key] = block
         self._key_of[block.slot] = block.key
         self._policy.add(
-            block.key, parent, block.position, now, is_copy=block.is_copy, size_class=block.payload_bytes,
+            block.key, parent, block.position, now, is_secondary=block.is_secondary, size_class=block.payload_bytes,
             account=self.table[block.slot].account,
         )  # fmt: skip
 
@@ -295,7 +296,7 @@ class BlockStore:
         self._policy.remove(key)
         self.table.free(self.table[block.slot], SlotEvent.EVICT)
         self._emit(Retract(key, block.route))
-        self.counters["evicted_copies" if block.is_copy else "evicted_originals"] += 1
+        self.counters["evicted_secondary" if block.is_secondary else "evicted_primary"] += 1
 
     def _grow(self, want: Want, may_steal: bool) -> bool:
         """Give this size one more slab: an unused one, or one of another size whose blocks are older than our own."""
@@ -365,7 +366,7 @@ class BlockStore:
         )  # fmt: skip
 
     def _sealed_header(self, block: Block, generation: Generation) -> SlotHeader:
-        flags = SlotFlags.COPY if block.is_copy else SlotFlags.NONE
+        flags = SlotFlags.SECONDARY if block.is_secondary else SlotFlags.NONE
         return SlotHeader(
             self._epoch, generation, block.key, block.payload_bytes, block.route, block.digest, block.position, flags,
             tag_of(self.table[block.slot].account),

@@ -1,10 +1,10 @@
-"""Which block goes first: leaves before the prefix they hang on, copies before originals, then the longest unused.
+"""Which block goes first: leaves before the prefix they hang on, secondary copies first, then the longest unused.
 
 Only a block without resident children can be a victim, so a prefix is never torn out from under its suffix. Among
-those, copies go first because their original lives on another node; then the one that has waited longest for its next
-use, where blocks that were used again already are given credit (core.reuse says how much); then the deepest position,
-which keeps the order right for blocks whose parent is not known (adopted after a restart). Blocks of layers with a
-window are no chain: they have neither parent nor children, and only those that hits end with are touched.
+those, secondary copies go first because the primary one lives on another node; then the one that has waited longest for
+its next use, where blocks that were used again already are given credit (core.reuse says how much); then the deepest
+position, which keeps the order right for blocks whose parent is not known (adopted after a restart). Blocks of layers
+with a window are no chain: they have neither parent nor children, and only those that hits end with are touched.
 
 Time is counted in prompts, not seconds: an idle night ages nothing.
 
@@ -31,7 +31,7 @@ class EvictionPolicy(Protocol):
     seconds on the shard's clock, which never goes back."""
 
     def add(
-        self, key: BlockKey, parent: BlockKey | None, position: int, now: float, *, is_copy: bool, size_class: int,
+        self, key: BlockKey, parent: BlockKey | None, position: int, now: float, *, is_secondary: bool, size_class: int,
         account: str = NOBODY,
     ) -> None: ...  # fmt: skip
 
@@ -56,8 +56,8 @@ class EvictionPolicy(Protocol):
         """Like last_touch, in seconds on the clock of `now`."""
         ...
 
-    def promote(self, key: BlockKey) -> None:
-        """A copy whose original goes: from now on it is the original."""
+    def make_primary(self, key: BlockKey) -> None:
+        """The primary copy goes: from now on this secondary one is primary."""
         ...
 
     def parent_of(self, key: BlockKey) -> BlockKey | None: ...
@@ -74,7 +74,7 @@ _Rank = tuple[bool, int, int]
 class _KnownBlock:
     parent: BlockKey | None  # None: first of a chain, or not known
     position: int
-    is_copy: bool
+    is_secondary: bool
     size_class: int
     account: str
     tick: int  # logical time of the last touch
@@ -87,7 +87,7 @@ class _KnownBlock:
     def rank(self) -> _Rank:
         # Of a window group's blocks the earlier are wanted by shorter hits only; without them the chain is of use.
         order = self.position - 2 * WINDOW_BIT if self.position >= WINDOW_BIT else -self.position
-        return (not self.is_copy, self.tick, order)
+        return (not self.is_secondary, self.tick, order)
 
 
 _Heap = list[tuple[_Rank, BlockKey]]
@@ -111,7 +111,7 @@ class LeafFirst:
         return key in self._entries
 
     def add(
-        self, key: BlockKey, parent: BlockKey | None, position: int, now: float, *, is_copy: bool, size_class: int,
+        self, key: BlockKey, parent: BlockKey | None, position: int, now: float, *, is_secondary: bool, size_class: int,
         account: str = NOBODY,
     ) -> None:  # fmt: skip
         assert key not in self._entries
@@ -119,7 +119,7 @@ class LeafFirst:
         if above is None or above.tick != self._tick:  # the blocks of one prompt are as recent as each other
             self._tick += 1
         uses = 0 if self._memory is None else self._memory.on_insert(key, self._tick)
-        entry = _KnownBlock(None, position, is_copy, size_class, account, self._tick, now, uses)
+        entry = _KnownBlock(None, position, is_secondary, size_class, account, self._tick, now, uses)
         self._sizes[size_class, account] += 1
         entry.children = self._orphans.pop((key, position), 0)
         self._entries[key] = entry
@@ -190,9 +190,9 @@ class LeafFirst:
     def used_at(self, key: BlockKey) -> float:
         return self._entries[key].used_at
 
-    def promote(self, key: BlockKey) -> None:
+    def make_primary(self, key: BlockKey) -> None:
         entry = self._entries[key]
-        entry.is_copy = False
+        entry.is_secondary = False
         self._offer(key, entry)
 
     def parent_of(self, key: BlockKey) -> BlockKey | None:

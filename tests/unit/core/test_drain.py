@@ -213,7 +213,7 @@ def test_a_second_drain_only_shortens_the_first(shard: Leaver, engine: Attachmen
 
 
 def block(key: BlockKey, size: int = SMALL) -> Block:
-    return Block(key, SlotIndex(0), size, 0, 0, SpanRoute(0), is_copy=False)
+    return Block(key, SlotIndex(0), size, 0, 0, SpanRoute(0), is_secondary=False)
 
 
 def test_a_chain_stays_on_one_node() -> None:
@@ -283,7 +283,7 @@ def test_offered_blocks_are_read_verified_and_kept_as_originals() -> None:
     receiver.finish()
     assert receiver.taken(op) == TakeOverResult((True,) * 4, full=False)
     assert receiver.keys_held() == set(CHAIN)
-    assert not any(one.is_copy for one in receiver.state.blocks())
+    assert not any(one.is_secondary for one in receiver.state.blocks())
     assert receiver.announced[CHAIN[3]] == 1
     assert len(receiver.remote_releases) == 1
     engine = receiver.attach()
@@ -299,7 +299,7 @@ def test_a_copy_becomes_the_original_without_being_read_again() -> None:
     asked = len(receiver.locates)
     assert receiver.taken(receiver.offer(CHAIN)).kept == (True,) * 4
     assert len(receiver.locates) == asked
-    assert not any(one.is_copy for one in receiver.state.blocks())
+    assert not any(one.is_secondary for one in receiver.state.blocks())
 
 
 def test_room_is_made_only_of_what_was_used_earlier() -> None:
@@ -375,10 +375,10 @@ def test_a_block_that_a_fetch_brought_meanwhile_becomes_the_original() -> None:
     take = receiver.offer(CHAIN[:1])
     receiver.located(receiver.locates[-1], make_located(CHAIN[:1]))
     receiver.pulled(fetch, ev.PullResult.OK)
-    assert [one.is_copy for one in receiver.state.blocks()] == [True]
+    assert [one.is_secondary for one in receiver.state.blocks()] == [True]
     receiver.pulled(receiver.pulls[-1], ev.PullResult.OK)
     assert receiver.taken(take).kept == (True,)
-    assert [one.is_copy for one in receiver.state.blocks()] == [False]
+    assert [one.is_secondary for one in receiver.state.blocks()] == [False]
 
 
 def test_a_take_over_reads_neither_beyond_its_time_nor_beyond_the_leavers_lease() -> None:

@@ -21,15 +21,21 @@ def names(found: list[BlockKey]) -> str:
 
 
 def add(
-    policy: LeafFirstLru, name: str, parent: str = "", position: int = 0, *, is_copy: bool = False, size: int = SIZE
+    policy: LeafFirstLru,
+    name: str,
+    parent: str = "",
+    position: int = 0,
+    *,
+    is_secondary: bool = False,
+    size: int = SIZE,
 ) -> None:
-    policy.add(key(name), key(parent) if parent else None, position, 0.0, is_copy=is_copy, size_class=size)
+    policy.add(key(name), key(parent) if parent else None, position, 0.0, is_secondary=is_secondary, size_class=size)
     policy.check_invariants()
 
 
-def add_chain(policy: LeafFirstLru, chain: str, start: int = 0, *, is_copy: bool = False) -> None:
+def add_chain(policy: LeafFirstLru, chain: str, start: int = 0, *, is_secondary: bool = False) -> None:
     for position in range(start, len(chain)):
-        add(policy, chain[position], chain[position - 1] if position else "", position, is_copy=is_copy)
+        add(policy, chain[position], chain[position - 1] if position else "", position, is_secondary=is_secondary)
 
 
 def touch(policy: LeafFirstLru, chain: str) -> None:
@@ -65,14 +71,14 @@ def test_the_least_recent_leaf_goes_first() -> None:
 def test_copies_go_before_originals_however_recent() -> None:
     policy = LeafFirstLru()
     add(policy, "o")
-    add(policy, "c", is_copy=True)
+    add(policy, "c", is_secondary=True)
     touch(policy, "c")
     assert drain(policy) == "co"
 
 
 def test_a_copy_with_a_resident_child_stays_before_an_original_leaf_goes() -> None:
     policy = LeafFirstLru()
-    add_chain(policy, "a", is_copy=True)
+    add_chain(policy, "a", is_secondary=True)
     add_chain(policy, "ab", start=1)
     add(policy, "z")
     touch(policy, "ab")
@@ -227,7 +233,7 @@ def test_whatever_is_claimed_everything_can_be_evicted_in_the_end(
     for what, one, other, position, flag in steps:
         name = chr(97 + one)
         if what == "add" and one not in held:
-            add(policy, name, chr(97 + other) if other >= 0 else "", position, is_copy=flag)
+            add(policy, name, chr(97 + other) if other >= 0 else "", position, is_secondary=flag)
             held[one] = False
         elif what == "remove" and held.get(one) is False:
             policy.remove(key(name))
@@ -259,5 +265,5 @@ def test_storing_a_long_prompt_takes_time_in_proportion_to_its_length() -> None:
     policy = Counting()
     chain = [BlockKey(number.to_bytes(16, "big")) for number in range(2000)]
     for position, one in enumerate(chain):
-        policy.add(one, chain[position - 1] if position else None, position, 0.0, is_copy=False, size_class=SIZE)
+        policy.add(one, chain[position - 1] if position else None, position, 0.0, is_secondary=False, size_class=SIZE)
     assert policy.offers < 3 * len(chain)

@@ -161,7 +161,7 @@ def test_a_fetched_prefix_is_promised_announced_and_its_lease_given_back() -> No
     answer = harness.result(op)
     assert (len(answer.blocks), answer.fetched_count, answer.miss) == (4, 3, MissReason.NONE)
     assert harness.announced == dict.fromkeys(CHAIN, 1)
-    assert {block.key: block.is_copy for block in harness.state.blocks()} == {
+    assert {block.key: block.is_secondary for block in harness.state.blocks()} == {
         CHAIN[0]: False, **dict.fromkeys(CHAIN[1:], True)
     }  # fmt: skip
     assert [(one.lease_id, one.holder.node_id) for one in harness.remote_releases] == [(7, "peer")]

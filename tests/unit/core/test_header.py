@@ -24,7 +24,7 @@ headers = st.builds(
     flags=st.sampled_from(list(SlotFlags)),
 )
 GOLDEN = SlotHeader(
-    BootEpoch(3), Generation(4), BlockKey(bytes(range(16))), 5, SpanRoute(6), 7, 8, SlotFlags.COPY
+    BootEpoch(3), Generation(4), BlockKey(bytes(range(16))), 5, SpanRoute(6), 7, 8, SlotFlags.SECONDARY
 )  # fmt: skip
 GOLDEN_HEX = (
     "4c53564b0100010003000000000000000400000000000000000102030405060708090a0b0c0d0e0f"

@@ -99,7 +99,12 @@ def test_without_anything_learnt_both_policies_choose_alike(steps: list[tuple[st
         for policy in policies:
             if what == "add" and number not in held:
                 policy.add(
-                    key(number), key(number - 1) if number % 3 else None, number % 3, 0.0, is_copy=False, size_class=1
+                    key(number),
+                    key(number - 1) if number % 3 else None,
+                    number % 3,
+                    0.0,
+                    is_secondary=False,
+                    size_class=1,
                 )
             elif what == "touch":
                 policy.touch([key(number - number % 3 + i) for i in range(3)], 0.0)

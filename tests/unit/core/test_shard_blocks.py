@@ -436,7 +436,7 @@ def test_an_adopted_copy_stays_a_copy() -> None:
     op = harness.acquire(engine, OTHER[:1])
     harness.fetch_all(op, OTHER[:1])
     harness.restart()
-    assert {block.key: block.is_copy for block in harness.state.blocks()} == {CHAIN[0]: False, OTHER[0]: True}
+    assert {block.key: block.is_secondary for block in harness.state.blocks()} == {CHAIN[0]: False, OTHER[0]: True}
 
 
 def test_a_slot_gets_no_generation_that_a_reader_may_still_wait_for() -> None:

@@ -75,7 +75,7 @@ def test_a_replay_node_decides_as_the_shard_does(trace: Trace) -> None:
         assert found == shard.serve(request.keys, None)
         assert {block.key for block in node._store.blocks()} == shard.core.keys_held()
         hits += found[0]
-    assert hits > 100 and node.counted()["evicted_originals"] > 100, "the trace does not try the policy"
+    assert hits > 100 and node.counted()["evicted_primary"] > 100, "the trace does not try the policy"
 
 
 def test_two_replay_nodes_fetch_from_each_other_as_two_shards_do(trace: Trace) -> None:
