@@ -84,7 +84,7 @@ def up(config: ServiceConfig) -> ServiceHandle:
     """
     found = find(config.service)
     if found is None:
-        _check_door(config)
+        _check_listeners(config)
         supervisor = (
             ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=8)(Supervisor)
             .options(
@@ -110,7 +110,7 @@ def up(config: ServiceConfig) -> ServiceHandle:
     return found
 
 
-def _check_door(config: ServiceConfig) -> None:
+def _check_listeners(config: ServiceConfig) -> None:
     machines = sorted({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
     if len(machines) > 1 and not config.tls_dir and not config.allow_plaintext:
         raise plaintext_refused(

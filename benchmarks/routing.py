@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.report import default_out, percentile, print_table, write_report
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.serve.load import LoadBook, SentPrefixes
-from kvservice.serve.routing import Candidate, Link, Prompt, Speeds, blocks_of, decide
+from kvservice.serve.routing import Candidate, PeerLink, Prompt, Speeds, blocks_of, decide
 from kvservice.units import BlockHash, BootEpoch, NodeId
 
 BLOCK_TOKENS = 16
@@ -43,7 +43,7 @@ class Model:
     tokens_per_second: float
     block_bytes: int
     load_bytes_per_second: float
-    link: Link
+    link: PeerLink
     engine_blocks: int
     pool_blocks: int
     step_seconds: float  # of decoding, per token
@@ -251,7 +251,7 @@ def main() -> None:
         figures[f"{kind} requests"] = len(requests)
         for link, bandwidth in links.items():
             model = Model(
-                given.replicas, given.tokens_per_second, given.block_kib << 10, 50e9, Link(bandwidth, 0.002),
+                given.replicas, given.tokens_per_second, given.block_kib << 10, 50e9, PeerLink(bandwidth, 0.002),
                 engine_blocks=4096, pool_blocks=16_384, step_seconds=0.02, answer_tokens=150,
             )  # fmt: skip
             found = {policy: simulate(model, policy, requests, given.seed) for policy in POLICIES}

@@ -51,7 +51,7 @@ class Crossing:
         )
 
 
-class Link:
+class NamespaceLink:
     """As seen from this process, which is at one end."""
 
     def __init__(self, far: int) -> None:
@@ -86,7 +86,7 @@ def why_not(model: str) -> str | None:
 
 
 @contextlib.contextmanager
-def two_namespaces() -> Iterator[Link]:
+def two_namespaces() -> Iterator[NamespaceLink]:
     """This process, and what it starts, is at one end from now on, and remains there. For the main thread, before
     others use the network. Raises Unavailable."""
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS | CLONE_NEWNET):
@@ -100,7 +100,7 @@ def two_namespaces() -> Iterator[Link]:
     try:
         if far.stdout is None or far.stdout.readline() != b"made\n":
             raise Unavailable("no network of the demo's own: its second namespace could not be made")
-        link = Link(far.pid)
+        link = NamespaceLink(far.pid)
         _do("ip", "link", "add", DEVICE, "type", "veth", "peer", "name", FAR_DEVICE, "netns", str(far.pid))
         for prefix, device, address in (([], DEVICE, HERE), (link.over_there, FAR_DEVICE, THERE)):
             _do(*prefix, "ip", "addr", "add", f"{address}/30", "dev", device)

@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from examples.demo.network import HERE, THERE, Crossing, Link, two_namespaces
+from examples.demo.network import HERE, THERE, Crossing, NamespaceLink, two_namespaces
 from examples.demo.offspring import offspring_ended
 from examples.demo.replica import ENVIRONMENT, DemoReplica
 from kvservice.errors import ConfigError, KVServiceError, Unavailable
@@ -140,7 +140,7 @@ class TwoNodes:
     """Of Ray, the head first."""
 
     ids: list[str]
-    link: Link | None
+    link: NamespaceLink | None
     reason: str  # there is no link
 
     @property
@@ -168,7 +168,7 @@ def ray_cluster(stops: Stops, reason: str | None) -> Iterator[TwoNodes]:
 
 
 @contextlib.contextmanager
-def _raylets(stops: Stops, link: Link | None) -> Iterator[list[str]]:
+def _raylets(stops: Stops, link: NamespaceLink | None) -> Iterator[list[str]]:
     import ray
     from ray.cluster_utils import Cluster
 
@@ -200,7 +200,7 @@ def _raylets(stops: Stops, link: Link | None) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def _raylet_over_there(link: Link, head: str, settings: dict[str, Any]) -> Iterator[None]:
+def _raylet_over_there(link: NamespaceLink, head: str, settings: dict[str, Any]) -> Iterator[None]:
     """Joined to the head at the other end of the link."""
     import ray
 

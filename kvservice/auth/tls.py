@@ -41,7 +41,7 @@ HANDSHAKE_TURNS_MAX = 16
 WHAT_TO_DO = "make one with `kvservice certs DIR`, or see docs/security.md"
 
 Options = Sequence[tuple[str, str | int]]
-Stamp = tuple[tuple[int, int, int], ...]
+TlsStamp = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class TlsFiles:
         self._stamp, self._pems = _take(directory)
         self._version = 1
         self._look_at = clock() + LOOK_SECONDS
-        self._refused: Stamp | None = None
+        self._refused: TlsStamp | None = None
         self._refused_until = 0.0
 
     def current(self) -> tuple[int, Pems]:
@@ -252,13 +252,13 @@ def _served(pems: Pems) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(pems.key, pems.certificate)], pems.authority)
 
 
-def _stamp(directory: Path) -> Stamp:
+def _stamp(directory: Path) -> TlsStamp:
     """Changes when a file does, also when it is a link that is turned elsewhere, as in a Kubernetes secret."""
     found = [os.stat(directory / name) for name in (CERTIFICATE_NAME, KEY_NAME, AUTHORITY_NAME)]  # noqa: PTH116
     return tuple((status.st_mtime_ns, status.st_size, status.st_ino) for status in found)
 
 
-def _take(directory: Path) -> tuple[Stamp, Pems]:
+def _take(directory: Path) -> tuple[TlsStamp, Pems]:
     """Read and try the files. Raises ConfigError."""
     if not directory.is_dir():
         raise ConfigError(f"tls_dir is {directory}, which is no directory: {WHAT_TO_DO}", key="tls_dir")

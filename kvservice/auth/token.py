@@ -18,7 +18,7 @@ from kvservice.errors import ConfigError
 log = logging.getLogger("kvservice.client")
 
 LOOK_SECONDS = 1.0
-Metadata = tuple[tuple[str, str], ...]
+CallMetadata = tuple[tuple[str, str], ...]
 
 
 class Token:
@@ -30,7 +30,7 @@ class Token:
         if path.startswith(TOKEN_PREFIX):
             raise ConfigError("token_file is a token; write it to a file, and name the file", key="token_file")
         self._path = Path(path) if path else None
-        self._metadata: Metadata = token_metadata(value) if value and not path else ()
+        self._metadata: CallMetadata = token_metadata(value) if value and not path else ()
         self._clock = clock
         self._look_at = 0.0
         self._stamp: tuple[int, int, int] | None = None
@@ -42,14 +42,14 @@ class Token:
         value, named = token_of_environment()
         return cls(value, path or named)
 
-    def metadata(self) -> Metadata:
+    def metadata(self) -> CallMetadata:
         """Raises ConfigError while there is a file to read and none was readable yet."""
         if self._path is not None and self._clock() >= self._look_at:
             self._look_at = self._clock() + LOOK_SECONDS
             self._read(self._path)
         return self._metadata
 
-    def metadata_for(self, address: str, *, encrypted: bool) -> Metadata:
+    def metadata_for(self, address: str, *, encrypted: bool) -> CallMetadata:
         """Likewise, for a call to this address; nothing where somebody could listen, as at any plaintext port."""
         return self.metadata() if encrypted or address.startswith("unix:") else ()
 

@@ -42,14 +42,14 @@ def tell(seed: int, *, whole: bool) -> bool:
 
 
 def campaign(seed: int, count: int, processes: int) -> bool:
-    from kvservice.testing.sim.campaign import Tally, run_campaign
+    from kvservice.testing.sim.campaign import CampaignTally, run_campaign
 
     console = Console(highlight=False, soft_wrap=True)
     columns = (TextColumn("schedules"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=count)
 
-        def show(tally: Tally) -> None:
+        def show(tally: CampaignTally) -> None:
             progress.update(task, completed=tally.schedules)
 
         tally = run_campaign(seed, count, processes, show)

@@ -21,7 +21,7 @@ from kvservice.auth.tls import TlsFiles
 from kvservice.client.channels import Channels
 from kvservice.core.block.keys import pack_keys
 from kvservice.core.directory.announce import Announcer, Update
-from kvservice.core.directory.membership import Outcome
+from kvservice.core.directory.membership import AnnounceOutcome
 from kvservice.core.messages import Holder
 from kvservice.errors import ConfigError, KVServiceError
 from kvservice.wire.codec import encode_holder
@@ -36,9 +36,9 @@ BACKOFF_SECONDS_FIRST = 0.05
 BACKOFF_SECONDS_MAX = 2.0
 
 _OUTCOMES = {
-    lookup_pb2.AnnounceReply.OUTCOME_APPLIED: Outcome.APPLIED,
-    lookup_pb2.AnnounceReply.OUTCOME_RESYNC: Outcome.RESYNC,
-    lookup_pb2.AnnounceReply.OUTCOME_STALE_EPOCH: Outcome.STALE_EPOCH,
+    lookup_pb2.AnnounceReply.OUTCOME_APPLIED: AnnounceOutcome.APPLIED,
+    lookup_pb2.AnnounceReply.OUTCOME_RESYNC: AnnounceOutcome.RESYNC,
+    lookup_pb2.AnnounceReply.OUTCOME_STALE_EPOCH: AnnounceOutcome.STALE_EPOCH,
 }
 
 

@@ -34,7 +34,7 @@ TIMEOUT_SECONDS_MIN = 0.001  # less than this is not worth a call
 OPEN_SECONDS_MAX = 1.0  # a lookup partition restarts fast, and until it is asked again every remote hit is lost
 _CHANNEL_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.max_reconnect_backoff_ms", 1_000)]  # for the same reason
 
-Segments = list[tuple[int, int]]  # (first index in the chain, number of keys), ascending
+ChainSegments = list[tuple[int, int]]  # (first index in the chain, number of keys), ascending
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class LookupClient:
         await self._channels.close()
 
     async def _ask(
-        self, partition: _Partition, chain: Sequence[BlockKey], segments: Segments, timeout: float
+        self, partition: _Partition, chain: Sequence[BlockKey], segments: ChainSegments, timeout: float
     ) -> list[HolderRun] | None:
         if not partition.breaker.allows(self._clock()):
             self._counters["lookup_skipped"] += 1
@@ -248,9 +248,9 @@ class LookupClient:
         return partition.stub
 
 
-def split_chain(chain: Sequence[BlockKey], start: int, partition_count: int) -> list[tuple[int, Segments]]:
+def split_chain(chain: Sequence[BlockKey], start: int, partition_count: int) -> list[tuple[int, ChainSegments]]:
     """Which parts of chain[start:] each partition is asked for: (partition, segments) per RPC."""
-    by_partition: dict[int, Segments] = {}
+    by_partition: dict[int, ChainSegments] = {}
     first = start
     while first < len(chain):
         head = first - first % SPAN_BLOCKS
@@ -264,11 +264,11 @@ def split_chain(chain: Sequence[BlockKey], start: int, partition_count: int) -> 
     return [(index, part) for index, segments in by_partition.items() for part in _bounded(segments)]
 
 
-def _bounded(segments: Segments) -> list[Segments]:
+def _bounded(segments: ChainSegments) -> list[ChainSegments]:
     """The segments in portions of at most KEYS_PER_REQUEST_MAX keys."""
     if sum(count for _, count in segments) <= KEYS_PER_REQUEST_MAX:
         return [segments]
-    portions: list[Segments] = [[]]
+    portions: list[ChainSegments] = [[]]
     room = KEYS_PER_REQUEST_MAX
     for first, count in segments:
         while count:
@@ -281,11 +281,11 @@ def _bounded(segments: Segments) -> list[Segments]:
     return portions
 
 
-def _pack(chain: Sequence[BlockKey], segments: Segments) -> bytes:
+def _pack(chain: Sequence[BlockKey], segments: ChainSegments) -> bytes:
     return b"".join([b"".join(chain[first : first + count]) for first, count in segments])
 
 
-def place_runs(runs: Sequence[HolderRun], segments: Segments) -> list[HolderRun]:
+def place_runs(runs: Sequence[HolderRun], segments: ChainSegments) -> list[HolderRun]:
     """Runs over the packed keys of these segments in terms of the chain."""
     placed: list[HolderRun] = []
     base = at = 0  # segment number `at` begins at index `base` of the packed keys
@@ -302,7 +302,7 @@ def place_runs(runs: Sequence[HolderRun], segments: Segments) -> list[HolderRun]
     return placed
 
 
-def decode_runs(reply: lookup_pb2.ResolveReply, segments: Segments) -> list[HolderRun]:
+def decode_runs(reply: lookup_pb2.ResolveReply, segments: ChainSegments) -> list[HolderRun]:
     """Runs of one reply in terms of the chain. Raises InvalidRequest for what no honest lookup partition answers."""
     nodes = [decode_holder(info) for info in reply.nodes]
     asked_count = sum(count for _, count in segments)

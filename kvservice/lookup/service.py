@@ -12,7 +12,7 @@ from contextlib import aclosing
 
 from kvservice.auth.identity import Caller, caller_of, proof_in
 from kvservice.core.block.keys import KEY_BYTES, check_packed, unpack_keys
-from kvservice.core.directory.directory import Directory, Outcome
+from kvservice.core.directory.directory import AnnounceOutcome, Directory
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.errors import Forbidden, InvalidRequest, Refused
 from kvservice.lookup.watch import WatchHub
@@ -26,9 +26,9 @@ ANNOUNCED_KEYS_MAX = 65_536  # added and removed, each
 HEARTBEAT_SECONDS_MIN = 0.05  # of a watcher
 
 _OUTCOMES = {
-    Outcome.APPLIED: lookup_pb2.AnnounceReply.OUTCOME_APPLIED,
-    Outcome.RESYNC: lookup_pb2.AnnounceReply.OUTCOME_RESYNC,
-    Outcome.STALE_EPOCH: lookup_pb2.AnnounceReply.OUTCOME_STALE_EPOCH,
+    AnnounceOutcome.APPLIED: lookup_pb2.AnnounceReply.OUTCOME_APPLIED,
+    AnnounceOutcome.RESYNC: lookup_pb2.AnnounceReply.OUTCOME_RESYNC,
+    AnnounceOutcome.STALE_EPOCH: lookup_pb2.AnnounceReply.OUTCOME_STALE_EPOCH,
 }
 
 

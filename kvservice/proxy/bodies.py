@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvservice.errors import InvalidRequest
-from kvservice.proxy.plan import Handoff, Problem
+from kvservice.proxy.plan import HandoffSource, Problem
 
 HANDOFF_VERSION = 1
 PARAMS = "kv_transfer_params"
@@ -128,7 +128,7 @@ def prefill_params(handoff_id: str) -> dict[str, Any]:
     }
 
 
-def decode_body(body: ClientBody, handoff: Handoff | None) -> bytes:
+def decode_body(body: ClientBody, handoff: HandoffSource | None) -> bytes:
     """The client's body byte for byte, with the hand-off's parameters as its last member."""
     if handoff is None:
         return body.raw

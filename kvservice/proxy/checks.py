@@ -14,9 +14,9 @@ import aiohttp
 from kvservice.aio import end_tasks, is_set_within
 from kvservice.proxy import bodies, upstream
 from kvservice.proxy.relay import new_handoff_id
-from kvservice.proxy.servers import Fault, Role, Server, ServerPool
+from kvservice.proxy.servers import Role, Server, ServerFault, ServerPool
 from kvservice.proxy.settings import ProxySettings
-from kvservice.proxy.upstream import Answer, UpstreamFault, Verdict
+from kvservice.proxy.upstream import AnswerKind, UpstreamAnswer, UpstreamFault
 
 log = logging.getLogger("kvservice.proxy")
 
@@ -69,10 +69,10 @@ class ServerChecks:
         was_healthy, slow, reason = server.healthy, False, ""
         try:
             answer = await self._get(server, "/health", CHECK_SECONDS)
-            if upstream.verdict_of(answer.status) is not Verdict.GOOD:
+            if upstream.kind_of(answer.status) is not AnswerKind.GOOD:
                 reason = f"/health answered {answer.status}"
         except UpstreamFault as error:
-            slow, reason = error.fault is Fault.TIMEOUT, str(error)
+            slow, reason = error.fault is ServerFault.TIMEOUT, str(error)
         except Exception as error:  # a server whose check never ends would never be checked again
             log.exception("check_failed", extra={"server": server.url})
             reason = f"{type(error).__name__}: {error}"
@@ -111,14 +111,14 @@ class ServerChecks:
         models = await self._get(server, "/v1/models", CHECK_SECONDS)
         model = bodies.model_of(models.body) if models.status == 200 else None
         if model is None:
-            raise UpstreamFault(Fault.ERROR, f"/v1/models answered {models.status} and names no model")
+            raise UpstreamFault(ServerFault.ERROR, f"/v1/models answered {models.status} and names no model")
         body = bodies.probe_body(model, new_handoff_id())
         answer = await self._get(server, "/v1/completions", PROBE_SECONDS, body)
-        if upstream.verdict_of(answer.status) is not Verdict.GOOD:
-            raise UpstreamFault(Fault.ERROR, f"/v1/completions answered {answer.status}: {answer.body[:200]!r}")
+        if upstream.kind_of(answer.status) is not AnswerKind.GOOD:
+            raise UpstreamFault(ServerFault.ERROR, f"/v1/completions answered {answer.status}: {answer.body[:200]!r}")
         return bodies.node_of(answer.body)
 
-    async def _get(self, server: Server, path: str, seconds: float, body: bytes | None = None) -> Answer:
+    async def _get(self, server: Server, path: str, seconds: float, body: bytes | None = None) -> UpstreamAnswer:
         key = self._settings.api_key
         async with upstream.asked(
             self._session,

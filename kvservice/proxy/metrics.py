@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvservice.proxy.servers import Fault, Server, ServerPool
+from kvservice.proxy.servers import Server, ServerFault, ServerPool
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 
@@ -83,7 +83,7 @@ class ProxyMetrics:
     def sent(self, server: Server, *, handoff: bool) -> None:
         self._sent.labels(server.role.value, server.url, "yes" if handoff else "no").inc()
 
-    def failed(self, server: Server, fault: Fault) -> None:
+    def failed(self, server: Server, fault: ServerFault) -> None:
         self._failures.labels(server.role.value, server.url, fault.value).inc()
 
     def cancelled(self, server: Server) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from kvservice.proxy.servers import Fault, Role, Server, ServerPool
+from kvservice.proxy.servers import Role, Server, ServerFault, ServerPool
 
 
 class State(Enum):
@@ -160,7 +160,7 @@ STOPPING = Problem(503, "service_unavailable", "this proxy is stopping; retry el
 
 
 @dataclass(frozen=True, slots=True)
-class Handoff:
+class HandoffSource:
     """What decode is told: the id that both sides carry, and the node whose shard gets the blocks."""
 
     id: str
@@ -182,7 +182,7 @@ class PrefillAnswered:
 @dataclass(frozen=True, slots=True)
 class PrefillFailed:
     attempt: int
-    fault: Fault
+    fault: ServerFault
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class DecodeEnded:
 @dataclass(frozen=True, slots=True)
 class DecodeFailed:
     attempt: int
-    fault: Fault
+    fault: ServerFault
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,9 +225,9 @@ class Stopped:
 
 PrefillEvent = PrefillAnswered | PrefillFailed | PrefillRefused
 DecodeEvent = DecodeStarted | DecodeEnded | DecodeFailed | DecodeRefused
-Event = Begin | PrefillEvent | DecodeEvent | ClientLeft | Stopped
+ProxyEvent = Begin | PrefillEvent | DecodeEvent | ClientLeft | Stopped
 
-SIGNS: Mapping[type[Event], Sign] = {
+SIGNS: Mapping[type[ProxyEvent], Sign] = {
     Begin: Sign.BEGIN,
     PrefillAnswered: Sign.PREFILL_DONE,
     PrefillFailed: Sign.PREFILL_LOST,
@@ -253,11 +253,11 @@ class SendPrefill:
 class SendDecode:
     attempt: int
     server: Server
-    handoff: Handoff | None  # None: the client's body as it came
+    handoff: HandoffSource | None  # None: the client's body as it came
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class CancelAttempt:
     attempt: int
 
 
@@ -272,7 +272,7 @@ class PassOn:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefuseClient:
     problem: Problem
 
 
@@ -286,7 +286,7 @@ class Finish:
     pass
 
 
-Action = SendPrefill | SendDecode | Cancel | Relay | PassOn | Refuse | Break | Finish
+ProxyAction = SendPrefill | SendDecode | CancelAttempt | Relay | PassOn | RefuseClient | Break | Finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,11 +318,11 @@ class Exchange:
         self._decoded_by: Server | None = None  # the decode server that got it last
         self._attempts = 0
         self._handoff_id = ""
-        self._promised: Handoff | None = None  # what decode was or will be told
+        self._promised: HandoffSource | None = None  # what decode was or will be told
         self._delivered = False  # the prefill of the promised hand-off has finished
         self._problem = NO_DECODE
 
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: ProxyEvent, now: float) -> list[ProxyAction]:
         """The actions that follow. Empty for events of attempts given up, and after DONE."""
         if self.state is State.DONE or not self._is_current(event):
             return []
@@ -332,7 +332,7 @@ class Exchange:
         self.state, moves = TRANSITIONS[self.state, sign, self._way(event)]
         return [self._perform(move, before, sign) for move in moves]
 
-    def _is_current(self, event: Event) -> bool:
+    def _is_current(self, event: ProxyEvent) -> bool:
         if isinstance(event, PrefillEvent):
             leg = self._legs[Role.PREFILL]
         elif isinstance(event, DecodeEvent):
@@ -341,7 +341,7 @@ class Exchange:
             return True
         return leg is not None and leg.attempt == event.attempt
 
-    def _account(self, event: Event, now: float) -> None:
+    def _account(self, event: ProxyEvent, now: float) -> None:
         """Tell the pool what the event says about a server, and end the leg that it ends."""
         if isinstance(event, Begin):
             self._hand_off = event.hand_off
@@ -362,7 +362,7 @@ class Exchange:
         elif isinstance(event, Stopped):
             self._problem = event.problem
 
-    def _lose(self, role: Role, fault: Fault, now: float) -> None:
+    def _lose(self, role: Role, fault: ServerFault, now: float) -> None:
         """Counted against the request first: the pool has the server's health checked before it thinks ill of it."""
         leg = self._legs[role]
         server = self._end(role)
@@ -381,7 +381,7 @@ class Exchange:
         self._pool.release(leg.server)
         return leg.server
 
-    def _way(self, event: Event) -> Way | None:
+    def _way(self, event: ProxyEvent) -> Way | None:
         """How it goes on, where that depends on the servers; the servers for it are chosen here."""
         if isinstance(event, PrefillAnswered):
             return self._after_prefill(event.node)
@@ -402,7 +402,7 @@ class Exchange:
             self._delivered = True
             return Way.KEEP
         self._delivered = node is not None
-        self._promised = None if node is None else Handoff(self._handoff_id, node)
+        self._promised = None if node is None else HandoffSource(self._handoff_id, node)
         return self._decode_only()
 
     def _decode_only(self) -> Way:
@@ -435,7 +435,7 @@ class Exchange:
         self._handoff_id = self._new_handoff_id()
         if prefill.node is None:
             return Way.SEQUENTIAL
-        self._promised = Handoff(self._handoff_id, prefill.node)
+        self._promised = HandoffSource(self._handoff_id, prefill.node)
         return Way.PAIR
 
     def _find_decode(self) -> bool:
@@ -468,7 +468,7 @@ class Exchange:
             self._dropped[role] = leg.attempt
             self._end(role)
 
-    def _perform(self, move: Move, before: Mapping[Role, int], sign: Sign) -> Action:
+    def _perform(self, move: Move, before: Mapping[Role, int], sign: Sign) -> ProxyAction:
         if move is Move.SEND_PREFILL:
             attempt, server = self._send(Role.PREFILL)
             return SendPrefill(attempt, server, self._handoff_id)
@@ -478,13 +478,13 @@ class Exchange:
         if move is Move.CANCEL_PREFILL or move is Move.CANCEL_DECODE:
             role = Role.PREFILL if move is Move.CANCEL_PREFILL else Role.DECODE
             self._drop(role)
-            return Cancel(self._dropped.pop(role))
+            return CancelAttempt(self._dropped.pop(role))
         if move is Move.RELAY:
             return Relay(before[Role.DECODE])
         if move is Move.PASS_ON:
             return PassOn(before[Role.PREFILL if sign is Sign.PREFILL_REFUSED else Role.DECODE])
         if move is Move.REFUSE:
-            return Refuse(self._problem)
+            return RefuseClient(self._problem)
         return Break(self._problem) if move is Move.BREAK else Finish()
 
     def _send(self, role: Role) -> tuple[int, Server]:

@@ -26,16 +26,14 @@ from kvservice.proxy.metrics import ProxyMetrics
 from kvservice.proxy.plan import (
     LOST,
     TIMED_OUT,
-    Action,
     Begin,
     Break,
-    Cancel,
+    CancelAttempt,
     ClientLeft,
     DecodeEnded,
     DecodeFailed,
     DecodeRefused,
     DecodeStarted,
-    Event,
     Exchange,
     Finish,
     PassOn,
@@ -43,15 +41,17 @@ from kvservice.proxy.plan import (
     PrefillFailed,
     PrefillRefused,
     Problem,
-    Refuse,
+    ProxyAction,
+    ProxyEvent,
+    RefuseClient,
     Relay,
     SendDecode,
     SendPrefill,
     Stopped,
 )  # fmt: skip
-from kvservice.proxy.servers import Fault, Role, Server, ServerPool
+from kvservice.proxy.servers import Role, Server, ServerFault, ServerPool
 from kvservice.proxy.settings import ProxySettings
-from kvservice.proxy.upstream import Answer, UpstreamFault, Verdict
+from kvservice.proxy.upstream import AnswerKind, UpstreamAnswer, UpstreamFault
 
 log = logging.getLogger("kvservice.proxy")
 
@@ -85,7 +85,7 @@ def problem_response(problem: Problem) -> web.Response:
     )
 
 
-def answer_response(answer: Answer) -> web.Response:
+def answer_response(answer: UpstreamAnswer) -> web.Response:
     return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
 
 
@@ -99,11 +99,11 @@ class ClientExchange:
         self._headers = upstream.forwarded_headers(request.headers)
         self._headers.setdefault("X-Request-Id", secrets.token_hex(16))  # both engines then name the request alike
         self._exchange = Exchange(around.pool, new_handoff_id, tries=around.settings.tries)
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[ProxyEvent] = asyncio.Queue()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._servers: dict[int, Server] = {}
         self._go_ahead: dict[int, asyncio.Event] = {}  # by decode attempt: it may write to the client
-        self._refusals: dict[int, Answer] = {}
+        self._refusals: dict[int, UpstreamAnswer] = {}
         self._streamed: web.StreamResponse | None = None
         self._answer: web.StreamResponse | None = None
         self._loop = asyncio.get_running_loop()
@@ -130,7 +130,7 @@ class ClientExchange:
         finally:
             deadline.cancel()
             for action in self._exchange.handle(ClientLeft(), self._loop.time()):  # nothing when it is done
-                if isinstance(action, Cancel):
+                if isinstance(action, CancelAttempt):
                     self._around.metrics.cancelled(self._servers[action.attempt])
             self._around.metrics.request_ended(path, status, self._loop.time() - self._began)
             await end_tasks(self._tasks.values())
@@ -145,23 +145,23 @@ class ClientExchange:
             begun = self._streamed is not None and attempt in self._go_ahead
             if asked is server and not begun and not self._tasks[attempt].done():
                 self._tasks[attempt].cancel()
-                self._failed(attempt, server, Fault.BROKEN, "its health check failed meanwhile")
+                self._failed(attempt, server, ServerFault.BROKEN, "its health check failed meanwhile")
 
-    async def _perform(self, action: Action) -> None:
+    async def _perform(self, action: ProxyAction) -> None:
         if isinstance(action, SendPrefill):
             self._start(action.attempt, action.server, partial(self._prefill, action), handoff=True)
         elif isinstance(action, SendDecode):
             self._go_ahead[action.attempt] = asyncio.Event()
             work = partial(self._decode, action)
             self._start(action.attempt, action.server, work, handoff=action.handoff is not None)
-        elif isinstance(action, Cancel):
+        elif isinstance(action, CancelAttempt):
             self._around.metrics.cancelled(self._servers[action.attempt])
             self._tasks[action.attempt].cancel()
         elif isinstance(action, Relay):
             self._go_ahead[action.attempt].set()
         elif isinstance(action, PassOn):
             self._answer = answer_response(self._refusals[action.attempt])
-        elif isinstance(action, Refuse):
+        elif isinstance(action, RefuseClient):
             if action.problem is LOST:
                 self._around.metrics.given_up()
                 servers = sorted({server.url for server in self._servers.values()})
@@ -192,10 +192,10 @@ class ClientExchange:
             fault, detail = error.fault, str(error)
         except Exception as error:  # a bug in one task must not hang a request
             log.exception("exchange_task_failed", extra={"server": server.url})
-            fault, detail = Fault.ERROR, f"{type(error).__name__}: {error}"
+            fault, detail = ServerFault.ERROR, f"{type(error).__name__}: {error}"
         self._failed(attempt, server, fault, detail)
 
-    def _failed(self, attempt: int, server: Server, fault: Fault, detail: str) -> None:
+    def _failed(self, attempt: int, server: Server, fault: ServerFault, detail: str) -> None:
         self._around.metrics.failed(server, fault)
         fields = {"role": server.role.value, "server": server.url, "fault": fault.value, "detail": detail[:300]}
         log.warning("request_to_server_failed", extra=fields)
@@ -214,14 +214,16 @@ class ClientExchange:
             body=bodies.prefill_body(self._body, action.handoff_id),
         ) as response:
             answer = await upstream.whole(response)
-        verdict = upstream.verdict_of(answer.status)
-        if verdict is Verdict.GOOD:
+        kind = upstream.kind_of(answer.status)
+        if kind is AnswerKind.GOOD:
             self._events.put_nowait(PrefillAnswered(action.attempt, bodies.node_of(answer.body)))
-        elif verdict is Verdict.REFUSED:
+        elif kind is AnswerKind.REFUSED:
             self._refusals[action.attempt] = answer
             self._events.put_nowait(PrefillRefused(action.attempt))
         else:
-            raise UpstreamFault(Fault.BUSY if verdict is Verdict.BUSY else Fault.ERROR, f"status {answer.status}")
+            raise UpstreamFault(
+                ServerFault.BUSY if kind is AnswerKind.BUSY else ServerFault.ERROR, f"status {answer.status}"
+            )
 
     async def _decode(self, action: SendDecode) -> None:
         attempt = action.attempt
@@ -234,10 +236,10 @@ class ClientExchange:
             headers=self._headers,
             body=bodies.decode_body(self._body, action.handoff),
         ) as response:
-            verdict = upstream.verdict_of(response.status)
-            if verdict is Verdict.FAULTY:
-                raise UpstreamFault(Fault.ERROR, f"status {response.status}")
-            if verdict is not Verdict.GOOD:
+            kind = upstream.kind_of(response.status)
+            if kind is AnswerKind.FAULTY:
+                raise UpstreamFault(ServerFault.ERROR, f"status {response.status}")
+            if kind is not AnswerKind.GOOD:
                 self._refusals[attempt] = await upstream.whole(response)
                 self._events.put_nowait(DecodeRefused(attempt))
                 return

@@ -24,7 +24,7 @@ from kvservice.proxy.plan import BUSY, DECODE_FAILED, NO_DECODE, STOPPING, Probl
 from kvservice.proxy.relay import ClientExchange, Surroundings, answer_response, problem_response
 from kvservice.proxy.servers import Role, Server, ServerPool
 from kvservice.proxy.settings import ProxySettings
-from kvservice.proxy.upstream import UpstreamFault, Verdict
+from kvservice.proxy.upstream import AnswerKind, UpstreamFault
 
 log = logging.getLogger("kvservice.proxy")
 
@@ -162,7 +162,7 @@ class Proxy:
             return None
         finally:
             self.pool.release(server)
-        return None if upstream.verdict_of(answer.status) is Verdict.FAULTY else answer_response(answer)
+        return None if upstream.kind_of(answer.status) is AnswerKind.FAULTY else answer_response(answer)
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         well = self.pool.healthy(Role.DECODE) and not self._stopping

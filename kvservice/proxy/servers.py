@@ -19,7 +19,7 @@ class Role(Enum):
     DECODE = "decode"
 
 
-class Fault(Enum):
+class ServerFault(Enum):
     """Why a request to a server came to nothing."""
 
     UNREACHABLE = "unreachable"  # no connection: the request never got there
@@ -31,7 +31,7 @@ class Fault(Enum):
     @property
     def blames_request(self) -> bool:
         """Whether the server may have failed because of this request: it had it, and may have worked on it."""
-        return self in (Fault.BROKEN, Fault.ERROR, Fault.TIMEOUT)
+        return self in (ServerFault.BROKEN, ServerFault.ERROR, ServerFault.TIMEOUT)
 
 
 @dataclass(slots=True)
@@ -111,19 +111,19 @@ class ServerPool:
         server.node = node
         server.plain = node is None
 
-    def failed(self, server: Server, fault: Fault, now: float) -> None:
+    def failed(self, server: Server, fault: ServerFault, now: float) -> None:
         """A request to it came to nothing. Anything but being busy has its health checked at once.
 
         A server that cannot be reached is sick. One that failed under a request is asked first, because the request
         may be to blame; only several in a row make it sick without asking.
         """
-        if fault is Fault.BUSY:
+        if fault is ServerFault.BUSY:
             return
         server.errors += 1
         server.node = None
         if not server.checking:
             server.next_check_at = now
-        if fault is Fault.UNREACHABLE or server.errors >= ERRORS_MAX:
+        if fault is ServerFault.UNREACHABLE or server.errors >= ERRORS_MAX:
             self._sicken(server, f"a request failed: {fault.value}")
 
     def due(self, now: float) -> list[Server]:

@@ -15,7 +15,7 @@ import aiohttp
 from multidict import CIMultiDict
 
 from kvservice.proxy.bodies import EventTail
-from kvservice.proxy.servers import Fault, Server
+from kvservice.proxy.servers import Server, ServerFault
 from kvservice.units import MiB
 
 WHOLE_BYTES_MAX = 64 * MiB  # of an answer that is kept until it is complete
@@ -31,7 +31,7 @@ _NOT_RETURNED = frozenset(
 )
 
 
-class Verdict(Enum):
+class AnswerKind(Enum):
     GOOD = "good"
     REFUSED = "refused"  # the request is at fault
     FAULTY = "faulty"  # the server is at fault
@@ -41,13 +41,13 @@ class Verdict(Enum):
 class UpstreamFault(Exception):
     """A request to a server came to nothing. Never leaves this package."""
 
-    def __init__(self, fault: Fault, detail: str) -> None:
+    def __init__(self, fault: ServerFault, detail: str) -> None:
         super().__init__(detail)
         self.fault = fault
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class UpstreamAnswer:
     """A complete answer of a server."""
 
     status: int
@@ -55,13 +55,13 @@ class Answer:
     body: bytes
 
 
-def verdict_of(status: int) -> Verdict:
+def kind_of(status: int) -> AnswerKind:
     """501 is how vLLM says that it does not know what the request wants."""
     if 200 <= status < 300:
-        return Verdict.GOOD
+        return AnswerKind.GOOD
     if status in (408, 429):
-        return Verdict.BUSY
-    return Verdict.REFUSED if 400 <= status < 500 or status == 501 else Verdict.FAULTY
+        return AnswerKind.BUSY
+    return AnswerKind.REFUSED if 400 <= status < 500 or status == 501 else AnswerKind.FAULTY
 
 
 def forwarded_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
@@ -121,23 +121,23 @@ async def asked(
         finally:
             response.close()
     except aiohttp.ConnectionTimeoutError as error:
-        raise UpstreamFault(Fault.UNREACHABLE, f"no connection within {connect_seconds:g} s") from error
+        raise UpstreamFault(ServerFault.UNREACHABLE, f"no connection within {connect_seconds:g} s") from error
     except asyncio.TimeoutError as error:
-        raise UpstreamFault(Fault.TIMEOUT, f"no complete answer within {total_seconds} s") from error
+        raise UpstreamFault(ServerFault.TIMEOUT, f"no complete answer within {total_seconds} s") from error
     except aiohttp.ClientConnectorError as error:
-        raise UpstreamFault(Fault.UNREACHABLE, f"{type(error).__name__}: {error}") from error
+        raise UpstreamFault(ServerFault.UNREACHABLE, f"{type(error).__name__}: {error}") from error
     except (aiohttp.ClientError, OSError) as error:
-        raise UpstreamFault(Fault.BROKEN, f"{type(error).__name__}: {error}") from error
+        raise UpstreamFault(ServerFault.BROKEN, f"{type(error).__name__}: {error}") from error
 
 
-async def whole(response: aiohttp.ClientResponse) -> Answer:
+async def whole(response: aiohttp.ClientResponse) -> UpstreamAnswer:
     """The complete answer, for use inside `asked`."""
     body = bytearray()
     async for chunk in response.content.iter_any():
         body += chunk
         if len(body) > WHOLE_BYTES_MAX:
-            raise UpstreamFault(Fault.ERROR, f"an answer of more than {WHOLE_BYTES_MAX} bytes")
-    return Answer(response.status, returned_headers(response.headers), bytes(body))
+            raise UpstreamFault(ServerFault.ERROR, f"an answer of more than {WHOLE_BYTES_MAX} bytes")
+    return UpstreamAnswer(response.status, returned_headers(response.headers), bytes(body))
 
 
 def is_event_stream(response: aiohttp.ClientResponse) -> bool:

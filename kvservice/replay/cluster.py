@@ -17,7 +17,7 @@ from kvservice.core.store.eviction import EvictionPolicy
 from kvservice.replay.node import ReplayDirectory, ReplayNode
 from kvservice.replay.trace import BLOCK_TOKENS, Request, Trace
 from kvservice.serve.load import LoadBook
-from kvservice.serve.routing import Candidate, Link, Prompt, Speeds, blocks_of, decide
+from kvservice.serve.routing import Candidate, PeerLink, Prompt, Speeds, blocks_of, decide
 
 ROUTINGS = ("round-robin", "kv-aware")
 DECODING_SHARE = 0.02  # of a prefill: what a request that is past its own adds to others'
@@ -30,7 +30,7 @@ class Machine:
     prefill_tokens_per_second: float = 8000.0
     token_bytes: int = 128 << 10
     load_bytes_per_second: float = 20e9
-    link: Link = field(default_factory=lambda: Link(11e9, 0.002))
+    link: PeerLink = field(default_factory=lambda: PeerLink(11e9, 0.002))
     answer_tokens_per_second: float = 40.0
 
     @property

@@ -1,7 +1,7 @@
 """Who holds which blocks, and what the nodes are like: the router's side of the lookup service and the shards.
 
 Everything runs on the router's event loop, but for finding the service, which may block and runs in a thread. Nothing
-here raises for a service that is away. Facts of nodes are asked for while there are requests, never in their way.
+here raises for a service that is away. Nodes are asked while there are requests, never in their way.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NODE_ID_CHARS = 12  # of a Ray node's id, when the service runs on Ray
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class KnownNodes:
     """The nodes as they were when they were read last."""
 
     nodes: Mapping[NodeId, NodeEngineStats]
@@ -99,11 +99,11 @@ class Holdings:
         self._doubted: tuple[str, ...] = ()
         self._refreshed_at: float | None = None
         self._refreshing: asyncio.Task[None] | None = None
-        self.facts = Facts({})
+        self.known = KnownNodes({})
         self.counters: Counter[str] = Counter()
 
     def wake(self) -> None:
-        """There are requests: see that the facts are no older than they may be. Returns at once."""
+        """There are requests: see that what is known is no older than it may be. Returns at once."""
         late = self._refreshed_at is None or self._clock() - self._refreshed_at >= self._refresh_seconds
         if late and (self._refreshing is None or self._refreshing.done()):
             self._refreshing = asyncio.get_running_loop().create_task(self.refresh())
@@ -116,7 +116,7 @@ class Holdings:
                 await self._connect(addresses)
                 found = await self._engine_stats.read(addresses, ENGINE_STATS_SECONDS)
                 if found is not None:
-                    self.facts = Facts(found)
+                    self.known = KnownNodes(found)
                     self.counters["refreshes"] += 1
             else:
                 self.counters["no_service"] += 1

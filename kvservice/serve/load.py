@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvservice.serve.routing import Wait
+from kvservice.serve.routing import QueueWait
 from kvservice.units import BlockHash
 
 FADE_SECONDS = 30.0
@@ -78,7 +78,7 @@ class LoadBook:
             for request in self._queues.pop(replica).requests:
                 self._where.pop(request, None)
 
-    def wait(self, replica: str, reported: int | None, now: float) -> Wait:
+    def wait(self, replica: str, reported: int | None, now: float) -> QueueWait:
         """`reported`: requests that the replica itself, or Serve, last counted there; None when unknown."""
         queue = self._queues.get(replica)
         if queue is None:
@@ -92,7 +92,7 @@ class LoadBook:
         others = max((reported or 0) - confirmed, 0)
         share = self._waiting_share(now) if others else 0.0
         busy = 0.0 if queue is None else min(queue.utilization(now), UTILIZATION_MAX)
-        return Wait(backlog, others * share, decoding + others * (1 - share), busy / (1 - busy))
+        return QueueWait(backlog, others * share, decoding + others * (1 - share), busy / (1 - busy))
 
     def _waiting_share(self, now: float) -> float:
         """How much of what is in flight waits for its prefill, told from our own requests: what others sent is taken

@@ -32,13 +32,13 @@ from kvservice.aio import within
 from kvservice.auth.token import Token
 from kvservice.core.messages import EngineKind, HolderRun
 from kvservice.core.recent import Recent
-from kvservice.serve.holdings import Facts, Holdings, find_lookups, find_tls
+from kvservice.serve.holdings import Holdings, KnownNodes, find_lookups, find_tls
 from kvservice.serve.load import LoadBook, SentPrefixes
 from kvservice.serve.meters import Meters
 from kvservice.serve.options import RouterOptions
 from kvservice.serve.prompt import Question, Unknown, question_of
 from kvservice.serve.reader import PromptReader
-from kvservice.serve.routing import Candidate, Decision, Link, Prompt, Speeds, blocks_of, decide
+from kvservice.serve.routing import Candidate, Decision, PeerLink, Prompt, Speeds, blocks_of, decide
 from kvservice.units import BlockHash, NodeId
 
 log = logging.getLogger("kvservice.serve")
@@ -47,7 +47,7 @@ REQUESTS_MAX = 4096  # that are remembered as counted
 PLANS_MAX = 512  # kept until Serve says where the request went
 PLAN_SECONDS = 2.0
 SLACK_SECONDS = 0.002  # for the lookup to fail by its own deadline, which its breaker counts
-NO_WORK = Speeds(1e-6, 0, 1.0, Link(1.0))
+NO_WORK = Speeds(1e-6, 0, 1.0, PeerLink(1.0))
 Ranks = list[list[RunningReplica]]
 
 
@@ -198,14 +198,14 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
         return Candidate(name, float(requests), NO_WORK, full=requests >= replica.max_ongoing_requests)
 
     def _by_cost(self, plan: _Plan, replica: RunningReplica, now: float) -> Candidate:
-        name, facts = name_of(replica), self._holdings.facts
-        place = self._place(facts, replica, plan.model)
+        name, known = name_of(replica), self._holdings.known
+        place = self._place(known, replica, plan.model)
         reported = self._reported(replica)
         wait = self._book.wait(name, reported, now)
         return Candidate(
             replica=name,
             wait_seconds=wait.seconds(self._book.request_seconds, self._options.decoding_share),
-            speeds=speeds_of(facts, place, self._options),
+            speeds=speeds_of(known, place, self._options),
             node=place.node,
             engine_blocks=self._sent.leading(name, plan.hashes_for(place), now),
             runs=plan.runs.get(place.digest, ()),
@@ -236,7 +236,7 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
             question = question_of(pending.args, pending.kwargs, pending.metadata.multiplexed_model_id)
             if not self._holdings.connected:
                 raise Unknown("no_service")
-            places = [self._place(self._holdings.facts, replica, question.model) for replica in replicas]
+            places = [self._place(self._holdings.known, replica, question.model) for replica in replicas]
             engines = {place.digest: place.engines for place in places if place.engines is not None}
             if not engines:
                 raise Unknown("no_engines")
@@ -267,13 +267,13 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
         plan.runs = {digest: answer.runs for digest, answer in zip(asked, answers, strict=True)}
         return plan
 
-    def _place(self, facts: Facts, replica: RunningReplica, model: str) -> Place:
+    def _place(self, known: KnownNodes, replica: RunningReplica, model: str) -> Place:
         info = getattr(replica, "_replica_info", None)
-        node = facts.node_of(replica.node_id, getattr(info, "node_ip", None))
-        return Place(node, facts.engines_at(node, model, self._options.namespace))
+        node = known.node_of(replica.node_id, getattr(info, "node_ip", None))
+        return Place(node, known.engines_at(node, model, self._options.namespace))
 
     def _remember(self, plan: _Plan, replica: RunningReplica, now: float) -> None:
-        place = self._place(self._holdings.facts, replica, plan.model)
+        place = self._place(self._holdings.known, replica, plan.model)
         self._sent.remember(name_of(replica), plan.hashes_for(place), now)
 
     # -- accounts ----
@@ -307,20 +307,20 @@ def name_of(replica: RunningReplica) -> str:
     return str(replica.replica_id.to_full_id_str())
 
 
-def speeds_of(facts: Facts, place: Place, options: RouterOptions) -> Speeds:
+def speeds_of(known: KnownNodes, place: Place, options: RouterOptions) -> Speeds:
     """Prefill as the engines of this fingerprint measured it, on average, for all of them. What one measured itself is
     old where few prompts came lately, and slow where the first ones did: such a replica would get none ever again."""
-    default = Link(options.fetch_bytes_per_second, options.fetch_overhead_ms / 1e3)
+    default = PeerLink(options.fetch_bytes_per_second, options.fetch_overhead_ms / 1e3)
     per_token = 1 / options.prefill_tokens_per_second
     if place.engines is None or place.node is None:
-        return Speeds(facts.seconds_per_token(None) or per_token, 0, options.load_bytes_per_second, default)
+        return Speeds(known.seconds_per_token(None) or per_token, 0, options.load_bytes_per_second, default)
     links = {
-        peer.node_id: Link(peer.bytes_per_second, peer.overhead_seconds)
-        for peer in facts.nodes[place.node].stats.peers
+        peer.node_id: PeerLink(peer.bytes_per_second, peer.overhead_seconds)
+        for peer in known.nodes[place.node].stats.peers
         if peer.bytes_per_second > 0
     }
     return Speeds(
-        seconds_per_token=facts.seconds_per_token(place.digest) or per_token,
+        seconds_per_token=known.seconds_per_token(place.digest) or per_token,
         block_bytes=place.engines.layout.payload_bytes,
         load_bytes_per_second=options.load_bytes_per_second,
         link=default,

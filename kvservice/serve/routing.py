@@ -33,7 +33,7 @@ class Reason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class PeerLink:
     """Reading from one other node, as measured by the reader's shard."""
 
     bytes_per_second: float
@@ -47,12 +47,12 @@ class Speeds:
     seconds_per_token: float  # of prefill
     block_bytes: int
     load_bytes_per_second: float  # from the node's pool into the engine
-    link: Link  # to nodes that are not in `links`
-    links: Mapping[NodeId, Link] = field(default_factory=dict)
+    link: PeerLink  # to nodes that are not in `links`
+    links: Mapping[NodeId, PeerLink] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class QueueWait:
     """What is before a new request. Every field only ever adds to the cost."""
 
     backlog_seconds: float = 0.0  # prefill work this router sent that is not done by its own estimate

@@ -189,7 +189,7 @@ async def test_what_a_shard_keeps_of_peers_does_not_grow_with_the_nodes_that_eve
     for number in range(nodes):
         address = f"127.{1 + number // 60_000}.{number // 250 % 250}.{1 + number % 250}:{port}"
         holder = Holder(NodeId(f"node-{number}"), address, BootEpoch(7))
-        await outside.perform(act.Locate(number, holder, (BlockKey(b"k" * 16),), 10.0))
+        await remote.perform(act.Locate(number, holder, (BlockKey(b"k" * 16),), 10.0))
         assert remote.peer_info(holder.node_id, BootEpoch(7)) is not None, "the latest one is known"
         if number == 2 * bound:
             settled = resident_bytes()

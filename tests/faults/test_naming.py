@@ -62,12 +62,12 @@ def started_engine(*, files_stay: bool = False) -> Iterator[Adapters]:
 def name_of(adapters: Adapters, path: Path, number: int = 1) -> bytes | None:
     """What its requests are named with, once its files have been looked at."""
 
-    def verdict() -> tuple[bytes | None] | None:
+    def answered() -> tuple[bytes | None] | None:
         found, known = adapters.of(str(path), number), adapters.counters
         is_refused = known["adapter_in_doubt"] or known["adapter_ambiguous"] or known["adapter_changed"]
         return (found,) if found is not None or is_refused else None
 
-    return eventually(verdict, "a name for the adapter, or the refusal to name it")[0]
+    return eventually(answered, "a name for the adapter, or the refusal to name it")[0]
 
 
 def overwrite(latest: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import aiohttp
 import openai
 import pytest
 
-from kvservice.proxy.plan import TIMED_OUT, Action, Relay
+from kvservice.proxy.plan import TIMED_OUT, ProxyAction, Relay
 from kvservice.proxy.relay import ClientExchange
 from kvservice.proxy.servers import Role
 from kvservice.testing.eventually import eventually_async
@@ -425,7 +425,7 @@ async def test_time_running_out_just_as_the_answer_begins_is_an_error_and_not_a_
     proxy = await lab.proxy([], [await lab.server()])
     perform = ClientExchange._perform
 
-    async def perform_and_stop(self: ClientExchange, action: Action) -> None:
+    async def perform_and_stop(self: ClientExchange, action: ProxyAction) -> None:
         await perform(self, action)
         if isinstance(action, Relay):
             self.stop(TIMED_OUT)

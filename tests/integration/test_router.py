@@ -97,7 +97,7 @@ async def handle(cluster: LocalCluster | None, *replicas: Replica, **options: An
     router.initialize_state(**{**common, **options})
     router.update_replicas(list(replicas))
     await eventually_async(
-        lambda: router._reader._loaded and (cluster is None or len(router._holdings.facts.nodes) > 0),
+        lambda: router._reader._loaded and (cluster is None or len(router._holdings.known.nodes) > 0),
         "the router to have heard of the nodes",
     )
     await router._probe_queue_lens(list(replicas), 0)  # Serve does so as well, a moment later

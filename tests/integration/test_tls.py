@@ -112,7 +112,7 @@ async def test_a_client_with_a_certificate_reaches_everything(files: Path, tmp_p
             await client.close()
 
 
-async def test_nobody_else_is_let_in(files: Path, tmp_path: Path) -> None:
+async def test_nobody_else_is_accepted(files: Path, tmp_path: Path) -> None:
     """Neither on a lookup partition nor on a cache shard, with whatever they show."""
     good = TlsFiles(files).current()[1]
     expired, stranger = write(tmp_path / "e", days=-1), write(tmp_path / "s", issuer=STRANGER, trusted=STRANGER.pem)

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvservice.core.directory import announce
 from kvservice.core.directory.announce import Announcer, Update
-from kvservice.core.directory.directory import Directory, Outcome
+from kvservice.core.directory.directory import AnnounceOutcome, Directory
 from kvservice.core.messages import Holder
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 
@@ -170,7 +170,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     def sweep(self, limit: int) -> None:
         self.directory.sweep(limit)
 
-    def _apply(self, message: Message) -> Outcome:
+    def _apply(self, message: Message) -> AnnounceOutcome:
         update = message.update
         return self.directory.apply(
             message.boot.node,

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvservice.core.block.keys import pack_keys
 from kvservice.core.directory.directory import Change, Directory
-from kvservice.core.directory.membership import FORGET_SECONDS, Outcome
+from kvservice.core.directory.membership import FORGET_SECONDS, AnnounceOutcome
 from kvservice.core.directory.mirror import (
     NODES_AT,
     PARTITIONS_MAX,
@@ -88,7 +88,7 @@ class MirrorMachine(RuleBasedStateMachine):
             node(name, self.epochs[name], self.ports[name]), part.sequences[name],
             [chosen[i] for i in added], [chosen[i] for i in removed], now=self.now, **flags,
         )  # fmt: skip
-        if outcome is Outcome.RESYNC:
+        if outcome is AnnounceOutcome.RESYNC:
             self.announce(partition, name, added, removed, full_begin=True, full_end=True)
 
     @rule(partition=partitions, name=names, added=some_keys, removed=some_keys)

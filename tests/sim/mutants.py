@@ -189,8 +189,8 @@ MUTANTS = (
     Mutant(
         "a node's old blocks are forgotten when it announces itself anew",
         DIRECTORY,
-        "        if verdict.forget:\n            self._retire(",
-        "        if verdict.forget and leaving:\n            self._retire(",
+        "        if effect.forget:\n            self._retire(",
+        "        if effect.forget and leaving:\n            self._retire(",
         seed=11,
     ),
     Mutant(

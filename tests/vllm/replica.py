@@ -286,11 +286,11 @@ def request_of(scheduler: Any) -> Any:
 def count_calls(owner: Any, name: str) -> list[int]:
     """Wrap a method so that each call leaves an entry in the returned list."""
     calls: list[int] = []
-    original = getattr(owner, name)
+    unpatched = getattr(owner, name)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
-        return original(*args, **kwargs)
+        return unpatched(*args, **kwargs)
 
     setattr(owner, name, counted)
     return calls

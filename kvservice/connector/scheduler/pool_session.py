@@ -48,7 +48,7 @@ REPORT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AcquireAnswer:
     """Result of one acquire. `result` is None when there was no pool to ask."""
 
     request_id: str
@@ -79,7 +79,7 @@ class Session:
         self._layouts = (spec.layout, *(group.layout for group in spec.window_groups))
         self._stocks: list[deque[BlockRef]] = [deque() for _ in self._layouts]  # by KV cache group
         self._expected = 0  # blocks that requests in flight will want to store
-        self._answers: deque[Answer] = deque()
+        self._answers: deque[AcquireAnswer] = deque()
         self._answered = threading.Condition(self._lock)
         self._pending: Counter[str] = Counter()  # acquires under way, by request
         self._acquires: dict[str, asyncio.Future[AcquireResult]] = {}  # the loop's own
@@ -144,7 +144,7 @@ class Session:
             if seconds and not self._answers:
                 self._answered.wait(seconds)
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[AcquireAnswer]:
         with self._lock:
             found = list(self._answers)
             self._answers.clear()
@@ -372,7 +372,7 @@ class Session:
                 with self._answered:
                     if result is not None and result.lease_id and self._attachment is attachment:
                         self._leases.add(result.lease_id)
-                    self._answers.append(Answer(request_id, attachment.attachment_id, result, request))
+                    self._answers.append(AcquireAnswer(request_id, attachment.attachment_id, result, request))
                     self._answered.notify_all()
             elif result is not None and result.lease_id:
                 self.counters["acquire_abandoned"] += 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvservice.connector.scheduler.pool_session import Answer
+from kvservice.connector.scheduler.pool_session import AcquireAnswer
 from kvservice.core.messages import AcquireRequest, Attachment, RequestReport, SealItem
 from kvservice.core.segment.refs import BlockRef
 from kvservice.units import AttachmentId, BlockHash, HandoffId, LeaseId
@@ -20,7 +20,7 @@ class SessionPort(Protocol):
 
     def acquire(self, request_id: str, request: AcquireRequest) -> AttachmentId | None: ...
 
-    def answers(self) -> list[Answer]: ...
+    def answers(self) -> list[AcquireAnswer]: ...
 
     def abandon(self, request_id: str) -> None: ...
 

@@ -149,9 +149,9 @@ def length_fields(model_config: Any) -> dict[str, object]:
     for part in (inner for outer in parts for inner in _parts(outer)):
         kind = part.get("rope_type", part.get("type")) if _is_rope(part) else None
         if kind in ("longrope", "su"):
-            original = part.get("original_max_position_embeddings") or _first(parts, "original_max_position_embeddings")
-            if isinstance(original, int) and isinstance(length, int):
-                fields["rope_context"] = f"{'over' if length > original else 'within'} {original} tokens"
+            trained = part.get("original_max_position_embeddings") or _first(parts, "original_max_position_embeddings")
+            if isinstance(trained, int) and isinstance(length, int):
+                fields["rope_context"] = f"{'over' if length > trained else 'within'} {trained} tokens"
             else:
                 fields["max_model_len"] = str(length)
         elif kind is not None and kind not in PLAIN_ROPES:

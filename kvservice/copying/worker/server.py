@@ -79,7 +79,7 @@ class CopyWorker:
         return record
 
     def state(self) -> dict[str, Any]:
-        """Facts and counters, for health and metrics. Never waits for a copy."""
+        """State and counters, for health and metrics. Never waits for a copy."""
         with self._lock:
             sessions, counters = list(self._sessions), dict(self._gone)
         for session in sessions:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvservice.core.block.keys import partition_of
-from kvservice.core.directory.membership import Outcome
+from kvservice.core.directory.membership import AnnounceOutcome
 from kvservice.units import BlockKey, SpanRoute
 
 # Keys in one update: small enough that applying it does not keep the lookup partition from answering for long.
@@ -104,7 +104,7 @@ class Announcer:
         self._demand_full(stream)
         return Update(self._take_sequence(stream), leaving=True)
 
-    def on_reply(self, partition: int, outcome: Outcome, lookup_epoch: int) -> None:
+    def on_reply(self, partition: int, outcome: AnnounceOutcome, lookup_epoch: int) -> None:
         """The answer to the update that is on its way."""
         stream = self._streams[partition]
         update, stream.outstanding = stream.outstanding, None
@@ -112,9 +112,9 @@ class Announcer:
         self.counters[f"announce_{outcome.value}"] += 1
         if update is None:  # left meanwhile
             return
-        if outcome is Outcome.STALE_EPOCH:
+        if outcome is AnnounceOutcome.STALE_EPOCH:
             self.fenced = True
-        elif outcome is Outcome.RESYNC:
+        elif outcome is AnnounceOutcome.RESYNC:
             if update.full_begin:
                 # Refused although it begins anew: the receiver has heard later sequences of this epoch, from an
                 # announcer before this one. Ever longer jumps pass them in a few tries.

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from kvservice.core.block.keys import KEY_BYTES, pack_keys
 from kvservice.core.directory.holder_table import HolderTable, bits_of
 from kvservice.core.directory.key_table import private_table
-from kvservice.core.directory.membership import FORGET_SECONDS, HIDE_SECONDS, Membership, MemberState, Outcome
+from kvservice.core.directory.membership import FORGET_SECONDS, HIDE_SECONDS, AnnounceOutcome, Membership, MemberState
 from kvservice.core.explain.evictions import Eviction, EvictionCause, EvictionHistory
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.units import BlockKey, NodeId
 
-__all__ = ["Change", "Directory", "NodeSummary", "Outcome", "longest_prefix"]
+__all__ = ["AnnounceOutcome", "Change", "Directory", "NodeSummary", "longest_prefix"]
 
 KEY_COUNT_MAX = 16_000_000
 ANSWERS_MAX = 65_536
@@ -102,25 +102,25 @@ class Directory:
         leaving: bool = False,
         now: float,
         proof: bytes = b"",
-    ) -> Outcome:
+    ) -> AnnounceOutcome:
         """Take one announcement of a node, its keys listed or packed. Removals come after additions. Raises Exhausted
         for too many nodes, Forbidden for one that belongs to another `proof`."""
         self.expire(now)
-        verdict = self._membership.hear(
+        effect = self._membership.hear(
             node, sequence, full_begin=full_begin, full_end=full_end, leaving=leaving, now=now, proof=proof
         )
-        if verdict.forget:
+        if effect.forget:
             self._retire(node.node_id, EvictionCause.DRAIN if leaving else EvictionCause.RESTARTED, now)
         more, less = _packed(added), _packed(removed)
-        if verdict.apply:
+        if effect.apply:
             bit = self._bit(node.node_id)
             self._add(node.node_id, bit, more)
             self._remove(node.node_id, bit, less)
-        if verdict.forget or (verdict.apply and (more or less)):
-            change = Change(node, more, less, verdict.forget) if verdict.apply else Change(node, reset=True)
+        if effect.forget or (effect.apply and (more or less)):
+            change = Change(node, more, less, effect.forget) if effect.apply else Change(node, reset=True)
             self._record(change)
         self._tell_visibility()
-        return verdict.outcome
+        return effect.outcome
 
     def resolve(self, keys: Sequence[BlockKey] | bytes, now: float) -> list[HolderRun]:
         """Who holds these keys, listed or packed, as runs of consecutive keys with the same live holders; keys nobody

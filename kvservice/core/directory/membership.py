@@ -1,6 +1,6 @@
 """Which nodes the directory knows, what state each is in, and what an announcement of one may do.
 
-Owns epochs, sequences and heartbeat deadlines. Owns no keys: `directory` keeps those and does what a verdict says.
+Owns epochs, sequences and heartbeat deadlines. Owns no keys: `directory` keeps those and does what a effect says.
 Pure, with one caller.
 
     syncing  a full announcement is under way; what has come of it is visible
@@ -35,7 +35,7 @@ def patience(heartbeat_seconds: float) -> tuple[float, float]:
     return factor * HIDE_SECONDS, factor * FORGET_SECONDS
 
 
-class Outcome(Enum):
+class AnnounceOutcome(Enum):
     """Answer to one announcement."""
 
     APPLIED = "applied"
@@ -95,7 +95,7 @@ TRANSITIONS: dict[tuple[MemberState, MemberEvent], MemberState] = {
 VISIBLE = frozenset({MemberState.SYNCING, MemberState.ALIVE})
 
 
-class InvalidTransition(AssertionError):
+class InvalidNodeTransition(AssertionError):
     """A bug in the core: a member was asked for a change its state does not allow."""
 
 
@@ -111,18 +111,18 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AnnounceEffect:
     """What the directory must do about the node's keys, in this order: `forget` the old ones, `apply` the new ones."""
 
-    outcome: Outcome
+    outcome: AnnounceOutcome
     forget: bool = False
     apply: bool = False
 
 
-APPLY = Verdict(Outcome.APPLIED, apply=True)
-DUPLICATE = Verdict(Outcome.APPLIED)
-RESYNC = Verdict(Outcome.RESYNC)
-STALE = Verdict(Outcome.STALE_EPOCH)
+APPLY = AnnounceEffect(AnnounceOutcome.APPLIED, apply=True)
+DUPLICATE = AnnounceEffect(AnnounceOutcome.APPLIED)
+RESYNC = AnnounceEffect(AnnounceOutcome.RESYNC)
+STALE = AnnounceEffect(AnnounceOutcome.STALE_EPOCH)
 
 
 class Membership:
@@ -158,7 +158,7 @@ class Membership:
         leaving: bool,
         now: float,
         proof: bytes = b"",
-    ) -> Verdict:
+    ) -> AnnounceEffect:
         """Judge one announcement and move the member. Raises Exhausted when too many nodes are known, Forbidden when
         the node is somebody else's."""
         member = self._owned(node.node_id, proof)
@@ -174,12 +174,12 @@ class Membership:
         if replaced:
             self._move(member, MemberEvent.REPLACE)
             member.holder, member.last_sequence = node, 0
-        verdict = self._hear_current(member, node, sequence, full_begin, full_end, leaving, now)
-        return Verdict(verdict.outcome, forget=True, apply=verdict.apply) if replaced else verdict
+        effect = self._hear_current(member, node, sequence, full_begin, full_end, leaving, now)
+        return AnnounceEffect(effect.outcome, forget=True, apply=effect.apply) if replaced else effect
 
     def _hear_current(
         self, member: Member, node: Holder, sequence: int, full_begin: bool, full_end: bool, leaving: bool, now: float
-    ) -> Verdict:
+    ) -> AnnounceEffect:
         """The announcement is of the member's own epoch."""
         known = member.state is not MemberState.DEAD
         repeated = sequence == member.last_sequence
@@ -199,7 +199,7 @@ class Membership:
             self._move(member, MemberEvent.LEAVE)
             member.last_sequence = sequence
             self.counters["members_left"] += 1
-            return Verdict(Outcome.APPLIED, forget=True)
+            return AnnounceEffect(AnnounceOutcome.APPLIED, forget=True)
         if not full_begin and not known:
             self.counters["announce_resync_unknown"] += 1
             return RESYNC
@@ -212,7 +212,7 @@ class Membership:
             self.counters["full_announcements"] += 1
         member.last_sequence = sequence
         self._heard(member, node, now)
-        return Verdict(Outcome.APPLIED, forget=True, apply=True) if full_begin else APPLY
+        return AnnounceEffect(AnnounceOutcome.APPLIED, forget=True, apply=True) if full_begin else APPLY
 
     def expire(self, now: float) -> list[Member]:
         """Hide and forget by time. Returns those forgotten just now. Cheap when nothing is due."""
@@ -270,7 +270,9 @@ class Membership:
     def _move(self, member: Member, event: MemberEvent) -> None:
         target = TRANSITIONS.get((member.state, event))
         if target is None:
-            raise InvalidTransition(f"{member.holder.node_id} is {member.state.value}, cannot {event.value}: {member}")
+            raise InvalidNodeTransition(
+                f"{member.holder.node_id} is {member.state.value}, cannot {event.value}: {member}"
+            )
         if target is not member.state:
             self.version += 1
         member.state = target

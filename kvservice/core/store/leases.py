@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from kvservice.units import LeaseId, SlotIndex
 
 # ("engine", attachment id) or ("peer", node id)
-Holder = tuple[str, int | str]
+LeaseOwner = tuple[str, int | str]
 
 
 @dataclass(slots=True)
 class Lease:
     lease_id: LeaseId
-    holder: Holder
+    holder: LeaseOwner
     slots: tuple[SlotIndex, ...]
     expires_at: float  # seconds on the owner's monotonic clock
 
@@ -29,7 +29,7 @@ class Lease:
 class LeaseTable:
     def __init__(self) -> None:
         self._leases: dict[LeaseId, Lease] = {}
-        self._by_holder: dict[Holder, set[LeaseId]] = {}
+        self._by_holder: dict[LeaseOwner, set[LeaseId]] = {}
         self._deadlines: list[tuple[float, LeaseId]] = []  # heap; entries of renewed or ended leases are skipped
         self._next_id = 1
         self.counters: Counter[str] = Counter()
@@ -37,7 +37,7 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, holder: Holder, slots: tuple[SlotIndex, ...], now: float, duration: float) -> Lease:
+    def grant(self, holder: LeaseOwner, slots: tuple[SlotIndex, ...], now: float, duration: float) -> Lease:
         """New lease over slots that the caller has pinned. The caller unpins them when the lease comes back."""
         assert slots
         lease = Lease(LeaseId(self._next_id), holder, slots, now + duration)
@@ -48,11 +48,11 @@ class LeaseTable:
         self.counters["leases_granted"] += 1
         return lease
 
-    def is_of_another(self, lease_id: LeaseId, holder: Holder) -> bool:
+    def is_of_another(self, lease_id: LeaseId, holder: LeaseOwner) -> bool:
         lease = self._leases.get(lease_id)
         return lease is not None and lease.holder != holder
 
-    def release(self, lease_id: LeaseId, holder: Holder) -> Lease | None:
+    def release(self, lease_id: LeaseId, holder: LeaseOwner) -> Lease | None:
         """End one lease. None, without side effect, when it is unknown or somebody else's."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.holder != holder:
@@ -62,7 +62,7 @@ class LeaseTable:
         self.counters["leases_released"] += 1
         return lease
 
-    def renew(self, holder: Holder, lease_ids: Sequence[LeaseId], now: float, duration: float) -> int:
+    def renew(self, holder: LeaseOwner, lease_ids: Sequence[LeaseId], now: float, duration: float) -> int:
         """Extend those of these leases that are the holder's. Returns how many there were."""
         renewed = self._by_holder.get(holder, set()).intersection(lease_ids)
         for lease_id in renewed:
@@ -70,7 +70,7 @@ class LeaseTable:
             lease.expires_at = max(lease.expires_at, now + duration)
         return len(renewed)
 
-    def end_holder(self, holder: Holder) -> list[Lease]:
+    def end_holder(self, holder: LeaseOwner) -> list[Lease]:
         """End all leases of a holder that is gone."""
         leases = [self._leases[lease_id] for lease_id in sorted(self._by_holder.get(holder, set()))]
         for lease in leases:

@@ -62,7 +62,7 @@ TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
 }
 
 
-class InvalidTransition(AssertionError):
+class InvalidSlotTransition(AssertionError):
     """A bug in the core: a slot was asked for a change its state does not allow."""
 
 
@@ -208,7 +208,7 @@ class SlotTable:
     def _move(self, slot: Slot, event: SlotEvent) -> None:
         target = TRANSITIONS.get((slot.state, event))
         if target is None:
-            raise InvalidTransition(f"slot {slot.index} is {slot.state.value}, cannot {event.value}: {slot}")
+            raise InvalidSlotTransition(f"slot {slot.index} is {slot.state.value}, cannot {event.value}: {slot}")
         self._counts[slot.state] -= 1
         self._counts[target] += 1
         if slot.account:

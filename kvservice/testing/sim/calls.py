@@ -31,7 +31,7 @@ class _Call:
     tasks: list[asyncio.Task[None]] = field(default_factory=list)  # of the callee
 
 
-class Caller:
+class SimCaller:
     """`address` names the caller's end of the links."""
 
     def __init__(self, process: Process, address: str) -> None:

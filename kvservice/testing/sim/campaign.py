@@ -16,22 +16,22 @@ CHUNK = 50
 
 
 @dataclass(slots=True)
-class Tally:
+class CampaignTally:
     schedules: int = 0
     virtual_seconds: float = 0.0
     counters: Counter[str] = field(default_factory=Counter)
     violations: list[tuple[int, str]] = field(default_factory=list)  # (seed, what)
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: CampaignTally) -> None:
         self.schedules += other.schedules
         self.virtual_seconds += other.virtual_seconds
         self.counters.update(other.counters)
         self.violations += other.violations
 
 
-def run_seeds(seeds: range) -> Tally:
+def run_seeds(seeds: range) -> CampaignTally:
     """In this process, one after the other."""
-    tally = Tally()
+    tally = CampaignTally()
     for seed in seeds:
         outcome = run_schedule(make_schedule(seed))
         tally.schedules += 1
@@ -42,10 +42,12 @@ def run_seeds(seeds: range) -> Tally:
     return tally
 
 
-def run_campaign(first: int, count: int, processes: int, on_progress: Callable[[Tally], None] | None = None) -> Tally:
+def run_campaign(
+    first: int, count: int, processes: int, on_progress: Callable[[CampaignTally], None] | None = None
+) -> CampaignTally:
     """Blocks until all schedules have run, or the first violation. Processes are started anew, not forked, so that none
     inherits a lock."""
-    tally = Tally()
+    tally = CampaignTally()
     context = multiprocessing.get_context("spawn")
     # Pure computing, for minutes: whatever else the machine does goes first.
     with ProcessPoolExecutor(processes, context, initializer=os.nice, initargs=(19,)) as pool:

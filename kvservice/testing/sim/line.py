@@ -32,7 +32,7 @@ from kvservice.core.messages import (
 from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import StaleEpoch
 from kvservice.pool.runtime import PoolRuntime
-from kvservice.testing.sim.calls import Caller
+from kvservice.testing.sim.calls import SimCaller
 from kvservice.units import AttachmentId, BootEpoch, HandoffId, LeaseId
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Line:
         self._engine = engine
         self._node = engine.node
         self._world = engine.world
-        self._caller = Caller(engine, engine.name)
+        self._caller = SimCaller(engine, engine.name)
         self._streams: dict[AttachmentId, _AttachmentStream] = {}
 
     # -- PoolPort ----

@@ -9,7 +9,7 @@ from kvservice.aio import within
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX as SNAPSHOT_KEYS
 from kvservice.core.block.keys import partition_of, route_of_head, unpack_keys
 from kvservice.core.directory.announce import Announcer, Update
-from kvservice.core.directory.directory import Directory, Outcome
+from kvservice.core.directory.directory import AnnounceOutcome, Directory
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.lookup.announce_pump import AnnouncePump
 from kvservice.testing.sim.world import Process, World
@@ -20,9 +20,9 @@ HEARTBEAT_SECONDS = 1.0
 CALL_SECONDS = 0.5
 SWEEP_SECONDS = 1.0
 _OUTCOMES = {
-    Outcome.APPLIED: lookup_pb2.AnnounceReply.OUTCOME_APPLIED,
-    Outcome.RESYNC: lookup_pb2.AnnounceReply.OUTCOME_RESYNC,
-    Outcome.STALE_EPOCH: lookup_pb2.AnnounceReply.OUTCOME_STALE_EPOCH,
+    AnnounceOutcome.APPLIED: lookup_pb2.AnnounceReply.OUTCOME_APPLIED,
+    AnnounceOutcome.RESYNC: lookup_pb2.AnnounceReply.OUTCOME_RESYNC,
+    AnnounceOutcome.STALE_EPOCH: lookup_pb2.AnnounceReply.OUTCOME_STALE_EPOCH,
 }
 
 
@@ -56,7 +56,7 @@ class LookupPartition(Process):
             keys.update(unpack_keys(held.get(node_id, b"")))
         return keys
 
-    def announce(self, node: Holder, update: Update, reply: Callable[[Outcome, int], None]) -> None:
+    def announce(self, node: Holder, update: Update, reply: Callable[[AnnounceOutcome, int], None]) -> None:
         outcome = self.directory.apply(
             node, update.sequence, update.added, update.removed,
             full_begin=update.full_begin, full_end=update.full_end, leaving=update.leaving, now=self.clock(),
@@ -94,11 +94,11 @@ class Herald(AnnouncePump):
         answer: asyncio.Future[lookup_pb2.AnnounceReply] = asyncio.get_running_loop().create_future()
         life = process.life
 
-        def answered(outcome: Outcome, lookup_epoch: int) -> None:
+        def answered(outcome: AnnounceOutcome, lookup_epoch: int) -> None:
             if not answer.done():
                 answer.set_result(lookup_pb2.AnnounceReply(outcome=_OUTCOMES[outcome], lookup_epoch=lookup_epoch))
 
-        def reply(outcome: Outcome, lookup_epoch: int) -> None:
+        def reply(outcome: AnnounceOutcome, lookup_epoch: int) -> None:
             if process.life == life:
                 process.receive(answered, outcome, lookup_epoch)
 

@@ -12,7 +12,7 @@ from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, Ta
 from kvservice.errors import StaleEpoch, Unavailable
 from kvservice.lookup.client import LookupAnswer
 from kvservice.pool.runtime import PoolRuntime
-from kvservice.testing.sim.calls import Caller
+from kvservice.testing.sim.calls import SimCaller
 from kvservice.testing.sim.lookup import LookupPartition, ask_directory
 from kvservice.units import BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, SpanRoute
 
@@ -82,7 +82,7 @@ class SimPeers:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._caller = Caller(node, node.host)
+        self._caller = SimCaller(node, node.host)
 
     async def handshake(self, holder: Holder, timeout: float) -> PeerInfo:
         """What it says is known for as long as the epoch lasts, so nobody is asked."""

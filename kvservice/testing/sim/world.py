@@ -18,7 +18,7 @@ class Violation(AssertionError):
 
 
 @dataclass(slots=True)
-class Link:
+class SimLink:
     """One direction between two hosts."""
 
     cut: bool = False
@@ -47,7 +47,7 @@ class World:
     _heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = field(default_factory=list)
     _next: int = 0
     loops: list[Buried] = field(default_factory=list)  # of every life of every process
-    _links: dict[tuple[str, str], Link] = field(default_factory=dict)
+    _links: dict[tuple[str, str], SimLink] = field(default_factory=dict)
 
     def at(self, delay: float, call: Callable[..., None], *arguments: object) -> None:
         """Run `call` so many seconds from now; calls of one moment run in the order they were asked for."""
@@ -82,8 +82,8 @@ class World:
 
     # -- network ----
 
-    def link(self, source: str, target: str) -> Link:
-        return self._links.setdefault((source, target), Link())
+    def link(self, source: str, target: str) -> SimLink:
+        return self._links.setdefault((source, target), SimLink())
 
     def heal(self) -> None:
         self._links.clear()

@@ -42,7 +42,7 @@ def whole(*rows: object, **fields: object) -> dict[str, object]:
     return {"version": 1, "public_secret": OTHER, "tenants": list(rows), **fields}
 
 
-def test_add_rotate_retire_and_remove_change_who_is_let_in(tmp_path: Path) -> None:
+def test_add_rotate_retire_and_remove_change_who_may_attach(tmp_path: Path) -> None:
     file = tmp_path / "tenants.json"
     first = run("add", "team-a", "--file", str(file), "--quota", "25%", "--public", "publish").strip().splitlines()[-1]
     assert stat.S_IMODE(file.stat().st_mode) == 0o600

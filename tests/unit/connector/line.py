@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from kvservice.connector.plan import PoolInfo
-from kvservice.connector.scheduler.pool_session import Answer
+from kvservice.connector.scheduler.pool_session import AcquireAnswer
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, MissReason, RequestReport, SealItem
 from kvservice.core.segment.geometry import Geometry, slot_index
 from kvservice.core.segment.layout import SlotLayout
@@ -76,7 +76,7 @@ class Line:
         self.pins = Pins()
         self.handoffs: dict[HandoffId, AttachmentId] = {}  # open ones
         self.closed: list[HandoffId] = []
-        self._answers: list[Answer] = []
+        self._answers: list[AcquireAnswer] = []
         self._ids = count(1)
 
     def acquire(self, request_id: str, request: AcquireRequest) -> AttachmentId | None:
@@ -85,7 +85,7 @@ class Line:
         self.asked.append((request_id, self.attachment.attachment_id, request))
         return self.attachment.attachment_id
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[AcquireAnswer]:
         found, self._answers = self._answers, []
         return found
 
@@ -154,7 +154,7 @@ class Line:
             for group, window in enumerate(windows, 1)
         )
         result = AcquireResult(lease_id, refs, fetched, miss, window_blocks, admitted)
-        self._answers.append(Answer(request_id, asked_of, result, request))
+        self._answers.append(AcquireAnswer(request_id, asked_of, result, request))
         return request_id
 
     def lose(self) -> None:

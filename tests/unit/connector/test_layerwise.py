@@ -117,11 +117,11 @@ def whole_load(segment: Segment, refs: Sequence[BlockRef], order: str) -> list[t
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, before: Callable[[Direction, int], None]) -> None:
-    original = HostLayers.copy
+    unpatched = HostLayers.copy
 
     def copy(self: HostLayers, direction: Direction, layer: int, runs: Sequence[BlockRun]) -> None:
         before(direction, layer)
-        original(self, direction, layer, runs)
+        unpatched(self, direction, layer, runs)
 
     monkeypatch.setattr(HostLayers, "copy", copy)
 
@@ -211,12 +211,12 @@ def test_copy_that_fails_in_the_middle_fails_its_request_only_and_holds_up_nobod
     segment: Segment, started: list[LayerwiseWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refs = written(segment, 2)
-    original = HostLayers.copy
+    unpatched = HostLayers.copy
 
     def copy(self: HostLayers, direction: Direction, layer: int, runs: Sequence[BlockRun]) -> None:
         if layer == 1 and runs[0].block == 3:
             raise ValueError("planted")
-        original(self, direction, layer, runs)
+        unpatched(self, direction, layer, runs)
 
     monkeypatch.setattr(HostLayers, "copy", copy)
     worker = worker_of(started, engine_tensors(ORDERS["LBHNC"]))

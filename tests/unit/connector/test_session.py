@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvservice.connector.scheduler import pool_session as module
-from kvservice.connector.scheduler.pool_session import HEARTBEAT_SECONDS_MAX, Answer, Session
+from kvservice.connector.scheduler.pool_session import HEARTBEAT_SECONDS_MAX, AcquireAnswer, Session
 from kvservice.core.acquire.handoff import OPEN_SECONDS
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.window_groups import Window, WindowGroup
@@ -57,11 +57,11 @@ class Bench:
 
     def lose(self, method: str) -> None:
         """From now on calls of this method fail; a Reserve is performed all the same, only its answer is lost."""
-        original = getattr(self.pool, method)
+        unpatched = getattr(self.pool, method)
 
         async def failing(*arguments: object) -> None:
             if method == "reserve":
-                await original(*arguments)
+                await unpatched(*arguments)
             self.lost += 1
             raise Unavailable(f"{method} is lost")
 
@@ -473,8 +473,8 @@ def _take(bench: Bench, attachment: AttachmentId, count: int) -> list:  # type: 
     return refs
 
 
-def _answers(bench: Bench) -> list[Answer]:
-    found: list[Answer] = []
+def _answers(bench: Bench) -> list[AcquireAnswer]:
+    found: list[AcquireAnswer] = []
     eventually(lambda: found.extend(bench.session.answers()) or found, "an answer")
     return found
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvservice.core.directory import announce
 from kvservice.core.directory.announce import Announcer, Update
-from kvservice.core.directory.membership import Outcome
+from kvservice.core.directory.membership import AnnounceOutcome
 from kvservice.units import BlockKey, SpanRoute
 
 EPOCH = 77
@@ -31,7 +31,9 @@ class Shard:
         del self.held[key(number)]
         self.announcer.remove(key(number), SpanRoute(number))
 
-    def exchange(self, outcome: Outcome = Outcome.APPLIED, epoch: int = EPOCH, partition: int = 0) -> Update:
+    def exchange(
+        self, outcome: AnnounceOutcome = AnnounceOutcome.APPLIED, epoch: int = EPOCH, partition: int = 0
+    ) -> Update:
         """One update, sent and answered."""
         update = self.announcer.next_update(partition)
         assert update is not None
@@ -79,7 +81,7 @@ def test_only_one_update_is_on_its_way() -> None:
     assert shard.announcer.next_update(0) is not None
     shard.add(2)
     assert shard.announcer.next_update(0) is None
-    shard.announcer.on_reply(0, Outcome.APPLIED, EPOCH)
+    shard.announcer.on_reply(0, AnnounceOutcome.APPLIED, EPOCH)
     assert shard.exchange().added == (key(2),)
 
 
@@ -99,7 +101,7 @@ def test_update_without_answer_is_sent_again_unchanged() -> None:
     shard.announcer.on_failure(0)
     shard.remove(1)
     assert shard.announcer.next_update(0) is first
-    shard.announcer.on_reply(0, Outcome.APPLIED, EPOCH)
+    shard.announcer.on_reply(0, AnnounceOutcome.APPLIED, EPOCH)
     assert shard.exchange().removed == (key(1),)
 
 
@@ -109,7 +111,7 @@ def test_heartbeat_carries_what_there_is_to_say() -> None:
     shard.announcer.on_failure(0)
     shard.add(1)
     assert shard.announcer.heartbeat(0) == Update(2), "the one without an answer comes first"
-    shard.announcer.on_reply(0, Outcome.APPLIED, EPOCH)
+    shard.announcer.on_reply(0, AnnounceOutcome.APPLIED, EPOCH)
     assert shard.announcer.heartbeat(0) == Update(3, (key(1),))
 
 
@@ -117,7 +119,7 @@ def test_resync_is_answered_with_everything() -> None:
     shard = Shard(1).synced()
     shard.add(2)
     shard.add(3)
-    shard.exchange(Outcome.RESYNC)
+    shard.exchange(AnnounceOutcome.RESYNC)
     shard.remove(3)
     update = shard.exchange()
     assert update.full_begin and set(update.added) == {key(1), key(2)} and not update.removed
@@ -127,7 +129,7 @@ def test_resync_is_answered_with_everything() -> None:
 def test_sequences_grow_over_a_resync() -> None:
     shard = Shard().synced()
     shard.add(1)
-    assert shard.exchange(Outcome.RESYNC).sequence == 2
+    assert shard.exchange(AnnounceOutcome.RESYNC).sequence == 2
     assert shard.exchange().sequence == 3
 
 
@@ -150,14 +152,14 @@ def test_refused_full_announcement_jumps_past_an_earlier_announcer() -> None:
         assert update is not None and update.full_begin
         if update.sequence > heard:
             return
-        shard.announcer.on_reply(0, Outcome.RESYNC, EPOCH)
+        shard.announcer.on_reply(0, AnnounceOutcome.RESYNC, EPOCH)
     pytest.fail("never passed the sequences of the announcer before it")
 
 
 def test_fenced_announcer_stays_silent() -> None:
     shard = Shard().synced()
     shard.add(1)
-    shard.exchange(Outcome.STALE_EPOCH)
+    shard.exchange(AnnounceOutcome.STALE_EPOCH)
     assert shard.announcer.fenced
     shard.add(2)
     assert shard.announcer.next_update(0) is None
@@ -171,7 +173,7 @@ def test_partitions_get_their_own_keys_and_resync_alone() -> None:
     assert {key(n) for n in range(0, 10, 3)} == set(updates[0].added)
     shard.add(10)
     assert shard.announcer.next_update(0) is None
-    shard.exchange(Outcome.RESYNC, partition=1)
+    shard.exchange(AnnounceOutcome.RESYNC, partition=1)
     assert shard.exchange(partition=1).full_begin
     assert shard.announcer.next_update(2) is None
 

@@ -10,7 +10,7 @@ from kvservice.core.block.keys import pack_keys, unpack_keys
 from kvservice.core.directory import announce
 from kvservice.core.directory.announce import Announcer, Update
 from kvservice.core.directory.directory import Change, Directory, longest_prefix
-from kvservice.core.directory.membership import Outcome
+from kvservice.core.directory.membership import AnnounceOutcome
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 
@@ -30,7 +30,7 @@ def directory_with(**held: range) -> Directory:
     directory = Directory()
     for name, numbers in held.items():
         outcome = directory.apply(node(name), 1, keys(*numbers), full_begin=True, full_end=True, now=0.0)
-        assert outcome is Outcome.APPLIED
+        assert outcome is AnnounceOutcome.APPLIED
     return directory
 
 
@@ -86,16 +86,18 @@ def test_repeated_update_does_not_resurrect_a_removed_key() -> None:
     directory = directory_with(a=range(1))
     directory.apply(A, 2, keys(5), now=0.0)
     directory.apply(A, 3, (), keys(5), now=0.0)
-    assert directory.apply(A, 2, keys(5), now=0.0) is Outcome.RESYNC
-    assert directory.apply(A, 1, keys(5), full_begin=True, now=0.0) is Outcome.RESYNC
+    assert directory.apply(A, 2, keys(5), now=0.0) is AnnounceOutcome.RESYNC
+    assert directory.apply(A, 1, keys(5), full_begin=True, now=0.0) is AnnounceOutcome.RESYNC
     assert asked(directory, range(9)) == [(0, 1, "a")]
 
 
 def test_second_announcer_of_a_boot_is_not_taken_for_a_repetition_of_the_first() -> None:
     directory = directory_with(a=range(3))
-    assert directory.apply(A, 1, keys(7), full_begin=True, full_end=True, now=0.0) is Outcome.APPLIED
+    assert directory.apply(A, 1, keys(7), full_begin=True, full_end=True, now=0.0) is AnnounceOutcome.APPLIED
     assert asked(directory, range(9)) == [(7, 1, "a")]
-    assert directory.apply(A, 1, keys(7), full_begin=True, full_end=True, now=0.0) is Outcome.APPLIED, "and repeated"
+    assert directory.apply(A, 1, keys(7), full_begin=True, full_end=True, now=0.0) is AnnounceOutcome.APPLIED, (
+        "and repeated"
+    )
     assert asked(directory, range(9)) == [(7, 1, "a")]
     sweep_all(directory)
     assert asked(directory, range(9)) == [(7, 1, "a")] and len(directory) == 1
@@ -122,9 +124,9 @@ def test_key_announced_again_after_a_full_announcement_survives_the_sweep() -> N
 
 def test_restarted_node_loses_its_keys_at_once() -> None:
     directory = directory_with(a=range(10), b=range(2))
-    assert directory.apply(node("a", 2), 1, now=0.0) is Outcome.RESYNC
+    assert directory.apply(node("a", 2), 1, now=0.0) is AnnounceOutcome.RESYNC
     assert asked(directory, range(10)) == [(0, 2, "b")]
-    assert directory.apply(A, 2, keys(1), now=0.0) is Outcome.STALE_EPOCH
+    assert directory.apply(A, 2, keys(1), now=0.0) is AnnounceOutcome.STALE_EPOCH
 
 
 def test_silent_node_is_hidden_by_time_alone_and_comes_back_whole() -> None:
@@ -306,7 +308,7 @@ def test_keys_lost_with_their_node_are_remembered_with_the_reason_before_and_aft
 # -- messages of an earlier boot, and clocks that jump ----
 
 
-def deliver(directory: Directory, who: Holder, update: Update, now: float = 0.0) -> Outcome:
+def deliver(directory: Directory, who: Holder, update: Update, now: float = 0.0) -> AnnounceOutcome:
     return directory.apply(
         who, update.sequence, update.added, update.removed,
         full_begin=update.full_begin, full_end=update.full_end, leaving=update.leaving, now=now,

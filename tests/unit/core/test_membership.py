@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kvservice.core.directory import membership as m
-from kvservice.core.directory.membership import InvalidTransition, Membership, MemberState, Outcome, Verdict
+from kvservice.core.directory.membership import (
+    AnnounceEffect,
+    AnnounceOutcome,
+    InvalidNodeTransition,
+    Membership,
+    MemberState,
+)
 from kvservice.core.messages import Holder
 from kvservice.errors import Exhausted, Forbidden
 from kvservice.units import BootEpoch, NodeId
@@ -15,13 +21,15 @@ def node(name: str = "a", epoch: int = 1, address: str = "h:1") -> Holder:
     return Holder(NodeId(name), address, BootEpoch(epoch))
 
 
-def hear(table: Membership, sequence: int, now: float = 0.0, who: Holder | None = None, flags: str = "") -> Verdict:
+def hear(
+    table: Membership, sequence: int, now: float = 0.0, who: Holder | None = None, flags: str = ""
+) -> AnnounceEffect:
     """flags: b begin, e end, l leaving."""
-    verdict = table.hear(
+    effect = table.hear(
         who or node(), sequence, full_begin="b" in flags, full_end="e" in flags, leaving="l" in flags, now=now
     )
     table.check_invariants()
-    return verdict
+    return effect
 
 
 def state(table: Membership, name: str = "a") -> MemberState:
@@ -32,21 +40,21 @@ def state(table: Membership, name: str = "a") -> MemberState:
 
 def synced(sequence: int = 1) -> Membership:
     table = Membership()
-    assert hear(table, sequence, flags="be").outcome is Outcome.APPLIED
+    assert hear(table, sequence, flags="be").outcome is AnnounceOutcome.APPLIED
     return table
 
 
 def test_unknown_node_must_announce_in_full() -> None:
     table = Membership()
-    assert hear(table, 7).outcome is Outcome.RESYNC
+    assert hear(table, 7).outcome is AnnounceOutcome.RESYNC
     assert table.get(NodeId("a")) is None, "a refused stranger takes no room"
 
 
 def test_full_announcement_forgets_what_was_before() -> None:
     table = synced()
-    assert hear(table, 2, flags="b") == Verdict(Outcome.APPLIED, forget=True, apply=True)
+    assert hear(table, 2, flags="b") == AnnounceEffect(AnnounceOutcome.APPLIED, forget=True, apply=True)
     assert state(table) is MemberState.SYNCING
-    assert hear(table, 3) == Verdict(Outcome.APPLIED, apply=True)
+    assert hear(table, 3) == AnnounceEffect(AnnounceOutcome.APPLIED, apply=True)
     assert state(table) is MemberState.SYNCING
     hear(table, 4, flags="e")
     assert state(table) is MemberState.ALIVE
@@ -60,7 +68,7 @@ def test_full_announcement_may_jump_ahead_in_sequence() -> None:
 
 def test_gap_asks_for_resync_and_changes_nothing() -> None:
     table = synced()
-    assert hear(table, 3) == Verdict(Outcome.RESYNC)
+    assert hear(table, 3) == AnnounceEffect(AnnounceOutcome.RESYNC)
     assert hear(table, 2).apply, "the one that was expected still is"
 
 
@@ -69,20 +77,20 @@ def test_last_sequence_again_is_acknowledged_but_not_applied_again(flags: str) -
     table = Membership()
     hear(table, 1, flags="b")
     hear(table, 2, flags=flags)
-    assert hear(table, 2, flags=flags) == Verdict(Outcome.APPLIED)
+    assert hear(table, 2, flags=flags) == AnnounceEffect(AnnounceOutcome.APPLIED)
 
 
 @pytest.mark.parametrize("flags", ["b", "be"])
 def test_full_announcement_with_the_last_sequence_is_applied_anew(flags: str) -> None:
     table = synced()
-    assert hear(table, 1, flags=flags) == Verdict(Outcome.APPLIED, forget=True, apply=True)
+    assert hear(table, 1, flags=flags) == AnnounceEffect(AnnounceOutcome.APPLIED, forget=True, apply=True)
     assert state(table) is (MemberState.ALIVE if "e" in flags else MemberState.SYNCING)
 
 
 def test_full_announcement_with_the_sequence_of_the_farewell_is_refused() -> None:
     table = synced()
     hear(table, 2, flags="l")
-    assert hear(table, 2, flags="be") == Verdict(Outcome.RESYNC)
+    assert hear(table, 2, flags="be") == AnnounceEffect(AnnounceOutcome.RESYNC)
     assert state(table) is MemberState.DEAD
 
 
@@ -90,7 +98,7 @@ def test_full_announcement_with_the_sequence_of_the_farewell_is_refused() -> Non
 def test_replay_of_an_older_sequence_is_never_applied(flags: str) -> None:
     table = synced(5)
     hear(table, 6)
-    assert hear(table, 5, flags=flags) == Verdict(Outcome.RESYNC)
+    assert hear(table, 5, flags=flags) == AnnounceEffect(AnnounceOutcome.RESYNC)
     assert state(table) is MemberState.ALIVE
 
 
@@ -98,19 +106,19 @@ def test_replay_of_an_older_sequence_is_never_applied(flags: str) -> None:
 def test_older_epoch_is_told_to_stop(flags: str) -> None:
     table = Membership()
     hear(table, 1, who=node(epoch=2), flags="be")
-    assert hear(table, 99, who=node(epoch=1), flags=flags) == Verdict(Outcome.STALE_EPOCH)
+    assert hear(table, 99, who=node(epoch=1), flags=flags) == AnnounceEffect(AnnounceOutcome.STALE_EPOCH)
 
 
 def test_older_epoch_is_told_to_stop_even_after_the_newer_one_left() -> None:
     table = Membership()
     hear(table, 1, who=node(epoch=2), flags="be")
     hear(table, 2, who=node(epoch=2), flags="l")
-    assert hear(table, 1, who=node(epoch=1), flags="be").outcome is Outcome.STALE_EPOCH
+    assert hear(table, 1, who=node(epoch=1), flags="be").outcome is AnnounceOutcome.STALE_EPOCH
 
 
 def test_newer_epoch_forgets_the_older_one_even_before_it_announces_in_full() -> None:
     table = synced(9)
-    assert hear(table, 1, who=node(epoch=2)) == Verdict(Outcome.RESYNC, forget=True)
+    assert hear(table, 1, who=node(epoch=2)) == AnnounceEffect(AnnounceOutcome.RESYNC, forget=True)
     assert not table.is_visible(NodeId("a"))
     assert table.epoch_of(NodeId("a")) == 2
     assert hear(table, 2, who=node(epoch=2), flags="be").apply
@@ -118,17 +126,17 @@ def test_newer_epoch_forgets_the_older_one_even_before_it_announces_in_full() ->
 
 def test_leaving_is_honoured_whatever_was_missed() -> None:
     table = synced()
-    assert hear(table, 9, flags="l") == Verdict(Outcome.APPLIED, forget=True)
+    assert hear(table, 9, flags="l") == AnnounceEffect(AnnounceOutcome.APPLIED, forget=True)
     assert state(table) is MemberState.DEAD
-    assert hear(table, 9, flags="l") == Verdict(Outcome.APPLIED), "said twice"
-    assert hear(table, 10).outcome is Outcome.RESYNC
+    assert hear(table, 9, flags="l") == AnnounceEffect(AnnounceOutcome.APPLIED), "said twice"
+    assert hear(table, 10).outcome is AnnounceOutcome.RESYNC
     assert hear(table, 11, flags="be").apply, "it may come back"
 
 
 def test_replay_of_a_full_announcement_does_not_bring_back_who_left() -> None:
     table = synced(1)
     hear(table, 2, flags="l")
-    assert hear(table, 1, flags="be") == Verdict(Outcome.RESYNC)
+    assert hear(table, 1, flags="be") == AnnounceEffect(AnnounceOutcome.RESYNC)
     assert state(table) is MemberState.DEAD
 
 
@@ -147,7 +155,7 @@ def test_hidden_node_comes_back_with_its_next_heartbeat() -> None:
     hear(table, 1, flags="be")
     table.expire(5)
     assert state(table) is MemberState.SUSPECT
-    assert hear(table, 2, now=6) == Verdict(Outcome.APPLIED, apply=True)
+    assert hear(table, 2, now=6) == AnnounceEffect(AnnounceOutcome.APPLIED, apply=True)
     assert table.is_visible(NodeId("a"))
 
 
@@ -172,7 +180,7 @@ def test_forgotten_node_must_announce_in_full() -> None:
     table = Membership(hide_seconds=3, forget_seconds=30)
     hear(table, 1, flags="be")
     table.expire(31)
-    assert hear(table, 2, now=31).outcome is Outcome.RESYNC
+    assert hear(table, 2, now=31).outcome is AnnounceOutcome.RESYNC
     assert hear(table, 3, now=31, flags="be").apply
 
 
@@ -218,7 +226,7 @@ def test_transition_not_in_the_table_is_a_bug() -> None:
     table = synced()
     member = table.get(NodeId("a"))
     assert member is not None
-    with pytest.raises(InvalidTransition):
+    with pytest.raises(InvalidNodeTransition):
         table._move(member, m.MemberEvent.EXPIRE)
 
 
@@ -232,22 +240,22 @@ def test_invariants_notice_a_missed_deadline() -> None:
 def test_a_node_belongs_to_who_announced_it_until_it_is_forgotten() -> None:
     table = Membership(hide_seconds=3, forget_seconds=30)
 
-    def hear(epoch: int, proof: bytes, now: float, *, leaving: bool = False) -> Outcome:
+    def hear(epoch: int, proof: bytes, now: float, *, leaving: bool = False) -> AnnounceOutcome:
         node = Holder(NodeId("n"), "a:1", BootEpoch(epoch))
         return table.hear(
             node, 1, full_begin=not leaving, full_end=not leaving, leaving=leaving, now=now, proof=proof
         ).outcome
 
-    assert hear(5, b"owner", 0.0) is Outcome.APPLIED
+    assert hear(5, b"owner", 0.0) is AnnounceOutcome.APPLIED
     table.expire(20.0)  # hidden, and still the owner's
     for epoch, leaving in ((5, False), (9, False), (9, True)):
         with pytest.raises(Forbidden, match="another process"):
             hear(epoch, b"thief", 20.0, leaving=leaving)
     assert table.epoch_of(NodeId("n")) == 5 and table.counters["announce_forbidden"] == 3
-    assert hear(6, b"owner", 21.0) is Outcome.APPLIED
-    assert hear(5, b"owner", 21.0) is Outcome.STALE_EPOCH, "of one owner the older boot is a zombie"
+    assert hear(6, b"owner", 21.0) is AnnounceOutcome.APPLIED
+    assert hear(5, b"owner", 21.0) is AnnounceOutcome.STALE_EPOCH, "of one owner the older boot is a zombie"
     table.expire(60.0)
-    assert hear(1 << 60, b"thief", 61.0) is Outcome.APPLIED
+    assert hear(1 << 60, b"thief", 61.0) is AnnounceOutcome.APPLIED
     table.expire(100.0)
-    assert hear(7, b"owner", 101.0) is Outcome.APPLIED, "a forged epoch does not outlive the forger"
+    assert hear(7, b"owner", 101.0) is AnnounceOutcome.APPLIED, "a forged epoch does not outlive the forger"
     table.check_invariants()

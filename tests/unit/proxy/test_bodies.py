@@ -22,10 +22,10 @@ from kvservice.proxy.bodies import (
     prompt_chars,
     read_body,
 )  # fmt: skip
-from kvservice.proxy.plan import BROKEN, Handoff
+from kvservice.proxy.plan import BROKEN, HandoffSource
 from kvservice.proxy.relay import new_handoff_id
 from kvservice.proxy.settings import ProxySettings, base_url, parse_settings
-from kvservice.proxy.upstream import Verdict, forwarded_headers, verdict_of
+from kvservice.proxy.upstream import AnswerKind, forwarded_headers, kind_of
 from kvservice.units import MiB
 
 ID = "0123456789abcdef" * 2
@@ -71,7 +71,7 @@ def test_decode_without_hand_off_gets_the_clients_bytes() -> None:
 @given(st.dictionaries(st.text().filter(lambda name: name not in ("kv_transfer_params", "vllm_xargs")), json_values))
 def test_decode_gets_the_clients_body_and_the_parameters(body: dict[str, Any]) -> None:
     raw = encode(body) + b"\r\n "
-    sent = decode_body(read_body(raw), Handoff(ID, "n-1"))
+    sent = decode_body(read_body(raw), HandoffSource(ID, "n-1"))
     assert json.loads(sent) == {**body, "kv_transfer_params": DECODE_PARAMS}
     assert sent.startswith(raw.rstrip()[:-1])
 
@@ -161,14 +161,15 @@ def test_the_error_event_is_one_event_and_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "verdict"),
+    ("status", "kind"),
     [
-        (200, Verdict.GOOD), (400, Verdict.REFUSED), (404, Verdict.REFUSED), (501, Verdict.REFUSED),
-        (429, Verdict.BUSY), (500, Verdict.FAULTY), (503, Verdict.FAULTY), (302, Verdict.FAULTY),
+        (200, AnswerKind.GOOD), (400, AnswerKind.REFUSED), (404, AnswerKind.REFUSED),
+        (501, AnswerKind.REFUSED), (429, AnswerKind.BUSY), (500, AnswerKind.FAULTY),
+        (503, AnswerKind.FAULTY), (302, AnswerKind.FAULTY),
     ],
 )  # fmt: skip
-def test_a_status_says_who_is_at_fault(status: int, verdict: Verdict) -> None:
-    assert verdict_of(status) is verdict
+def test_a_status_says_who_is_at_fault(status: int, kind: AnswerKind) -> None:
+    assert kind_of(status) is kind
 
 
 def test_authorization_is_forwarded_and_what_concerns_the_connection_is_not() -> None:

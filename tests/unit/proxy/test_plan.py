@@ -18,25 +18,25 @@ from kvservice.proxy.plan import (
     NO_DECODE,
     TIMED_OUT,
     TRANSITIONS,
-    Action,
     Begin,
     Break,
-    Cancel,
+    CancelAttempt,
     ClientLeft,
     DecodeEnded,
     DecodeFailed,
     DecodeRefused,
     DecodeStarted,
-    Event,
     Exchange,
     Finish,
-    Handoff,
+    HandoffSource,
     Move,
     PassOn,
     PrefillAnswered,
     PrefillFailed,
     PrefillRefused,
-    Refuse,
+    ProxyAction,
+    ProxyEvent,
+    RefuseClient,
     Relay,
     SendDecode,
     SendPrefill,
@@ -45,7 +45,7 @@ from kvservice.proxy.plan import (
     Stopped,
     Way,
 )  # fmt: skip
-from kvservice.proxy.servers import Fault, Role, Server, ServerPool
+from kvservice.proxy.servers import Role, Server, ServerFault, ServerPool
 
 NOW = 1.0
 
@@ -70,9 +70,9 @@ class World:
         self.exchange = Exchange(self.pool, lambda: f"{next(ids):032x}", tries=tries)
         self.prefill: SendPrefill | None = None
         self.decode: SendDecode | None = None
-        self.actions: list[Action] = []
+        self.actions: list[ProxyAction] = []
 
-    def give(self, event: Event) -> list[Action]:
+    def give(self, event: ProxyEvent) -> list[ProxyAction]:
         actions = self.exchange.handle(event, NOW)
         for action in actions:
             if isinstance(action, SendPrefill):
@@ -81,7 +81,7 @@ class World:
             elif isinstance(action, SendDecode):
                 assert self.decode is None, "two decodes under way"
                 self.decode = action
-            elif isinstance(action, Cancel):
+            elif isinstance(action, CancelAttempt):
                 self.cancel(action.attempt)
         self.actions += actions
         return actions
@@ -93,40 +93,40 @@ class World:
             assert self.decode is not None and self.decode.attempt == attempt, "cancelled what was not under way"
             self.decode = None
 
-    def begin(self, *, hand_off: bool = True) -> list[Action]:
+    def begin(self, *, hand_off: bool = True) -> list[ProxyAction]:
         return self.give(Begin(hand_off))
 
-    def prefill_answers(self, node: str | None = "") -> list[Action]:
+    def prefill_answers(self, node: str | None = "") -> list[ProxyAction]:
         """With the server's own node unless another is given."""
         sent, self.prefill = self.prefill, None
         assert sent is not None
         return self.give(PrefillAnswered(sent.attempt, node_of(sent.server) if node == "" else node))
 
-    def prefill_fails(self, fault: Fault = Fault.UNREACHABLE) -> list[Action]:
+    def prefill_fails(self, fault: ServerFault = ServerFault.UNREACHABLE) -> list[ProxyAction]:
         sent, self.prefill = self.prefill, None
         assert sent is not None
         return self.give(PrefillFailed(sent.attempt, fault))
 
-    def prefill_refuses(self) -> list[Action]:
+    def prefill_refuses(self) -> list[ProxyAction]:
         sent, self.prefill = self.prefill, None
         assert sent is not None
         return self.give(PrefillRefused(sent.attempt))
 
-    def decode_starts(self) -> list[Action]:
+    def decode_starts(self) -> list[ProxyAction]:
         assert self.decode is not None
         return self.give(DecodeStarted(self.decode.attempt))
 
-    def decode_fails(self, fault: Fault = Fault.UNREACHABLE) -> list[Action]:
+    def decode_fails(self, fault: ServerFault = ServerFault.UNREACHABLE) -> list[ProxyAction]:
         sent, self.decode = self.decode, None
         assert sent is not None
         return self.give(DecodeFailed(sent.attempt, fault))
 
-    def decode_ends(self) -> list[Action]:
+    def decode_ends(self) -> list[ProxyAction]:
         sent, self.decode = self.decode, None
         assert sent is not None
         return self.give(DecodeEnded(sent.attempt))
 
-    def decode_refuses(self) -> list[Action]:
+    def decode_refuses(self) -> list[ProxyAction]:
         sent, self.decode = self.decode, None
         assert sent is not None
         return self.give(DecodeRefused(sent.attempt))
@@ -140,7 +140,7 @@ def node_of(server: Server) -> str:
     return f"node-of-{server.url[-2:]}"
 
 
-def names(actions: list[Action]) -> list[str]:
+def names(actions: list[ProxyAction]) -> list[str]:
     return [type(action).__name__ for action in actions]
 
 
@@ -169,14 +169,14 @@ def test_prefill_and_decode_go_out_together_with_one_id_when_the_node_is_known()
     world = World()
     prefill, decode = world.begin()
     assert isinstance(prefill, SendPrefill) and isinstance(decode, SendDecode)
-    assert decode.handoff == Handoff(prefill.handoff_id, node_of(prefill.server))
+    assert decode.handoff == HandoffSource(prefill.handoff_id, node_of(prefill.server))
 
 
 def test_decode_waits_for_prefill_while_the_node_is_unknown() -> None:
     world = World(known=False)
     assert names(world.begin()) == ["SendPrefill"]
     assert world.prefill is not None
-    handoff = Handoff(world.prefill.handoff_id, node_of(world.prefill.server))
+    handoff = HandoffSource(world.prefill.handoff_id, node_of(world.prefill.server))
     (decode,) = world.prefill_answers()
     assert isinstance(decode, SendDecode) and decode.handoff == handoff
 
@@ -193,14 +193,14 @@ def test_without_prefill_servers_decode_works_alone() -> None:
 
 def test_without_a_healthy_decode_server_it_is_refused() -> None:
     world = World(decode=0)
-    assert world.begin() == [Refuse(NO_DECODE)]
+    assert world.begin() == [RefuseClient(NO_DECODE)]
     assert world.in_flight == 0
 
 
 def test_with_all_decode_servers_at_their_limit_it_is_refused_with_a_time_to_retry() -> None:
     world = World(decode=1, in_flight_max=1)
     world.pool.acquire(next(server for server in world.pool if server.role is Role.DECODE))
-    assert world.begin() == [Refuse(BUSY)]
+    assert world.begin() == [RefuseClient(BUSY)]
     assert BUSY.retry_after is not None
 
 
@@ -222,16 +222,16 @@ def test_prefill_lost_while_decode_waits_for_it_is_tried_on_another_server() -> 
     assert again.server is not first.server and again.handoff_id != first.handoff_id
 
 
-@pytest.mark.parametrize("fault", list(Fault))
-def test_prefill_lost_beside_a_silent_decode_starts_both_again_with_a_new_id(fault: Fault) -> None:
+@pytest.mark.parametrize("fault", list(ServerFault))
+def test_prefill_lost_beside_a_silent_decode_starts_both_again_with_a_new_id(fault: ServerFault) -> None:
     world = in_state(State.BOTH, tries=3)
     assert world.prefill is not None and world.decode is not None
     first, waiting = world.prefill, world.decode
     cancel, prefill, decode = world.prefill_fails(fault)
-    assert cancel == Cancel(waiting.attempt)
+    assert cancel == CancelAttempt(waiting.attempt)
     assert isinstance(prefill, SendPrefill) and isinstance(decode, SendDecode)
     assert prefill.server is not first.server and prefill.handoff_id != first.handoff_id
-    assert decode.handoff == Handoff(prefill.handoff_id, node_of(prefill.server))
+    assert decode.handoff == HandoffSource(prefill.handoff_id, node_of(prefill.server))
 
 
 @pytest.mark.parametrize("state", [State.PREFILLING, State.BOTH])
@@ -253,7 +253,7 @@ def test_prefill_lost_beside_a_decode_that_has_spoken_changes_nothing() -> None:
 
 def test_the_only_decode_server_at_its_limit_can_start_again_after_prefill_was_lost() -> None:
     world = in_state(State.BOTH, decode=1, in_flight_max=1)
-    assert names(world.prefill_fails()) == ["Cancel", "SendPrefill", "SendDecode"]
+    assert names(world.prefill_fails()) == ["CancelAttempt", "SendPrefill", "SendDecode"]
 
 
 # ---- what prefill says
@@ -270,8 +270,8 @@ def test_a_prefill_server_found_on_another_node_has_decode_start_again_from_ther
     assert world.prefill is not None and world.decode is not None
     sent, waiting = world.prefill, world.decode
     cancel, decode = world.prefill_answers("elsewhere")
-    assert cancel == Cancel(waiting.attempt)
-    assert isinstance(decode, SendDecode) and decode.handoff == Handoff(sent.handoff_id, "elsewhere")
+    assert cancel == CancelAttempt(waiting.attempt)
+    assert isinstance(decode, SendDecode) and decode.handoff == HandoffSource(sent.handoff_id, "elsewhere")
     assert sent.server.node == "elsewhere"
 
 
@@ -297,13 +297,15 @@ def test_the_node_is_learnt_from_every_answer() -> None:
 # ---- decode dies
 
 
-@pytest.mark.parametrize("fault", [Fault.UNREACHABLE, Fault.BUSY])
-def test_decode_lost_beside_prefill_starts_both_again_with_a_new_id_on_the_same_prefill_server(fault: Fault) -> None:
+@pytest.mark.parametrize("fault", [ServerFault.UNREACHABLE, ServerFault.BUSY])
+def test_decode_lost_beside_prefill_starts_both_again_with_a_new_id_on_the_same_prefill_server(
+    fault: ServerFault,
+) -> None:
     world = in_state(State.BOTH)
     assert world.prefill is not None and world.decode is not None
     prefilling, lost = world.prefill, world.decode
     cancel, prefill, decode = world.decode_fails(fault)
-    assert cancel == Cancel(prefilling.attempt)
+    assert cancel == CancelAttempt(prefilling.attempt)
     assert isinstance(prefill, SendPrefill) and isinstance(decode, SendDecode)
     assert prefill.server is prefilling.server and prefill.handoff_id != prefilling.handoff_id
     assert decode.server is not lost.server and decode.handoff is not None
@@ -312,7 +314,7 @@ def test_decode_lost_beside_prefill_starts_both_again_with_a_new_id_on_the_same_
 
 def test_the_only_prefill_server_at_its_limit_can_start_again_after_decode_was_lost() -> None:
     world = in_state(State.BOTH, prefill=1, decode=2, in_flight_max=1)
-    assert names(world.decode_fails()) == ["Cancel", "SendPrefill", "SendDecode"]
+    assert names(world.decode_fails()) == ["CancelAttempt", "SendPrefill", "SendDecode"]
 
 
 def test_decode_lost_after_prefill_is_tried_elsewhere_with_the_same_id() -> None:
@@ -335,7 +337,7 @@ def test_decode_lost_alone_is_tried_elsewhere_alone() -> None:
 def test_when_no_decode_server_is_left_before_the_first_byte_the_client_gets_an_error(state: State) -> None:
     world = in_state(state)
     world.decode_fails()
-    assert world.decode_fails()[-1] == Refuse(DECODE_FAILED)
+    assert world.decode_fails()[-1] == RefuseClient(DECODE_FAILED)
     assert world.in_flight == 0 and world.prefill is None
 
 
@@ -376,7 +378,7 @@ def test_a_refusal_of_decode_is_the_clients_answer_and_cancels_prefill(state: St
 @pytest.mark.parametrize("state", [State.NEW, *UNDER_WAY])
 def test_a_client_that_leaves_cancels_everything(state: State) -> None:
     world = in_state(state)
-    assert all(isinstance(action, Cancel) for action in world.give(ClientLeft()))
+    assert all(isinstance(action, CancelAttempt) for action in world.give(ClientLeft()))
     assert world.exchange.state is State.DONE
     assert world.prefill is None and world.decode is None and world.in_flight == 0
 
@@ -386,7 +388,7 @@ def test_running_out_of_time_cancels_everything_and_tells_the_client(state: Stat
     world = in_state(state)
     last = world.give(Stopped(TIMED_OUT))[-1]
     streaming = state in (State.STREAMING_BOTH, State.STREAMING)
-    assert last == (Break(TIMED_OUT) if streaming else Refuse(TIMED_OUT))
+    assert last == (Break(TIMED_OUT) if streaming else RefuseClient(TIMED_OUT))
     assert world.exchange.state is State.DONE
     assert world.prefill is None and world.decode is None and world.in_flight == 0
 
@@ -405,8 +407,8 @@ def test_what_attempts_given_up_still_say_is_ignored() -> None:
     world.prefill_fails()
     state, held = world.exchange.state, world.in_flight
     for late in (
-        DecodeStarted(decode), DecodeFailed(decode, Fault.ERROR), DecodeEnded(decode), DecodeRefused(decode),
-        PrefillAnswered(prefill, "node"), PrefillFailed(prefill, Fault.ERROR), PrefillRefused(prefill),
+        DecodeStarted(decode), DecodeFailed(decode, ServerFault.ERROR), DecodeEnded(decode), DecodeRefused(decode),
+        PrefillAnswered(prefill, "node"), PrefillFailed(prefill, ServerFault.ERROR), PrefillRefused(prefill),
     ):  # fmt: skip
         assert world.exchange.handle(late, NOW) == []
     assert (world.exchange.state, world.in_flight) == (state, held)
@@ -468,10 +470,10 @@ HAPPENINGS = (
     known=st.booleans(),
     limit=st.integers(1, 2),
     tries=st.integers(2, 4),
-    happenings=st.lists(st.tuples(st.sampled_from(HAPPENINGS), st.sampled_from(list(Fault))), max_size=40),
+    happenings=st.lists(st.tuples(st.sampled_from(HAPPENINGS), st.sampled_from(list(ServerFault))), max_size=40),
 )
 def test_no_order_of_events_leaks_a_server_answers_twice_or_blames_prefill(
-    prefill: int, decode: int, known: bool, limit: int, tries: int, happenings: list[tuple[str, Fault]]
+    prefill: int, decode: int, known: bool, limit: int, tries: int, happenings: list[tuple[str, ServerFault]]
 ) -> None:
     world = World(prefill, decode, known=known, in_flight_max=limit, tries=tries)
     world.begin()
@@ -485,11 +487,11 @@ def test_no_order_of_events_leaks_a_server_answers_twice_or_blames_prefill(
             assert world.prefill is not None and world.decode is not None and world.decode.handoff is not None
             assert world.decode.handoff.id == world.prefill.handoff_id
     if decode and not decode_lost:
-        assert not any(isinstance(each, Refuse) and each.problem is not TIMED_OUT for each in world.actions)
+        assert not any(isinstance(each, RefuseClient) and each.problem is not TIMED_OUT for each in world.actions)
     if world.exchange.state is not State.DONE:
         world.give(ClientLeft())
     assert world.in_flight == 0
-    endings = [each for each in world.actions if isinstance(each, PassOn | Refuse | Break | Finish)]
+    endings = [each for each in world.actions if isinstance(each, PassOn | RefuseClient | Break | Finish)]
     assert len(endings) <= 1
     assert len([each for each in world.actions if isinstance(each, Relay)]) <= 1
     # Every restart has lost a server for good, or found a prefill server elsewhere once per prefill.
@@ -498,7 +500,7 @@ def test_no_order_of_events_leaks_a_server_answers_twice_or_blames_prefill(
     assert len({each.handoff_id for each in prefills}) == len(prefills)
 
 
-def happen(world: World, name: str, fault: Fault) -> None:
+def happen(world: World, name: str, fault: ServerFault) -> None:
     streaming = world.exchange.state in (State.STREAMING_BOTH, State.STREAMING)
     if world.prefill is not None and name in ("answers", "moves", "plain"):
         world.prefill_answers({"answers": "", "moves": "elsewhere", "plain": None}[name])

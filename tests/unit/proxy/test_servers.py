@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvservice.proxy.servers import ERRORS_MAX, Fault, Role, Server, ServerPool
+from kvservice.proxy.servers import ERRORS_MAX, Role, Server, ServerFault, ServerPool
 
 PREFILL = ("http://p0", "http://p1")
 DECODE = ("http://d0", "http://d1", "http://d2")
@@ -89,19 +89,19 @@ def test_a_lost_connection_makes_a_server_sick_at_once_and_forgets_its_node() ->
     pool = make_pool()
     server = by_url(pool, "http://p0")
     pool.learnt(server, "node-0")
-    pool.failed(server, Fault.UNREACHABLE, 1.0)
+    pool.failed(server, ServerFault.UNREACHABLE, 1.0)
     assert not server.healthy and server.node is None and "unreachable" in server.reason
 
 
 def test_a_server_that_fails_under_a_request_is_asked_for_its_health_before_it_counts_as_sick() -> None:
     pool = make_pool()
     server = by_url(pool, "http://d0")
-    pool.failed(server, Fault.BROKEN, 1.0)
+    pool.failed(server, ServerFault.BROKEN, 1.0)
     assert server.healthy and pool.due(1.0) == [server]
 
 
-@pytest.mark.parametrize("fault", [Fault.BROKEN, Fault.ERROR, Fault.TIMEOUT])
-def test_errors_make_a_server_sick_only_in_a_row(fault: Fault) -> None:
+@pytest.mark.parametrize("fault", [ServerFault.BROKEN, ServerFault.ERROR, ServerFault.TIMEOUT])
+def test_errors_make_a_server_sick_only_in_a_row(fault: ServerFault) -> None:
     pool = make_pool()
     server = by_url(pool, "http://d0")
     for _ in range(ERRORS_MAX - 1):
@@ -118,7 +118,7 @@ def test_an_error_forgets_the_node_of_a_server_that_stays_in_use() -> None:
     pool = make_pool()
     server = by_url(pool, "http://p0")
     pool.learnt(server, "node-0")
-    pool.failed(server, Fault.ERROR, 1.0)
+    pool.failed(server, ServerFault.ERROR, 1.0)
     assert server.healthy and server.node is None
 
 
@@ -127,7 +127,7 @@ def test_being_busy_is_no_illness() -> None:
     server = by_url(pool, "http://p0")
     pool.learnt(server, "node-0")
     for _ in range(ERRORS_MAX + 1):
-        pool.failed(server, Fault.BUSY, 1.0)
+        pool.failed(server, ServerFault.BUSY, 1.0)
     assert server.healthy and server.node == "node-0"
 
 
@@ -135,7 +135,7 @@ def test_a_failed_server_is_checked_at_once_and_comes_back() -> None:
     pool = make_pool()
     server = by_url(pool, "http://d1")
     assert pool.due(1.0) == []
-    pool.failed(server, Fault.UNREACHABLE, 1.0)
+    pool.failed(server, ServerFault.UNREACHABLE, 1.0)
     assert pool.seconds_to_next_check(1.0) == 0.0
     assert pool.due(1.0) == [server]
     pool.check_passed(server, 1.2)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvservice.errors import ConfigError
-from kvservice.proxy.plan import DECODE_FAILED, LOST, Cancel, Refuse, SendDecode, SendPrefill, State
-from kvservice.proxy.servers import Fault, Role
+from kvservice.proxy.plan import DECODE_FAILED, LOST, CancelAttempt, RefuseClient, SendDecode, SendPrefill, State
+from kvservice.proxy.servers import Role, ServerFault
 from kvservice.proxy.settings import ProxySettings
 from tests.unit.proxy.test_plan import World, in_state, names
 
@@ -16,29 +16,29 @@ from tests.unit.proxy.test_plan import World, in_state, names
 def test_a_request_is_refused_once_as_many_servers_as_allowed_failed_under_it() -> None:
     world = World(prefill=0, decode=6, tries=3)
     world.begin()
-    assert names(world.decode_fails(Fault.BROKEN)) == ["SendDecode"]
-    assert names(world.decode_fails(Fault.ERROR)) == ["SendDecode"]
-    assert world.decode_fails(Fault.BROKEN) == [Refuse(LOST)]
+    assert names(world.decode_fails(ServerFault.BROKEN)) == ["SendDecode"]
+    assert names(world.decode_fails(ServerFault.ERROR)) == ["SendDecode"]
+    assert world.decode_fails(ServerFault.BROKEN) == [RefuseClient(LOST)]
     assert 500 <= LOST.status < 600 and LOST.retry_after is None
 
 
-@pytest.mark.parametrize("fault", [fault for fault in Fault if not fault.blames_request])
-def test_a_server_that_never_had_the_request_does_not_count_against_it(fault: Fault) -> None:
+@pytest.mark.parametrize("fault", [fault for fault in ServerFault if not fault.blames_request])
+def test_a_server_that_never_had_the_request_does_not_count_against_it(fault: ServerFault) -> None:
     world = World(prefill=0, decode=4)
     world.begin()
     for _ in range(3):
         assert names(world.decode_fails(fault)) == ["SendDecode"]
-    assert world.decode_fails(fault) == [Refuse(DECODE_FAILED)]
+    assert world.decode_fails(fault) == [RefuseClient(DECODE_FAILED)]
 
 
 def test_after_a_prefill_server_was_lost_one_decode_server_alone_has_the_request() -> None:
     world = in_state(State.BOTH, decode=3)
     assert world.decode is not None
     exposed = world.decode.server
-    cancel, decode = world.prefill_fails(Fault.BROKEN)
-    assert isinstance(cancel, Cancel) and isinstance(decode, SendDecode)
+    cancel, decode = world.prefill_fails(ServerFault.BROKEN)
+    assert isinstance(cancel, CancelAttempt) and isinstance(decode, SendDecode)
     assert decode.server is exposed and decode.handoff is None
-    assert world.decode_fails(Fault.BROKEN) == [Refuse(LOST)]
+    assert world.decode_fails(ServerFault.BROKEN) == [RefuseClient(LOST)]
 
 
 def test_a_decode_server_that_was_told_to_stop_has_the_request_again_however_its_checks_go() -> None:
@@ -46,8 +46,8 @@ def test_a_decode_server_that_was_told_to_stop_has_the_request_again_however_its
     assert world.decode is not None
     exposed = world.decode.server
     exposed.healthy = False  # it answers its checks too slowly, and there is no room for another one
-    cancel, decode = world.prefill_fails(Fault.BROKEN)
-    assert isinstance(cancel, Cancel) and isinstance(decode, SendDecode)
+    cancel, decode = world.prefill_fails(ServerFault.BROKEN)
+    assert isinstance(cancel, CancelAttempt) and isinstance(decode, SendDecode)
     assert decode.server is exposed
 
 
@@ -58,9 +58,9 @@ def test_a_decode_server_that_made_way_for_another_prefill_has_the_request_again
     for server in world.pool:
         if server.role is Role.PREFILL and server is not world.prefill.server:
             server.node = None  # the prefill after the first goes out by itself
-    cancel, prefill = world.prefill_fails(Fault.UNREACHABLE)
-    assert isinstance(cancel, Cancel) and isinstance(prefill, SendPrefill)
-    (decode,) = world.prefill_fails(Fault.BROKEN)
+    cancel, prefill = world.prefill_fails(ServerFault.UNREACHABLE)
+    assert isinstance(cancel, CancelAttempt) and isinstance(prefill, SendPrefill)
+    (decode,) = world.prefill_fails(ServerFault.BROKEN)
     assert isinstance(decode, SendDecode) and decode.server is exposed
 
 
@@ -68,7 +68,7 @@ def test_decode_lost_beside_prefill_waits_for_what_prefill_says_of_the_request()
     world = in_state(State.BOTH, decode=3)
     assert world.prefill is not None and world.decode is not None
     handoff, lost = world.prefill.handoff_id, world.decode.server
-    assert world.decode_fails(Fault.BROKEN) == []
+    assert world.decode_fails(ServerFault.BROKEN) == []
     (decode,) = world.prefill_answers()
     assert isinstance(decode, SendDecode) and decode.server is not lost
     assert decode.handoff is not None and decode.handoff.id == handoff
@@ -76,8 +76,8 @@ def test_decode_lost_beside_prefill_waits_for_what_prefill_says_of_the_request()
 
 def test_a_request_that_ended_its_decode_and_its_prefill_server_is_sent_to_no_other_one() -> None:
     world = in_state(State.BOTH, prefill=3, decode=3)
-    world.decode_fails(Fault.BROKEN)
-    assert world.prefill_fails(Fault.BROKEN) == [Refuse(LOST)]
+    world.decode_fails(ServerFault.BROKEN)
+    assert world.prefill_fails(ServerFault.BROKEN) == [RefuseClient(LOST)]
 
 
 @given(
@@ -95,10 +95,10 @@ def test_a_request_that_ends_every_server_ends_no_more_than_it_may(
     world.begin()
     for prefill_first in order:
         if world.prefill is not None and (prefill_first or world.decode is None):
-            world.prefill_fails(Fault.BROKEN)
+            world.prefill_fails(ServerFault.BROKEN)
         elif world.decode is not None:
-            world.decode_fails(Fault.BROKEN)
-    assert world.exchange.state is State.DONE and isinstance(world.actions[-1], Refuse)
+            world.decode_fails(ServerFault.BROKEN)
+    assert world.exchange.state is State.DONE and isinstance(world.actions[-1], RefuseClient)
     sent = [each for each in world.actions if isinstance(each, SendPrefill | SendDecode)]
     assert len({(each.server.role, each.server.url) for each in sent}) <= tries
 

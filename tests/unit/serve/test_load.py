@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from kvservice.serve.load import FIRST_REQUEST_SECONDS, UNCONFIRMED_SECONDS, LoadBook, SentPrefixes
-from kvservice.serve.routing import Wait
+from kvservice.serve.routing import QueueWait
 from kvservice.units import BlockHash
 
 
@@ -15,7 +15,7 @@ def hashes(*names: str) -> list[BlockHash]:
     return [BlockHash(name.encode()) for name in names]
 
 
-def waits(book: LoadBook, replica: str, reported: int | None, now: float) -> Wait:
+def waits(book: LoadBook, replica: str, reported: int | None, now: float) -> QueueWait:
     """Without what is only expected."""
     return dataclasses.replace(book.wait(replica, reported, now), expected=0.0)
 
@@ -24,7 +24,7 @@ def test_decisions_of_the_same_moment_see_each_other() -> None:
     book = LoadBook()
     book.decided("q1", "a", 2.0, now=0.0)
     assert book.wait("a", None, 0.0).backlog_seconds == 2.0
-    assert book.wait("b", None, 0.0) == Wait()
+    assert book.wait("b", None, 0.0) == QueueWait()
 
 
 def test_work_is_done_one_request_after_the_other_and_then_only_decoded() -> None:
@@ -32,9 +32,9 @@ def test_work_is_done_one_request_after_the_other_and_then_only_decoded() -> Non
     for name in ("q1", "q2"):
         book.decided(name, "a", 1.0, now=0.0)
         book.routed(name, "a", now=0.0)
-    assert waits(book, "a", 2, 0.5) == Wait(backlog_seconds=1.5, waiting=0, decoding=0)
-    assert waits(book, "a", 2, 1.5) == Wait(backlog_seconds=0.5, waiting=0, decoding=1)
-    assert waits(book, "a", 2, 2.5) == Wait(backlog_seconds=0.0, waiting=0, decoding=2)
+    assert waits(book, "a", 2, 0.5) == QueueWait(backlog_seconds=1.5, waiting=0, decoding=0)
+    assert waits(book, "a", 2, 1.5) == QueueWait(backlog_seconds=0.5, waiting=0, decoding=1)
+    assert waits(book, "a", 2, 2.5) == QueueWait(backlog_seconds=0.0, waiting=0, decoding=2)
 
 
 def test_a_request_that_ends_early_takes_its_remaining_work_away() -> None:
@@ -45,7 +45,7 @@ def test_a_request_that_ends_early_takes_its_remaining_work_away() -> None:
     book.completed("q1", now=0.25)
     assert book.wait("a", 1, 0.25).backlog_seconds == pytest.approx(1.0)
     book.completed("q2", now=0.25)
-    assert waits(book, "a", 0, 0.25) == Wait()
+    assert waits(book, "a", 0, 0.25) == QueueWait()
 
 
 def test_requests_of_other_routers_are_what_the_replica_counts_beyond_ours() -> None:
@@ -76,7 +76,7 @@ def test_a_request_that_went_elsewhere_counts_there_and_only_there() -> None:
 def test_a_decision_without_a_request_is_forgotten() -> None:
     book = LoadBook()
     book.decided("q1", "a", 60.0, now=0.0)
-    assert waits(book, "a", None, UNCONFIRMED_SECONDS + 1) == Wait()
+    assert waits(book, "a", None, UNCONFIRMED_SECONDS + 1) == QueueWait()
     assert book.in_flight("a") == 0
 
 
@@ -84,7 +84,7 @@ def test_a_replica_that_left_leaves_nothing() -> None:
     book = LoadBook()
     book.decided("q1", "a", 1.0, now=0.0)
     book.keep(["b"])
-    assert book.wait("a", None, 0.0) == Wait()
+    assert book.wait("a", None, 0.0) == QueueWait()
     book.completed("q1", now=0.0)  # its end is told later
 
 

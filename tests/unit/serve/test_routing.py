@@ -15,7 +15,7 @@ from kvservice.serve.routing import (
     RANKS_MAX,
     Candidate,
     Decision,
-    Link,
+    PeerLink,
     Prompt,
     Reason,
     Speeds,
@@ -25,8 +25,8 @@ from kvservice.serve.routing import (
 )
 from kvservice.units import BootEpoch, NodeId
 
-SLOW_LINK = Link(bytes_per_second=1e6, overhead_seconds=10.0)
-SPEEDS = Speeds(seconds_per_token=0.001, block_bytes=1000, load_bytes_per_second=1e9, link=Link(1e8, 0.001))
+SLOW_LINK = PeerLink(bytes_per_second=1e6, overhead_seconds=10.0)
+SPEEDS = Speeds(seconds_per_token=0.001, block_bytes=1000, load_bytes_per_second=1e9, link=PeerLink(1e8, 0.001))
 PROMPT = Prompt(tokens=1600, block_tokens=16, block_count=99)
 
 
@@ -71,7 +71,7 @@ def test_cheap_fetching_makes_the_idle_replica_as_good_as_the_holder() -> None:
 
 
 def test_a_conversation_stays_where_most_of_it_lies_even_if_fetching_costs_next_to_nothing() -> None:
-    free = dataclasses.replace(SPEEDS, link=Link(1e12))
+    free = dataclasses.replace(SPEEDS, link=PeerLink(1e12))
     runs = held((0, 9, "ab"), (9, 80, "a"))
     for draws in ((0.1, 0.9), (0.9, 0.1)):
         decision = choose(replica("a", runs, speeds=free), replica("b", runs, speeds=free), draws=draws)
@@ -80,7 +80,7 @@ def test_a_conversation_stays_where_most_of_it_lies_even_if_fetching_costs_next_
 
 
 def test_prompts_with_a_common_beginning_do_not_all_go_where_the_first_one_went() -> None:
-    free = dataclasses.replace(SPEEDS, link=Link(1e12))
+    free = dataclasses.replace(SPEEDS, link=PeerLink(1e12))
     runs = held((0, 40, "a"))
     chosen = {
         choose(replica("a", runs, speeds=free), replica("b", runs, speeds=free), draws=draws).best.replica
@@ -90,13 +90,14 @@ def test_prompts_with_a_common_beginning_do_not_all_go_where_the_first_one_went(
 
 
 def test_nothing_is_fetched_over_a_link_slower_than_recomputing() -> None:
-    speeds = dataclasses.replace(SPEEDS, links={NodeId("a"): Link(1000 / 0.5)})  # 0.5 s a block, 16 ms to compute it
+    slow = PeerLink(1000 / 0.5)  # 0.5 s a block, 16 ms to compute it
+    speeds = dataclasses.replace(SPEEDS, links={NodeId("a"): slow})
     found = estimate(PROMPT, replica("b", held((0, 90, "a")), speeds=speeds))
     assert (found.fetched_blocks, found.compute_seconds) == (0, 1.6)
 
 
 def test_the_faster_of_two_holders_is_read_and_its_overhead_paid_once() -> None:
-    speeds = dataclasses.replace(SPEEDS, links={NodeId("a"): SLOW_LINK, NodeId("c"): Link(1e6, 0.01)})
+    speeds = dataclasses.replace(SPEEDS, links={NodeId("a"): SLOW_LINK, NodeId("c"): PeerLink(1e6, 0.01)})
     found = estimate(PROMPT, replica("b", held((0, 10, "ac"), (10, 10, "c")), speeds=speeds))
     assert found.fetched_blocks == 20
     assert abs(found.move_seconds - (0.01 + 20 * (1000 / 1e6) + 20 * 1e-6)) < 1e-9
@@ -176,7 +177,7 @@ def holdings(draw: st.DrawFn) -> tuple[HolderRun, ...]:
     return held(*runs)
 
 
-links = st.builds(Link, st.sampled_from([1e3, 1e5, 1e7]), st.sampled_from([0.0, 0.01, 1.0]))
+links = st.builds(PeerLink, st.sampled_from([1e3, 1e5, 1e7]), st.sampled_from([0.0, 0.01, 1.0]))
 speeds = st.builds(
     Speeds,
     st.sampled_from([0.0001, 0.01]),
