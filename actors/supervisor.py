@@ -93,7 +93,7 @@ class Supervisor:
             and running >= set(nodes) - going,
             "nodes": nodes,
             "left": sorted(names.node_id(node) for node in set(self._left) & set(nodes)),
-            "lookups": lookups,
+            "lookup_partitions": lookups,
             "shards": sorted(shards, key=lambda row: row["node_id"]),
             "copy_workers": [part.row() for _, part in sorted(dict(self._copy_workers).items()) if part.answer],
             "problems": dict(self._problems),

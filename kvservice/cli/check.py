@@ -53,7 +53,7 @@ def _ask_directory(lookups: Sequence[str], nodes: int) -> tuple[list[str], str]:
 
     state = status.read_state("", lookups, {}, tls_beside())
     problems = list(state["problems"])
-    for index, row in enumerate(state["lookups"]):
+    for index, row in enumerate(state["lookup_partitions"]):
         if not row["error"] and (row["partition"], row["partition_count"]) != (index, len(lookups)):
             problems.append(
                 f"lookup partition {row['address']} is {row['partition']} of {row['partition_count']}, "

@@ -39,7 +39,7 @@ def run() -> None:
     started = time.perf_counter()
     _stop_once()
     try:
-        with LocalCluster(nodes=2, lookups=1, pool_bytes=POOL_BYTES) as cluster:
+        with LocalCluster(nodes=2, lookup_partitions=1, pool_bytes=POOL_BYTES) as cluster:
             _say("started", "a lookup partition and the cache shards of nodes n0 and n1: three processes")
             asyncio.run(_play(cluster))
     except SystemExit:

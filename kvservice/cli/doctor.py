@@ -386,7 +386,10 @@ def service_parts() -> Iterator[Check]:
         if state is None:
             yield Check(f"service {service}", PROBLEM, "is registered, and no part of it answers", advice)
             continue
-        for kind, rows, key in (("lookup", state["lookups"], "address"), ("shard", state["nodes"], "peer_address")):
+        for kind, rows, key in (
+            ("lookup", state["lookup_partitions"], "address"),
+            ("shard", state["nodes"], "peer_address"),
+        ):
             for row in rows:
                 where = row[key] if kind == "lookup" else f"{row['node_id']} at {row[key]}"
                 status = PROBLEM if row["error"] else OK

@@ -42,7 +42,7 @@ def up(config: Any, address: str | None) -> None:
 
             def tell(state: dict[str, Any]) -> None:
                 progress.update(
-                    f"{len(state['lookups'])} of {config.lookup_partitions} lookup partitions, "
+                    f"{len(state['lookup_partitions'])} of {config.lookup_partitions} lookup partitions, "
                     f"{len(state['shards'])} of {len(state['nodes'])} cache shards"
                 )
 
@@ -56,7 +56,7 @@ def up(config: Any, address: str | None) -> None:
         raise
     console.print(
         f"service '{config.service}' runs: {len(state['shards'])} cache shards, "
-        f"{len(state['lookups'])} lookup partitions. "
+        f"{len(state['lookup_partitions'])} lookup partitions. "
         "Engines on these nodes find it by themselves; see `kvservice status`."
     )
     if not config.tls_dir and not config.allow_plaintext:

@@ -61,7 +61,7 @@ def read_state(service: str, lookup_addresses: Sequence[str], known: Mapping[str
         "remote": totals["hit_remote_blocks"] / asked if asked else None,
     }
     return {
-        "service": service, "nodes": nodes, "lookups": lookups, "totals": totals, "hit_rates": rates,
+        "service": service, "nodes": nodes, "lookup_partitions": lookups, "totals": totals, "hit_rates": rates,
         "problems": problems,
     }  # fmt: skip
 
@@ -81,7 +81,7 @@ def show(state: dict[str, Any], *, as_json: bool) -> None:
     lookups = Table(title="lookup partitions", title_justify="left")
     for column in ("address", "partition", "keys", "nodes alive"):
         lookups.add_column(column)
-    for row in state["lookups"]:
+    for row in state["lookup_partitions"]:
         alive = sum(node["alive"] for node in row["nodes"])
         part = f"{row['partition']} of {row['partition_count']}"
         lookups.add_row(plain(row["address"]), part, f"{row['key_count']:,}", plain(row["error"]) or str(alive))

@@ -204,7 +204,7 @@ def find_lookups(service: str, addresses: Sequence[str] = ()) -> tuple[str, ...]
 
         handle = deploy.find(service or ServiceConfig().service)
         if handle is not None:
-            return tuple(row["address"] for row in handle.describe()["lookups"])
+            return tuple(row["address"] for row in handle.describe()["lookup_partitions"])
     found = {record.lookup_addresses for record in find_shards(service or None) if record.lookup_addresses}
     return found.pop() if len(found) == 1 else ()
 

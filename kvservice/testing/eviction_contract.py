@@ -27,7 +27,7 @@ def add_chain(
     chain = [key(first + position) for position in range(count)]
     for position, block in enumerate(chain):
         parent = chain[position - 1] if position else None
-        policy.add(block, parent, position, now, is_copy=False, size_class=size_class, account=account)
+        policy.add(block, parent, position, now, is_secondary=False, size_class=size_class, account=account)
     return chain
 
 
@@ -127,7 +127,7 @@ class ChainEvictionContract(EvictionContract):
     def test_a_prefix_of_two_prompts_outlives_both(self, policy: EvictionPolicy) -> None:
         prefix = add_chain(policy, 1, 2)
         for number in (50, 60):
-            policy.add(key(number), prefix[-1], 2, 1.0, is_copy=False, size_class=SIZE)
+            policy.add(key(number), prefix[-1], 2, 1.0, is_secondary=False, size_class=SIZE)
         assert set(drain(policy)[:2]) == {key(50), key(60)}
 
     def test_the_parent_of_a_block_is_known(self, policy: EvictionPolicy) -> None:
@@ -136,10 +136,10 @@ class ChainEvictionContract(EvictionContract):
 
     def test_a_fetched_copy_goes_before_a_primary(self, policy: EvictionPolicy) -> None:
         """Unless its primary goes: then it is the one that counts."""
-        policy.add(key(1), None, 0, 0.0, is_copy=False, size_class=SIZE)
-        policy.add(key(2), None, 0, 0.0, is_copy=True, size_class=SIZE)
+        policy.add(key(1), None, 0, 0.0, is_secondary=False, size_class=SIZE)
+        policy.add(key(2), None, 0, 0.0, is_secondary=True, size_class=SIZE)
         assert policy.victim(None) == key(2)
-        policy.promote(key(2))
+        policy.make_primary(key(2))
         assert policy.victim(None) == key(1)
 
     def test_a_victim_has_the_size_that_is_asked_for(self, policy: EvictionPolicy) -> None:

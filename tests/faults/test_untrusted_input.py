@@ -115,7 +115,7 @@ def _status(name: str) -> None:
     }  # fmt: skip
     lookup = {"address": name, "partition": 0, "partition_count": 1, "key_count": 0, "nodes": [], "error": name}
     state = {
-        "service": "s", "nodes": [row], "lookups": [lookup], "totals": {"asked_blocks": 0},
+        "service": "s", "nodes": [row], "lookup_partitions": [lookup], "totals": {"asked_blocks": 0},
         "hit_rates": {"local": None}, "problems": [name],
     }  # fmt: skip
     status.show(state, as_json=False)

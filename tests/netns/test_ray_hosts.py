@@ -160,12 +160,12 @@ def test_service_of_two_hosts_lives_through_the_loss_of_one_and_ends_clean(
 
     state = other.status()
     assert hosts_of(state["nodes"], "peer_address") == addresses
-    assert hosts_of(state["lookups"], "address") == addresses
+    assert hosts_of(state["lookup_partitions"], "address") == addresses
     assert {row["transport"] for row in state["nodes"]} == {"nixl"}
     assert state["problems"] == []
 
     assert head.blocks("store", 1, token) == {"sealed": COUNT}
-    settled(other.status, lambda now: sum(row["key_count"] for row in now["lookups"]) >= COUNT)
+    settled(other.status, lambda now: sum(row["key_count"] for row in now["lookup_partitions"]) >= COUNT)
     with pytest.raises(AssertionError, match="the engine ended"):
         other.blocks("read", 1, stranger)
     before = other.received_bytes()
@@ -179,8 +179,8 @@ def test_service_of_two_hosts_lives_through_the_loss_of_one_and_ends_clean(
         head.status,
         lambda now: (
             not now["problems"]
-            and hosts_of(now["lookups"], "address") == alone * 2
-            and sum(row["key_count"] for row in now["lookups"]) == COUNT
+            and hosts_of(now["lookup_partitions"], "address") == alone * 2
+            and sum(row["key_count"] for row in now["lookup_partitions"]) == COUNT
         ),
     )
     assert hosts_of(state["nodes"], "peer_address") == alone

@@ -126,7 +126,7 @@ def with_engine(socket: str, work: Callable[[Engine], Awaitable[Any]]) -> Any:
 
 def known_keys() -> int:
     state = collect(SERVICE)
-    return 0 if state is None else sum(row["key_count"] for row in state["lookups"])
+    return 0 if state is None else sum(row["key_count"] for row in state["lookup_partitions"])
 
 
 def kvservice(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -137,7 +137,7 @@ def kvservice(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_node_lost_with_supervisor_and_lookup_partition_is_made_up_for(cluster: Cluster) -> None:
     (second,) = cluster.worker_nodes
     lost = second.node_id
-    assert {row["ray_node"] for row in described()["lookups"]} == {lost, cluster.head_node.node_id}
+    assert {row["ray_node"] for row in described()["lookup_partitions"]} == {lost, cluster.head_node.node_id}
     (stays,) = (record for record in find_shards(SERVICE) if not lost.startswith(record.node_id))
     with_engine(stays.socket, lambda engine: engine.store(chain(1, COUNT)))
     helpers = agents(cluster)
@@ -149,7 +149,7 @@ def test_a_node_lost_with_supervisor_and_lookup_partition_is_made_up_for(cluster
 
     eventually(settled, "the service without the lost node")
     end({pid: command for pid, command in helpers.items() if pid not in agents(cluster)})
-    assert {row["ray_node"] for row in described()["lookups"]} == {cluster.head_node.node_id}
+    assert {row["ray_node"] for row in described()["lookup_partitions"]} == {cluster.head_node.node_id}
     eventually(lambda: known_keys() == COUNT, "the keys of the lost lookup partition")
 
 

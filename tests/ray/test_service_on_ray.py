@@ -111,14 +111,14 @@ def socket_of(node_id: str) -> str:
 
 def lookup_keys() -> int:
     state = collect("rt")
-    return 0 if state is None else sum(row["key_count"] for row in state["lookups"])
+    return 0 if state is None else sum(row["key_count"] for row in state["lookup_partitions"])
 
 
 def test_every_node_gets_one_shard_and_one_lookup_partition(config: ServiceConfig) -> None:
     state = described()
     assert len(state["nodes"]) == 2
     assert {row["ray_node"] for row in state["shards"]} == set(state["nodes"])
-    assert {row["ray_node"] for row in state["lookups"]} == set(state["nodes"])
+    assert {row["ray_node"] for row in state["lookup_partitions"]} == set(state["nodes"])
     assert {record.node_id for record in find_shards("rt")} == {node[:12] for node in state["nodes"]}
 
 
@@ -171,12 +171,12 @@ def test_a_killed_shard_is_restarted_and_its_blocks_hit_again(config: ServiceCon
 
 
 def test_a_killed_lookup_partition_comes_back_at_its_address_and_is_rebuilt(config: ServiceConfig) -> None:
-    row = described()["lookups"][0]
+    row = described()["lookup_partitions"][0]
     before = lookup_keys()
     assert before > 0
     os.kill(row["pid"], signal.SIGKILL)
-    eventually(lambda: described()["lookups"][0]["pid"] != row["pid"], "the lookup partition's restart")
-    assert described()["lookups"][0]["address"] == row["address"]
+    eventually(lambda: described()["lookup_partitions"][0]["pid"] != row["pid"], "the lookup partition's restart")
+    assert described()["lookup_partitions"][0]["address"] == row["address"]
     eventually(lambda: lookup_keys() >= before, "the rebuilt directory")
 
 
@@ -195,7 +195,9 @@ def test_the_supervisor_takes_up_what_runs_when_it_is_restarted(config: ServiceC
     eventually(settled, "the supervisor's restart")
     after = described()
     assert [row["pid"] for row in after["shards"]] == [row["pid"] for row in before["shards"]]
-    assert [row["address"] for row in after["lookups"]] == [row["address"] for row in before["lookups"]]
+    assert [row["address"] for row in after["lookup_partitions"]] == [
+        row["address"] for row in before["lookup_partitions"]
+    ]
 
 
 def test_two_services_live_side_by_side(config: ServiceConfig, runtime: Path) -> None:
@@ -228,7 +230,7 @@ def test_nodes_that_join_get_a_shard_and_lookup_partitions_of_lost_nodes_move(
     eventually(lambda: len(find_shards("rt")) == 3 and described()["complete"], "a shard on the new node")
     leaving = next(node for node in cluster.worker_nodes if node is not joined)
     lost = leaving.node_id
-    moved = next(row for row in described()["lookups"] if row["ray_node"] == lost)
+    moved = next(row for row in described()["lookup_partitions"] if row["ray_node"] == lost)
     cluster.remove_node(leaving, allow_graceful=False)
 
     def settled() -> bool:
@@ -236,9 +238,9 @@ def test_nodes_that_join_get_a_shard_and_lookup_partitions_of_lost_nodes_move(
         return bool(state["complete"] and lost not in state["nodes"] and len(state["shards"]) == 2)
 
     eventually(settled, "the service without the lost node")
-    now = described()["lookups"][moved["partition"]]
+    now = described()["lookup_partitions"][moved["partition"]]
     assert now["ray_node"] != lost
-    addresses = tuple(row["address"] for row in described()["lookups"])
+    addresses = tuple(row["address"] for row in described()["lookup_partitions"])
     eventually(lambda: all(r.lookup_addresses == addresses for r in find_shards("rt")), "shards that know it")
     eventually(lambda: lookup_keys() > 0, "the moved lookup partition's keys")
 
@@ -280,7 +282,7 @@ def test_a_node_that_ray_takes_away_hands_its_blocks_over(config: ServiceConfig,
 
 
 def test_down_leaves_no_file_and_no_actor(config: ServiceConfig, cluster: Cluster, runtime: Path) -> None:
-    pids = [row["pid"] for row in [*described()["shards"], *described()["lookups"]]]
+    pids = [row["pid"] for row in [*described()["shards"], *described()["lookup_partitions"]]]
     done = kvservice("down", "--service", "rt", cluster=cluster)
     assert done.returncode == 0, done.stderr
     assert not list(Path("/dev/shm").glob("kvservice-rt-*"))

@@ -108,7 +108,7 @@ def deploy_file(*applications: dict[str, Any]) -> None:
 def known_keys() -> int:
     """Blocks in the directory."""
     state = collect(SERVICE)
-    return 0 if state is None else sum(lookup["key_count"] for lookup in state["lookups"])
+    return 0 if state is None else sum(lookup["key_count"] for lookup in state["lookup_partitions"])
 
 
 def counters() -> dict[str, int]:

@@ -233,14 +233,14 @@ def test_status_shows_every_node_and_a_dead_one_as_a_problem() -> None:
         shown = command(cluster.root, "status", "--json", **variables)
         state = json.loads(shown.stdout)
         assert shown.returncode == 0, shown.stdout
-        assert set(state) == {"service", "nodes", "lookups", "totals", "hit_rates", "problems"}
+        assert set(state) == {"service", "nodes", "lookup_partitions", "totals", "hit_rates", "problems"}
         assert [row["node_id"] for row in state["nodes"]] == ["n0", "n1"]
         for row in state["nodes"]:
             assert set(row) == {
                 "node_id", "peer_address", "epoch", "segment_bytes", "slabs", "slabs_free", "slots", "counters",
                 "pulled_bytes", "draining", "transport", "uptime_seconds", "models", "tenants", "error",
             }  # fmt: skip
-        assert [row["partition_count"] for row in state["lookups"]] == [1]
+        assert [row["partition_count"] for row in state["lookup_partitions"]] == [1]
         table = command(cluster.root, "status", COLUMNS="200", **variables)
         assert table.returncode == 0
         assert "n0" in table.stdout
