@@ -7,7 +7,6 @@ Everything that is entered here is left again, whatever happens: Ctrl-C, SIGTERM
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import logging
 import os
@@ -30,7 +29,6 @@ from examples.demo.replica import ENVIRONMENT, DemoReplica
 from kvservice.errors import ConfigError, KVServiceError, Unavailable
 from kvservice.units import MiB
 
-EXAMPLES = Path(__file__).parents[1]
 POOL_BYTES = 768 * MiB
 JOIN_SECONDS = 60
 LEAVE_SECONDS = 10
@@ -109,9 +107,7 @@ def _readable(error: BaseException) -> BaseException:
 
 
 def shipped_document(count: int) -> tuple[str, list[str]]:
-    folder = EXAMPLES / "documents"
-    if not folder.is_dir():
-        raise ConfigError(f"the demo's document is not at {folder}: run the demo from a clone of the repository")
+    folder = Path(__file__).parents[1] / "documents"
     described = json.loads((folder / "questions.json").read_text())
     return (folder / described["document"]).read_text(), described["questions"][:count]
 
@@ -123,13 +119,9 @@ def prepared_model(given: str | None) -> str:
         if looks_like_path and not folder.is_dir():
             raise ConfigError(f"--model {given} is no folder; give a model's folder, or its id on the hub")
         return str(folder.resolve()) if folder.is_dir() else given  # a replica runs in a folder of its own
-    source = EXAMPLES / "prepare_model.py"
-    spec = importlib.util.spec_from_file_location("kvservice_prepare_model", source)
-    if spec is None or spec.loader is None or not source.exists():
-        raise ConfigError(f"{source} is missing: run the demo from a clone, or give --model")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return str(module.ensure_model())
+    from examples.prepare_model import ensure_model
+
+    return str(ensure_model())
 
 
 SERVICE = f"demo-{os.getpid()}"
