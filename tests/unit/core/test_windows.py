@@ -12,6 +12,7 @@ from kvservice.core.block.keys import SPAN_BLOCKS, span_route
 from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX, Window, group_key, group_route, reconcile
 from kvservice.errors import UnsupportedLayout
 from kvservice.testing.builders import make_chain
+from kvservice.units import BlockKey
 
 BLOCK = 16
 
@@ -92,6 +93,11 @@ def test_keys_of_a_chain_and_of_its_groups_are_all_different() -> None:
     keys = [*chain, *(group_key(key, group) for key in chain for group in range(1, WINDOW_GROUPS_MAX + 1))]
     assert len(set(keys)) == len(keys)
     assert {len(key) for key in keys} == {16}
+
+
+def test_keys_of_a_group_are_the_same_in_every_release() -> None:
+    """They name blocks between nodes: a change makes every stored window unknown."""
+    assert group_key(BlockKey(bytes(range(16))), 1).hex() == "a64477c8abe80edc3c7d5a8e3b16097d"
 
 
 def test_route_of_a_window_group_is_that_of_its_own_chain() -> None:
