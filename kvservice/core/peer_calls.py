@@ -5,21 +5,17 @@ Part of core.shard, which routes the events here; each ends in one Reply, or rai
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 from kvservice.core import events as ev
 from kvservice.core.acquire.handoff import Handoffs, check_handoff_id
-from kvservice.core.actions import Action, Reply
+from kvservice.core.actions import Reply
 from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX
+from kvservice.core.context import ShardContext
 from kvservice.core.drain.receiver import ITEMS_MAX, TakeOvers
 from kvservice.core.drain.sender import DrainPhase, Leaving
-from kvservice.core.messages import LocateResult
-from kvservice.core.segment.geometry import Geometry
-from kvservice.core.store.blocks import BlockStore
-from kvservice.core.store.leases import Lease, LeaseTable
 from kvservice.errors import Forbidden, InvalidRequest, StaleEpoch, Unavailable, UnsupportedLayout
-from kvservice.units import BlockKey, BootEpoch, LeaseId, NodeId
+from kvservice.units import BlockKey, BootEpoch
 
 TIMEOUT_SECONDS_MAX = 600.0
 
@@ -31,31 +27,11 @@ def check_keys(keys: tuple[BlockKey, ...]) -> None:
 
 
 class PeerCalls:
-    def __init__(
-        self,
-        node_id: NodeId,
-        epoch: BootEpoch,
-        geometry: Geometry,
-        store: BlockStore,
-        leases: LeaseTable,
-        handoffs: Handoffs,
-        takeovers: TakeOvers,
-        leaving: Leaving,
-        actions: list[Action],
-        counters: Counter[str],
-        lease_seconds: float,
-    ) -> None:
-        self._node_id = node_id
-        self._epoch = epoch
-        self._geometry = geometry
-        self._store = store
-        self._leases = leases
+    def __init__(self, shard: ShardContext, handoffs: Handoffs, takeovers: TakeOvers, leaving: Leaving) -> None:
+        self._shard = shard
         self._handoffs = handoffs
         self._takeovers = takeovers
         self._leaving = leaving
-        self._actions = actions
-        self._counters = counters
-        self._lease_seconds = lease_seconds
 
     def handlers(self) -> dict[type, Callable[..., None]]:
         return {
@@ -74,55 +50,46 @@ class PeerCalls:
         if not 0 <= event.wait_seconds <= TIMEOUT_SECONDS_MAX:
             raise InvalidRequest(f"wait {event.wait_seconds} s is not within 0 to {TIMEOUT_SECONDS_MAX} s")
         if self._leaving.promises_nothing:
-            raise Unavailable(f"shard {self._node_id} is leaving")
+            raise Unavailable(f"shard {self._shard.node_id} is leaving")
         self._handoffs.follow(event.op, event.reader, event.handoff, event.keys, event.wait_seconds, now)
 
     def _check_epoch(self, epoch: BootEpoch) -> None:
-        if epoch != self._epoch:
+        ours = self._shard.epoch
+        if epoch != ours:
             raise StaleEpoch(
-                f"shard {self._node_id} is in epoch {self._epoch}, not {epoch}", epoch=self._epoch, asked_epoch=epoch
+                f"shard {self._shard.node_id} is in epoch {ours}, not {epoch}", epoch=ours, asked_epoch=epoch
             )
 
     def _locate(self, event: ev.PeerLocate, now: float) -> None:
         self._check_epoch(event.epoch)
         going = self._leaving.promises_nothing
-        blocks = [None if going else self._store.get(key) for key in event.keys]
-        held = [block for block in blocks if block is not None]
-        self._store.touch(event.keys, now)
-        lease_id = LeaseId(0)
-        if held:
-            for block in held:
-                self._store.pin(block)
-            slots = tuple(block.slot for block in held)
-            lease_id = self._leases.grant(("peer", event.reader), slots, now, self._lease_seconds).lease_id
-        self._counters["peer_located_blocks"] += len(held)
-        self._counters["peer_absent_blocks"] += len(blocks) - len(held)
-        handles = tuple(None if block is None else self._store.handle(block) for block in blocks)
-        self._actions.append(Reply(event.op, LocateResult(self._epoch, lease_id, self._lease_seconds, handles)))
+        blocks = [None if going else self._shard.store.get(key) for key in event.keys]
+        held = len(blocks) - blocks.count(None)
+        self._shard.store.touch(event.keys, now)
+        self._shard.admission.on_peer_read(held)
+        self._shard.counters["peer_located_blocks"] += held
+        self._shard.counters["peer_absent_blocks"] += len(blocks) - held
+        self._shard.emit(Reply(event.op, self._shard.lend(event.reader, blocks, now)))
 
     def _release(self, event: ev.PeerRelease, now: float) -> None:
         self._check_epoch(event.epoch)
-        if self._leases.is_of_another(event.lease_id, ("peer", event.reader)):
-            self._counters["peer_forbidden"] += 1
+        if self._shard.leases.is_of_another(event.lease_id, ("peer", event.reader)):
+            self._shard.counters["peer_forbidden"] += 1
             raise Forbidden(f"lease {event.lease_id} is not this reader's")
-        lease = self._leases.release(event.lease_id, ("peer", event.reader))
+        lease = self._shard.leases.release(event.lease_id, ("peer", event.reader))
         if lease is not None:
-            self._unpin(lease)
-        self._actions.append(Reply(event.op, None))
+            self._shard.unpin(lease)
+        self._shard.emit(Reply(event.op, None))
 
     def _take_over(self, event: ev.PeerTakeOver, now: float) -> None:
         self._check_epoch(event.epoch)
         check_keys(tuple(item.key for item in event.items))
         if self._leaving.phase is not DrainPhase.SERVING:
-            raise Unavailable(f"shard {self._node_id} is draining itself")
+            raise Unavailable(f"shard {self._shard.node_id} is draining itself")
         if not 0 < len(event.items) <= ITEMS_MAX or len({item.key for item in event.items}) != len(event.items):
             raise InvalidRequest(f"{len(event.items)} blocks: 1 to {ITEMS_MAX}, each once")
-        if event.payload_bytes <= 0 or self._geometry.slots_per_slab(event.payload_bytes) == 0:
+        if event.payload_bytes <= 0 or self._shard.geometry.slots_per_slab(event.payload_bytes) == 0:
             raise UnsupportedLayout(f"blocks of {event.payload_bytes} bytes do not fit a slab here")
-        if not 0 <= event.wait_seconds <= TIMEOUT_SECONDS_MAX or event.leaver.node_id == self._node_id:
+        if not 0 <= event.wait_seconds <= TIMEOUT_SECONDS_MAX or event.leaver.node_id == self._shard.node_id:
             raise InvalidRequest(f"wait {event.wait_seconds} s, or an offer to oneself")
         self._takeovers.start(event.op, event.leaver, event.payload_bytes, event.items, event.wait_seconds, now)
-
-    def _unpin(self, lease: Lease) -> None:
-        for slot in lease.slots:
-            self._store.unpin(slot)

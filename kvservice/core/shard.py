@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from kvservice.core import events as ev
 from kvservice.core.acquire.acquisitions import Acquisitions
+from kvservice.core.acquire.answers import Answers
 from kvservice.core.acquire.handoff import Handoffs, check_handoff_id
 from kvservice.core.acquire.windowed import WindowedAcquisitions
 from kvservice.core.actions import Action, Announce, Refuse, Reply
@@ -20,16 +21,15 @@ from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.block.tenants import NOBODY, TenantLimits, TenantUsage
 from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX
+from kvservice.core.context import ShardContext
 from kvservice.core.drain.receiver import TakeOvers
 from kvservice.core.drain.sender import DrainPhase, DrainProgress, Leaving
 from kvservice.core.explain.records import Explanation, HistoryEntry, RequestRecords, find_history, name_engine
 from kvservice.core.messages import (
-    AcquireResult,
     EngineKind,
     EngineSpec,
     EngineStats,
     Handoff,
-    MissReason,
 )
 from kvservice.core.peer_calls import TIMEOUT_SECONDS_MAX, PeerCalls, check_keys
 from kvservice.core.recent import Recent
@@ -38,7 +38,7 @@ from kvservice.core.segment.geometry import Geometry
 from kvservice.core.store.admission import Admission
 from kvservice.core.store.blocks import NO_KEY, Block, BlockStore
 from kvservice.core.store.eviction import EvictionPolicy, LeafFirstReuse
-from kvservice.core.store.leases import Lease, LeaseTable
+from kvservice.core.store.leases import LeaseTable
 from kvservice.core.store.slots import SlotState
 from kvservice.core.writes import Writes
 from kvservice.errors import (
@@ -50,7 +50,7 @@ from kvservice.errors import (
     Unavailable,
     UnsupportedLayout,
 )
-from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, SlotIndex, format_bytes
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, NodeId, SlotIndex, format_bytes
 
 ENGINE_ID_BYTES = 16
 ATTACHMENTS_MAX = 256
@@ -106,29 +106,22 @@ class ShardState:
         self._leases = LeaseTable()
         self._admission = Admission(lambda: self._store.table.capacity, self.counters)
         self.records = RequestRecords()
-        self._acquisitions = Acquisitions(
-            node_id, self._store, self._leases, self._actions, self.counters,
-            lease_seconds=lease_seconds, has_directory=has_directory, records=self.records,
+        shard = ShardContext(
+            node_id, epoch, geometry, lease_seconds, has_directory, self._store, self._leases, self._admission,
+            self.records, self.counters, self._actions.append, lambda: self.draining,
         )  # fmt: skip
-        self._handoffs = Handoffs(
-            epoch, self._store, self._leases, self._actions, self.counters, lease_seconds,
-            self._acquisitions.handoff_over,
-        )  # fmt: skip
-        self._windowed = WindowedAcquisitions(
-            self._acquisitions, self._store, self._leases, self._actions, self.counters, lease_seconds, self.records,
-            self._watch,
-        )  # fmt: skip
-        self._takeovers = TakeOvers(self._store, self._actions, self.counters, self._acquisitions.sealed)
-        self._leaving = Leaving(self._store, self._actions, self.counters)
-        peers = PeerCalls(
-            node_id, epoch, geometry, self._store, self._leases, self._handoffs, self._takeovers, self._leaving,
-            self._actions, self.counters, lease_seconds,
-        )  # fmt: skip
-        self._writes = Writes(self._store, self._acquisitions, self._actions, self.counters)
+        self._context = shard
+        self._answers = Answers(shard)
+        self._acquisitions = Acquisitions(shard, self._answers)
+        self._handoffs = Handoffs(shard, self._acquisitions.handoff_over)
+        self._windowed = WindowedAcquisitions(shard, self._acquisitions, self._answers, self._watch)
+        self._takeovers = TakeOvers(shard, self._acquisitions.sealed)
+        self._leaving = Leaving(shard)
+        self._writes = Writes(shard, self._acquisitions)
         self._attached: dict[AttachmentId, _Attached] = {}
         self._attempts: Recent[bytes, int] = Recent(ENGINES_REMEMBERED)  # of each engine the last that was answered
         self._next_attachment = (epoch << BOOT_ATTACHMENTS_BITS) + 1  # a number of an earlier boot names nothing
-        self._handlers = self._handlers_with(peers)
+        self._handlers = self._handlers_with(PeerCalls(shard, self._handoffs, self._takeovers, self._leaving))
 
     def _handlers_with(self, peers: PeerCalls) -> dict[type, Callable[..., None]]:
         return {
@@ -174,7 +167,7 @@ class ShardState:
             if isinstance(action, Announce):  # exactly the blocks that can be read from now on
                 self._handoffs.sealed(action.key, now)
         self._leaving.look(len(self._leases), now)
-        actions = self._admission.mark_replies(self._actions)
+        actions = list(self._actions)
         self._actions.clear()
         return actions
 
@@ -263,7 +256,8 @@ class ShardState:
 
     def account_of(self, attachment: AttachmentId) -> str:
         """The tenant of an attachment; NOBODY for one that is not known."""
-        return self._acquisitions.accounts.get(attachment, NOBODY)
+        attached = self._attached.get(attachment)
+        return NOBODY if attached is None else attached.account
 
     def tenants(self) -> tuple[TenantUsage, ...]:
         return tuple(self._store.accounts.usage())
@@ -314,7 +308,6 @@ class ShardState:
         attachment = AttachmentId(self._next_attachment)
         self._next_attachment += 1
         self._attached[attachment] = _Attached(attachment, spec, event.account)
-        self._acquisitions.accounts[attachment] = event.account
         self.counters["attaches"] += 1
         self._actions.append(
             Reply(
@@ -358,12 +351,12 @@ class ShardState:
             self._writes.free(event.engine_id)
 
     def _end_attachment(self, attached: _Attached, now: float) -> None:
-        del self._attached[attached.attachment], self._acquisitions.accounts[attached.attachment]
+        del self._attached[attached.attachment]
         self._handoffs.end_attachment(attached.attachment, now)
         self._windowed.drop_attachment(attached.attachment)
         self._acquisitions.drop_attachment(attached.attachment, now)
         for lease in self._leases.end_holder(("engine", int(attached.attachment))):
-            self._unpin(lease)
+            self._context.unpin(lease)
 
     def _require(self, attachment: AttachmentId) -> _Attached:
         attached = self._attached.get(attachment)
@@ -389,16 +382,16 @@ class ShardState:
             check_handoff_id(handoff.handoff_id)
         self.records.asked(event.op, attached.spec, request, now, attached.account)
         if self._leaving.promises_nothing:  # nothing new is promised
-            self.records.answered(event.op, 0, {}, MissReason.DRAINING, str(self.node_id), now)
-            self._actions.append(Reply(event.op, AcquireResult(LeaseId(0), (), 0, MissReason.DRAINING)))
+            self._answers.refuse(event.op, now)
             return
         attached.seconds_per_block = request.recompute_seconds_per_block or attached.seconds_per_block
         if handoff is None:
             self._admission.on_acquire(event.op, attached.account, request.keys)
         if attached.spec.window_groups:
-            self._windowed.start(event.op, event.attachment, request, attached.spec, now)
+            self._windowed.start(event.op, event.attachment, attached.account, request, attached.spec, now)
             return
-        self._acquisitions.start(event.op, event.attachment, request, attached.spec.layout.payload_bytes, now)
+        payload_bytes = attached.spec.layout.payload_bytes
+        self._acquisitions.start(event.op, event.attachment, attached.account, request, payload_bytes, now)
         if handoff is not None and self._acquisitions.is_following(event.op):
             self._watch(event.op, handoff, now)
 
@@ -431,7 +424,7 @@ class ShardState:
         for lease_id in event.lease_ids:
             lease = self._leases.release(lease_id, ("engine", int(event.attachment)))
             if lease is not None:
-                self._unpin(lease)
+                self._context.unpin(lease)
         self._actions.append(Reply(event.op, None))
 
     def _renew(self, event: ev.Renew, now: float) -> None:
@@ -491,23 +484,18 @@ class ShardState:
                 return  # too late: the directory has been told that this node leaves
             self._leaving.undo()
         elif event.timeout_seconds > 0:
-            self._leaving.begin(event.timeout_seconds, event.handover, self.has_directory, now)
+            self._leaving.begin(event.timeout_seconds, event.handover, now)
         else:
             self._leaving.close()
         self.draining = not event.undo
-        self._acquisitions.draining = self._writes.draining = self.draining
 
     def _tick(self, event: ev.Tick, now: float) -> None:
         for lease in self._leases.expire(now):
-            self._unpin(lease)
+            self._context.unpin(lease)
         self._acquisitions.tick(now)
         self._handoffs.tick(now)
         self._takeovers.tick(now)
         self._leaving.tick(len(self._leases), now)
-
-    def _unpin(self, lease: Lease) -> None:
-        for slot in lease.slots:
-            self._store.unpin(slot)
 
     def check_invariants(self) -> None:
         """Everything that must always hold. O(slots); raises AssertionError naming what does not."""

@@ -6,17 +6,17 @@ none of its processes is left. Until then nobody else gets it.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from kvservice.core import events as ev
 from kvservice.core.acquire.acquisitions import Acquisitions
-from kvservice.core.actions import Action, Digest, Reply, WatchEngine
+from kvservice.core.actions import Digest, Reply, WatchEngine
+from kvservice.core.context import ShardContext
 from kvservice.core.messages import EngineSpec, SealItem, SealStatus, Statement
 from kvservice.core.peer_calls import check_keys
 from kvservice.core.reconcile import Grants
 from kvservice.core.segment.refs import BlockRef
-from kvservice.core.store.blocks import BlockStore, Want
+from kvservice.core.store.blocks import Want
 from kvservice.core.store.slots import Slot, SlotState
 from kvservice.errors import InvalidRequest
 from kvservice.units import BlockKey
@@ -43,15 +43,13 @@ class _Sealing:
 
 
 class Writes:
-    def __init__(
-        self, store: BlockStore, acquisitions: Acquisitions, actions: list[Action], counters: Counter[str]
-    ) -> None:
-        self._store = store
+    def __init__(self, shard: ShardContext, acquisitions: Acquisitions) -> None:
+        self._is_draining = shard.is_draining
+        self._store = shard.store
+        self._emit = shard.emit
+        self._counters = shard.counters
         self._acquisitions = acquisitions
-        self._actions = actions
-        self._counters = counters
         self._sealing: dict[int, _Sealing] = {}  # by slot
-        self.draining = False  # nothing new is given out
 
     def reserve(self, event: ev.Reserve, spec: EngineSpec, account: str, grants: Grants, now: float) -> None:
         if not 0 < event.count <= RESERVE_COUNT_MAX:
@@ -62,14 +60,14 @@ class Writes:
                 f"this engine has KV cache groups 0 to {len(layouts) - 1}, not {event.group}", group=event.group
             )
         slots: tuple[Slot, ...] = ()
-        if not self.draining:
+        if not self._is_draining():
             room_for = f"stores of {spec.model} by engine {spec.engine_id.hex()[:8]}"
             want = Want(layouts[event.group].payload_bytes, now, account, room_for)
             slots = self._store.reserve(event.count, spec.engine_id, want).slots
         refs = [BlockRef(slot.index, slot.generation) for slot in slots]
         grants.add(event.call, refs)
         self._counters["reserve_shortfall"] += event.count - len(slots)
-        self._actions.append(Reply(event.op, refs))
+        self._emit(Reply(event.op, refs))
 
     def seal(self, event: ev.Seal, engine_id: bytes) -> None:
         for item in event.items:
@@ -93,7 +91,7 @@ class Writes:
         self._sealing[slot.index] = _Sealing(item, slot, batch, position)
         batch.open_count += 1
         self._acquisitions.sealing(item.key)
-        self._actions.append(Digest(slot.index, slot.payload_bytes, item.key))
+        self._emit(Digest(slot.index, slot.payload_bytes, item.key))
         return None
 
     def digested(self, event: ev.Digested, now: float) -> None:
@@ -122,7 +120,7 @@ class Writes:
 
     def _answer_batch(self, batch: _SealBatch) -> None:
         if batch.open_count == 0:
-            self._actions.append(Reply(batch.op, list(batch.statuses)))
+            self._emit(Reply(batch.op, list(batch.statuses)))
 
     def abort(self, event: ev.Abort, engine_id: bytes) -> None:
         for ref in event.refs:
@@ -131,7 +129,7 @@ class Writes:
                 self._counters["abort_ignored"] += 1
             else:
                 self._store.abort(slot)
-        self._actions.append(Reply(event.op, None))
+        self._emit(Reply(event.op, None))
 
     def reconcile(self, statement: Statement, grants: Grants, engine_id: bytes) -> None:
         """Free what the engine says it does not hold. What was sealed or given back since is not its any more, and a
@@ -149,7 +147,7 @@ class Writes:
             if slot.index not in self._sealing:
                 self._store.quarantine(slot)
         if self._store.slots_of(engine_id, SlotState.QUARANTINED):
-            self._actions.append(WatchEngine(engine_id))
+            self._emit(WatchEngine(engine_id))
 
     def free(self, engine_id: bytes) -> None:
         """Nothing can write this engine's reservations any more. Slots being digested end with their digest."""

@@ -117,8 +117,8 @@ MUTANTS = (
     Mutant(
         "a cancelled call lets its blocks go",
         FETCH,
-        "        for slot in acquisition.held.values():\n            self._store.unpin(slot)\n        self._records",
-        "        acquisition.held.clear()\n        self._records",
+        "        for slot in acquisition.held.values():\n            self._store.unpin(slot)\n        self._shard",
+        "        acquisition.held.clear()\n        self._shard",
         seed=47,
     ),
     Mutant(

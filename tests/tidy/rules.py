@@ -74,6 +74,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("explain",),
         ("events",),
         ("store",),
+        ("context",),
         ("directory",),
         ("acquire",),
         ("drain",),

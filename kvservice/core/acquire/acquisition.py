@@ -22,6 +22,7 @@ class FetchState(Enum):
 class Acquisition:
     op: int
     attachment: AttachmentId
+    account: str  # the tenant that is charged for what is fetched
     request: AcquireRequest
     payload_bytes: int
     deadline: float

@@ -20,16 +20,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvservice.core.acquire.acquisition import Acquisition, Fetch, FetchState, Then, holders_by_index, longest_run
+from kvservice.core.acquire.answers import Answers
 from kvservice.core.acquire.estimate import FetchEstimates
 from kvservice.core.acquire.handoff import APPEAR_SECONDS
-from kvservice.core.actions import Action, Follow, Locate, Pull, ReleaseRemote, Reply, Resolve
+from kvservice.core.actions import Follow, Locate, Pull, ReleaseRemote, Resolve
 from kvservice.core.block.keys import span_route
-from kvservice.core.block.tenants import NOBODY
+from kvservice.core.context import ShardContext
 from kvservice.core.events import Followed, PullResult
-from kvservice.core.explain.records import RequestRecords
 from kvservice.core.messages import (
     AcquireRequest,
-    AcquireResult,
     HandoffState,
     Holder,
     HolderRun,
@@ -37,9 +36,8 @@ from kvservice.core.messages import (
     MissReason,
     PeerSpeed,
 )
-from kvservice.core.segment.refs import BlockHandle, BlockRef
-from kvservice.core.store.blocks import NO_KEY, BlockStore, Want
-from kvservice.core.store.leases import LeaseTable
+from kvservice.core.segment.refs import BlockHandle
+from kvservice.core.store.blocks import NO_KEY, Want
 from kvservice.core.store.slots import Slot, SlotState
 from kvservice.units import AttachmentId, BlockKey, LeaseId, NodeId, SlotIndex
 
@@ -55,26 +53,12 @@ SUSPECT_SECONDS = 60.0  # a slot whose bytes failed verification rests this long
 
 
 class Acquisitions:
-    def __init__(
-        self,
-        node_id: NodeId,
-        store: BlockStore,
-        leases: LeaseTable,
-        actions: list[Action],
-        counters: Counter[str],
-        *,
-        lease_seconds: float,
-        has_directory: bool,
-        records: RequestRecords | None = None,
-    ) -> None:
-        self._records = records if records is not None else RequestRecords()
-        self._node_id = node_id
-        self._store = store
-        self._leases = leases
-        self._actions = actions
-        self._counters = counters
-        self._lease_seconds = lease_seconds
-        self._has_directory = has_directory
+    def __init__(self, shard: ShardContext, answers: Answers) -> None:
+        self._shard = shard
+        self._store = shard.store
+        self._emit = shard.emit
+        self._counters = shard.counters
+        self._answers = answers
         self._open: dict[int, Acquisition] = {}
         self._fetches: dict[int, Fetch] = {}
         self._arriving: dict[BlockKey, int] = {}  # key -> fetch id, or 0 while its digest is being computed here
@@ -83,34 +67,33 @@ class Acquisitions:
         self._suspects: list[tuple[float, SlotIndex]] = []  # (free again at, slot)
         self._estimates = FetchEstimates()
         self._next_id = 1
-        self.draining = False
-        self.accounts: dict[AttachmentId, str] = {}  # whom a fetch is charged to
 
     # -- calls ----
 
     def start(
-        self, op: int, attachment: AttachmentId, request: AcquireRequest, payload_bytes: int, now: float,
+        self, op: int, attachment: AttachmentId, account: str, request: AcquireRequest, payload_bytes: int, now: float,
         *, base: int = 0, then: Then | None = None,
     ) -> None:  # fmt: skip
-        """`base`: position of the first key. `then` gets the outcome, pinned, instead of the caller of `op`."""
-        count = len(request.keys)
+        """`account`: the tenant that is charged for what is fetched. `base`: position of the first key. `then` gets the
+        outcome, pinned, instead of the caller of `op`."""
+        count, deadline = len(request.keys), now + request.timeout_seconds
         acquisition = Acquisition(
-            op, attachment, request, payload_bytes, now + request.timeout_seconds, now, count, base=base, then=then
+            op, attachment, account, request, payload_bytes, deadline, now, count, base=base, then=then
         )
         self._open[op] = acquisition
         self._store.touch(request.keys[request.skip :] if base else request.keys, now)
         first_missing = self._take_local(acquisition, range(request.skip, count))
         if first_missing is not None:
-            if self.draining:
+            if self._shard.is_draining():
                 acquisition.end(first_missing, MissReason.DRAINING)
             elif request.handoff is not None:
                 self._begin_following(acquisition, now)
-            elif not self._has_directory:
+            elif not self._shard.has_directory:
                 acquisition.end(first_missing, MissReason.NEVER_STORED)
             else:
                 acquisition.resolving = True
                 timeout = min(request.timeout_seconds, LOOKUP_SECONDS_MAX)
-                self._actions.append(Resolve(op, request.keys, first_missing, timeout))
+                self._emit(Resolve(op, request.keys, first_missing, timeout))
         self._settle(acquisition, now)
 
     def drop_attachment(self, attachment: AttachmentId, now: float) -> None:
@@ -125,7 +108,7 @@ class Acquisitions:
             return False
         for slot in acquisition.held.values():
             self._store.unpin(slot)
-        self._records.cancelled(op)
+        self._shard.records.cancelled(op)
         self._forget_waits(acquisition)
         self._counters["acquires_cancelled"] += 1
         return True
@@ -137,7 +120,7 @@ class Acquisitions:
         located = None if event.result is None else event.result.located
         if acquisition is None or acquisition.follow != event.follow or event.result is None or event.holder is None:
             if located is not None and located.lease_id and event.holder is not None:
-                self._actions.append(ReleaseRemote(event.holder, located.epoch, located.lease_id))
+                self._emit(ReleaseRemote(event.holder, located.epoch, located.lease_id))
             if acquisition is not None and acquisition.follow == event.follow:
                 self._counters["follows_failed"] += 1
                 self._end_following(acquisition, now)
@@ -167,7 +150,7 @@ class Acquisitions:
         if acquisition is None or not acquisition.resolving:
             return  # answered at its deadline already
         acquisition.resolving = False
-        holders = holders_by_index(runs, acquisition.break_at, self._node_id)
+        holders = holders_by_index(runs, acquisition.break_at, self._shard.node_id)
         wanted: list[int] = []
         for index in range(acquisition.request.skip, acquisition.break_at):
             if index in acquisition.held or index in acquisition.pending:
@@ -179,7 +162,7 @@ class Acquisitions:
                 break
             wanted.append(index)
             acquisition.sought = index + 1
-        if wanted and self.draining:
+        if wanted and self._shard.is_draining():
             acquisition.end(wanted[0], MissReason.DRAINING)
         else:
             self._fetch_worthwhile(acquisition, wanted, holders, now)
@@ -220,7 +203,7 @@ class Acquisitions:
         items = tuple((handle, slot.index) for handle, slot in zip(fetch.handles, fetch.slots, strict=True))
         deadline = sent_at + min(result.lease_seconds, PULL_SECONDS_MAX) - LEASE_MARGIN_SECONDS
         fetch.give_up_at = max(deadline, now) + PULL_GRACE_SECONDS
-        self._actions.append(Pull(fetch.fetch, fetch.holder, fetch.epoch, fetch.payload_bytes, items, deadline))
+        self._emit(Pull(fetch.fetch, fetch.holder, fetch.epoch, fetch.payload_bytes, items, deadline))
 
     def pulled(self, job: int, results: Sequence[PullResult], now: float) -> None:
         fetch = self._fetches.get(job)
@@ -326,7 +309,7 @@ class Acquisitions:
         assert handoff is not None
         acquisition.follow = -1
         start = acquisition.handed_from = self._next_followed(acquisition)
-        if handoff.node_id != self._node_id and start is not None:
+        if handoff.node_id != self._shard.node_id and start is not None:
             self._ask_writer(acquisition, start)
 
     def _ask_writer(self, acquisition: Acquisition, start: int) -> None:
@@ -335,7 +318,7 @@ class Acquisitions:
         acquisition.follow = self._next_id
         self._next_id += 1
         keys = acquisition.request.keys[start : start + PULL_BLOCKS_MAX]
-        self._actions.append(Follow(acquisition.follow, acquisition.op, handoff, keys, FOLLOW_WAIT_SECONDS))
+        self._emit(Follow(acquisition.follow, acquisition.op, handoff, keys, FOLLOW_WAIT_SECONDS))
 
     def _next_followed(self, acquisition: Acquisition) -> int | None:
         """The first block that is awaited and not on its way."""
@@ -352,7 +335,7 @@ class Acquisitions:
         indices = [wanted[key] for key in handles]
         if not indices:
             if located.lease_id:
-                self._actions.append(ReleaseRemote(holder, located.epoch, located.lease_id))
+                self._emit(ReleaseRemote(holder, located.epoch, located.lease_id))
             return
         fetch = self._new_fetch(acquisition, holder, [], indices)
         self._pull(fetch, replace(located, handles=tuple(handles.values())), sent_at, now)
@@ -364,12 +347,13 @@ class Acquisitions:
             self._counters["handoffs_ended_short"] += 1
             self._forget_waits(acquisition)
             left = acquisition.deadline - now
-            if self._has_directory and not self.draining and left > 0:
+            draining = self._shard.is_draining()
+            if self._shard.has_directory and not draining and left > 0:
                 acquisition.resolving = True
                 timeout = min(left, LOOKUP_SECONDS_MAX)
-                self._actions.append(Resolve(acquisition.op, acquisition.request.keys, start, timeout))
+                self._emit(Resolve(acquisition.op, acquisition.request.keys, start, timeout))
             else:
-                acquisition.end(start, MissReason.DRAINING if self.draining else MissReason.NEVER_STORED)
+                acquisition.end(start, MissReason.DRAINING if draining else MissReason.NEVER_STORED)
         self._settle(acquisition, now)
 
     def _forget_waits(self, acquisition: Acquisition) -> None:
@@ -421,7 +405,7 @@ class Acquisitions:
         chain = acquisition.request.keys
         fetch = Fetch(
             self._next_id, holder, alternates, chain, indices, acquisition.payload_bytes, acquisition.base,
-            self.accounts.get(acquisition.attachment, NOBODY),
+            acquisition.account,
         )  # fmt: skip
         self._register(fetch)
         self._counters["fetches_started"] += 1
@@ -436,7 +420,7 @@ class Acquisitions:
     def _locate(self, fetch: Fetch, now: float) -> None:
         fetch.state, fetch.give_up_at = FetchState.LOCATING, now + LOCATE_GIVE_UP_SECONDS
         keys = tuple(fetch.chain[index] for index in fetch.indices)
-        self._actions.append(Locate(fetch.fetch, fetch.holder, keys, LOCATE_SECONDS_MAX))
+        self._emit(Locate(fetch.fetch, fetch.holder, keys, LOCATE_SECONDS_MAX))
 
     def _keep(self, fetch: Fetch, index: int, handle: BlockHandle, slot: Slot, now: float) -> None:
         key = handle.key
@@ -549,29 +533,11 @@ class Acquisitions:
         if acquisition.then is not None:
             acquisition.then(acquisition, promised, fetched, now)
             return
-        lease_id = LeaseId(0)
-        if promised:
-            holder = ("engine", int(acquisition.attachment))
-            lease_id = self._leases.grant(holder, tuple(promised), now, self._lease_seconds).lease_id
-        refs = tuple(BlockRef(index, self._store.table[index].generation) for index in promised)
-        self.count_answer(acquisition.request, len(refs), fetched, acquisition.reason)
-        self._records.answered(
-            acquisition.op, len(refs), acquisition.origins, acquisition.reason, acquisition.blamed, now,
-            acquisition.sought, acquisition.handed_from,
-        )  # fmt: skip
-        self._actions.append(Reply(acquisition.op, AcquireResult(lease_id, refs, fetched, acquisition.reason)))
-
-    def count_answer(self, request: AcquireRequest, promised: int, fetched: int, reason: MissReason) -> None:
-        self._counters["acquires"] += 1
-        self._counters["asked_blocks"] += len(request.keys) - request.skip
-        self._counters["hit_local_blocks"] += promised - fetched
-        self._counters["hit_remote_blocks"] += fetched
-        if reason is not MissReason.NONE:
-            self._counters[f"miss_{reason.value}"] += 1
+        self._answers.answer(acquisition.op, acquisition, promised, fetched, acquisition.reason, now)
 
     def _release_remote(self, fetch: Fetch) -> None:
         if fetch.lease_id:
-            self._actions.append(ReleaseRemote(fetch.holder, fetch.epoch, fetch.lease_id))
+            self._emit(ReleaseRemote(fetch.holder, fetch.epoch, fetch.lease_id))
             fetch.lease_id = LeaseId(0)
 
     def peer_speeds(self) -> tuple[PeerSpeed, ...]:

@@ -20,13 +20,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from kvservice.core.actions import Action, Reply
-from kvservice.core.messages import FollowResult, HandoffState, LocateResult, Statement
+from kvservice.core.actions import Reply
+from kvservice.core.context import ShardContext
+from kvservice.core.messages import FollowResult, HandoffState, Statement
 from kvservice.core.reconcile import is_settled
-from kvservice.core.store.blocks import Block, BlockStore
-from kvservice.core.store.leases import LeaseTable
+from kvservice.core.store.blocks import Block
 from kvservice.errors import Exhausted, InvalidRequest
-from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId
+from kvservice.units import AttachmentId, BlockKey, HandoffId, NodeId
 
 HANDOFF_ID_BYTES = 16
 OPEN_MAX = 4096  # of one shard, open and closed; of the closed ones the oldest go first
@@ -91,23 +91,11 @@ class _Watch:
 
 
 class Handoffs:
-    def __init__(
-        self,
-        epoch: BootEpoch,
-        store: BlockStore,
-        leases: LeaseTable,
-        actions: list[Action],
-        counters: Counter[str],
-        lease_seconds: float,
-        ended: Callable[[int, float], None],
-    ) -> None:
+    def __init__(self, shard: ShardContext, ended: Callable[[int, float], None]) -> None:
         """`ended(op, now)`: the hand-off that this watcher waited for is over."""
-        self._epoch = epoch
-        self._store = store
-        self._leases = leases
-        self._actions = actions
-        self._counters = counters
-        self._lease_seconds = lease_seconds
+        self._shard = shard
+        self._store = shard.store
+        self._counters = shard.counters
         self._ended = ended
         self._handoffs: dict[HandoffId, _Handoff] = {}
         self._follows: dict[int, _Follow] = {}
@@ -288,16 +276,9 @@ class Handoffs:
                 break
             blocks.append(block)
         self._store.touch(follow.keys[: len(blocks)], now)
-        lease_id = LeaseId(0)
-        if blocks:
-            for block in blocks:
-                self._store.pin(block)
-            slots = tuple(block.slot for block in blocks)
-            lease_id = self._leases.grant(("peer", follow.reader), slots, now, self._lease_seconds).lease_id
         self._counters["followed_blocks"] += len(blocks)
-        handles = tuple(self._store.handle(block) for block in blocks)
-        located = LocateResult(self._epoch, lease_id, self._lease_seconds, handles)
-        self._actions.append(Reply(follow.op, FollowResult(self._state(follow.handoff), located)))
+        located = self._shard.lend(follow.reader, blocks, now)
+        self._shard.emit(Reply(follow.op, FollowResult(self._state(follow.handoff), located)))
 
     def _end_watch(self, op: int, now: float) -> None:
         del self._watches[op]

@@ -15,15 +15,12 @@ from functools import partial
 
 from kvservice.core.acquire.acquisition import Acquisition
 from kvservice.core.acquire.acquisitions import Acquisitions
-from kvservice.core.actions import Action, Reply
+from kvservice.core.acquire.answers import Answers
 from kvservice.core.block.keys import SPAN_BLOCKS
 from kvservice.core.block.window_groups import WINDOW_BIT, group_key, reconcile
-from kvservice.core.explain.records import RequestRecords
-from kvservice.core.messages import AcquireRequest, AcquireResult, EngineSpec, Handoff, MissReason
-from kvservice.core.segment.refs import BlockRef
-from kvservice.core.store.blocks import BlockStore
-from kvservice.core.store.leases import LeaseTable
-from kvservice.units import AttachmentId, LeaseId, SlotIndex
+from kvservice.core.context import ShardContext
+from kvservice.core.messages import AcquireRequest, EngineSpec, Handoff, MissReason
+from kvservice.units import AttachmentId, SlotIndex
 
 SHORTER_HITS_MAX = 2  # that are looked for on other nodes
 
@@ -32,6 +29,7 @@ SHORTER_HITS_MAX = 2  # that are looked for on other nodes
 class _Hit:
     op: int
     attachment: AttachmentId
+    account: str
     request: AcquireRequest
     spec: EngineSpec
     deadline: float
@@ -51,29 +49,26 @@ class WindowedAcquisitions:
 
     def __init__(
         self,
+        shard: ShardContext,
         acquisitions: Acquisitions,
-        store: BlockStore,
-        leases: LeaseTable,
-        actions: list[Action],
-        counters: Counter[str],
-        lease_seconds: float,
-        records: RequestRecords,
+        answers: Answers,
         watch: Callable[[int, Handoff, float], None],
     ) -> None:
+        self._shard = shard
+        self._store = shard.store
+        self._counters = shard.counters
         self._acquisitions = acquisitions
-        self._store = store
-        self._leases = leases
-        self._actions = actions
-        self._counters = counters
-        self._lease_seconds = lease_seconds
-        self._records = records
+        self._answers = answers
         self._watch = watch
         self._open: dict[int, _Hit] = {}
         self._last_part = 0  # parts are numbered downwards, calls upwards
 
-    def start(self, op: int, attachment: AttachmentId, request: AcquireRequest, spec: EngineSpec, now: float) -> None:
+    def start(
+        self, op: int, attachment: AttachmentId, account: str, request: AcquireRequest, spec: EngineSpec, now: float
+    ) -> None:
         windows: list[dict[int, SlotIndex]] = [{} for _ in spec.window_groups]
-        hit = _Hit(op, attachment, request, spec, now + request.timeout_seconds, len(request.keys), windows=windows)
+        deadline = now + request.timeout_seconds
+        hit = _Hit(op, attachment, account, request, spec, deadline, len(request.keys), windows=windows)
         self._open[op] = hit
         self._begin(hit, request, spec.layout.payload_bytes, 0, partial(self._full_done, hit), now)
 
@@ -83,7 +78,7 @@ class WindowedAcquisitions:
         if hit is None:
             return 0
         self._acquisitions.cancel(hit.part)
-        self._records.cancelled(op)
+        self._shard.records.cancelled(op)
         self._let_go(hit, 0)
         return hit.part
 
@@ -114,7 +109,7 @@ class WindowedAcquisitions:
     ) -> None:
         self._last_part -= 1
         part = hit.part = self._last_part
-        self._acquisitions.start(part, hit.attachment, request, payload_bytes, now, base=base, then=then)
+        self._acquisitions.start(part, hit.attachment, hit.account, request, payload_bytes, now, base=base, then=then)
         if request.handoff is not None and self._acquisitions.is_following(part):
             self._watch(part, request.handoff, now)
 
@@ -219,33 +214,13 @@ class WindowedAcquisitions:
 
     def _answer(self, hit: _Hit, now: float) -> None:
         del self._open[hit.op]
-        skip = hit.request.skip
-        promised = hit.end - skip
-        self._acquisitions.count_answer(hit.request, promised, min(hit.fetched, promised), hit.reason)
-        if hit.chain is not None:
-            self._records.answered(
-                hit.op, promised, hit.chain.origins, hit.reason, hit.chain.blamed, now, hit.chain.sought,
-                hit.chain.handed_from,
-            )  # fmt: skip
-        if promised <= 0:
+        assert hit.chain is not None
+        if hit.end <= hit.request.skip:
             self._let_go(hit, 0)
-            self._reply(hit, LeaseId(0), [], [[] for _ in hit.windows])
-            return
         windows: list[list[SlotIndex]] = []
         for index, held in enumerate(hit.windows):
             first = self._first(hit, index, hit.end)
             for position in [i for i in held if i < first]:
                 self._store.unpin(held.pop(position))
-            windows.append([held[position] for position in range(first, hit.end)])
-        slots = (*hit.full, *(slot for held in windows for slot in held))
-        lease = self._leases.grant(("engine", int(hit.attachment)), slots, now, self._lease_seconds)
-        self._reply(hit, lease.lease_id, hit.full, windows)
-
-    def _reply(self, hit: _Hit, lease: LeaseId, full: list[SlotIndex], windows: list[list[SlotIndex]]) -> None:
-        fetched = min(hit.fetched, len(full))
-        refs = tuple(tuple(map(self._ref, held)) for held in windows)
-        result = AcquireResult(lease, tuple(map(self._ref, full)), fetched, hit.reason, refs)
-        self._actions.append(Reply(hit.op, result))
-
-    def _ref(self, slot: SlotIndex) -> BlockRef:
-        return BlockRef(slot, self._store.table[slot].generation)
+            windows.append([held[position] for position in range(first, hit.end)] if hit.full else [])
+        self._answers.answer(hit.op, hit.chain, hit.full, min(hit.fetched, len(hit.full)), hit.reason, now, windows)

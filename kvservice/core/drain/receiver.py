@@ -10,7 +10,6 @@ answered when all of it is decided, or when its time is up; a transfer that goes
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,11 +20,12 @@ from kvservice.core.acquire.acquisitions import (
     PULL_SECONDS_MAX,
     SUSPECT_SECONDS,
 )
-from kvservice.core.actions import Action, Locate, Pull, ReleaseRemote, Reply
+from kvservice.core.actions import Locate, Pull, ReleaseRemote, Reply
+from kvservice.core.context import ShardContext
 from kvservice.core.events import PullResult
 from kvservice.core.messages import Holder, LocateResult, TakeOverItem, TakeOverResult
 from kvservice.core.segment.refs import BlockHandle
-from kvservice.core.store.blocks import BlockStore, Want
+from kvservice.core.store.blocks import Want
 from kvservice.core.store.slots import Slot
 from kvservice.errors import Exhausted
 from kvservice.units import BlockKey, LeaseId, SlotIndex
@@ -55,17 +55,11 @@ class _Take:
 
 
 class TakeOvers:
-    def __init__(
-        self,
-        store: BlockStore,
-        actions: list[Action],
-        counters: Counter[str],
-        sealed: Callable[[BlockKey, float], None],
-    ) -> None:
+    def __init__(self, shard: ShardContext, sealed: Callable[[BlockKey, float], None]) -> None:
         """`sealed(key, now)`: a block can be read here from now on."""
-        self._store = store
-        self._actions = actions
-        self._counters = counters
+        self._store = shard.store
+        self._emit = shard.emit
+        self._counters = shard.counters
         self._sealed = sealed
         self._takes: dict[int, _Take] = {}
         self._stuck: dict[int, list[SlotIndex]] = {}
@@ -98,7 +92,7 @@ class TakeOvers:
             return
         self._takes[take.number] = take
         keys = tuple(items[position].key for position in wanted)
-        self._actions.append(Locate(take.number, leaver, keys, LOCATE_SECONDS_MAX))
+        self._emit(Locate(take.number, leaver, keys, LOCATE_SECONDS_MAX))
 
     def located(self, number: int, result: LocateResult | None, sent_at: float, now: float) -> None:
         take = self._takes.get(number)
@@ -108,7 +102,7 @@ class TakeOvers:
             return
         if result is None or take.answered:
             if result is not None and result.lease_id:
-                self._actions.append(ReleaseRemote(take.leaver, result.epoch, result.lease_id))
+                self._emit(ReleaseRemote(take.leaver, result.epoch, result.lease_id))
             self._end(take)
             return
         take.lease = (take.leaver, result)
@@ -119,7 +113,7 @@ class TakeOvers:
         take.pulling = True
         pulled = tuple((handle, slot.index) for handle, slot in zip(take.handles, take.slots, strict=True))
         deadline = min(sent_at + min(result.lease_seconds, PULL_SECONDS_MAX) - LEASE_MARGIN_SECONDS, take.until)
-        self._actions.append(Pull(number, take.leaver, result.epoch, take.payload_bytes, pulled, deadline))
+        self._emit(Pull(number, take.leaver, result.epoch, take.payload_bytes, pulled, deadline))
 
     def _take_room(self, take: _Take, result: LocateResult, now: float) -> None:
         positions: list[int] = []
@@ -210,14 +204,14 @@ class TakeOvers:
         if take.lease is not None and take.number not in self._stuck:
             holder, result = take.lease
             if result.lease_id != LeaseId(0):
-                self._actions.append(ReleaseRemote(holder, result.epoch, result.lease_id))
+                self._emit(ReleaseRemote(holder, result.epoch, result.lease_id))
         self._answer(take)
 
     def _answer(self, take: _Take) -> None:
         if not take.answered:
             take.answered = True
             take.until = math.inf
-            self._actions.append(Reply(take.op, TakeOverResult(tuple(take.kept), take.full)))
+            self._emit(Reply(take.op, TakeOverResult(tuple(take.kept), take.full)))
 
     def check_invariants(self) -> None:
         for take in self._takes.values():

@@ -19,10 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvservice.core.actions import Action, Farewell, FindTakers, Offer
+from kvservice.core.actions import Farewell, FindTakers, Offer
 from kvservice.core.block.tenants import tag_of
+from kvservice.core.context import ShardContext
 from kvservice.core.messages import Holder, Peer, TakeOverItem, TakeOverResult
-from kvservice.core.store.blocks import Block, BlockStore
+from kvservice.core.store.blocks import Block
 from kvservice.units import BlockKey, NodeId
 
 RAMP_SECONDS = 300.0  # until a shard that joined is given its whole share
@@ -124,10 +125,11 @@ def plan(
 class Leaving:
     """One drain of this shard, from its begin to its end."""
 
-    def __init__(self, store: BlockStore, actions: list[Action], counters: Counter[str]) -> None:
-        self._store = store
-        self._actions = actions
-        self._counters = counters
+    def __init__(self, shard: ShardContext) -> None:
+        self._shard = shard
+        self._store = shard.store
+        self._emit = shard.emit
+        self._counters = shard.counters
         self.phase = DrainPhase.SERVING
         self._began = 0.0
         self._deadline = math.inf
@@ -161,7 +163,7 @@ class Leaving:
         self._offers, self._shares = {}, {}
         self._step_until = self._deadline = math.inf
 
-    def begin(self, timeout_seconds: float, handover: bool, has_directory: bool, now: float) -> None:
+    def begin(self, timeout_seconds: float, handover: bool, now: float) -> None:
         """A second begin only brings the end nearer."""
         if self.phase is DrainPhase.GONE:
             return
@@ -174,7 +176,7 @@ class Leaving:
         self._notes, self._received = [], Counter()
         self._total = len(self._store)
         self._counters["drains_begun"] += 1
-        if not handover or not has_directory or self._total == 0:
+        if not handover or not self._shard.has_directory or self._total == 0:
             if self._total and not handover:
                 self._notes.append("asked not to hand over")
             elif self._total:
@@ -184,7 +186,7 @@ class Leaving:
         self.phase = DrainPhase.FINDING_TAKERS
         self._step_until = min(now + FIND_SECONDS, now + timeout_seconds * (1 - SETTLE_SHARE))
         blocks = self._store.by_heat()[:LOOKED_UP_MAX]
-        self._actions.append(FindTakers(tuple((block.key, block.route) for block in blocks)))
+        self._emit(FindTakers(tuple((block.key, block.route) for block in blocks)))
 
     def takers_found(self, peers: Sequence[Peer], holders: Mapping[BlockKey, tuple[Holder, ...]], now: float) -> None:
         """`holders`: which other nodes hold what was asked about, as far as the directory knows."""
@@ -311,7 +313,7 @@ class Leaving:
                 self._offers[number] = (node, batch)
                 share.out += 1
                 wait = min(left, OFFER_SECONDS_MAX)
-                self._actions.append(Offer(number, share.peer.holder, batch[0].payload_bytes, items, wait))
+                self._emit(Offer(number, share.peer.holder, batch[0].payload_bytes, items, wait))
         if not self._offers and not any(share.queue for share in self._shares.values()):
             self._settle()
 
@@ -339,7 +341,7 @@ class Leaving:
         lost = self._total - len(self._handed) - len(self._elsewhere)
         self._counters["drain_blocks_handed"] += len(self._handed)
         self._counters["drain_blocks_lost"] += max(lost, 0)
-        self._actions.append(Farewell())
+        self._emit(Farewell())
 
     def check_invariants(self) -> None:
         out = Counter(node for node, _ in self._offers.values())

@@ -16,10 +16,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from kvservice.core.actions import Action, Reply
-from kvservice.core.messages import AcquireResult, LocateResult
 from kvservice.core.recent import Recent
 from kvservice.units import BlockKey
 
@@ -72,21 +70,20 @@ class Admission:
         self._counters["chains_not_admitted"] += not admitted
         self._open[op] = (account, admitted)
 
-    def mark_replies(self, actions: Sequence[Action]) -> list[Action]:
-        """The shard's actions. Replies to acquires now say whether the engine is to store the chain."""
-        return [self._marked(action) if isinstance(action, Reply) else action for action in actions]
+    def on_answer(self, op: int, promised: int) -> bool:
+        """The request is answered with so many blocks. Whether its engine is to store the rest of the chain."""
+        if op not in self._open:
+            return True
+        account, admitted = self._open.pop(op)
+        reuse = self._reuse.get(account)
+        if reuse is not None:
+            reuse.used += promised
+        return admitted
 
-    def _marked(self, reply: Reply) -> Reply:
-        if isinstance(reply.value, LocateResult):  # whose blocks another node reads is not known here
-            count = sum(handle is not None for handle in reply.value.handles)
-            for _, reuse in self._reuse.items():
-                reuse.used += count
-        if not isinstance(reply.value, AcquireResult) or reply.op not in self._open:
-            return reply
-        account, admitted = self._open.pop(reply.op)
-        if (asker := self._reuse.get(account)) is not None:
-            asker.used += len(reply.value.blocks)
-        return reply if admitted else Reply(reply.op, replace(reply.value, admitted=False))
+    def on_peer_read(self, blocks: int) -> None:
+        """Another node reads blocks. Whose engines they help is not known here, so they count for every account."""
+        for _, reuse in self._reuse.items():
+            reuse.used += blocks
 
     def forget(self, op: int) -> None:
         """Nobody waits for this request's reply."""

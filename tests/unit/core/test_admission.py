@@ -9,12 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvservice.core.actions import Reply
-from kvservice.core.messages import AcquireResult, LocateResult, MissReason
-from kvservice.core.segment.header import SlotHeader
-from kvservice.core.segment.refs import BlockRef
 from kvservice.core.store.admission import PROBE_ONE_IN, WINDOW_BLOCKS_MIN, Admission
-from kvservice.units import BlockKey, BootEpoch, Generation, LeaseId, SlotIndex
+from kvservice.units import BlockKey
 
 CHAIN = 64
 WINDOW = WINDOW_BLOCKS_MIN // CHAIN  # requests
@@ -36,12 +32,7 @@ class Pool:
     def ask(self, chain: list[BlockKey], hit: int = 0, account: str = "") -> bool:
         op = next(self._ops)
         self.admission.on_acquire(op, account, chain)
-        blocks = tuple(BlockRef(SlotIndex(i), Generation(2)) for i in range(hit))
-        result = AcquireResult(LeaseId(1), blocks, 0, MissReason.NONE)
-        (told,) = self.admission.mark_replies([Reply(op, result)])
-        assert isinstance(told, Reply) and isinstance(told.value, AcquireResult)
-        assert told.value.blocks == blocks
-        return told.value.admitted
+        return self.admission.on_answer(op, hit)
 
     def ask_new(self, count: int, account: str = "") -> list[bool]:
         return [self.ask(self.chain(), account=account) for _ in range(count)]
@@ -82,11 +73,9 @@ def test_hits_keep_storing(pool: Pool) -> None:
 
 
 def test_reads_by_other_nodes_keep_storing(pool: Pool) -> None:
-    header = SlotHeader.__new__(SlotHeader)
-    located = LocateResult(BootEpoch(1), LeaseId(1), 1.0, (header, None))  # type: ignore[arg-type]
     for _ in range(10 * WINDOW):
         assert pool.ask(pool.chain())
-        pool.admission.mark_replies([Reply(0, located)])
+        pool.admission.on_peer_read(1)
 
 
 def test_repetition_resumes_storing(pool: Pool) -> None:
@@ -118,5 +107,4 @@ def test_each_tenant_has_its_own_admission(pool: Pool) -> None:
 def test_a_request_that_is_given_up_is_forgotten(pool: Pool) -> None:
     pool.admission.on_acquire(77, "", pool.chain())
     pool.admission.forget(77)
-    reply = Reply(77, AcquireResult(LeaseId(0), (), 0, MissReason.NONE))
-    assert pool.admission.mark_replies([reply]) == [reply]
+    assert pool.admission.on_answer(77, 0), "what nobody asked about is admitted"

@@ -1,0 +1,56 @@
+"""Answers of Acquire: the one place where they are made, counted and remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvservice.core.acquire.acquisition import Acquisition
+from kvservice.core.actions import Reply
+from kvservice.core.context import ShardContext
+from kvservice.core.messages import AcquireResult, MissReason
+from kvservice.core.segment.refs import BlockRef
+from kvservice.units import LeaseId, SlotIndex
+
+
+class Answers:
+    def __init__(self, shard: ShardContext) -> None:
+        self._shard = shard
+
+    def answer(
+        self, op: int, main: Acquisition, promised: Sequence[SlotIndex], fetched: int, reason: MissReason, now: float,
+        windows: Sequence[Sequence[SlotIndex]] = (),
+    ) -> None:  # fmt: skip
+        """Lease the promised blocks, which are pinned, and answer the call. `main`: the acquisition of its chain."""
+        owner = ("engine", int(main.attachment))
+        lease = self._shard.lease(owner, [*promised, *(slot for window in windows for slot in window)], now)
+        self._count(main, len(promised), fetched, reason)
+        self._shard.records.answered(
+            op, len(promised), main.origins, reason, main.blamed, now, main.sought, main.handed_from
+        )
+        self._reply(op, lease, promised, fetched, reason, windows)
+
+    def refuse(self, op: int, now: float) -> None:
+        """This node leaves and promises nothing any more: an empty answer, which is not counted."""
+        self._shard.records.answered(op, 0, {}, MissReason.DRAINING, str(self._shard.node_id), now)
+        self._reply(op, LeaseId(0), (), 0, MissReason.DRAINING, ())
+
+    def _count(self, main: Acquisition, promised: int, fetched: int, reason: MissReason) -> None:
+        counters = self._shard.counters
+        counters["acquires"] += 1
+        counters["asked_blocks"] += len(main.request.keys) - main.request.skip
+        counters["hit_local_blocks"] += promised - fetched
+        counters["hit_remote_blocks"] += fetched
+        if reason is not MissReason.NONE:
+            counters[f"miss_{reason.value}"] += 1
+
+    def _reply(
+        self, op: int, lease: LeaseId, promised: Sequence[SlotIndex], fetched: int, reason: MissReason,
+        windows: Sequence[Sequence[SlotIndex]],
+    ) -> None:  # fmt: skip
+        refs = tuple(map(self._ref, promised))
+        window_refs = tuple(tuple(map(self._ref, window)) for window in windows)
+        admitted = self._shard.admission.on_answer(op, len(refs))
+        self._shard.emit(Reply(op, AcquireResult(lease, refs, fetched, reason, window_refs, admitted)))
+
+    def _ref(self, slot: SlotIndex) -> BlockRef:
+        return BlockRef(slot, self._shard.store.table[slot].generation)

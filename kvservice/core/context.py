@@ -1,0 +1,54 @@
+"""What the parts of one shard's core share: who it is, its blocks and leases, and the way its actions go out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvservice.core.actions import Action
+from kvservice.core.explain.records import RequestRecords
+from kvservice.core.messages import LocateResult
+from kvservice.core.segment.geometry import Geometry
+from kvservice.core.store.admission import Admission
+from kvservice.core.store.blocks import Block, BlockStore
+from kvservice.core.store.leases import Lease, LeaseOwner, LeaseTable
+from kvservice.units import BootEpoch, LeaseId, NodeId, SlotIndex
+
+
+@dataclass(frozen=True, slots=True)
+class ShardContext:
+    """One for a shard, made before its parts."""
+
+    node_id: NodeId
+    epoch: BootEpoch
+    geometry: Geometry
+    lease_seconds: float
+    has_directory: bool
+    store: BlockStore
+    leases: LeaseTable
+    admission: Admission
+    records: RequestRecords
+    counters: Counter[str]
+    emit: Callable[[Action], None]  # the next thing to be done, in order
+    is_draining: Callable[[], bool]  # nothing is written or fetched any more
+
+    def lease(self, owner: LeaseOwner, slots: Sequence[SlotIndex], now: float) -> LeaseId:
+        """Lease slots that the caller has pinned; the lease owns the pins from now on. 0 when there are none."""
+        if not slots:
+            return LeaseId(0)
+        return self.leases.grant(owner, tuple(slots), now, self.lease_seconds).lease_id
+
+    def lend(self, reader: NodeId, blocks: Sequence[Block | None], now: float) -> LocateResult:
+        """Lease to another node what there is of these blocks."""
+        held = [block for block in blocks if block is not None]
+        for block in held:
+            self.store.pin(block)
+        lease_id = self.lease(("peer", reader), [block.slot for block in held], now)
+        handles = tuple(None if block is None else self.store.handle(block) for block in blocks)
+        return LocateResult(self.epoch, lease_id, self.lease_seconds, handles)
+
+    def unpin(self, lease: Lease) -> None:
+        """The lease is over."""
+        for slot in lease.slots:
+            self.store.unpin(slot)
