@@ -174,8 +174,8 @@ class LeafFirst:
                     while heap and not self._is_true(*heap[0], kind):
                         heapq.heappop(heap)
                     if heap:
-                        (is_original, tick, order), key = heap[0]
-                        found = ((is_original, tick + credits[kind], order), key)
+                        (is_primary, tick, order), key = heap[0]
+                        found = ((is_primary, tick + credits[kind], order), key)
                         best = found if best is None or found < best else best
         return None if best is None else best[1]
 

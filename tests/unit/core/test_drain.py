@@ -276,7 +276,7 @@ class Receiver(CoreHarness):
         self.pulled(self.pulls[-1], result)
 
 
-def test_offered_blocks_are_read_verified_and_kept_as_originals() -> None:
+def test_offered_blocks_are_read_verified_and_kept_as_primary() -> None:
     receiver = Receiver()
     op = receiver.offer(CHAIN)
     assert receiver.open(op)
@@ -290,7 +290,7 @@ def test_offered_blocks_are_read_verified_and_kept_as_originals() -> None:
     assert len(receiver.hit(engine, CHAIN).blocks) == 4
 
 
-def test_a_copy_becomes_the_original_without_being_read_again() -> None:
+def test_a_secondary_copy_becomes_primary_without_being_read_again() -> None:
     receiver = Receiver()
     engine = receiver.attach()
     op = receiver.acquire(engine, CHAIN)
@@ -364,7 +364,7 @@ def test_an_engine_that_stores_the_same_block_meanwhile_wins() -> None:
     assert receiver.announced[CHAIN[0]] == 1
 
 
-def test_a_block_that_a_fetch_brought_meanwhile_becomes_the_original() -> None:
+def test_a_block_that_a_fetch_brought_meanwhile_becomes_primary() -> None:
     """The leaver's copy goes away, and copies are evicted first."""
     receiver = Receiver()
     engine = receiver.attach()

@@ -68,7 +68,7 @@ def test_the_least_recent_leaf_goes_first() -> None:
     assert drain(policy) == "yzx"
 
 
-def test_copies_go_before_originals_however_recent() -> None:
+def test_secondary_copies_go_before_primary_ones_however_recent() -> None:
     policy = LeafFirstLru()
     add(policy, "o")
     add(policy, "c", is_secondary=True)
@@ -76,7 +76,7 @@ def test_copies_go_before_originals_however_recent() -> None:
     assert drain(policy) == "co"
 
 
-def test_a_copy_with_a_resident_child_stays_before_an_original_leaf_goes() -> None:
+def test_a_secondary_copy_with_a_resident_child_stays_before_a_primary_leaf_goes() -> None:
     policy = LeafFirstLru()
     add_chain(policy, "a", is_secondary=True)
     add_chain(policy, "ab", start=1)

@@ -555,7 +555,7 @@ def test_a_failed_fetch_does_not_forget_a_seal_on_its_way() -> None:
     nothing_left(harness)
 
 
-def test_fetched_copies_go_before_originals() -> None:
+def test_fetched_copies_go_before_primary_ones() -> None:
     harness, engine = make(slab_count=1)
     op = harness.acquire(engine, CHAIN[:2])
     harness.store(engine, make_chain(2, "mine"))
