@@ -31,7 +31,7 @@ COLOURS = {"engine": "green", "local": "green", "fetched": "cyan", "missed": "ye
 
 
 @dataclass(slots=True)
-class Answers:
+class ShardAnswers:
     """What the shards said about an id."""
 
     replies: dict[str, Any]  # ExplainReply by node
@@ -105,7 +105,7 @@ def choose(found: Sequence[str], wanted: str) -> tuple[list[str], set[str]]:
     return names, {one for ids in requests.values() for one in ids}
 
 
-def _ask_shards(members: Any, request_id: str) -> Answers:
+def _ask_shards(members: Any, request_id: str) -> ShardAnswers:
     from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 
     request = shard_pb2.ExplainRequest(request_id=request_id)
@@ -114,7 +114,7 @@ def _ask_shards(members: Any, request_id: str) -> Answers:
     ))  # fmt: skip
     answered = {node: reply for node, (reply, _) in found.items() if reply is not None}
     silent = [node for node in found if node not in answered]
-    return Answers(answered, {node: at for node, (_, at) in found.items()}, silent)
+    return ShardAnswers(answered, {node: at for node, (_, at) in found.items()}, silent)
 
 
 def _ask_all(
@@ -149,7 +149,7 @@ def _ask_all(
     return found
 
 
-def _explain_record(members: Any, answers: Answers, node: str, record: Any) -> dict[str, Any]:
+def _explain_record(members: Any, answers: ShardAnswers, node: str, record: Any) -> dict[str, Any]:
     from kvservice.core.explain.diagnosis import count_outcomes, diagnose
 
     request = _recorded_request(node, record)
@@ -210,7 +210,7 @@ def _recorded_request(node: str, record: Any) -> Any:
     )  # fmt: skip
 
 
-def _gather_evidence(members: Any, answers: Answers, node: str, record: Any, missing: Sequence[int]) -> Any:
+def _gather_evidence(members: Any, answers: ShardAnswers, node: str, record: Any, missing: Sequence[int]) -> Any:
     """Ask every shard, and the directory, about the blocks that were missed."""
     from kvservice.core.explain.diagnosis import BlockHistory, Evidence
     from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
@@ -243,7 +243,7 @@ def _gather_evidence(members: Any, answers: Answers, node: str, record: Any, mis
     return Evidence(entries, lost, _other_fingerprints(answers, node, record))
 
 
-def _other_fingerprints(answers: Answers, node: str, record: Any) -> tuple[str, ...]:
+def _other_fingerprints(answers: ShardAnswers, node: str, record: Any) -> tuple[str, ...]:
     """Nodes that serve the same model under another fingerprint, and in what it differs."""
     from kvservice.core.block.fingerprint import Fingerprint
 

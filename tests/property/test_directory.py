@@ -1,4 +1,4 @@
-"""Announcers and a directory index over a network that loses, repeats, delays and reorders, while both sides restart.
+"""Announcers and a directory over a network that loses, repeats, delays and reorders, while both sides restart.
 
 Whatever happened, once messages get through the directory knows exactly what the shards hold. And at no moment does a
 directory that has confirmed everything of a node differ from it, whichever old messages still arrive.
@@ -186,7 +186,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     # -- what must hold ----
 
     @invariant()
-    def both_sides_are_sound(self) -> None:
+    def both_are_sound(self) -> None:
         self.directory.check_invariants()
         for boot in self.boots.values():
             boot.announcer.check_invariants()
