@@ -10,20 +10,14 @@ from collections.abc import Callable
 from kvservice.core import events as ev
 from kvservice.core.acquire.handoff import Handoffs, check_handoff_id
 from kvservice.core.actions import Reply
-from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX
+from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, check_keys
 from kvservice.core.context import ShardContext
 from kvservice.core.drain.receiver import ITEMS_MAX, TakeOvers
 from kvservice.core.drain.sender import DrainPhase, Leaving
 from kvservice.errors import Forbidden, InvalidRequest, StaleEpoch, Unavailable, UnsupportedLayout
-from kvservice.units import BlockKey, BootEpoch
+from kvservice.units import BootEpoch
 
 TIMEOUT_SECONDS_MAX = 600.0
-
-
-def check_keys(keys: tuple[BlockKey, ...]) -> None:
-    for key in keys:
-        if len(key) != KEY_BYTES:
-            raise InvalidRequest(f"a block key is {KEY_BYTES} bytes, not {len(key)}", length=len(key))
 
 
 class PeerCalls:
@@ -65,7 +59,7 @@ class PeerCalls:
         going = self._leaving.promises_nothing
         blocks = [None if going else self._shard.store.get(key) for key in event.keys]
         held = len(blocks) - blocks.count(None)
-        self._shard.store.touch(event.keys, now)
+        self._shard.store.policy.touch(event.keys, now)
         self._shard.admission.on_peer_read(held)
         self._shard.counters["peer_located_blocks"] += held
         self._shard.counters["peer_absent_blocks"] += len(blocks) - held

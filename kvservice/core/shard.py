@@ -31,7 +31,7 @@ from kvservice.core.messages import (
     EngineStats,
     Handoff,
 )
-from kvservice.core.peer_calls import TIMEOUT_SECONDS_MAX, PeerCalls, check_keys
+from kvservice.core.peer_calls import TIMEOUT_SECONDS_MAX, PeerCalls
 from kvservice.core.recent import Recent
 from kvservice.core.reconcile import Grants
 from kvservice.core.segment.geometry import Geometry
@@ -372,7 +372,6 @@ class ShardState:
             raise InvalidRequest(
                 f"{count} keys with skip {request.skip}: 1 to {KEYS_PER_REQUEST_MAX} keys, skip within"
             )
-        check_keys(request.keys)
         if len(set(request.keys)) != count:
             raise InvalidRequest("a key appears twice in one chain")
         if not 0 <= request.timeout_seconds <= TIMEOUT_SECONDS_MAX:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from kvservice.core import events as ev
 from kvservice.core.acquire.acquisitions import Acquisitions
 from kvservice.core.actions import Digest, Reply, WatchEngine
+from kvservice.core.block.keys import check_keys
 from kvservice.core.context import ShardContext
 from kvservice.core.messages import EngineSpec, SealItem, SealStatus, Statement
-from kvservice.core.peer_calls import check_keys
 from kvservice.core.reconcile import Grants
 from kvservice.core.segment.refs import BlockRef
 from kvservice.core.store.blocks import Want

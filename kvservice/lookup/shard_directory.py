@@ -10,9 +10,9 @@ from kvservice.auth.tls import TlsFiles
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import Holder
 from kvservice.lookup.announce_pump import AnnouncePump
-from kvservice.lookup.client import LookupAnswer, LookupClient
+from kvservice.lookup.client import LookupClient
 from kvservice.lookup.mirror_writer import DirectoryMirror
-from kvservice.units import BlockKey, NodeId, SpanRoute
+from kvservice.units import BlockKey, SpanRoute
 
 
 class ShardDirectory:
@@ -31,7 +31,7 @@ class ShardDirectory:
         self._secret = secret
         self._addresses = tuple(addresses)
         self._announcer = Announcer(len(self._addresses), inventory)
-        self._lookup = LookupClient(self._addresses, tls=tls, mirror=None if mirror is None else mirror.view)
+        self.lookup = LookupClient(self._addresses, tls=tls, mirror=None if mirror is None else mirror.view)
         self._pump: AnnouncePump | None = None
         self._node: Callable[[], Holder] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -55,7 +55,7 @@ class ShardDirectory:
             await self._pump.stop(leaving=False)
         if self._task is not None:
             await end_tasks([self._task])
-        await self._lookup.close()
+        await self.lookup.close()
         if self._mirror is not None:
             await self._mirror.stop()
 
@@ -80,29 +80,13 @@ class ShardDirectory:
     def self_holder(self) -> Holder | None:
         return None if self._node is None else self._node()
 
-    async def members(self, timeout: float) -> list[Holder]:
-        return await self._lookup.members(timeout)
-
-    async def holders_of(
-        self, blocks: Sequence[tuple[BlockKey, SpanRoute]], timeout: float
-    ) -> dict[BlockKey, tuple[Holder, ...]]:
-        return await self._lookup.holders_of(blocks, timeout)
-
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """Lookup partitions moved; their number stays the same."""
-        self._lookup.set_addresses(addresses)
+        self.lookup.set_addresses(addresses)
         if self._mirror is not None:
             self._mirror.set_addresses(addresses)
         if self._pump is not None:
             self._pump.set_addresses(addresses)
-
-    async def resolve(
-        self, chain: Sequence[BlockKey], start: int, timeout: float, exclude: NodeId | None = None
-    ) -> LookupAnswer:
-        return await self._lookup.resolve(chain, start, timeout, exclude)
-
-    async def find_node(self, node_id: NodeId, timeout: float) -> Holder | None:
-        return await self._lookup.find_node(node_id, timeout)
 
     def announce(self, key: BlockKey, route: SpanRoute) -> None:
         self._announcer.add(key, route)
@@ -116,4 +100,4 @@ class ShardDirectory:
 
     @property
     def counters(self) -> dict[str, int]:
-        return {**self._lookup.counters, **({} if self._mirror is None else self._mirror.counters)}
+        return {**self.lookup.counters, **({} if self._mirror is None else self._mirror.counters)}

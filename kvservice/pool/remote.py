@@ -29,18 +29,12 @@ FIND_SECONDS = 2.0  # for each of its questions
 OFFER_SLACK_SECONDS = 1.0
 
 
-class DirectoryPort(Protocol):
-    """The lookup service as a shard needs it: ask, and announce."""
+class LookupPort(Protocol):
+    """Who has what: questions to the lookup service, each answered within `timeout` seconds. Raises KVServiceError."""
 
     async def resolve(
         self, chain: Sequence[BlockKey], start: int, timeout: float, exclude: NodeId | None = None
     ) -> LookupAnswer: ...
-
-    def announce(self, key: BlockKey, route: SpanRoute) -> None: ...
-
-    def retract(self, key: BlockKey, route: SpanRoute) -> None: ...
-
-    def kick(self) -> None: ...
 
     async def find_node(self, node_id: NodeId, timeout: float) -> Holder | None: ...
 
@@ -49,6 +43,19 @@ class DirectoryPort(Protocol):
     async def holders_of(
         self, blocks: Sequence[tuple[BlockKey, SpanRoute]], timeout: float
     ) -> dict[BlockKey, tuple[Holder, ...]]: ...
+
+
+class DirectoryPort(Protocol):
+    """The lookup service as a shard needs it: `lookup` asks, the rest announces. Nothing but `leave` waits."""
+
+    @property
+    def lookup(self) -> LookupPort: ...
+
+    def announce(self, key: BlockKey, route: SpanRoute) -> None: ...
+
+    def retract(self, key: BlockKey, route: SpanRoute) -> None: ...
+
+    def kick(self) -> None: ...
 
     async def leave(self) -> None: ...
 
@@ -104,7 +111,7 @@ class RemoteShards:
         answer = LookupAnswer((), complete=False)
         if self._directory is not None:
             try:
-                answer = await self._directory.resolve(
+                answer = await self._directory.lookup.resolve(
                     action.chain, action.start, action.timeout_seconds, self._node_id
                 )
             except KVServiceError as error:
@@ -157,9 +164,9 @@ class RemoteShards:
         directory, ports = self._directory, self._peers
         if directory is None or ports is None:
             return ev.TakersFound((), {})
-        members = [one for one in await directory.members(FIND_SECONDS) if one.node_id != self._node_id]
+        members = [one for one in await directory.lookup.members(FIND_SECONDS) if one.node_id != self._node_id]
         asked = asyncio.gather(*[ports.room(one, FIND_SECONDS) for one in members], return_exceptions=True)
-        holders = await directory.holders_of(action.blocks, FIND_SECONDS)
+        holders = await directory.lookup.holders_of(action.blocks, FIND_SECONDS)
         peers = tuple(answer for answer in await asked if isinstance(answer, Peer))
         self._counters["find_takers_failed"] += len(members) - len(peers)
         others = {key: tuple(h for h in of if h.node_id != self._node_id) for key, of in holders.items()}
@@ -184,7 +191,7 @@ class RemoteShards:
         `room` raises."""
         found = None
         if self._directory is not None:
-            found = await self._directory.find_node(claimed.node_id, FIND_NODE_SECONDS)
+            found = await self._directory.lookup.find_node(claimed.node_id, FIND_NODE_SECONDS)
         if found is None or found.epoch != claimed.epoch:
             self._counters["takeover_strangers"] += 1
             raise Refused(f"node {claimed.node_id} in epoch {claimed.epoch} is not a member of this service")
@@ -214,7 +221,7 @@ class RemoteShards:
         self._peer_infos.put(holder.node_id, info)
 
     async def _find_writer(self, node_id: NodeId) -> Holder | None:
-        found = None if self._directory is None else await self._directory.find_node(node_id, FIND_NODE_SECONDS)
+        found = None if self._directory is None else await self._directory.lookup.find_node(node_id, FIND_NODE_SECONDS)
         if found is None:
             self._counters["writer_unknown"] += 1
             return None

@@ -53,7 +53,7 @@ class ReplayNode:
     def serve(self, keys: tuple[BlockKey, ...], now: float) -> tuple[int, int]:
         """One prompt: acquire what there is of its prefix, store the rest. Returns the blocks that were here, and
         those that came from other nodes."""
-        self._store.touch(keys, now)
+        self._store.policy.touch(keys, now)
         held: dict[int, BlockKey] = {}
         for index, key in enumerate(keys):
             self._pin(index, key, held)
@@ -75,7 +75,7 @@ class ReplayNode:
 
     def lend(self, keys: Sequence[BlockKey], now: float) -> int:
         """Another node reads these blocks: how many from the first on are here. They stay until `take_back`."""
-        self._store.touch(tuple(keys), now)
+        self._store.policy.touch(tuple(keys), now)
         for index, key in enumerate(keys):
             block = self._store.get(key)
             if block is None:

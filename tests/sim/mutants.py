@@ -72,7 +72,7 @@ MUTANTS = (
     Mutant(
         "a tenant at its quota gives its own blocks",
         BLOCKS,
-        "            victim = self._policy.victim(None, lambda other: other == want.account)\n",
+        "            victim = self.policy.victim(None, lambda other: other == want.account)\n",
         "            return True\n",
         seed=6,
     ),
@@ -269,8 +269,8 @@ MUTANTS = (
     Mutant(
         "a block that is leased is not evicted",
         BLOCKS,
-        "        if slot.pins == 1:\n            self._policy.pin(block.key)",
-        "        if slot.pins == 9:\n            self._policy.pin(block.key)",
+        "        if slot.pins == 1:\n            self.policy.pin(block.key)",
+        "        if slot.pins == 9:\n            self.policy.pin(block.key)",
         seed=1,
     ),
     Mutant("a slot whose abort was lost comes back", RECONCILE, "                found.append(ref)\n", "", seed=24),

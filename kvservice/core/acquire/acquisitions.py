@@ -81,7 +81,7 @@ class Acquisitions:
             op, attachment, account, request, payload_bytes, deadline, now, count, base=base, then=then
         )
         self._open[op] = acquisition
-        self._store.touch(request.keys[request.skip :] if base else request.keys, now)
+        self._store.policy.touch(request.keys[request.skip :] if base else request.keys, now)
         first_missing = self._take_local(acquisition, range(request.skip, count))
         if first_missing is not None:
             if self._shard.is_draining():

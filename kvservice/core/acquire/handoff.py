@@ -275,7 +275,7 @@ class Handoffs:
             if block is None:  # never sealed, or evicted since
                 break
             blocks.append(block)
-        self._store.touch(follow.keys[: len(blocks)], now)
+        self._store.policy.touch(follow.keys[: len(blocks)], now)
         self._counters["followed_blocks"] += len(blocks)
         located = self._shard.lend(follow.reader, blocks, now)
         self._shard.emit(Reply(follow.op, FollowResult(self._state(follow.handoff), located)))

@@ -113,6 +113,13 @@ def check_packed(packed: bytes, count_max: int = KEYS_PER_REQUEST_MAX) -> bytes:
     return packed
 
 
+def check_keys(keys: Iterable[BlockKey]) -> None:
+    """Raises InvalidRequest when one of them has another length than keys have."""
+    for key in keys:
+        if len(key) != KEY_BYTES:
+            raise InvalidRequest(f"a block key is {KEY_BYTES} bytes, not {len(key)}", length=len(key))
+
+
 def unpack_keys(packed: bytes, count_max: int = KEYS_PER_REQUEST_MAX) -> list[BlockKey]:
     """Keys from one packed field. Raises InvalidRequest for a length that is no multiple of 16, or too many keys."""
     check_packed(packed, count_max)

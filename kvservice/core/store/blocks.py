@@ -67,7 +67,7 @@ class BlockStore:
     ) -> None:
         self._geometry = geometry
         self._epoch = epoch
-        self._policy = policy
+        self.policy = policy
         self._emit = emit
         self.table = SlotTable(geometry)
         self.accounts = self.table.accounts
@@ -96,20 +96,17 @@ class BlockStore:
         generation = self.table[block.slot].generation
         return BlockHandle(block.key, block.slot, generation, block.payload_bytes, block.digest, block.position)
 
-    def touch(self, chain: tuple[BlockKey, ...], now: float) -> None:
-        self._policy.touch(chain, now)
-
     def pin(self, block: Block) -> None:
         slot = self.table[block.slot]
         self.table.pin(slot)
         if slot.pins == 1:
-            self._policy.pin(block.key)
+            self.policy.pin(block.key)
 
     def unpin(self, index: SlotIndex) -> None:
         slot = self.table[index]
         self.table.unpin(slot)
         if slot.pins == 0:
-            self._policy.unpin(self._key_of[index])
+            self.policy.unpin(self._key_of[index])
 
     def reserve(self, count: int, owner: bytes, want: Want) -> Reservation:
         """Up to `count` slots, evicting as needed. Headers with odd generations are written at once."""
@@ -149,7 +146,7 @@ class BlockStore:
     def _keep_quota(self, want: Want) -> bool:
         """Make room within the account's quota for one more slot, out of its own blocks. False when there is none."""
         while self.accounts.over_quota(want.account, want.payload_bytes):
-            victim = self._policy.victim(None, lambda other: other == want.account)
+            victim = self.policy.victim(None, lambda other: other == want.account)
             if victim is None:
                 return False
             self._evict(victim, EvictionCause.QUOTA, want)
@@ -178,8 +175,8 @@ class BlockStore:
     def _evict_older(
         self, size: int | None, used_at: float, may_go: MayGo | None, cause: EvictionCause, want: Want
     ) -> bool:
-        victim = self._policy.victim(size, may_go)
-        if victim is None or self._policy.used_at(victim) >= used_at:
+        victim = self.policy.victim(size, may_go)
+        if victim is None or self.policy.used_at(victim) >= used_at:
             return False
         self._evict(victim, cause, want)
         return True
@@ -190,20 +187,20 @@ class BlockStore:
         block = self._blocks[key]
         if block.is_secondary:
             self._blocks[key] = replace(block, is_secondary=False)
-            self._policy.make_primary(key)
+            self.policy.make_primary(key)
 
     def account_of(self, block: Block) -> str:
         return self.table[block.slot].account
 
     def by_heat(self) -> list[Block]:
         """All blocks, the last used first, prefixes before what hangs on them."""
-        return [self._blocks[key] for key in self._policy.by_heat()]
+        return [self._blocks[key] for key in self.policy.by_heat()]
 
     def parent_of(self, block: Block) -> BlockKey | None:
-        return self._policy.parent_of(block.key)
+        return self.policy.parent_of(block.key)
 
     def idle_seconds(self, block: Block, now: float) -> float:
-        return max(now - self._policy.used_at(block.key), 0.0)
+        return max(now - self.policy.used_at(block.key), 0.0)
 
     def written_by(self, ref: BlockRef, owner: bytes) -> Slot | None:
         """The slot of a reservation that is still this owner's, else None."""
@@ -280,7 +277,7 @@ class BlockStore:
     def _insert(self, block: Block, parent: BlockKey | None, now: float) -> None:
         self._blocks[block.key] = block
         self._key_of[block.slot] = block.key
-        self._policy.add(
+        self.policy.add(
             block.key, parent, block.position, now, is_secondary=block.is_secondary, size_class=block.payload_bytes,
             account=self.table[block.slot].account,
         )  # fmt: skip
@@ -289,11 +286,11 @@ class BlockStore:
         block = self._blocks.pop(key)
         self.evictions.add(
             key, cause, want.room_for, want.now,
-            held_seconds=want.now - block.sealed_at, idle_seconds=want.now - self._policy.used_at(key),
+            held_seconds=want.now - block.sealed_at, idle_seconds=want.now - self.policy.used_at(key),
         )  # fmt: skip
         self.accounts.count(self.table[block.slot].account, "evicted")
         del self._key_of[block.slot]
-        self._policy.remove(key)
+        self.policy.remove(key)
         self.table.free(self.table[block.slot], SlotEvent.EVICT)
         self._emit(Retract(key, block.route))
         self.counters["evicted_secondary" if block.is_secondary else "evicted_primary"] += 1
@@ -307,7 +304,7 @@ class BlockStore:
         if not may_steal:
             return False
         victim = self._victim_for(want)
-        own_tick = None if victim is None else self._policy.last_touch(victim)
+        own_tick = None if victim is None else self.policy.last_touch(victim)
         stolen = self._slab_to_steal(want, own_tick)
         if stolen is None:
             return False
@@ -323,7 +320,7 @@ class BlockStore:
 
     def _victim_for(self, want: Want) -> BlockKey | None:
         may_go = self.accounts.takes_from(want.account, want.payload_bytes)
-        return self._policy.victim(want.payload_bytes, may_go)
+        return self.policy.victim(want.payload_bytes, may_go)
 
     def _slab_to_steal(self, want: Want, own_tick: int | None) -> int | None:
         """A slab of another size whose newest block is older than our own victim, or the oldest if we have none."""
@@ -338,7 +335,7 @@ class BlockStore:
                 if not self._all_can_spare(slots, want.account):
                     continue
                 keys = [self._key_of[slot.index] for slot in slots if slot.state is SlotState.SEALED]
-                newest = max((self._policy.last_touch(key) for key in keys), default=0)
+                newest = max((self.policy.last_touch(key) for key in keys), default=0)
                 if (own_tick is None or newest < own_tick) and (best is None or newest < best[0]):
                     best = (newest, slab)
         return None if best is None else best[1]

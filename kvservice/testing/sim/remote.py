@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class SimDirectory:
-    """DirectoryPort over the simulated lookup partitions."""
+class SimLookup:
+    """LookupPort over the simulated lookup partitions."""
 
-    def __init__(self, node: Node, lookups: Sequence[LookupPartition], announcer: Announcer) -> None:
+    def __init__(self, node: Node, lookups: Sequence[LookupPartition]) -> None:
         self._node = node
         self._lookups = lookups
-        self._announcer = announcer
 
     async def resolve(
         self, chain: Sequence[BlockKey], start: int, timeout: float, exclude: NodeId | None = None
@@ -41,15 +40,6 @@ class SimDirectory:
         node_id = self._node.node_id
         ask_directory(self._node, node_id, self._lookups, chain, start, timeout, resolved)
         return await answer
-
-    def announce(self, key: BlockKey, route: SpanRoute) -> None:
-        self._announcer.add(key, route)
-
-    def retract(self, key: BlockKey, route: SpanRoute) -> None:
-        self._announcer.remove(key, route)
-
-    def kick(self) -> None:
-        self._node.kick()
 
     async def find_node(self, node_id: NodeId, timeout: float) -> Holder | None:
         node, lookup = self._node, self._lookups[0]
@@ -69,6 +59,24 @@ class SimDirectory:
         self, blocks: Sequence[tuple[BlockKey, SpanRoute]], timeout: float
     ) -> dict[BlockKey, tuple[Holder, ...]]:
         return {}
+
+
+class SimDirectory:
+    """DirectoryPort of a simulated node."""
+
+    def __init__(self, node: Node, lookups: Sequence[LookupPartition], announcer: Announcer) -> None:
+        self.lookup = SimLookup(node, lookups)
+        self._node = node
+        self._announcer = announcer
+
+    def announce(self, key: BlockKey, route: SpanRoute) -> None:
+        self._announcer.add(key, route)
+
+    def retract(self, key: BlockKey, route: SpanRoute) -> None:
+        self._announcer.remove(key, route)
+
+    def kick(self) -> None:
+        self._node.kick()
 
     async def leave(self) -> None:
         """The heartbeat timeout does the same, later."""

@@ -128,7 +128,6 @@ def bad_requests() -> list[AcquireRequest]:
         AcquireRequest(CHAIN, -1, 1.0),
         AcquireRequest(CHAIN, 5, 1.0),
         AcquireRequest((CHAIN[0], CHAIN[0]), 0, 1.0),
-        AcquireRequest((CHAIN[0], BlockKey(b"short")), 0, 1.0),
         AcquireRequest(CHAIN, 0, -1.0),
         AcquireRequest(CHAIN, 0, TIMEOUT_SECONDS_MAX + 1),
         AcquireRequest(CHAIN, 0, float("nan")),
