@@ -103,6 +103,8 @@ FAULTS = [
     ("words", "tests/test_x.py", "def test_a_verdict_is_told():\n    assert 1\n"),
     ("words", "protos/x.proto", "message M { repeated uint32 sides = 1; }  // fine\n"),
     ("words", "helm/values.yaml", "mover: true\n"),
+    ("words", "docs/x.md", "See `kvservice_evicted_originals_total`.\n"),
+    ("words", "helm/dashboard.json", '{"expr": "rate(kvservice_evicted_originals_total[5m])"}\n'),
     ("words", "docs/x.md", "Each lookup shard holds a part.\n"),
     ("type_names", "kvservice/cli/x.py", "class Known: ...\n"),
     (

@@ -84,6 +84,7 @@ IN_PROSE = re.compile(
     re.IGNORECASE,
 )
 IN_NAMES = re.compile(f" ({'|'.join(WORDS)})s? ")
+TEST_NAME_PARTS = 6  # documents cite tests by name; no name of a counter, setting or metric is as long
 NAME = re.compile(r"[A-Za-z_][\w-]*")
 PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 COMMENT = {".proto": "//", ".yaml": "#", ".yml": "#", ".tpl": "{{/*"}
@@ -132,8 +133,14 @@ def names_of(path: Path, text: str) -> Iterator[tuple[int, str]]:
         mark = COMMENT[path.suffix]
         lines = enumerate(text.splitlines(), 1)
         found = ((number, name) for number, line in lines for name in NAME.findall(line.split(mark)[0]))
-    else:
-        return
+    else:  # prose: what is written with underscores is a name, or that of a test
+        lines = enumerate(text.splitlines(), 1)
+        found = (
+            (number, name)
+            for number, line in lines
+            for name in NAME.findall(line)
+            if 1 < len(name.split("_")) < TEST_NAME_PARTS
+        )
     for line, name in found:
         yield line, f" {' '.join(PART.findall(name)).lower()} "
 
