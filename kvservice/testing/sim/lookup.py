@@ -12,6 +12,7 @@ from kvservice.core.directory.announce import Announcer, Update
 from kvservice.core.directory.directory import AnnounceOutcome, Directory
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.lookup.announce_pump import AnnouncePump
+from kvservice.lookup.client import merge_runs
 from kvservice.testing.sim.world import Process, World
 from kvservice.units import BlockKey, NodeId
 from kvservice.wire.v1 import lookup_pb2
@@ -113,6 +114,7 @@ def ask_directory(
     chain: Sequence[BlockKey],
     start: int,
     timeout: float,
+    exclude: NodeId | None,
     answer: Callable[[tuple[HolderRun, ...], bool], None],
 ) -> None:
     """One lookup of a chain that is shorter than a span, so one shard knows all of it. `answer` comes exactly once."""
@@ -126,7 +128,7 @@ def ask_directory(
         nonlocal answered
         if not answered:
             answered = True
-            answer(tuple(_shifted(runs, start, node_id)), True)
+            answer(merge_runs([HolderRun(run.start + start, run.count, run.holders) for run in runs], exclude), True)
 
     def gave_up() -> None:
         nonlocal answered
@@ -136,12 +138,3 @@ def ask_directory(
 
     me.world.send(me.host, lookup.host, lookup.receive, lookup.resolve, tuple(chain[start:]), node_id, reply)
     me.after(timeout, gave_up)
-
-
-def _shifted(runs: Sequence[HolderRun], start: int, exclude: NodeId) -> list[HolderRun]:
-    found = []
-    for run in runs:
-        holders = tuple(holder for holder in run.holders if holder.node_id != exclude)
-        if holders:
-            found.append(HolderRun(run.start + start, run.count, holders))
-    return found

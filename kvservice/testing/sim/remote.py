@@ -38,7 +38,7 @@ class SimLookup:
             _answer(answer, LookupAnswer(runs, complete))
 
         node_id = self._node.node_id
-        ask_directory(self._node, node_id, self._lookups, chain, start, timeout, resolved)
+        ask_directory(self._node, node_id, self._lookups, chain, start, timeout, exclude, resolved)
         return await answer
 
     async def find_node(self, node_id: NodeId, timeout: float) -> Holder | None:
