@@ -38,7 +38,7 @@ LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/he
 BENCHMARKS := $(filter-out __init__ report summary figures layerwise_link mirror_reads,$(basename $(notdir $(wildcard benchmarks/*.py))))
 FAST := not ray and not vllm and not netns and not helm and not sim
 
-.PHONY: help install native model hooks format lint tidy check protos docs chart-readme clean distclean test-fast test test-all sim faults mutants fuzz helm stand-in-driver demo demo-pd demo-serve bench bench-peers figures gpu-carry gpu lock audit wheel release
+.PHONY: help install native model hooks format lint tidy check protos docs docs-reference chart-readme clean distclean test-fast test test-all sim faults mutants fuzz helm stand-in-driver demo demo-pd demo-serve bench bench-peers figures gpu-carry gpu lock audit wheel release
 
 ##@ Work
 
@@ -88,6 +88,9 @@ $(PROTO_INSTALLED): requirements/protos.txt
 
 docs: chart-readme figures ## Write the parts of the pages that are made from code and results, then check all links
 	$(BIN)/python scripts/check_links.py
+
+docs-reference: $(INSTALLED) ## Write docs/reference/settings.md from the definitions of the settings
+	$(BIN)/python scripts/settings_reference.py
 
 chart-readme: $(INSTALLED) ## Write helm/kvservice/README.md from values.yaml
 	$(BIN)/python scripts/chart_readme.py helm/kvservice

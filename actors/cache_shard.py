@@ -22,7 +22,8 @@ class CacheShard:
 
     def __init__(self, config: ShardServerConfig, alive: list[NodeId], metrics_port: int) -> None:
         """`alive`: all nodes of the cluster; what others left on this machine is removed. `metrics_port` 0 = none."""
-        remove_leftovers(config.service, [*alive, config.node_id], config.runtime_root)
+        service, root = config.settings.service, config.settings.runtime_root
+        remove_leftovers(service, [*alive, config.node_id], root)
         self._config = config
         self._server = ShardServer(config)
         self._identity: dict[str, Any] = {}
@@ -30,7 +31,7 @@ class CacheShard:
         self._hosted = HostedServer(self._start)
         self._end_metrics: Callable[[], None] = lambda: None
         if metrics_port:
-            self._end_metrics = serve_metrics(config.service, self._numbers, metrics_port)
+            self._end_metrics = serve_metrics(service, self._numbers, metrics_port)
 
     def ready(self) -> dict[str, Any]:
         """Who this shard is. Raises the KVServiceError that keeps it from starting."""
@@ -70,7 +71,8 @@ class CacheShard:
         Returns the process id, which is about to end."""
         self._end_metrics()
         self._hosted.close(self._server.stop(leaving=True))
-        remove_leftovers(self._config.service, [], self._config.runtime_root)
+        settings = self._config.settings
+        remove_leftovers(settings.service, [], settings.runtime_root)
         return os.getpid()
 
     def _numbers(self) -> PoolStats | None:

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ def up(config: ServiceConfig) -> ServiceHandle:
         )
         found = ServiceHandle(config.service, supervisor)
     running = _ask(found.supervisor.config)
-    wanted = asdict(config)
+    wanted = config.model_dump()
     if running != wanted:
         changed = ", ".join(
             f"{k}: runs {running[k]!r}, wanted {wanted[k]!r}" for k in wanted if running[k] != wanted[k]

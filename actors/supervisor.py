@@ -11,8 +11,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -78,7 +77,7 @@ class Supervisor:
         self._thread.start()
 
     def config(self) -> dict[str, Any]:
-        return asdict(self._config)
+        return self._config.model_dump()
 
     def describe(self) -> dict[str, Any]:
         """What runs where, and what keeps the rest from running."""
@@ -155,7 +154,7 @@ class Supervisor:
             ray_node = sorted(nodes)[partition % len(nodes)]
             config = self._config
             port = config.lookup_port + partition if config.lookup_port else 0
-            root = Path(config.runtime_dir) if config.runtime_dir else None
+            root = config.runtime_root
             # Given to the actor for good: a restarted one must come back where its clients look for it.
             address = lookup_address(
                 config.service, partition, root, nodes[ray_node], port, tls=bool(config.tls_dir),
@@ -217,7 +216,7 @@ class Supervisor:
             for index, device in enumerate(copy_worker_devices(self._config.copy_workers, gpus.get(ray_node, 0))):
                 if (ray_node, index) not in self._copy_workers:
                     node = names.node_id(ray_node)
-                    root = Path(self._config.runtime_dir) if self._config.runtime_dir else None
+                    root = self._config.runtime_root
                     port = self._config.metrics_port + 1 + index if self._config.metrics_port else 0
                     arguments = (CopyWorkerConfig(self._config.service, node, root), device, port)
                     handle = self._place(GpuWorker, ray_node, names.gpu_worker(node, index), arguments)
@@ -283,23 +282,7 @@ class Supervisor:
         return ray.remote(kind).options(**options).remote(*arguments)
 
     def _shard_config(self, node: Any, host: str, addresses: list[str]) -> ShardServerConfig:
-        config = self._config
-        return ShardServerConfig(
-            service=config.service,
-            node_id=node,
-            pool_bytes=config.pool_bytes,
-            lookup_addresses=tuple(addresses),
-            runtime_root=Path(config.runtime_dir) if config.runtime_dir else None,
-            peer_host=host,
-            lease_seconds=config.lease_seconds,
-            heartbeat_seconds=config.heartbeat_seconds,
-            transport=config.transport,
-            slab_bytes=config.slab_bytes or None,
-            mirror_bytes=config.mirror_bytes,
-            tls_dir=config.tls_dir,
-            allow_plaintext=config.allow_plaintext,
-            tenants_file=config.tenants_file,
-        )
+        return ShardServerConfig(self._config, node, tuple(addresses), peer_host=host)
 
 
 def _end_of(worker: Mapping[str, Any]) -> str:

@@ -51,8 +51,8 @@ def lookup_partitions(count: int) -> Iterator[tuple[list[str], list[int]]]:
     addresses: list[str] = []
     try:
         for partition in range(count):
-            arguments = ["--bind", "127.0.0.1:0", "--partition", str(partition), "--partition-count", str(count)]
-            command = [sys.executable, "-m", "kvservice.lookup", *arguments]
+            arguments = ["lookup", "--port", "0", "--partition", str(partition), "--lookup-partitions", str(count)]
+            command = [sys.executable, "-m", "kvservice.cli.main", *arguments]
             process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
                 env={**os.environ, "KVSERVICE_ALLOW_PLAINTEXT": "1"},  # over TCP, as between machines

@@ -46,10 +46,14 @@ def measure_mirror(addresses: list[str], key_count: int, calls: int) -> dict[str
     """With one reader and with eight at once. Blocks."""
     service = f"bench-{uuid.uuid4().hex[:8]}"
     with tempfile.TemporaryDirectory(prefix="kvs-") as root:
-        command = [sys.executable, "-m", "kvservice.shard", "--service", service, "--node", NODE, "--pool", "64MiB"]
-        command += ["--transport", "shm", "--runtime-root", root, "--mirror-bytes", "2GiB", "--drain-seconds", "0"]
+        command = [sys.executable, "-m", "kvservice.cli.main", "shard", "--service", service, "--node", NODE]
+        command += ["--pool", "64MiB", "--set", "transport=shm", "--set", "mirror_bytes=2GiB", "--grace", "0"]
         command += [word for address in addresses for word in ("--lookup", address)]
-        environment = {**os.environ, "KVSERVICE_ALLOW_PLAINTEXT": "1"}  # the lookups are at ports, as between machines
+        environment = {
+            **os.environ,
+            "KVSERVICE_ALLOW_PLAINTEXT": "1",
+            "KVSERVICE_RUNTIME_DIR": root,
+        }  # the lookups are at ports, as between machines
         shard = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
         try:
             fed = _wait_until_fed(service, Path(root), addresses, key_count, shard)

@@ -1,6 +1,10 @@
-"""What an operator can set, typed and checked once. The only place that reads KVSERVICE_* variables and TOML files.
+"""What an operator can set: each setting is defined once, with its type, range, unit and meaning.
 
-Precedence: defaults < file < environment < command line. Unknown keys are errors.
+The definition feeds everything else: the settings file, the variables KVSERVICE_*, `--set` on the command line,
+`kvservice settings`, the reference page and the shard itself; a test holds the chart to it. No other module reads
+variables KVSERVICE_* or settings files.
+
+A later source wins: defaults, then the file, then the environment, then the command line. Unknown names are errors.
 """
 
 from __future__ import annotations
@@ -10,9 +14,15 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+
+from annotated_types import Ge, Le
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from kvservice.errors import ConfigError
 from kvservice.units import GiB, MiB, format_bytes, parse_bytes
@@ -23,131 +33,305 @@ else:
     import tomli as tomllib
 
 ENVIRONMENT_PREFIX = "KVSERVICE_"
+# These variables are not settings of a service. They say which shard, tenant or key a process uses.
+OTHER_VARIABLES: Mapping[str, str] = {
+    "KVSERVICE_NODE": "The node whose shard an engine uses, or that `kvservice shard` is.",
+    "KVSERVICE_TOKEN": "The token of the engine's or the command's tenant.",
+    "KVSERVICE_TOKEN_FILE": "A file with that token. It wins over KVSERVICE_TOKEN.",
+    "KVSERVICE_PROXY_API_KEY": "The key that `kvservice proxy` sends with its own health checks.",
+}
+_TEST_PREFIX = "KVSERVICE_TEST_"  # test runs mark their processes with such variables
 POOL_BYTES_MIN = 4 * MiB
-_ADDRESS = re.compile(r"(dns:///)?([A-Za-z0-9_.-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}|unix:/[^,]+")
-# They pick a shard, a file or a tenant, they do not configure a service.
-_NOT_CONFIG = frozenset({"NODE", "CONFIG", "TOKEN", "TOKEN_FILE"})
-_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
-REQUEST_TRIES = 2  # servers that get one request, which may be what ends them; for whatever sends requests again
+LEASE_SECONDS_MIN = 2.0  # a pull stops one second before its lease ends, so a shorter lease leaves it no time
+LOOKUP_PARTITIONS_MAX = 64
+COPY_WORKERS_MAX = 64
+PORT_MAX = 65_535
 MIRROR_BYTES = 512 * MiB  # ten million blocks
-_NOT_CONFIG_PREFIX = "TEST_"  # test runs mark their processes with such variables
+REQUEST_TRIES = 2  # servers that get one request, which may be what ends them; for whatever sends requests again
+_ADDRESS = re.compile(r"(dns:///)?([A-Za-z0-9_.-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}|unix:/[^,]+")
+
+
+# -- what kinds of values there are ----
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceConfig:
-    """One installation of the service; the same on all its nodes."""
+class Shown:
+    """How people meet a setting, besides its name, type, range and meaning."""
 
-    # Name of the installation. Two services on one Ray cluster or machine need different names.
-    service: str = "default"
-    # Shared memory each node gives to the pool, in bytes. More holds more prompts; it is reserved at start. Take what
-    # engines and the system leave free, and make /dev/shm at least that large.
-    pool_bytes: int = 4 * GiB
-    # Lookup partitions. Two survive the loss of one with half of the remote hits; more spread the load of large
-    # clusters.
-    lookup_partitions: int = 2
-    # First TCP port of the lookup partitions, shard i takes lookup_port + i; 0 = any free one. Set it for firewalls.
-    lookup_port: int = 0
-    # How bytes move between nodes: nixl (RDMA, shared memory or TCP through UCX), shm (nodes of one machine), auto.
-    transport: str = "auto"
-    # Seconds a promise outlives a vanished engine. Lower frees memory sooner; below 2 s, pauses look like deaths.
-    lease_seconds: float = 10.0
-    # Seconds between a shard's signs of life. The directory hides a node after three missed ones.
-    heartbeat_seconds: float = 1.0
-    # Bytes of a slab, the unit in which memory is given to block sizes; 0 = choose. One block must fit.
-    slab_bytes: int = 0
-    # Shared memory each node gives at most to a mirror of the directory, so that its lookups need no call. It takes 28
-    # to 57 bytes for each block of the cluster; 0 = none.
-    mirror_bytes: int = MIRROR_BYTES
-    # Where lookup partitions run that were started apart (`kvservice lookup`): host:port or dns:///host:port of each,
-    # in their order, with commas between. Only `kvservice shard` reads it; with Ray the service places its own.
-    lookup_addresses: str = ""
-    # Directory for sockets and records on every node, of the service's user alone; empty = /run/kvservice for root,
-    # else ~/.local/state/kvservice. Engines need the same one.
-    runtime_dir: str = ""
-    # HTTP port on every node where Prometheus finds /metrics; 0 = none.
-    metrics_port: int = 0
-    # Workers that copy between GPUs and the pool, one a GPU: auto = for every GPU, off, or how many a node at most. A
-    # number also gives nodes without a GPU one for their CPU engines. Engines use them with "copier": "worker".
-    copy_workers: str = "off"
-    # Directory with tls.crt, tls.key and ca.crt, the same path on every node: with it everything between nodes that is
-    # gRPC is encrypted, and both sides show a certificate. Read again when the files change. Empty = one machine only,
-    # over Unix sockets.
-    tls_dir: str = ""
-    # Serve plaintext on ports all the same: whoever reaches one, on loopback every user of the machine, can read and
-    # remove blocks. For networks and machines that nobody else is on.
-    allow_plaintext: bool = False
-    # File that says who may use the service, by hashes of their tokens, and how much each may hold; the same path on
-    # every node, made by `kvservice tenants add`. Read again when it changes. Empty = everybody, as one tenant.
-    tenants_file: str = ""
+    unit: str = ""
+    allowed: str = ""  # in words, where type and range do not say it
+    chart: str = ""  # which value of the chart sets it, for example cache.pool
+    default: str = ""  # in words, where the default is chosen at run time
 
-    def __post_init__(self) -> None:
-        if not self.service or not self.service.replace("-", "").replace("_", "").isalnum() or len(self.service) > 32:
-            raise ConfigError(f"service name {self.service!r}: use up to 32 letters, digits, '-' and '_'")
-        if self.pool_bytes < POOL_BYTES_MIN:
+
+def _size(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    if value.strip().startswith("-"):  # then the error is about the range, not about the spelling
+        return -parse_bytes(value.strip()[1:])
+    return parse_bytes(value.strip())
+
+
+def _number(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError(f"{value} is not a number")
+    return value
+
+
+def _yes_or_no(value: object) -> object:
+    return False if value == "" else value  # an empty variable says no
+
+
+def _unprivileged(port: int) -> int:
+    if port and not 1024 <= port <= PORT_MAX - LOOKUP_PARTITIONS_MAX:
+        raise ValueError(f"{port} is not such a port")
+    return port
+
+
+def _listed(value: object) -> object:
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+Size = Annotated[int, BeforeValidator(_number), BeforeValidator(_size)]  # bytes; text such as 64GiB is read
+Count = Annotated[int, BeforeValidator(_number)]
+Seconds = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Flag = Annotated[bool, BeforeValidator(_yes_or_no)]
+AbsolutePath = Annotated[str, Field(pattern=r"^(/.*)?$"), Shown(allowed="an absolute path")]
+Listed = Annotated[tuple[str, ...], BeforeValidator(_listed)]  # text with commas, or a list
+
+# The same words in every mode: a service's setting, and an option of the connector for its embedded pool.
+EvictionName = Annotated[
+    str,
+    Field(
+        pattern=r"^[a-z][a-z0-9_-]{0,63}$",
+        description="Which blocks go first when the pool is full. default keeps what is used again; lru drops what was "
+        "used longest ago. A policy of another package goes by its name, see docs/plugins.md.",
+    ),
+    Shown(allowed="default, lru, or the name of a policy of another package"),
+]
+
+
+# -- the two faces of a definition: values, and words about them ----
+
+
+class Settings(BaseModel):
+    """Frozen values with a definition for each: the text below a field is its meaning.
+
+    Whoever makes one gets ConfigError for a wrong value. It names the setting, the value and what is allowed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    what: ClassVar[str] = "setting"
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _checked(cls, values: Any, build: Any) -> Any:
+        try:
+            return build(values)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = str(first["loc"][0]) if first["loc"] else ""
+            raise ConfigError(cls._explain(name, first), key=name) from error
+
+    @classmethod
+    def _explain(cls, name: str, error: ErrorDetails) -> str:
+        if error["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(name, cls.model_fields, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(cls.model_fields))}"
+            return f"unknown {cls.what} {name!r}; {hint}"
+        said = str(error.get("ctx", {}).get("error", ""))
+        if not name:
+            return said or error["msg"]
+        wanted = allowed(cls.model_fields[name])
+        return f"{name}: {said}; give {wanted}" if said else f"{name} is {error['input']!r:.200}; give {wanted}"
+
+
+def allowed(field: FieldInfo) -> str:
+    """Which values a setting takes, in words: 'a size of at least 4.0 MiB', 'auto, nixl or shm'."""
+    about = shown(field)
+    kind = field.annotation
+    if about.allowed:
+        return about.allowed
+    choices = [str(choice) for choice in get_args(kind)] if get_origin(kind) is Literal else []
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        choices = [str(member.value) for member in kind]
+    if choices:
+        return f"{', '.join(choices[:-1])} or {choices[-1]}"
+    if kind is bool:
+        return "1 or 0"
+    if _is_size(field):
+        return "a size, or 0" if _range(field, str).endswith("least 0") else "a size" + _range(field, format_bytes)
+    if kind in (int, float):
+        noun = "a whole number" if kind is int else "a number"
+        return noun + _range(field, lambda value: f"{value:g}") + (f" {about.unit}" if about.unit else "")
+    return "a text"
+
+
+def default_of(field: FieldInfo) -> str:
+    """The default as an operator would write it; empty when there is none."""
+    if words := shown(field).default:
+        return words
+    value = int(field.default) if isinstance(field.default, bool) else field.default
+    if _is_size(field) and value:
+        return format_bytes(value)
+    if isinstance(value, Enum):
+        return str(value.value)
+    return "" if value in (None, "", ()) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _is_size(field: FieldInfo) -> bool:
+    return any(isinstance(item, BeforeValidator) and item.func is _size for item in field.metadata)
+
+
+def _range(field: FieldInfo, write: Any) -> str:
+    low = next((item.ge for item in field.metadata if isinstance(item, Ge)), None)
+    high = next((item.le for item in field.metadata if isinstance(item, Le)), None)
+    if low is None:
+        return "" if high is None else f" of at most {write(high)}"
+    return f" of at least {write(low)}" if high is None else f" from {write(low)} to {write(high)}"
+
+
+def shown(field: FieldInfo) -> Shown:
+    """What the setting and its kind of value say together; the setting wins."""
+    found = [asdict(item) for item in field.metadata if isinstance(item, Shown)]
+    return Shown(**{name: word for each in found for name, word in each.items() if word})
+
+
+# -- the service ----
+
+NAME = "up to 32 letters, digits, '-' and '_'"
+PORTS = f"0, or a port from 1024 to {PORT_MAX - LOOKUP_PARTITIONS_MAX}"
+ADDRESSES = "host:port, dns:///host:port or unix:/path of each, with commas between"
+RUNTIME_DIRS = "/run/kvservice for root, else ~/.local/state/kvservice"
+
+
+class ServiceConfig(Settings):
+    """The settings of one installation of the service, the same on all its nodes."""
+
+    service: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,32}$"), Shown(allowed=NAME, chart="cache.service")] = (
+        "default"
+    )
+    """Name of the installation. Two services on one Ray cluster or machine need different names."""
+
+    pool_bytes: Annotated[Size, Field(ge=POOL_BYTES_MIN), Shown(chart="cache.pool")] = 4 * GiB
+    """Shared memory that each node gives to the pool. It is reserved at start. A larger pool holds more prompts. Take
+    what engines and the system leave free, and make /dev/shm at least that large."""
+
+    eviction: Annotated[EvictionName, Shown(chart="cache.eviction")] = "default"
+
+    transport: Annotated[Literal["auto", "nixl", "shm"], Shown(chart="cache.transport")] = "auto"
+    """How bytes move between nodes. nixl uses RDMA, shared memory or TCP. shm connects shards of one machine. auto
+    takes shm for a service on loopback, else NIXL where it is installed."""
+
+    lookup_partitions: Annotated[Count, Field(ge=1, le=LOOKUP_PARTITIONS_MAX), Shown(chart="lookup.partitions")] = 2
+    """Parts of the directory. Losing one of two loses half of the remote hits and nothing else. More parts spread the
+    load of a large cluster."""
+
+    lookup_port: Annotated[Count, AfterValidator(_unprivileged), Shown(allowed=PORTS, chart="lookup.port")] = 0
+    """First TCP port of the lookup partitions: partition i listens on lookup_port + i. Set it for firewalls. 0 takes
+    any free port, or Unix sockets on one machine without TLS."""
+
+    lookup_addresses: Annotated[Listed, Shown(allowed=ADDRESSES)] = ()
+    """Where lookup partitions run that were started with `kvservice lookup`, in the order of their partitions. Only
+    `kvservice shard` reads it: `kvservice up` starts lookup partitions itself."""
+
+    lease_seconds: Annotated[
+        Seconds, Field(ge=LEASE_SECONDS_MIN, le=600), Shown(unit="seconds", chart="cache.leaseSeconds")
+    ] = 10.0
+    """How long the blocks of an engine that vanished stay pinned. A lower value frees memory sooner. An engine that
+    pauses for longer than this loses its leases."""
+
+    heartbeat_seconds: Annotated[
+        Seconds, Field(ge=0.1, le=60), Shown(unit="seconds", chart="cache.heartbeatSeconds")
+    ] = 1.0
+    """Time between two heartbeats of a shard. The directory hides a node after three missed ones, and after 3 seconds
+    at the earliest."""
+
+    slab_bytes: Annotated[Size, Field(ge=0), Shown(chart="cache.slab")] = 0
+    """Unit in which the pool gives memory to block sizes. One block must fit into a slab. 0 lets the shard choose: 64
+    MiB, or less in a small pool."""
+
+    mirror_bytes: Annotated[Size, Field(ge=0), Shown(chart="cache.mirror")] = MIRROR_BYTES
+    """Shared memory that each node gives at most to its copy of the directory, which answers lookups without a call. It
+    takes 28 to 57 bytes for each block of the cluster. 0 switches it off."""
+
+    runtime_dir: Annotated[AbsolutePath, Shown(chart="shard.hostRuntimeDir", default=RUNTIME_DIRS)] = ""
+    """Directory for sockets and records on every node. It belongs to the service's user alone. Engines and commands
+    need the same one: set KVSERVICE_RUNTIME_DIR for them."""
+
+    metrics_port: Annotated[Count, Field(ge=0, le=PORT_MAX - COPY_WORKERS_MAX), Shown(chart="cache.metricsPort")] = 0
+    """HTTP port on every node where Prometheus finds /metrics. Copy workers take the ports after it. 0 serves no
+    metrics."""
+
+    copy_workers: Annotated[
+        str,
+        BeforeValidator(lambda value: str(value) if isinstance(value, int) else value),
+        Field(pattern=r"^(auto|off|[0-9]|[1-5][0-9]|6[0-4])$"),
+        Shown(allowed=f"auto, off, or a number up to {COPY_WORKERS_MAX}", chart="ray.copyWorkers"),
+    ] = "off"
+    """Copy workers that Ray starts on each node: auto starts one for every GPU, a number at most that many. A number
+    also gives a node without a GPU one worker for its CPU engines."""
+
+    tls_dir: Annotated[AbsolutePath, Shown(chart="tls.secretName")] = ""
+    """Directory with tls.crt, tls.key and ca.crt, the same path on every node. With it, gRPC between nodes is encrypted
+    and both sides show a certificate. Changed files are read again. Without it the service stays on one machine, on
+    Unix sockets."""
+
+    allow_plaintext: Annotated[Flag, Shown(chart="tls.allowPlaintext")] = False
+    """Serve ports without TLS. Whoever reaches such a port can read and remove blocks; on loopback that is every user
+    of the machine. Only for networks and machines that nobody else uses."""
+
+    tenants_file: Annotated[AbsolutePath, Shown(chart="tenants.secretName")] = ""
+    """File that says who may use the service, by hashes of their tokens, and how much each may hold. `kvservice tenants
+    add` makes it; the same path on every node. A changed file is read again. Without it everybody is one tenant."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ServiceConfig:
+        if self.slab_bytes > self.pool_bytes:
             raise ConfigError(
-                f"pool_bytes is {self.pool_bytes}, which holds nothing: give at least {format_bytes(POOL_BYTES_MIN)}, "
-                "e.g. --pool 4GiB; to run without a cache, start no service"
+                f"slab_bytes is {format_bytes(self.slab_bytes)} and pool_bytes {format_bytes(self.pool_bytes)}: a slab "
+                "is a part of the pool, so give a smaller slab or a larger pool"
             )
-        if not 1 <= self.lookup_partitions <= 64:
-            raise ConfigError(f"lookup_partitions is {self.lookup_partitions}; choose 1 to 64")
-        if self.lookup_port and not 1024 <= self.lookup_port <= 65_535 - self.lookup_partitions:
-            raise ConfigError(
-                f"lookup_port is {self.lookup_port}; choose 1024 to {65_535 - self.lookup_partitions}, or 0"
-            )
-        if not 0 <= self.metrics_port <= 65_535:
-            raise ConfigError(f"metrics_port is {self.metrics_port}; choose a TCP port, or 0 for none")
-        if self.slab_bytes < 0:
-            raise ConfigError(f"slab_bytes is {self.slab_bytes}; give a size such as 64MiB, or 0 to have one chosen")
-        if self.mirror_bytes < 0:
-            raise ConfigError(f"mirror_bytes is {self.mirror_bytes}; give a size such as 512MiB, or 0 for no mirror")
-        if self.runtime_dir and not Path(self.runtime_dir).is_absolute():
-            raise ConfigError(f"runtime_dir is {self.runtime_dir!r}; give an absolute path")
-        if self.tls_dir and not Path(self.tls_dir).is_absolute():
-            raise ConfigError(f"tls_dir is {self.tls_dir!r}; give an absolute path")
-        if self.tenants_file and not Path(self.tenants_file).is_absolute():
-            raise ConfigError(f"tenants_file is {self.tenants_file!r}; give an absolute path")
-        for address in self.lookups_elsewhere:
+        for address in self.lookup_addresses:
             if not _ADDRESS.fullmatch(address):
                 raise ConfigError(
                     f"lookup_addresses has {address!r}; write host:port, dns:///host:port or unix:/path, with commas"
                 )
-        if self.transport not in ("auto", "nixl", "shm"):
-            raise ConfigError(f"transport is {self.transport!r}; choose auto, nixl or shm")
-        if self.copy_workers not in ("auto", "off") and not (
-            self.copy_workers.isdecimal() and int(self.copy_workers) < 65
-        ):
-            raise ConfigError(f"copy_workers is {self.copy_workers!r}; choose auto, off, or a number up to 64")
-        if not 2.0 <= self.lease_seconds <= 600 or not 0.1 <= self.heartbeat_seconds <= 60:
-            # A pull stops one second before its lease ends: shorter leases would leave it no time.
-            raise ConfigError("lease_seconds must be 2 to 600, heartbeat_seconds 0.1 to 60")
+        return self
 
     @property
-    def lookups_elsewhere(self) -> tuple[str, ...]:
-        """`lookup_addresses` one by one, in partition order."""
-        return tuple(address.strip() for address in self.lookup_addresses.split(",") if address.strip())
+    def runtime_root(self) -> Path | None:
+        """`runtime_dir` as a path; None where each process finds the default of its user."""
+        return Path(self.runtime_dir) if self.runtime_dir else None
 
 
 def load_config(
-    path: Path | None = None,
-    environment: Mapping[str, str] | None = None,
-    **overrides: object,
+    path: Path | None = None, environment: Mapping[str, str] | None = None, **overrides: object
 ) -> ServiceConfig:
     """Read file and environment, then apply overrides that are not None. Raises ConfigError naming key and value."""
-    values: dict[str, object] = {}
-    if path is not None:
-        try:
-            values.update(tomllib.loads(path.read_text()))
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number without end
-            raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    for name, text in (os.environ if environment is None else environment).items():
-        key = name.removeprefix(ENVIRONMENT_PREFIX)
-        if name.startswith(ENVIRONMENT_PREFIX) and key not in _NOT_CONFIG and not key.startswith(_NOT_CONFIG_PREFIX):
-            values[key.lower()] = text
+    values = {} if path is None else read_file(path)
+    values.update(read_environment(os.environ if environment is None else environment))
     values.update({key: value for key, value in overrides.items() if value is not None})
-    checked: dict[str, Any] = {key: _convert(key, value) for key, value in values.items()}
-    return ServiceConfig(**checked)
+    return ServiceConfig(**values)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The keys of a TOML file, as they are. Raises ConfigError when it cannot be read."""
+    try:
+        found: dict[str, Any] = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number without end
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    return found
+
+
+def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The settings that variables KVSERVICE_* give, as text; unknown ones too, which ServiceConfig then refuses."""
+    return {
+        name.removeprefix(ENVIRONMENT_PREFIX).lower(): text
+        for name, text in environment.items()
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in OTHER_VARIABLES and not name.startswith(_TEST_PREFIX)
+    }
 
 
 def tls_of_environment() -> tuple[str, bool]:
@@ -158,46 +342,6 @@ def tls_of_environment() -> tuple[str, bool]:
     return config.tls_dir, config.allow_plaintext
 
 
-def tenants_of_environment() -> str:
-    """`tenants_file` of KVSERVICE_TENANTS_FILE, likewise. Raises ConfigError."""
-    name = f"{ENVIRONMENT_PREFIX}TENANTS_FILE"
-    return load_config(environment={name: os.environ.get(name, "")}).tenants_file
-
-
 def token_of_environment() -> tuple[str, str]:
     """(KVSERVICE_TOKEN, KVSERVICE_TOKEN_FILE) of a tenant's engine or command; the file wins."""
     return os.environ.get(f"{ENVIRONMENT_PREFIX}TOKEN", ""), os.environ.get(f"{ENVIRONMENT_PREFIX}TOKEN_FILE", "")
-
-
-def _integer(key: str, value: object) -> int:
-    if isinstance(value, int):
-        return value
-    text = str(value).strip()
-    if text.startswith("-"):  # said as what it is: too small, not unreadable
-        return -parse_bytes(text[1:])
-    return parse_bytes(text) if key.endswith("_bytes") else int(text)
-
-
-def _yes_or_no(value: object) -> bool:
-    text = str(value).strip().lower()
-    if text not in _YES and text not in _NO:
-        raise ValueError(f"{value!r} is neither yes nor no; write 1 or 0")
-    return text in _YES
-
-
-def _convert(key: str, value: object) -> object:
-    kinds = {field.name: field.type for field in fields(ServiceConfig)}
-    if key not in kinds:
-        close = difflib.get_close_matches(key, kinds, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(kinds))}"
-        raise ConfigError(f"unknown setting {key!r}{hint}", key=key)
-    try:
-        if kinds[key] == "bool":
-            return _yes_or_no(value)
-        if isinstance(value, bool):
-            raise ValueError(f"{value} is not a setting's value")
-        if kinds[key] == "int":
-            return _integer(key, value)
-        return float(str(value)) if kinds[key] == "float" else str(value)
-    except ValueError as error:
-        raise ConfigError(f"{key}: {error}", key=key) from error

@@ -126,7 +126,7 @@ async def _foreground(config: Any) -> None:
     console = Console(stderr=True)
     asked = EndSignals()
     hide, forget = patience(config.heartbeat_seconds)
-    root = Path(config.runtime_dir) if config.runtime_dir else None
+    root = config.runtime_root
     where = lookup_address(
         config.service, 0, root, LOOPBACK, config.lookup_port, tls=bool(config.tls_dir),
         allow_plaintext=config.allow_plaintext,
@@ -136,23 +136,7 @@ async def _foreground(config: Any) -> None:
         allow_plaintext=config.allow_plaintext,
     )  # fmt: skip
     address = await lookup.start()
-    shard = ShardServer(
-        ShardServerConfig(
-            service=config.service,
-            node_id=NodeId("local"),
-            pool_bytes=config.pool_bytes,
-            lookup_addresses=(address,),
-            runtime_root=root,
-            lease_seconds=config.lease_seconds,
-            heartbeat_seconds=config.heartbeat_seconds,
-            transport=config.transport,
-            slab_bytes=config.slab_bytes or None,
-            mirror_bytes=config.mirror_bytes,
-            tls_dir=config.tls_dir,
-            allow_plaintext=config.allow_plaintext,
-            tenants_file=config.tenants_file,
-        )
-    )
+    shard = ShardServer(ShardServerConfig(config, NodeId("local"), (address,)))
     end_metrics: Callable[[], None] = lambda: None  # noqa: E731
     try:
         await shard.start()

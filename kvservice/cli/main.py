@@ -1,5 +1,4 @@
-"""`kvservice`: up, down, shard, lookup, status, check, drain, explain, certs, tenants, doctor, demo, proxy, sim,
-replay. Commands import what they need when they run, so that --help is instant.
+"""The command `kvservice`. Commands import what they need when they run, so that --help is instant.
 
 Exit codes: 0 all is well, 1 something is wrong, 2 wrong usage, 3 there is no service.
 """
@@ -30,6 +29,10 @@ Config = Annotated[Path | None, typer.Option(help="TOML file with any of the set
 JsonLogs = Annotated[bool, typer.Option("--json-logs", help="One JSON object a line.")]
 LOOPBACK = "127.0.0.1"
 DEV_SHM = Path("/dev/shm")
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Any setting, see `kvservice settings`. Repeat for more."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output with stable keys.")]
 
 
@@ -48,23 +51,18 @@ def up(
     lookup_partitions: Annotated[int | None, typer.Option(help="Number of lookup partitions. Default: 2.")] = None,
     transport: Annotated[str | None, typer.Option(help="auto, nixl or shm. Default: auto.")] = None,
     slab: Annotated[str | None, typer.Option(help="Unit in which block sizes get memory. Default: chosen.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with any of the settings.")] = None,
+    config: Config = None,
+    settings: Set = None,
     address: Address = None,
     no_ray: Annotated[bool, typer.Option("--no-ray", help="One node in the foreground, without Ray.")] = False,
 ) -> None:
     """Start the service: on every node of a Ray cluster, or with --no-ray in this process."""
     from kvservice.cli import lifecycle
-    from kvservice.config import load_config
+    from kvservice.cli.settings import load
 
     try:
-        loaded = load_config(
-            config,
-            service=service,
-            pool_bytes=pool,
-            lookup_partitions=lookup_partitions,
-            transport=transport,
-            slab_bytes=slab,
-        )
+        sizes = {"pool_bytes": pool, "lookup_partitions": lookup_partitions, "slab_bytes": slab}
+        loaded = load(config, settings, service=service, transport=transport, **sizes)
         lifecycle.run_foreground(loaded) if no_ray else lifecycle.up(loaded, address)
     except KVServiceError as error:
         raise fail(error) from error
@@ -158,6 +156,7 @@ def shard(
     service: Service = None,
     pool: Annotated[str | None, typer.Option(help="Shared memory to give, e.g. 64GiB. Default: 4GiB.")] = None,
     config: Config = None,
+    settings: Set = None,
     segment_dir: Annotated[Path, typer.Option(help="Folder in memory for the pool; engines need the same.")] = DEV_SHM,
     keep_blocks: Annotated[
         bool, typer.Option("--keep-blocks", help="Leave the blocks in memory for the next start on this machine.")
@@ -167,13 +166,12 @@ def shard(
 ) -> None:
     """This machine's part of a service without Ray, in the foreground. SIGTERM drains it and ends it."""
     from kvservice.cli import processes
-    from kvservice.config import load_config
+    from kvservice.cli.settings import load
     from kvservice.observe import logs
 
     logs.configure(json_lines=json_logs)
     try:
-        addresses = ",".join(lookup_at) if lookup_at else None
-        loaded = load_config(config, service=service, pool_bytes=pool, lookup_addresses=addresses)
+        loaded = load(config, settings, service=service, pool_bytes=pool, lookup_addresses=lookup_at or None)
         processes.run_shard(
             loaded, node, host, port, segment_dir.absolute(), keep_blocks=keep_blocks, grace_seconds=grace
         )
@@ -196,20 +194,28 @@ def lookup(
     ] = None,
     service: Service = None,
     config: Config = None,
+    settings: Set = None,
     json_logs: JsonLogs = False,
 ) -> None:
     """One lookup partition of a service without Ray, in the foreground, until SIGTERM."""
     from kvservice.cli import processes
-    from kvservice.config import load_config
+    from kvservice.cli.settings import load
     from kvservice.observe import logs
 
     logs.configure(json_lines=json_logs)
     try:
-        processes.run_lookup(
-            load_config(config, service=service, lookup_partitions=lookup_partitions), partition, host, port
-        )
+        loaded = load(config, settings, service=service, lookup_partitions=lookup_partitions)
+        processes.run_lookup(loaded, partition, host, port)
     except KVServiceError as error:
         raise fail(error) from error
+
+
+@app.command(name="settings")
+def show_settings(as_json: Json = False) -> None:
+    """Every setting: what it does, which values it takes, and its default."""
+    from kvservice.cli import settings as command
+
+    command.show(as_json=as_json)
 
 
 @app.command()

@@ -23,27 +23,15 @@ def run_shard(
 
     if not node or "/" in node or node.startswith("."):
         raise ConfigError(f"node name {node!r}: give the name of this machine, without '/'")
-    server_config = ShardServerConfig(
-        service=config.service,
-        node_id=NodeId(node),
-        pool_bytes=config.pool_bytes,
-        lookup_addresses=config.lookups_elsewhere,
-        runtime_root=Path(config.runtime_dir) if config.runtime_dir else None,
+    place = ShardServerConfig(
+        config,
+        NodeId(node),
+        config.lookup_addresses,
         segment_dir=segment_dir,
         peer_host=bracketed(host),
         peer_port=port,
-        lease_seconds=config.lease_seconds,
-        heartbeat_seconds=config.heartbeat_seconds,
-        transport=config.transport,
-        slab_bytes=config.slab_bytes or None,
-        mirror_bytes=config.mirror_bytes,
-        tls_dir=config.tls_dir,
-        allow_plaintext=config.allow_plaintext,
-        tenants_file=config.tenants_file,
     )
-    served = serve(
-        server_config, keep_segment=keep_blocks, grace_seconds=grace_seconds, metrics_port=config.metrics_port
-    )
+    served = serve(place, keep_segment=keep_blocks, grace_seconds=grace_seconds, metrics_port=config.metrics_port)
     asyncio.run(served)
 
 
@@ -56,7 +44,7 @@ def run_lookup(config: Any, partition: int, host: str, port: int | None) -> None
     from kvservice.lookup.server import LookupServer
 
     count = config.lookup_partitions
-    root = Path(config.runtime_dir) if config.runtime_dir else None
+    root = config.runtime_root
     address = lookup_address(
         config.service, partition, root, bracketed(host), port or 0, tls=bool(config.tls_dir),
         allow_plaintext=config.allow_plaintext,

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-import difflib
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
+from typing import Annotated, ClassVar
 
+from pydantic import AfterValidator, Field, model_validator
+
+from kvservice.config import EvictionName, Seconds, Settings, Shown, Size
 from kvservice.connector.weights import VERSION_CHARS_MAX, is_version
 from kvservice.errors import ConfigError
-from kvservice.units import GiB, MiB, format_bytes, parse_bytes
+from kvservice.units import GiB, MiB, format_bytes
 
 EMBEDDED_BYTES_DEFAULT = 4 * GiB
 EMBEDDED_SHARE_DEFAULT = 0.25  # of what is free in /dev/shm
 DEV_SHM = Path("/dev/shm")
+MEMORY_MIN = 4 * MiB
+MEMORY = (
+    f"a size of at least {format_bytes(MEMORY_MIN)}, such as 8GiB; to run without a cache, start the engine without "
+    "--kv-transfer-config"
+)
+MEMORY_DEFAULT = "4 GiB, or a quarter of what is free in /dev/shm if that is less"
+VERSION = f"1 to {VERSION_CHARS_MAX} printable characters"
+Timeout = Annotated[Seconds, Field(ge=0, le=600), Shown(unit="seconds")]
+
+
+def _version(text: str) -> str:
+    if not is_version(text):
+        raise ValueError(f"{text!r:.200} cannot name a version of weights")
+    return text
 
 
 class Mode(Enum):
@@ -71,50 +87,96 @@ class AdapterFiles(Enum):
     IMMUTABLE = "immutable"  # all: the operator's word that files at one path never change once they are there
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectorOptions:
+class ConnectorOptions(Settings):
+    """What the engine's operator can set, the keys of kv_connector_extra_config."""
+
+    what: ClassVar[str] = "key of kv_connector_extra_config"
+
     mode: Mode = Mode.AUTO
-    socket: str | None = None  # the shard's Unix socket; None = find it by service and node
-    node: str | None = None  # which node's shard, where several are registered on this machine
+    """Where blocks are kept. service uses the shard of this node, embedded a pool in the engine's process. auto chooses
+    once, at start: the service when one is registered on this machine, else embedded."""
+
+    socket: str | None = None
+    """Service: the shard's Unix socket. Without it the engine finds the shard by service and node."""
+
     service: str | None = None
-    token_file: str | None = None  # of the tenant that the engine belongs to; None = as the environment says
-    memory_bytes: int | None = None  # embedded pool; None = 4 GiB, or a quarter of free /dev/shm if that is less
+    """Service: the name of the service, where several are registered on this machine."""
+
+    node: str | None = None
+    """Service: the node whose shard this engine uses, where several are registered on this machine."""
+
+    token_file: str | None = None
+    """Service: file with the token of the engine's tenant, instead of KVSERVICE_TOKEN_FILE."""
+
+    memory: Annotated[Annotated[Size, Field(ge=MEMORY_MIN)] | None, Shown(allowed=MEMORY, default=MEMORY_DEFAULT)] = (
+        None
+    )
+    """Embedded: memory of the pool. `kvservice up` sets that of a service."""
+
+    eviction: EvictionName = "default"
+
     offload: Offload = Offload.EAGER
+    """When blocks are stored: eager in the step that fills them, lazy when their request ends. lazy copies less and
+    hits later."""
+
     verify_load: Verify = Verify.SAMPLED
-    copier: CopierChoice = CopierChoice.AUTO  # where blocks are copied between the engine's KV cache and the pool
+    """Which loaded blocks are checked against their digest: one in sixteen, all, or none. Blocks that came from another
+    node are always checked."""
+
+    copier: CopierChoice = CopierChoice.AUTO
+    """Service: who copies blocks between the engine's KV cache and the pool. in_process is the engine itself, worker a
+    copy worker beside the shard. auto is in_process."""
+
     layerwise: Layerwise = Layerwise.OFF
-    namespace: str = ""  # engines in different namespaces never share blocks, nor refuse each other
-    fetch_timeout_seconds: float = 5.0  # longest a request waits for blocks of another node
-    handoff_timeout_seconds: float = 60.0  # longest a decode request waits for its prefill elsewhere
-    handoff_loans: HandoffLoans = HandoffLoans.AUTO  # a decode engine copies from the prefill's blocks
-    loan_seconds: float = 5.0  # longest the prefill keeps its blocks for that
-    adapter_files: AdapterFiles = AdapterFiles.CHECKED  # which LoRA adapters are cached
-    weights_version: str | None = None  # what the operator calls the weights; None = read all of their bytes
-    weights_version_file: str | None = None  # has the version of weights that are changed in place, read at each reset
-    cache_folder: str | None = None  # for digests of weight files; None = $XDG_CACHE_HOME/kvservice
+    """What is copied layer by layer during the forward. The rest is copied as whole blocks."""
+
+    namespace: str = ""
+    """Engines in different namespaces never share blocks, and never refuse each other."""
+
+    fetch_timeout_seconds: Timeout = 5.0
+    """Service: longest that a request waits for blocks of another node."""
+
+    handoff_timeout_seconds: Timeout = 60.0
+    """Service: longest that a decode request waits for its prefill on another engine. The end of the prefill ends the
+    wait at once."""
+
+    handoff_loans: HandoffLoans = HandoffLoans.AUTO
+    """With copier worker: a decode engine copies a handed-off prompt straight from the KV cache of the prefill engine
+    of the same node. auto is on for GPUs."""
+
+    loan_seconds: Timeout = 5.0
+    """Longest that a prefill engine keeps its blocks for such a copy. 0 switches it off."""
+
+    weights_version: Annotated[Annotated[str, AfterValidator(_version)] | None, Shown(allowed=VERSION)] = None
+    """What you call the weights, such as step-1200. Without it the bytes of their files say which they are."""
+
+    weights_version_file: str | None = None
+    """File with the version of weights that are changed in place. It is read at each reset of the prefix cache."""
+
+    adapter_files: AdapterFiles = AdapterFiles.CHECKED
+    """Which LoRA adapters are cached: checked caches those whose files did not change since the engine started,
+    immutable all of them."""
+
+    cache_folder: Annotated[str | None, Shown(default="$XDG_CACHE_HOME/kvservice, else ~/.cache/kvservice")] = None
+    """Directory for the digests of weight files."""
 
     @classmethod
     def parse(cls, given: Mapping[str, object]) -> ConnectorOptions:
         """Raises ConfigError naming the key, the value and what is allowed."""
-        known = {"memory" if f.name == "memory_bytes" else f.name for f in fields(cls)}
-        values: dict[str, object] = {}
-        for key, value in given.items():
-            if key not in known:
-                close = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"
-                raise ConfigError(f"kv_connector_extra_config has an unknown key {key!r}{hint}", key=key)
-            values["memory_bytes" if key == "memory" else key] = _convert(key, value)
-        options = cls(**values)  # type: ignore[arg-type]
-        if options.mode is Mode.EMBEDDED and (options.socket or options.node or options.service or options.token_file):
+        return cls(**given)  # type: ignore[arg-type]  # checked here, whatever it is
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ConnectorOptions:
+        if self.mode is Mode.EMBEDDED and (self.socket or self.node or self.service or self.token_file):
             raise ConfigError("mode 'embedded' uses no service: remove socket, node, service, token_file, or the mode")
-        if options.handoff_loans is HandoffLoans.ON and options.copier is not CopierChoice.WORKER:
+        if self.handoff_loans is HandoffLoans.ON and self.copier is not CopierChoice.WORKER:
             raise ConfigError("handoff_loans 'on' needs copier 'worker': only a copy worker can copy between engines")
-        if options.weights_version is not None and options.weights_version_file is not None:
+        if self.weights_version is not None and self.weights_version_file is not None:
             raise ConfigError(
                 "weights_version names weights that stay, weights_version_file weights that are changed in place: "
                 "give one of them"
             )
-        return options
+        return self
 
     def loans_on(self, device: str) -> bool:
         """Whether an engine on this kind of device (vLLM's device type) lends and borrows blocks."""
@@ -129,43 +191,7 @@ class ConnectorOptions:
 
     def embedded_bytes(self) -> int:
         """Size of the embedded pool's segment."""
-        if self.memory_bytes is not None:
-            return self.memory_bytes
+        if self.memory is not None:
+            return self.memory
         free = shutil.disk_usage(DEV_SHM).free
         return min(EMBEDDED_BYTES_DEFAULT, int(free * EMBEDDED_SHARE_DEFAULT))
-
-
-_CHOICES: dict[str, type[Enum]] = {
-    "mode": Mode, "offload": Offload, "verify_load": Verify, "copier": CopierChoice, "handoff_loans": HandoffLoans,
-    "layerwise": Layerwise, "adapter_files": AdapterFiles,
-}  # fmt: skip
-_MEMORY_MIN = 4 * MiB
-
-
-def _convert(key: str, value: object) -> object:
-    if key in _CHOICES:
-        allowed = [member.value for member in _CHOICES[key]]
-        if value not in allowed:
-            raise ConfigError(f"{key} is {value!r}; choose one of {', '.join(allowed)}", key=key)
-        return _CHOICES[key](value)
-    if key == "memory":
-        try:
-            size = parse_bytes(value if isinstance(value, int) else str(value))
-        except ValueError as error:
-            raise ConfigError(f"memory: {error}", key=key) from error
-        if size < _MEMORY_MIN:
-            raise ConfigError(
-                f"memory is {format_bytes(max(size, 0))}; the smallest pool is {format_bytes(_MEMORY_MIN)}. To switch "
-                "the cache off, start the engine without --kv-transfer-config",
-                key=key,
-            )
-        return size
-    if key in ("fetch_timeout_seconds", "handoff_timeout_seconds", "loan_seconds"):
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 600:
-            raise ConfigError(f"{key} is {value!r}; give seconds from 0 to 600", key=key)
-        return float(value)
-    if not isinstance(value, str):
-        raise ConfigError(f"{key} is {value!r}; give a string", key=key)
-    if key == "weights_version" and not is_version(value):
-        raise ConfigError(f"weights_version is {value!r}; give 1 to {VERSION_CHARS_MAX} printable characters", key=key)
-    return value

@@ -1,5 +1,4 @@
-"""Runs one lookup partition as a process of its own until SIGTERM or Ctrl-C. `kvservice lookup` and
-`python -m kvservice.lookup` are this."""
+"""Runs one lookup partition as a process of its own until SIGTERM or Ctrl-C, for `kvservice lookup`."""
 
 from __future__ import annotations
 

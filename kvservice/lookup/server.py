@@ -1,6 +1,6 @@
 """Hosts one lookup partition behind gRPC, with the standard health and reflection services.
 
-The Ray actor, `python -m kvservice.lookup` and the tests all run this class. It owns the directory and the
+The Ray actor, `kvservice lookup` and the tests all run this class. It owns the directory and the
 periodic work on it: expiry of silent nodes and sweeping of what they left. Nothing is kept over a restart; the cache
 shards announce themselves again.
 """

@@ -42,7 +42,6 @@ from kvservice.core.messages import (
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.refs import BlockRef
 from kvservice.core.shard import AttachReply, ShardState
-from kvservice.core.store.eviction import POLICIES
 from kvservice.errors import KVServiceError, Unavailable
 from kvservice.memory.liveness import claim
 from kvservice.memory.segment import Segment
@@ -89,7 +88,7 @@ class PoolRuntime:
             lease_seconds=config.lease_seconds,
             has_directory=directory is not None,
             tenants=config.tenants,
-            policy=POLICIES[config.eviction](),
+            policy=config.eviction(),
         )
         self._remote = RemoteShards(config.node_id, directory, peers, clock, self._state.counters)
         self._digests = Digests(self._segment)

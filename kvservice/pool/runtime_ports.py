@@ -12,6 +12,7 @@ from typing import Protocol
 from kvservice.core.block.tenants import TenantLimits
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.header import SlotHeader
+from kvservice.core.store.eviction import EvictionPolicy, LeafFirstReuse
 from kvservice.transfer.puller import DoneCallback, PullJob, WritesEndedCallback
 from kvservice.units import BootEpoch, NodeId, SlotIndex
 
@@ -70,4 +71,4 @@ class PoolConfig:
     directory: Path = Path("/dev/shm")
     epoch_floor: int = 1  # the boot epoch is at least this; lets a lost segment still get a newer epoch
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)  # at start; see PoolRuntime.set_tenants
-    eviction: str = "reuse"  # a name in core.store.eviction.POLICIES
+    eviction: Callable[[], EvictionPolicy] = LeafFirstReuse  # makes the policy of this pool; see pool.eviction

@@ -1,5 +1,4 @@
-"""Runs one node's shard as a process of its own until SIGTERM or Ctrl-C. `kvservice shard` and
-`python -m kvservice.shard` are this.
+"""Runs one node's shard as a process of its own until SIGTERM or Ctrl-C, for `kvservice shard`.
 
 The end is a drain of `grace_seconds` at most: no new work, "ready" answers no, hot blocks go to other nodes unless they
 stay for the next start, readers finish, the directory is told, and only then the listeners close. A shard that was told
@@ -42,7 +41,7 @@ async def serve(
     try:
         if metrics_port:
             read = read_on(asyncio.get_running_loop(), server.stats)
-            end_metrics = serve_metrics(config.service, read, metrics_port, config.peer_host.strip("[]"))
+            end_metrics = serve_metrics(config.settings.service, read, metrics_port, config.peer_host.strip("[]"))
         say(f"shard {holder.node_id} serves peers at {holder.peer_address}, epoch {holder.epoch}")
         await first_of(asked.to_end.wait(), server.left.wait())
         if keep_segment:

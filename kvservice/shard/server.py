@@ -29,7 +29,7 @@ from kvservice.auth.authenticator import Authenticator, room_of
 from kvservice.auth.tenants import open_tenants
 from kvservice.auth.tls import TlsFiles, check_listener, is_bound, is_loopback, listen, local_or_tcp, open_tls
 from kvservice.client.peer import PeerClient
-from kvservice.config import MIRROR_BYTES
+from kvservice.config import ServiceConfig
 from kvservice.core.drain.sender import DrainPhase, DrainProgress
 from kvservice.core.messages import Holder, PoolStats
 from kvservice.core.segment.geometry import plan_geometry
@@ -38,6 +38,7 @@ from kvservice.lookup.mirror_file import mirror_path
 from kvservice.lookup.mirror_writer import DirectoryMirror
 from kvservice.lookup.shard_directory import ShardDirectory
 from kvservice.memory.segment import Segment, segment_path
+from kvservice.pool.eviction import find_policy
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.private_files import is_listening, make_directory
@@ -63,23 +64,14 @@ DEV_SHM = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True)
 class ShardServerConfig:
-    service: str  # name shared by all parts of one installation
+    """The settings of the service, and what only this node knows."""
+
+    settings: ServiceConfig
     node_id: NodeId
-    pool_bytes: int  # budget of the segment; must be free in segment_dir
     lookup_addresses: tuple[str, ...] = ()  # host:port or unix:/path of each, in partition order; () = node alone
-    runtime_root: Path | None = None
-    segment_dir: Path = DEV_SHM
+    segment_dir: Path = DEV_SHM  # has room for the pool
     peer_host: str = "127.0.0.1"  # bound and advertised; loopback without TLS = a Unix socket instead
     peer_port: int = 0  # 0 = any free one
-    lease_seconds: float = 10.0  # how long a promise outlives a vanished engine
-    heartbeat_seconds: float = 1.0  # between signs of life to the lookup service
-    transport: str = "auto"  # nixl, shm (peers of this machine only), or auto: shm on loopback, else NIXL if installed
-    slab_bytes: int | None = None
-    eviction: str = "reuse"  # or lru
-    tls_dir: str = ""  # certificate, key and CA for what goes over TCP; empty = plaintext
-    allow_plaintext: bool = False  # serve a port without
-    mirror_bytes: int = MIRROR_BYTES  # at most, for the directory in shared memory; 0 = none
-    tenants_file: str = ""  # who may use the pool; empty = everybody on this node, as one tenant
 
 
 class ShardServer:
@@ -128,27 +120,30 @@ class ShardServer:
     async def _start(self) -> None:
         """What can be known is checked before memory is taken."""
         config = self._config
-        self._tls = open_tls(config.tls_dir)
-        check_lookups(config.lookup_addresses, tls=self._tls is not None, allow_plaintext=config.allow_plaintext)
-        tenants = open_tenants(config.tenants_file)
-        geometry = plan_geometry(config.pool_bytes, config.slab_bytes)
+        self._tls = open_tls(config.settings.tls_dir)
+        check_lookups(
+            config.lookup_addresses, tls=self._tls is not None, allow_plaintext=config.settings.allow_plaintext
+        )
+        tenants = open_tenants(config.settings.tenants_file)
+        geometry = plan_geometry(config.settings.pool_bytes, config.settings.slab_bytes or None)
         kind, make_transport = _choose_transport(config)
-        check_listener(self._peers_at(), self._tls, allow_plaintext=config.allow_plaintext)
-        directory = discovery.node_directory(config.service, config.node_id, config.runtime_root)
+        eviction = await asyncio.to_thread(find_policy, config.settings.eviction)
+        check_listener(self._peers_at(), self._tls, allow_plaintext=config.settings.allow_plaintext)
+        directory = discovery.node_directory(config.settings.service, config.node_id, config.settings.runtime_root)
         make_directory(directory)
-        socket_path = discovery.shard_socket(config.service, config.node_id, config.runtime_root)
+        socket_path = discovery.shard_socket(config.settings.service, config.node_id, config.settings.runtime_root)
         if await asyncio.to_thread(is_listening, socket_path):
             raise ServiceConflict(
-                f"a shard of service {config.service!r} already serves node {config.node_id} at {socket_path}: end it "
-                "(`kvservice down` does, or says how), or choose another --service name"
+                f"a shard of service {config.settings.service!r} already serves node {config.node_id} at "
+                f"{socket_path}: end it (`kvservice down` does, or says how), or choose another --service name"
             )
         self._secret = secret = discovery.node_secret(directory)
         if config.lookup_addresses:
             mirror = DirectoryMirror.open(
-                mirror_path(segment_path(config.service, config.node_id, config.segment_dir)),
+                mirror_path(segment_path(config.settings.service, config.node_id, config.segment_dir)),
                 directory / discovery.MIRROR_NAME,
                 config.lookup_addresses,
-                config.mirror_bytes,
+                config.settings.mirror_bytes,
                 time.time_ns(),
                 self._tls,
             )
@@ -156,14 +151,14 @@ class ShardServer:
         self._pool = await PoolRuntime.open(
             PoolConfig(
                 config.node_id,
-                segment_path(config.service, config.node_id, config.segment_dir),
+                segment_path(config.settings.service, config.node_id, config.segment_dir),
                 geometry,
-                config.lease_seconds,
+                config.settings.lease_seconds,
                 # A new segment (the machine rebooted) must still come after every epoch anybody has seen, and the
                 # clock may have been set back.
                 epoch_floor=max(discovery.last_epoch(directory) + 1, int(self._wall_clock())),
                 tenants={} if tenants is None else tenants.current.limits(room_of(geometry)),
-                eviction=config.eviction,
+                eviction=eviction,
             ),
             transport=make_transport,
             directory=self._directory,
@@ -176,7 +171,7 @@ class ShardServer:
         self._socket_path = socket_path
         self._register(config.lookup_addresses)
         if self._directory is not None:
-            self._directory.start(self.holder, config.heartbeat_seconds, self._superseded)
+            self._directory.start(self.holder, config.settings.heartbeat_seconds, self._superseded)
 
     def leave(self, timeout_seconds: float, handover: bool, exit: bool) -> DrainProgress:
         """Begin to leave the service, or go on with it; returns at once with how far it is. With `exit`, `left` is set
@@ -258,14 +253,18 @@ class ShardServer:
 
     def _own_files(self) -> list[Path]:
         """In the node's directory, beside the record."""
-        directory = discovery.node_directory(self._config.service, self._config.node_id, self._config.runtime_root)
+        directory = discovery.node_directory(
+            self._config.settings.service, self._config.node_id, self._config.settings.runtime_root
+        )
         return [directory / name for name in discovery.OWN_NAMES]
 
     def _remove(self, files: Iterable[Path]) -> None:
         for path in files:
             with contextlib.suppress(NotADirectoryError):
                 path.unlink(missing_ok=True)
-        directory = discovery.node_directory(self._config.service, self._config.node_id, self._config.runtime_root)
+        directory = discovery.node_directory(
+            self._config.settings.service, self._config.node_id, self._config.settings.runtime_root
+        )
         for empty in (directory, directory.parent):
             with contextlib.suppress(OSError):  # somebody else's files: they stay
                 empty.rmdir()
@@ -296,16 +295,16 @@ class ShardServer:
         config = self._config
         self._lookup_addresses = tuple(lookup_addresses)
         record = discovery.ShardRecord(
-            config.service,
+            config.settings.service,
             config.node_id,
             self._socket_path,
             self._peer_address,
             os.getpid(),
             self.pool.epoch,
             self._lookup_addresses,
-            config.tls_dir,
+            config.settings.tls_dir,
         )
-        self._record = discovery.write_record(record, config.runtime_root)
+        self._record = discovery.write_record(record, config.settings.runtime_root)
 
     async def _listen(self, socket_path: str) -> None:
         """Both listeners serve everything operators need; only the Unix socket serves engines."""
@@ -319,14 +318,14 @@ class ShardServer:
         config = self._config
         return local_or_tcp(
             config.peer_host, self._peer_port,
-            discovery.peer_socket(config.service, config.node_id, config.runtime_root),
-            tls=self._tls is not None, allow_plaintext=config.allow_plaintext,
+            discovery.peer_socket(config.settings.service, config.node_id, config.settings.runtime_root),
+            tls=self._tls is not None, allow_plaintext=config.settings.allow_plaintext,
         )  # fmt: skip
 
     async def _serve(self, address: str, *, with_engines: bool) -> str:
         """Returns the address to call."""
         server = await self._server(with_engines=with_engines)
-        called = listen(server, address, self._tls, allow_plaintext=self._config.allow_plaintext)
+        called = listen(server, address, self._tls, allow_plaintext=self._config.settings.allow_plaintext)
         await server.start()
         return called
 
@@ -359,7 +358,7 @@ class ShardServer:
         service nor the node's name from it: noticed within a heartbeat."""
         complained = ""
         while True:
-            await asyncio.sleep(self._config.heartbeat_seconds)
+            await asyncio.sleep(self._config.settings.heartbeat_seconds)
             try:
                 if self._leaver is None and not self.pool.is_linked():
                     await self._replace_segment()
@@ -404,7 +403,7 @@ class ShardServer:
         log.critical("segment_removed", extra={"node": self._config.node_id})
         self._counters["segments_replaced"] += 1
         self.pool.retire()
-        pause = self._config.heartbeat_seconds
+        pause = self._config.settings.heartbeat_seconds
         while True:
             await self.stop(leaving=False)
             try:
@@ -451,7 +450,7 @@ def check_lookups(addresses: Sequence[str], *, tls: bool, allow_plaintext: bool)
 
 def _choose_transport(config: ShardServerConfig) -> tuple[str, Callable[[Segment], Transport]]:
     """Name and factory. Raises ConfigError for an unknown name, and for NIXL where it is not installed."""
-    kind = config.transport
+    kind = config.settings.transport
     if kind == "auto":  # a shard on loopback has no peers but those of its machine, and over TCP UCX checks no keys
         beyond = not is_loopback(f"{config.peer_host}:0")
         kind = "nixl" if beyond and nixl_available() else "shm"

@@ -3,7 +3,7 @@
     with LocalCluster(nodes=2) as cluster:
         client = ShardClient(cluster.socket("n0"))
 
-Every process is started by its own `python -m` entry point, with its files and sockets under a temporary directory;
+Every process is a `kvservice shard` or `kvservice lookup`, with its files and sockets under a temporary directory;
 only with TLS are there ports.
 Leaving the block ends all processes and removes what killed ones left behind.
 """
@@ -79,7 +79,8 @@ class LocalCluster:
         self._mirror_bytes = mirror_bytes
         self._drain_seconds = drain_seconds
         self._keep_segment = keep_segment
-        self._environment = {**os.environ, "KVSERVICE_TLS_DIR": tls_dir, **(environment or {})}
+        own = {"KVSERVICE_TLS_DIR": tls_dir, "KVSERVICE_SERVICE": self.service, "KVSERVICE_RUNTIME_DIR": str(self.root)}
+        self._environment = {**os.environ, **own, **(environment or {})}
         self._tls = open_tls(tls_dir)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -117,25 +118,26 @@ class LocalCluster:
         shutil.rmtree(self.root, ignore_errors=True)
 
     def start_lookup(self, index: int) -> None:
-        arguments = ["--bind", self.lookup_addresses[index], "--partition", str(index)]
-        arguments += ["--partition-count", str(len(self.lookup_addresses))]
-        self._start(f"lookup{index}", ["kvservice.lookup", *arguments])
+        address = self.lookup_addresses[index]
+        arguments = ["lookup", "--partition", str(index), "--lookup-partitions", str(len(self.lookup_addresses))]
+        if not address.startswith("unix:"):
+            arguments += ["--port", address.rpartition(":")[2]]
+        self._start(f"lookup{index}", ["kvservice.cli.main", *arguments])
         self._await_start(
             lambda: self._answers(self.lookup_addresses[index]), f"lookup partition {index}", f"lookup{index}"
         )
 
     def start_shard(self, node: str, *, wait: bool = True) -> None:
-        arguments = ["--service", self.service, "--node", node, "--pool", str(self._pool_bytes)]
-        arguments += ["--transport", self._transport, "--lease-seconds", str(self._lease_seconds)]
-        arguments += ["--runtime-root", str(self.root), "--drain-seconds", str(self._drain_seconds)]
+        settings = {
+            "pool_bytes": self._pool_bytes, "transport": self._transport, "lease_seconds": self._lease_seconds,
+            "slab_bytes": self._slab_bytes, "mirror_bytes": self._mirror_bytes,
+        }  # fmt: skip
+        arguments = ["shard", "--node", node, "--grace", str(self._drain_seconds)]
         arguments += [word for address in self.lookup_addresses for word in ("--lookup", address)]
+        arguments += [f"--set={name}={value}" for name, value in settings.items() if value is not None]
         if self._keep_segment:
-            arguments += ["--keep-segment"]
-        if self._slab_bytes is not None:
-            arguments += ["--slab-bytes", str(self._slab_bytes)]
-        if self._mirror_bytes is not None:
-            arguments += ["--mirror-bytes", str(self._mirror_bytes)]
-        self._start(node, ["kvservice.shard", *arguments])
+            arguments += ["--keep-blocks"]
+        self._start(node, ["kvservice.cli.main", *arguments])
         if wait:
             self.wait_for_shard(node)
 

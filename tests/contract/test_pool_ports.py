@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvservice.client.shard import ShardClient
+from kvservice.config import ServiceConfig
 from kvservice.core.segment.geometry import Geometry
 from kvservice.pool import runtime
 from kvservice.pool.runtime import PoolConfig, PoolRuntime
@@ -54,10 +55,11 @@ class TestShard(PoolPortContract):
     @pytest.fixture
     async def pool(self) -> AsyncIterator[ShardClient]:
         with tempfile.TemporaryDirectory(prefix="kvs-") as root:
-            config = ShardServerConfig(
-                f"contract{uuid.uuid4().hex[:8]}", NodeId("n"), 4 * MiB, (), Path(root), slab_bytes=MiB, transport="shm"
-            )
-            server = ShardServer(config)
+            settings = ServiceConfig(
+                service=f"contract{uuid.uuid4().hex[:8]}", pool_bytes=4 * MiB, runtime_dir=root, slab_bytes=MiB,
+                transport="shm",
+            )  # fmt: skip
+            server = ShardServer(ShardServerConfig(settings, NodeId("n")))
             await server.start()
             client = ShardClient(str(next(Path(root).glob("*/*/shard.sock"))))
             yield client

@@ -36,7 +36,7 @@ from kvservice.connector.options import ConnectorOptions, Mode
 from kvservice.connector.scheduler.pool_choice import choose_pool
 from tests.integration.engine import Engine, spec
 async def main():
-    choice = choose_pool(ConnectorOptions(mode=Mode.EMBEDDED, memory_bytes=32 << 20), spec())
+    choice = choose_pool(ConnectorOptions(mode=Mode.EMBEDDED, memory=32 << 20), spec())
     engine = await Engine.attach(await choice.open(), choice.spec)
     print("is ready", flush=True)
     await asyncio.to_thread(sys.stdin.read)

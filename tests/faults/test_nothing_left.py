@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from kvservice.client.shard import ShardClient
+from kvservice.config import ServiceConfig
 from kvservice.connector.scheduler.pool_session import Session
 from kvservice.discovery import ShardRecord, keep_epoch, keep_secret, node_directory, write_record
 from kvservice.errors import ConfigError, SegmentError, TransferError, Unavailable
@@ -53,10 +54,11 @@ def root() -> Iterator[Path]:
 @pytest.fixture
 def config(root: Path) -> Iterator[ShardServerConfig]:
     service = f"t{uuid.uuid4().hex[:8]}"
-    yield ShardServerConfig(
-        service, NodeId("n"), 4 * MiB, (), root, slab_bytes=1 << 20, transport="shm", heartbeat_seconds=0.05,
-        allow_plaintext=True,
+    settings = ServiceConfig(
+        service=service, pool_bytes=4 * MiB, runtime_dir=str(root), slab_bytes=1 << 20, transport="shm",
+        heartbeat_seconds=0.1, allow_plaintext=True,
     )  # fmt: skip
+    yield ShardServerConfig(settings, NodeId("n"))
     for path in DEV_SHM.glob(f"kvservice-{service}-*"):
         path.unlink()
 
@@ -68,9 +70,17 @@ def taken_port() -> Iterator[int]:
 
 
 def everything(config: ShardServerConfig) -> set[str]:
-    assert config.runtime_root is not None
-    files = {str(path) for path in config.runtime_root.rglob("*")}
-    return files | {str(path) for path in DEV_SHM.glob(f"kvservice-{config.service}-*")}
+    files = {str(path) for path in Path(config.settings.runtime_dir).rglob("*")}
+    return files | {str(path) for path in DEV_SHM.glob(f"kvservice-{config.settings.service}-*")}
+
+
+def changed(config: ShardServerConfig, **settings: object) -> ShardServerConfig:
+    """Not checked as settings are: what is wrong is for the server to refuse."""
+    return replace(config, settings=config.settings.model_copy(update=settings))
+
+
+def files_of(config: ShardServerConfig) -> Path:
+    return Path(config.settings.runtime_dir) / config.settings.service / "n"
 
 
 # -- a machine that has run out of something ----
@@ -135,13 +145,14 @@ async def test_a_machine_without_threads_is_said_once_and_the_shard_goes_on(
 async def test_what_can_be_known_before_is_said_before_memory_is_reserved(
     config: ShardServerConfig, taken_port: int, root: Path, what: str
 ) -> None:
-    config = replace(config, pool_bytes=TOO_MUCH, **{
-        "port": {"peer_port": taken_port},
-        "plaintext": {"peer_host": "0.0.0.0", "allow_plaintext": False},
-        "certificates": {"tls_dir": str(root / "none")},
-        "transport": {"transport": "pigeon"},
-        "tenants": {"tenants_file": str(root / "none.json")},
-    }[what])  # type: ignore[arg-type]  # fmt: skip
+    config = changed(config, pool_bytes=TOO_MUCH)
+    config = {
+        "port": replace(config, peer_port=taken_port),
+        "plaintext": replace(changed(config, allow_plaintext=False), peer_host="0.0.0.0"),
+        "certificates": changed(config, tls_dir=str(root / "none")),
+        "transport": changed(config, transport="pigeon"),
+        "tenants": changed(config, tenants_file=str(root / "none.json")),
+    }[what]
     before = everything(config)
     with pytest.raises(ConfigError):
         await ShardServer(config).start()
@@ -157,7 +168,7 @@ async def test_a_start_that_fails_later_leaves_nothing(
     config: ShardServerConfig, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     if what == "memory":
-        config = replace(config, pool_bytes=TOO_MUCH)
+        config = changed(config, pool_bytes=TOO_MUCH)
     elif what == "transport":
         monkeypatch.setattr(module, "SharedMemoryTransport", _breaks)
     else:
@@ -193,12 +204,13 @@ async def test_a_start_that_fails_keeps_the_blocks_that_were_kept_for_it(
 
 
 def test_a_shard_process_that_cannot_have_its_port_leaves_nothing(config: ShardServerConfig, taken_port: int) -> None:
-    words = ["--service", config.service, "--node", "n", "--pool", "256MiB", "--port", str(taken_port)]
-    words += ["--runtime-root", str(config.runtime_root)]
-    environment = {**os.environ, "KVSERVICE_ALLOW_PLAINTEXT": "1"}
+    settings = config.settings
+    words = ["shard", "--service", settings.service, "--node", "n", "--pool", "256MiB", "--port", str(taken_port)]
+    own = {"KVSERVICE_ALLOW_PLAINTEXT": "1", "KVSERVICE_RUNTIME_DIR": settings.runtime_dir}
     ended = subprocess.run(
-        [sys.executable, "-m", "kvservice.shard", *words], capture_output=True, text=True, env=environment, timeout=120
-    )
+        [sys.executable, "-m", "kvservice.cli.main", *words],
+        capture_output=True, text=True, env={**os.environ, **own}, timeout=120,
+    )  # fmt: skip
     assert ended.returncode != 0
     assert str(taken_port) in ended.stderr
     assert everything(config) == set()
@@ -263,10 +275,10 @@ def epoch_of(server: ShardServer) -> int:
 
 
 async def test_a_segment_that_was_removed_is_made_again_and_engines_attach_again(config: ShardServerConfig) -> None:
-    segment = DEV_SHM / f"kvservice-{config.service}-n"
+    segment = DEV_SHM / f"kvservice-{config.settings.service}-n"
     async with serving(config) as server:
         session = Session(
-            lambda: _client(str(config.runtime_root / config.service / "n" / "shard.sock")),  # type: ignore[operator]
+            lambda: _client(str(files_of(config) / "shard.sock")),
             spec(), lambda: True,
         )  # fmt: skip
         await asyncio.to_thread(session.start, 20.0)
@@ -303,7 +315,7 @@ async def _client(path: str) -> ShardClient:
 async def test_a_new_segment_waits_for_the_room_of_the_old_one(config: ShardServerConfig, tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(tmp_path)], check=True)
     try:
-        config = replace(config, pool_bytes=8 * MiB, segment_dir=tmp_path)
+        config = replace(changed(config, pool_bytes=8 * MiB), segment_dir=tmp_path)
         async with serving(config) as server:
             attachment = await server.pool.attach(spec(), lambda reason: None)
             mapped = Segment.attach(Path(attachment.segment_path), attachment.geometry)
@@ -330,7 +342,7 @@ async def test_boot_epochs_grow_whatever_the_clock_says(config: ShardServerConfi
         epochs.append(int((await server.start()).epoch))
         await server.stop(leaving=False)  # as a crash: it says no farewell
         if loses != "nothing":
-            (DEV_SHM / f"kvservice-{config.service}-n").unlink()
+            (DEV_SHM / f"kvservice-{config.settings.service}-n").unlink()
         if loses.endswith("hour"):
             now -= 3600
     assert epochs == sorted(set(epochs)), epochs
@@ -344,11 +356,11 @@ async def test_a_damaged_record_of_the_boot_epoch_keeps_no_shard_from_starting(
     for _ in range(2):
         server = ShardServer(config)
         epochs.append(int((await server.start()).epoch))
-        engine = await Engine.attach(ShardClient(str(config.runtime_root / config.service / "n" / "shard.sock")))  # type: ignore[operator]
+        engine = await Engine.attach(ShardClient(str(files_of(config) / "shard.sock")))
         engine.let_go()
         await engine.pool.close()
         await server.stop(leaving=False)
-        (config.runtime_root / config.service / "n" / "epoch").write_text(text, errors="surrogateescape")  # type: ignore[operator]
+        (files_of(config) / "epoch").write_text(text, errors="surrogateescape")
     assert epochs[0] < epochs[1] < 2 * epochs[0]
 
 
@@ -364,6 +376,6 @@ async def test_the_directory_takes_a_node_back_whose_clock_went_back(config: Sha
             assert heard == [server.pool.epoch]
             assert not server.pool.draining
             await server.stop(leaving=False)
-            (DEV_SHM / f"kvservice-{config.service}-n").unlink()
+            (DEV_SHM / f"kvservice-{config.settings.service}-n").unlink()
     finally:
         await lookup.stop()

@@ -14,6 +14,7 @@ import pytest
 
 from kvservice import discovery
 from kvservice.client.shard import ShardClient
+from kvservice.config import ServiceConfig
 from kvservice.connector.options import ConnectorOptions
 from kvservice.connector.scheduler.pool_choice import choose_pool
 from kvservice.discovery import ShardRecord, choose_shard, find_shards, write_record
@@ -63,9 +64,8 @@ def shared() -> Iterator[Path]:
 
 
 def config(root: Path, name: str = "squat") -> ShardServerConfig:
-    return ShardServerConfig(
-        name, NodeId("n0"), 8 * MiB, runtime_root=root, segment_dir=root.parent, slab_bytes=MiB, transport="shm"
-    )
+    settings = ServiceConfig(service=name, pool_bytes=8 * MiB, runtime_dir=str(root), slab_bytes=MiB, transport="shm")
+    return ShardServerConfig(settings, NodeId("n0"), segment_dir=root.parent)
 
 
 # -- whoever comes first ----
@@ -153,10 +153,10 @@ def test_no_default_can_be_taken_by_another_user(tmp_path: Path) -> None:
     """Neither below /tmp, where anybody is first, nor below /run/user, which goes at logout."""
     variables = "os.environ.pop('KVSERVICE_RUNTIME_DIR', 0); os.environ.pop('XDG_STATE_HOME', 0)\n"
     ask = variables + "os.environ['HOME'] = '/home/x'\nprint(discovery.default_runtime_root())"
-    found = other_user.output("import os; from kvservice.client import discovery", ask)
+    found = other_user.output("import os; from kvservice import discovery", ask)
     assert found == "/home/x/.local/state/kvservice\n"
     stated = f"os.environ['XDG_STATE_HOME'] = {str(tmp_path)!r}\nprint(discovery.default_runtime_root())"
-    found = other_user.output("import os; from kvservice.client import discovery", variables + stated)
+    found = other_user.output("import os; from kvservice import discovery", variables + stated)
     assert found == f"{tmp_path}/kvservice\n"
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvservice.client.shard import ShardClient
+from kvservice.config import ServiceConfig
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import Holder
 from kvservice.errors import KVServiceError
@@ -63,8 +64,8 @@ async def test_a_shard_stops_while_engines_store(tmp_path: Path, writers: int, b
     address = await lookup.start()
     for number in range(BUSY_ROUNDS):
         root = tmp_path / str(number)
-        config = ShardServerConfig(f"stop{writers}", NodeId(f"n{number}"), 16 * MiB, (address,), root, transport="shm")
-        shard = ShardServer(config)
+        service = ServiceConfig(service=f"stop{writers}", pool_bytes=16 * MiB, runtime_dir=str(root), transport="shm")
+        shard = ShardServer(ShardServerConfig(service, NodeId(f"n{number}"), (address,)))
         await shard.start()
         is_over = asyncio.Event()
         busy = [asyncio.ensure_future(store(root, is_over, first, blocks)) for first in range(writers)]

@@ -26,6 +26,7 @@ import pytest
 
 import kvservice.pool.runtime as runtime
 from kvservice.client.shard import ShardClient
+from kvservice.config import ServiceConfig
 from kvservice.core import events as ev
 from kvservice.core.messages import SealStatus
 from kvservice.core.segment.geometry import Geometry
@@ -121,7 +122,10 @@ async def test_a_copy_that_was_paused_over_a_restart_writes_into_nobodys_block(r
     """The runtime directory is of no account: every other round it is removed while the shard is down."""
     number = rounds(20, failed_before=1.0, campaign=MANY)
     service = f"t{uuid.uuid4().hex[:8]}"
-    config = ShardServerConfig(service, NodeId("n"), 4 * MiB, (), root, slab_bytes=1 << 20, transport="shm")
+    settings = ServiceConfig(
+        service=service, pool_bytes=4 * MiB, runtime_dir=str(root), slab_bytes=1 << 20, transport="shm"
+    )
+    config = ShardServerConfig(settings, NodeId("n"))
     server = ShardServer(config)
     await server.start()
     try:
@@ -397,8 +401,8 @@ def test_a_lock_that_is_held_is_seen_whatever_the_shard_does_meanwhile() -> None
 
 async def test_engines_that_came_and_went_leave_no_file(root: Path) -> None:
     service = f"t{uuid.uuid4().hex[:8]}"
-    config = ShardServerConfig(service, NodeId("n"), 16 * MiB, (), root, transport="shm")
-    server = ShardServer(config)
+    settings = ServiceConfig(service=service, pool_bytes=16 * MiB, runtime_dir=str(root), transport="shm")
+    server = ShardServer(ShardServerConfig(settings, NodeId("n")))
     await server.start()
     try:
         before = _files(root)

@@ -10,6 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvservice.client.peer import PeerClient
+from kvservice.config import ServiceConfig
 from kvservice.errors import Exhausted
 from kvservice.lookup import watch
 from kvservice.lookup.server import LookupServer
@@ -31,8 +32,11 @@ async def test_calls_that_wait_are_bounded_and_starve_no_short_ones(
     monkeypatch.setattr(shard_server, "Gate", lambda: Gate(short=1, long=WAITERS))
     server = ShardServer(
         ShardServerConfig(
-            service=f"limits{tmp_path.name[:8]}", node_id=NodeId("n0"), pool_bytes=8 * MiB, slab_bytes=1 * MiB,
-            transport="shm", runtime_root=tmp_path, segment_dir=tmp_path,
+            ServiceConfig(
+                service=f"limits{tmp_path.name[:8]}", pool_bytes=8 * MiB, slab_bytes=1 * MiB, transport="shm",
+                runtime_dir=str(tmp_path),
+            ),
+            NodeId("n0"), segment_dir=tmp_path,
         )
     )  # fmt: skip
     holder = await server.start()

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -19,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, span_route
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import Holder
+from kvservice.discovery import lookup_socket
 from kvservice.errors import ConfigError, Unavailable
 from kvservice.lookup.announce_pump import AnnouncePump
 from kvservice.lookup.client import LookupAnswer, LookupClient
@@ -33,15 +35,18 @@ SERVICE = "/kvservice.wire.v1.LookupService/"
 class LookupProcess:
     """One lookup partition in a process of its own, at a socket that stays the same over restarts."""
 
-    def __init__(self, partition: int, partition_count: int, *arguments: str) -> None:
+    def __init__(self, partition: int, partition_count: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvl-")
-        self.address = f"unix:{self._folder.name}/lookup.sock"
-        self._command = [sys.executable, "-m", "kvservice.lookup", "--bind", self.address, *arguments]
-        self._command += ["--partition", str(partition), "--partition-count", str(partition_count)]
+        self.address = f"unix:{lookup_socket('default', partition, Path(self._folder.name))}"
+        self._command = [sys.executable, "-m", "kvservice.cli.main", "lookup"]
+        self._command += ["--partition", str(partition), "--lookup-partitions", str(partition_count)]
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.process = subprocess.Popen(
+            self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env={**os.environ, "KVSERVICE_RUNTIME_DIR": self._folder.name},
+        )  # fmt: skip
         assert self.process.stdout is not None
         assert self.process.stdout.readline().endswith(f"serves {self.address}\n")
 

@@ -23,6 +23,7 @@ import pytest
 import kvservice
 from kvservice import discovery
 from kvservice.client.shard import ShardClient
+from kvservice.config import ServiceConfig
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.pool_session import Session
 from kvservice.connector.scheduler.ports import Promise
@@ -116,11 +117,11 @@ async def nodes(tmp_path: Path) -> AsyncIterator[Callable[[], Nodes]]:
         stack.push_async_callback(lookup.stop)
         sockets = {}
         for node in NODES:
-            config = ShardServerConfig(
-                service="paths", node_id=NodeId(node), pool_bytes=16 * MiB, lookup_addresses=(address,),
-                runtime_root=tmp_path / "run", segment_dir=tmp_path, transport="shm", heartbeat_seconds=0.2,
+            settings = ServiceConfig(
+                service="paths", pool_bytes=16 * MiB, runtime_dir=str(tmp_path / "run"), transport="shm",
+                heartbeat_seconds=0.2,
             )  # fmt: skip
-            server = ShardServer(config)
+            server = ShardServer(ShardServerConfig(settings, NodeId(node), (address,), segment_dir=tmp_path))
             await server.start()
             stack.push_async_callback(server.stop)
             sockets[node] = str(discovery.shard_socket("paths", NodeId(node), tmp_path / "run"))

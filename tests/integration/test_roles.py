@@ -15,6 +15,7 @@ from kvservice.auth.identity import CLIENT_MAY, Proofs, lookup_audience, proofs_
 from kvservice.auth.tls import TlsFiles, open_channel
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
+from kvservice.config import ServiceConfig
 from kvservice.core.messages import Holder, SealStatus, TakeOverItem
 from kvservice.discovery import SECRET_NAME, node_directory, node_secret
 from kvservice.errors import ConfigError, Forbidden, KVServiceError, Unavailable
@@ -176,9 +177,11 @@ async def service(
     address = await lookup.start()
     shard = ShardServer(
         ShardServerConfig(
-            service=f"roles{root.name[:16]}", node_id=N0, pool_bytes=8 * MiB, slab_bytes=1 * MiB, transport="shm",
-            lookup_addresses=(address,), runtime_root=root, segment_dir=root, heartbeat_seconds=0.1,
-            tls_dir=str(directory),
+            ServiceConfig(
+                service=f"roles{root.name[:16]}", pool_bytes=8 * MiB, slab_bytes=1 * MiB, transport="shm",
+                runtime_dir=str(root), heartbeat_seconds=0.1, tls_dir=str(directory),
+            ),
+            N0, (address,), segment_dir=root,
         )
     )  # fmt: skip
     try:

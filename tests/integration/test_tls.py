@@ -20,6 +20,7 @@ from kvservice.cli import explain, status
 from kvservice.client.engine_stats import EngineStatsReader
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
+from kvservice.config import ServiceConfig
 from kvservice.core.messages import Holder, MissReason, SealStatus
 from kvservice.errors import ConfigError, Unavailable
 from kvservice.lookup.client import LookupClient
@@ -55,9 +56,12 @@ async def one_lookup(directory: Path | None) -> AsyncIterator[str]:
 async def one_shard(root: Path, directory: Path | None, *lookups: str) -> AsyncIterator[Holder]:
     server = ShardServer(
         ShardServerConfig(
-            service=f"tls{root.name[:16]}", node_id=NODE, pool_bytes=8 * MiB, slab_bytes=1 * MiB, transport="shm",
-            lookup_addresses=lookups, runtime_root=root, segment_dir=root, heartbeat_seconds=0.1,
-            tls_dir=str(directory or ""), allow_plaintext=directory is None,
+            ServiceConfig(
+                service=f"tls{root.name[:16]}", pool_bytes=8 * MiB, slab_bytes=1 * MiB, transport="shm",
+                runtime_dir=str(root), heartbeat_seconds=0.1, tls_dir=str(directory or ""),
+                allow_plaintext=directory is None,
+            ),
+            NODE, lookups, segment_dir=root,
         )
     )  # fmt: skip
     holder = await server.start()
@@ -217,10 +221,10 @@ async def test_a_plaintext_port_is_refused_with_three_ways_out(files: Path, tmp_
         await LookupServer("0.0.0.0:0").start()
     with pytest.raises(ConfigError, match=ways):
         await LookupServer("127.0.0.1:0").start()
-    config = ShardServerConfig(
-        service="tlsrequired", node_id=NODE, pool_bytes=8 * MiB, slab_bytes=1 * MiB, transport="shm",
-        runtime_root=tmp_path, segment_dir=tmp_path,
-    )  # fmt: skip
+    settings = ServiceConfig(
+        service="tlsrequired", pool_bytes=8 * MiB, slab_bytes=1 * MiB, transport="shm", runtime_dir=str(tmp_path)
+    )
+    config = ShardServerConfig(settings, NODE, segment_dir=tmp_path)
     for wrong in (
         replace(config, peer_host="0.0.0.0"), replace(config, peer_port=free_port()),
         replace(config, lookup_addresses=("127.0.0.1:1",)), replace(config, lookup_addresses=("10.9.9.9:1",)),

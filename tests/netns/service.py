@@ -32,7 +32,10 @@ class Service:
         self.hosts = hosts
         self._logs = logs
         self._options = options
-        self._environment = {"KVSERVICE_TLS_DIR": str(write(logs / "tls"))}
+        self._environment = {
+            "KVSERVICE_TLS_DIR": str(write(logs / "tls")), "KVSERVICE_SERVICE": SERVICE,
+            "KVSERVICE_RUNTIME_DIR": str(RUNTIME_ROOT),
+        }  # fmt: skip
         self._lookups = [f"{host.address}:{LOOKUP_PORT}" for host in hosts]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._shards: dict[int, subprocess.Popen[bytes]] = {}
@@ -40,9 +43,9 @@ class Service:
     def __enter__(self) -> Service:
         try:
             for index, host in enumerate(self.hosts):
-                lookup = ["--bind", self._lookups[index], "--partition", str(index)]
-                lookup += ["--partition-count", str(len(self.hosts))]
-                command = [sys.executable, "-m", "kvservice.lookup", *lookup]
+                lookup = ["--host", host.address, "--port", str(LOOKUP_PORT), "--partition", str(index)]
+                lookup += ["--lookup-partitions", str(len(self.hosts))]
+                command = [sys.executable, "-m", "kvservice.cli.main", "lookup", *lookup]
                 self._processes.append(host.run(command, self._logs / f"lookup{index}.log", **self._environment))
                 self._start(index)
             for index in range(len(self.hosts)):
@@ -82,8 +85,8 @@ class Service:
 
     def _start(self, index: int) -> None:
         host = self.hosts[index]
-        shard = [sys.executable, "-m", "kvservice.shard", "--service", SERVICE, "--node", f"host{index}"]
-        shard += ["--host", host.address, "--transport", "nixl", "--runtime-root", str(RUNTIME_ROOT), *self._options]
+        shard = [sys.executable, "-m", "kvservice.cli.main", "shard", "--node", f"host{index}", "--host", host.address]
+        shard += ["--set", "transport=nixl", *self._options]
         shard += [word for address in self._lookups for word in ("--lookup", address)]
         environment = {**self._environment, "UCX_TLS": "tcp"}
         self._shards[index] = host.run(shard, self._log(index), **environment)

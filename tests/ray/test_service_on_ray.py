@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,9 +200,9 @@ def test_the_supervisor_takes_up_what_runs_when_it_is_restarted(config: ServiceC
 
 
 def test_two_services_live_side_by_side(config: ServiceConfig, runtime: Path) -> None:
-    other = replace(config, service="rt-two", lookup_partitions=1)
+    other = config.model_copy(update={"service": "rt-two", "lookup_partitions": 1})
     with pytest.raises(ServiceConflict, match="lookup_partitions"):
-        deploy.up(replace(other, service="rt"))
+        deploy.up(other.model_copy(update={"service": "rt"}))
     deploy.up(other).wait_complete(WAIT_SECONDS)
     assert len(find_shards("rt-two")) == len(find_shards("rt")) == 2
     assert deploy.down("rt-two")
@@ -214,7 +213,8 @@ def test_two_services_live_side_by_side(config: ServiceConfig, runtime: Path) ->
 
 
 def test_a_budget_larger_than_the_shared_memory_is_said_soon_and_leaves_nothing(config: ServiceConfig) -> None:
-    greedy = replace(config, service="rt-greedy", pool_bytes=1 << 50, slab_bytes=4 * GiB, lookup_partitions=1)
+    too_much = {"service": "rt-greedy", "pool_bytes": 1 << 50, "slab_bytes": 4 * GiB, "lookup_partitions": 1}
+    greedy = config.model_copy(update=too_much)
     try:
         with pytest.raises(Unavailable, match="/dev/shm"):
             deploy.up(greedy).wait_complete(WAIT_SECONDS)

@@ -26,6 +26,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "units": frozenset(),
     "private_files": frozenset(),
     "config": frozenset(),
+    "plugins": frozenset(),
     "core": frozenset(),
     "observe": frozenset(),
     "auth": frozenset({"core", "config"}),
@@ -35,7 +36,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "transfer": frozenset({"core", "memory", "observe"}),
     "client": frozenset({"core", "wire", "auth", "config", "observe"}),
     "lookup": frozenset({"core", "wire", "auth", "memory", "client", "discovery", "config", "observe"}),
-    "pool": frozenset({"core", "memory", "transfer", "client", "lookup", "config", "observe"}),
+    "pool": frozenset({"core", "memory", "transfer", "client", "lookup", "config", "observe", "plugins"}),
     "shard": frozenset(
         {"core", "wire", "auth", "memory", "transfer", "client", "lookup", "pool"} | {"discovery", "config", "observe"}
     ),
@@ -115,7 +116,7 @@ HOMES: dict[str, frozenset[str]] = {
     "typer": frozenset({"cli"}),
     "rich": frozenset({"cli"}),
     "matplotlib": frozenset({"cli"}),
-    "pydantic": frozenset({"serve"}),
+    "pydantic": frozenset({"serve", "config", "connector"}),
     "aiohttp": frozenset({"proxy"}),
     "multidict": frozenset({"proxy"}),
     "cryptography": frozenset({"cli"}),

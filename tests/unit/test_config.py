@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,7 @@ def test_variables_that_configure_no_service_are_left_alone(name: str) -> None:
 
 @pytest.mark.parametrize("budget", ["0", 0, "-1", "-2GiB", "1KiB"])
 def test_a_budget_that_holds_nothing_says_what_to_do(budget: object) -> None:
-    with pytest.raises(ConfigError, match="--pool 4GiB"):
+    with pytest.raises(ConfigError, match=r"at least 4\.0 MiB"):
         load_config(None, {}, pool_bytes=budget)
 
 
@@ -63,7 +62,7 @@ def test_a_count_is_not_a_size() -> None:
     ],
 )  # fmt: skip
 def test_values_out_of_range_name_their_setting(wrong: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong)).split("_")[0]):
+    with pytest.raises(ConfigError, match=rf"^{next(iter(wrong))}\b.*give "):
         load_config(None, {}, **wrong)
 
 
@@ -77,7 +76,7 @@ def test_a_file_that_is_not_toml_is_named(tmp_path: Path) -> None:
 
 
 def test_the_settings_stay_few() -> None:
-    assert len(fields(ServiceConfig)) <= 16
+    assert len(ServiceConfig.model_fields) <= 18
 
 
 @pytest.mark.parametrize("value", ["auto", "off", "0", "8"])
@@ -94,8 +93,8 @@ def test_copy_workers_says_what_is_allowed(value: str) -> None:
 
 def test_lookup_partitions_elsewhere_are_addresses_in_their_order() -> None:
     config = load_config(None, {"KVSERVICE_LOOKUP_ADDRESSES": "dns:///b.svc:7400, 10.0.0.1:7400,[::1]:7400"})
-    assert config.lookups_elsewhere == ("dns:///b.svc:7400", "10.0.0.1:7400", "[::1]:7400")
-    assert ServiceConfig().lookups_elsewhere == ()
+    assert config.lookup_addresses == ("dns:///b.svc:7400", "10.0.0.1:7400", "[::1]:7400")
+    assert ServiceConfig().lookup_addresses == ()
 
 
 @pytest.mark.parametrize("wrong", ["host", "host:", "http://host:1", "::1:7400", "a:1,b"])

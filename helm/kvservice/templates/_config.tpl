@@ -6,6 +6,7 @@ mirror_bytes = {{ printf "%sB" .Values.cache.mirror | quote }}
 {{- with .Values.cache.slab }}
 slab_bytes = {{ printf "%sB" . | quote }}
 {{- end }}
+eviction = {{ .Values.cache.eviction | quote }}
 transport = {{ .Values.cache.transport | quote }}
 lease_seconds = {{ .Values.cache.leaseSeconds }}
 heartbeat_seconds = {{ .Values.cache.heartbeatSeconds }}

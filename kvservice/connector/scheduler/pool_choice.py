@@ -14,6 +14,7 @@ from kvservice.core.messages import EngineSpec
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.discovery import choose_shard
 from kvservice.errors import ConfigError, Unavailable
+from kvservice.pool.eviction import find_policy
 from kvservice.pool.port import PoolPort
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
@@ -63,10 +64,11 @@ async def _open_service(options: ConnectorOptions) -> PoolPort:
 
 def _embedded(options: ConnectorOptions, spec: EngineSpec) -> PoolChoice:
     geometry = plan_geometry(options.embedded_bytes())
+    eviction = find_policy(options.eviction)
     log.info("mode embedded: a pool of %s of this engine's own", format_bytes(geometry.segment_bytes))
 
     async def open_pool() -> PoolPort:
         # Without a name, so that no end of this engine leaves it behind.
-        return await PoolRuntime.open(PoolConfig(NodeId(spec.engine_id.hex()[:12]), None, geometry))
+        return await PoolRuntime.open(PoolConfig(NodeId(spec.engine_id.hex()[:12]), None, geometry, eviction=eviction))
 
     return PoolChoice(Mode.EMBEDDED, spec, open_pool)

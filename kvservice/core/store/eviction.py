@@ -295,5 +295,5 @@ class LeafFirstLru(LeafFirst):
         super().__init__(None)
 
 
-# By the name that a pool is configured with.
-POLICIES: dict[str, type[LeafFirstReuse] | type[LeafFirstLru]] = {"reuse": LeafFirstReuse, "lru": LeafFirstLru}
+# By the setting `eviction`.
+POLICIES: dict[str, type[LeafFirstReuse] | type[LeafFirstLru]] = {"default": LeafFirstReuse, "lru": LeafFirstLru}

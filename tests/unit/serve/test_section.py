@@ -28,7 +28,7 @@ def test_without_a_section_the_default_service_is_found_or_started() -> None:
         ({"rooter": "default"}, "did you mean 'router'"),
         ({"router": "round_robin"}, "'kv_aware' or 'default'"),
         ({"settings": {"pool_byte": "1GiB"}}, "did you mean 'pool_bytes'"),
-        ({"settings": {"pool_bytes": "1KiB"}}, "give at least 4.0 MiB"),
+        ({"settings": {"pool_bytes": "1KiB"}}, "at least 4.0 MiB"),
         ({"settings": {"service": "x"}}, "belongs in kvservice.service"),
         ({"connector": {"ofload": "lazy"}}, "did you mean 'offload'"),
         ({"connector": {"mode": "embedded"}}, "uses no service"),

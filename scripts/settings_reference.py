@@ -1,0 +1,89 @@
+"""settings_reference.py [--check]: docs/reference/settings.md from the definitions of the settings.
+
+With --check it writes nothing and ends with 1 when the page is not what the definitions say.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pydantic.fields import FieldInfo
+
+from kvservice.config import OTHER_VARIABLES, ServiceConfig, Settings, allowed, default_of, shown
+from kvservice.connector.options import ConnectorOptions
+
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "settings.md"
+
+HEAD = """# Settings
+
+<!-- Made from kvservice/config.py and kvservice/connector/options.py by `make docs-reference`. Do not edit. -->
+
+A wrong value or an unknown name is an error that names the setting and what is allowed. Nothing is ignored.
+
+## Of a service
+
+A setting can be given in four places. A later one wins:
+
+1. a TOML file, with `--config FILE`: `lease_seconds = 4`
+2. the environment: `KVSERVICE_` and the name in capitals, `KVSERVICE_LEASE_SECONDS=4`
+3. the command line of `kvservice up`, `shard` and `lookup`: `--set lease_seconds=4`. The settings that are used most
+   have options of their own, such as `--pool` and `--service`.
+
+The chart writes such a file from its values. `kvservice settings` prints this list. A size is a number of bytes, or a
+number with a unit such as `512MiB` or `64GiB`.
+
+"""
+
+OPTIONS = """
+## Of an engine
+
+These are the keys of `kv_connector_extra_config` in vLLM's `--kv-transfer-config`.
+
+"""
+
+VARIABLES = """
+## Variables that are not settings
+
+These say which shard, tenant or key a process uses. Any other variable that begins with `KVSERVICE_` is an error.
+
+| variable | what it says |
+|---|---|
+"""
+
+
+def table(kind: type[Settings], *, chart: bool) -> str:
+    columns = ["name", "values", "default", *(["in the chart"] if chart else []), "meaning"]
+    head = f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
+    return head + "".join(row(name, field, chart=chart) for name, field in kind.model_fields.items())
+
+
+def row(name: str, field: FieldInfo, *, chart: bool) -> str:
+    words = [f"`{name}`", allowed(field), default_of(field) or "–"]
+    if chart:
+        words.append(f"`{shown(field).chart}`" if shown(field).chart else "–")
+    words.append(" ".join((field.description or "").split()))
+    return f"| {' | '.join(word.replace('|', chr(92) + '|') for word in words)} |\n"
+
+
+def page() -> str:
+    variables = "".join(f"| `{name}` | {meaning} |\n" for name, meaning in OTHER_VARIABLES.items())
+    return (
+        HEAD + table(ServiceConfig, chart=True) + OPTIONS + table(ConnectorOptions, chart=False) + VARIABLES + variables
+    )
+
+
+def main(arguments: list[str]) -> int:
+    made = page()
+    if "--check" not in arguments:
+        PAGE.parent.mkdir(exist_ok=True)
+        PAGE.write_text(made)
+        return 0
+    if not PAGE.exists() or PAGE.read_text() != made:
+        print(f"{PAGE} is not what the definitions say: run `make docs-reference`", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

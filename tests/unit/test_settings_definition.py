@@ -1,0 +1,114 @@
+"""One definition of each setting: the chart, the command line, the engine's options and the page agree with it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvservice.cli.settings import load
+from kvservice.config import LEASE_SECONDS_MIN, ServiceConfig, load_config, shown
+from kvservice.connector.options import ConnectorOptions
+from kvservice.connector.scheduler.pool_choice import choose_pool
+from kvservice.core.acquire.acquisitions import LEASE_MARGIN_SECONDS
+from kvservice.core.segment.geometry import plan_geometry
+from kvservice.core.store.eviction import LeafFirstLru
+from kvservice.errors import ConfigError
+from kvservice.pool.runtime import PoolRuntime
+from kvservice.serve.section import parse_section
+from tests.integration.engine import spec
+
+ROOT = Path(__file__).parent.parent.parent
+CHART = ROOT / "helm" / "kvservice"
+BY_CHART = {name: shown(field).chart for name, field in ServiceConfig.model_fields.items() if shown(field).chart}
+
+
+def chart_rule(path: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
+    for part in path.split("."):
+        found = found["properties"][part]
+    return found
+
+
+def test_every_setting_but_computed_ones_is_in_the_chart() -> None:
+    template = (CHART / "templates" / "_config.tpl").read_text()
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert set(ServiceConfig.model_fields) - set(BY_CHART) == {"lookup_addresses"}
+    for name, path in BY_CHART.items():
+        group, key = path.split(".")
+        assert key in values[group] and f"\n{name} = " in template, name
+
+
+@pytest.mark.parametrize(("name", "path"), BY_CHART.items(), ids=list(BY_CHART))
+def test_chart_takes_no_value_that_the_setting_refuses(name: str, path: str) -> None:
+    own, chart = ServiceConfig.model_json_schema()["properties"][name], chart_rule(path)
+    if "minimum" in chart:
+        assert chart["minimum"] >= own.get("minimum", 0)
+    if "maximum" in own and own["type"] in ("integer", "number"):
+        assert chart["maximum"] <= own["maximum"]
+    if "enum" in own:
+        assert chart["enum"] == own["enum"]
+    if "pattern" in own and not own["pattern"].startswith("^(/"):
+        assert chart["pattern"] == own["pattern"]
+
+
+@pytest.mark.parametrize("path", ["lookup.port", "cache.metricsPort"])
+def test_chart_takes_ports_up_to_the_last_one_of_the_setting(path: str) -> None:
+    (name,) = (name for name, place in BY_CHART.items() if place == path)
+    highest = chart_rule(path)["maximum"]
+    assert load_config(None, {}, **{name: highest})
+    with pytest.raises(ConfigError, match=name):
+        load_config(None, {}, **{name: highest + 1})
+
+
+def test_set_takes_every_setting_and_refuses_what_is_no_pair() -> None:
+    for name, field in ServiceConfig.model_fields.items():
+        value = ",".join(field.default) if isinstance(field.default, tuple) else str(field.default)
+        assert getattr(load(None, [f"{name}={value}"]), name) == field.default
+    with pytest.raises(ConfigError, match="write NAME=VALUE"):
+        load(None, ["eviction"])
+    with pytest.raises(ConfigError, match="given twice"):
+        load(None, ["pool_bytes=1GiB"], pool_bytes="2GiB")
+
+
+def test_eviction_is_a_setting_in_every_source(tmp_path: Path) -> None:
+    file = tmp_path / "service.toml"
+    file.write_text('eviction = "lru"\n')
+    assert load_config(file, {}).eviction == "lru"
+    assert load_config(None, {"KVSERVICE_EVICTION": "lru"}).eviction == "lru"
+    assert load(None, ["eviction=lru"]).eviction == "lru"
+    assert parse_section({"settings": {"eviction": "lru"}}).service_config().eviction == "lru"
+
+
+async def test_embedded_pool_evicts_as_its_option_says() -> None:
+    choice = choose_pool(ConnectorOptions.parse({"mode": "embedded", "memory": "16MiB", "eviction": "lru"}), spec())
+    pool = await choice.open()
+    assert isinstance(pool, PoolRuntime)
+    await asyncio.sleep(0)  # its checks begin
+    try:
+        assert pool._config.eviction is LeafFirstLru
+    finally:
+        await pool.close()
+
+
+def test_unknown_policy_ends_the_start_of_an_engine() -> None:
+    options = ConnectorOptions.parse({"mode": "embedded", "memory": "16MiB", "eviction": "clock"})
+    with pytest.raises(ConfigError, match="no package offers the eviction policy 'clock'"):
+        choose_pool(options, spec())
+
+
+def test_limits_that_depend_on_each_other_fit() -> None:
+    assert LEASE_SECONDS_MIN > LEASE_MARGIN_SECONDS, "a pull would have no time before its lease ends"
+    smallest = load_config(None, {}, pool_bytes="4MiB")
+    assert plan_geometry(smallest.pool_bytes).slab_count >= 1
+
+
+def test_reference_page_is_what_the_definitions_say() -> None:
+    done = subprocess.run([sys.executable, "scripts/settings_reference.py", "--check"], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
