@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.tidy import rules
+from tests.tidy.limits import EXPLAINED_LATER, limits
 from tests.tidy.rules import FILE_LINES_MAX, FUNCTION_LINES_MAX, SOURCE_FOLDERS
 from tests.tidy.words import ALLOWED, type_names, words
 
 ROOT = Path(__file__).resolve().parents[2]
-RULES = {**rules.RULES, "words": words, "type_names": type_names}
+RULES = {**rules.RULES, "words": words, "type_names": type_names, "limits": limits}
 LONG_FUNCTION = "def long() -> None:\n" + "    pass\n" * FUNCTION_LINES_MAX
 
 
@@ -34,6 +35,7 @@ def clean_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "kvservice/wire/v1/common_pb2.py").write_text(LONG_FUNCTION + "x = 1\n" * FILE_LINES_MAX)
     (root / "kvservice/core/messages.py").write_text(
         "from kvservice.errors import InvalidRequest\nimport xxhash\n\nclass Known: ...\n"
+        "PEERS_MAX = 16  # one a node\n# The names of the layouts.\nLAYOUTS = 2\nSTRICT = True\n"
     )
     (root / "README.md").write_text(
         "A whole family of models is within reach on either side. The mirror is a directory.\n"
@@ -107,6 +109,8 @@ FAULTS = [
     ("words", "helm/dashboard.json", '{"expr": "rate(kvservice_evicted_originals_total[5m])"}\n'),
     ("words", "docs/x.md", "Each lookup shard holds a part.\n"),
     ("type_names", "kvservice/cli/x.py", "class Known: ...\n"),
+    ("limits", "kvservice/core/newcomer.py", "WAIT_SECONDS_MAX = 30.0\n"),
+    ("limits", "actors/x.py", "_PEERS_MAX: int = -(1 << 10)  # noqa: E501\n"),
     (
         "one_wait",
         "tests/test_x.py",
@@ -148,3 +152,8 @@ def test_every_exception_to_the_words_is_still_needed() -> None:
         if not any(finding.startswith(place) and f"{word!r}: say" in finding for finding in findings)
     ]
     assert not unneeded
+
+
+def test_every_file_that_explains_its_numbers_later_still_has_some() -> None:
+    findings = limits(ROOT, later=frozenset())
+    assert not [name for name in EXPLAINED_LATER if not any(finding.startswith(name) for finding in findings)]

@@ -1,0 +1,189 @@
+"""The rule of limits: a comment beside each module-level number says why it is what it is and what happens at it.
+
+A number is a constant in upper case whose value contains a literal number. The comment stands on its line, or on the
+line directly above it. The rule sees that there is a comment; whether it gives a reason is for the reviewer.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from tests.tidy.rules import parse, sources
+
+CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*")
+FOR_TOOLS = re.compile(r"#\s*(noqa|type:|fmt:|ruff:|pragma)")
+
+# fmt: off
+# Files whose numbers are not explained yet. The list only shrinks.
+EXPLAINED_LATER = frozenset({
+    "kvservice/auth/authenticator.py",
+    "kvservice/auth/identity.py",
+    "kvservice/auth/tenants.py",
+    "kvservice/auth/tls.py",
+    "kvservice/auth/token.py",
+    "kvservice/client/breaker.py",
+    "kvservice/client/engine_stats.py",
+    "kvservice/client/shard.py",
+    "kvservice/config.py",
+    "kvservice/core/acquire/acquisitions.py",
+    "kvservice/core/acquire/estimate.py",
+    "kvservice/core/acquire/handoff.py",
+    "kvservice/core/block/fingerprint.py",
+    "kvservice/core/block/keys.py",
+    "kvservice/core/block/tenants.py",
+    "kvservice/core/block/window_groups.py",
+    "kvservice/core/directory/directory.py",
+    "kvservice/core/directory/key_table.py",
+    "kvservice/core/directory/membership.py",
+    "kvservice/core/directory/mirror.py",
+    "kvservice/core/drain/receiver.py",
+    "kvservice/core/drain/sender.py",
+    "kvservice/core/explain/evictions.py",
+    "kvservice/core/explain/records.py",
+    "kvservice/core/peer_calls.py",
+    "kvservice/core/reconcile.py",
+    "kvservice/core/segment/copy_runs.py",
+    "kvservice/core/segment/geometry.py",
+    "kvservice/core/segment/header.py",
+    "kvservice/core/shard.py",
+    "kvservice/core/store/admission.py",
+    "kvservice/core/store/reuse.py",
+    "kvservice/core/writes.py",
+    "kvservice/discovery.py",
+    "kvservice/lookup/announce_pump.py",
+    "kvservice/lookup/client.py",
+    "kvservice/lookup/mirror_reader.py",
+    "kvservice/lookup/mirror_writer.py",
+    "kvservice/lookup/server.py",
+    "kvservice/memory/liveness.py",
+    "kvservice/memory/segment.py",
+    "kvservice/pool/digests.py",
+    "kvservice/pool/remote.py",
+    "kvservice/pool/runtime.py",
+    "kvservice/private_files.py",
+    "kvservice/shard/process.py",
+    "kvservice/shard/server.py",
+    "kvservice/shard/service.py",
+    "kvservice/transfer/nixl.py",
+    "kvservice/transfer/nixl_probe.py",
+    "kvservice/transfer/puller.py",
+    "kvservice/transfer/shm.py",
+    "kvservice/units.py",
+    "kvservice/wire/codec.py",
+    "kvservice/wire/explain.py",
+    "kvservice/wire/serving.py",
+    "kvservice/wire/status.py",
+    #
+    "actors/deploy.py",
+    "actors/draining.py",
+    "actors/hosting.py",
+    "actors/names.py",
+    "actors/ray_auth.py",
+    "actors/supervisor.py",
+    "kvservice/cli/certs.py",
+    "kvservice/cli/check.py",
+    "kvservice/cli/demo.py",
+    "kvservice/cli/doctor.py",
+    "kvservice/cli/drain.py",
+    "kvservice/cli/explain.py",
+    "kvservice/cli/lifecycle.py",
+    "kvservice/cli/main.py",
+    "kvservice/cli/members.py",
+    "kvservice/cli/processes.py",
+    "kvservice/cli/status.py",
+    "kvservice/connector/cache_groups.py",
+    "kvservice/connector/options.py",
+    "kvservice/connector/scheduler/handoff.py",
+    "kvservice/connector/scheduler/pool_session.py",
+    "kvservice/connector/vllm/lora.py",
+    "kvservice/connector/weights.py",
+    "kvservice/connector/worker/peer_copy_workers.py",
+    "kvservice/copying/__main__.py",
+    "kvservice/copying/cuda/copies.py",
+    "kvservice/copying/cuda/device.py",
+    "kvservice/copying/cuda/driver.py",
+    "kvservice/copying/cuda/gather_kernel.py",
+    "kvservice/copying/cuda/pinning.py",
+    "kvservice/copying/engine/link.py",
+    "kvservice/copying/engine/worker_process.py",
+    "kvservice/copying/message.py",
+    "kvservice/copying/worker/lanes.py",
+    "kvservice/copying/worker/server.py",
+    "kvservice/copying/worker/session.py",
+    "kvservice/observe/metrics.py",
+    "kvservice/proxy/bodies.py",
+    "kvservice/proxy/server.py",
+    "kvservice/replay/choice.py",
+    "kvservice/replay/optimum.py",
+    "kvservice/replay/policies.py",
+    "kvservice/replay/trace.py",
+    "kvservice/serve/holdings.py",
+    "kvservice/serve/load.py",
+    "kvservice/serve/prompt.py",
+    "kvservice/serve/ray_llm.py",
+    "kvservice/serve/reader.py",
+    "kvservice/serve/router.py",
+    "kvservice/serve/routing.py",
+    "kvservice/testing/eviction_contract.py",
+    "kvservice/testing/pool_port_contract.py",
+    "kvservice/testing/sim/campaign.py",
+    "kvservice/testing/sim/engine.py",
+    "kvservice/testing/sim/lookup.py",
+    "kvservice/testing/sim/memory.py",
+    "kvservice/testing/sim/node.py",
+    "kvservice/testing/sim/run.py",
+    "kvservice/testing/sim/schedule.py",
+    "kvservice/testing/sim/worker.py",
+    "kvservice/testing/transport_contract.py",
+})
+# fmt: on
+
+
+def limits(root: Path, later: frozenset[str] = EXPLAINED_LATER) -> list[str]:
+    findings: list[str] = []
+    for path in sources(root, "kvservice", "actors"):
+        name = path.relative_to(root).as_posix()
+        if name in later:
+            continue
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for node in parse(path).body:
+            for constant in constants(node):
+                if not is_explained(lines, node.lineno, node.end_lineno or node.lineno):
+                    findings.append(f"{name}:{node.lineno}: say beside {constant} why it is what it is")
+    return findings
+
+
+def constants(node: ast.stmt) -> list[str]:
+    """The names in upper case that this statement sets to a number."""
+    if isinstance(node, ast.Assign):
+        targets: list[ast.expr] = node.targets
+    elif isinstance(node, ast.AnnAssign):
+        targets = [node.target]
+    else:
+        return []
+    if node.value is None or not is_number(node.value):
+        return []
+    return [target.id for target in targets if isinstance(target, ast.Name) and CONSTANT.fullmatch(target.id)]
+
+
+def is_number(node: ast.expr) -> bool:
+    match node:
+        case ast.Constant(value=bool()):
+            return False
+        case ast.Constant(value=int() | float()):
+            return True
+        case ast.UnaryOp(operand=operand):
+            return is_number(operand)
+        case ast.BinOp(left=left, right=right):
+            return is_number(left) or is_number(right)
+        case _:
+            return False
+
+
+def is_explained(lines: list[str], first: int, last: int) -> bool:
+    """`first`, `last`: the lines of the statement, counted from 1."""
+    if first > 1 and lines[first - 2].startswith("#") and not FOR_TOOLS.match(lines[first - 2]):
+        return True
+    return any("#" in line and not FOR_TOOLS.match(line[line.index("#") :]) for line in lines[first - 1 : last])
