@@ -126,6 +126,7 @@ EXPLAINED_LATER = frozenset({
     "kvservice/serve/reader.py",
     "kvservice/serve/router.py",
     "kvservice/serve/routing.py",
+    "kvservice/testing/directory_contract.py",
     "kvservice/testing/eviction_contract.py",
     "kvservice/testing/pool_port_contract.py",
     "kvservice/testing/sim/campaign.py",
