@@ -6,7 +6,6 @@ one and a decode replica on the other. All four engines share one service, so wh
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -175,7 +174,7 @@ def shards_that_left() -> list[str]:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.skipif("KVSERVICE_TEST_LONG" not in os.environ, reason="starts two more engines; set KVSERVICE_TEST_LONG")
+@pytest.mark.slow
 def test_no_request_fails_while_ray_takes_a_node_away(apps: Serving) -> None:
     """Serve starts the node's replicas on another one first, and its shard hands its blocks over."""
     cluster = apps.cluster
