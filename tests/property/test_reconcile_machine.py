@@ -322,6 +322,6 @@ MUTANTS = (
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "_"))
 def test_planted_bug_is_found(mutant: Mutant) -> None:
-    thorough = settings(TestReconcile.settings, max_examples=400, phases=[Phase.generate], database=None)
+    thorough = settings(TestReconcile.settings, max_examples=2000, phases=[Phase.generate], database=None)
     with planted(mutant), pytest.raises(AssertionError):
         run_state_machine_as_test(ReconcileMachine, settings=thorough)
