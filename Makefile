@@ -86,7 +86,7 @@ $(PROTO_INSTALLED): requirements/protos.txt
 	$(PROTO_VENV)/bin/pip install --quiet -r $<
 	touch $@
 
-docs: chart-readme figures ## Write the parts of the pages that are made from code and results, then check all links
+docs: docs-reference chart-readme figures ## Write the parts of the pages that are made from code and results, then check all links
 	$(BIN)/python scripts/check_links.py
 
 docs-reference: $(INSTALLED) ## Write docs/reference/settings.md from the definitions of the settings

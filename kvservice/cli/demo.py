@@ -21,11 +21,11 @@ import typer
 from kvservice.errors import KVServiceError, Unavailable
 from kvservice.units import KiB, MiB, format_bytes
 
-BLOCKS, BLOCK_TOKENS = 32, 16
+BLOCKS, BLOCK_TOKENS = 32, 16  # 8 MiB in all: enough to see what moving them costs
 LAYERS, HEADS, CELL_BYTES = 16, 4, 4 * KiB  # a head of a layer: 16 tokens, K and V, 64 numbers of 2 bytes
-BLOCK_BYTES = LAYERS * HEADS * CELL_BYTES
+BLOCK_BYTES = LAYERS * HEADS * CELL_BYTES  # 256 KiB
 POOL_BYTES = 16 * MiB  # of each node; two fit into the 64 MiB of shared memory that a container has
-ACQUIRE_SECONDS = 10.0
+ACQUIRE_SECONDS = 10.0  # far more than it takes, also on a busy machine; then the answer is what is there
 TRANSPORTS = {"nixl": "NIXL", "shm": "shared memory"}
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -84,7 +84,6 @@ EXPLAINED_LATER = frozenset({
     "actors/supervisor.py",
     "kvservice/cli/certs.py",
     "kvservice/cli/check.py",
-    "kvservice/cli/demo.py",
     "kvservice/cli/doctor.py",
     "kvservice/cli/drain.py",
     "kvservice/cli/explain.py",
