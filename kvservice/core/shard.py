@@ -15,6 +15,7 @@ from kvservice.core import events as ev
 from kvservice.core.acquire.acquisitions import Acquisitions
 from kvservice.core.acquire.answers import Answers
 from kvservice.core.acquire.handoff import Handoffs, check_handoff_id
+from kvservice.core.acquire.pulls import Pulls
 from kvservice.core.acquire.windowed import WindowedAcquisitions
 from kvservice.core.actions import Action, Announce, Refuse, Reply
 from kvservice.core.block.fingerprint import Fingerprint
@@ -112,10 +113,11 @@ class ShardState:
         )  # fmt: skip
         self._context = shard
         self._answers = Answers(shard)
-        self._acquisitions = Acquisitions(shard, self._answers)
+        self._pulls = Pulls(shard)
+        self._acquisitions = Acquisitions(shard, self._pulls, self._answers)
         self._handoffs = Handoffs(shard, self._acquisitions.handoff_over)
         self._windowed = WindowedAcquisitions(shard, self._acquisitions, self._answers, self._watch)
-        self._takeovers = TakeOvers(shard, self._acquisitions.sealed)
+        self._takeovers = TakeOvers(shard, self._pulls, self._acquisitions.sealed)
         self._leaving = Leaving(shard)
         self._writes = Writes(shard, self._acquisitions)
         self._attached: dict[AttachmentId, _Attached] = {}
@@ -141,10 +143,10 @@ class ShardState:
             **peers.handlers(),
             ev.Digested: self._writes.digested,
             ev.Resolved: lambda e, now: self._acquisitions.resolved(e.op, e.runs, e.complete, now),
-            ev.Located: self._located,
+            ev.Located: lambda e, now: self._pulls.located(e.fetch, e.result, e.sent_at, now),
             ev.Followed: lambda e, now: self._acquisitions.followed(e, now),
-            ev.Pulled: self._pulled,
-            ev.WritesEnded: self._writes_ended,
+            ev.Pulled: lambda e, now: self._pulls.pulled(e.job, e.results, now),
+            ev.WritesEnded: lambda e, now: self._pulls.writes_ended(e.job),
             ev.TakersFound: lambda e, now: self._leaving.takers_found(e.peers, e.holders, now),
             ev.Offered: lambda e, now: self._leaving.offered(e.offer, e.result, now),
             ev.Adopt: self._adopt,
@@ -173,7 +175,7 @@ class ShardState:
 
     def next_deadline(self) -> float | None:
         """When a Tick is due, on the clock of `now`."""
-        parts = (self._leases, self._acquisitions, self._handoffs, self._takeovers, self._leaving)
+        parts = (self._leases, self._acquisitions, self._pulls, self._handoffs, self._takeovers, self._leaving)
         return min((t for t in (part.next_deadline() for part in parts) if t is not None), default=None)
 
     # -- what others may look at ----
@@ -450,20 +452,6 @@ class ShardState:
         self._handoffs.close(event.handoff, event.attachment, now)
         self._actions.append(Reply(event.op, None))
 
-    # -- answers of peers ----
-
-    def _located(self, event: ev.Located, now: float) -> None:
-        part = self._takeovers if self._takeovers.owns(event.fetch) else self._acquisitions
-        part.located(event.fetch, event.result, event.sent_at, now)
-
-    def _pulled(self, event: ev.Pulled, now: float) -> None:
-        part = self._takeovers if self._takeovers.owns(event.job) else self._acquisitions
-        part.pulled(event.job, event.results, now)
-
-    def _writes_ended(self, event: ev.WritesEnded, now: float) -> None:
-        part = self._takeovers if self._takeovers.owns(event.job) else self._acquisitions
-        part.writes_ended(event.job)
-
     # -- the shard itself ----
 
     def _adopt(self, event: ev.Adopt, now: float) -> None:
@@ -492,6 +480,7 @@ class ShardState:
         for lease in self._leases.expire(now):
             self._context.unpin(lease)
         self._acquisitions.tick(now)
+        self._pulls.tick(now)
         self._handoffs.tick(now)
         self._takeovers.tick(now)
         self._leaving.tick(len(self._leases), now)
@@ -500,6 +489,7 @@ class ShardState:
         """Everything that must always hold. O(slots); raises AssertionError naming what does not."""
         self._store.check_invariants()
         self._leases.check_invariants()
+        self._pulls.check_invariants()
         self._acquisitions.check_invariants()
         self._writes.check_invariants()
         self._handoffs.check_invariants()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvservice.core.acquire.acquisitions import LEASE_MARGIN_SECONDS
+from kvservice.core.acquire.pulls import LEASE_MARGIN_SECONDS
 from kvservice.core.messages import MissReason
 from kvservice.testing.builders import make_located, run_of
 from tests.unit.core.test_fetch import CHAIN, OK, A, B, make, nothing_left

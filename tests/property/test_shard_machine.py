@@ -524,8 +524,7 @@ class ShardMachine(LeavingRules):
         counts = harness.state.slot_counts()
         assert counts["free"] + counts["sealed"] == harness.state.capacity, counts
         assert harness.state.lease_count == 0 and harness.state.attachment_count == 0
-        rest = harness.state._acquisitions
-        assert not (rest._arriving or rest._waiters or rest._fetches or rest._stuck or rest._suspects)
+        assert harness.state._acquisitions.is_idle and harness.state._pulls.is_idle
         progress = harness.state.progress(harness.now)
         assert progress.phase in (DrainPhase.SERVING, DrainPhase.CLOSED, DrainPhase.GONE), "it never leaves"
         assert 0 <= progress.blocks_lost <= progress.blocks_total

@@ -9,6 +9,7 @@ from tests.sim.mutation import Mutant
 
 CHECKS = "kvservice.core.segment.header_checks"
 FETCH = "kvservice.core.acquire.acquisitions"
+PULLS = "kvservice.core.acquire.pulls"
 SHARD = "kvservice.core.shard"
 WRITES = "kvservice.core.writes"
 BLOCKS = "kvservice.core.store.blocks"
@@ -78,22 +79,21 @@ MUTANTS = (
     ),
     Mutant(
         "a transfer that did not end keeps its slot",
-        FETCH,
-        "        if result is PullResult.STUCK:\n            self._store.quarantine(slot)\n            self._stuck",
-        "        if result is PullResult.STUCK:\n            self._store.abort(slot)\n            return "
-        "MissReason.DEADLINE\n            self._stuck",
+        PULLS,
+        "            self._shard.store.quarantine(slot)\n            pull.stuck",
+        "            self._shard.store.abort(slot)\n            return\n            pull.stuck",
         seed=24,
     ),
     Mutant(
         "a stuck slot is given back when its transfer has ended",
-        FETCH,
-        "for index in self._stuck.pop(job, []):",
-        "for index in []:",
+        PULLS,
+        "for slot in pull.stuck:",
+        "for slot in []:",
         seed=24,
     ),
     Mutant(
         "what a pull brought is verified",
-        FETCH,
+        PULLS,
         "            if result is PullResult.OK:\n",
         "            if result is not PullResult.STUCK:\n",
         seed=214,

@@ -27,7 +27,6 @@ EXPLAINED_LATER = frozenset({
     "kvservice/client/engine_stats.py",
     "kvservice/client/shard.py",
     "kvservice/config.py",
-    "kvservice/core/acquire/acquisitions.py",
     "kvservice/core/acquire/estimate.py",
     "kvservice/core/acquire/handoff.py",
     "kvservice/core/block/fingerprint.py",

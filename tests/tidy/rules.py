@@ -67,7 +67,7 @@ LAYERS: dict[str, frozenset[str]] = {
 # other. A room is a folder, or a file beside the folders.
 ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "core": (
-        ("recent", "segment/layout"),
+        ("recent", "transitions", "segment/layout"),
         ("block",),
         ("segment",),
         ("messages",),

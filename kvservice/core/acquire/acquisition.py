@@ -8,31 +8,66 @@ from enum import Enum
 
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.messages import AcquireRequest, Holder, HolderRun, MissReason
-from kvservice.core.segment.refs import BlockHandle
-from kvservice.core.store.slots import Slot
-from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, SlotIndex
+from kvservice.units import AttachmentId, BlockKey, NodeId, SlotIndex
 
 
-class FetchState(Enum):
-    LOCATING = "locating"
-    PULLING = "pulling"
+class AcquisitionState(Enum):
+    STARTING = "starting"
+    WATCHING = "watching"  # a writer on this node computes what is missing: its blocks are seen as they are sealed
+    ASKING = "asking"  # a writer on another node computes it, and that node is asked for blocks as they are sealed
+    RESOLVING = "resolving"  # the directory is asked who holds what is missing
+    WAITING = "waiting"  # nothing more is looked for: what is missing is on its way, or does not come
+    OVER = "over"
+
+
+class AcquisitionEvent(Enum):
+    WATCH = "watch"
+    ASK = "ask"  # also once more, for the blocks behind
+    RESOLVE = "resolve"
+    WAIT = "wait"
+    ANSWER = "answer"
+    CANCEL = "cancel"  # nobody waits for the answer any more
+
+
+_S, _E = AcquisitionState, AcquisitionEvent
+TRANSITIONS: dict[tuple[AcquisitionState, AcquisitionEvent], AcquisitionState] = {
+    (_S.STARTING, _E.WATCH): _S.WATCHING,
+    (_S.STARTING, _E.ASK): _S.ASKING,
+    (_S.STARTING, _E.RESOLVE): _S.RESOLVING,
+    (_S.STARTING, _E.WAIT): _S.WAITING,
+    (_S.WATCHING, _E.RESOLVE): _S.RESOLVING,
+    (_S.WATCHING, _E.WAIT): _S.WAITING,
+    (_S.WATCHING, _E.ANSWER): _S.OVER,
+    (_S.WATCHING, _E.CANCEL): _S.OVER,
+    (_S.ASKING, _E.ASK): _S.ASKING,
+    (_S.ASKING, _E.RESOLVE): _S.RESOLVING,
+    (_S.ASKING, _E.WAIT): _S.WAITING,
+    (_S.ASKING, _E.ANSWER): _S.OVER,
+    (_S.ASKING, _E.CANCEL): _S.OVER,
+    (_S.RESOLVING, _E.WAIT): _S.WAITING,
+    (_S.RESOLVING, _E.ANSWER): _S.OVER,
+    (_S.RESOLVING, _E.CANCEL): _S.OVER,
+    (_S.WAITING, _E.ANSWER): _S.OVER,
+    (_S.WAITING, _E.CANCEL): _S.OVER,
+}
+FOLLOWING = frozenset((AcquisitionState.WATCHING, AcquisitionState.ASKING))
 
 
 @dataclass(slots=True)
 class Acquisition:
     op: int
     attachment: AttachmentId
-    account: str  # the tenant that is charged for what is fetched
+    account: str  # who is charged for what is fetched
     request: AcquireRequest
     payload_bytes: int
     deadline: float
     started: float
     break_at: int  # index of the first block known not to come
+    state: AcquisitionState = AcquisitionState.STARTING
     reason: MissReason = MissReason.NONE
     base: int = 0  # position of the first key
     then: Then | None = None  # part of a larger acquisition, which takes over what is pinned
-    resolving: bool = False
-    follow: int = 0  # the question that is out to the writer's node; 0 = none, -1 = the writer is on this node
+    question: int = 0  # the one that is out while ASKING; 0 = none
     held: dict[int, SlotIndex] = field(default_factory=dict)  # pinned by this acquisition, by index in the chain
     pending: set[int] = field(default_factory=set)  # indices on their way
     fetched: set[int] = field(default_factory=set)
@@ -52,7 +87,9 @@ Then = Callable[[Acquisition, list[SlotIndex], int, float], None]
 
 @dataclass(slots=True)
 class Fetch:
-    fetch: int
+    """One pull for acquisitions. The blocks that it does not bring are asked of the next holder."""
+
+    number: int  # of its pull
     holder: Holder
     alternates: list[Holder]  # not tried yet
     chain: tuple[BlockKey, ...]
@@ -60,13 +97,8 @@ class Fetch:
     payload_bytes: int
     base: int = 0  # position of chain[0]
     account: str = NOBODY  # who is charged for its blocks
-    state: FetchState = FetchState.LOCATING
     started: float = 0.0
     give_up_at: float = 0.0  # nobody waits for its blocks longer than this, even if no answer ever comes
-    epoch: BootEpoch = BootEpoch(0)  # noqa: RUF009  a NewType call is the identity
-    lease_id: LeaseId = LeaseId(0)  # noqa: RUF009
-    handles: list[BlockHandle] = field(default_factory=list)
-    slots: list[Slot] = field(default_factory=list)
 
 
 def holders_by_index(runs: Sequence[HolderRun], end: int, own: NodeId) -> dict[int, tuple[Holder, ...]]:

@@ -1,15 +1,12 @@
 """Acquisitions: make a prefix local and promise it, fetching from peers what is missing.
 
 One acquisition per Acquire call, one fetch per (peer, run of blocks), one arrival per block however many acquisitions
-wait for it (single flight). An acquisition only ever promises blocks that are sealed here, which means verified; it
-answers when its prefix is complete, when the first gap is certain, or at its deadline, whichever is first. Fetches go
-on after a deadline: the blocks are there for the next request.
+wait for it. An acquisition only ever promises blocks that are sealed here, which means verified; it answers when its
+prefix is complete, when the first gap is certain, or at its deadline, whichever is first. Fetches go on after a
+deadline: the blocks are there for the next request.
 
 With a hand-off, the acquisition first follows the writer: blocks are fetched as they are sealed over there. What is
 still missing when the hand-off is over is looked for in the directory, as always.
-
-    acquisition   (following ->) resolving -> waiting -> answered
-    fetch         locating -> pulling -> over        (another holder of the same blocks is tried once each)
 """
 
 from __future__ import annotations
@@ -19,16 +16,30 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvservice.core.acquire.acquisition import Acquisition, Fetch, FetchState, Then, holders_by_index, longest_run
+from kvservice.core.acquire.acquisition import (
+    FOLLOWING,
+    TRANSITIONS,
+    Acquisition,
+    AcquisitionEvent,
+    AcquisitionState,
+    Fetch,
+    Then,
+    holders_by_index,
+    longest_run,
+)
 from kvservice.core.acquire.answers import Answers
+from kvservice.core.acquire.arrivals import DIGESTING, Arrivals
 from kvservice.core.acquire.estimate import FetchEstimates
 from kvservice.core.acquire.handoff import APPEAR_SECONDS
-from kvservice.core.actions import Follow, Locate, Pull, ReleaseRemote, Resolve
+from kvservice.core.acquire.pulls import PULL_BLOCKS_MAX, Pulls
+from kvservice.core.actions import Follow, ReleaseRemote, Resolve
 from kvservice.core.block.keys import span_route
 from kvservice.core.context import ShardContext
 from kvservice.core.events import Followed, PullResult
 from kvservice.core.messages import (
     AcquireRequest,
+    FollowResult,
+    Handoff,
     HandoffState,
     Holder,
     HolderRun,
@@ -38,35 +49,35 @@ from kvservice.core.messages import (
 )
 from kvservice.core.segment.refs import BlockHandle
 from kvservice.core.store.blocks import NO_KEY, Want
-from kvservice.core.store.slots import Slot, SlotState
-from kvservice.units import AttachmentId, BlockKey, LeaseId, NodeId, SlotIndex
+from kvservice.core.store.slots import Slot
+from kvservice.core.transitions import step
+from kvservice.units import AttachmentId, BlockKey, NodeId, SlotIndex
 
 LOOKUP_SECONDS_MAX = 0.25  # an absent directory may not use up the engine's deadline
-LOCATE_SECONDS_MAX = 1.0
-PULL_BLOCKS_MAX = 512  # of one fetch: bounds remote leases and the headers in flight
 LOCATE_GIVE_UP_SECONDS = 3.0  # connecting and asking each have LOCATE_SECONDS_MAX; then nobody is answering any more
 FOLLOW_WAIT_SECONDS = 1.0  # a writer's node that dies is noticed after one unanswered question at the latest
-PULL_SECONDS_MAX = 60.0  # whatever lease a peer claims to give
 PULL_GRACE_SECONDS = 5.0  # a pull is reported by its deadline; this long after it, waiting for it is pointless
-LEASE_MARGIN_SECONDS = 1.0  # reading stops this long before the peer's lease ends
-SUSPECT_SECONDS = 60.0  # a slot whose bytes failed verification rests this long
+MISS_OF = {
+    PullResult.STALE: MissReason.STALE,
+    PullResult.CORRUPT: MissReason.CORRUPT,
+    PullResult.FAILED: MissReason.PEER_FAILED,
+    PullResult.STUCK: MissReason.DEADLINE,
+}
 
 
 class Acquisitions:
-    def __init__(self, shard: ShardContext, answers: Answers) -> None:
+    def __init__(self, shard: ShardContext, pulls: Pulls, answers: Answers) -> None:
         self._shard = shard
         self._store = shard.store
         self._emit = shard.emit
         self._counters = shard.counters
+        self._pulls = pulls
         self._answers = answers
         self._open: dict[int, Acquisition] = {}
-        self._fetches: dict[int, Fetch] = {}
-        self._arriving: dict[BlockKey, int] = {}  # key -> fetch id, or 0 while its digest is being computed here
-        self._waiters: dict[BlockKey, list[tuple[int, int]]] = {}  # key -> (op, index)
-        self._stuck: dict[int, list[SlotIndex]] = {}  # job -> quarantined slots a transfer may still write
-        self._suspects: list[tuple[float, SlotIndex]] = []  # (free again at, slot)
+        self._fetches: dict[int, Fetch] = {}  # by the number of the pull
+        self._arrivals = Arrivals()
         self._estimates = FetchEstimates()
-        self._next_id = 1
+        self._last_question = 0
 
     # -- calls ----
 
@@ -83,17 +94,12 @@ class Acquisitions:
         self._open[op] = acquisition
         self._store.policy.touch(request.keys[request.skip :] if base else request.keys, now)
         first_missing = self._take_local(acquisition, range(request.skip, count))
-        if first_missing is not None:
-            if self._shard.is_draining():
-                acquisition.end(first_missing, MissReason.DRAINING)
-            elif request.handoff is not None:
-                self._begin_following(acquisition, now)
-            elif not self._shard.has_directory:
-                acquisition.end(first_missing, MissReason.NEVER_STORED)
-            else:
-                acquisition.resolving = True
-                timeout = min(request.timeout_seconds, LOOKUP_SECONDS_MAX)
-                self._emit(Resolve(op, request.keys, first_missing, timeout))
+        if first_missing is None:
+            self._move(acquisition, AcquisitionEvent.WAIT)
+        elif request.handoff is None or self._shard.is_draining():
+            self._look_elsewhere(acquisition, first_missing, request.timeout_seconds)
+        else:
+            self._begin_following(acquisition, request.handoff)
         self._settle(acquisition, now)
 
     def drop_attachment(self, attachment: AttachmentId, now: float) -> None:
@@ -103,9 +109,10 @@ class Acquisitions:
 
     def cancel(self, op: int) -> bool:
         """Nobody waits for this one any more. Its fetches go on."""
-        acquisition = self._open.pop(op, None)
+        acquisition = self._open.get(op)
         if acquisition is None:
             return False
+        self._move(acquisition, AcquisitionEvent.CANCEL)
         for slot in acquisition.held.values():
             self._store.unpin(slot)
         self._shard.records.cancelled(op)
@@ -116,24 +123,28 @@ class Acquisitions:
     # -- what the performer reports ----
 
     def followed(self, event: Followed, now: float) -> None:
+        """What the writer's node said to the question that is out."""
         acquisition = self._open.get(event.op)
-        located = None if event.result is None else event.result.located
-        if acquisition is None or acquisition.follow != event.follow or event.result is None or event.holder is None:
-            if located is not None and located.lease_id and event.holder is not None:
-                self._emit(ReleaseRemote(event.holder, located.epoch, located.lease_id))
-            if acquisition is not None and acquisition.follow == event.follow:
-                self._counters["follows_failed"] += 1
-                self._end_following(acquisition, now)
-            return
-        assert located is not None
+        if acquisition is None or acquisition.question != event.follow:
+            if event.holder is not None and event.result is not None:
+                self._release(event.holder, event.result.located)
+        elif event.holder is None or event.result is None:
+            self._counters["follows_failed"] += 1
+            self._end_following(acquisition, now)
+        else:
+            self._follow_on(acquisition, event.holder, event.result, event.sent_at, now)
+
+    def _follow_on(
+        self, acquisition: Acquisition, holder: Holder, result: FollowResult, sent_at: float, now: float
+    ) -> None:
+        """Fetch what is sealed over there, and ask for the blocks behind it."""
         before = self._next_followed(acquisition)
-        self._fetch_followed(acquisition, event.holder, located, event.sent_at, now)
-        if event.op not in self._open:
+        self._fetch_followed(acquisition, holder, result.located, sent_at, now)
+        if acquisition.state is AcquisitionState.OVER:
             return
         start = self._next_followed(acquisition)
-        state = event.result.state
-        late = state is HandoffState.UNKNOWN and now >= acquisition.started + APPEAR_SECONDS
-        over = start == before and (late or state is HandoffState.CLOSED)
+        late = result.state is HandoffState.UNKNOWN and now >= acquisition.started + APPEAR_SECONDS
+        over = start == before and (late or result.state is HandoffState.CLOSED)
         if start is None or over:
             self._end_following(acquisition, now)
         else:
@@ -142,14 +153,14 @@ class Acquisitions:
     def handoff_over(self, op: int, now: float) -> None:
         """The writer on this node seals nothing more for this acquisition."""
         acquisition = self._open.get(op)
-        if acquisition is not None and acquisition.follow:
+        if acquisition is not None and acquisition.state in FOLLOWING:
             self._end_following(acquisition, now)
 
     def resolved(self, op: int, runs: Sequence[HolderRun], complete: bool, now: float) -> None:
         acquisition = self._open.get(op)
-        if acquisition is None or not acquisition.resolving:
+        if acquisition is None or acquisition.state is not AcquisitionState.RESOLVING:
             return  # answered at its deadline already
-        acquisition.resolving = False
+        self._move(acquisition, AcquisitionEvent.WAIT)
         holders = holders_by_index(runs, acquisition.break_at, self._shard.node_id)
         wanted: list[int] = []
         for index in range(acquisition.request.skip, acquisition.break_at):
@@ -168,11 +179,12 @@ class Acquisitions:
             self._fetch_worthwhile(acquisition, wanted, holders, now)
         self._settle(acquisition, now)
 
-    def located(self, fetch_id: int, result: LocateResult | None, sent_at: float, now: float) -> None:
-        fetch = self._fetches.get(fetch_id)
-        if fetch is None or fetch.state is not FetchState.LOCATING:
-            return
+    # -- what pulls report ----
+
+    def located(self, number: int, result: LocateResult | None, sent_at: float, now: float) -> None:
+        fetch = self._fetches[number]
         if result is None:
+            self._pulls.drop(number)
             self._end_fetch(fetch, 0, MissReason.PEER_FAILED, now)
             return
         self._estimates.of(fetch.holder).observe_overhead(now - sent_at)
@@ -180,79 +192,68 @@ class Acquisitions:
 
     def _pull(self, fetch: Fetch, result: LocateResult, sent_at: float, now: float) -> None:
         """Read what the peer has leased; as far as it matches what was asked, and there is room for it."""
-        fetch.epoch, fetch.lease_id = result.epoch, result.lease_id
+        handles: list[BlockHandle] = []
         for index, handle in zip(fetch.indices, result.handles, strict=False):
             if handle is None or handle.key != fetch.chain[index] or handle.length != fetch.payload_bytes:
                 break
-            fetch.handles.append(handle)
-        usable = len(fetch.handles)
-        reserved = self._store.reserve(usable, NO_KEY, Want(fetch.payload_bytes, now, fetch.account))
-        fetch.slots = list(reserved.slots)
-        reason = reserved.short_because if len(fetch.slots) < usable else MissReason.STALE
-        del fetch.handles[len(fetch.slots) :]
-        kept = len(fetch.slots)
+            handles.append(handle)
+        reserved = self._store.reserve(len(handles), NO_KEY, Want(fetch.payload_bytes, now, fetch.account))
+        kept = len(reserved.slots)
+        reason = reserved.short_because if kept < len(handles) else MissReason.STALE
         if kept == 0:
-            self._release_remote(fetch)
+            self._pulls.drop(fetch.number, result)
             self._end_fetch(fetch, 0, reason, now)
             return
         rest = fetch.indices[kept:]
         del fetch.indices[kept:]
         lost = self._ask_next if reason is MissReason.STALE else self._fail_indices
         lost(fetch, rest, reason, now)
-        fetch.state, fetch.started = FetchState.PULLING, now
-        items = tuple((handle, slot.index) for handle, slot in zip(fetch.handles, fetch.slots, strict=True))
-        deadline = sent_at + min(result.lease_seconds, PULL_SECONDS_MAX) - LEASE_MARGIN_SECONDS
-        fetch.give_up_at = max(deadline, now) + PULL_GRACE_SECONDS
-        self._emit(Pull(fetch.fetch, fetch.holder, fetch.epoch, fetch.payload_bytes, items, deadline))
+        deadline = self._pulls.begin(fetch.number, result, handles[:kept], reserved.slots, sent_at)
+        fetch.started, fetch.give_up_at = now, max(deadline, now) + PULL_GRACE_SECONDS
 
-    def pulled(self, job: int, results: Sequence[PullResult], now: float) -> None:
-        fetch = self._fetches.get(job)
-        if fetch is None or fetch.state is not FetchState.PULLING:
-            return
-        good = 0
-        first_bad: tuple[int, MissReason] | None = None
-        for position, (handle, slot) in enumerate(zip(fetch.handles, fetch.slots, strict=True)):
-            result = results[position] if position < len(results) else PullResult.STUCK
+    def arrived(self, number: int, position: int, handle: BlockHandle, slot: Slot, now: float) -> None:
+        fetch, key = self._fetches[number], handle.key
+        index = fetch.indices[position]
+        if key in self._store:  # an engine of this node sealed the same block meanwhile
+            self._store.abort(slot)
+        else:
+            parent = fetch.chain[index - 1] if index else None
+            route = span_route(fetch.chain, index)
+            self._store.seal(slot, key, parent, fetch.base + index, route, handle.digest, now, is_secondary=True)
+        self._arrivals.end(key, number)
+        self._take_arrived(key, origin=fetch.holder.node_id, now=now)
+
+    def pulled(self, number: int, results: tuple[PullResult, ...], now: float) -> None:
+        fetch = self._fetches[number]
+        for result in results:
             self._counters[f"pull_{result.value}"] += 1
-            if result is PullResult.OK:
-                good += 1
-                self._keep(fetch, fetch.indices[position], handle, slot, now)
-            else:
-                reason = self._discard(job, slot, result, now)
-                first_bad = first_bad or (position, reason)
+        good = results.count(PullResult.OK)
         if good:
             self._estimates.of(fetch.holder).observe_pull(good * fetch.payload_bytes, now - fetch.started)
             self._counters["fetched_blocks"] += good
             self._counters["fetched_bytes"] += good * fetch.payload_bytes
-        if job not in self._stuck:
-            self._release_remote(fetch)
-        fetch.slots = []
-        if first_bad is None:
-            del self._fetches[job]
+        bad = next((position for position, result in enumerate(results) if result is not PullResult.OK), None)
+        if bad is None:
+            del self._fetches[number]
         else:
-            self._end_fetch(fetch, first_bad[0], first_bad[1], now)
-
-    def writes_ended(self, job: int) -> None:
-        for index in self._stuck.pop(job, []):
-            self._store.end_quarantine(self._store.table[index])
+            self._end_fetch(fetch, bad, MISS_OF[results[bad]], now)
 
     # -- blocks written on this node ----
 
     def sealing(self, key: BlockKey) -> None:
         """A written block's digest is being computed: acquisitions may wait for it."""
-        self._arriving.setdefault(key, 0)
+        if key not in self._arrivals:
+            self._arrivals.expect(key, DIGESTING)
 
     def is_sealing(self, key: BlockKey) -> bool:
-        return self._arriving.get(key) == 0
+        return self._arrivals.is_brought_by(key, DIGESTING)
 
     def sealed(self, key: BlockKey, now: float) -> None:
-        if self._arriving.get(key) == 0:
-            del self._arriving[key]
-        self._arrived(key, origin=None, now=now)
+        self._arrivals.end(key, DIGESTING)
+        self._take_arrived(key, origin=None, now=now)
 
     def seal_failed(self, key: BlockKey, now: float) -> None:
-        if self._arriving.get(key) == 0:
-            del self._arriving[key]
+        if self._arrivals.end(key, DIGESTING):
             self._fail_key(key, MissReason.CORRUPT, now)
 
     # -- time ----
@@ -266,22 +267,37 @@ class Acquisitions:
             self._answer(acquisition, now)
         for fetch in [f for f in self._fetches.values() if f.give_up_at <= now]:
             self._give_up(fetch, now)
-        resting = [(until, index) for until, index in self._suspects if until > now]
-        for until, index in self._suspects:
-            if until <= now:
-                self._store.end_quarantine(self._store.table[index])
-        self._suspects = resting
 
     def next_deadline(self) -> float | None:
-        times = [a.deadline for a in self._open.values()] + [until for until, _ in self._suspects]
+        times = [a.deadline for a in self._open.values()]
         times += [f.give_up_at for f in self._fetches.values() if f.give_up_at < math.inf]
         return min(times, default=None)
 
     def is_following(self, op: int) -> bool:
         acquisition = self._open.get(op)
-        return acquisition is not None and acquisition.follow != 0
+        return acquisition is not None and acquisition.state in FOLLOWING
 
     # -- inside ----
+
+    def _move(self, acquisition: Acquisition, event: AcquisitionEvent) -> None:
+        acquisition.state = step(TRANSITIONS, acquisition.state, event, f"acquisition {acquisition.op}")
+        if acquisition.state is not AcquisitionState.ASKING:
+            acquisition.question = 0
+        if acquisition.state is AcquisitionState.OVER:
+            del self._open[acquisition.op]
+
+    def _look_elsewhere(self, acquisition: Acquisition, start: int, seconds: float) -> None:
+        """Ask the directory who holds the blocks from `start` on, if they may be fetched at all."""
+        if self._shard.is_draining():
+            acquisition.end(start, MissReason.DRAINING)
+        elif not self._shard.has_directory:
+            acquisition.end(start, MissReason.NEVER_STORED)
+        else:
+            self._move(acquisition, AcquisitionEvent.RESOLVE)
+            timeout = min(seconds, LOOKUP_SECONDS_MAX)
+            self._emit(Resolve(acquisition.op, acquisition.request.keys, start, timeout))
+            return
+        self._move(acquisition, AcquisitionEvent.WAIT)
 
     def _take_local(self, acquisition: Acquisition, indices: range) -> int | None:
         """Pin what is here, wait for what is coming. The first index that is neither, or None."""
@@ -292,7 +308,7 @@ class Acquisitions:
             if block is not None and block.payload_bytes == acquisition.payload_bytes:
                 self._store.pin(block)
                 acquisition.held[index] = block.slot
-            elif key in self._arriving:
+            elif key in self._arrivals:
                 self._await(acquisition, index)
             elif first_missing is None:
                 first_missing = index
@@ -300,76 +316,74 @@ class Acquisitions:
 
     # -- hand-offs ----
 
-    def _begin_following(self, acquisition: Acquisition, now: float) -> None:
+    def _begin_following(self, acquisition: Acquisition, handoff: Handoff) -> None:
         """Wait for all that is missing, whoever brings it; ask the writer's node for it."""
         for index in range(acquisition.request.skip, len(acquisition.request.keys)):
             if index not in acquisition.held and index not in acquisition.pending:
                 self._await(acquisition, index)
-        handoff = acquisition.request.handoff
-        assert handoff is not None
-        acquisition.follow = -1
         start = acquisition.handed_from = self._next_followed(acquisition)
-        if handoff.node_id != self._shard.node_id and start is not None:
+        if handoff.node_id == self._shard.node_id:
+            self._move(acquisition, AcquisitionEvent.WATCH)
+        elif start is not None:
             self._ask_writer(acquisition, start)
+        else:
+            self._move(acquisition, AcquisitionEvent.WAIT)
 
     def _ask_writer(self, acquisition: Acquisition, start: int) -> None:
         handoff = acquisition.request.handoff
         assert handoff is not None
-        acquisition.follow = self._next_id
-        self._next_id += 1
+        self._move(acquisition, AcquisitionEvent.ASK)
+        self._last_question += 1
+        acquisition.question = self._last_question
         keys = acquisition.request.keys[start : start + PULL_BLOCKS_MAX]
-        self._emit(Follow(acquisition.follow, acquisition.op, handoff, keys, FOLLOW_WAIT_SECONDS))
+        self._emit(Follow(acquisition.question, acquisition.op, handoff, keys, FOLLOW_WAIT_SECONDS))
 
     def _next_followed(self, acquisition: Acquisition) -> int | None:
         """The first block that is awaited and not on its way."""
         keys = acquisition.request.keys
-        return min((i for i in acquisition.pending if keys[i] not in self._arriving), default=None)
+        return min((i for i in acquisition.pending if keys[i] not in self._arrivals), default=None)
 
     def _fetch_followed(
         self, acquisition: Acquisition, holder: Holder, located: LocateResult, sent_at: float, now: float
     ) -> None:
         """Fetch the leased blocks that are still wanted."""
         chain = acquisition.request.keys
-        wanted = {chain[i]: i for i in acquisition.pending if chain[i] not in self._arriving}
+        wanted = {chain[i]: i for i in acquisition.pending if chain[i] not in self._arrivals}
         handles = {handle.key: handle for handle in located.handles if handle is not None and handle.key in wanted}
-        indices = [wanted[key] for key in handles]
-        if not indices:
-            if located.lease_id:
-                self._emit(ReleaseRemote(holder, located.epoch, located.lease_id))
+        if not handles:
+            self._release(holder, located)
             return
-        fetch = self._new_fetch(acquisition, holder, [], indices)
+        fetch = self._new_fetch(acquisition, holder, [], [wanted[key] for key in handles])
         self._pull(fetch, replace(located, handles=tuple(handles.values())), sent_at, now)
 
+    def _release(self, holder: Holder, located: LocateResult) -> None:
+        if located.lease_id:
+            self._emit(ReleaseRemote(holder, located.epoch, located.lease_id))
+
     def _end_following(self, acquisition: Acquisition, now: float) -> None:
-        acquisition.follow = 0
         start = self._next_followed(acquisition)
-        if start is not None:
+        if start is None:
+            self._move(acquisition, AcquisitionEvent.WAIT)
+        else:
             self._counters["handoffs_ended_short"] += 1
             self._forget_waits(acquisition)
             left = acquisition.deadline - now
-            draining = self._shard.is_draining()
-            if self._shard.has_directory and not draining and left > 0:
-                acquisition.resolving = True
-                timeout = min(left, LOOKUP_SECONDS_MAX)
-                self._emit(Resolve(acquisition.op, acquisition.request.keys, start, timeout))
+            if left > 0 or self._shard.is_draining():
+                self._look_elsewhere(acquisition, start, left)
             else:
-                acquisition.end(start, MissReason.DRAINING if draining else MissReason.NEVER_STORED)
+                acquisition.end(start, MissReason.NEVER_STORED)
+                self._move(acquisition, AcquisitionEvent.WAIT)
         self._settle(acquisition, now)
 
     def _forget_waits(self, acquisition: Acquisition) -> None:
         """Stop waiting for blocks that are not on their way; nobody would ever report them."""
-        for index in [i for i in acquisition.pending if acquisition.request.keys[i] not in self._arriving]:
+        for index in [i for i in acquisition.pending if acquisition.request.keys[i] not in self._arrivals]:
             acquisition.pending.discard(index)
-            key = acquisition.request.keys[index]
-            waiters = [pair for pair in self._waiters.get(key, ()) if pair != (acquisition.op, index)]
-            if waiters:
-                self._waiters[key] = waiters
-            else:
-                self._waiters.pop(key, None)
+            self._arrivals.forget(acquisition.request.keys[index], acquisition.op, index)
 
     def _await(self, acquisition: Acquisition, index: int) -> None:
         acquisition.pending.add(index)
-        self._waiters.setdefault(acquisition.request.keys[index], []).append((acquisition.op, index))
+        self._arrivals.wait(acquisition.request.keys[index], acquisition.op, index)
 
     def _fetch_worthwhile(
         self, acquisition: Acquisition, wanted: list[int], holders: dict[int, tuple[Holder, ...]], now: float
@@ -402,9 +416,9 @@ class Acquisitions:
     def _new_fetch(
         self, acquisition: Acquisition, holder: Holder, alternates: list[Holder], indices: list[int]
     ) -> Fetch:
-        chain = acquisition.request.keys
+        number = self._pulls.open(self, holder, acquisition.payload_bytes)
         fetch = Fetch(
-            self._next_id, holder, alternates, chain, indices, acquisition.payload_bytes, acquisition.base,
+            number, holder, alternates, acquisition.request.keys, indices, acquisition.payload_bytes, acquisition.base,
             acquisition.account,
         )  # fmt: skip
         self._register(fetch)
@@ -412,48 +426,22 @@ class Acquisitions:
         return fetch
 
     def _register(self, fetch: Fetch) -> None:
-        self._next_id += 1
-        self._fetches[fetch.fetch] = fetch
+        self._fetches[fetch.number] = fetch
         for index in fetch.indices:
-            self._arriving[fetch.chain[index]] = fetch.fetch
+            self._arrivals.expect(fetch.chain[index], fetch.number)
 
     def _locate(self, fetch: Fetch, now: float) -> None:
-        fetch.state, fetch.give_up_at = FetchState.LOCATING, now + LOCATE_GIVE_UP_SECONDS
-        keys = tuple(fetch.chain[index] for index in fetch.indices)
-        self._emit(Locate(fetch.fetch, fetch.holder, keys, LOCATE_SECONDS_MAX))
-
-    def _keep(self, fetch: Fetch, index: int, handle: BlockHandle, slot: Slot, now: float) -> None:
-        key = handle.key
-        if key in self._store:  # an engine of this node sealed the same block meanwhile
-            self._store.abort(slot)
-        else:
-            parent = fetch.chain[index - 1] if index else None
-            route = span_route(fetch.chain, index)
-            self._store.seal(slot, key, parent, fetch.base + index, route, handle.digest, now, is_secondary=True)
-        if self._arriving.get(key) == fetch.fetch:
-            del self._arriving[key]
-        self._arrived(key, origin=fetch.holder.node_id, now=now)
-
-    def _discard(self, job: int, slot: Slot, result: PullResult, now: float) -> MissReason:
-        if result is PullResult.STUCK:
-            self._store.quarantine(slot)
-            self._stuck.setdefault(job, []).append(slot.index)
-            return MissReason.DEADLINE
-        if result is PullResult.CORRUPT:
-            self._store.quarantine(slot)
-            self._suspects.append((now + SUSPECT_SECONDS, slot.index))
-            return MissReason.CORRUPT
-        self._store.abort(slot)
-        return MissReason.STALE if result is PullResult.STALE else MissReason.PEER_FAILED
+        fetch.give_up_at = now + LOCATE_GIVE_UP_SECONDS
+        self._pulls.locate(fetch.number, tuple(fetch.chain[index] for index in fetch.indices))
 
     def _end_fetch(self, fetch: Fetch, from_position: int, reason: MissReason, now: float) -> None:
         """The blocks from this position on did not come: ask the next holder, or fail their waiters.
 
         Blocks that did come are not arriving any more and are skipped by both ways.
         """
-        left = [i for i in fetch.indices[from_position:] if self._arriving.get(fetch.chain[i]) == fetch.fetch]
+        left = [i for i in fetch.indices[from_position:] if self._arrivals.is_brought_by(fetch.chain[i], fetch.number)]
         self._counters["fetches_failed"] += 1
-        del self._fetches[fetch.fetch]
+        del self._fetches[fetch.number]
         self._ask_next(fetch, left, reason, now)
 
     def _ask_next(self, fetch: Fetch, left: list[int], reason: MissReason, now: float) -> None:
@@ -463,14 +451,16 @@ class Acquisitions:
             return
         holder, *others = fetch.alternates
         # An id names one Pull: a late WritesEnded of the old one must not touch the new one's slots.
-        again = Fetch(self._next_id, holder, others, fetch.chain, left, fetch.payload_bytes, fetch.base, fetch.account)
+        number = self._pulls.open(self, holder, fetch.payload_bytes)
+        again = Fetch(number, holder, others, fetch.chain, left, fetch.payload_bytes, fetch.base, fetch.account)
         self._register(again)
         self._locate(again, now)
 
     def _give_up(self, fetch: Fetch, now: float) -> None:
         """Its performer owes an answer that does not come: the blocks may be fetched anew, by whoever wants them."""
         self._counters["fetches_overdue"] += 1
-        if fetch.state is FetchState.LOCATING:
+        if self._pulls.is_locating(fetch.number):
+            self._pulls.drop(fetch.number)
             self._end_fetch(fetch, 0, MissReason.PEER_FAILED, now)
             return
         fetch.give_up_at = math.inf  # its slots stay reserved until Pulled: the transport may still write them
@@ -479,20 +469,19 @@ class Acquisitions:
     def _fail_indices(self, fetch: Fetch, indices: Sequence[int], reason: MissReason, now: float) -> None:
         for index in indices:
             key = fetch.chain[index]
-            if self._arriving.get(key) == fetch.fetch:
-                del self._arriving[key]
+            if self._arrivals.end(key, fetch.number):
                 self._fail_key(key, reason, now, fetch.holder.node_id)
 
     def _take_waiters(self, key: BlockKey) -> list[tuple[Acquisition, int]]:
         found: list[tuple[Acquisition, int]] = []
-        for op, index in self._waiters.pop(key, []):
+        for op, index in self._arrivals.take_waiters(key):
             acquisition = self._open.get(op)
             # An op id may be used again after its answer: the key tells whether this is still the call that waited.
             if acquisition is not None and index in acquisition.pending and acquisition.request.keys[index] == key:
                 found.append((acquisition, index))
         return found
 
-    def _arrived(self, key: BlockKey, *, origin: NodeId | None, now: float) -> None:
+    def _take_arrived(self, key: BlockKey, *, origin: NodeId | None, now: float) -> None:
         block = self._store.get(key)
         for acquisition, index in self._take_waiters(key):
             acquisition.pending.discard(index)
@@ -513,14 +502,14 @@ class Acquisitions:
             self._settle(acquisition, now)
 
     def _settle(self, acquisition: Acquisition, now: float) -> None:
-        if acquisition.op not in self._open:
+        if acquisition.state in (AcquisitionState.OVER, AcquisitionState.RESOLVING):
             return
-        if acquisition.resolving or any(index < acquisition.break_at for index in acquisition.pending):
+        if any(index < acquisition.break_at for index in acquisition.pending):
             return
         self._answer(acquisition, now)
 
     def _answer(self, acquisition: Acquisition, now: float) -> None:
-        del self._open[acquisition.op]
+        self._move(acquisition, AcquisitionEvent.ANSWER)
         self._forget_waits(acquisition)
         skip = acquisition.request.skip
         end = skip
@@ -535,11 +524,6 @@ class Acquisitions:
             return
         self._answers.answer(acquisition.op, acquisition, promised, fetched, acquisition.reason, now)
 
-    def _release_remote(self, fetch: Fetch) -> None:
-        if fetch.lease_id:
-            self._emit(ReleaseRemote(fetch.holder, fetch.epoch, fetch.lease_id))
-            fetch.lease_id = LeaseId(0)
-
     def peer_speeds(self) -> tuple[PeerSpeed, ...]:
         return self._estimates.speeds()
 
@@ -547,16 +531,22 @@ class Acquisitions:
         """Slots pinned by open acquisitions, for the pin count check of the shard."""
         return Counter(index for acquisition in self._open.values() for index in acquisition.held.values())
 
+    @property
+    def is_idle(self) -> bool:
+        """Nobody waits, and nothing comes."""
+        return not (self._open or self._fetches) and self._arrivals.is_idle
+
     def check_invariants(self) -> None:
-        waited = {(op, index) for pairs in self._waiters.values() for op, index in pairs}
+        waiters = self._arrivals.waiters()
         for op, acquisition in self._open.items():
+            assert acquisition.op == op
+            asks = acquisition.state is AcquisitionState.ASKING
+            assert acquisition.state not in (AcquisitionState.STARTING, AcquisitionState.OVER), "it is not under way"
+            assert bool(acquisition.question) == asks, "a question is out and nobody asks"
             for index in acquisition.pending:
-                key = acquisition.request.keys[index]
-                assert (op, index) in waited, "an acquisition waits for a block nobody would report"
-                on_its_way = key in self._arriving or acquisition.follow
+                assert (op, index) in waiters, "an acquisition waits for a block nobody would report"
+                on_its_way = acquisition.request.keys[index] in self._arrivals or acquisition.state in FOLLOWING
                 assert on_its_way, "an acquisition waits for a block that is not on its way"
-        for key, fetch_id in self._arriving.items():
-            assert fetch_id == 0 or fetch_id in self._fetches, f"{key.hex()} arrives by a fetch that is over"
-        for fetch in self._fetches.values():
-            for slot in fetch.slots:
-                assert slot.state is SlotState.WRITING, "a pull writes a slot that is not reserved for it"
+        bringers = self._arrivals.bringers() - {DIGESTING}
+        assert bringers <= self._fetches.keys(), "a block arrives by a fetch that is over"
+        assert self._fetches.keys() == self._pulls.owned_by(self), "a fetch without a pull, or a pull without a fetch"

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvservice.core.messages import Holder
+from kvservice.core.transitions import step
 from kvservice.errors import Exhausted, Forbidden
 from kvservice.units import BootEpoch, NodeId
 
@@ -93,10 +94,6 @@ TRANSITIONS: dict[tuple[MemberState, MemberEvent], MemberState] = {
     (_S.SUSPECT, _E.REPLACE): _S.DEAD,
 }
 VISIBLE = frozenset({MemberState.SYNCING, MemberState.ALIVE})
-
-
-class InvalidNodeTransition(AssertionError):
-    """A bug in the core: a member was asked for a change its state does not allow."""
 
 
 @dataclass(slots=True)
@@ -268,11 +265,7 @@ class Membership:
         self._next_deadline = min(self._next_deadline, now + self._hide_seconds)
 
     def _move(self, member: Member, event: MemberEvent) -> None:
-        target = TRANSITIONS.get((member.state, event))
-        if target is None:
-            raise InvalidNodeTransition(
-                f"{member.holder.node_id} is {member.state.value}, cannot {event.value}: {member}"
-            )
+        target = step(TRANSITIONS, member.state, event, f"member {member.holder.node_id}")
         if target is not member.state:
             self.version += 1
         member.state = target

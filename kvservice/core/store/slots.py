@@ -14,6 +14,7 @@ from enum import Enum
 
 from kvservice.core.block.tenants import NOBODY, Accounts
 from kvservice.core.segment.geometry import Geometry, slab_of, slot_index
+from kvservice.core.transitions import InvalidTransition
 from kvservice.units import Generation, SlotIndex
 
 
@@ -60,10 +61,6 @@ TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
     (SlotState.LEASED, SlotEvent.UNPIN): SlotState.SEALED,
     (SlotState.QUARANTINED, SlotEvent.END_QUARANTINE): SlotState.FREE,
 }
-
-
-class InvalidSlotTransition(AssertionError):
-    """A bug in the core: a slot was asked for a change its state does not allow."""
 
 
 @dataclass(slots=True)
@@ -208,7 +205,7 @@ class SlotTable:
     def _move(self, slot: Slot, event: SlotEvent) -> None:
         target = TRANSITIONS.get((slot.state, event))
         if target is None:
-            raise InvalidSlotTransition(f"slot {slot.index} is {slot.state.value}, cannot {event.value}: {slot}")
+            raise InvalidTransition(f"slot {slot.index} is {slot.state.value}, cannot {event.value}: {slot}")
         self._counts[slot.state] -= 1
         self._counts[target] += 1
         if slot.account:

@@ -15,7 +15,7 @@ from functools import partial
 
 from kvservice.client.shard import SEAL_SECONDS
 from kvservice.connector.scheduler.handoff import Prefill
-from kvservice.core.acquire.acquisitions import SUSPECT_SECONDS
+from kvservice.core.acquire.pulls import SUSPECT_SECONDS
 from kvservice.core.block.tenants import NOBODY, TenantLimits
 from kvservice.core.messages import Handoff
 from kvservice.core.segment.geometry import Geometry

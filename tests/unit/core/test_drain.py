@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvservice.core import events as ev
-from kvservice.core.acquire.acquisitions import LEASE_MARGIN_SECONDS
+from kvservice.core.acquire.pulls import LEASE_MARGIN_SECONDS
 from kvservice.core.drain.sender import RAMP_FLOOR, RAMP_SECONDS, DrainPhase, plan, ramp, weights
 from kvservice.core.messages import Holder, MissReason, Peer, TakeOverItem, TakeOverResult
 from kvservice.core.store.blocks import Block

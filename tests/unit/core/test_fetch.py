@@ -5,15 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvservice.core import events as ev
-from kvservice.core.acquire.acquisitions import (
-    LOCATE_GIVE_UP_SECONDS,
-    LOOKUP_SECONDS_MAX,
-    PULL_BLOCKS_MAX,
-    PULL_GRACE_SECONDS,
-    PULL_SECONDS_MAX,
-    SUSPECT_SECONDS,
-)
+from kvservice.core.acquire.acquisitions import LOCATE_GIVE_UP_SECONDS, LOOKUP_SECONDS_MAX, PULL_GRACE_SECONDS
 from kvservice.core.acquire.estimate import REFUSALS_MAX
+from kvservice.core.acquire.pulls import PULL_BLOCKS_MAX, PULL_SECONDS_MAX, SUSPECT_SECONDS
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.events import PullResult
 from kvservice.core.messages import AcquireRequest, MissReason, SealStatus
@@ -45,8 +39,7 @@ def pulling(harness: CoreHarness, engine: AttachmentId, *runs: object, timeout: 
 
 def nothing_left(harness: CoreHarness) -> None:
     """No fetch, no waiter and no key on its way is remembered."""
-    inside = harness.state._acquisitions
-    assert not (inside._open or inside._fetches or inside._arriving or inside._waiters or inside._stuck)
+    assert harness.state._acquisitions.is_idle and not harness.state._pulls._open
     counts = harness.state.slot_counts()
     assert counts["free"] + counts["sealed"] + counts["leased"] == harness.state.capacity
 

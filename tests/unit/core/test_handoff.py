@@ -316,7 +316,7 @@ def test_a_cancelled_reader_leaves_nothing(shard: CoreHarness) -> None:
     shard.advance(100.0)
     counts = shard.state.slot_counts()
     assert (counts["sealed"], counts["leased"], counts["writing"]) == (3, 0, 0)
-    assert not shard.state._acquisitions._waiters and len(shard.remote_releases) == 2
+    assert shard.state._acquisitions.is_idle and len(shard.remote_releases) == 2
 
 
 def test_a_draining_node_follows_nobody(shard: CoreHarness) -> None:

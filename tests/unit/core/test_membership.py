@@ -8,11 +8,11 @@ from kvservice.core.directory import membership as m
 from kvservice.core.directory.membership import (
     AnnounceEffect,
     AnnounceOutcome,
-    InvalidNodeTransition,
     Membership,
     MemberState,
 )
 from kvservice.core.messages import Holder
+from kvservice.core.transitions import InvalidTransition
 from kvservice.errors import Exhausted, Forbidden
 from kvservice.units import BootEpoch, NodeId
 
@@ -226,7 +226,7 @@ def test_transition_not_in_the_table_is_a_bug() -> None:
     table = synced()
     member = table.get(NodeId("a"))
     assert member is not None
-    with pytest.raises(InvalidNodeTransition):
+    with pytest.raises(InvalidTransition):
         table._move(member, m.MemberEvent.EXPIRE)
 
 

@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from kvservice.core.segment.geometry import Geometry, slab_of
-from kvservice.core.store.slots import TRANSITIONS, InvalidSlotTransition, Slot, SlotEvent, SlotState, SlotTable
+from kvservice.core.store.slots import TRANSITIONS, Slot, SlotEvent, SlotState, SlotTable
+from kvservice.core.transitions import InvalidTransition
 from kvservice.testing.builders import LARGE, SMALL
 from kvservice.units import Generation, MiB, SlotIndex
 
@@ -88,7 +89,7 @@ def test_every_other_transition_is_an_error_without_effect(pair: tuple[SlotState
     with pytest.raises(AssertionError) as caught:
         apply(table, slot, pair[1])
     if pair[1] is not SlotEvent.UNPIN:
-        assert isinstance(caught.value, InvalidSlotTransition)
+        assert isinstance(caught.value, InvalidTransition)
         assert pair[0].value in str(caught.value) and pair[1].value in str(caught.value)
     assert (slot.state, slot.pins, slot.generation, slot.owner, table.counts()) == before
     table.check_invariants()

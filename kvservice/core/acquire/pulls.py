@@ -1,0 +1,220 @@
+"""Pulls: blocks of other nodes are leased, read into reserved slots of this one and verified, or it fails.
+
+Fetches (core.acquire.acquisitions) and take-overs (core.drain.receiver) are made of pulls. They decide which blocks and
+which slots; here is what each must get right: no slot is used again while a transfer may still write it, bytes that
+failed verification rest, and a peer's lease goes back when nothing reads under it any more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from kvservice.core.actions import Locate, Pull, ReleaseRemote
+from kvservice.core.context import ShardContext
+from kvservice.core.events import PullResult
+from kvservice.core.messages import Holder, LocateResult
+from kvservice.core.segment.refs import BlockHandle
+from kvservice.core.store.slots import Slot, SlotState
+from kvservice.core.transitions import step
+from kvservice.units import BlockKey
+
+LOCATE_SECONDS_MAX = 1.0  # a peer answers from memory: one that takes longer is asked in vain
+PULL_BLOCKS_MAX = 512  # of one pull: bounds remote leases and the headers in flight
+PULL_SECONDS_MAX = 60.0  # whatever lease a peer claims to give
+LEASE_MARGIN_SECONDS = 1.0  # reading stops this long before the peer's lease ends
+SUSPECT_SECONDS = 60.0  # a slot whose bytes failed verification rests this long
+
+
+class PullState(Enum):
+    LOCATING = "locating"  # the peer is asked for a lease
+    PULLING = "pulling"  # the transport reads into slots that are reserved for it
+    STUCK = "stuck"  # it is over, but some of its slots may still be written
+    OVER = "over"
+
+
+class PullEvent(Enum):
+    BEGIN = "begin"  # blocks are leased, and there are slots for them
+    DROP = "drop"  # there is nothing to read, or nobody waits for it any longer
+    FINISH = "finish"  # each slot was kept or given back
+    STICK = "stick"  # so were some, the others may still be written
+    WRITES_END = "writes end"  # nothing writes them any more
+
+
+TRANSITIONS: dict[tuple[PullState, PullEvent], PullState] = {
+    (PullState.LOCATING, PullEvent.BEGIN): PullState.PULLING,
+    (PullState.LOCATING, PullEvent.DROP): PullState.OVER,
+    (PullState.PULLING, PullEvent.FINISH): PullState.OVER,
+    (PullState.PULLING, PullEvent.STICK): PullState.STUCK,
+    (PullState.STUCK, PullEvent.WRITES_END): PullState.OVER,
+}
+
+
+class PullOwner(Protocol):
+    """Who wants the blocks of a pull."""
+
+    def located(self, number: int, result: LocateResult | None, sent_at: float, now: float) -> None:
+        """The peer's answer, None when it failed. The owner begins the pull or drops it."""
+        ...
+
+    def arrived(self, number: int, position: int, handle: BlockHandle, slot: Slot, now: float) -> None:
+        """This block is in its slot and verified. The owner seals the slot, or aborts it."""
+        ...
+
+    def pulled(self, number: int, results: tuple[PullResult, ...], now: float) -> None:
+        """The pull is over, one result a handle. What did not arrive was discarded."""
+        ...
+
+
+@dataclass(slots=True)
+class PeerPull:
+    number: int  # names it in Locate, Pull and their answers; never used again
+    owner: PullOwner
+    holder: Holder
+    payload_bytes: int
+    state: PullState = PullState.LOCATING
+    leased: LocateResult | None = None
+    handles: tuple[BlockHandle, ...] = ()  # what is being read
+    slots: tuple[Slot, ...] = ()  # where to, one a handle
+    stuck: list[Slot] = field(default_factory=list)
+
+
+class Pulls:
+    """Every pull that is not over, whoever owns it."""
+
+    def __init__(self, shard: ShardContext) -> None:
+        self._shard = shard
+        self._open: dict[int, PeerPull] = {}
+        self._suspects: list[tuple[float, Slot]] = []  # (free again at, slot)
+        self._next_number = 1
+
+    # -- what owners ask ----
+
+    def open(self, owner: PullOwner, holder: Holder, payload_bytes: int) -> int:
+        """The number of a new pull; `locate` follows, or `begin` when blocks are leased already."""
+        number = self._next_number
+        self._next_number += 1
+        self._open[number] = PeerPull(number, owner, holder, payload_bytes)
+        return number
+
+    def locate(self, number: int, keys: tuple[BlockKey, ...]) -> None:
+        """Ask the peer to lease these blocks; `located` of the owner gets the answer."""
+        self._shard.emit(Locate(number, self._open[number].holder, keys, LOCATE_SECONDS_MAX))
+
+    def begin(
+        self, number: int, leased: LocateResult, handles: Sequence[BlockHandle], slots: Sequence[Slot], sent_at: float,
+        until: float = math.inf,
+    ) -> float:  # fmt: skip
+        """Read leased blocks, each into its reserved slot. `sent_at`: local clock before the lease was asked for.
+        Returns the time at which the transport must have ended it, `until` at the latest."""
+        pull = self._open[number]
+        self._move(pull, PullEvent.BEGIN)
+        pull.leased, pull.handles, pull.slots = leased, tuple(handles), tuple(slots)
+        items = tuple((handle, slot.index) for handle, slot in zip(handles, slots, strict=True))
+        deadline = min(sent_at + min(leased.lease_seconds, PULL_SECONDS_MAX) - LEASE_MARGIN_SECONDS, until)
+        self._shard.emit(Pull(number, pull.holder, leased.epoch, pull.payload_bytes, items, deadline))
+        return deadline
+
+    def drop(self, number: int, leased: LocateResult | None = None) -> None:
+        """Nothing will be read. What was leased goes back."""
+        pull = self._open[number]
+        self._move(pull, PullEvent.DROP)
+        self._release(pull.holder, leased)
+
+    def is_locating(self, number: int) -> bool:
+        return self._open[number].state is PullState.LOCATING
+
+    # -- what the performer reports ----
+
+    def located(self, number: int, result: LocateResult | None, sent_at: float, now: float) -> None:
+        pull = self._open.get(number)
+        if pull is None or pull.state is not PullState.LOCATING:
+            return  # too late: a lease that came with it ends by itself
+        pull.owner.located(number, result, sent_at, now)
+
+    def pulled(self, number: int, results: Sequence[PullResult], now: float) -> None:
+        """What a result is missing for may still be written."""
+        pull = self._open.get(number)
+        if pull is None or pull.state is not PullState.PULLING:
+            return
+        slots, pull.slots = pull.slots, ()
+        known = (*results[: len(slots)], *[PullResult.STUCK] * (len(slots) - len(results)))
+        for position, (slot, result) in enumerate(zip(slots, known, strict=True)):
+            if result is PullResult.OK:
+                pull.owner.arrived(number, position, pull.handles[position], slot, now)
+            else:
+                self._discard(pull, slot, result, now)
+        if pull.stuck:
+            self._move(pull, PullEvent.STICK)
+        else:
+            self._move(pull, PullEvent.FINISH)
+            self._release(pull.holder, pull.leased)
+        pull.owner.pulled(number, known, now)
+
+    def writes_ended(self, number: int) -> None:
+        pull = self._open.get(number)
+        if pull is None or pull.state is not PullState.STUCK:
+            return
+        for slot in pull.stuck:
+            self._shard.store.end_quarantine(slot)
+        self._move(pull, PullEvent.WRITES_END)
+
+    # -- time ----
+
+    def tick(self, now: float) -> None:
+        for until, slot in self._suspects:
+            if until <= now:
+                self._shard.store.end_quarantine(slot)
+        self._suspects = [(until, slot) for until, slot in self._suspects if until > now]
+
+    def next_deadline(self) -> float | None:
+        return min((until for until, _ in self._suspects), default=None)
+
+    # -- inside ----
+
+    def _discard(self, pull: PeerPull, slot: Slot, result: PullResult, now: float) -> None:
+        if result is PullResult.STUCK:
+            self._shard.store.quarantine(slot)
+            pull.stuck.append(slot)
+        elif result is PullResult.CORRUPT:
+            self._shard.store.quarantine(slot)
+            self._suspects.append((now + SUSPECT_SECONDS, slot))
+        else:
+            self._shard.store.abort(slot)
+
+    def _release(self, holder: Holder, leased: LocateResult | None) -> None:
+        if leased is not None and leased.lease_id:
+            self._shard.emit(ReleaseRemote(holder, leased.epoch, leased.lease_id))
+
+    def _move(self, pull: PeerPull, event: PullEvent) -> None:
+        pull.state = step(TRANSITIONS, pull.state, event, f"pull {pull.number}")
+        if pull.state is PullState.OVER:
+            del self._open[pull.number]
+
+    def owned_by(self, owner: PullOwner) -> set[int]:
+        """Numbers of the pulls that this owner still hears of, for checks."""
+        states = (PullState.LOCATING, PullState.PULLING)
+        return {pull.number for pull in self._open.values() if pull.owner is owner and pull.state in states}
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is being read, and no slot rests."""
+        return not (self._open or self._suspects)
+
+    def check_invariants(self) -> None:
+        resting = [slot for _, slot in self._suspects]
+        for number, pull in self._open.items():
+            assert pull.number == number
+            assert pull.state is not PullState.OVER, "a pull that is over is kept"
+            assert bool(pull.slots) == (pull.state is PullState.PULLING), "slots are held and nothing writes them"
+            assert bool(pull.stuck) == (pull.state is PullState.STUCK), "slots are held back for nothing"
+            assert len(pull.slots) in (0, len(pull.handles)), "a slot without a block to read"
+            for slot in pull.slots:
+                assert slot.state is SlotState.WRITING, "a pull writes a slot that is not reserved for it"
+            resting += pull.stuck
+        for slot in resting:
+            assert slot.state is SlotState.QUARANTINED, "a slot does not rest as it should"
+        assert len(resting) == len({slot.index for slot in resting}), "a slot is to be given back twice"
