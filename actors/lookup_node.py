@@ -30,9 +30,15 @@ class LookupNode:
         # Nanoseconds: two boots within one second must not share an epoch.
         hide, forget = patience(heartbeat_seconds)
         self._server = LookupServer(
-            address, partition, partition_count, time.time_ns(), tls_dir=tls_dir, allow_plaintext=allow_plaintext,
-            hide_seconds=hide, forget_seconds=forget,
-        )  # fmt: skip
+            address,
+            partition,
+            partition_count,
+            time.time_ns(),
+            tls_dir=tls_dir,
+            allow_plaintext=allow_plaintext,
+            hide_seconds=hide,
+            forget_seconds=forget,
+        )
         self._hosted = HostedServer(self._server.start)
 
     def ready(self) -> dict[str, Any]:

@@ -157,15 +157,24 @@ class Supervisor:
             root = config.runtime_root
             # Given to the actor for good: a restarted one must come back where its clients look for it.
             address = lookup_address(
-                config.service, partition, root, nodes[ray_node], port, tls=bool(config.tls_dir),
+                config.service,
+                partition,
+                root,
+                nodes[ray_node],
+                port,
+                tls=bool(config.tls_dir),
                 allow_plaintext=config.allow_plaintext,
-            )  # fmt: skip
+            )
             if address.endswith(":0"):
                 address = f"{nodes[ray_node]}:{_free_port_on(ray_node)}"
             arguments = (
-                address, partition, config.lookup_partitions, config.tls_dir, config.allow_plaintext,
+                address,
+                partition,
+                config.lookup_partitions,
+                config.tls_dir,
+                config.allow_plaintext,
                 config.heartbeat_seconds,
-            )  # fmt: skip
+            )
             handle = self._place(LookupNode, ray_node, names.lookup(partition), arguments)
             self._lookups[partition] = _Part(f"lookup partition {partition}", handle, ray_node)
         self._ask(self._lookups.values())

@@ -85,9 +85,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as logs:
         engines = {
             "without": Replica(options.model, None, Path(logs) / "without.log", **engine_settings),
-            "with": Replica(options.model, {"mode": "embedded", "memory": options.pool}, Path(logs) / "with.log",
-                            **engine_settings),
-        }  # fmt: skip
+            "with": Replica(
+                options.model, {"mode": "embedded", "memory": options.pool}, Path(logs) / "with.log", **engine_settings
+            ),
+        }
         try:
             for engine in engines.values():
                 measure(engine.ready(), [prompt(options.tokens)])

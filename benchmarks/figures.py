@@ -94,11 +94,16 @@ def peers(results: Results) -> str:
 
 
 NAMES = {
-    "memcpy": "memcpy", "kvservice": "kvservice", "kvservice, all verified": "kvservice, every block verified",
-    "kvservice, until sealed": "kvservice, until sealed (digests, in the shard)", "Redis": "Redis",
-    "Mooncake Store, own segment": "Mooncake Store, own segment", "Ray object store": "Ray object store",
-    "Mooncake Store": "Mooncake Store", "raw NIXL": "raw NIXL",
-}  # fmt: skip
+    "memcpy": "memcpy",
+    "kvservice": "kvservice",
+    "kvservice, all verified": "kvservice, every block verified",
+    "kvservice, until sealed": "kvservice, until sealed (digests, in the shard)",
+    "Redis": "Redis",
+    "Mooncake Store, own segment": "Mooncake Store, own segment",
+    "Ray object store": "Ray object store",
+    "Mooncake Store": "Mooncake Store",
+    "raw NIXL": "raw NIXL",
+}
 DEFAULTS = {
     ("read, same node", "kvservice"): "kvservice, `verify_load` sampled (the default)",
     ("write, same node", "kvservice"): "kvservice, what the engine waits for",
@@ -253,34 +258,76 @@ def _startup(read: Callable[[Figures], str]) -> Callable[[Results], Seen]:
 
 
 GOALS: Sequence[Row] = (
-    ("lookup, 1 / 64 / 512 / 2,048 keys, 1 M blocks known, p50", "0.05 / 0.1 / 0.1 / 0.25 ms",
-     _lookup("lookup_latency"), "lookup_latency"),
+    (
+        "lookup, 1 / 64 / 512 / 2,048 keys, 1 M blocks known, p50",
+        "0.05 / 0.1 / 0.1 / 0.25 ms",
+        _lookup("lookup_latency"),
+        "lookup_latency",
+    ),
     ("the same, 10 M known", "the same", _lookup("lookup_latency_10m"), "lookup_latency_10m"),
-    ("the same, 10 M known, huge pages in /dev/shm", "the same", _lookup("lookup_latency_10m_huge_pages"),
-     "lookup_latency_10m_huge_pages"),
+    (
+        "the same, 10 M known, huge pages in /dev/shm",
+        "the same",
+        _lookup("lookup_latency_10m_huge_pages"),
+        "lookup_latency_10m_huge_pages",
+    ),
     ("the same, eight readers at once, 1 M, p50", "–", _busy, "lookup_latency"),
-    ("mirror, bytes a block, 1 M", "64", _of_both("lookup_latency", lambda f: f["mirror"]["bytes_per_key"], "bytes",
-     lambda value: value <= 64), "lookup_latency"),
-    ("mirror fed, keys a second of a core, 1 M", "0.3 M", _of_both("lookup_latency",
-     lambda f: f["mirror"]["fed_keys_per_cpu_second"] / 1e6, "M", lambda value: value >= 0.3), "lookup_latency"),
-    ("gRPC, keys a second of a lookup partition's core, 1 M", "4 M", _of_both("lookup_latency",
-     lambda f: f["resolved_keys_per_cpu_second"] / 1e6, "M", lambda value: value >= 4), "lookup_latency"),
-    ("load, sampled verification, to memcpy", "0.9", _ratios("local_bandwidth", "load, verify_load sampled", 0.9),
-     "local_bandwidth"),
+    (
+        "mirror, bytes a block, 1 M",
+        "64",
+        _of_both("lookup_latency", lambda f: f["mirror"]["bytes_per_key"], "bytes", lambda value: value <= 64),
+        "lookup_latency",
+    ),
+    (
+        "mirror fed, keys a second of a core, 1 M",
+        "0.3 M",
+        _of_both(
+            "lookup_latency", lambda f: f["mirror"]["fed_keys_per_cpu_second"] / 1e6, "M", lambda value: value >= 0.3
+        ),
+        "lookup_latency",
+    ),
+    (
+        "gRPC, keys a second of a lookup partition's core, 1 M",
+        "4 M",
+        _of_both("lookup_latency", lambda f: f["resolved_keys_per_cpu_second"] / 1e6, "M", lambda value: value >= 4),
+        "lookup_latency",
+    ),
+    (
+        "load, sampled verification, to memcpy",
+        "0.9",
+        _ratios("local_bandwidth", "load, verify_load sampled", 0.9),
+        "local_bandwidth",
+    ),
     ("the same, every block verified", "–", _ratios("local_bandwidth", "load, verify_load full", 0), "local_bandwidth"),
     ("store, what the engine waits for, to memcpy", "0.9", _ratios("local_bandwidth", "store", 0.9), "local_bandwidth"),
-    ("pull, verified, to raw NIXL over shared memory: 64 KiB / 720 KiB / 2 MiB", "0.9",
-     _pulls("shared memory (UCX's choice)"), "transfer_bandwidth"),
+    (
+        "pull, verified, to raw NIXL over shared memory: 64 KiB / 720 KiB / 2 MiB",
+        "0.9",
+        _pulls("shared memory (UCX's choice)"),
+        "transfer_bandwidth",
+    ),
     ("the same over TCP", "0.9", _pulls("tcp"), "transfer_bandwidth"),
     ("throughput without any reuse, to that without the connector", "0.98", _cold, "cold_path"),
     ("a tenant's p99 under another's flood, to that without", "1.2", _flood, "reliability_flood"),
-    ("segment ready, per 100 GB, every page reserved", "–",
-     _startup(lambda f: f"{f['segment_seconds_per_100_gb']:.0f} s"), "startup"),
-    ("shard takes up what an earlier one left, per GiB, every digest verified", "–",
-     _startup(lambda f: f"{f['adoption_seconds_per_gib']:.1f} s"), "startup"),
-    ("engine attaches, p50 / p99", "–",
-     _startup(lambda f: f"{f['attach_p50_ms']:.1f} / {f['attach_p99_ms']:.0f} ms"), "startup"),
-)  # fmt: skip
+    (
+        "segment ready, per 100 GB, every page reserved",
+        "–",
+        _startup(lambda f: f"{f['segment_seconds_per_100_gb']:.0f} s"),
+        "startup",
+    ),
+    (
+        "shard takes up what an earlier one left, per GiB, every digest verified",
+        "–",
+        _startup(lambda f: f"{f['adoption_seconds_per_gib']:.1f} s"),
+        "startup",
+    ),
+    (
+        "engine attaches, p50 / p99",
+        "–",
+        _startup(lambda f: f"{f['attach_p50_ms']:.1f} / {f['attach_p99_ms']:.0f} ms"),
+        "startup",
+    ),
+)
 
 
 def goals(results: Results) -> str:
@@ -303,9 +350,14 @@ def _list(values: Sequence[float]) -> str:
 
 
 BLOCKS: dict[str, Callable[[Results], str]] = {
-    "peers": peers, "bandwidth": bandwidth, "in-flight": in_flight, "lookups": lookups, "handoff": handoff,
-    "goals": goals, "first-token": first_token,
-}  # fmt: skip
+    "peers": peers,
+    "bandwidth": bandwidth,
+    "in-flight": in_flight,
+    "lookups": lookups,
+    "handoff": handoff,
+    "goals": goals,
+    "first-token": first_token,
+}
 
 
 def rendered(text: str, results: Results) -> str:

@@ -80,11 +80,13 @@ def main() -> None:
     ):
         engines = {
             name: Replica(
-                options.model, None if node is None else {"mode": "service", "socket": cluster.socket(node)},
-                Path(logs) / f"{name}.log", **ENGINE,
+                options.model,
+                None if node is None else {"mode": "service", "socket": cluster.socket(node)},
+                Path(logs) / f"{name}.log",
+                **ENGINE,
             )
             for name, node in (("here", "n0"), ("there", "n1"), ("off", None))
-        }  # fmt: skip
+        }
         try:
             for engine in engines.values():
                 engine.ready().ask(prompt(256), 1)

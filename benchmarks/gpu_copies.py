@@ -58,9 +58,18 @@ class Case:
             stride[name] = step
             step *= sizes[name]
         self.region = RegionLayout(
-            step, 2 * BLOCKS_MOVED, tuple(layer * stride["l"] for layer in range(layers)), 1, heads, tokens, cell,
-            stride["b"], 0, stride["h"], stride["n"],
-        )  # fmt: skip
+            step,
+            2 * BLOCKS_MOVED,
+            tuple(layer * stride["l"] for layer in range(layers)),
+            1,
+            heads,
+            tokens,
+            cell,
+            stride["b"],
+            0,
+            stride["h"],
+            stride["n"],
+        )
         self.geometry = plan_geometry(4 * BLOCKS_MOVED * self.slot.payload_bytes + 256 * MiB)
         per_slab = self.geometry.slots_per_slab(self.slot.payload_bytes)
         self.slots = [slot_index(i // per_slab, i % per_slab) for i in range(BLOCKS_MOVED)]
@@ -92,9 +101,7 @@ def segment_of(case: Case) -> Iterator[Segment]:
 
 def write_headers(segment: Segment, case: Case, generation: int) -> None:
     for slot in case.slots:
-        header = SlotHeader(
-            segment.epoch, Generation(generation), KEY, case.slot.payload_bytes, SpanRoute(0), 0, 0
-        )  # fmt: skip
+        header = SlotHeader(segment.epoch, Generation(generation), KEY, case.slot.payload_bytes, SpanRoute(0), 0, 0)
         segment.write_header(slot, header)
 
 

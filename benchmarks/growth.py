@@ -210,8 +210,11 @@ def measure(key_count: int) -> Costs:
         heartbeat, resolve = asyncio.run(measure_calls(addresses[0], child_of_this_process()))
     return Costs(
         *({count: found[place] for count, found in of_nodes.items()} for place in range(5)),
-        change, snapshot, heartbeat, resolve,
-    )  # fmt: skip
+        change,
+        snapshot,
+        heartbeat,
+        resolve,
+    )
 
 
 def load_of_partition(

@@ -30,15 +30,20 @@ BATCH, BATCH_HIT, BATCH_REST, BATCH_TOKENS = 8, 512, 64, 16
 
 def engine(model: str, logs: Path, link: Path, layerwise: str) -> Replica:
     connector = {
-        "kv_connector": "KVServiceConnector", "kv_connector_module_path": "benchmarks.layerwise_link",
+        "kv_connector": "KVServiceConnector",
+        "kv_connector_module_path": "benchmarks.layerwise_link",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"mode": "embedded", "memory": "512MiB", "layerwise": layerwise},
-    }  # fmt: skip
+    }
     settings: dict[str, Any] = {"max_model_len": 4096, "max_num_batched_tokens": 4096, "async_scheduling": False}
     return Replica(
-        Path(model), None, logs / f"{layerwise}.log", connector=connector,
-        variables={"KVSERVICE_BENCH_LINK": str(link)}, **settings,
-    )  # fmt: skip
+        Path(model),
+        None,
+        logs / f"{layerwise}.log",
+        connector=connector,
+        variables={"KVSERVICE_BENCH_LINK": str(link)},
+        **settings,
+    )
 
 
 def words(tokens: int) -> str:
@@ -67,10 +72,15 @@ def measure(ways: dict[str, Replica], link: Path, options: argparse.Namespace) -
                     prompt = f"{base} {words(rest)}"
                     for way, replica in ways.items():
                         seconds[way].append(first_token(replica, prompt))
-                rows.append(row := {
-                    "link_gb_per_second": speed, "hit_tokens": hit, "rest_tokens": rest,
-                    **{f"{way}_seconds": median(found) for way, found in seconds.items()}, "samples": seconds,
-                })  # fmt: skip
+                rows.append(
+                    row := {
+                        "link_gb_per_second": speed,
+                        "hit_tokens": hit,
+                        "rest_tokens": rest,
+                        **{f"{way}_seconds": median(found) for way, found in seconds.items()},
+                        "samples": seconds,
+                    }
+                )
                 row["saved"] = 1 - row["load_seconds"] / row["off_seconds"]
                 shown = f"whole {row['off_seconds']:.3f}  layers {row['load_seconds']:.3f}"
                 print(f"{speed:5} GB/s {hit:5} {rest:5}  {shown}", flush=True)
@@ -88,8 +98,14 @@ def batches(ways: dict[str, Replica], link: Path, rounds: int) -> dict[str, Any]
         for way, replica in ways.items():
             replica.reset()
             seconds[way].append(float(replica.ask_all(prompts, BATCH_TOKENS)["seconds"]))
-    return {"requests": BATCH, "hit_tokens": BATCH_HIT, "rest_tokens": BATCH_REST, "generated": BATCH_TOKENS,
-            **{f"{way}_seconds": median(found) for way, found in seconds.items()}, "samples": seconds}  # fmt: skip
+    return {
+        "requests": BATCH,
+        "hit_tokens": BATCH_HIT,
+        "rest_tokens": BATCH_REST,
+        "generated": BATCH_TOKENS,
+        **{f"{way}_seconds": median(found) for way, found in seconds.items()},
+        "samples": seconds,
+    }
 
 
 def numbers(kind: type) -> Any:

@@ -211,8 +211,10 @@ def main() -> None:
         figures[f"{AT_ONCE_BYTES // KiB} KiB, two engines at once"] = two_at_once(socket, options.total, options.rounds)
     rows = [
         [f"{way}, {size}", *values.values()]
-        for size, ways in figures.items() if isinstance(ways, dict) for way, values in ways.items()
-    ]  # fmt: skip
+        for size, ways in figures.items()
+        if isinstance(ways, dict)
+        for way, values in ways.items()
+    ]
     print_table(["way", "GB/s", "memcpy GB/s", "ratio"], rows)
     print(write_report("local_bandwidth", figures, options.out))
 

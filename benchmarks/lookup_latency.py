@@ -54,9 +54,12 @@ def lookup_partitions(count: int) -> Iterator[tuple[list[str], list[int]]]:
             arguments = ["lookup", "--port", "0", "--partition", str(partition), "--lookup-partitions", str(count)]
             command = [sys.executable, "-m", "kvservice.cli.main", *arguments]
             process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
                 env={**os.environ, "KVSERVICE_ALLOW_PLAINTEXT": "1"},  # over TCP, as between machines
-            )  # fmt: skip
+            )
             processes.append(process)
             assert process.stdout is not None
             addresses.append(process.stdout.readline().split()[-1])
@@ -131,8 +134,12 @@ async def measure_service(
         await asyncio.gather(running, return_exceptions=True)
         await client.close()
     return {
-        "floor": floor, "rebuild_seconds": rebuild_seconds, "resolve_by_keys": lookups, "mirror": mirror, **throughput,
-    }  # fmt: skip
+        "floor": floor,
+        "rebuild_seconds": rebuild_seconds,
+        "resolve_by_keys": lookups,
+        "mirror": mirror,
+        **throughput,
+    }
 
 
 async def measure_throughput(client: LookupClient, chains: list[list[BlockKey]], pids: list[int]) -> dict[str, object]:

@@ -34,9 +34,13 @@ from tests.vllm.replica import Replica
 
 ROOT = Path(__file__).resolve().parent.parent
 NIXL_PREFILL = {
-    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
-    "remote_host": None, "remote_port": None,
-}  # fmt: skip
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 
 
 @contextmanager
@@ -44,11 +48,14 @@ def our_pair(model: str, logs: Path, settings: dict[str, Any]) -> Iterator[tuple
     with LocalCluster(nodes=2, pool_bytes=1024 * MiB) as cluster:
         pair = [
             Replica(
-                Path(model), {"mode": "service", "socket": cluster.socket(node)}, logs / f"ours-{node}.log", role=role,
+                Path(model),
+                {"mode": "service", "socket": cluster.socket(node)},
+                logs / f"ours-{node}.log",
+                role=role,
                 **settings,
             )
             for node, role in (("n0", "kv_producer"), ("n1", "kv_consumer"))
-        ]  # fmt: skip
+        ]
         try:
             yield pair[0].ready(), pair[1].ready()
         finally:
@@ -60,13 +67,15 @@ def our_pair(model: str, logs: Path, settings: dict[str, Any]) -> Iterator[tuple
 def nixl_pair(model: str, logs: Path, settings: dict[str, Any]) -> Iterator[tuple[Replica, Replica]]:
     pair = [
         Replica(
-            Path(model), None, logs / f"nixl-{role}.log",
+            Path(model),
+            None,
+            logs / f"nixl-{role}.log",
             connector={"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"},
             variables={"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())},
             **settings,
         )
         for role in ("kv_producer", "kv_consumer")
-    ]  # fmt: skip
+    ]
     try:
         yield pair[0].ready(), pair[1].ready()
     finally:
@@ -98,9 +107,7 @@ def _measured(
 ) -> dict[str, Any]:
     assert answer["token_ids"] == first["token_ids"], "prefill and decode do not agree on the first token"
     step = median(decode.ask(prompt, 1)["seconds"] for _ in range(3))
-    return {
-        "prefill_seconds": first["seconds"], "first_token_seconds": until_token, "step_seconds": step,
-    }  # fmt: skip
+    return {"prefill_seconds": first["seconds"], "first_token_seconds": until_token, "step_seconds": step}
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -111,8 +118,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
     def keep(system: str, way: str, tokens: int, sample: dict[str, Any]) -> None:
         samples.append({"system": system, "way": way, "tokens": tokens, **sample})
-        print(f"{system:14} {way:20} {tokens:5}  first token {sample['first_token_seconds']:6.3f} s after the prefill",
-              flush=True)  # fmt: skip
+        print(
+            f"{system:14} {way:20} {tokens:5}  first token {sample['first_token_seconds']:6.3f} s after the prefill",
+            flush=True,
+        )
 
     with tempfile.TemporaryDirectory() as folder:
         with nixl_pair(options.model, Path(folder), settings) as pair:
@@ -157,8 +166,16 @@ def main() -> None:
     options = parser.parse_args()
     figures = run(options)
     columns = ("system", "way", "tokens", "hand-off s", "worst s", "own step s", "prefill s", "of NixlConnector")
-    names = ("system", "way", "tokens", "handoff_seconds", "handoff_seconds_worst", "step_seconds", "prefill_seconds",
-             "of_nixl_connector")  # fmt: skip
+    names = (
+        "system",
+        "way",
+        "tokens",
+        "handoff_seconds",
+        "handoff_seconds_worst",
+        "step_seconds",
+        "prefill_seconds",
+        "of_nixl_connector",
+    )
     print_table(columns, [[row[name] for name in names] for row in figures["rows"]])
     print(f"written to {write_report('pd_handoff', figures, options.out)}")
 

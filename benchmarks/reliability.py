@@ -277,10 +277,15 @@ async def verification(options: argparse.Namespace) -> list[Row]:
         await leave(engine)
     best = {verify: percentile(found[1:], 0.5) for verify, found in bandwidth.items()}  # the first touches the memory
     return [
-        Row(f"loads with verify_load {verify.value} to those without", best[verify] / best[Verify.OFF], "ratio",
-            0.95 if verify is Verify.SAMPLED else 0.0, at_least=True)
+        Row(
+            f"loads with verify_load {verify.value} to those without",
+            best[verify] / best[Verify.OFF],
+            "ratio",
+            0.95 if verify is Verify.SAMPLED else 0.0,
+            at_least=True,
+        )
         for verify in (Verify.SAMPLED, Verify.FULL)
-    ]  # fmt: skip
+    ]
 
 
 async def dead_service(options: argparse.Namespace) -> list[Row]:
@@ -374,8 +379,11 @@ async def flood(options: argparse.Namespace) -> list[Row]:
                     process.wait()
             await leave(engine)
     p50, p99 = ({loud: percentile(found, part) for loud, found in seconds.items()} for part in (0.5, 0.99))
-    print(f"alone {1000 * p50[False]:.2f} / {1000 * p99[False]:.2f} ms, flooded {1000 * p50[True]:.2f} / "
-          f"{1000 * p99[True]:.2f} ms", flush=True)  # fmt: skip
+    print(
+        f"alone {1000 * p50[False]:.2f} / {1000 * p99[False]:.2f} ms, flooded {1000 * p50[True]:.2f} / "
+        f"{1000 * p99[True]:.2f} ms",
+        flush=True,
+    )
     return [
         Row("a tenant's requests that another's flood makes miss", failed, "requests", 0),
         Row("its p50 to that without the flood", p50[True] / p50[False], "ratio", 1.2),

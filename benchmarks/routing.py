@@ -251,9 +251,16 @@ def main() -> None:
         figures[f"{kind} requests"] = len(requests)
         for link, bandwidth in links.items():
             model = Model(
-                given.replicas, given.tokens_per_second, given.block_kib << 10, 50e9, PeerLink(bandwidth, 0.002),
-                engine_blocks=4096, pool_blocks=16_384, step_seconds=0.02, answer_tokens=150,
-            )  # fmt: skip
+                given.replicas,
+                given.tokens_per_second,
+                given.block_kib << 10,
+                50e9,
+                PeerLink(bandwidth, 0.002),
+                engine_blocks=4096,
+                pool_blocks=16_384,
+                step_seconds=0.02,
+                answer_tokens=150,
+            )
             found = {policy: simulate(model, policy, requests, given.seed) for policy in POLICIES}
             figures[f"{kind}, {link}"] = found
             rows += [[f"{kind}, {link}: {policy}", *[found[policy][key] for key in COLUMNS]] for policy in POLICIES]

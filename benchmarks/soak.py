@@ -164,10 +164,14 @@ class Soak:
             middle, last = samples[third : 2 * third] or samples, samples[2 * third :] or samples
             means = [sum(mib for _, mib, _ in part) / len(part) for part in (middle, last)]
             memory[name] = {
-                "first_mib": samples[0][1], "middle_third_mib": means[0], "last_third_mib": means[1],
-                "growth_mib": means[1] - means[0], "most_mib": max(mib for _, mib, _ in samples),
-                "descriptors_first": samples[0][2], "descriptors_last": samples[-1][2],
-            }  # fmt: skip
+                "first_mib": samples[0][1],
+                "middle_third_mib": means[0],
+                "last_third_mib": means[1],
+                "growth_mib": means[1] - means[0],
+                "most_mib": max(mib for _, mib, _ in samples),
+                "descriptors_first": samples[0][2],
+                "descriptors_last": samples[-1][2],
+            }
         late = sum(one > READ_SECONDS + LATE_SECONDS for one in seen.seconds)
         return {
             "minutes": (time.monotonic() - self._started) / 60,
@@ -194,9 +198,11 @@ def main() -> int:
     print_table(("what", "figure"), sorted(figures["counts"].items()))
     print_table(
         ("memory of", "first", "middle third", "last third", "growth MiB"),
-        [(n, m["first_mib"], m["middle_third_mib"], m["last_third_mib"], m["growth_mib"])
-         for n, m in figures["memory"].items()],
-    )  # fmt: skip
+        [
+            (n, m["first_mib"], m["middle_third_mib"], m["last_third_mib"], m["growth_mib"])
+            for n, m in figures["memory"].items()
+        ],
+    )
     print(f"{figures['requests']} requests, {figures['later_than_allowed']} late, wrong: {figures['wrong']}")
     print(f"written to {write_report('soak', figures, options.out)}")
     grew = [name for name, row in figures["memory"].items() if row["growth_mib"] > GROWTH_MIB_MAX]

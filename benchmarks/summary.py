@@ -103,10 +103,16 @@ def reliability(figures: Figures) -> Iterator[Row]:
 
 
 READERS: dict[str, Callable[[Figures], Iterator[Row]]] = {
-    "lookup_latency": lookup, "local_bandwidth": local, "transfer_bandwidth": transfer, "peers": peers,
-    "first_token": first_token, "pd_handoff": handoff, "cold_path": cold_path, "startup": startup,
+    "lookup_latency": lookup,
+    "local_bandwidth": local,
+    "transfer_bandwidth": transfer,
+    "peers": peers,
+    "first_token": first_token,
+    "pd_handoff": handoff,
+    "cold_path": cold_path,
+    "startup": startup,
     "reliability": reliability,
-}  # fmt: skip
+}
 
 
 def write(folder: Path) -> Path:

@@ -47,13 +47,27 @@ LIMITS_FROM = 3  # larger numbers in the source are limits somebody chose; one m
 SPOKEN = ("log", "logger", "warnings")  # what is said to people has no rule to keep
 
 COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
-}  # fmt: skip
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
 COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
-    ast.BitAnd: ast.BitOr, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
-}  # fmt: skip
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
+}
 CALLED = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
@@ -259,16 +273,30 @@ def _limit_memory() -> None:
 def _pytest(folder: Path, tests: list[str], seconds: float) -> tuple[int, str]:
     """(exit code, output). Raises TimeoutExpired; nothing of it runs on afterwards."""
     command = [
-        sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", MARKERS,
-        f"--timeout={TEST_SECONDS_MAX}", *tests,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        MARKERS,
+        f"--timeout={TEST_SECONDS_MAX}",
+        *tests,
+    ]
     session = uuid.uuid4().hex
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", SESSION_VARIABLE: session}
     with tempfile.TemporaryFile() as said:  # a pipe would stay open as long as any process of a test
         process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
             preexec_fn=_limit_memory,
-        )  # fmt: skip
+        )
         try:
             process.wait(timeout=seconds)
         finally:

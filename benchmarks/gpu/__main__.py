@@ -88,9 +88,13 @@ class Campaign:
         self.log.write(f"== {stage.name}, at most {allowed:.0f} s ==\n")
         self.log.flush()
         process = subprocess.Popen(
-            [sys.executable, *stage.arguments], stdout=self.log, stderr=subprocess.STDOUT, cwd=ROOT,
-            env={**os.environ, **more}, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, *stage.arguments],
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env={**os.environ, **more},
+            start_new_session=True,
+        )
         try:
             return process.wait(allowed), False
         except subprocess.TimeoutExpired:

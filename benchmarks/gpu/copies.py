@@ -129,9 +129,8 @@ def limits(bench: Bench) -> dict[str, float]:
 
     bench.measure("both directions at once, sum", size, both)
     bench.measure(
-        "one copy, host to another process's device memory", size,
-        lambda: driver.copy(bench.theirs, host, size, stream),
-    )  # fmt: skip
+        "one copy, host to another process's device memory", size, lambda: driver.copy(bench.theirs, host, size, stream)
+    )
     return found
 
 
@@ -192,16 +191,20 @@ def scattered(bench: Bench, size: int) -> None:
     if bench.driver.has_batch_copy:
         arrays = unsigned(bench.theirs + at_device, host, sizes)
         bench.measure(
-            f"load {label}, batch to another process's memory", int(sizes.sum()),
-            lambda: batch(bench.driver, *arrays, ORDER_ANY, bench.stream), count,
-        )  # fmt: skip
+            f"load {label}, batch to another process's memory",
+            int(sizes.sum()),
+            lambda: batch(bench.driver, *arrays, ORDER_ANY, bench.stream),
+            count,
+        )
     if (gather := bench.gather) is not None:
         gathered(bench, f"load {label}", device, sizes, is_load=True)
         gathered(bench, f"store {label}", device, sizes, is_load=False)
         bench.measure(
-            f"direct {label}, gather kernel", int(sizes.sum()),
-            lambda: gather(device + bench.byte_count, device, sizes, bench.stream), count,
-        )  # fmt: skip
+            f"direct {label}, gather kernel",
+            int(sizes.sum()),
+            lambda: gather(device + bench.byte_count, device, sizes, bench.stream),
+            count,
+        )
 
 
 def round_trip(bench: Bench) -> bool:

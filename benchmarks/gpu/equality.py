@@ -45,10 +45,19 @@ class Model:
 
         torch.manual_seed(7)
         config = LlamaConfig(
-            vocab_size=WORDS, hidden_size=2 * HEADS * WIDTH, intermediate_size=1024, num_hidden_layers=LAYERS,
-            num_attention_heads=2 * HEADS, num_key_value_heads=HEADS, head_dim=WIDTH, max_position_embeddings=2048,
-            bos_token_id=None, eos_token_id=None, pad_token_id=None, initializer_range=0.2,
-        )  # fmt: skip
+            vocab_size=WORDS,
+            hidden_size=2 * HEADS * WIDTH,
+            intermediate_size=1024,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=2 * HEADS,
+            num_key_value_heads=HEADS,
+            head_dim=WIDTH,
+            max_position_embeddings=2048,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+            initializer_range=0.2,
+        )
         self.torch, self.new_cache = torch, DynamicCache
         self.net = LlamaForCausalLM(config).to(device, torch.bfloat16).eval()
         words = torch.randint(0, WORDS, (1, PROMPT + 1), generator=torch.Generator().manual_seed(1))

@@ -100,9 +100,16 @@ def batch(driver: Driver, to: Any, come_from: Any, sizes: Any, order: int, strea
     attributes = cuda_driver._Attributes(source_order=order, flags=flags)
     first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
     result = driver._batch(
-        to.ctypes.data, come_from.ctypes.data, sizes.ctypes.data, len(sizes), ctypes.addressof(attributes),
-        ctypes.addressof(first), 1, ctypes.addressof(failed), stream,
-    )  # fmt: skip
+        to.ctypes.data,
+        come_from.ctypes.data,
+        sizes.ctypes.data,
+        len(sizes),
+        ctypes.addressof(attributes),
+        ctypes.addressof(first),
+        1,
+        ctypes.addressof(failed),
+        stream,
+    )
     if result:
         raise RuntimeError(f"cuMemcpyBatchAsync with flags {flags}: CUDA error {result}")
 
@@ -136,7 +143,11 @@ def said_by(name: str, *arguments: str, seconds: float = 60.0, **environment: st
     """What a program of `children` says, in one line: its output, or the end of its complaint."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu.children", name, *arguments],
-        capture_output=True, text=True, timeout=seconds, cwd=ROOT, env={**os.environ, **environment},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
     said = done.stdout.strip() or f"status {done.returncode}: {done.stderr.strip()[-300:]}"
     return said.replace("\n", "; ")

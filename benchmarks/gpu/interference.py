@@ -154,8 +154,11 @@ def copying_elsewhere(handle: bytes, offset: int, way: str) -> Iterator[Callable
     command = [sys.executable, "-m", "benchmarks.gpu.interference", "--loop", way]
     process = subprocess.Popen(
         [*command, "--handle", handle.hex(), "--offset", str(offset)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
     assert process.stdin is not None and process.stdout is not None
     stdin, stdout = process.stdin, process.stdout
 

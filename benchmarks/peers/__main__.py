@@ -74,17 +74,25 @@ def mooncake(options: argparse.Namespace) -> Figures:
     rounds = ["--rounds", str(options.rounds), "--keys", str(options.keys), "--calls", str(options.calls)]
     with server(str(VENV / "bin/mooncake_master"), "--port", str(port), port=port):
         holder = subprocess.Popen(
-            [*program, *common, "--hold"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            text=True, env=environment(),
-        )  # fmt: skip
+            [*program, *common, "--hold"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment(),
+        )
         try:
             assert holder.stdout is not None
             while "ready" not in (line := holder.stdout.readline()):
                 assert line, "Mooncake's holder ended"
             done = subprocess.run(
-                [*program, *common, *rounds], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True,
+                [*program, *common, *rounds],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                check=True,
                 env=environment(),
-            )  # fmt: skip
+            )
         finally:
             holder.kill()
             holder.wait()

@@ -35,9 +35,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     ray.init(
-        num_cpus=2, include_dashboard=False, object_store_memory=options.total + HEADROOM, logging_level="ERROR",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=options.total + HEADROOM,
+        logging_level="ERROR",
         _node_ip_address="127.0.0.1",
-    )  # fmt: skip
+    )
     put: dict[int, float] = {}
     got: dict[int, float] = {}
     for size in options.sizes:

@@ -90,9 +90,14 @@ async def _ask(client: Any, model: str, talk: list[dict[str, str]], user: int, t
     words: list[str] = []
     usage: Any = None
     stream = await client.chat.completions.create(
-        model=model, messages=talk, max_tokens=ANSWER_TOKENS, temperature=0, stream=True,
-        stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
-    )  # fmt: skip
+        model=model,
+        messages=talk,
+        max_tokens=ANSWER_TOKENS,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
     async for chunk in stream:
         if chunk.choices and chunk.choices[0].delta.content:
             first = first or time.perf_counter() - started

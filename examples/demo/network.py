@@ -95,8 +95,10 @@ def two_namespaces() -> Iterator[NamespaceLink]:
     _do("sh", "-c", OWN_SYS)
     far = subprocess.Popen(
         [*UNSHARE, f"{OWN_SYS} && echo made && exec cat"],  # it ends when this process does, whose pipe it reads
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
     try:
         if far.stdout is None or far.stdout.readline() != b"made\n":
             raise Unavailable("no network of the demo's own: its second namespace could not be made")

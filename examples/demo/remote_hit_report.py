@@ -39,10 +39,18 @@ class Row:
         largest = max(sources, key=lambda name: sources[name])
         kind = largest if sources[largest] > answer["computed_tokens"] else "cold" if with_cache else "recompute"
         return cls(
-            question, replica, kind, answer["first_token_seconds"], answer["prompt_tokens"],
-            answer["computed_tokens"], answer["engine_tokens"], answer["pool_tokens"], answer["remote_tokens"],
-            tuple(answer["token_ids"]), answer["text"],
-        )  # fmt: skip
+            question,
+            replica,
+            kind,
+            answer["first_token_seconds"],
+            answer["prompt_tokens"],
+            answer["computed_tokens"],
+            answer["engine_tokens"],
+            answer["pool_tokens"],
+            answer["remote_tokens"],
+            tuple(answer["token_ids"]),
+            answer["text"],
+        )
 
 
 def show_table(rows: list[Row], crossing: str, console: Console) -> None:
@@ -56,10 +64,16 @@ def show_table(rows: list[Row], crossing: str, console: Console) -> None:
     for row in rows:
         gain = f"{reference[row.question] / row.first_token_seconds:.1f} ×" if row.kind in SAVING else ""
         table.add_row(
-            str(row.question), row.replica, f"{row.first_token_seconds:.2f} s", f"{row.computed_tokens:,}",
-            f"{row.engine_tokens:,}", f"{row.pool_tokens:,}", f"{row.remote_tokens:,}", gain,
+            str(row.question),
+            row.replica,
+            f"{row.first_token_seconds:.2f} s",
+            f"{row.computed_tokens:,}",
+            f"{row.engine_tokens:,}",
+            f"{row.pool_tokens:,}",
+            f"{row.remote_tokens:,}",
+            gain,
             style="bold" if row.kind == "remote" else None,
-        )  # fmt: skip
+        )
     console.print(table)
 
 

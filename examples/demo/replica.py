@@ -35,9 +35,15 @@ class DemoReplica:
                 kv_connector_extra_config={"mode": "service", "socket": socket, "fetch_timeout_seconds": 30},
             )
         self._llm = LLM(
-            model=model, dtype=DTYPE, max_model_len=MODEL_LENGTH, block_size=BLOCK_TOKENS, enforce_eager=True,
-            kv_transfer_config=transfer, disable_log_stats=True, max_num_batched_tokens=batch_tokens,
-        )  # fmt: skip
+            model=model,
+            dtype=DTYPE,
+            max_model_len=MODEL_LENGTH,
+            block_size=BLOCK_TOKENS,
+            enforce_eager=True,
+            kv_transfer_config=transfer,
+            disable_log_stats=True,
+            max_num_batched_tokens=batch_tokens,
+        )
         self._count = 0
         self.ask("Hello", 1)  # the first request of an engine pays for its lazy parts
 

@@ -197,11 +197,19 @@ def _raylet_over_there(link: NamespaceLink, head: str, settings: dict[str, Any])
     import ray
 
     command = [
-        "setpriv", "--pdeathsig", "KILL",  # with this process; what it started ends with it
-        *link.over_there, str(Path(sys.executable).with_name("ray")), "start", "--block", f"--address={head}",
-        f"--node-ip-address={THERE}", f"--num-cpus={settings['num_cpus']}",
-        f"--object-store-memory={settings['object_store_memory']}", f"--resources={json.dumps({'demo_b': 1})}",
-    ]  # fmt: skip
+        "setpriv",
+        "--pdeathsig",
+        "KILL",  # with this process; what it started ends with it
+        *link.over_there,
+        str(Path(sys.executable).with_name("ray")),
+        "start",
+        "--block",
+        f"--address={head}",
+        f"--node-ip-address={THERE}",
+        f"--num-cpus={settings['num_cpus']}",
+        f"--object-store-memory={settings['object_store_memory']}",
+        f"--resources={json.dumps({'demo_b': 1})}",
+    ]
     with tempfile.TemporaryFile("w+") as output:
         node = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

@@ -102,10 +102,12 @@ class Authenticator:
         self._bound[attachment.attachment_id] = _Bound(Bearer(tenant, caller.token), revoke)
         tenant_key, public_key = tenants.block_keys_of(tenant)
         return replace(
-            attachment, tenant_key=tenant_key, public_key=public_key,
+            attachment,
+            tenant_key=tenant_key,
+            public_key=public_key,
             may_publish=tenant.public is Public.PUBLISH,
             quota_bytes=quota_bytes(tenant.quota, room_of(attachment.geometry)),
-        )  # fmt: skip
+        )
 
     def unbind(self, attachment: AttachmentId) -> None:
         self._bound.pop(attachment, None)

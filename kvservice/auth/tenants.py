@@ -206,8 +206,9 @@ def read_tenants(path: Path) -> Tenants:
     except OSError as error:
         raise ConfigError(
             f"cannot read the tenants file {path}: {error.strerror}; `kvservice tenants add NAME --file {path}` makes "
-            "one", key="tenants_file",
-        ) from error  # fmt: skip
+            "one",
+            key="tenants_file",
+        ) from error
     if len(data) > FILE_BYTES_MAX:
         raise ConfigError(f"the tenants file {path} is larger than {FILE_BYTES_MAX >> 20} MiB", key="tenants_file")
     try:
@@ -247,12 +248,16 @@ def dump_tenants(tenants: Tenants) -> str:
     """The file's text. Holds secrets."""
     rows = [
         {
-            "name": tenant.name, "tokens": [token.hex() for token in tenant.tokens],
-            "secret": tenant.secret.hex(), "quota": tenant.quota, "in_flight": tenant.in_flight,
-            "public": tenant.public.value, "admin": tenant.admin,
+            "name": tenant.name,
+            "tokens": [token.hex() for token in tenant.tokens],
+            "secret": tenant.secret.hex(),
+            "quota": tenant.quota,
+            "in_flight": tenant.in_flight,
+            "public": tenant.public.value,
+            "admin": tenant.admin,
         }
         for tenant in tenants.by_name.values()
-    ]  # fmt: skip
+    ]
     whole = {"version": VERSION, "public_secret": tenants.public_secret.hex(), "tenants": rows}
     return json.dumps(whole, indent=1) + "\n"
 

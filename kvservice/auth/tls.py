@@ -152,8 +152,10 @@ def listen(server: grpc.aio.Server, address: str, tls: TlsFiles | None, *, allow
         log.warning(
             "plaintext_listener: %s is served without TLS, and whoever reaches it can read and remove blocks: set "
             "KVSERVICE_TLS_DIR everywhere (%s), or keep the network closed",
-            address, WHAT_TO_DO, extra={"address": address},
-        )  # fmt: skip
+            address,
+            WHAT_TO_DO,
+            extra={"address": address},
+        )
     try:
         if tls is None:
             port = server.add_insecure_port(address)

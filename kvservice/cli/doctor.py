@@ -70,9 +70,22 @@ Probe = Callable[[], Iterable[Check]]
 def run_checks() -> list[Check]:
     """Blocks for up to a minute: NIXL moves real bytes."""
     probes: list[Probe] = [
-        python, packages, settings, runtime_directory, shared_memory, logout, huge_pages, locked_memory, nixl,
-        block_keys, engine_hash, clock, tls, ray_cluster, service_parts,
-    ]  # fmt: skip
+        python,
+        packages,
+        settings,
+        runtime_directory,
+        shared_memory,
+        logout,
+        huge_pages,
+        locked_memory,
+        nixl,
+        block_keys,
+        engine_hash,
+        clock,
+        tls,
+        ray_cluster,
+        service_parts,
+    ]
     return [check for probe in probes for check in guarded(probe)]
 
 

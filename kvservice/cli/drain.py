@@ -154,9 +154,10 @@ def _result_line(one: Drained) -> str:
     if not progress["blocks_total"]:
         return f"node {one.node} left; it held no blocks"
     receivers = ", ".join(f"{node}: {count}" for node, count in progress["receivers"].items())
-    parts = [f"{progress['blocks_handed']} handed over ({format_bytes(progress['bytes_handed'])}" + (
-        f"; {receivers})" if receivers else ")"
-    )]  # fmt: skip
+    parts = [
+        f"{progress['blocks_handed']} handed over ({format_bytes(progress['bytes_handed'])}"
+        + (f"; {receivers})" if receivers else ")")
+    ]
     parts.append(f"{progress['blocks_elsewhere']} on other nodes anyway")
     parts.append(f"{progress['blocks_lost']} lost")
     note = f" ({progress['note']})" if progress["note"] else ""

@@ -79,8 +79,11 @@ def explain(service: str, request_id: str) -> dict[str, Any]:
         "keep_seconds": answers.keep_seconds,
         "refused_engines": [
             {
-                "node": node, "model": row.model, "namespace": row.namespace,
-                "age_seconds": round(row.age_seconds, 1), "message": row.message,
+                "node": node,
+                "model": row.model,
+                "namespace": row.namespace,
+                "age_seconds": round(row.age_seconds, 1),
+                "message": row.message,
             }
             for node, reply in sorted(answers.replies.items())
             for row in reply.refused
@@ -88,7 +91,7 @@ def explain(service: str, request_id: str) -> dict[str, Any]:
         "silent_nodes": sorted(answers.silent),
         "silent_lookups": list(members.silent),
         "hints": sorted(set(members.hints.values())),
-    }  # fmt: skip
+    }
 
 
 def choose(found: Sequence[str], wanted: str) -> tuple[list[str], set[str]]:
@@ -109,9 +112,13 @@ def _ask_shards(members: Any, request_id: str) -> ShardAnswers:
     from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 
     request = shard_pb2.ExplainRequest(request_id=request_id)
-    found = _ask_all(members, members.shards, lambda channel, token: shard_pb2_grpc.AdminServiceStub(channel).Explain(
-        request, timeout=CALL_SECONDS, metadata=token
-    ))  # fmt: skip
+    found = _ask_all(
+        members,
+        members.shards,
+        lambda channel, token: shard_pb2_grpc.AdminServiceStub(channel).Explain(
+            request, timeout=CALL_SECONDS, metadata=token
+        ),
+    )
     answered = {node: reply for node, (reply, _) in found.items() if reply is not None}
     silent = [node for node in found if node not in answered]
     return ShardAnswers(answered, {node: at for node, (_, at) in found.items()}, silent)
@@ -168,7 +175,9 @@ def _explain_record(members: Any, answers: ShardAnswers, node: str, record: Any)
         "blocks": count_outcomes(diagnoses),
         "blocks_asked": request.block_count,
         "finished": report is not None,
-        "report": None if report is None else {
+        "report": None
+        if report is None
+        else {
             "prompt_blocks": report.prompt_blocks,
             "engine_blocks": report.engine_blocks,
             "loaded_blocks": report.loaded_blocks,
@@ -178,13 +187,17 @@ def _explain_record(members: Any, answers: ShardAnswers, node: str, record: Any)
         },
         "diagnosis": [
             {
-                "start": one.start, "count": one.count, "outcome": one.outcome.value, "node": one.node,
-                "miss_cause": None if one.miss_cause is None else one.miss_cause.value, "text": one.text,
+                "start": one.start,
+                "count": one.count,
+                "outcome": one.outcome.value,
+                "node": one.node,
+                "miss_cause": None if one.miss_cause is None else one.miss_cause.value,
+                "text": one.text,
                 "eviction_cause": one.eviction_cause or None,
             }
             for one in diagnoses
         ],
-    }  # fmt: skip
+    }
 
 
 def _recorded_request(node: str, record: Any) -> Any:
@@ -203,11 +216,23 @@ def _recorded_request(node: str, record: Any) -> Any:
         miss = MissReason.NEVER_STORED  # of a newer shard
     runs = tuple(SourceRun(run.start, run.count, run.source) for run in record.runs)
     return RecordedRequest(
-        node, record.age_seconds, blocks, record.skip, record.promised, runs, miss, record.miss_node,
-        record.answered, report, record.sought, record.engine,
-        record.ended_age_seconds if record.HasField("ended_age_seconds") else None, record.took_seconds,
-        record.handoff_node, record.handed_from,
-    )  # fmt: skip
+        node,
+        record.age_seconds,
+        blocks,
+        record.skip,
+        record.promised,
+        runs,
+        miss,
+        record.miss_node,
+        record.answered,
+        report,
+        record.sought,
+        record.engine,
+        record.ended_age_seconds if record.HasField("ended_age_seconds") else None,
+        record.took_seconds,
+        record.handoff_node,
+        record.handed_from,
+    )
 
 
 def _gather_evidence(members: Any, answers: ShardAnswers, node: str, record: Any, missing: Sequence[int]) -> Any:
@@ -222,20 +247,33 @@ def _gather_evidence(members: Any, answers: ShardAnswers, node: str, record: Any
     if packed:
         age = record.age_seconds + time.monotonic() - asked_at  # by the time that this is asked
         question = shard_pb2.BlockHistoryRequest(keys=packed, age_seconds=age)
-        found = _ask_all(members, members.shards, lambda channel, shown: shard_pb2_grpc.AdminServiceStub(channel)
-                         .BlockHistory(question, timeout=CALL_SECONDS, metadata=shown))  # fmt: skip
+        found = _ask_all(
+            members,
+            members.shards,
+            lambda channel, shown: shard_pb2_grpc.AdminServiceStub(channel).BlockHistory(
+                question, timeout=CALL_SECONDS, metadata=shown
+            ),
+        )
         for name, (reply, at) in found.items():
             for row in reply.entries if reply is not None else ():
                 entry = BlockHistory(
-                    name, row.state, row.age_seconds - (at - asked_at), row.cause, row.caused_by, row.engine,
-                    row.held_seconds, row.idle_seconds,
-                )  # fmt: skip
+                    name,
+                    row.state,
+                    row.age_seconds - (at - asked_at),
+                    row.cause,
+                    row.caused_by,
+                    row.engine,
+                    row.held_seconds,
+                    row.idle_seconds,
+                )
                 entries.setdefault(missing[0] + row.index, []).append(entry)
         ask_lost = lookup_pb2.LostBlocksRequest(keys=packed, age_seconds=age)
         directories = {address: address for address in members.lookups}
-        found = _ask_all(members, directories, lambda channel, _: lookup_pb2_grpc.LookupServiceStub(channel).LostBlocks(
-            ask_lost, timeout=CALL_SECONDS
-        ))  # fmt: skip
+        found = _ask_all(
+            members,
+            directories,
+            lambda channel, _: lookup_pb2_grpc.LookupServiceStub(channel).LostBlocks(ask_lost, timeout=CALL_SECONDS),
+        )
         for reply, at in found.values():
             for row in reply.lost if reply is not None else ():
                 age = row.age_seconds - (at - asked_at)
@@ -277,7 +315,7 @@ def show(state: dict[str, Any]) -> None:
             f"{minutes:.0f} minutes, the latest 4096 a node; a request appears when it asks for its prefix. The id is "
             "the engine's: what the API returned, or its beginning.",
             highlight=False,
-        )  # fmt: skip
+        )
         for refused in state["refused_engines"]:
             console.print(
                 f"[yellow]an engine of {plain(refused['model'])} was refused at node {plain(refused['node'])} "

@@ -128,13 +128,17 @@ async def _foreground(config: Any) -> None:
     hide, forget = patience(config.heartbeat_seconds)
     root = config.runtime_root
     where = lookup_address(
-        config.service, 0, root, LOOPBACK, config.lookup_port, tls=bool(config.tls_dir),
+        config.service,
+        0,
+        root,
+        LOOPBACK,
+        config.lookup_port,
+        tls=bool(config.tls_dir),
         allow_plaintext=config.allow_plaintext,
-    )  # fmt: skip
+    )
     lookup = LookupServer(
-        where, hide_seconds=hide, forget_seconds=forget, tls_dir=config.tls_dir,
-        allow_plaintext=config.allow_plaintext,
-    )  # fmt: skip
+        where, hide_seconds=hide, forget_seconds=forget, tls_dir=config.tls_dir, allow_plaintext=config.allow_plaintext
+    )
     address = await lookup.start()
     shard = ShardServer(ShardServerConfig(config, NodeId("local"), (address,)))
     end_metrics: Callable[[], None] = lambda: None  # noqa: E731
@@ -191,10 +195,21 @@ def _start_head(service: str, console: Console) -> str:
     words = record.with_suffix(".log")
     with words.open("wb") as log:
         process = subprocess.Popen(
-            [ray, "start", "--head", "--block", f"--node-ip-address={host}", "--port=0", "--include-dashboard=false",
-             "--disable-usage-stats"],
-            stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment,
-        )  # fmt: skip
+            [
+                ray,
+                "start",
+                "--head",
+                "--block",
+                f"--node-ip-address={host}",
+                "--port=0",
+                "--include-dashboard=false",
+                "--disable-usage-stats",
+            ],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+        )
     deadline = time.monotonic() + RAY_START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         found = _ADDRESS.search(words.read_text(errors="replace"))
@@ -266,14 +281,16 @@ def _tell_of_access(service: str, console: Console, *, started: bool) -> None:
         lines = "".join(f"\n  export {name}={value}" for name, value in variables.items())
         console.print(
             f"This Ray asks for {asked}, which kvservice's own commands find. Your programs that join it need{lines}",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            highlight=False,
+            soft_wrap=True,
+        )
     elif not started and not ray_auth.asks_for_token():
         console.print(
             "warning: this Ray cluster asks for no token, so whoever reaches its ports can run code on it: start Ray "
             f"with {ray_auth.MODE}=token and {ray_auth.TOKEN_PATH} on every node, see docs/security.md",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _recorded_address(record: Path) -> str | None:

@@ -18,9 +18,12 @@ EXIT_USAGE = 2
 EXIT_NO_SERVICE = 3
 
 app = typer.Typer(
-    help="A cluster-wide KV cache for LLM inference, on Ray or without it.", no_args_is_help=True, add_completion=False,
-    rich_markup_mode=None, pretty_exceptions_enable=False,
-)  # fmt: skip
+    help="A cluster-wide KV cache for LLM inference, on Ray or without it.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
 app.add_typer(tenants.app, name="tenants")
 
 Service = Annotated[str | None, typer.Option("--service", help="Name of the installation. Default: 'default'.")]
@@ -376,9 +379,16 @@ def replay(
 
     try:
         command.replay(
-            trace, nodes=nodes, capacities=sorted(set(capacity or [])), policies=policy or [], limit=limit,
-            warm_up=warm_up, processes=processes, plot=plot, as_json=as_json,
-        )  # fmt: skip
+            trace,
+            nodes=nodes,
+            capacities=sorted(set(capacity or [])),
+            policies=policy or [],
+            limit=limit,
+            warm_up=warm_up,
+            processes=processes,
+            plot=plot,
+            as_json=as_json,
+        )
     except KVServiceError as error:
         raise fail(error) from error
 

@@ -46,9 +46,14 @@ def run_lookup(config: Any, partition: int, host: str, port: int | None) -> None
     count = config.lookup_partitions
     root = config.runtime_root
     address = lookup_address(
-        config.service, partition, root, bracketed(host), port or 0, tls=bool(config.tls_dir),
+        config.service,
+        partition,
+        root,
+        bracketed(host),
+        port or 0,
+        tls=bool(config.tls_dir),
         allow_plaintext=config.allow_plaintext,
-    )  # fmt: skip
+    )
     if port is None and not address.startswith("unix:"):
         address = f"{bracketed(host)}:{LOOKUP_PORT}"
     hide, forget = patience(config.heartbeat_seconds)

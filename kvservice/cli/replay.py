@@ -14,9 +14,17 @@ from kvservice.errors import ConfigError
 
 
 def replay(
-    path: Path, *, nodes: int, capacities: list[int], policies: list[str], limit: int | None, warm_up: float,
-    processes: int, plot: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+    path: Path,
+    *,
+    nodes: int,
+    capacities: list[int],
+    policies: list[str],
+    limit: int | None,
+    warm_up: float,
+    processes: int,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
     """Blocks until everything was played. Raises KVServiceError for a file that is no trace, or wrong options."""
     from kvservice.replay.study import DEFAULT_POLICIES, OPTIMUM, Plan, default_capacities, play_all, report
     from kvservice.replay.trace import read_trace
@@ -32,10 +40,12 @@ def replay(
         progress.update(reading, completed=size)
         chosen = tuple(policies) or DEFAULT_POLICIES
         plan = Plan(
-            capacities or default_capacities(trace), chosen, nodes,
+            capacities or default_capacities(trace),
+            chosen,
+            nodes,
             next((policy for policy in chosen if policy != OPTIMUM), DEFAULT_POLICIES[0]),
             int(len(trace.requests) * warm_up),
-        )  # fmt: skip
+        )
         playing = progress.add_task("playing", total=len(plan.runs()))
         found = play_all(trace, plan, processes, lambda done: progress.update(playing, completed=done))
     figures = report(trace, plan, found)

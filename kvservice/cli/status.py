@@ -61,9 +61,13 @@ def read_state(service: str, lookup_addresses: Sequence[str], known: Mapping[str
         "remote": totals["hit_remote_blocks"] / asked if asked else None,
     }
     return {
-        "service": service, "nodes": nodes, "lookup_partitions": lookups, "totals": totals, "hit_rates": rates,
+        "service": service,
+        "nodes": nodes,
+        "lookup_partitions": lookups,
+        "totals": totals,
+        "hit_rates": rates,
         "problems": problems,
-    }  # fmt: skip
+    }
 
 
 def show(state: dict[str, Any], *, as_json: bool) -> None:
@@ -154,8 +158,13 @@ def _lookup_stats(tls: Any, address: str) -> dict[str, Any]:
     from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 
     row: dict[str, Any] = {
-        "address": address, "partition": 0, "partition_count": 0, "key_count": 0, "nodes": [], "error": "",
-    }  # fmt: skip
+        "address": address,
+        "partition": 0,
+        "partition_count": 0,
+        "key_count": 0,
+        "nodes": [],
+        "error": "",
+    }
     try:
         with open_blocking_channel(address, tls) as channel:
             stub = lookup_pb2_grpc.LookupServiceStub(channel)
@@ -183,10 +192,22 @@ def _node_stats(tls: Any, node_id: str, address: str) -> dict[str, Any]:
     from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 
     row: dict[str, Any] = {
-        "node_id": node_id, "peer_address": address, "epoch": 0, "segment_bytes": 0, "slabs": 0, "slabs_free": 0,
-        "slots": {}, "counters": {}, "pulled_bytes": {}, "draining": False, "transport": "", "uptime_seconds": 0.0,
-        "models": [], "tenants": [], "error": "",
-    }  # fmt: skip
+        "node_id": node_id,
+        "peer_address": address,
+        "epoch": 0,
+        "segment_bytes": 0,
+        "slabs": 0,
+        "slabs_free": 0,
+        "slots": {},
+        "counters": {},
+        "pulled_bytes": {},
+        "draining": False,
+        "transport": "",
+        "uptime_seconds": 0.0,
+        "models": [],
+        "tenants": [],
+        "error": "",
+    }
     try:
         with open_blocking_channel(address, tls) as channel:
             stub = shard_pb2_grpc.AdminServiceStub(channel)

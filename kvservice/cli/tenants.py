@@ -31,9 +31,14 @@ TokenTo = Annotated[Path | None, typer.Option("--token-to", help="Write the toke
 
 @app.command()
 def add(
-    name: Name, file: File, quota: Quota = None, in_flight: InFlight = None, public: PublicRight = None,
-    admin: Admin = None, token_to: TokenTo = None,
-) -> None:  # fmt: skip
+    name: Name,
+    file: File,
+    quota: Quota = None,
+    in_flight: InFlight = None,
+    public: PublicRight = None,
+    admin: Admin = None,
+    token_to: TokenTo = None,
+) -> None:
     """Add a tenant, and make the file if there is none. Prints its token."""
     from kvservice.auth.tenants import Tenant, Tenants, check_name, hash_token, new_secret, new_token
 
@@ -59,9 +64,16 @@ def show(file: File, as_json: Annotated[bool, typer.Option("--json")] = False) -
     except KVServiceError as error:
         _fail(error)
     rows = [
-        {"name": t.name, "tokens": len(t.tokens), "quota": t.quota, "in_flight": t.in_flight, "public": t.public.value,
-         "admin": t.admin} for t in tenants
-    ]  # fmt: skip
+        {
+            "name": t.name,
+            "tokens": len(t.tokens),
+            "quota": t.quota,
+            "in_flight": t.in_flight,
+            "public": t.public.value,
+            "admin": t.admin,
+        }
+        for t in tenants
+    ]
     if as_json:
         typer.echo(json.dumps(rows))
         return
@@ -72,9 +84,13 @@ def show(file: File, as_json: Annotated[bool, typer.Option("--json")] = False) -
 
 @app.command("set")
 def set_limits(
-    name: Name, file: File, quota: Quota = None, in_flight: InFlight = None, public: PublicRight = None,
+    name: Name,
+    file: File,
+    quota: Quota = None,
+    in_flight: InFlight = None,
+    public: PublicRight = None,
     admin: Admin = None,
-) -> None:  # fmt: skip
+) -> None:
     """Change what a tenant may hold or do. What is not given stays."""
 
     def change(tenants: Any) -> None:
@@ -124,9 +140,7 @@ def remove(name: Name, file: File) -> None:
     typer.echo(f"{name} is removed; shards take it within seconds")
 
 
-def _with(
-    tenant: Any, quota: str | None, in_flight: int | None, public: str | None, admin: bool | None
-) -> Any:  # fmt: skip
+def _with(tenant: Any, quota: str | None, in_flight: int | None, public: str | None, admin: bool | None) -> Any:
     from dataclasses import replace
 
     from kvservice.auth.tenants import Public

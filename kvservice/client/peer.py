@@ -51,16 +51,26 @@ class PeerPort(Protocol):
     ) -> LocateResult: ...
 
     async def follow(
-        self, holder: Holder, handoff: HandoffId, keys: tuple[BlockKey, ...], reader: NodeId, wait_seconds: float,
+        self,
+        holder: Holder,
+        handoff: HandoffId,
+        keys: tuple[BlockKey, ...],
+        reader: NodeId,
+        wait_seconds: float,
         timeout: float,
-    ) -> FollowResult: ...  # fmt: skip
+    ) -> FollowResult: ...
 
     async def release(self, holder: Holder, epoch: BootEpoch, lease_id: LeaseId, timeout: float) -> None: ...
 
     async def take_over(
-        self, peer: Holder, leaver: Holder, payload_bytes: int, items: Sequence[TakeOverItem], wait_seconds: float,
+        self,
+        peer: Holder,
+        leaver: Holder,
+        payload_bytes: int,
+        items: Sequence[TakeOverItem],
+        wait_seconds: float,
         timeout: float,
-    ) -> TakeOverResult: ...  # fmt: skip
+    ) -> TakeOverResult: ...
 
     async def room(self, holder: Holder, timeout: float) -> Peer: ...
 
@@ -118,9 +128,14 @@ class PeerClient:
         return decode_located(reply, keys)
 
     async def follow(
-        self, holder: Holder, handoff: HandoffId, keys: tuple[BlockKey, ...], reader: NodeId, wait_seconds: float,
+        self,
+        holder: Holder,
+        handoff: HandoffId,
+        keys: tuple[BlockKey, ...],
+        reader: NodeId,
+        wait_seconds: float,
         timeout: float,
-    ) -> FollowResult:  # fmt: skip
+    ) -> FollowResult:
         request = shard_pb2.FollowRequest(
             epoch=holder.epoch, handoff=handoff, keys=pack_keys(keys), reader=reader, wait_seconds=wait_seconds
         )
@@ -136,9 +151,14 @@ class PeerClient:
         )
 
     async def take_over(
-        self, peer: Holder, leaver: Holder, payload_bytes: int, items: Sequence[TakeOverItem], wait_seconds: float,
+        self,
+        peer: Holder,
+        leaver: Holder,
+        payload_bytes: int,
+        items: Sequence[TakeOverItem],
+        wait_seconds: float,
         timeout: float,
-    ) -> TakeOverResult:  # fmt: skip
+    ) -> TakeOverResult:
         request = encode_take_over(leaver, peer.epoch, payload_bytes, items, wait_seconds)
         reply = await self._call(peer, lambda stub: stub.TakeOver(request, timeout=timeout), "take over")
         return decode_taken(reply, len(items))

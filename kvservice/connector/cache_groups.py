@@ -137,9 +137,7 @@ def is_whole(grouping: Grouping, result: AcquireResult) -> bool:
     ]
 
 
-def usable(
-    grouping: Grouping, result: AcquireResult, suspects: Set[BlockRef], counters: Counter[str]
-) -> AcquireResult:  # fmt: skip
+def usable(grouping: Grouping, result: AcquireResult, suspects: Set[BlockRef], counters: Counter[str]) -> AcquireResult:
     """Cut before the first block whose bytes were found wrong: it would only fail again. With several groups
     another end has other windows, so nothing is left."""
     suspect = (i for i, ref in enumerate(result.blocks if suspects else ()) if ref in suspects)

@@ -53,10 +53,27 @@ WAIT_SECONDS = 600.0  # for another engine that reads the same files; then this 
 POLL_SECONDS = 0.2
 # File systems whose kernel sets ctime, here or on the server. Images (squashfs, erofs) bring it along, also under an
 # overlay, and programs (FUSE) make it up, so that another model may have the same.
-KEEPERS_OF_CTIME = frozenset({
-    "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "ramfs", "nfs", "nfs4", "lustre",
-    "ceph", "gpfs", "beegfs", "wekafs",
-})  # fmt: skip
+KEEPERS_OF_CTIME = frozenset(
+    {
+        "ext2",
+        "ext3",
+        "ext4",
+        "xfs",
+        "btrfs",
+        "zfs",
+        "f2fs",
+        "bcachefs",
+        "tmpfs",
+        "ramfs",
+        "nfs",
+        "nfs4",
+        "lustre",
+        "ceph",
+        "gpfs",
+        "beegfs",
+        "wekafs",
+    }
+)
 MOUNTS = Path("/proc/self/mountinfo")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -352,8 +369,9 @@ class Terms:
         if stamp == self._read or not is_version(version):
             log.warning(
                 "weights_version_file %s was not written anew with a version: this engine shares with nobody until it "
-                "is, before a reset", self._file,
-            )  # fmt: skip
+                "is, before a reset",
+                self._file,
+            )
             return None
         self._read = stamp
         return version

@@ -108,9 +108,19 @@ class ShardState:
         self._admission = Admission(lambda: self._store.table.capacity, self.counters)
         self.records = RequestRecords()
         shard = ShardContext(
-            node_id, epoch, geometry, lease_seconds, has_directory, self._store, self._leases, self._admission,
-            self.records, self.counters, self._actions.append, lambda: self.draining,
-        )  # fmt: skip
+            node_id,
+            epoch,
+            geometry,
+            lease_seconds,
+            has_directory,
+            self._store,
+            self._leases,
+            self._admission,
+            self.records,
+            self.counters,
+            self._actions.append,
+            lambda: self.draining,
+        )
         self._context = shard
         self._answers = Answers(shard)
         self._pulls = Pulls(shard)
@@ -235,9 +245,7 @@ class ShardState:
     ) -> tuple[HistoryEntry, ...]:
         """What became of these blocks here, as far as it tells about `as_of` (None: now). Slow: for people."""
         blocks = [self._store.get(key) for key in keys]
-        held = {
-            block.key: (block.sealed_at, name_engine(block.stored_by)) for block in blocks if block is not None
-        }  # fmt: skip
+        held = {block.key: (block.sealed_at, name_engine(block.stored_by)) for block in blocks if block is not None}
         sealing = {key: name_engine(engine_id) for key, engine_id in self._writes.sealing().items()}
         return find_history(keys, held, sealing, self._store.evictions.find(keys, now, as_of), now)
 

@@ -152,9 +152,13 @@ class RemoteShards:
                 await self._meet(self._peers, holder, FOLLOW_SLACK_SECONDS)
                 sent_at = self._clock()
                 result = await self._peers.follow(
-                    holder, action.handoff.handoff_id, action.keys, self._node_id, action.wait_seconds,
+                    holder,
+                    action.handoff.handoff_id,
+                    action.keys,
+                    self._node_id,
+                    action.wait_seconds,
                     action.wait_seconds + FOLLOW_SLACK_SECONDS,
-                )  # fmt: skip
+                )
         except KVServiceError as error:
             log.info("follow_failed", extra={"node": holder.node_id, "error": str(error)})
         return ev.Followed(action.follow, action.op, holder, result, sent_at)

@@ -504,9 +504,15 @@ class PoolRuntime:
             return
         items = tuple(PullItem(handle, destination) for handle, destination in action.items)
         job = PullJob(
-            action.job, action.holder.node_id, action.epoch, info.description, info.geometry,
-            action.payload_bytes, items, action.deadline,
-        )  # fmt: skip
+            action.job,
+            action.holder.node_id,
+            action.epoch,
+            info.description,
+            info.geometry,
+            action.payload_bytes,
+            items,
+            action.deadline,
+        )
         self._puller.submit(job, self._on_pulled, self._on_writes_ended)
 
     def _on_pulled(self, job: int, results: tuple[ev.PullResult, ...]) -> None:

@@ -41,37 +41,53 @@ class ProxyMetrics:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(ServerCollector(pool))
         self._requests = Counter(
-            "kvservice_proxy_requests", "client requests by path and HTTP status; left: the client went away",
-            ["path", "status"], registry=self._registry,
-        )  # fmt: skip
+            "kvservice_proxy_requests",
+            "client requests by path and HTTP status; left: the client went away",
+            ["path", "status"],
+            registry=self._registry,
+        )
         self._sent = Counter(
-            "kvservice_proxy_sent", "requests sent to servers, with a hand-off or without",
-            ["role", "server", "handoff"], registry=self._registry,
-        )  # fmt: skip
+            "kvservice_proxy_sent",
+            "requests sent to servers, with a hand-off or without",
+            ["role", "server", "handoff"],
+            registry=self._registry,
+        )
         self._failures = Counter(
-            "kvservice_proxy_failures", "requests to servers that came to nothing",
-            ["role", "server", "fault"], registry=self._registry,
-        )  # fmt: skip
+            "kvservice_proxy_failures",
+            "requests to servers that came to nothing",
+            ["role", "server", "fault"],
+            registry=self._registry,
+        )
         self._cancelled = Counter(
-            "kvservice_proxy_cancelled", "requests to servers given up before their answer was complete",
-            ["role", "server"], registry=self._registry,
-        )  # fmt: skip
+            "kvservice_proxy_cancelled",
+            "requests to servers given up before their answer was complete",
+            ["role", "server"],
+            registry=self._registry,
+        )
         self._broken = Counter(
-            "kvservice_proxy_broken_streams", "answers that ended with an error after their first byte",
+            "kvservice_proxy_broken_streams",
+            "answers that ended with an error after their first byte",
             registry=self._registry,
-        )  # fmt: skip
+        )
         self._given_up = Counter(
-            "kvservice_proxy_given_up", "requests refused because as many servers as allowed failed under them",
+            "kvservice_proxy_given_up",
+            "requests refused because as many servers as allowed failed under them",
             registry=self._registry,
-        )  # fmt: skip
+        )
         self._first_byte = Histogram(
-            "kvservice_proxy_first_byte_seconds", "from the client's request to the first byte of its answer",
-            ["path"], registry=self._registry, buckets=_SECONDS,
-        )  # fmt: skip
+            "kvservice_proxy_first_byte_seconds",
+            "from the client's request to the first byte of its answer",
+            ["path"],
+            registry=self._registry,
+            buckets=_SECONDS,
+        )
         self._duration = Histogram(
-            "kvservice_proxy_request_seconds", "from the client's request to the end of its answer",
-            ["path"], registry=self._registry, buckets=_SECONDS,
-        )  # fmt: skip
+            "kvservice_proxy_request_seconds",
+            "from the client's request to the end of its answer",
+            ["path"],
+            registry=self._registry,
+            buckets=_SECONDS,
+        )
 
     def request_ended(self, path: str, status: str, seconds: float) -> None:
         self._requests.labels(path, status).inc()

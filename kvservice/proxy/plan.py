@@ -71,15 +71,15 @@ class Move(Enum):
     FINISH = "finish"
 
 
-# fmt: off
 TRANSITIONS: Mapping[tuple[State, Sign, Way | None], tuple[State, tuple[Move, ...]]] = {
+    # Nothing has been sent yet.
     (State.NEW, Sign.BEGIN, Way.PAIR): (State.BOTH, (Move.SEND_PREFILL, Move.SEND_DECODE)),
     (State.NEW, Sign.BEGIN, Way.SEQUENTIAL): (State.PREFILLING, (Move.SEND_PREFILL,)),
     (State.NEW, Sign.BEGIN, Way.ALONE): (State.DECODING, (Move.SEND_DECODE,)),
     (State.NEW, Sign.BEGIN, Way.NOWHERE): (State.DONE, (Move.REFUSE,)),
     (State.NEW, Sign.CLIENT_LEFT, None): (State.DONE, ()),
     (State.NEW, Sign.STOPPED, None): (State.DONE, (Move.REFUSE,)),
-
+    # The prefill is under way alone; the decode comes after it.
     (State.PREFILLING, Sign.PREFILL_DONE, Way.DELIVER): (State.DECODING, (Move.SEND_DECODE,)),
     (State.PREFILLING, Sign.PREFILL_DONE, Way.ALONE): (State.DECODING, (Move.SEND_DECODE,)),
     (State.PREFILLING, Sign.PREFILL_DONE, Way.NOWHERE): (State.DONE, (Move.REFUSE,)),
@@ -90,20 +90,18 @@ TRANSITIONS: Mapping[tuple[State, Sign, Way | None], tuple[State, tuple[Move, ..
     (State.PREFILLING, Sign.PREFILL_REFUSED, None): (State.DONE, (Move.PASS_ON,)),
     (State.PREFILLING, Sign.CLIENT_LEFT, None): (State.DONE, (Move.CANCEL_PREFILL,)),
     (State.PREFILLING, Sign.STOPPED, None): (State.DONE, (Move.CANCEL_PREFILL, Move.REFUSE)),
-
+    # Prefill and decode are under way; neither has answered.
     (State.BOTH, Sign.PREFILL_DONE, Way.KEEP): (State.DECODING, ()),
     (State.BOTH, Sign.PREFILL_DONE, Way.DELIVER): (State.DECODING, (Move.CANCEL_DECODE, Move.SEND_DECODE)),
     (State.BOTH, Sign.PREFILL_DONE, Way.ALONE): (State.DECODING, (Move.CANCEL_DECODE, Move.SEND_DECODE)),
     (State.BOTH, Sign.PREFILL_DONE, Way.NOWHERE): (State.DONE, (Move.CANCEL_DECODE, Move.REFUSE)),
-    (State.BOTH, Sign.PREFILL_LOST, Way.PAIR):
-        (State.BOTH, (Move.CANCEL_DECODE, Move.SEND_PREFILL, Move.SEND_DECODE)),
+    (State.BOTH, Sign.PREFILL_LOST, Way.PAIR): (State.BOTH, (Move.CANCEL_DECODE, Move.SEND_PREFILL, Move.SEND_DECODE)),
     (State.BOTH, Sign.PREFILL_LOST, Way.SEQUENTIAL): (State.PREFILLING, (Move.CANCEL_DECODE, Move.SEND_PREFILL)),
     (State.BOTH, Sign.PREFILL_LOST, Way.ALONE): (State.DECODING, (Move.CANCEL_DECODE, Move.SEND_DECODE)),
     (State.BOTH, Sign.PREFILL_LOST, Way.NOWHERE): (State.DONE, (Move.CANCEL_DECODE, Move.REFUSE)),
     (State.BOTH, Sign.PREFILL_REFUSED, None): (State.DONE, (Move.CANCEL_DECODE, Move.PASS_ON)),
     (State.BOTH, Sign.DECODE_STARTED, None): (State.STREAMING_BOTH, (Move.RELAY,)),
-    (State.BOTH, Sign.DECODE_LOST, Way.PAIR):
-        (State.BOTH, (Move.CANCEL_PREFILL, Move.SEND_PREFILL, Move.SEND_DECODE)),
+    (State.BOTH, Sign.DECODE_LOST, Way.PAIR): (State.BOTH, (Move.CANCEL_PREFILL, Move.SEND_PREFILL, Move.SEND_DECODE)),
     (State.BOTH, Sign.DECODE_LOST, Way.SEQUENTIAL): (State.PREFILLING, (Move.CANCEL_PREFILL, Move.SEND_PREFILL)),
     (State.BOTH, Sign.DECODE_LOST, Way.ALONE): (State.DECODING, (Move.CANCEL_PREFILL, Move.SEND_DECODE)),
     (State.BOTH, Sign.DECODE_LOST, Way.KEEP): (State.PREFILLING, ()),
@@ -111,7 +109,7 @@ TRANSITIONS: Mapping[tuple[State, Sign, Way | None], tuple[State, tuple[Move, ..
     (State.BOTH, Sign.DECODE_REFUSED, None): (State.DONE, (Move.CANCEL_PREFILL, Move.PASS_ON)),
     (State.BOTH, Sign.CLIENT_LEFT, None): (State.DONE, (Move.CANCEL_PREFILL, Move.CANCEL_DECODE)),
     (State.BOTH, Sign.STOPPED, None): (State.DONE, (Move.CANCEL_PREFILL, Move.CANCEL_DECODE, Move.REFUSE)),
-
+    # The decode is under way alone.
     (State.DECODING, Sign.DECODE_STARTED, None): (State.STREAMING, (Move.RELAY,)),
     (State.DECODING, Sign.DECODE_LOST, Way.DELIVER): (State.DECODING, (Move.SEND_DECODE,)),
     (State.DECODING, Sign.DECODE_LOST, Way.ALONE): (State.DECODING, (Move.SEND_DECODE,)),
@@ -119,22 +117,20 @@ TRANSITIONS: Mapping[tuple[State, Sign, Way | None], tuple[State, tuple[Move, ..
     (State.DECODING, Sign.DECODE_REFUSED, None): (State.DONE, (Move.PASS_ON,)),
     (State.DECODING, Sign.CLIENT_LEFT, None): (State.DONE, (Move.CANCEL_DECODE,)),
     (State.DECODING, Sign.STOPPED, None): (State.DONE, (Move.CANCEL_DECODE, Move.REFUSE)),
-
+    # The decode answers, the prefill goes on.
     (State.STREAMING_BOTH, Sign.PREFILL_DONE, Way.KEEP): (State.STREAMING, ()),
     (State.STREAMING_BOTH, Sign.PREFILL_LOST, Way.KEEP): (State.STREAMING, ()),
     (State.STREAMING_BOTH, Sign.PREFILL_REFUSED, None): (State.STREAMING, ()),
     (State.STREAMING_BOTH, Sign.DECODE_ENDED, None): (State.DONE, (Move.CANCEL_PREFILL, Move.FINISH)),
     (State.STREAMING_BOTH, Sign.DECODE_LOST, Way.KEEP): (State.DONE, (Move.CANCEL_PREFILL, Move.BREAK)),
     (State.STREAMING_BOTH, Sign.CLIENT_LEFT, None): (State.DONE, (Move.CANCEL_PREFILL, Move.CANCEL_DECODE)),
-    (State.STREAMING_BOTH, Sign.STOPPED, None):
-        (State.DONE, (Move.CANCEL_PREFILL, Move.CANCEL_DECODE, Move.BREAK)),
-
+    (State.STREAMING_BOTH, Sign.STOPPED, None): (State.DONE, (Move.CANCEL_PREFILL, Move.CANCEL_DECODE, Move.BREAK)),
+    # The decode answers.
     (State.STREAMING, Sign.DECODE_ENDED, None): (State.DONE, (Move.FINISH,)),
     (State.STREAMING, Sign.DECODE_LOST, Way.KEEP): (State.DONE, (Move.BREAK,)),
     (State.STREAMING, Sign.CLIENT_LEFT, None): (State.DONE, (Move.CANCEL_DECODE,)),
     (State.STREAMING, Sign.STOPPED, None): (State.DONE, (Move.CANCEL_DECODE, Move.BREAK)),
 }
-# fmt: on
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +149,11 @@ DECODE_FAILED = Problem(502, "upstream_error", "the decode server failed and no 
 BROKEN = Problem(502, "upstream_error", "the decode server failed in the middle of its answer")
 TIMED_OUT = Problem(504, "timeout", "the request took longer than this proxy allows")
 LOST = Problem(
-    502, "upstream_error", "servers failed while they worked on this request; it is not sent to more of them than "
+    502,
+    "upstream_error",
+    "servers failed while they worked on this request; it is not sent to more of them than "
     "--tries allows, because it may be what makes them fail",
-)  # fmt: skip
+)
 STOPPING = Problem(503, "service_unavailable", "this proxy is stopping; retry elsewhere", 1)
 
 

@@ -48,7 +48,7 @@ from kvservice.proxy.plan import (
     SendDecode,
     SendPrefill,
     Stopped,
-)  # fmt: skip
+)
 from kvservice.proxy.servers import Role, Server, ServerFault, ServerPool
 from kvservice.proxy.settings import ProxySettings
 from kvservice.proxy.upstream import AnswerKind, UpstreamAnswer, UpstreamFault

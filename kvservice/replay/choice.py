@@ -57,9 +57,13 @@ def known_prefixes(trace: Trace) -> list[tuple[int, int]]:
 
 
 def compare_choices(
-    prefixes: list[tuple[int, int]], bytes_per_second: float, overhead_seconds: float, block_bytes: int,
-    prefill_tokens_per_second: float, seed: int = 1,
-) -> Choices:  # fmt: skip
+    prefixes: list[tuple[int, int]],
+    bytes_per_second: float,
+    overhead_seconds: float,
+    block_bytes: int,
+    prefill_tokens_per_second: float,
+    seed: int = 1,
+) -> Choices:
     """One pass over all prefixes, through one link. The same seed meets the same link and engine at each speed."""
     noise = random.Random(seed)
     estimate = FetchEstimate()

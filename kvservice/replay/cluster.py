@@ -113,9 +113,13 @@ class Cluster:
             for name in ("evicted_secondary", "evicted_primary")
         )
         return ReplayOutcome(
-            found["asked"], found["local"], found["remote"], evicted, max(served) * len(served) / sum(served),
+            found["asked"],
+            found["local"],
+            found["remote"],
+            evicted,
+            max(served) * len(served) / sum(served),
             waited / (len(trace.requests) - count_from),
-        )  # fmt: skip
+        )
 
     def _end_until(self, now: float) -> None:
         while self._ends and self._ends[0][0] <= now:

@@ -21,9 +21,16 @@ class _Flat:
         self._used_at: dict[BlockKey, float] = {}
 
     def add(
-        self, key: BlockKey, parent: BlockKey | None, position: int, now: float, *, is_secondary: bool, size_class: int,
+        self,
+        key: BlockKey,
+        parent: BlockKey | None,
+        position: int,
+        now: float,
+        *,
+        is_secondary: bool,
+        size_class: int,
         account: str = NOBODY,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._used_at[key] = now
         self._on_insert(key)
 

@@ -76,9 +76,13 @@ def play(trace: Trace, run: ReplayRun, plan: Plan, show: Callable[[int], None] |
         asked = sum(len(request.keys) for request in trace.requests[plan.count_from :])
         return {"hit_rate": belady_hits(trace, run.capacity, plan.count_from) / asked}
     cluster = Cluster(
-        run.nodes, run.capacity, POLICIES[run.policy], pooled=run.pooled and run.nodes > 1, routing=run.routing,
+        run.nodes,
+        run.capacity,
+        POLICIES[run.policy],
+        pooled=run.pooled and run.nodes > 1,
+        routing=run.routing,
         machine=plan.machine,
-    )  # fmt: skip
+    )
     found = cluster.play(trace, plan.count_from, show)
     figures = {"hit_rate": found.hit_rate, "evicted": float(found.evicted)}
     if run.nodes > 1:
@@ -139,9 +143,12 @@ def choices(trace: Trace, machine: Machine, speeds: Sequence[float] = LINK_SPEED
     rows: list[dict[str, float]] = []
     for speed in speeds:
         found = compare_choices(
-            prefixes, speed, machine.link.overhead_seconds, machine.token_bytes * BLOCK_TOKENS,
+            prefixes,
+            speed,
+            machine.link.overhead_seconds,
+            machine.token_bytes * BLOCK_TOKENS,
             machine.prefill_tokens_per_second,
-        )  # fmt: skip
+        )
         rows.append(
             {
                 "link_bytes_per_second": speed,

@@ -67,9 +67,13 @@ class PromptReader:
         """The process's reader for these options; nothing is loaded before `wake`."""
         arguments = tuple(sorted((key, repr(value)) for key, value in options.chat_template_kwargs.items()))
         name = (
-            options.tokenizer, options.chat_template, arguments, options.content_format, options.trust_remote_code,
+            options.tokenizer,
+            options.chat_template,
+            arguments,
+            options.content_format,
+            options.trust_remote_code,
             options.tokens_max,
-        )  # fmt: skip
+        )
         with cls._lock:
             if name not in cls._readers:
                 cls._readers[name] = PromptReader(options)

@@ -192,10 +192,14 @@ class ShardServer:
         log.info(
             "drained",
             extra={
-                "node": self._config.node_id, "seconds": round(progress.seconds, 3), "handed": progress.blocks_handed,
-                "elsewhere": progress.blocks_elsewhere, "lost": progress.blocks_lost, "note": progress.note,
+                "node": self._config.node_id,
+                "seconds": round(progress.seconds, 3),
+                "handed": progress.blocks_handed,
+                "elsewhere": progress.blocks_elsewhere,
+                "lost": progress.blocks_lost,
+                "note": progress.note,
             },
-        )  # fmt: skip
+        )
         return progress
 
     async def _await_drained(self) -> None:
@@ -317,10 +321,12 @@ class ShardServer:
         """Where to listen for other shards."""
         config = self._config
         return local_or_tcp(
-            config.peer_host, self._peer_port,
+            config.peer_host,
+            self._peer_port,
             discovery.peer_socket(config.settings.service, config.node_id, config.settings.runtime_root),
-            tls=self._tls is not None, allow_plaintext=config.settings.allow_plaintext,
-        )  # fmt: skip
+            tls=self._tls is not None,
+            allow_plaintext=config.settings.allow_plaintext,
+        )
 
     async def _serve(self, address: str, *, with_engines: bool) -> str:
         """Returns the address to call."""

@@ -161,9 +161,8 @@ class PeerServicer:
         leaver = codec.decode_holder(request.leaver)
         self._check_speaks_for(leaver.node_id, context)
         result = await self._pool.take_over(
-            BootEpoch(request.epoch), leaver, request.payload_bytes,
-            decode_items(request), request.wait_seconds,
-        )  # fmt: skip
+            BootEpoch(request.epoch), leaver, request.payload_bytes, decode_items(request), request.wait_seconds
+        )
         return shard_pb2.TakeOverReply(kept=result.kept, full=result.full)
 
     async def release_located(
@@ -192,9 +191,13 @@ class AdminServicer:
     """AdminService: numbers for people, drain, and what is remembered of requests."""
 
     def __init__(
-        self, pool: PoolRuntime, holder: Callable[[], Holder], leave: Callable[[float, bool, bool], DrainProgress],
-        authenticator: Authenticator, stats: Callable[[], PoolStats],
-    ) -> None:  # fmt: skip
+        self,
+        pool: PoolRuntime,
+        holder: Callable[[], Holder],
+        leave: Callable[[float, bool, bool], DrainProgress],
+        authenticator: Authenticator,
+        stats: Callable[[], PoolStats],
+    ) -> None:
         """`leave(timeout_seconds, handover, exit)` begins a drain, or goes on with one. `stats`: of the pool and what
         is around it."""
         self._pool = pool

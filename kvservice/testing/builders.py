@@ -102,9 +102,14 @@ class CoreHarness:
     """Every event goes through `send`, which checks all invariants and that no call is answered twice."""
 
     def __init__(
-        self, slab_count: int = 2, *, slab_bytes: int = MiB, lease_seconds: float = 10.0, has_directory: bool = True,
+        self,
+        slab_count: int = 2,
+        *,
+        slab_bytes: int = MiB,
+        lease_seconds: float = 10.0,
+        has_directory: bool = True,
         tenants: Mapping[str, TenantLimits] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.geometry = Geometry(slab_bytes=slab_bytes, slab_count=slab_count)
         self.lease_seconds = lease_seconds
         self.has_directory = has_directory
@@ -291,9 +296,15 @@ class CoreHarness:
             self.send(ev.Digested(wanted.slot, wanted.key, digest))
 
     def acquire(
-        self, attachment: AttachmentId, chain: Sequence[BlockKey], *, skip: int = 0, timeout: float = 5.0,
-        recompute: float = 0.0, handoff: Handoff | None = None,
-    ) -> int:  # fmt: skip
+        self,
+        attachment: AttachmentId,
+        chain: Sequence[BlockKey],
+        *,
+        skip: int = 0,
+        timeout: float = 5.0,
+        recompute: float = 0.0,
+        handoff: Handoff | None = None,
+    ) -> int:
         op = self.next_op()
         self.send(ev.Acquire(op, attachment, AcquireRequest(tuple(chain), skip, timeout, recompute, handoff)))
         return op

@@ -129,9 +129,12 @@ class LocalCluster:
 
     def start_shard(self, node: str, *, wait: bool = True) -> None:
         settings = {
-            "pool_bytes": self._pool_bytes, "transport": self._transport, "lease_seconds": self._lease_seconds,
-            "slab_bytes": self._slab_bytes, "mirror_bytes": self._mirror_bytes,
-        }  # fmt: skip
+            "pool_bytes": self._pool_bytes,
+            "transport": self._transport,
+            "lease_seconds": self._lease_seconds,
+            "slab_bytes": self._slab_bytes,
+            "mirror_bytes": self._mirror_bytes,
+        }
         arguments = ["shard", "--node", node, "--grace", str(self._drain_seconds)]
         arguments += [word for address in self.lookup_addresses for word in ("--lookup", address)]
         arguments += [f"--set={name}={value}" for name, value in settings.items() if value is not None]

@@ -47,9 +47,11 @@ class _InterfaceAddress(ctypes.Structure):
 
 
 _InterfaceAddress._fields_ = [
-    ("next", ctypes.POINTER(_InterfaceAddress)), ("name", ctypes.c_char_p), ("flags", ctypes.c_uint),
+    ("next", ctypes.POINTER(_InterfaceAddress)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
     ("address", ctypes.POINTER(_Address)),
-]  # fmt: skip
+]
 _ADDRESS_AT = {socket.AF_INET: (2, 4), socket.AF_INET6: (6, 16)}  # start and length in what follows the family
 
 

@@ -52,9 +52,13 @@ def loopback_probe(timeout_seconds: float = 60.0) -> dict[str, Any]:
 
 
 def _result(
-    *, available: bool = True, moved: bool = False, backends: dict[str, str] | None = None,
-    lanes: str = "unknown", error: str = "",
-) -> dict[str, Any]:  # fmt: skip
+    *,
+    available: bool = True,
+    moved: bool = False,
+    backends: dict[str, str] | None = None,
+    lanes: str = "unknown",
+    error: str = "",
+) -> dict[str, Any]:
     return {"available": available, "moved": moved, "backends": backends or {}, "lanes": lanes, "error": error}
 
 

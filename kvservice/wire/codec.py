@@ -112,9 +112,7 @@ def decode_spec(message: shard_pb2.AttachRequest) -> EngineSpec:
         )
     except UnsupportedLayout as error:
         raise InvalidRequest(f"layout: {error.message}") from error
-    return EngineSpec(
-        message.engine_id, message.model, fingerprint, layout, message.namespace, groups, message.attempt
-    )  # fmt: skip
+    return EngineSpec(message.engine_id, message.model, fingerprint, layout, message.namespace, groups, message.attempt)
 
 
 def encode_fingerprint(fingerprint: Fingerprint) -> common_pb2.Fingerprint:

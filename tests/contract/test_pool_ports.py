@@ -56,9 +56,12 @@ class TestShard(PoolPortContract):
     async def pool(self) -> AsyncIterator[ShardClient]:
         with tempfile.TemporaryDirectory(prefix="kvs-") as root:
             settings = ServiceConfig(
-                service=f"contract{uuid.uuid4().hex[:8]}", pool_bytes=4 * MiB, runtime_dir=root, slab_bytes=MiB,
+                service=f"contract{uuid.uuid4().hex[:8]}",
+                pool_bytes=4 * MiB,
+                runtime_dir=root,
+                slab_bytes=MiB,
                 transport="shm",
-            )  # fmt: skip
+            )
             server = ShardServer(ShardServerConfig(settings, NodeId("n")))
             await server.start()
             client = ShardClient(str(next(Path(root).glob("*/*/shard.sock"))))

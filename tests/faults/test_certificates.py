@@ -165,10 +165,17 @@ async def test_the_holder_of_a_certificate_signs_no_other(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "uri",
     [
-        "kvservice://nodes/n0", "kvservice://Node/n0", "KVSERVICE://node/n0", "kvservice:node/n0", "kvservice://n0",
-        "kvservice://node/", "kvservice://node/n0/", "kvservice://node/n%30", "kvservice://address/10.0.0.1:7",
+        "kvservice://nodes/n0",
+        "kvservice://Node/n0",
+        "KVSERVICE://node/n0",
+        "kvservice:node/n0",
+        "kvservice://n0",
+        "kvservice://node/",
+        "kvservice://node/n0/",
+        "kvservice://node/n%30",
+        "kvservice://address/10.0.0.1:7",
     ],
-)  # fmt: skip
+)
 async def test_a_name_of_ours_that_nobody_understands_speaks_for_nobody(tmp_path: Path, uri: str) -> None:
     caller = await _caller(tmp_path, signed([KVSERVICE, x509.UniformResourceIdentifier(uri)]))
     assert caller is not None and caller.is_node

@@ -102,9 +102,7 @@ def test_a_shard_forgets_engines_tenants_and_peers_that_were() -> None:
             harness.release(engine, harness.result(op).lease_id)
         harness.reserve(engine, 1)
         harness.send(ev.OpenHandoff(harness.next_op(), engine, HandoffId(number.to_bytes(16, "big"))))
-        harness.send(
-            ev.PeerLocate(harness.next_op(), NodeId(f"node-{number}"), harness.state.epoch, chain)
-        )  # fmt: skip
+        harness.send(ev.PeerLocate(harness.next_op(), NodeId(f"node-{number}"), harness.state.epoch, chain))
         harness.send(ev.Detach(engine) if number % 2 else ev.AttachmentLost(engine))
         harness.send(ev.EngineGone(spec.engine_id))
         harness.advance(0.1)
@@ -153,9 +151,7 @@ def test_a_router_forgets_replicas_and_requests_that_were() -> None:
 class AnyNode(shard_pb2_grpc.PeerServiceServicer):
     """Answers as every node."""
 
-    async def Handshake(
-        self, request: shard_pb2.HandshakeRequest, context: object
-    ) -> shard_pb2.HandshakeReply:  # fmt: skip
+    async def Handshake(self, request: shard_pb2.HandshakeRequest, context: object) -> shard_pb2.HandshakeReply:
         reply = shard_pb2.HandshakeReply(transport="shm", description=b"d" * 4096)
         reply.node.epoch, reply.geometry.slab_bytes, reply.geometry.slab_count = 7, MiB, 4
         return reply

@@ -85,9 +85,7 @@ def turn_the_link(latest: Path, tmp_path: Path) -> None:
     link.replace(latest)
 
 
-@pytest.mark.parametrize(
-    ("linked", "publish"), [(False, overwrite), (False, move_into_place), (True, turn_the_link)]
-)  # fmt: skip
+@pytest.mark.parametrize(("linked", "publish"), [(False, overwrite), (False, move_into_place), (True, turn_the_link)])
 def test_an_adapter_that_was_trained_again_before_its_first_request_is_not_named_by_its_new_files(
     tmp_path: Path, linked: bool, publish: Callable[[Path, Path], None]
 ) -> None:

@@ -55,9 +55,14 @@ def root() -> Iterator[Path]:
 def config(root: Path) -> Iterator[ShardServerConfig]:
     service = f"t{uuid.uuid4().hex[:8]}"
     settings = ServiceConfig(
-        service=service, pool_bytes=4 * MiB, runtime_dir=str(root), slab_bytes=1 << 20, transport="shm",
-        heartbeat_seconds=0.1, allow_plaintext=True,
-    )  # fmt: skip
+        service=service,
+        pool_bytes=4 * MiB,
+        runtime_dir=str(root),
+        slab_bytes=1 << 20,
+        transport="shm",
+        heartbeat_seconds=0.1,
+        allow_plaintext=True,
+    )
     yield ShardServerConfig(settings, NodeId("n"))
     for path in DEV_SHM.glob(f"kvservice-{service}-*"):
         path.unlink()
@@ -209,8 +214,11 @@ def test_a_shard_process_that_cannot_have_its_port_leaves_nothing(config: ShardS
     own = {"KVSERVICE_ALLOW_PLAINTEXT": "1", "KVSERVICE_RUNTIME_DIR": settings.runtime_dir}
     ended = subprocess.run(
         [sys.executable, "-m", "kvservice.cli.main", *words],
-        capture_output=True, text=True, env={**os.environ, **own}, timeout=120,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env={**os.environ, **own},
+        timeout=120,
+    )
     assert ended.returncode != 0
     assert str(taken_port) in ended.stderr
     assert everything(config) == set()
@@ -277,10 +285,7 @@ def epoch_of(server: ShardServer) -> int:
 async def test_a_segment_that_was_removed_is_made_again_and_engines_attach_again(config: ShardServerConfig) -> None:
     segment = DEV_SHM / f"kvservice-{config.settings.service}-n"
     async with serving(config) as server:
-        session = Session(
-            lambda: _client(str(files_of(config) / "shard.sock")),
-            spec(), lambda: True,
-        )  # fmt: skip
+        session = Session(lambda: _client(str(files_of(config) / "shard.sock")), spec(), lambda: True)
         await asyncio.to_thread(session.start, 20.0)
         for played in range(rounds(2, failed_before=1.0, campaign=10)):
             await eventually_async(lambda: session.attachment is not None, "the engine to attach")

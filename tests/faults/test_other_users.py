@@ -102,9 +102,12 @@ def test_every_component_and_the_record_belong_to_us(shared: Path, place: str) -
     write_record(record, root)
     assert find_shards("default", root, live_only=False) == [record]
     foreign = {
-        "service": root / "default", "node": root / "default/n0", "record": root / "default/n0/shard.json",
-        "link": shared / "link", "parent": shared,
-    }[place]  # fmt: skip
+        "service": root / "default",
+        "node": root / "default/n0",
+        "record": root / "default/n0/shard.json",
+        "link": shared / "link",
+        "parent": shared,
+    }[place]
     if place == "link":
         foreign.symlink_to(root)
     os.chown(foreign, ANOTHER, -1, follow_symlinks=False)

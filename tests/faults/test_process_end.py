@@ -45,7 +45,7 @@ def test_an_embedded_pool_ends_with_its_process_in_silence(how: str) -> None:
     for _ in range(rounds(1, failed_before=1.0, campaign=20)):
         ended = subprocess.run(
             [sys.executable, "-c", ENGINE, how], capture_output=True, text=True, timeout=90, check=False
-        )  # fmt: skip
+        )
         assert ended.returncode == 0, ended.stderr
         assert "Traceback" not in ended.stderr and "session_failed" not in ended.stderr, ended.stderr
         assert "Task " not in ended.stderr, ended.stderr

@@ -139,8 +139,10 @@ async def test_a_reader_hears_of_an_open_and_a_close_that_were_lost(cluster: Loc
 def test_whoever_is_stopped_the_shard_says_what_the_engine_holds(cluster: LocalCluster) -> None:
     engine = subprocess.Popen(
         [sys.executable, "-m", "tests.faults.paused_engine", cluster.socket("n0")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert engine.stdin is not None and engine.stdout is not None
     chance = random.Random(3)
     try:

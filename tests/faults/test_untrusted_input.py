@@ -90,34 +90,63 @@ def test_no_request_id_keeps_its_engine_from_reporting(name: str) -> None:
 
 def _record(name: str) -> dict[str, Any]:
     return {
-        "node": name, "model": name, "age_seconds": 1.0, "took_seconds": 0.0, "answered": True, "handoff_node": name,
-        "blocks_asked": 1, "blocks": {"engine": 0, "local": 0, "fetched": 0, "missed": 1}, "finished": True,
+        "node": name,
+        "model": name,
+        "age_seconds": 1.0,
+        "took_seconds": 0.0,
+        "answered": True,
+        "handoff_node": name,
+        "blocks_asked": 1,
+        "blocks": {"engine": 0, "local": 0, "fetched": 0, "missed": 1},
+        "finished": True,
         "diagnosis": [{"start": 0, "count": 1, "outcome": "missed", "node": name, "miss_cause": None, "text": name}],
-    }  # fmt: skip
+    }
 
 
 def _explained(name: str) -> None:
-    explain.show({
-        "requests": [_record(name)], "request_id": name, "asked_for": name, "candidates": [name],
-        "silent_nodes": [name], "silent_lookups": [name], "hints": [name],
-    })  # fmt: skip
-    explain.show({
-        "requests": [], "asked_for": name, "candidates": [], "keep_seconds": 900.0, "silent_nodes": [],
-        "silent_lookups": [], "hints": [],
-        "refused_engines": [{"model": name, "node": name, "age_seconds": 1.0, "message": name}],
-    })  # fmt: skip
+    explain.show(
+        {
+            "requests": [_record(name)],
+            "request_id": name,
+            "asked_for": name,
+            "candidates": [name],
+            "silent_nodes": [name],
+            "silent_lookups": [name],
+            "hints": [name],
+        }
+    )
+    explain.show(
+        {
+            "requests": [],
+            "asked_for": name,
+            "candidates": [],
+            "keep_seconds": 900.0,
+            "silent_nodes": [],
+            "silent_lookups": [],
+            "hints": [],
+            "refused_engines": [{"model": name, "node": name, "age_seconds": 1.0, "message": name}],
+        }
+    )
 
 
 def _status(name: str) -> None:
     row = {
-        "node_id": name, "peer_address": name, "error": name, "counters": {}, "models": [name],
+        "node_id": name,
+        "peer_address": name,
+        "error": name,
+        "counters": {},
+        "models": [name],
         "tenants": [{"name": name, "quota_bytes": 0, "used_bytes": 0}],
-    }  # fmt: skip
+    }
     lookup = {"address": name, "partition": 0, "partition_count": 1, "key_count": 0, "nodes": [], "error": name}
     state = {
-        "service": "s", "nodes": [row], "lookup_partitions": [lookup], "totals": {"asked_blocks": 0},
-        "hit_rates": {"local": None}, "problems": [name],
-    }  # fmt: skip
+        "service": "s",
+        "nodes": [row],
+        "lookup_partitions": [lookup],
+        "totals": {"asked_blocks": 0},
+        "hit_rates": {"local": None},
+        "problems": [name],
+    }
     status.show(state, as_json=False)
 
 

@@ -257,8 +257,10 @@ async def _stopped_process(played: int) -> None:
     ) as cluster:
         slow = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.keep_writer", cluster.socket("n0")],
-            stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE,
+            text=True,
+        )
         assert slow.stdout is not None and slow.stdin is not None
         assert slow.stdout.readline() == "paused\n"
         slow.send_signal(signal.SIGSTOP)
@@ -330,10 +332,14 @@ async def test_a_worker_that_comes_while_its_engine_is_looked_for_writes_into_no
             may_write: list[bool] = []
 
             def work(
-                mapped: Segment = mapped, epoch: BootEpoch = attachment.epoch, refs: list[BlockRef] = refs,
-                engine_id: bytes = engine_spec.engine_id, may_end: threading.Event = may_end, delay: float = delay,
+                mapped: Segment = mapped,
+                epoch: BootEpoch = attachment.epoch,
+                refs: list[BlockRef] = refs,
+                engine_id: bytes = engine_spec.engine_id,
+                may_end: threading.Event = may_end,
+                delay: float = delay,
                 may_write: list[bool] = may_write,
-            ) -> None:  # fmt: skip
+            ) -> None:
                 time.sleep(delay)
                 try:
                     lock = hold(mapped, engine_id, epoch)

@@ -58,11 +58,16 @@ def test_the_same_bytes_under_another_key_are_noticed() -> None:
 def headers(draw: random.Random) -> list[SlotHeader]:
     return [
         SlotHeader(
-            EPOCH, Generation(2 * draw.randrange(1, 4)), BlockKey(draw.randbytes(16)), 4096, SpanRoute(1),
-            draw.getrandbits(64), index,
+            EPOCH,
+            Generation(2 * draw.randrange(1, 4)),
+            BlockKey(draw.randbytes(16)),
+            4096,
+            SpanRoute(1),
+            draw.getrandbits(64),
+            index,
         )
         for index in range(HEADERS)
-    ]  # fmt: skip
+    ]
 
 
 def test_every_flipped_bit_of_a_header_is_noticed() -> None:

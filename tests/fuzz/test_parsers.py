@@ -61,9 +61,26 @@ HOSTILE_JSON = (
     "",
 )
 HOSTILE_VALUES: tuple[Any, ...] = (
-    None, True, -1, 0, 1 << 64, 10**4299, 1.5, float("nan"), "", "\0", "\ud800", "x" * 10_000, [], [[]], {}, [1] * 5000,
-    {"a": {"b": []}}, "/dev/null", "../../x",
-)  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1 << 64,
+    10**4299,
+    1.5,
+    float("nan"),
+    "",
+    "\0",
+    "\ud800",
+    "x" * 10_000,
+    [],
+    [[]],
+    {},
+    [1] * 5000,
+    {"a": {"b": []}},
+    "/dev/null",
+    "../../x",
+)
 
 
 def changed(draw: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
@@ -196,10 +213,19 @@ def test_a_config_file_is_a_config_or_an_error_that_says_so(tmp_path: Path) -> N
     whole = (
         b'service = "prod"\npool_bytes = "4GiB"\nlookup_partitions = 2\nlease_seconds = 10.0\ncopy_workers = "off"\n'
     )
-    hostile = [b"\xff\xfe", b"service = \"\xe9\"", b"x = " + b"[" * 50_000, b"pool_bytes = 1" + b"0" * 5000,
-               b"pool_bytes = \"1e999GiB\"", b"lease_seconds = nan", b"lease_seconds = inf", b"[service]\na = 1",
-               b"pool_bytes = \"" + b"9" * 400 + b"GiB\"", b"lookup_partitions = true",
-               b"pool_bytes = 1.5"]  # fmt: skip
+    hostile = [
+        b"\xff\xfe",
+        b'service = "\xe9"',
+        b"x = " + b"[" * 50_000,
+        b"pool_bytes = 1" + b"0" * 5000,
+        b'pool_bytes = "1e999GiB"',
+        b"lease_seconds = nan",
+        b"lease_seconds = inf",
+        b"[service]\na = 1",
+        b'pool_bytes = "' + b"9" * 400 + b'GiB"',
+        b"lookup_partitions = true",
+        b"pool_bytes = 1.5",
+    ]
     path, draw = tmp_path / "config.toml", random.Random("config")
     path.write_bytes(whole)
     assert load_config(path, {}).service == "prod"

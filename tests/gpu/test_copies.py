@@ -47,9 +47,13 @@ def test_both_copy_engines_give_the_bytes_of_a_plain_copy(order: str, way: str, 
         if not pinned:
             pinning._until, pinning._pinned = 0, []
         copies = CudaCopies(
-            driver, cache.untyped_storage().data_ptr(), made.address, pinning, gather,
+            driver,
+            cache.untyped_storage().data_ptr(),
+            made.address,
+            pinning,
+            gather,
             small_run_bytes=1 << 30 if way == "gather" else 0,
-        )  # fmt: skip
+        )
         slots = [slot_index(0, index) for index in (9, 4, 5, 0)]
         offsets = [made.geometry.payload_offset(slot, SLOT.payload_bytes) for slot in slots]
         runs = CopyTemplate(layout_of(cache), SLOT).expand(list(STORED), offsets)

@@ -69,8 +69,12 @@ class LendingEngine:
         geometry = [str(made.geometry.slab_bytes), str(made.geometry.slab_count), worker_device]
         self.process = subprocess.Popen(
             [sys.executable, "-c", LENDER, str(directory), str(made.path), *geometry],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, cwd=Path(__file__).parents[2],
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            cwd=Path(__file__).parents[2],
+        )
         self.wait("lent")
 
     def wait(self, answer: str) -> None:

@@ -66,8 +66,12 @@ def test_tokens_are_those_of_an_engine_without_a_cache(
     place: str,
 ) -> None:
     extra = {
-        "mode": "service", "socket": cluster.socket("n0"), "verify_load": "full", "copier": place, "namespace": place
-    }  # fmt: skip
+        "mode": "service",
+        "socket": cluster.socket("n0"),
+        "verify_load": "full",
+        "copier": place,
+        "namespace": place,
+    }
     replica = Replica(model_path, extra, tmp_path / "replica.log", **ENGINE).ready()
     try:
         assert replica.tokens(PROMPTS, 16) == wanted["first"], "cold"

@@ -67,16 +67,18 @@ class ContainerProcess:
     def start(self, command: list[str] | None = None) -> None:
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                command or self.command(), env=self.environment, stdout=output, stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                command or self.command(),
+                env=self.environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
     def run(self, command: list[str] | None = None, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """Until it ends: a container that is to end, or a hook in a running one."""
         words = self.command() if command is None else [self.place.local(word) for word in command]
-        return subprocess.run(
-            words, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False
-        )  # fmt: skip
+        return subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False)
 
     def wait_for(self, probe: str, seconds: float) -> None:
         """Ask the probe until it succeeds."""

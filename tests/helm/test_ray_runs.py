@@ -34,10 +34,16 @@ class Head:
         }
         self.service = f"t{uuid.uuid4().hex[:8]}"
         self.objects: tuple[Object, ...] = rendered(
-            "ray-cluster-values.yaml", "cache.pool=64Mi", f"cache.service={self.service}", "ray.auth.mode=disabled",
-            "ray.objectStore=128Mi", f"cache.metricsPort={self.ports['cache']}", f"lookup.port={self.ports['lookup']}",
-            "lookup.partitions=1", "tls.allowPlaintext=true",
-        )  # fmt: skip
+            "ray-cluster-values.yaml",
+            "cache.pool=64Mi",
+            f"cache.service={self.service}",
+            "ray.auth.mode=disabled",
+            "ray.objectStore=128Mi",
+            f"cache.metricsPort={self.ports['cache']}",
+            f"lookup.port={self.ports['lookup']}",
+            "lookup.partitions=1",
+            "tls.allowPlaintext=true",
+        )
         container = copy.deepcopy(pod(self.objects, "head").spec["containers"][0])
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             where = container[probe]["httpGet"]
@@ -48,9 +54,11 @@ class Head:
         (text,) = find(self.objects, "ConfigMap")["data"].values()
         (self.root / "config" / "kvservice.toml").write_text(text)
         paths = {
-            "/etc/kvservice": self.root / "config", "/home/kvservice": self.root / "home",
-            "/proc/1/fd/1": self.root / "log", "/tmp/kvservice-up.log": self.root / "none",
-        }  # fmt: skip
+            "/etc/kvservice": self.root / "config",
+            "/home/kvservice": self.root / "home",
+            "/proc/1/fd/1": self.root / "log",
+            "/tmp/kvservice-up.log": self.root / "none",
+        }
         self.address = f"127.0.0.1:{self.ports['gcs']}"
         self.place = Place("127.0.0.1", "", paths, {"127.0.0.1:6379": self.address, "rel-kvservice-nodes": "127.0.0.1"})
         self.process = ContainerProcess(container, self.place, self.root / "head.log")
@@ -60,10 +68,14 @@ class Head:
         """As the operator's command does, with ports that are free here."""
         cluster = find(self.objects, "RayCluster")["spec"]
         own = {
-            "port": self.ports["gcs"], "dashboard-port": self.ports["dashboard"], "node-ip-address": "127.0.0.1",
-            "dashboard-agent-listen-port": self.ports["agent"], "metrics-export-port": self.ports["export"],
-            "ray-client-server-port": self.ports["client"], "temp-dir": str(self.root / "ray"),
-        }  # fmt: skip
+            "port": self.ports["gcs"],
+            "dashboard-port": self.ports["dashboard"],
+            "node-ip-address": "127.0.0.1",
+            "dashboard-agent-listen-port": self.ports["agent"],
+            "metrics-export-port": self.ports["export"],
+            "ray-client-server-port": self.ports["client"],
+            "temp-dir": str(self.root / "ray"),
+        }
         given = {**cluster["headGroupSpec"]["rayStartParams"], **own}
         words = [f"--{name}={value}" for name, value in given.items()]
         self.process.start(["/bin/bash", "-c", f"ulimit -n 65536; exec ray start --head --block {' '.join(words)}"])

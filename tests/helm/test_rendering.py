@@ -74,9 +74,16 @@ def test_the_validation_finds_planted_faults() -> None:
 def test_installing_tells_what_to_do_next(values: str) -> None:
     """With Helm 4 only: Helm 3 asks for a cluster even for a dry run on the client."""
     done = helm(
-        "helm4", "install", RELEASE, str(CHART), "--dry-run=client", "--namespace", NAMESPACE,
-        "--values", str(CHART / "ci" / values),
-    )  # fmt: skip
+        "helm4",
+        "install",
+        RELEASE,
+        str(CHART),
+        "--dry-run=client",
+        "--namespace",
+        NAMESPACE,
+        "--values",
+        str(CHART / "ci" / values),
+    )
     assert done.returncode == 0, done.stderr
     notes = done.stdout.split("NOTES:\n")[1]
     assert f"helm test {RELEASE} --namespace {NAMESPACE}" in notes

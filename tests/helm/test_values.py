@@ -104,8 +104,11 @@ def test_settings_file_is_what_the_program_takes(values: str, tmp_path: Any) -> 
 def test_full_values_reach_the_settings() -> None:
     given = settings(rendered(FULL))
     assert (given["service"], given["slab_bytes"], given["transport"], given["lease_seconds"]) == (
-        "prod", "128MiB", "nixl", 15,
-    )  # fmt: skip
+        "prod",
+        "128MiB",
+        "nixl",
+        15,
+    )
     assert settings(rendered(RAY_FULL))["copy_workers"] == "auto"
 
 

@@ -73,9 +73,14 @@ class Engine:
         return await self.pool.seal(self.attachment.attachment_id, items)
 
     async def acquire(
-        self, keys: Sequence[BlockKey], *, skip: int = 0, timeout: float = 5.0, handoff: Handoff | None = None,
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        skip: int = 0,
+        timeout: float = 5.0,
+        handoff: Handoff | None = None,
         request_id: str = "",
-    ) -> AcquireResult:  # fmt: skip
+    ) -> AcquireResult:
         request = AcquireRequest(tuple(keys), skip, timeout, handoff=handoff, request_id=request_id)
         return await self.pool.acquire(self.attachment.attachment_id, request)
 
@@ -90,9 +95,14 @@ class Engine:
         return True
 
     async def read_all(
-        self, keys: Sequence[BlockKey], *, skip: int = 0, timeout: float = 5.0, handoff: Handoff | None = None,
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        skip: int = 0,
+        timeout: float = 5.0,
+        handoff: Handoff | None = None,
         request_id: str = "",
-    ) -> AcquireResult:  # fmt: skip
+    ) -> AcquireResult:
         """Acquire, check every promised byte, release."""
         result = await self.acquire(keys, skip=skip, timeout=timeout, handoff=handoff, request_id=request_id)
         for ref, key in zip(result.blocks, keys[skip:], strict=False):

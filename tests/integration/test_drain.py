@@ -271,9 +271,16 @@ def test_an_offer_of_a_node_that_is_no_member_is_refused(cluster: LocalCluster) 
     stranger = common_pb2.NodeInfo(node_id="n9", peer_address="127.0.0.1:1", epoch=1)
     record = cluster.record("n1")
     request = shard_pb2.TakeOverRequest(
-        leaver=stranger, epoch=record.epoch, payload_bytes=64 << 10, keys=bytes(16), parents=bytes(16),
-        positions=[0], routes=[0], idle_seconds=[0.0], wait_seconds=1.0,
-    )  # fmt: skip
+        leaver=stranger,
+        epoch=record.epoch,
+        payload_bytes=64 << 10,
+        keys=bytes(16),
+        parents=bytes(16),
+        positions=[0],
+        routes=[0],
+        idle_seconds=[0.0],
+        wait_seconds=1.0,
+    )
     with grpc.insecure_channel(record.peer_address) as channel, pytest.raises(grpc.RpcError) as refused:
         shard_pb2_grpc.PeerServiceStub(channel).TakeOver(request, timeout=5)
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION

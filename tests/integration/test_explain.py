@@ -79,8 +79,11 @@ async def test_every_block_of_a_request_is_accounted_for(cluster: LocalCluster) 
         await reader.pool.renew(reader.attachment.attachment_id, [], [report])
     request = explained(cluster, "cmpl-all")
     assert reasons(request) == [
-        ("engine", 2, None, ""), ("local", 3, None, ""), ("fetched", 7, None, "n0"), ("missed", 8, "never_stored", ""),
-    ]  # fmt: skip
+        ("engine", 2, None, ""),
+        ("local", 3, None, ""),
+        ("fetched", 7, None, "n0"),
+        ("missed", 8, "never_stored", ""),
+    ]
     assert request["blocks"] == {"engine": 2, "local": 3, "fetched": 7, "missed": 8}
     assert (request["node"], request["finished"]) == ("n1", True)
 

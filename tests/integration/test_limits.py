@@ -33,12 +33,16 @@ async def test_calls_that_wait_are_bounded_and_starve_no_short_ones(
     server = ShardServer(
         ShardServerConfig(
             ServiceConfig(
-                service=f"limits{tmp_path.name[:8]}", pool_bytes=8 * MiB, slab_bytes=1 * MiB, transport="shm",
+                service=f"limits{tmp_path.name[:8]}",
+                pool_bytes=8 * MiB,
+                slab_bytes=1 * MiB,
+                transport="shm",
                 runtime_dir=str(tmp_path),
             ),
-            NodeId("n0"), segment_dir=tmp_path,
+            NodeId("n0"),
+            segment_dir=tmp_path,
         )
-    )  # fmt: skip
+    )
     holder = await server.start()
     peers = PeerClient("shm", NodeId("n1"))
     keys = chain(seed=1, count=2)

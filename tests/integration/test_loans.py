@@ -265,8 +265,11 @@ def test_lender_killed_while_it_is_read(root: Path, gate: tuple[GatedDevice, Cop
     with engines(root) as (_, reader):
         lender = subprocess.Popen(
             [sys.executable, "-c", LENDER, str(root)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
         assert lender.stdout is not None and lender.stdin is not None
         assert lender.stdout.readline() == "lent\n"
         ticket = load(reader)

@@ -44,9 +44,12 @@ class LookupProcess:
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            self._command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
             env={**os.environ, "KVSERVICE_RUNTIME_DIR": self._folder.name},
-        )  # fmt: skip
+        )
         assert self.process.stdout is not None
         assert self.process.stdout.readline().endswith(f"serves {self.address}\n")
 

@@ -92,9 +92,14 @@ class Nodes:
         session = Session(open_pool, spec(), lambda: True)
         make_keys = functools.partial(block_keys, spec().fingerprint.digest)
         half = SchedulerHalf(
-            session, make_keys, lambda _: None, block_tokens=LAYOUT.block_tokens,  # type: ignore[arg-type, return-value]
-            worker_count=1, lazy=False, fetch_timeout_seconds=20.0,
-        )  # fmt: skip
+            session,
+            make_keys,
+            lambda _: None,
+            block_tokens=LAYOUT.block_tokens,  # type: ignore[arg-type, return-value]
+            worker_count=1,
+            lazy=False,
+            fetch_timeout_seconds=20.0,
+        )
         try:
             assert session.start(20.0) is not None
             trace.recording = True
@@ -118,9 +123,12 @@ async def nodes(tmp_path: Path) -> AsyncIterator[Callable[[], Nodes]]:
         sockets = {}
         for node in NODES:
             settings = ServiceConfig(
-                service="paths", pool_bytes=16 * MiB, runtime_dir=str(tmp_path / "run"), transport="shm",
+                service="paths",
+                pool_bytes=16 * MiB,
+                runtime_dir=str(tmp_path / "run"),
+                transport="shm",
                 heartbeat_seconds=0.2,
-            )  # fmt: skip
+            )
             server = ShardServer(ShardServerConfig(settings, NodeId(node), (address,), segment_dir=tmp_path))
             await server.start()
             stack.push_async_callback(server.stop)

@@ -67,11 +67,9 @@ async def test_prefill_and_decode_are_under_way_together_with_one_id(lab: Lab) -
         "do_remote_decode": True,
         "do_remote_prefill": False,
     }
-    assert decode.seen[0].body == {"model": "m", "prompt": LONG, "max_tokens": 3, "kv_transfer_params": {
-        "kvservice": {"version": 1, "role": "decode", "handoff": prefill.seen[0].handoff, "node": "node-p"},
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-    }}  # fmt: skip
+    ours = {"version": 1, "role": "decode", "handoff": prefill.seen[0].handoff, "node": "node-p"}
+    params = {"kvservice": ours, "do_remote_prefill": True, "do_remote_decode": False}
+    assert decode.seen[0].body == {"model": "m", "prompt": LONG, "max_tokens": 3, "kv_transfer_params": params}
 
 
 async def test_the_node_is_learnt_by_a_probe_before_the_first_request(lab: Lab) -> None:
@@ -82,8 +80,13 @@ async def test_the_node_is_learnt_by_a_probe_before_the_first_request(lab: Lab) 
     assert not decode.probes
     servers = json.loads((await proxy.get("/health"))[1])["servers"]
     assert servers[0] == {
-        "role": "prefill", "url": prefill.url, "healthy": True, "in_flight": 0, "node": "node-p", "hands_off": True,
-    }  # fmt: skip
+        "role": "prefill",
+        "url": prefill.url,
+        "healthy": True,
+        "in_flight": 0,
+        "node": "node-p",
+        "hands_off": True,
+    }
 
 
 async def test_while_the_node_is_unknown_decode_follows_prefill(lab: Lab) -> None:

@@ -54,8 +54,12 @@ async def announce(
     """The outcome. Raises what the lookup partition raised."""
     request = lookup_pb2.AnnounceRequest(
         node=common_pb2.NodeInfo(node_id=node.node_id, peer_address=node.peer_address, epoch=node.epoch),
-        sequence=1 << 40, full_begin=not leaving, full_end=not leaving, partition_count=1, leaving=leaving,
-    )  # fmt: skip
+        sequence=1 << 40,
+        full_begin=not leaving,
+        full_end=not leaving,
+        partition_count=1,
+        leaving=leaving,
+    )
     async with open_channel(address, tls) as channel:
         call = lookup_pb2_grpc.LookupServiceStub(channel).Announce
         try:
@@ -178,12 +182,19 @@ async def service(
     shard = ShardServer(
         ShardServerConfig(
             ServiceConfig(
-                service=f"roles{root.name[:16]}", pool_bytes=8 * MiB, slab_bytes=1 * MiB, transport="shm",
-                runtime_dir=str(root), heartbeat_seconds=0.1, tls_dir=str(directory),
+                service=f"roles{root.name[:16]}",
+                pool_bytes=8 * MiB,
+                slab_bytes=1 * MiB,
+                transport="shm",
+                runtime_dir=str(root),
+                heartbeat_seconds=0.1,
+                tls_dir=str(directory),
             ),
-            N0, (address,), segment_dir=root,
+            N0,
+            (address,),
+            segment_dir=root,
         )
-    )  # fmt: skip
+    )
     try:
         yield address, await shard.start()
     finally:

@@ -229,11 +229,16 @@ async def add_to_menu(menu: Menu, engine: Engine, seed: int, cluster: LocalClust
     nodes = [common_pb2.NodeInfo(node_id=n.node_id, peer_address=n.peer_address, epoch=n.epoch) for n in (n0, n1)]
     whole = [
         shard_pb2.SealRequest(**ids, items=items),
-        encode_take_over(Holder(NodeId("n1"), n1.peer_address, n1.epoch), n0.epoch, LAYOUT.payload_bytes,
-                         [TakeOverItem(key, None, i, SpanRoute(1), 1.0) for i, key in enumerate(keys)], 0.1),
+        encode_take_over(
+            Holder(NodeId("n1"), n1.peer_address, n1.epoch),
+            n0.epoch,
+            LAYOUT.payload_bytes,
+            [TakeOverItem(key, None, i, SpanRoute(1), 1.0) for i, key in enumerate(keys)],
+            0.1,
+        ),
         encode_fingerprint(spec(f"fuzzed{seed % 3}").fingerprint),
         *requests_about(ids, b"".join(keys), handoff),
-    ]  # fmt: skip
+    ]
     for message in [*encode_refs([*refs, *lease.blocks]), *items, *nodes, encode_layout(LAYOUT), *whole]:
         menu.messages.setdefault(message.DESCRIPTOR.full_name, []).append(message)
 

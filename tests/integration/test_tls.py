@@ -57,13 +57,20 @@ async def one_shard(root: Path, directory: Path | None, *lookups: str) -> AsyncI
     server = ShardServer(
         ShardServerConfig(
             ServiceConfig(
-                service=f"tls{root.name[:16]}", pool_bytes=8 * MiB, slab_bytes=1 * MiB, transport="shm",
-                runtime_dir=str(root), heartbeat_seconds=0.1, tls_dir=str(directory or ""),
+                service=f"tls{root.name[:16]}",
+                pool_bytes=8 * MiB,
+                slab_bytes=1 * MiB,
+                transport="shm",
+                runtime_dir=str(root),
+                heartbeat_seconds=0.1,
+                tls_dir=str(directory or ""),
                 allow_plaintext=directory is None,
             ),
-            NODE, lookups, segment_dir=root,
+            NODE,
+            lookups,
+            segment_dir=root,
         )
-    )  # fmt: skip
+    )
     holder = await server.start()
     try:
         yield holder
@@ -226,9 +233,11 @@ async def test_a_plaintext_port_is_refused_with_three_ways_out(files: Path, tmp_
     )
     config = ShardServerConfig(settings, NODE, segment_dir=tmp_path)
     for wrong in (
-        replace(config, peer_host="0.0.0.0"), replace(config, peer_port=free_port()),
-        replace(config, lookup_addresses=("127.0.0.1:1",)), replace(config, lookup_addresses=("10.9.9.9:1",)),
-    ):  # fmt: skip
+        replace(config, peer_host="0.0.0.0"),
+        replace(config, peer_port=free_port()),
+        replace(config, lookup_addresses=("127.0.0.1:1",)),
+        replace(config, lookup_addresses=("10.9.9.9:1",)),
+    ):
         with pytest.raises(ConfigError, match=ways):
             await ShardServer(wrong).start()
     for server in (LookupServer(f"unix:{tmp_path / 'l.sock'}"), LookupServer("0.0.0.0:0", allow_plaintext=True)):

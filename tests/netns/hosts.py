@@ -40,10 +40,21 @@ class Host:
         self.device = device
         mounts = f"mount -t tmpfs -o size=2g tmpfs /dev/shm && mount -t tmpfs tmpfs {RUNTIME_ROOT}"
         self._anchor = subprocess.Popen(
-            ["ip", "netns", "exec", namespace, "unshare", "--mount", "--propagation", "private", "sh", "-c",
-             f"{mounts} && echo ok && exec sleep infinity"],
+            [
+                "ip",
+                "netns",
+                "exec",
+                namespace,
+                "unshare",
+                "--mount",
+                "--propagation",
+                "private",
+                "sh",
+                "-c",
+                f"{mounts} && echo ok && exec sleep infinity",
+            ],
             stdout=subprocess.PIPE,
-        )  # fmt: skip
+        )
         assert self._anchor.stdout is not None
         assert self._anchor.stdout.readline() == b"ok\n", "the host's file systems could not be mounted"
 

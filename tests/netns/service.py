@@ -33,9 +33,10 @@ class Service:
         self._logs = logs
         self._options = options
         self._environment = {
-            "KVSERVICE_TLS_DIR": str(write(logs / "tls")), "KVSERVICE_SERVICE": SERVICE,
+            "KVSERVICE_TLS_DIR": str(write(logs / "tls")),
+            "KVSERVICE_SERVICE": SERVICE,
             "KVSERVICE_RUNTIME_DIR": str(RUNTIME_ROOT),
-        }  # fmt: skip
+        }
         self._lookups = [f"{host.address}:{LOOKUP_PORT}" for host in hosts]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._shards: dict[int, subprocess.Popen[bytes]] = {}

@@ -145,8 +145,23 @@ def test_lossy_network_costs_hits_and_no_byte(pair: Pair) -> None:
 def test_network_that_is_too_slow_is_given_up_and_leaves_nothing_waiting(pair: Pair) -> None:
     first, holder = pair.store(0), pair.hosts[0]
     time.sleep(KNOWN_SECONDS)
-    holder.output(["tc", "qdisc", "add", "dev", holder.device, "root", "tbf", "rate", "1mbit", "burst", "32kbit",
-                   "latency", "400ms"])  # fmt: skip
+    holder.output(
+        [
+            "tc",
+            "qdisc",
+            "add",
+            "dev",
+            holder.device,
+            "root",
+            "tbf",
+            "rate",
+            "1mbit",
+            "burst",
+            "32kbit",
+            "latency",
+            "400ms",
+        ]
+    )
     try:
         promised, _ = pair.read(1, first)
         assert promised < COUNT, "ten seconds of bytes do not come in one"

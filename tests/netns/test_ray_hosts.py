@@ -81,8 +81,11 @@ class Site:
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*self.host.prefix, sys.executable, "-m", *command],
-            env={**os.environ, **self._environment}, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
+            env={**os.environ, **self._environment},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
 
     def kvservice(self, *command: str) -> subprocess.CompletedProcess[str]:
         return self.run("kvservice.cli.main", *command)

@@ -137,8 +137,12 @@ class LeavingRules(RuleBasedStateMachine):
         taken = tuple(kept[place % 5] for place in range(len(offer.items)))
         self.harness.send(ev.Offered(offer.offer, TakeOverResult(taken, full) if dead else None))
 
-    @rule(which=any_index, model=st.sampled_from("ab"), idle=st.sampled_from([0.0, 5.0, 1e6]),
-          wait=st.sampled_from([0.0, 2.0, 20.0]))  # fmt: skip
+    @rule(
+        which=any_index,
+        model=st.sampled_from("ab"),
+        idle=st.sampled_from([0.0, 5.0, 1e6]),
+        wait=st.sampled_from([0.0, 2.0, 20.0]),
+    )
     def take_over(self, which: int, model: str, idle: float, wait: float) -> None:
         chain = CHAINS[model][which % len(CHAINS[model])]
         items = tuple(

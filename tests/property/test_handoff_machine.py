@@ -36,8 +36,14 @@ class HandoffMachine(ShardMachine):
         self._ask(kind(self.harness.next_op(), engine.attachment, handoff), Asked(self.harness.now, ("engine", 0)))
 
     @somebody_attached
-    @rule(one=engines, which=any_index, skip=st.integers(0, 2), timeout=st.sampled_from([0.0, 0.5, 20.0, 20.0]),
-          handoff=ids, node=st.sampled_from(["peer", "here", "other"]))  # fmt: skip
+    @rule(
+        one=engines,
+        which=any_index,
+        skip=st.integers(0, 2),
+        timeout=st.sampled_from([0.0, 0.5, 20.0, 20.0]),
+        handoff=ids,
+        node=st.sampled_from(["peer", "here", "other"]),
+    )
     def acquire_handed_off(
         self, one: int, which: int, skip: int, timeout: float, handoff: HandoffId, node: str
     ) -> None:
@@ -51,8 +57,13 @@ class HandoffMachine(ShardMachine):
         self._ask(ev.Acquire(op, engine.attachment, request), asked)
 
     @precondition(lambda self: self.harness.follows)
-    @rule(which=any_index, count=st.integers(0, 5), first=st.integers(0, 2), state=st.sampled_from(HandoffState),
-          damage=st.sampled_from(["", "", "", "key", "length", "silent"]))  # fmt: skip
+    @rule(
+        which=any_index,
+        count=st.integers(0, 5),
+        first=st.integers(0, 2),
+        state=st.sampled_from(HandoffState),
+        damage=st.sampled_from(["", "", "", "key", "length", "silent"]),
+    )
     def writer_answers(self, which: int, count: int, first: int, state: HandoffState, damage: str) -> None:
         """Any question to a writer of this boot, also one that was answered before; blocks in any order."""
         wanted = self.harness.follows[-1 - which % min(4, len(self.harness.follows))]
@@ -73,8 +84,14 @@ class HandoffMachine(ShardMachine):
                 Write(slot, size, handle.key, self.harness.headers[slot].generation) for handle, slot in pull.items
             ]
 
-    @rule(which=any_index, handoff=ids, reader=st.sampled_from(["peer", "other"]), wait=st.sampled_from([0.0, 1.0]),
-          model=st.sampled_from("ab"), start=st.integers(0, 2))  # fmt: skip
+    @rule(
+        which=any_index,
+        handoff=ids,
+        reader=st.sampled_from(["peer", "other"]),
+        wait=st.sampled_from([0.0, 1.0]),
+        model=st.sampled_from("ab"),
+        start=st.integers(0, 2),
+    )
     def peer_follows(self, which: int, handoff: HandoffId, reader: str, wait: float, model: str, start: int) -> None:
         keys = CHAINS[model][which % len(CHAINS[model])][start:]
         now, op = self.harness.now, self.harness.next_op()

@@ -85,9 +85,13 @@ class MirrorMachine(RuleBasedStateMachine):
         part.sequences[name] = part.sequences.get(name, 0) + 1
         chosen = KEYS[partition]
         outcome = part.directory.apply(
-            node(name, self.epochs[name], self.ports[name]), part.sequences[name],
-            [chosen[i] for i in added], [chosen[i] for i in removed], now=self.now, **flags,
-        )  # fmt: skip
+            node(name, self.epochs[name], self.ports[name]),
+            part.sequences[name],
+            [chosen[i] for i in added],
+            [chosen[i] for i in removed],
+            now=self.now,
+            **flags,
+        )
         if outcome is AnnounceOutcome.RESYNC:
             self.announce(partition, name, added, removed, full_begin=True, full_end=True)
 

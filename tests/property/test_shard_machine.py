@@ -229,8 +229,13 @@ class ShardMachine(LeavingRules):
         digest = self.harness.digest_now(wanted.slot, wanted.key) if readable else None
         self.harness.send(ev.Digested(wanted.slot, wanted.key, digest))
 
-    @rule(one=engines, which=any_index, skip=st.integers(0, 2), timeout=st.sampled_from([0.0, 0.5, 3.0, 20.0]),
-          recompute=st.sampled_from([0.0, 0.01, 1.0]))  # fmt: skip
+    @rule(
+        one=engines,
+        which=any_index,
+        skip=st.integers(0, 2),
+        timeout=st.sampled_from([0.0, 0.5, 3.0, 20.0]),
+        recompute=st.sampled_from([0.0, 0.01, 1.0]),
+    )
     def acquire(self, one: int, which: int, skip: int, timeout: float, recompute: float) -> None:
         engine = self.engines[one]
         attachment = AttachmentId(999) if engine.attachment is None else engine.attachment
@@ -278,8 +283,14 @@ class ShardMachine(LeavingRules):
         self.harness.resolved(wanted.op, *found, complete=complete)
 
     @somebody_attached
-    @rule(one=engines, which=any_index, holders=helpful, far=st.sampled_from([3, 4, 2, 1]), told=results,
-          timeout=st.sampled_from([20.0, 0.5]))  # fmt: skip
+    @rule(
+        one=engines,
+        which=any_index,
+        holders=helpful,
+        far=st.sampled_from([3, 4, 2, 1]),
+        told=results,
+        timeout=st.sampled_from([20.0, 0.5]),
+    )
     def fetch(
         self, one: int, which: int, holders: tuple[Holder, ...], far: int, told: list[PullResult], timeout: float
     ) -> None:
@@ -295,8 +306,12 @@ class ShardMachine(LeavingRules):
             self._pulled(job, [PullResult.OK] * 5 if far == 3 else told)
 
     @precondition(lambda self: self.harness.locates)
-    @rule(which=any_index, damage=st.lists(st.sampled_from(["", "", "", "missing", "key", "length"]), min_size=5),
-          silent=st.integers(0, 5), lease=st.sampled_from([10.0, 0.0, 1e9]))  # fmt: skip
+    @rule(
+        which=any_index,
+        damage=st.lists(st.sampled_from(["", "", "", "missing", "key", "length"]), min_size=5),
+        silent=st.integers(0, 5),
+        lease=st.sampled_from([10.0, 0.0, 1e9]),
+    )
     def locate(self, which: int, damage: list[str], silent: int, lease: float) -> None:
         """Any question to a peer of this boot, also one that was answered before."""
         wanted = self.harness.locates[-1 - which % min(4, len(self.harness.locates))]

@@ -96,8 +96,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
                     [sys.executable, "-m", "examples.demo", "remote-hit", "--out", str(tmp_path / "out"), *arguments],
                     cwd=ROOT,
                     env={**os.environ, MARK: mark, "KVSERVICE_RUNTIME_DIR": runtime, "COLUMNS": "200"},
-                    stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-                )  # fmt: skip
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
             made.append(Demo(process, mark, Path(runtime), log))
             return made[-1]
 

@@ -65,9 +65,13 @@ def runtime() -> Iterator[Path]:
 def config(runtime: Path) -> Iterator[ServiceConfig]:
     with ray_nodes({"num_cpus": 1, "object_store_memory": 80 * MiB}):
         wanted = ServiceConfig(
-            service="gw", pool_bytes=32 * MiB, slab_bytes=8 * MiB, lookup_partitions=1, runtime_dir=str(runtime),
+            service="gw",
+            pool_bytes=32 * MiB,
+            slab_bytes=8 * MiB,
+            lookup_partitions=1,
+            runtime_dir=str(runtime),
             copy_workers="1",
-        )  # fmt: skip
+        )
         deploy.up(wanted).wait_complete(150)
         yield wanted
         deploy.down("gw")

@@ -55,9 +55,13 @@ def workers() -> list[dict[str, object]]:
 
 def test_worker_whose_gpu_is_lost_is_replaced(runtime: Path) -> None:
     config = ServiceConfig(
-        service=SERVICE, pool_bytes=32 * MiB, slab_bytes=8 * MiB, lookup_partitions=1, runtime_dir=str(runtime),
+        service=SERVICE,
+        pool_bytes=32 * MiB,
+        slab_bytes=8 * MiB,
+        lookup_partitions=1,
+        runtime_dir=str(runtime),
         copy_workers="auto",
-    )  # fmt: skip
+    )
     with ray_nodes({"num_cpus": 1, "num_gpus": 1, "object_store_memory": 80 * MiB}):
         deploy.up(config).wait_complete(150)
         try:

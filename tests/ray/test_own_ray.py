@@ -45,15 +45,23 @@ class Machine:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "KVSERVICE_"))}
         marks = {name: value for name, value in os.environ.items() if name.startswith("KVSERVICE_TEST_")}
         self.environment = {
-            **kept, **marks, "KVSERVICE_RUNTIME_DIR": str(root / "k"), "RAY_TMPDIR": str(root), "HOME": str(root),
+            **kept,
+            **marks,
+            "KVSERVICE_RUNTIME_DIR": str(root / "k"),
+            "RAY_TMPDIR": str(root),
+            "HOME": str(root),
             "RAY_USAGE_STATS_ENABLED": "0",
-        }  # fmt: skip
+        }
 
     def run(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, *words], env={**self.environment, **environment}, capture_output=True, text=True,
-            timeout=150, check=False,
-        )  # fmt: skip
+            [sys.executable, *words],
+            env={**self.environment, **environment},
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
 
     def kvservice(self, *words: str) -> subprocess.CompletedProcess[str]:
         return self.run("-m", "kvservice.cli.main", *words)

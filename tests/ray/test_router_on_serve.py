@@ -38,10 +38,14 @@ SPEC = spec("test-model", hash="sha256_cbor", hash_seed="0", block_tokens=LAYOUT
 ROUTER = RequestRouterConfig(
     request_router_class="kvservice.serve.router.KvAwareRouter",
     request_router_kwargs={
-        "service": SERVICE, "budget_ms": 500.0, "refresh_seconds": 0.5, "engine_blocks": 0,
-        "fetch_overhead_ms": 60_000.0, "prefill_tokens_per_second": 1000.0,
+        "service": SERVICE,
+        "budget_ms": 500.0,
+        "refresh_seconds": 0.5,
+        "engine_blocks": 0,
+        "fetch_overhead_ms": 60_000.0,
+        "prefill_tokens_per_second": 1000.0,
     },
-)  # fmt: skip
+)
 
 
 @serve.deployment(num_replicas=2, ray_actor_options={"num_cpus": 1}, request_router_config=ROUTER)
@@ -57,10 +61,15 @@ class Where:
     request_router_config=ROUTER,
     max_ongoing_requests=20,
     autoscaling_config={
-        "min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 3, "metrics_interval_s": 0.2,
-        "look_back_period_s": 1.0, "upscale_delay_s": 0.5, "downscale_delay_s": 2.0,
+        "min_replicas": 1,
+        "max_replicas": 2,
+        "target_ongoing_requests": 3,
+        "metrics_interval_s": 0.2,
+        "look_back_period_s": 1.0,
+        "upscale_delay_s": 0.5,
+        "downscale_delay_s": 2.0,
     },
-)  # fmt: skip
+)
 class Slowly:
     """Takes its time, so that requests that wait call for a second replica."""
 

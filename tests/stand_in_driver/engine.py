@@ -187,8 +187,10 @@ def worker(
         command = [sys.executable, "-m", "tests.stand_in_driver.worker", "--service", "s", "--node", "n"]
         process = subprocess.Popen(
             [*command, "--device", "0", "--runtime-root", folder, "--wedge-seconds", str(wedge_seconds)],
-            stdout=subprocess.PIPE, text=True, env={**stand_in_environment(**settings), "STAND_IN_PLANT": plant},
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**stand_in_environment(**settings), "STAND_IN_PLANT": plant},
+        )
         assert process.stdout is not None
         try:
             assert "listens" in process.stdout.readline()

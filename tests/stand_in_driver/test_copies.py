@@ -147,8 +147,11 @@ def test_dead_context_is_remembered_and_everything_can_still_be_closed(driver: D
     """In a process of its own: the context stays dead until its end."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.stand_in_driver.dead_context"],
-        env=stand_in_environment(FAULTS_AT=1), capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        env=stand_in_environment(FAULTS_AT=1),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.stdout.splitlines() == ["fatal: 700", "closed", "1 piece not unpinned"], done.stderr
     assert 700 in FATAL and 1 not in FATAL and 2 not in FATAL
 

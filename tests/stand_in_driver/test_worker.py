@@ -146,9 +146,14 @@ def check_lent_block_is_read_when_the_lender_has_computed_it(driver: Driver, pla
         where = [str(it.directory), str(it.made.path)]
         where += [str(it.made.geometry.slab_bytes), str(it.made.geometry.slab_count)]
         lender = subprocess.Popen(
-            [sys.executable, "-c", LENDER, *where], env=stand_in_environment(), cwd=ROOT,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-        )  # fmt: skip
+            [sys.executable, "-c", LENDER, *where],
+            env=stand_in_environment(),
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
         assert lender.stdin is not None and lender.stdout is not None
         try:
             assert lender.stdout.readline() == "lent\n"

@@ -78,10 +78,15 @@ def unpinning_is_awaited() -> None:
 PLANTS: dict[str, Callable[[], None]] = {
     plant.__name__: plant
     for plant in (
-        stores_in_any_order, copies_are_not_awaited, engine_is_not_awaited, offset_is_forgotten, lender_is_not_awaited,
-        final_errors_are_forgotten, unpinning_is_awaited,
+        stores_in_any_order,
+        copies_are_not_awaited,
+        engine_is_not_awaited,
+        offset_is_forgotten,
+        lender_is_not_awaited,
+        final_errors_are_forgotten,
+        unpinning_is_awaited,
     )
-}  # fmt: skip
+}
 
 
 def pinned_is_said() -> None:

@@ -6,6 +6,8 @@ Pure reading of files: nothing is imported or executed, so a planted fault in a 
 from __future__ import annotations
 
 import ast
+import io
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,13 +125,38 @@ HOMES: dict[str, frozenset[str]] = {
 }
 ONE_FILE = ("nixl", "nixl_cu12", "nixl_cu13")
 
-# fmt: off
-IMPURE = frozenset({
-    "asyncio", "concurrent", "ctypes", "datetime", "http", "io", "logging", "mmap", "multiprocessing", "os",
-    "pathlib", "queue", "random", "sched", "secrets", "select", "selectors", "shutil", "signal", "socket", "ssl",
-    "subprocess", "tempfile", "threading", "time", "torch", "urllib", "uuid",
-})
-# fmt: on
+IMPURE = frozenset(
+    {
+        "asyncio",
+        "concurrent",
+        "ctypes",
+        "datetime",
+        "http",
+        "io",
+        "logging",
+        "mmap",
+        "multiprocessing",
+        "os",
+        "pathlib",
+        "queue",
+        "random",
+        "sched",
+        "secrets",
+        "select",
+        "selectors",
+        "shutil",
+        "signal",
+        "socket",
+        "ssl",
+        "subprocess",
+        "tempfile",
+        "threading",
+        "time",
+        "torch",
+        "urllib",
+        "uuid",
+    }
+)
 IMPURE_CALLS = frozenset({"open", "print", "input", "exec", "eval", "breakpoint"})
 PICKLERS = frozenset({"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"})
 DRAWER_NAMES = frozenset({"util", "utils", "common", "helper", "helpers", "misc"})
@@ -370,6 +397,25 @@ def no_drawers(root: Path) -> list[str]:
     ]
 
 
+def formatter_decides(root: Path) -> list[str]:
+    """No statement is kept from the formatter. A table may be, below a comment that says why it is one."""
+    findings: list[str] = []
+    for path in sources(root, *SOURCE_FOLDERS):
+        text = path.read_text(encoding="utf-8")
+        if "fmt:" not in text:
+            continue
+        name, lines = path.relative_to(root), text.splitlines()
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type != tokenize.COMMENT:
+                continue
+            line, said = token.start[0], token.string.removeprefix("#").strip()
+            if said.startswith("fmt: skip"):
+                findings.append(f"{name}:{line}: let the formatter lay it out")
+            if said == "fmt: off" and not (line > 1 and lines[line - 2].lstrip().startswith("#")):
+                findings.append(f"{name}:{line}: say in the line above why this is a table")
+    return findings
+
+
 def actors_link(root: Path) -> list[str]:
     link = root / "kvservice" / "actors"
     if not link.is_symlink():
@@ -419,6 +465,7 @@ RULES = {
         sizes,
         kept_cancellations,
         no_drawers,
+        formatter_decides,
         actors_link,
         tests_that_check,
         one_wait,

@@ -10,9 +10,12 @@ ROOT = Path(__file__).parents[2]
 ROW = re.compile(r"^\| (?P<asset>[^|]+) \| (?P<who>[^|]+) \| (?P<what>[^|]+) \| (?P<tests>[^|]+) \|$")
 TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 WHO = {
-    "other user of the node", "other pod of the node", "other host of the network", "a tenant",
+    "other user of the node",
+    "other pod of the node",
+    "other host of the network",
+    "a tenant",
     "holder of one node's certificate",
-}  # fmt: skip
+}
 
 
 def rows() -> list[re.Match[str]]:

@@ -94,6 +94,8 @@ FAULTS = [
     ("no_drawers", "kvservice/core/utils.py", ""),
     ("no_drawers", "actors/helpers.py", ""),
     ("no_drawers", "kvservice/common/x.py", ""),
+    ("formatter_decides", "kvservice/x.py", "x = 1  # fmt: skip\n"),
+    ("formatter_decides", "kvservice/x.py", "\n# fmt: off\nx = {1:  2}\n# fmt: on\n"),
     ("tests_that_check", "tests/test_x.py", "def test_x():\n    print('fine')\n"),
     ("words", "kvservice/core/shard.py", "class GhostTable: ...\n"),
     ("words", "kvservice/core/shard.py", "def f(side_count): ...\n"),

@@ -75,10 +75,26 @@ ALLOWED: dict[tuple[str, str], str] = {
 }
 
 TEXTS = ("*.py", "*.pyi", "*.md", "*.proto", "*.yaml", "*.yml", "*.tpl", "*.toml", "*.sh", "*.c", "*.json", "*.txt")
-PLACES = (*SOURCE_FOLDERS, "docs", "protos", "helm", "docker", "README.md", "CHANGELOG.md", "CONTRIBUTING.md",
-          "SECURITY.md", "Makefile")  # fmt: skip
-DATA = ("benchmarks/results/", "examples/documents/", "kvservice/wire/v1/", "kvservice/actors/",
-        "tests/tidy/words.py", "tests/tidy/test_tidy.py")  # fmt: skip
+PLACES = (
+    *SOURCE_FOLDERS,
+    "docs",
+    "protos",
+    "helm",
+    "docker",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "Makefile",
+)
+DATA = (
+    "benchmarks/results/",
+    "examples/documents/",
+    "kvservice/wire/v1/",
+    "kvservice/actors/",
+    "tests/tidy/words.py",
+    "tests/tidy/test_tidy.py",
+)
 IN_PROSE = re.compile(
     rf"(?<![a-z])({'|'.join(word.replace(' ', '[ _-]') for word in WORDS if WORDS[word].prose)})s?(?![a-z])",
     re.IGNORECASE,

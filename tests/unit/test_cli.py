@@ -164,8 +164,10 @@ def test_json_logs_are_all_that_a_process_writes(runtime: Path, arguments: list[
     process = subprocess.Popen(
         [sys.executable, "-m", "kvservice.cli.main", *arguments, "--json-logs", "--service", f"json-{os.getpid()}"],
         env={**os.environ, "KVSERVICE_RUNTIME_DIR": str(runtime), "KVSERVICE_TRANSPORT": transport},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     assert process.stdout is not None
     lines: list[dict[str, object]] = []
     for line in process.stdout:
@@ -233,9 +235,22 @@ def test_status_shows_every_node_and_a_dead_one_as_a_problem() -> None:
         assert [row["node_id"] for row in state["nodes"]] == ["n0", "n1"]
         for row in state["nodes"]:
             assert set(row) == {
-                "node_id", "peer_address", "epoch", "segment_bytes", "slabs", "slabs_free", "slots", "counters",
-                "pulled_bytes", "draining", "transport", "uptime_seconds", "models", "tenants", "error",
-            }  # fmt: skip
+                "node_id",
+                "peer_address",
+                "epoch",
+                "segment_bytes",
+                "slabs",
+                "slabs_free",
+                "slots",
+                "counters",
+                "pulled_bytes",
+                "draining",
+                "transport",
+                "uptime_seconds",
+                "models",
+                "tenants",
+                "error",
+            }
         assert [row["partition_count"] for row in state["lookup_partitions"]] == [1]
         table = command(cluster.root, "status", COLUMNS="200", **variables)
         assert table.returncode == 0

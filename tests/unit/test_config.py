@@ -56,11 +56,21 @@ def test_a_count_is_not_a_size() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"service": "a/b"}, {"service": ""}, {"service": "x" * 33}, {"lookup_partitions": 0}, {"lookup_partitions": 65},
-        {"transport": "tcp"}, {"lease_seconds": 0.0}, {"heartbeat_seconds": 0.0}, {"slab_bytes": -1},
-        {"lookup_port": 80}, {"lookup_port": 65_535}, {"runtime_dir": "relative"}, {"metrics_port": 70_000},
+        {"service": "a/b"},
+        {"service": ""},
+        {"service": "x" * 33},
+        {"lookup_partitions": 0},
+        {"lookup_partitions": 65},
+        {"transport": "tcp"},
+        {"lease_seconds": 0.0},
+        {"heartbeat_seconds": 0.0},
+        {"slab_bytes": -1},
+        {"lookup_port": 80},
+        {"lookup_port": 65_535},
+        {"runtime_dir": "relative"},
+        {"metrics_port": 70_000},
     ],
-)  # fmt: skip
+)
 def test_values_out_of_range_name_their_setting(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=rf"^{next(iter(wrong))}\b.*give "):
         load_config(None, {}, **wrong)

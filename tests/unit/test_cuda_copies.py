@@ -31,9 +31,7 @@ def region(order: str) -> RegionLayout:
         stride[name] = step
         step *= SIZES[name]
     offsets = tuple(layer * stride["l"] for layer in range(LAYERS))
-    return RegionLayout(
-        step, BLOCKS, offsets, 1, HEADS, TOKENS, CELL, stride["b"], 0, stride["h"], stride["n"]
-    )  # fmt: skip
+    return RegionLayout(step, BLOCKS, offsets, 1, HEADS, TOKENS, CELL, stride["b"], 0, stride["h"], stride["n"])
 
 
 class HostDriver:

@@ -27,9 +27,13 @@ print(why_not("/"))
 
 def answer(who: str, *before: str, **environment: str) -> str:
     done = subprocess.run(
-        [*before, sys.executable, "-c", ASKS, who], cwd=ROOT,
-        env={**os.environ, **environment}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        [*before, sys.executable, "-c", ASKS, who],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return done.stdout.strip()
 
 

@@ -240,17 +240,21 @@ def test_every_part_of_a_running_service_has_its_row(monkeypatch: pytest.MonkeyP
                 "usr/systemd/logind.conf": "[Login]\nRemoveIPC=yes\n",
                 "usr/systemd/logind.conf.d/50-server.conf": "[Login]\nRemoveIPC = no\n",
             },
-            1000, False, OK,
+            1000,
+            False,
+            OK,
         ),
         (
             {
                 "usr/systemd/logind.conf.d/50-server.conf": "[Login]\nRemoveIPC=no\n",
                 "etc/systemd/logind.conf.d/50-server.conf": "[Login]\nKillUserProcesses=no\n",
             },
-            1000, False, WARNING,
+            1000,
+            False,
+            WARNING,
         ),
     ],
-)  # fmt: skip
+)
 def test_memory_that_goes_with_a_logout_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], uid: int, lingers: bool, status: str
 ) -> None:

@@ -49,9 +49,12 @@ def said_by(program: str, tmp_path: Path, **environment: str) -> str:
     script.write_text(program)
     settings = {"PYTHONPATH": os.pathsep.join([str(ROOT), *found]), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run(
-        [sys.executable, str(script)], env={**os.environ, **settings, **environment}, capture_output=True, text=True,
+        [sys.executable, str(script)],
+        env={**os.environ, **settings, **environment},
+        capture_output=True,
+        text=True,
         timeout=200,
-    )  # fmt: skip
+    )
     if "No module named 'triton'" in done.stderr:
         pytest.skip("no Triton: make .venv-triton/.installed")
     assert done.returncode == 0, done.stderr[-2000:]

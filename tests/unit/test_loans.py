@@ -118,9 +118,19 @@ def rank() -> Iterator[Any]:
             held = np.frombuffer(memory.buffer, np.uint8).reshape(BLOCKS, heads, size)
             held[:] = value
             region = RegionLayout(
-                memory.byte_count, BLOCKS, (0,), parts=1, heads=heads, tokens=TOKENS, cell_bytes=CELL,
-                block_stride=heads * size, part_stride=0, head_stride=size, token_stride=CELL, first_head=first,
-            )  # fmt: skip
+                memory.byte_count,
+                BLOCKS,
+                (0,),
+                parts=1,
+                heads=heads,
+                tokens=TOKENS,
+                cell_bytes=CELL,
+                block_stride=heads * size,
+                part_stride=0,
+                head_stride=size,
+                token_stride=CELL,
+                first_head=first,
+            )
             return Lender(HostKV(memory), CopyTemplate(region, SLOT)), held
 
         yield make

@@ -204,8 +204,12 @@ def test_with_json_lines_whatever_anybody_logs_is_one_json_line_too() -> None:
     done = subprocess.run([sys.executable, "-c", OF_MANY], capture_output=True, text=True, timeout=60, check=False)
     lines = [json.loads(line) for line in (done.stdout + done.stderr).splitlines()]
     assert [line["event"].split("\n")[0].rpartition(": ")[2] for line in lines] == [
-        "ours", "of another library", "of Python", "a line for whoever started it", "uncaught",
-    ]  # fmt: skip
+        "ours",
+        "of another library",
+        "of Python",
+        "a line for whoever started it",
+        "uncaught",
+    ]
     assert "RuntimeError: a bug" in lines[-1]["exception"]
 
 

@@ -110,8 +110,13 @@ print("afterwards")
 
 def test_what_others_write_goes_into_the_log_and_results_to_stdout(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SPEAKING, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True,
-        cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
+        [sys.executable, "-c", SPEAKING, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
     assert done.stdout.split("\n") == ["a result", "afterwards", ""] and done.stderr == ""
     assert (tmp_path / "new" / "demo.log").read_text() == "a library\na child\nits error\n"

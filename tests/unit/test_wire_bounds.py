@@ -56,9 +56,11 @@ def test_fingerprint_and_window_groups_are_counted_first() -> None:
 
 def test_a_statement_is_counted_first_and_the_largest_that_is_meant_fits_a_request() -> None:
     whole = Statement(
-        1 << 60, tuple(range(OPEN_CALLS_MAX)), tuple(SlotIndex((1 << 48) - 1 - i) for i in range(STATED_SLOTS_MAX)),
+        1 << 60,
+        tuple(range(OPEN_CALLS_MAX)),
+        tuple(SlotIndex((1 << 48) - 1 - i) for i in range(STATED_SLOTS_MAX)),
         tuple(HandoffId(i.to_bytes(16, "big")) for i in range(STATED_HANDOFFS_MAX)),
-    )  # fmt: skip
+    )
     message = codec.encode_statement(whole)
     assert codec.decode_statement(message) == whole
     leases = range(codec.LEASES_PER_MESSAGE_MAX)
@@ -81,9 +83,12 @@ def test_an_engines_speed_is_a_number_because_routers_read_it_with_all_others(se
 
 def test_the_largest_seal_that_is_meant_fits_a_request() -> None:
     item = shard_pb2.SealItem(
-        block=shard_pb2.BlockRef(slot=(1 << 48) - 1, generation=(1 << 64) - 1), key=bytes(16), parent=bytes(16),
-        position=(1 << 32) - 1, route=(1 << 32) - 1,
-    )  # fmt: skip
+        block=shard_pb2.BlockRef(slot=(1 << 48) - 1, generation=(1 << 64) - 1),
+        key=bytes(16),
+        parent=bytes(16),
+        position=(1 << 32) - 1,
+        route=(1 << 32) - 1,
+    )
     request = shard_pb2.SealRequest(attachment_id=1 << 60, epoch=1 << 60, items=[item] * codec.BLOCKS_PER_MESSAGE_MAX)
     assert request.ByteSize() < LISTS_BYTES_MAX
 

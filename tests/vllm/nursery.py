@@ -116,8 +116,11 @@ def _nursery() -> socket.socket:
     environment.update(VLLM_LOGGING_LEVEL="WARNING", VLLM_LOGGING_STREAM="ext://sys.stderr", OMP_WAIT_POLICY="passive")
     subprocess.Popen(
         [sys.executable, "-m", "tests.vllm.nursery", str(theirs.fileno())],
-        stdin=subprocess.DEVNULL, env=environment, pass_fds=[theirs.fileno()], start_new_session=True,
-    )  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        env=environment,
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,
+    )
     theirs.close()
     return ours
 

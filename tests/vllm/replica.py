@@ -53,9 +53,11 @@ class Replica:
         arguments = ["--model", str(model), "--engine", json.dumps(engine)]
         if extra is not None:
             connector = {
-                "kv_connector": "KVServiceConnector", "kv_connector_module_path": "kvservice.connector.vllm",
-                "kv_role": role, "kv_connector_extra_config": extra,
-            }  # fmt: skip
+                "kv_connector": "KVServiceConnector",
+                "kv_connector_module_path": "kvservice.connector.vllm",
+                "kv_role": role,
+                "kv_connector_extra_config": extra,
+            }
         if connector is not None:
             arguments += ["--connector", json.dumps(connector)]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "VLLM_NO_USAGE_STATS": "1"}
@@ -189,9 +191,7 @@ def main() -> None:
 
     transfer = None if given.connector is None else KVTransferConfig(**given.connector)
     settings = {"dtype": "float32", "max_model_len": 4096, "block_size": 32, **given.engine}
-    llm = LLM(
-        model=given.model, enforce_eager=True, kv_transfer_config=transfer, disable_log_stats=True, **settings
-    )  # fmt: skip
+    llm = LLM(model=given.model, enforce_eager=True, kv_transfer_config=transfer, disable_log_stats=True, **settings)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     preemptions = count_calls(scheduler, "_preempt_request")
     say(ready=True)
@@ -214,11 +214,13 @@ def main() -> None:
             prompts = command["prompts"]
             sampling = [
                 SamplingParams(
-                    temperature=0, max_tokens=command["max_tokens"], ignore_eos=True,
+                    temperature=0,
+                    max_tokens=command["max_tokens"],
+                    ignore_eos=True,
                     extra_args=None if params is None else {"kv_transfer_params": params},
                 )
                 for params in command.get("params") or [None] * len(prompts)
-            ]  # fmt: skip
+            ]
             if "abort_after" in command:
                 outputs = run_and_abort(llm.llm_engine, prompts, sampling, started + command["abort_after"])
             else:

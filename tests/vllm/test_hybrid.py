@@ -31,9 +31,12 @@ POOL = 24 * MiB  # some 200 positions: one of the full layers is 32 KiB, one of 
 SEAL_ENDS = ("sealed", "duplicate", "stale", "failed")
 WINDOW = 100
 ENGINE: dict[str, Any] = {
-    "max_model_len": 2048, "max_num_batched_tokens": 256, "max_num_seqs": 8, "num_gpu_blocks_override": 400,
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 400,
     "threads": 1,
-}  # fmt: skip
+}
 # Steps too short to measure the engine's speed: it then waits for the pool, however fast so small a model computes.
 READER = {**ENGINE, "max_num_batched_tokens": 63}
 STORY = "The keeper {} of the {} lamp walked the cliff path, counting {} boats, and wrote down the weather. "
@@ -256,7 +259,8 @@ def test_nothing_failed_on_the_way(setup: Setup) -> None:
     for name in ("plain", "two", "far"):
         counters = setup[name].counters()
         bad = {
-            key: count for key, count in counters.items()
+            key: count
+            for key, count in counters.items()
             if count and any(word in key for word in ("failed", "corrupt", "stale", "dropped"))
-        }  # fmt: skip
+        }
         assert not bad, bad

@@ -31,9 +31,12 @@ class Pair:
     def __init__(self, cluster: LocalCluster, model: Path, logs: Path) -> None:
         self.cluster = cluster
         extra: dict[str, object] = {
-            "mode": "service", "socket": cluster.socket("n0"), "copier": "worker", "handoff_loans": "on",
+            "mode": "service",
+            "socket": cluster.socket("n0"),
+            "copier": "worker",
+            "handoff_loans": "on",
             "loan_seconds": LOAN_SECONDS,
-        }  # fmt: skip
+        }
         self.prefill, self.decode = (
             Replica(model, extra, logs / f"{role}.log", role=role, threads=1, **ENGINE)
             for role in ("kv_producer", "kv_consumer")

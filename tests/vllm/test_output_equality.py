@@ -45,10 +45,13 @@ def replicas(
         "on": Replica(shallow_model, embedded, logs / "on.log", **ENGINE),
         # Three running requests do not fit its KV space, and two prompts do not fit its pool.
         "tight": Replica(
-            shallow_model, {**embedded, "memory": "12MiB", "offload": "lazy"}, logs / "tight.log",
-            **ENGINE, num_gpu_blocks_override=40,
+            shallow_model,
+            {**embedded, "memory": "12MiB", "offload": "lazy"},
+            logs / "tight.log",
+            **ENGINE,
+            num_gpu_blocks_override=40,
         ),
-    }  # fmt: skip
+    }
     try:
         yield {name: replica.ready() for name, replica in {**started, "off": without_cache}.items()}
     finally:

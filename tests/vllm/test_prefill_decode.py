@@ -34,16 +34,21 @@ class Setup:
         self._prompts = 0
         self.replicas: dict[str, Replica] = {}
         for name, node, role in (
-            ("prefill", "n0", "kv_producer"), ("local", "n0", "kv_consumer"), ("decode", "n1", "kv_consumer")
-        ):  # fmt: skip
+            ("prefill", "n0", "kv_producer"),
+            ("local", "n0", "kv_consumer"),
+            ("decode", "n1", "kv_consumer"),
+        ):
             self.start(name, node, role)
         for replica in self.replicas.values():
             replica.ready()
 
     def start(self, name: str, node: str, role: str) -> Replica:
         extra: dict[str, object] = {
-            "mode": "service", "socket": self.cluster.socket(node), "verify_load": "full", "handoff_timeout_seconds": 40
-        }  # fmt: skip
+            "mode": "service",
+            "socket": self.cluster.socket(node),
+            "verify_load": "full",
+            "handoff_timeout_seconds": 40,
+        }
         self.replicas[name] = Replica(self._model, extra, self._logs / f"{name}.log", role=role, threads=1, **ENGINE)
         return self.replicas[name]
 

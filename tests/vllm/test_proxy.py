@@ -35,9 +35,12 @@ START_SECONDS = 240.0
 MODEL = "small"
 PROMPT = "The keeper of the northern light writes down every ship that passes, its flag and its course. " * 30 + "Today"
 VARIABLES = {
-    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
-}  # fmt: skip
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+}
 Process = subprocess.Popen[bytes] | nursery.Forked
 
 
@@ -56,17 +59,22 @@ class Servers:
             self.processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "kvservice.cli.main", *words],
-                    stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **VARIABLES}, start_new_session=True,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **VARIABLES},
+                    start_new_session=True,
                 )
-            )  # fmt: skip
+            )
         self._wait(self.proxy, "proxy")
 
     def _serve(self, model: Path, node: str, role: str) -> str:
         port = free_port()
         transfer = {
-            "kv_connector": "KVServiceConnector", "kv_connector_module_path": "kvservice.connector.vllm",
-            "kv_role": role, "kv_connector_extra_config": {"mode": "service", "socket": self.cluster.socket(node)},
-        }  # fmt: skip
+            "kv_connector": "KVServiceConnector",
+            "kv_connector_module_path": "kvservice.connector.vllm",
+            "kv_role": role,
+            "kv_connector_extra_config": {"mode": "service", "socket": self.cluster.socket(node)},
+        }
         # What `vllm serve` runs, as a module that the nursery can fork.
         module = "vllm.entrypoints.openai.api_server"
         words = ["--model", str(model), "--served-model-name", MODEL, "--num-gpu-blocks-override", str(BLOCKS)]

@@ -33,11 +33,13 @@ def replicas(
     logs = tmp_path_factory.mktemp("replicas")
     started = {
         node: Replica(
-            shallow_model, {"mode": "service", "socket": cluster.socket(node), "verify_load": "full"},
-            logs / f"{node}.log", **ENGINE,
+            shallow_model,
+            {"mode": "service", "socket": cluster.socket(node), "verify_load": "full"},
+            logs / f"{node}.log",
+            **ENGINE,
         )
         for node in cluster.nodes
-    }  # fmt: skip
+    }
     try:
         yield {name: replica.ready() for name, replica in {**started, "off": without_cache}.items()}
     finally:

@@ -32,11 +32,13 @@ def engines(shallow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     with LocalCluster(1, 1, pool_bytes=128 * MiB, transport="shm", environment=variables) as cluster:
         started = [
             Replica(
-                shallow_model, {"mode": "service", "socket": cluster.socket("n0"), "token_file": str(folder / name)},
-                folder / f"{name}.log", max_model_len=1024,
+                shallow_model,
+                {"mode": "service", "socket": cluster.socket("n0"), "token_file": str(folder / name)},
+                folder / f"{name}.log",
+                max_model_len=1024,
             )
             for name in ("a", "b")
-        ]  # fmt: skip
+        ]
         try:
             yield started[0].ready(), started[1].ready()
         finally:

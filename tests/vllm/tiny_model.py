@@ -38,10 +38,19 @@ def make_llama(folder: Path, tokenizer: Path, *, attention_heads: int, kv_heads:
 
     torch.manual_seed(7)
     config = LlamaConfig(
-        vocab_size=49152, hidden_size=128, intermediate_size=256, num_hidden_layers=2, head_dim=32,
-        num_attention_heads=attention_heads, num_key_value_heads=kv_heads, max_position_embeddings=4096,
-        bos_token_id=1, eos_token_id=2, pad_token_id=2, initializer_range=SPREAD,
-    )  # fmt: skip
+        vocab_size=49152,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        head_dim=32,
+        num_attention_heads=attention_heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=4096,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        initializer_range=SPREAD,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     for name in TOKENIZER:
         shutil.copy(tokenizer / name, folder / name)
@@ -56,14 +65,27 @@ def make_phi3(folder: Path, tokenizer: Path, *, original_context: int) -> Path:
     torch.manual_seed(0)
     half = 32  # of a head
     config = Phi3Config(
-        vocab_size=49152, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=2048, original_max_position_embeddings=original_context,
-        bos_token_id=1, eos_token_id=2, pad_token_id=2, tie_word_embeddings=False, sliding_window=None,
-        initializer_range=SPREAD, rope_theta=10000.0,
+        vocab_size=49152,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        original_max_position_embeddings=original_context,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        tie_word_embeddings=False,
+        sliding_window=None,
+        initializer_range=SPREAD,
+        rope_theta=10000.0,
         rope_scaling={
-            "type": "longrope", "short_factor": [1.0] * half, "long_factor": [1.0 + 0.5 * i for i in range(half)],
+            "type": "longrope",
+            "short_factor": [1.0] * half,
+            "long_factor": [1.0 + 0.5 * i for i in range(half)],
         },
-    )  # fmt: skip
+    )
     Phi3ForCausalLM(config).save_pretrained(folder)
     for name in TOKENIZER:
         shutil.copy(tokenizer / name, folder / name)
@@ -79,11 +101,23 @@ def make_gemma3(folder: Path, tokenizer: Path, *, window: int, layers: int = 7) 
     torch.manual_seed(11)
     kinds = ["full_attention" if index % 4 == 1 else "sliding_attention" for index in range(layers)]
     config = Gemma3TextConfig(
-        vocab_size=49152, hidden_size=128, intermediate_size=256, num_hidden_layers=layers, head_dim=32,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096, query_pre_attn_scalar=32,
-        sliding_window=window, layer_types=kinds, bos_token_id=1, eos_token_id=2, pad_token_id=2,
-        initializer_range=SPREAD, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=49152,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        head_dim=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        query_pre_attn_scalar=32,
+        sliding_window=window,
+        layer_types=kinds,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        initializer_range=SPREAD,
+        tie_word_embeddings=False,
+    )
     Gemma3ForCausalLM(config).save_pretrained(folder)
     for name in TOKENIZER:
         shutil.copy(tokenizer / name, folder / name)

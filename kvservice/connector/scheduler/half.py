@@ -317,9 +317,7 @@ class SchedulerHalf:
             return None
         return self._stores.plan(attachment.attachment_id, request, hashes, full, block_ids)
 
-    def _extend_keys(
-        self, request: EngineRequest, hashes: Sequence[BlockHash], attachment: Attachment | None
-    ) -> None:  # fmt: skip
+    def _extend_keys(self, request: EngineRequest, hashes: Sequence[BlockHash], attachment: Attachment | None) -> None:
         """Keys of the blocks that have got a hash since."""
         if not self._keyring.is_current(request, attachment):
             self._stores.expect(request, -request.expected)

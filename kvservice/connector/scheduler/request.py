@@ -117,6 +117,13 @@ class EngineRequest:
         engine = min(self.engine_blocks, self.prompt_blocks)
         computed = max(self.prompt_blocks - engine - loaded, 0)
         return RequestReport(
-            self.request_id, self.prompt_blocks, engine, loaded, computed, self.load_failed, self.gave_up,
-            self.ask_number > 0, self.salted,
-        )  # fmt: skip
+            self.request_id,
+            self.prompt_blocks,
+            engine,
+            loaded,
+            computed,
+            self.load_failed,
+            self.gave_up,
+            self.ask_number > 0,
+            self.salted,
+        )

@@ -178,11 +178,14 @@ def grouped_block_copiers(
             layers = ordered_layers(vllm_config, cache_config, tensors, index)
             block_copiers[index] = (
                 BlockCopier(
-                    layers, heads, first_layer=first, layers_behind=layout.layer_count - first - len(layers),
+                    layers,
+                    heads,
+                    first_layer=first,
+                    layers_behind=layout.layer_count - first - len(layers),
                     slot_parts=found.parts(group),
                 ),
                 layout,
-            )  # fmt: skip
+            )
             first += len(layers)
     return GroupedBlockCopiers([block_copiers[index] for index in sorted(block_copiers)])
 

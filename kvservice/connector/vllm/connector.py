@@ -147,9 +147,13 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _start_scheduler(self, vllm_config: VllmConfig) -> None:
         self._spec = compat.engine_spec(
-            vllm_config, self._config, bytes(16), self._options.namespace,
-            weights=self._options.weights_name(), weights_cache=_path(self._options.cache_folder),
-        )  # fmt: skip
+            vllm_config,
+            self._config,
+            bytes(16),
+            self._options.namespace,
+            weights=self._options.weights_name(),
+            weights_cache=_path(self._options.cache_folder),
+        )
         self._pool = choose_pool(self._options, self._spec)
         # A prompt that is handed off is waited for: the blocks of its first step find their slots at once.
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens or 0
@@ -216,10 +220,16 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
                 return  # what the engine asks about it later is not known, and answered with nothing
             may_read = self._kv_transfer_config.is_kv_consumer and not request.skip_reading_prefix_cache
             self._scheduler.on_new_request(
-                request.request_id, self._hashes(request), time.monotonic(), may_read=may_read,
-                tokens=request.num_tokens, wants=self._wanted(request), salted=request.cache_salt is not None,
-                public_tokens=self._public(request), adapter=adapter,
-            )  # fmt: skip
+                request.request_id,
+                self._hashes(request),
+                time.monotonic(),
+                may_read=may_read,
+                tokens=request.num_tokens,
+                wants=self._wanted(request),
+                salted=request.cache_salt is not None,
+                public_tokens=self._public(request),
+                adapter=adapter,
+            )
 
     def _adapter(self, request: Request) -> bytes | None:
         """None: which weights it is computed with is not known."""
@@ -359,9 +369,12 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         attachment = self._session.attachment
         done = request.status in STORABLE
         handoff = self._scheduler.finished(
-            request.request_id, self._hashes(request), request.num_computed_tokens, self._table(block_ids),
+            request.request_id,
+            self._hashes(request),
+            request.num_computed_tokens,
+            self._table(block_ids),
             store_rest=done,
-        )  # fmt: skip
+        )
         answer = None
         if done and handoff is not None and attachment is not None:
             answer = decode_params(Handoff(handoff, attachment.node_id))

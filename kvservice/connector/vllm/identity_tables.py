@@ -46,10 +46,21 @@ SECTIONS_LEFT_OUT: Mapping[str, str] = {
 }
 
 # Sections and settings of VllmConfig that are looked into, or hashed whole.
-SECTIONS_HASHED = frozenset({
-    "model_config", "cache_config", "parallel_config", "load_config", "attention_config", "engram_config",
-    "mamba_config", "kernel_config", "lora_config", "diffusion_config", "additional_config",
-})  # fmt: skip
+SECTIONS_HASHED = frozenset(
+    {
+        "model_config",
+        "cache_config",
+        "parallel_config",
+        "load_config",
+        "attention_config",
+        "engram_config",
+        "mamba_config",
+        "kernel_config",
+        "lora_config",
+        "diffusion_config",
+        "additional_config",
+    }
+)
 
 LEFT_OUT: Mapping[str, Mapping[str, str]] = {
     "model_config": {
@@ -146,27 +157,73 @@ LEFT_OUT: Mapping[str, Mapping[str, str]] = {
         # A slot holds the heads of all ranks, so engines of different degrees share on purpose.
         **dict.fromkeys(
             (
-                "pipeline_parallel_size", "tensor_parallel_size", "prefill_context_parallel_size",
-                "decode_context_parallel_size", "data_parallel_size", "data_parallel_size_local", "is_moe_model",
-                "enable_hc_sp", "enable_expert_parallel", "enable_eplb", "eplb_config", "expert_placement_strategy",
-                "enable_elastic_ep", "elastic_ep_max_dp_size", "enable_dbo", "ubatch_size",
-                "dbo_decode_token_threshold", "dbo_prefill_token_threshold", "disable_custom_all_reduce",
-                "dcp_kv_cache_interleave_size", "dcp_comm_backend", "dcp_q_replicate", "cp_kv_cache_interleave_size",
-                "_allow_auto_resolve_cp_interleave_size", "world_size", "enable_batch_sharded_sampling",
+                "pipeline_parallel_size",
+                "tensor_parallel_size",
+                "prefill_context_parallel_size",
+                "decode_context_parallel_size",
+                "data_parallel_size",
+                "data_parallel_size_local",
+                "is_moe_model",
+                "enable_hc_sp",
+                "enable_expert_parallel",
+                "enable_eplb",
+                "eplb_config",
+                "expert_placement_strategy",
+                "enable_elastic_ep",
+                "elastic_ep_max_dp_size",
+                "enable_dbo",
+                "ubatch_size",
+                "dbo_decode_token_threshold",
+                "dbo_prefill_token_threshold",
+                "disable_custom_all_reduce",
+                "dcp_kv_cache_interleave_size",
+                "dcp_comm_backend",
+                "dcp_q_replicate",
+                "cp_kv_cache_interleave_size",
+                "_allow_auto_resolve_cp_interleave_size",
+                "world_size",
+                "enable_batch_sharded_sampling",
             ),
             ROUNDING,
         ),
         **dict.fromkeys(
             (
-                "data_parallel_rank", "data_parallel_rank_local", "data_parallel_master_ip", "data_parallel_rpc_port",
-                "dp_sync_interval", "data_parallel_master_port", "data_parallel_backend", "data_parallel_external_lb",
-                "data_parallel_hybrid_lb", "enable_ep_weight_filter", "max_parallel_loading_workers",
-                "enable_shm_tensor_arena", "disable_nccl_for_dp_synchronization", "ray_workers_use_nsight",
-                "ray_runtime_env", "placement_group", "distributed_executor_backend", "worker_extension_cls",
-                "master_addr", "master_port", "node_rank", "nnodes", "numa_bind", "numa_bind_nodes", "numa_bind_cpus",
-                "assigned_physical_gpu_ids", "distributed_timeout_seconds", "cpu_distributed_timeout_seconds", "rank",
-                "_data_parallel_master_port_list", "_coord_store_port", "data_parallel_index", "_api_process_count",
-                "_api_process_rank", "enable_fault_tolerance", "fault_tolerance_config",
+                "data_parallel_rank",
+                "data_parallel_rank_local",
+                "data_parallel_master_ip",
+                "data_parallel_rpc_port",
+                "dp_sync_interval",
+                "data_parallel_master_port",
+                "data_parallel_backend",
+                "data_parallel_external_lb",
+                "data_parallel_hybrid_lb",
+                "enable_ep_weight_filter",
+                "max_parallel_loading_workers",
+                "enable_shm_tensor_arena",
+                "disable_nccl_for_dp_synchronization",
+                "ray_workers_use_nsight",
+                "ray_runtime_env",
+                "placement_group",
+                "distributed_executor_backend",
+                "worker_extension_cls",
+                "master_addr",
+                "master_port",
+                "node_rank",
+                "nnodes",
+                "numa_bind",
+                "numa_bind_nodes",
+                "numa_bind_cpus",
+                "assigned_physical_gpu_ids",
+                "distributed_timeout_seconds",
+                "cpu_distributed_timeout_seconds",
+                "rank",
+                "_data_parallel_master_port_list",
+                "_coord_store_port",
+                "data_parallel_index",
+                "_api_process_count",
+                "_api_process_rank",
+                "enable_fault_tolerance",
+                "fault_tolerance_config",
             ),
             WIRING,
         ),
@@ -210,56 +267,100 @@ LEFT_OUT: Mapping[str, Mapping[str, str]] = {
         "max_lora_cls_labels": PLACE,
     },
     "diffusion_config": {},
-}  # fmt: skip
+}
 
 # What is hashed by a decision rather than because nobody has decided yet.
 HASHED: Mapping[str, frozenset[str]] = {
-    "model_config": frozenset({
-        "runner", "convert", "trust_remote_code", "code_revision", "quantization_config", "disable_sliding_window",
-        "model_class_overrides", "model_impl", "multimodal_config",
-    }),
-    "model_config.multimodal_config": frozenset({
-        "language_model_only", "mm_encoder_only", "mm_encoder_attn_backend", "mm_encoder_attn_dtype",
-        "video_pruning_rate", "video_pruning_method", "mm_encoder_fp8_scale_path",
-        # vLLM hashes what a request says of these, not what its command line does.
-        "media_io_kwargs", "mm_processor_kwargs",
-    }),
-    "cache_config": frozenset({
-        "sliding_window", "kv_cache_dtype_skip_layers", "mamba_block_size", "mamba_cache_dtype",
-        "mamba_ssm_cache_dtype", "mamba_cache_mode", "replayssm_buffer_len", "use_replayssm", "use_kda_recoverssm",
-        "kv_sharing_fast_prefill", "swa_bounded_replay",
-    }),
+    "model_config": frozenset(
+        {
+            "runner",
+            "convert",
+            "trust_remote_code",
+            "code_revision",
+            "quantization_config",
+            "disable_sliding_window",
+            "model_class_overrides",
+            "model_impl",
+            "multimodal_config",
+        }
+    ),
+    "model_config.multimodal_config": frozenset(
+        {
+            "language_model_only",
+            "mm_encoder_only",
+            "mm_encoder_attn_backend",
+            "mm_encoder_attn_dtype",
+            "video_pruning_rate",
+            "video_pruning_method",
+            "mm_encoder_fp8_scale_path",
+            # vLLM hashes what a request says of these, not what its command line does.
+            "media_io_kwargs",
+            "mm_processor_kwargs",
+        }
+    ),
+    "cache_config": frozenset(
+        {
+            "sliding_window",
+            "kv_cache_dtype_skip_layers",
+            "mamba_block_size",
+            "mamba_cache_dtype",
+            "mamba_ssm_cache_dtype",
+            "mamba_cache_mode",
+            "replayssm_buffer_len",
+            "use_replayssm",
+            "use_kda_recoverssm",
+            "kv_sharing_fast_prefill",
+            "swa_bounded_replay",
+        }
+    ),
     "parallel_config": frozenset({"worker_cls", "all2all_backend"}),
     "load_config": frozenset({"load_format", "model_loader_extra_config", "ignore_patterns"}),
-    "attention_config": frozenset({
-        "backend_per_kind", "flash_attn_version", "use_trtllm_attention", "disable_flashinfer_q_quantization",
-        "mla_prefill_backend", "use_prefill_query_quantization", "indexer_kv_dtype", "indexer_sparse_logits",
-        "hisparse_config", "use_non_causal", "sparse_mla_force_mqa", "minimax_m3_msa_decode_backend",
-    }),
+    "attention_config": frozenset(
+        {
+            "backend_per_kind",
+            "flash_attn_version",
+            "use_trtllm_attention",
+            "disable_flashinfer_q_quantization",
+            "mla_prefill_backend",
+            "use_prefill_query_quantization",
+            "indexer_kv_dtype",
+            "indexer_sparse_logits",
+            "hisparse_config",
+            "use_non_causal",
+            "sparse_mla_force_mqa",
+            "minimax_m3_msa_decode_backend",
+        }
+    ),
     "attention_config.hisparse_config": frozenset(),
     "engram_config": frozenset(),
-    "mamba_config": frozenset({
-        "backend", "enable_stochastic_rounding", "stochastic_rounding_philox_rounds", "ssu_algorithm",
-    }),
-    "kernel_config": frozenset({
-        "moe_backend", "sparse_indexer_topk_backend", "linear_backend", "linear_backend_per_quant",
-    }),
-    "lora_config": frozenset({
-        "lora_dtype", "target_modules", "default_mm_loras", "enable_tower_connector_lora",
-        "enable_mixed_moe_lora_format", "enable_moe_shared_loras",
-    }),
+    "mamba_config": frozenset(
+        {"backend", "enable_stochastic_rounding", "stochastic_rounding_philox_rounds", "ssu_algorithm"}
+    ),
+    "kernel_config": frozenset(
+        {"moe_backend", "sparse_indexer_topk_backend", "linear_backend", "linear_backend_per_quant"}
+    ),
+    "lora_config": frozenset(
+        {
+            "lora_dtype",
+            "target_modules",
+            "default_mm_loras",
+            "enable_tower_connector_lora",
+            "enable_mixed_moe_lora_format",
+            "enable_moe_shared_loras",
+        }
+    ),
     "diffusion_config": frozenset({"canvas_length", "max_denoising_steps"}),
-}  # fmt: skip
+}
 
 # Of a model's own configuration: names and words that no layer computes with.
-HF_LEFT_OUT = frozenset({
-    "_name_or_path", "transformers_version", "_commit_hash", "id2label", "label2id", "problem_type",
-})  # fmt: skip
+HF_LEFT_OUT = frozenset(
+    {"_name_or_path", "transformers_version", "_commit_hash", "id2label", "label2id", "problem_type"}
+)
 
 # Rotary embeddings whose angles follow from position and configuration alone.
-PLAIN_ROPES = frozenset({
-    "default", "linear", "llama3", "yarn", "mrope", "deepseek_yarn", "deepseek_llama_scaling", "proportional",
-})  # fmt: skip
+PLAIN_ROPES = frozenset(
+    {"default", "linear", "llama3", "yarn", "mrope", "deepseek_yarn", "deepseek_llama_scaling", "proportional"}
+)
 
 # Entries of a model's configuration that make attention depend on how long a prompt may become.
 LENGTH_ENTRIES = frozenset({"attention_chunk_size", "attn_temperature_tuning", "floor_scale"})
@@ -281,21 +382,49 @@ LENGTH_MODULES: Mapping[str, str] = {
     "nano_nemotron_vl": "how many frames of a video are taken, which is in the engine's hash",
     **dict.fromkeys(
         (
-            "internvl", "kimi_vl", "qwen3_vl", "gemma4_mm", "deepseek_ocr", "step3_vl", "voxtral", "qwen2_5_vl",
-            "kimi_k25", "qwen2_vl", "idefics3", "glm4_1v", "lfm2_vl", "minicpmv", "ernie45_vl", "gemma3_mm",
+            "internvl",
+            "kimi_vl",
+            "qwen3_vl",
+            "gemma4_mm",
+            "deepseek_ocr",
+            "step3_vl",
+            "voxtral",
+            "qwen2_5_vl",
+            "kimi_k25",
+            "qwen2_vl",
+            "idefics3",
+            "glm4_1v",
+            "lfm2_vl",
+            "minicpmv",
+            "ernie45_vl",
+            "gemma3_mm",
         ),
         "how large an image or how many may become, which is in the engine's hash",
     ),
-}  # fmt: skip
+}
 
 # Modules that read the generation config while they build the model. gemma4 only takes which tokens to suppress.
 GENERATION_MODULES = frozenset({"llama4", "mllama4", "diffusion_gemma", "gemma4_mm", "gemma4_mtp", "gemma4_unified"})
 
 # Of a generation config: what only sampling reads.
-SAMPLING = frozenset({
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "max_length", "do_sample",
-    "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config", "suppress_tokens",
-})  # fmt: skip
+SAMPLING = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "max_new_tokens",
+        "max_length",
+        "do_sample",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "transformers_version",
+        "_from_model_config",
+        "suppress_tokens",
+    }
+)
 
 # Environment variables that choose another arithmetic or other weights, hashed where they are set.
 ENVIRONMENT_HASHED = (
@@ -343,4 +472,4 @@ ENVIRONMENT_LEFT_OUT: Mapping[str, str] = {
     r"|VLLM_DISABLE_DSV4_MEGAMOE_SHARED_EXPERT_FUSION|VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD"
     r"|VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD|VLLM_USE_V2_MODEL_RUNNER|VLLM_LORA_DISABLE_PDL"
     r"|VLLM_LORA_ENABLE_DUAL_STREAM|VLLM_SKIP_P2P_CHECK|VLLM_TUNED_CONFIG_FOLDER": ROUNDING,
-}  # fmt: skip
+}

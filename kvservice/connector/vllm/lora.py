@@ -107,8 +107,9 @@ class Adapters:
             adapter.is_in_doubt = True
             log.warning(
                 "adapter %s may have changed since the engine loaded it: its requests run without the cache until the "
-                'engine is restarted. If files at one path never change, say so: "adapter_files": "immutable"', path,
-            )  # fmt: skip
+                'engine is restarted. If files at one path never change, say so: "adapter_files": "immutable"',
+                path,
+            )
         elif adapter.identity is None:
             (adapter.stamp, adapter.identity), adapter.look_at = found, now + LOOK_SECONDS
         else:
@@ -117,8 +118,9 @@ class Adapters:
         if adapter.changed:
             log.error(
                 "the files of adapter %s changed while it is in use: its requests run without the cache until the "
-                "engine is restarted; give new weights a path of their own", path,
-            )  # fmt: skip
+                "engine is restarted; give new weights a path of their own",
+                path,
+            )
 
     def _read(self, path: str, known: Stamp | None) -> tuple[Stamp, bytes] | None:
         """On the thread. Reads the bytes only when nothing is known yet. No identity: it is in doubt."""

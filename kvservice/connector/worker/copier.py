@@ -253,7 +253,7 @@ class CudaCopier(InlineCopier):
         self._pinning = PinningOnUse(
             lambda: Pinning(address, geometry, _pin, _unpin, lambda: torch.cuda.set_device(self._device)),
             self._pin_after,
-        )  # fmt: skip
+        )
 
     def release(self) -> None:
         super().release()

@@ -57,9 +57,7 @@ class RemoteCopier:
             )
             return
         self._pools += 1
-        source = PoolSource(
-            self._pools, pool.segment_path, pool.geometry, pool.epoch, pool.layout, pool.engine_id
-        )  # fmt: skip
+        source = PoolSource(self._pools, pool.segment_path, pool.geometry, pool.epoch, pool.layout, pool.engine_id)
         directory = Path(pool.node_directory)
         self._link.follow(directory, source)
         if self._peers is not None:

@@ -18,12 +18,25 @@ IPC_HANDLE_BYTES = 64
 
 NOT_READY = 600  # CUDA_ERROR_NOT_READY
 # Errors after which no call of this process succeeds: the context, or the whole driver, is unusable until it ends.
-FATAL = frozenset({
-    4,  # deinitialized
-    214, 220, 226,  # uncorrectable memory or NVLink error, contained error
-    700, 702, 709, 710,  # illegal address, launch timeout, context destroyed, assertion
-    714, 715, 716, 717, 718, 719, 721,  # faults of a kernel
-})  # fmt: skip
+FATAL = frozenset(
+    {
+        4,  # deinitialized
+        214,
+        220,
+        226,  # uncorrectable memory or NVLink error, contained error
+        700,
+        702,
+        709,
+        710,  # illegal address, launch timeout, context destroyed, assertion
+        714,
+        715,
+        716,
+        717,
+        718,
+        719,
+        721,  # faults of a kernel
+    }
+)
 _LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 _LAZY_ENABLE_PEER_ACCESS = 1
 _STREAM_NON_BLOCKING = 1

@@ -76,8 +76,10 @@ class Pinning:
         except Exception as error:  # noqa: BLE001  torch's binding has errors of its own; copies work unpinned
             log.error(
                 "the pool's memory stays unpinned from %d of %d MiB on, copies there are slower: %s",
-                self._until // MiB, self._total // MiB, error,
-            )  # fmt: skip
+                self._until // MiB,
+                self._total // MiB,
+                error,
+            )
 
 
 class PinningOnUse:

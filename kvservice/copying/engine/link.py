@@ -343,9 +343,12 @@ class WorkerLink:
     def _greet(self, connection: socket.socket) -> None:
         offer = self._offer
         hello = {
-            "version": VERSION, "device": offer.device, "lends_only": self._lends_only, "memory": offer.memory,
+            "version": VERSION,
+            "device": offer.device,
+            "lends_only": self._lends_only,
+            "memory": offer.memory,
             "layout": offer.layout,
-        }  # fmt: skip
+        }
         descriptors = [] if offer.descriptor is None else [offer.descriptor]
         try:
             socket.send_fds(connection, [pack_json(Kind.HELLO, hello)], descriptors)

@@ -82,9 +82,17 @@ class Acquisitions:
     # -- calls ----
 
     def start(
-        self, op: int, attachment: AttachmentId, account: str, request: AcquireRequest, payload_bytes: int, now: float,
-        *, base: int = 0, then: Then | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        op: int,
+        attachment: AttachmentId,
+        account: str,
+        request: AcquireRequest,
+        payload_bytes: int,
+        now: float,
+        *,
+        base: int = 0,
+        then: Then | None = None,
+    ) -> None:
         """`account`: the tenant that is charged for what is fetched. `base`: position of the first key. `then` gets the
         outcome, pinned, instead of the caller of `op`."""
         count, deadline = len(request.keys), now + request.timeout_seconds
@@ -418,9 +426,15 @@ class Acquisitions:
     ) -> Fetch:
         number = self._pulls.open(self, holder, acquisition.payload_bytes)
         fetch = Fetch(
-            number, holder, alternates, acquisition.request.keys, indices, acquisition.payload_bytes, acquisition.base,
+            number,
+            holder,
+            alternates,
+            acquisition.request.keys,
+            indices,
+            acquisition.payload_bytes,
+            acquisition.base,
             acquisition.account,
-        )  # fmt: skip
+        )
         self._register(fetch)
         self._counters["fetches_started"] += 1
         return fetch

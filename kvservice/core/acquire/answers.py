@@ -17,9 +17,15 @@ class Answers:
         self._shard = shard
 
     def answer(
-        self, op: int, main: Acquisition, promised: Sequence[SlotIndex], fetched: int, reason: MissReason, now: float,
+        self,
+        op: int,
+        main: Acquisition,
+        promised: Sequence[SlotIndex],
+        fetched: int,
+        reason: MissReason,
+        now: float,
         windows: Sequence[Sequence[SlotIndex]] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Lease the promised blocks, which are pinned, and answer the call. `main`: the acquisition of its chain."""
         owner = ("engine", int(main.attachment))
         lease = self._shard.lease(owner, [*promised, *(slot for window in windows for slot in window)], now)
@@ -44,9 +50,14 @@ class Answers:
             counters[f"miss_{reason.value}"] += 1
 
     def _reply(
-        self, op: int, lease: LeaseId, promised: Sequence[SlotIndex], fetched: int, reason: MissReason,
+        self,
+        op: int,
+        lease: LeaseId,
+        promised: Sequence[SlotIndex],
+        fetched: int,
+        reason: MissReason,
         windows: Sequence[Sequence[SlotIndex]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         refs = tuple(map(self._ref, promised))
         window_refs = tuple(tuple(map(self._ref, window)) for window in windows)
         admitted = self._shard.admission.on_answer(op, len(refs))

@@ -105,9 +105,14 @@ class Pulls:
         self._shard.emit(Locate(number, self._open[number].holder, keys, LOCATE_SECONDS_MAX))
 
     def begin(
-        self, number: int, leased: LocateResult, handles: Sequence[BlockHandle], slots: Sequence[Slot], sent_at: float,
+        self,
+        number: int,
+        leased: LocateResult,
+        handles: Sequence[BlockHandle],
+        slots: Sequence[Slot],
+        sent_at: float,
         until: float = math.inf,
-    ) -> float:  # fmt: skip
+    ) -> float:
         """Read leased blocks, each into its reserved slot. `sent_at`: local clock before the lease was asked for.
         Returns the time at which the transport must have ended it, `until` at the latest."""
         pull = self._open[number]

@@ -116,14 +116,15 @@ class Accounts:
                 counters.update(row.counters)
             rows.append(
                 TenantUsage(
-                    OTHERS, sum(r.used_bytes for r in rest), sum(r.quota_bytes for r in rest),
-                    sum(r.in_flight for r in rest), counters,
+                    OTHERS,
+                    sum(r.used_bytes for r in rest),
+                    sum(r.quota_bytes for r in rest),
+                    sum(r.in_flight for r in rest),
+                    counters,
                 )
-            )  # fmt: skip
+            )
         return rows
 
     def _row(self, name: str) -> TenantUsage:
         counters = self.counters.get(name, Counter())
-        return TenantUsage(
-            name, self.used[name], self._limits[name].quota_bytes, self.writing[name], dict(counters)
-        )  # fmt: skip
+        return TenantUsage(name, self.used[name], self._limits[name].quota_bytes, self.writing[name], dict(counters))

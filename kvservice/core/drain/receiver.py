@@ -77,9 +77,14 @@ class TakeOvers:
         self._takes: dict[int, _Take] = {}
 
     def start(
-        self, op: int, leaver: Holder, payload_bytes: int, items: tuple[TakeOverItem, ...], wait_seconds: float,
+        self,
+        op: int,
+        leaver: Holder,
+        payload_bytes: int,
+        items: tuple[TakeOverItem, ...],
+        wait_seconds: float,
         now: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Answered by a TakeOverResult within `wait_seconds`. Raises Exhausted when too many are under way."""
         if len(self._takes) >= TAKES_MAX:
             raise Exhausted(f"{TAKES_MAX} take-overs are under way already: offer these blocks again later")

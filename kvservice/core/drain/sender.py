@@ -258,9 +258,16 @@ class Leaving:
         if self.phase in (DrainPhase.SERVING, DrainPhase.CLOSED):
             return DrainProgress(self.phase, lease_count)
         return DrainProgress(
-            self.phase, lease_count, self._total, len(self._handed), len(self._elsewhere), self._handed_bytes,
-            now - self._began, "; ".join(self._notes), tuple(sorted(self._received.items())),
-        )  # fmt: skip
+            self.phase,
+            lease_count,
+            self._total,
+            len(self._handed),
+            len(self._elsewhere),
+            self._handed_bytes,
+            now - self._began,
+            "; ".join(self._notes),
+            tuple(sorted(self._received.items())),
+        )
 
     # -- inside ----
 
@@ -303,11 +310,15 @@ class Leaving:
                     continue
                 items = tuple(
                     TakeOverItem(
-                        block.key, self._store.parent_of(block), block.position, block.route,
-                        max(now - self._used_at.get(block.key, now), 0.0), tag_of(self._store.account_of(block)),
+                        block.key,
+                        self._store.parent_of(block),
+                        block.position,
+                        block.route,
+                        max(now - self._used_at.get(block.key, now), 0.0),
+                        tag_of(self._store.account_of(block)),
                     )
                     for block in batch
-                )  # fmt: skip
+                )
                 number = self._next
                 self._next += 1
                 self._offers[number] = (node, batch)

@@ -66,9 +66,15 @@ class EvictionHistory:
         return len(self._at)
 
     def add(
-        self, key: BlockKey, cause: EvictionCause, caused_by: str, now: float, *, held_seconds: float = 0.0,
+        self,
+        key: BlockKey,
+        cause: EvictionCause,
+        caused_by: str,
+        now: float,
+        *,
+        held_seconds: float = 0.0,
         idle_seconds: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         place = self._next
         code, name = _CAUSES.index(cause), self._number(caused_by)
         if place == len(self._at):

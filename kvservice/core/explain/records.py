@@ -91,24 +91,35 @@ class RequestRecords:
     def __len__(self) -> int:
         return len(self._records)
 
-    def asked(
-        self, op: int, spec: EngineSpec, request: AcquireRequest, now: float, account: str = NOBODY
-    ) -> None:  # fmt: skip
+    def asked(self, op: int, spec: EngineSpec, request: AcquireRequest, now: float, account: str = NOBODY) -> None:
         if not request.request_id:
             return
         keys = pack_keys(request.keys)
         node = "" if request.handoff is None else str(request.handoff.node_id)
         record = RequestRecord(
-            request.request_id, spec, now, keys, request.skip, account=account, handoff_node=node,
+            request.request_id,
+            spec,
+            now,
+            keys,
+            request.skip,
+            account=account,
+            handoff_node=node,
             handed_from=len(request.keys),
-        )  # fmt: skip
+        )
         number = self._add(record, now)
         self._by_op[op] = number
 
     def answered(
-        self, op: int, promised: int, origins: Mapping[int, NodeId], miss: MissReason, miss_node: str, now: float,
-        sought: int = 0, handed_from: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        op: int,
+        promised: int,
+        origins: Mapping[int, NodeId],
+        miss: MissReason,
+        miss_node: str,
+        now: float,
+        sought: int = 0,
+        handed_from: int | None = None,
+    ) -> None:
         """`origins`: the node of every block that was fetched, by its index in the chain. `handed_from`: the first
         that a hand-off was waited for; None where there was nothing to wait for."""
         record = self._records.get(self._by_op.pop(op, 0))
@@ -233,8 +244,13 @@ def find_history(
         if eviction is not None:
             found.append(
                 HistoryEntry(
-                    index, "gone", eviction.at, eviction.cause.value, eviction.caused_by,
-                    held_seconds=eviction.held_seconds, idle_seconds=eviction.idle_seconds,
+                    index,
+                    "gone",
+                    eviction.at,
+                    eviction.cause.value,
+                    eviction.caused_by,
+                    held_seconds=eviction.held_seconds,
+                    idle_seconds=eviction.idle_seconds,
                 )
-            )  # fmt: skip
+            )
     return tuple(found)

@@ -209,15 +209,23 @@ class BlockStore:
             return None
         return slot if slot.generation == ref.generation and slot.owner == owner else None
 
-    def seal(self, slot: Slot, key: BlockKey, parent: BlockKey | None, block_position: int, route: SpanRoute,
-             digest: int, now: float, *, is_secondary: bool) -> Block:  # fmt: skip
+    def seal(
+        self,
+        slot: Slot,
+        key: BlockKey,
+        parent: BlockKey | None,
+        block_position: int,
+        route: SpanRoute,
+        digest: int,
+        now: float,
+        *,
+        is_secondary: bool,
+    ) -> Block:
         """WRITING -> SEALED. The key must not be held yet."""
         assert key not in self._blocks
         stored_by = b"" if slot.owner == NO_KEY else slot.owner
         self.table.seal(slot)
-        block = Block(
-            key, slot.index, slot.payload_bytes, digest, block_position, route, is_secondary, now, stored_by
-        )  # fmt: skip
+        block = Block(key, slot.index, slot.payload_bytes, digest, block_position, route, is_secondary, now, stored_by)
         self._insert(block, parent, now)
         self._emit(WriteHeader(slot.index, self._sealed_header(block, slot.generation)))
         self._emit(Announce(key, route))
@@ -278,16 +286,25 @@ class BlockStore:
         self._blocks[block.key] = block
         self._key_of[block.slot] = block.key
         self.policy.add(
-            block.key, parent, block.position, now, is_secondary=block.is_secondary, size_class=block.payload_bytes,
+            block.key,
+            parent,
+            block.position,
+            now,
+            is_secondary=block.is_secondary,
+            size_class=block.payload_bytes,
             account=self.table[block.slot].account,
-        )  # fmt: skip
+        )
 
     def _evict(self, key: BlockKey, cause: EvictionCause, want: Want) -> None:
         block = self._blocks.pop(key)
         self.evictions.add(
-            key, cause, want.room_for, want.now,
-            held_seconds=want.now - block.sealed_at, idle_seconds=want.now - self.policy.used_at(key),
-        )  # fmt: skip
+            key,
+            cause,
+            want.room_for,
+            want.now,
+            held_seconds=want.now - block.sealed_at,
+            idle_seconds=want.now - self.policy.used_at(key),
+        )
         self.accounts.count(self.table[block.slot].account, "evicted")
         del self._key_of[block.slot]
         self.policy.remove(key)
@@ -358,16 +375,29 @@ class BlockStore:
 
     def _writing_header(self, slot: Slot, owner: bytes) -> SlotHeader:
         return SlotHeader(
-            self._epoch, slot.generation, BlockKey(owner), slot.payload_bytes, SpanRoute(0), digest=0, position=0,
+            self._epoch,
+            slot.generation,
+            BlockKey(owner),
+            slot.payload_bytes,
+            SpanRoute(0),
+            digest=0,
+            position=0,
             account_tag=tag_of(slot.account),
-        )  # fmt: skip
+        )
 
     def _sealed_header(self, block: Block, generation: Generation) -> SlotHeader:
         flags = SlotFlags.SECONDARY if block.is_secondary else SlotFlags.NONE
         return SlotHeader(
-            self._epoch, generation, block.key, block.payload_bytes, block.route, block.digest, block.position, flags,
+            self._epoch,
+            generation,
+            block.key,
+            block.payload_bytes,
+            block.route,
+            block.digest,
+            block.position,
+            flags,
             tag_of(self.table[block.slot].account),
-        )  # fmt: skip
+        )
 
     def check_invariants(self) -> None:
         self.table.check_invariants()

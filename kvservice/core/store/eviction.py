@@ -31,9 +31,16 @@ class EvictionPolicy(Protocol):
     seconds on the shard's clock, which never goes back."""
 
     def add(
-        self, key: BlockKey, parent: BlockKey | None, position: int, now: float, *, is_secondary: bool, size_class: int,
+        self,
+        key: BlockKey,
+        parent: BlockKey | None,
+        position: int,
+        now: float,
+        *,
+        is_secondary: bool,
+        size_class: int,
         account: str = NOBODY,
-    ) -> None: ...  # fmt: skip
+    ) -> None: ...
 
     def remove(self, key: BlockKey) -> None: ...
 
@@ -111,9 +118,16 @@ class LeafFirst:
         return key in self._entries
 
     def add(
-        self, key: BlockKey, parent: BlockKey | None, position: int, now: float, *, is_secondary: bool, size_class: int,
+        self,
+        key: BlockKey,
+        parent: BlockKey | None,
+        position: int,
+        now: float,
+        *,
+        is_secondary: bool,
+        size_class: int,
         account: str = NOBODY,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert key not in self._entries
         above = self._entries.get(parent) if parent is not None else None
         if above is None or above.tick != self._tick:  # the blocks of one prompt are as recent as each other

@@ -55,9 +55,16 @@ class Engine(Process):
     """`spec` names the engine; a restarted one gets another id. `verifies_loads` is verify_load=full."""
 
     def __init__(
-        self, world: World, name: str, node: Node, spec: EngineSpec, *, verifies_loads: bool, copy_delay: float = 0.0,
+        self,
+        world: World,
+        name: str,
+        node: Node,
+        spec: EngineSpec,
+        *,
+        verifies_loads: bool,
+        copy_delay: float = 0.0,
         tenant: str = NOBODY,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(world, name, node.host)
         self.node = node
         self.spec = spec
@@ -87,10 +94,13 @@ class Engine(Process):
     def _make_half(self) -> SchedulerHalf:
         def info(attachment: Attachment) -> PoolInfo:
             return PoolInfo(
-                attachment.segment_path, attachment.geometry, attachment.epoch, self.spec.layout,
+                attachment.segment_path,
+                attachment.geometry,
+                attachment.epoch,
+                self.spec.layout,
                 self.spec.engine_id,
                 attachment.node_directory,
-            )  # fmt: skip
+            )
 
         half = SchedulerHalf(
             self.session,
@@ -300,9 +310,12 @@ class Engine(Process):
         if request.request_id in self.waiting:
             self.waiting.remove(request.request_id)
         self.half.finished(
-            request.request_id, request.hashes, request.computed * BLOCK_TOKENS, request.block_ids,
+            request.request_id,
+            request.hashes,
+            request.computed * BLOCK_TOKENS,
+            request.block_ids,
             store_rest=store_rest,
-        )  # fmt: skip
+        )
         self._free(request.block_ids)
 
     async def _open_line(self) -> Line:

@@ -59,9 +59,15 @@ class LookupPartition(Process):
 
     def announce(self, node: Holder, update: Update, reply: Callable[[AnnounceOutcome, int], None]) -> None:
         outcome = self.directory.apply(
-            node, update.sequence, update.added, update.removed,
-            full_begin=update.full_begin, full_end=update.full_end, leaving=update.leaving, now=self.clock(),
-        )  # fmt: skip
+            node,
+            update.sequence,
+            update.added,
+            update.removed,
+            full_begin=update.full_begin,
+            full_end=update.full_end,
+            leaving=update.leaving,
+            now=self.clock(),
+        )
         self.world.send(self.host, str(node.node_id), reply, outcome, self.epoch)
 
     def resolve(self, keys: Sequence[BlockKey], asker: NodeId, reply: Callable[[list[HolderRun]], None]) -> None:

@@ -60,8 +60,7 @@ class Node(Process):
         self._herald = Herald(self, self.announcer, self._lookups, self.holder, self._fenced)
         runtime = PoolRuntime(
             PoolConfig(
-                self.node_id, self.memory.path, self.memory.geometry, lease_seconds=LEASE_SECONDS,
-                tenants=self._tenants,
+                self.node_id, self.memory.path, self.memory.geometry, lease_seconds=LEASE_SECONDS, tenants=self._tenants
             ),
             self.memory,
             SimPuller(self),
@@ -69,7 +68,7 @@ class Node(Process):
             SimPeers(self),
             self.clock,
             self._claim,
-        )  # fmt: skip
+        )
         await runtime.begin()
         self.runtime = runtime
         self.loop.start(self._herald.run())

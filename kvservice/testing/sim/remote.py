@@ -103,9 +103,14 @@ class SimPeers:
         return await self._call(holder, timeout, lambda runtime: runtime.locate(reader, holder.epoch, keys))
 
     async def follow(
-        self, holder: Holder, handoff: HandoffId, keys: tuple[BlockKey, ...], reader: NodeId, wait_seconds: float,
+        self,
+        holder: Holder,
+        handoff: HandoffId,
+        keys: tuple[BlockKey, ...],
+        reader: NodeId,
+        wait_seconds: float,
         timeout: float,
-    ) -> FollowResult:  # fmt: skip
+    ) -> FollowResult:
         return await self._call(
             holder, timeout, lambda runtime: runtime.follow(reader, holder.epoch, handoff, keys, wait_seconds)
         )
@@ -115,9 +120,14 @@ class SimPeers:
         await self._call(holder, timeout, lambda runtime: runtime.release_located(me, epoch, lease_id))
 
     async def take_over(
-        self, peer: Holder, leaver: Holder, payload_bytes: int, items: Sequence[TakeOverItem], wait_seconds: float,
+        self,
+        peer: Holder,
+        leaver: Holder,
+        payload_bytes: int,
+        items: Sequence[TakeOverItem],
+        wait_seconds: float,
         timeout: float,
-    ) -> TakeOverResult:  # fmt: skip
+    ) -> TakeOverResult:
         raise Unavailable("hand-overs of leaving shards are not simulated")
 
     async def room(self, holder: Holder, timeout: float) -> Peer:

@@ -59,10 +59,7 @@ class SimulatedRun:
         geometry = Geometry(slab_bytes=MiB, slab_count=schedule.slabs)
         self.nodes: list[Node] = []
         for i in range(schedule.nodes):
-            node = Node(
-                self.world, f"node{i}", SegmentMemory(geometry), self.lookups,
-                limits_of(schedule),
-            )  # fmt: skip
+            node = Node(self.world, f"node{i}", SegmentMemory(geometry), self.lookups, limits_of(schedule))
             node.set_clock_rate(schedule.rates[i])
             self.nodes.append(node)
         for node in self.nodes:
@@ -80,9 +77,14 @@ class SimulatedRun:
         assert spec.layout.block_tokens == BLOCK_TOKENS
         node = self.nodes[index % len(self.nodes)]
         return Engine(
-            self.world, f"engine{index}", node, spec, verifies_loads=self.verifies,
-            copy_delay=self.schedule.copy_delay, tenant=self._tenant_of(index),
-        )  # fmt: skip
+            self.world,
+            f"engine{index}",
+            node,
+            spec,
+            verifies_loads=self.verifies,
+            copy_delay=self.schedule.copy_delay,
+            tenant=self._tenant_of(index),
+        )
 
     def _tenant_of(self, index: int) -> str:
         names = tuple(limits_of(self.schedule))

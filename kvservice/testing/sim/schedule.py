@@ -105,25 +105,41 @@ def make_schedule(seed: int) -> Schedule:
         blocks = rng.randint(1, PROMPT_BLOCKS_MAX)
         asks.append(
             Ask(
-                round(rng.random() * FAULTS_SECONDS, 4), rng.randrange(engines), rng.randrange(PROMPTS),
-                blocks - rng.randint(0, blocks // 2), rng.randrange(3), blocks, decode_at, round(rng.random() * 0.1, 4),
+                round(rng.random() * FAULTS_SECONDS, 4),
+                rng.randrange(engines),
+                rng.randrange(PROMPTS),
+                blocks - rng.randint(0, blocks // 2),
+                rng.randrange(3),
+                blocks,
+                decode_at,
+                round(rng.random() * 0.1, 4),
             )
-        )  # fmt: skip
+        )
     kinds, weights = list(FAULTS), list(FAULTS.values())
     faults = [
         Fault(
-            round(_moment(rng, asks), 4), rng.choices(kinds, weights)[0], rng.randrange(12),
-            rng.randrange(12), round(0.02 + 1.5 * rng.random() ** 2, 4), rng.randrange(1 << 16),
+            round(_moment(rng, asks), 4),
+            rng.choices(kinds, weights)[0],
+            rng.randrange(12),
+            rng.randrange(12),
+            round(0.02 + 1.5 * rng.random() ** 2, 4),
+            rng.randrange(1 << 16),
         )
         for _ in range(rng.randint(0, 8))
-    ]  # fmt: skip
+    ]
     made = Schedule(
-        seed, nodes, rng.choice((1, 2)), engines, rng.choice((2, 2, 3, 4, 5)),
-        tuple(sorted(asks, key=lambda ask: ask.at)), tuple(sorted(faults, key=lambda fault: fault.at)),
-        rng.choice((1, 1, 1, 2)), rng.choice((0.0, 0.3, 0.8, 1.6)),
+        seed,
+        nodes,
+        rng.choice((1, 2)),
+        engines,
+        rng.choice((2, 2, 3, 4, 5)),
+        tuple(sorted(asks, key=lambda ask: ask.at)),
+        tuple(sorted(faults, key=lambda fault: fault.at)),
+        rng.choice((1, 1, 1, 2)),
+        rng.choice((0.0, 0.3, 0.8, 1.6)),
         tuple(round(1 + rng.uniform(-0.005, 0.005), 5) for _ in range(nodes)),
         2 if seed % 7 == 6 else 1,
-    )  # fmt: skip
+    )
     if seed % 5 != 4:
         return made
     # An engine's weights are changed in place. Drawn last, so that nothing else of the schedule changes with it.

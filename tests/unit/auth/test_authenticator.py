@@ -86,7 +86,11 @@ def test_an_engine_is_told_of_another_quota_by_attaching_again(tmp_path: Path) -
 
 def test_secrets_go_where_nobody_listens() -> None:
     for peer, kind, wanted in (
-        ("unix:/run/x", b"", True), ("ipv4:127.0.0.1:5", b"", False), ("ipv6:%5B::1%5D:5", b"", False),
-        ("ipv4:10.0.0.1:5", b"ssl", True), ("ipv4:10.0.0.1:5", b"", False), ("ipv4:10.127.0.1:5", b"", False),
-    ):  # fmt: skip
+        ("unix:/run/x", b"", True),
+        ("ipv4:127.0.0.1:5", b"", False),
+        ("ipv6:%5B::1%5D:5", b"", False),
+        ("ipv4:10.0.0.1:5", b"ssl", True),
+        ("ipv4:10.0.0.1:5", b"", False),
+        ("ipv4:10.127.0.1:5", b"", False),
+    ):
         assert is_private(Call(peer=peer, kind=kind)) is wanted  # type: ignore[arg-type]

@@ -37,10 +37,15 @@ def test_a_lookup_service_that_is_gone_for_hours_is_said_once(caplog: pytest.Log
     async def serve() -> None:
         made.append(
             _Unanswered(
-                Announcer(1, list), ["nowhere:1"], lambda: Holder(NodeId("n"), "n:1", BootEpoch(1)), 1.0,
-                lambda: None, process.clock, rng=world.random,
+                Announcer(1, list),
+                ["nowhere:1"],
+                lambda: Holder(NodeId("n"), "n:1", BootEpoch(1)),
+                1.0,
+                lambda: None,
+                process.clock,
+                rng=world.random,
             )
-        )  # fmt: skip
+        )
         await made[0].run()
 
     ProcessLoop(process).start(serve())

@@ -63,9 +63,12 @@ async def served() -> AsyncIterator[tuple[Scripted, str]]:
 
 @pytest.mark.parametrize(
     ("status", "is_asked_again"),
-    [(grpc.StatusCode.FAILED_PRECONDITION, True), (grpc.StatusCode.RESOURCE_EXHAUSTED, True),
-     (grpc.StatusCode.UNAVAILABLE, False)],
-)  # fmt: skip
+    [
+        (grpc.StatusCode.FAILED_PRECONDITION, True),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, True),
+        (grpc.StatusCode.UNAVAILABLE, False),
+    ],
+)
 async def test_a_peer_that_refuses_is_asked_again_and_one_that_fails_is_not(
     served: tuple[Scripted, str], status: grpc.StatusCode, is_asked_again: bool
 ) -> None:

@@ -47,8 +47,11 @@ def test_load_fills_every_group_and_of_a_window_its_last_blocks_only() -> None:
     entries = load_entries(GROUPS, chains(6), result, table(6, window_from=4), 1)
     assert [(e.engine_group, e.block_id, e.ref.slot) for e in entries] == [
         *((1, 201 + i, i) for i in range(1, 6)),
-        (0, 105, 14), (2, 305, 14), (0, 106, 15), (2, 306, 15),
-    ]  # fmt: skip
+        (0, 105, 14),
+        (2, 305, 14),
+        (0, 106, 15),
+        (2, 306, 15),
+    ]
     full, windowed = chains(6)
     assert [e.key for e in entries] == [*full[1:], windowed[4], windowed[4], windowed[5], windowed[5]]
 
@@ -92,17 +95,28 @@ def test_promise_without_its_windows_is_not_whole() -> None:
 def test_store_takes_every_group_and_passes_over_what_a_window_left() -> None:
     free = iter(range(50, 90))
     planned = plan_store(
-        GROUPS, chains(4), table(4, window_from=2), 0, 4, {chains(4)[0][1]},
+        GROUPS,
+        chains(4),
+        table(4, window_from=2),
+        0,
+        4,
+        {chains(4)[0][1]},
         lambda count, group: refs(*(next(free) for _ in range(count))),
-    )  # fmt: skip
+    )
     full, windowed = chains(4)
     assert [item.key for item in planned.items] == [full[0], full[2], windowed[2], full[3], windowed[3]]
     assert [item.position for item in planned.items] == [0, 2, WINDOW_BIT | 2, 3, WINDOW_BIT | 3]
     assert [item.parent for item in planned.items] == [None, full[1], None, full[2], None]
     assert planned.items[4].route == span_route(windowed, 3)
     assert [(e.engine_group, e.block_id) for e in planned.entries] == [
-        (1, 201), (1, 203), (0, 103), (2, 303), (1, 204), (0, 104), (2, 304)
-    ]  # fmt: skip
+        (1, 201),
+        (1, 203),
+        (0, 103),
+        (2, 303),
+        (1, 204),
+        (0, 104),
+        (2, 304),
+    ]
     assert (planned.done, planned.put_off, planned.unused) == (4, 0, [])
 
 
@@ -119,9 +133,15 @@ class Bench:
         self.line = Line()
         self.pins = Pins()
         self.half = SchedulerHalf(
-            self.line, keys_of, pool_info, block_tokens=BLOCK, worker_count=1, lazy=False,
-            fetch_timeout_seconds=1.0, grouping=GROUPS,
-        )  # fmt: skip
+            self.line,
+            keys_of,
+            pool_info,
+            block_tokens=BLOCK,
+            worker_count=1,
+            lazy=False,
+            fetch_timeout_seconds=1.0,
+            grouping=GROUPS,
+        )
         self.half.pin_with(self.pins)
 
 

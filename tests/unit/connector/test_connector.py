@@ -63,15 +63,20 @@ def vllm_config(model: Path, extra: dict[str, object], **changes: Any) -> Any:
         parallel_config=parallel,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2 * BLOCK),
         model_config=SimpleNamespace(
-            model=str(model), served_model_name="m", revision=None, dtype=torch.bfloat16, quantization=None,
-            hf_config=hf, hf_text_config=hf,
+            model=str(model),
+            served_model_name="m",
+            revision=None,
+            dtype=torch.bfloat16,
+            quantization=None,
+            hf_config=hf,
+            hf_text_config=hf,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256_cbor"),
         attention_config=SimpleNamespace(backend=None),
         device_config=SimpleNamespace(device_type="cpu"),
         speculative_config=None,
         kv_events_config=None,
-    )  # fmt: skip
+    )
     for name, value in changes.items():
         owner = config
         *path, last = name.split("__")
@@ -169,8 +174,11 @@ class Pair:
         self.scheduler.on_new_request(request)
         assert self.match(request) == (0, False)
         self.scheduler.update_state_after_alloc(request, blocks(block_ids), 0)
-        self.step(StepOutput({request.request_id: request.num_tokens}, {request.request_id: 0},
-                             {request.request_id: block_ids}))  # fmt: skip
+        self.step(
+            StepOutput(
+                {request.request_id: request.num_tokens}, {request.request_id: 0}, {request.request_id: block_ids}
+            )
+        )
         request.num_computed_tokens = request.num_tokens
 
     def finish(

@@ -26,10 +26,12 @@ def payload(segment: memoryview, layout: SlotLayout, slot: int) -> torch.Tensor:
 def test_groups_of_one_spec_lie_layer_behind_layer_in_one_slot(staged: bool) -> None:
     layout = SlotLayout(3, HEADS, TOKENS * WIDTH * 4, TOKENS)
     one, two = layers(2), layers(1)
-    grouped = GroupedBlockCopiers([
-        (BlockCopier(one, range(HEADS), staged=staged, layers_behind=1), layout),
-        (BlockCopier(two, range(HEADS), staged=staged, first_layer=2), layout),
-    ])  # fmt: skip
+    grouped = GroupedBlockCopiers(
+        [
+            (BlockCopier(one, range(HEADS), staged=staged, layers_behind=1), layout),
+            (BlockCopier(two, range(HEADS), staged=staged, first_layer=2), layout),
+        ]
+    )
     segment = memoryview(bytearray(layout.payload_bytes))
     grouped.bind(segment, layout)
     grouped.of(0).store(1, 0)

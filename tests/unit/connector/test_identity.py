@@ -100,21 +100,35 @@ def test_every_model_that_reads_the_length_or_the_generation_config_is_known(wor
         path.relative_to(folder).parts[0].removesuffix(".py")
         for path in folder.rglob("*.py")
         if word in path.read_text()
-    }  # fmt: skip
+    }
     assert readers - set(known) <= ({"mllama4"} if word == "try_get_generation_config" else set()), DECIDE
     assert set(known) - readers <= {"mllama4"}, "a model in the table does not read it any more"
 
 
 LLAMA: dict[str, object] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+}
 PHI: dict[str, object] = {
-    **LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "num_key_value_heads": 4,
-    "original_max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
+    **LLAMA,
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "num_key_value_heads": 4,
+    "original_max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
     "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.5] * 8},
-}  # fmt: skip
+}
 DYNAMIC = {**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
 
 
@@ -138,8 +152,10 @@ def resolve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Fingerpri
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"hf_overrides": {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}}},
-         "hf.rope_parameters.rope_theta: 10000.0 there"),
+        (
+            {"hf_overrides": {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}}},
+            "hf.rope_parameters.rope_theta: 10000.0 there",
+        ),
         ({"hf_overrides": {"rms_norm_eps": 1e-6}}, "hf.rms_norm_eps: 1e-06 here, 1e-05 there"),
         ({"hf_overrides": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}}, "max_model_len: 1024 here"),
         ({"hf_overrides": {"attention_chunk_size": 256}}, "hf.attention_chunk_size: 256 here, (absent) there"),
@@ -151,7 +167,7 @@ def resolve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Fingerpri
         ({"model_impl": "transformers"}, "model_impl"),
         ({"additional_config": {"of a platform": 1}}, "additional_config"),
     ],
-)  # fmt: skip
+)
 def test_what_may_change_the_bytes_is_named(
     resolve: Callable[..., Fingerprint], change: dict[str, Any], field: str
 ) -> None:
@@ -163,12 +179,21 @@ def test_what_may_change_the_bytes_is_named(
 @pytest.mark.parametrize(
     "change",
     [
-        {"max_model_len": 2048}, {"max_num_seqs": 7}, {"gpu_memory_utilization": 0.5}, {"served_model_name": "other"},
-        {"max_num_batched_tokens": 4096}, {"enforce_eager": True}, {"seed": 7}, {"num_gpu_blocks_override": 77},
-        {"override_generation_config": {"temperature": 0.1}}, {"enable_prefix_caching": False}, {"max_logprobs": 3},
-        {"disable_log_stats": True}, {"scheduling_policy": "priority"},
+        {"max_model_len": 2048},
+        {"max_num_seqs": 7},
+        {"gpu_memory_utilization": 0.5},
+        {"served_model_name": "other"},
+        {"max_num_batched_tokens": 4096},
+        {"enforce_eager": True},
+        {"seed": 7},
+        {"num_gpu_blocks_override": 77},
+        {"override_generation_config": {"temperature": 0.1}},
+        {"enable_prefix_caching": False},
+        {"max_logprobs": 3},
+        {"disable_log_stats": True},
+        {"scheduling_policy": "priority"},
     ],
-)  # fmt: skip
+)
 def test_what_cannot_change_the_bytes_of_a_plain_model_costs_no_hits(
     resolve: Callable[..., Fingerprint], change: dict[str, Any]
 ) -> None:

@@ -18,9 +18,15 @@ IDS = [11, 12, 13, 14, 15]
 
 def half(line: Line, *, workers: int = 1) -> SchedulerHalf:
     made = SchedulerHalf(
-        line, keys_of, pool_info, block_tokens=BLOCK, worker_count=workers, lazy=False, fetch_timeout_seconds=2.0,
+        line,
+        keys_of,
+        pool_info,
+        block_tokens=BLOCK,
+        worker_count=workers,
+        lazy=False,
+        fetch_timeout_seconds=2.0,
         layerwise=True,
-    )  # fmt: skip
+    )
     made.pin_with(line.pins)
     return made
 

@@ -169,8 +169,10 @@ def test_ranks_with_half_of_the_heads_each_load_their_half(segment: Segment, sta
 
 
 def test_neighbouring_blocks_are_one_copy_a_layer(segment: Segment) -> None:
-    entries = [CopyEntry(block, BlockRef(slot_index(0, slot), written(segment, 1)[0].generation), KEY)
-               for block, slot in ((1, 4), (2, 5), (3, 6), (5, 7), (4, 2), (3, 1))]  # fmt: skip
+    entries = [
+        CopyEntry(block, BlockRef(slot_index(0, slot), written(segment, 1)[0].generation), KEY)
+        for block, slot in ((1, 4), (2, 5), (3, 6), (5, 7), (4, 2), (3, 1))
+    ]
     assert [(run.block, run.count) for run in runs_of(entries, info(segment))] == [(1, 3), (5, 1), (4, 1), (3, 1)]
 
 

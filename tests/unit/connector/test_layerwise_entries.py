@@ -35,8 +35,9 @@ IDS = [7, 8, 10, 11]
 
 def computing_step(pair: Pair, request: Request, ids: list[int], before: int) -> set[int]:
     """One step that computes all of the request. Returns the blocks reported as wrong."""
-    output = StepOutput({request.request_id: request.num_tokens - before}, {request.request_id: before},
-                        {request.request_id: ids})  # fmt: skip
+    output = StepOutput(
+        {request.request_id: request.num_tokens - before}, {request.request_id: before}, {request.request_id: ids}
+    )
     worker = pair.worker
     worker.bind_connector_metadata(pair.scheduler.build_connector_meta(output))
     worker.start_load_kv(None)

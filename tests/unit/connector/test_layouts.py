@@ -155,18 +155,23 @@ class Engine:
 def vllm_config(model: Model, layout: KVCacheLayout, degree: int, rank: int) -> Any:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1, tensor_parallel_size=degree, decode_context_parallel_size=1,
-            prefill_context_parallel_size=1, rank=rank,
+            pipeline_parallel_size=1,
+            tensor_parallel_size=degree,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            rank=rank,
         ),
         cache_config=SimpleNamespace(
-            num_gpu_blocks_override=None, prefix_cache_retention_interval=None, calculate_kv_scales=False,
+            num_gpu_blocks_override=None,
+            prefix_cache_retention_interval=None,
+            calculate_kv_scales=False,
             get_resolved_kv_cache_layout=lambda: layout,
         ),
         attention_config=SimpleNamespace(hisparse_config=None, backend=None),
         model_config=SimpleNamespace(get_total_num_kv_heads=lambda: model.kv_heads),
         device_config=SimpleNamespace(device_type="cuda"),
         speculative_config=None,
-    )  # fmt: skip
+    )
 
 
 def splits(model: Model, layout: KVCacheLayout, degree: int, ratio: int) -> bool:
@@ -249,9 +254,14 @@ def engine_fields(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     rank = engine.ranks[0]
     hf = SimpleNamespace(to_dict=dict)
     vars(rank.config.model_config).update(
-        model="m", served_model_name="m", revision=None, dtype=torch.bfloat16, quantization=None, hf_config=hf,
+        model="m",
+        served_model_name="m",
+        revision=None,
+        dtype=torch.bfloat16,
+        quantization=None,
+        hf_config=hf,
         hf_text_config=hf,
-    )  # fmt: skip
+    )
     vars(rank.config.cache_config).update(cache_dtype="auto", prefix_caching_hash_algo="sha256_cbor")
     return dict(compat.engine_spec(rank.config, rank.cache, bytes(16), "").fingerprint.fields)
 

@@ -16,9 +16,15 @@ from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
 
 def half(line: Line, *, workers: int = 1, lazy: bool = False, loan_seconds: float = 0.0) -> SchedulerHalf:
     made = SchedulerHalf(
-        line, keys_of, pool_info,
-        block_tokens=BLOCK, worker_count=workers, lazy=lazy, fetch_timeout_seconds=2.0, loan_seconds=loan_seconds,
-    )  # fmt: skip
+        line,
+        keys_of,
+        pool_info,
+        block_tokens=BLOCK,
+        worker_count=workers,
+        lazy=lazy,
+        fetch_timeout_seconds=2.0,
+        loan_seconds=loan_seconds,
+    )
     made.pin_with(line.pins)
     return made
 
@@ -237,9 +243,15 @@ def test_block_stored_while_another_request_asked_for_it_is_not_stored_twice() -
 def test_engine_that_only_consumes_stores_nothing_and_reserves_nothing() -> None:
     line, chain = Line(), hashes(1, 2)
     scheduler = SchedulerHalf(
-        line, keys_of, pool_info, block_tokens=BLOCK, worker_count=1, lazy=False, fetch_timeout_seconds=2.0,
+        line,
+        keys_of,
+        pool_info,
+        block_tokens=BLOCK,
+        worker_count=1,
+        lazy=False,
+        fetch_timeout_seconds=2.0,
         may_write=False,
-    )  # fmt: skip
+    )
     scheduler.on_new_request("r", chain, 0.0)
     line.answer(0)
     scheduler.matched("r", 0, 40, 0.1)

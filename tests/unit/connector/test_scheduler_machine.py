@@ -51,9 +51,15 @@ class Engine(RuleBasedStateMachine):
 
     def make(self, lazy: bool) -> SchedulerHalf:
         half = SchedulerHalf(
-            self.line, keys_of, pool_info,
-            block_tokens=BLOCK, worker_count=WORKERS, lazy=lazy, fetch_timeout_seconds=2.0, loan_seconds=LOAN_SECONDS,
-        )  # fmt: skip
+            self.line,
+            keys_of,
+            pool_info,
+            block_tokens=BLOCK,
+            worker_count=WORKERS,
+            lazy=lazy,
+            fetch_timeout_seconds=2.0,
+            loan_seconds=LOAN_SECONDS,
+        )
         half.pin_with(self.line.pins)
         return half
 
@@ -63,8 +69,13 @@ class Engine(RuleBasedStateMachine):
         self.lazy = True
         self.half = self.make(True)
 
-    @rule(prompt=st.integers(1, 4), blocks=st.integers(0, 6), rest=st.integers(0, BLOCK - 1), may_read=st.booleans(),
-          role=st.sampled_from(["", "", "prefill", "decode"]))  # fmt: skip
+    @rule(
+        prompt=st.integers(1, 4),
+        blocks=st.integers(0, 6),
+        rest=st.integers(0, BLOCK - 1),
+        may_read=st.booleans(),
+        role=st.sampled_from(["", "", "prefill", "decode"]),
+    )
     def arrive(self, prompt: int, blocks: int, rest: int, may_read: bool, role: str) -> None:
         self.names += 1
         chain = hashes(prompt, blocks, shared=min(blocks, 2))

@@ -80,10 +80,13 @@ def test_code_and_scales_that_come_with_a_model_are_part_of_it_and_tokenizers_ar
     "beside",
     [
         "model.safetensors.index.json",  # which of the files are loaded
-        "preprocessor_config.json", "video_preprocessor_config.json",  # what becomes of an image
-        "an_option_of_tomorrow.json", "kernels.so", "model.tensors",
+        "preprocessor_config.json",
+        "video_preprocessor_config.json",  # what becomes of an image
+        "an_option_of_tomorrow.json",
+        "kernels.so",
+        "model.tensors",
     ],
-)  # fmt: skip
+)
 def test_whatever_lies_beside_the_weights_is_part_of_the_model_unless_it_is_left_out_by_name(
     model: Path, name: Callable[[Path], str], beside: str
 ) -> None:
@@ -153,19 +156,26 @@ def test_a_file_that_was_just_written_is_read_again(
 @pytest.mark.parametrize(
     ("path", "is_kept"),
     [
-        ("/models/m.safetensors", True), ("/models/image/m.safetensors", False), ("/models/image2/m.safetensors", True),
-        ("/models/my bucket/m.safetensors", False), ("/etc/m.safetensors", False),
+        ("/models/m.safetensors", True),
+        ("/models/image/m.safetensors", False),
+        ("/models/image2/m.safetensors", True),
+        ("/models/my bucket/m.safetensors", False),
+        ("/etc/m.safetensors", False),
         ("/models/again/m.safetensors", False),
     ],
-)  # fmt: skip
+)
 def test_times_are_believed_where_a_kernel_keeps_them(path: str, is_kept: bool) -> None:
     """An image of another model may have the same inodes and times: they are those that its maker wrote into it."""
-    mounts = "\n".join([
-        "22 1 0:20 / / rw - overlay overlay rw", "23 22 8:1 / /models rw shared:1 - ext4 /dev/sda1 rw",
-        "24 23 7:0 / /models/image ro - squashfs /dev/loop0 ro",
-        "25 23 0:31 / /models/my\\040bucket ro - fuse.s3 s3 ro",
-        "26 23 8:2 / /models/again rw - ext4 /dev/sda2 rw", "27 26 7:1 / /models/again ro - erofs /dev/loop1 ro",
-    ])  # fmt: skip
+    mounts = "\n".join(
+        [
+            "22 1 0:20 / / rw - overlay overlay rw",
+            "23 22 8:1 / /models rw shared:1 - ext4 /dev/sda1 rw",
+            "24 23 7:0 / /models/image ro - squashfs /dev/loop0 ro",
+            "25 23 0:31 / /models/my\\040bucket ro - fuse.s3 s3 ro",
+            "26 23 8:2 / /models/again rw - ext4 /dev/sda2 rw",
+            "27 26 7:1 / /models/again ro - erofs /dev/loop1 ro",
+        ]
+    )
     with_overlay, weights.KEEPERS_OF_CTIME = weights.KEEPERS_OF_CTIME, weights.KEEPERS_OF_CTIME - {"overlay"}
     try:
         assert weights.keeps_ctime(path, mounts) is is_kept

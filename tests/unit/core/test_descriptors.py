@@ -58,17 +58,22 @@ def model(region: RegionLayout, slot: SlotLayout, blocks: list[int], payloads: l
     found: dict[int, int] = {}
     for block, payload in zip(blocks, payloads, strict=True):
         for layer, part, head, token, byte in itertools.product(
-            range(len(region.layer_offsets)), range(region.parts), range(region.heads), range(region.tokens),
+            range(len(region.layer_offsets)),
+            range(region.parts),
+            range(region.heads),
+            range(region.tokens),
             range(region.cell_bytes),
-        ):  # fmt: skip
+        ):
             engine = (
-                region.layer_offsets[layer] + block * region.block_stride + part * region.part_stride
-                + head * region.head_stride + token * region.token_stride + byte
-            )  # fmt: skip
+                region.layer_offsets[layer]
+                + block * region.block_stride
+                + part * region.part_stride
+                + head * region.head_stride
+                + token * region.token_stride
+                + byte
+            )
             inside = ((part * region.tokens) + token) * region.cell_bytes + byte
-            found[engine] = (
-                payload + layer * slot.layer_bytes + (region.first_head + head) * slot.cell_bytes + inside
-            )  # fmt: skip
+            found[engine] = payload + layer * slot.layer_bytes + (region.first_head + head) * slot.cell_bytes + inside
     return found
 
 
@@ -119,9 +124,19 @@ def reordered(region: RegionLayout, order: list[str]) -> RegionLayout:
         step *= size[name]
     offsets = tuple(layer * stride["l"] for layer in range(size["l"]))
     return RegionLayout(
-        step, size["b"], offsets, size["p"], size["h"], size["n"], region.cell_bytes, stride["b"], stride["p"],
-        stride["h"], stride["n"], region.first_head,
-    )  # fmt: skip
+        step,
+        size["b"],
+        offsets,
+        size["p"],
+        size["h"],
+        size["n"],
+        region.cell_bytes,
+        stride["b"],
+        stride["p"],
+        stride["h"],
+        stride["n"],
+        region.first_head,
+    )
 
 
 @given(layouts(), st.permutations(NAMES), st.data())

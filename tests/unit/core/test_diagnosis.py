@@ -40,8 +40,10 @@ def cause_of(
 def test_every_block_is_explained_once_in_order() -> None:
     diagnoses = diagnose(replace(REQUEST, report=RequestReport("r", 4, 1, 1, 2)), NOTHING)
     assert [(one.start, one.count, one.outcome) for one in diagnoses] == [
-        (0, 1, BlockOutcome.ENGINE), (1, 1, BlockOutcome.FETCHED), (2, 2, BlockOutcome.MISSED),
-    ]  # fmt: skip
+        (0, 1, BlockOutcome.ENGINE),
+        (1, 1, BlockOutcome.FETCHED),
+        (2, 2, BlockOutcome.MISSED),
+    ]
     assert diagnoses[1].node == "n1"
     assert count_outcomes(diagnoses) == {"engine": 1, "local": 0, "fetched": 1, "missed": 2}
 
@@ -195,5 +197,6 @@ def test_a_request_that_had_no_pool_says_so() -> None:
         "n0", 1.0, 3, 0, 0, (), MissReason.NONE, "", False, RequestReport("r", 3, 1, 0, 2, asked=False)
     )
     assert [(one.outcome, one.miss_cause) for one in diagnose(asked, NOTHING)] == [
-        (BlockOutcome.ENGINE, None), (BlockOutcome.MISSED, MissCause.NO_POOL),
-    ]  # fmt: skip
+        (BlockOutcome.ENGINE, None),
+        (BlockOutcome.MISSED, MissCause.NO_POOL),
+    ]

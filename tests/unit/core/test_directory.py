@@ -310,9 +310,15 @@ def test_keys_lost_with_their_node_are_remembered_with_the_reason_before_and_aft
 
 def deliver(directory: Directory, who: Holder, update: Update, now: float = 0.0) -> AnnounceOutcome:
     return directory.apply(
-        who, update.sequence, update.added, update.removed,
-        full_begin=update.full_begin, full_end=update.full_end, leaving=update.leaving, now=now,
-    )  # fmt: skip
+        who,
+        update.sequence,
+        update.added,
+        update.removed,
+        full_begin=update.full_begin,
+        full_end=update.full_end,
+        leaving=update.leaving,
+        now=now,
+    )
 
 
 def talk(announcer: Announcer, directory: Directory, who: Holder, now: float = 0.0) -> list[Update]:

@@ -19,8 +19,12 @@ from kvservice.units import AttachmentId, BlockKey, KiB, LeaseId
 CHAIN = make_chain(4)
 A, B, C = make_holder("a"), make_holder("b"), make_holder("c")
 OK, STALE, CORRUPT, FAILED, STUCK = (
-    PullResult.OK, PullResult.STALE, PullResult.CORRUPT, PullResult.FAILED, PullResult.STUCK,
-)  # fmt: skip
+    PullResult.OK,
+    PullResult.STALE,
+    PullResult.CORRUPT,
+    PullResult.FAILED,
+    PullResult.STUCK,
+)
 
 
 def make(slab_count: int = 2) -> tuple[CoreHarness, AttachmentId]:
@@ -154,8 +158,9 @@ def test_a_fetched_prefix_is_promised_announced_and_its_lease_given_back() -> No
     assert (len(answer.blocks), answer.fetched_count, answer.miss) == (4, 3, MissReason.NONE)
     assert harness.announced == dict.fromkeys(CHAIN, 1)
     assert {block.key: block.is_secondary for block in harness.state.blocks()} == {
-        CHAIN[0]: False, **dict.fromkeys(CHAIN[1:], True)
-    }  # fmt: skip
+        CHAIN[0]: False,
+        **dict.fromkeys(CHAIN[1:], True),
+    }
     assert [(one.lease_id, one.holder.node_id) for one in harness.remote_releases] == [(7, "peer")]
     nothing_left(harness)
 

@@ -23,9 +23,7 @@ headers = st.builds(
     position=U32,
     flags=st.sampled_from(list(SlotFlags)),
 )
-GOLDEN = SlotHeader(
-    BootEpoch(3), Generation(4), BlockKey(bytes(range(16))), 5, SpanRoute(6), 7, 8, SlotFlags.SECONDARY
-)  # fmt: skip
+GOLDEN = SlotHeader(BootEpoch(3), Generation(4), BlockKey(bytes(range(16))), 5, SpanRoute(6), 7, 8, SlotFlags.SECONDARY)
 GOLDEN_HEX = (
     "4c53564b0100010003000000000000000400000000000000000102030405060708090a0b0c0d0e0f"
     "050000000600000007000000000000000800000064c9ec1b"

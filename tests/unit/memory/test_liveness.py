@@ -61,8 +61,9 @@ def is_free(segment: Segment, engine_id: bytes = ENGINE) -> bool:
 def another_process(path: Path, geometry: Geometry = GEOMETRY) -> subprocess.Popen[bytes]:
     child = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(path), str(geometry.slab_bytes), str(geometry.slab_count), ENGINE.hex()],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert child.stdout is not None
     assert child.stdout.readline() == b"held\n"
     return child

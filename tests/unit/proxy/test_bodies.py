@@ -21,7 +21,7 @@ from kvservice.proxy.bodies import (
     prefill_body,
     prompt_chars,
     read_body,
-)  # fmt: skip
+)
 from kvservice.proxy.plan import BROKEN, HandoffSource
 from kvservice.proxy.relay import new_handoff_id
 from kvservice.proxy.settings import ProxySettings, base_url, parse_settings
@@ -53,13 +53,29 @@ def encode(value: object) -> bytes:
 
 def test_prefill_asks_for_one_token_without_stream() -> None:
     asked = {
-        "model": "m", "prompt": "text", "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 100,
-        "max_completion_tokens": 100, "n": 3, "min_tokens": 5, "temperature": 0.5, "logprobs": 2, "cache_salt": "s",
-    }  # fmt: skip
+        "model": "m",
+        "prompt": "text",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": 100,
+        "max_completion_tokens": 100,
+        "n": 3,
+        "min_tokens": 5,
+        "temperature": 0.5,
+        "logprobs": 2,
+        "cache_salt": "s",
+    }
     assert json.loads(prefill_body(read_body(encode(asked)), ID)) == {
-        "model": "m", "prompt": "text", "stream": False, "max_tokens": 1, "max_completion_tokens": 1, "n": 1,
-        "temperature": 0.5, "cache_salt": "s", "kv_transfer_params": PREFILL_PARAMS,
-    }  # fmt: skip
+        "model": "m",
+        "prompt": "text",
+        "stream": False,
+        "max_tokens": 1,
+        "max_completion_tokens": 1,
+        "n": 1,
+        "temperature": 0.5,
+        "cache_salt": "s",
+        "kv_transfer_params": PREFILL_PARAMS,
+    }
     assert "max_completion_tokens" not in json.loads(prefill_body(read_body(b'{"prompt": "x"}'), ID))
 
 
@@ -79,11 +95,19 @@ def test_decode_gets_the_clients_body_and_the_parameters(body: dict[str, Any]) -
 @pytest.mark.parametrize(
     "raw",
     [
-        b"", b"[1]", b'"text"', b"{", b"\xff\xfe", b'{"a": ' + b"[" * 200_000, encode({"kv_transfer_params": {}}),
-        encode({"kv_transfer_params": None}), encode({"vllm_xargs": {"kv_transfer_params": "x"}}),
-        '{"a": 1}'.encode("utf-16"), b'{"a": ' + b"9" * 10_000 + b"}",
+        b"",
+        b"[1]",
+        b'"text"',
+        b"{",
+        b"\xff\xfe",
+        b'{"a": ' + b"[" * 200_000,
+        encode({"kv_transfer_params": {}}),
+        encode({"kv_transfer_params": None}),
+        encode({"vllm_xargs": {"kv_transfer_params": "x"}}),
+        '{"a": 1}'.encode("utf-16"),
+        b'{"a": ' + b"9" * 10_000 + b"}",
     ],
-)  # fmt: skip
+)
 def test_a_body_that_is_no_object_or_sets_the_parameters_is_refused(raw: bytes) -> None:
     with pytest.raises(InvalidRequest):
         read_body(raw)
@@ -107,11 +131,16 @@ def test_prompts_of_all_kinds_are_measured() -> None:
 @pytest.mark.parametrize(
     ("body", "single"),
     [
-        ({"prompt": "a"}, True), ({"prompt": ["a"]}, True), ({"prompt": [1, 2]}, True), ({"prompt": [[1, 2]]}, True),
-        ({"prompt": ["a", "b"]}, False), ({"prompt": [[1], [2]]}, False), ({"messages": []}, True),
+        ({"prompt": "a"}, True),
+        ({"prompt": ["a"]}, True),
+        ({"prompt": [1, 2]}, True),
+        ({"prompt": [[1, 2]]}, True),
+        ({"prompt": ["a", "b"]}, False),
+        ({"prompt": [[1], [2]]}, False),
+        ({"messages": []}, True),
         ({"prompt": "a", "use_beam_search": True}, False),
     ],
-)  # fmt: skip
+)
 def test_only_one_prompt_can_be_handed_off(body: dict[str, Any], single: bool) -> None:
     assert read_body(encode(body)).single is single
 
@@ -163,20 +192,31 @@ def test_the_error_event_is_one_event_and_the_end() -> None:
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
-        (200, AnswerKind.GOOD), (400, AnswerKind.REFUSED), (404, AnswerKind.REFUSED),
-        (501, AnswerKind.REFUSED), (429, AnswerKind.BUSY), (500, AnswerKind.FAULTY),
-        (503, AnswerKind.FAULTY), (302, AnswerKind.FAULTY),
+        (200, AnswerKind.GOOD),
+        (400, AnswerKind.REFUSED),
+        (404, AnswerKind.REFUSED),
+        (501, AnswerKind.REFUSED),
+        (429, AnswerKind.BUSY),
+        (500, AnswerKind.FAULTY),
+        (503, AnswerKind.FAULTY),
+        (302, AnswerKind.FAULTY),
     ],
-)  # fmt: skip
+)
 def test_a_status_says_who_is_at_fault(status: int, kind: AnswerKind) -> None:
     assert kind_of(status) is kind
 
 
 def test_authorization_is_forwarded_and_what_concerns_the_connection_is_not() -> None:
     given_headers = {
-        "Authorization": "Bearer k", "X-Request-Id": "7", "Host": "h", "Content-Length": "5", "Connection": "X-Hop",
-        "X-Hop": "1", "Accept-Encoding": "gzip", "Transfer-Encoding": "chunked",
-    }  # fmt: skip
+        "Authorization": "Bearer k",
+        "X-Request-Id": "7",
+        "Host": "h",
+        "Content-Length": "5",
+        "Connection": "X-Hop",
+        "X-Hop": "1",
+        "Accept-Encoding": "gzip",
+        "Transfer-Encoding": "chunked",
+    }
     assert dict(forwarded_headers(given_headers)) == {"Authorization": "Bearer k", "X-Request-Id": "7"}
 
 
@@ -195,10 +235,15 @@ def test_an_address_that_cannot_work_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"decode": ()}, {"decode": ("http://a", "http://a")}, {"request_seconds": 0}, {"in_flight_max": 0},
-        {"grace_seconds": -1}, {"min_prefill_chars": -1}, {"body_bytes_max": 0},
+        {"decode": ()},
+        {"decode": ("http://a", "http://a")},
+        {"request_seconds": 0},
+        {"in_flight_max": 0},
+        {"grace_seconds": -1},
+        {"min_prefill_chars": -1},
+        {"body_bytes_max": 0},
     ],
-)  # fmt: skip
+)
 def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ProxySettings(**{"prefill": (), "decode": ("http://d",), **wrong})

@@ -44,7 +44,7 @@ from kvservice.proxy.plan import (
     State,
     Stopped,
     Way,
-)  # fmt: skip
+)
 from kvservice.proxy.servers import Role, Server, ServerFault, ServerPool
 
 NOW = 1.0
@@ -407,9 +407,14 @@ def test_what_attempts_given_up_still_say_is_ignored() -> None:
     world.prefill_fails()
     state, held = world.exchange.state, world.in_flight
     for late in (
-        DecodeStarted(decode), DecodeFailed(decode, ServerFault.ERROR), DecodeEnded(decode), DecodeRefused(decode),
-        PrefillAnswered(prefill, "node"), PrefillFailed(prefill, ServerFault.ERROR), PrefillRefused(prefill),
-    ):  # fmt: skip
+        DecodeStarted(decode),
+        DecodeFailed(decode, ServerFault.ERROR),
+        DecodeEnded(decode),
+        DecodeRefused(decode),
+        PrefillAnswered(prefill, "node"),
+        PrefillFailed(prefill, ServerFault.ERROR),
+        PrefillRefused(prefill),
+    ):
         assert world.exchange.handle(late, NOW) == []
     assert (world.exchange.state, world.in_flight) == (state, held)
 
@@ -437,10 +442,13 @@ def test_the_table_answers_every_sign_that_can_come_in_every_state() -> None:
 
 def test_a_row_leaves_running_exactly_what_its_state_says() -> None:
     ended = {
-        Sign.PREFILL_DONE: Move.CANCEL_PREFILL, Sign.PREFILL_LOST: Move.CANCEL_PREFILL,
-        Sign.PREFILL_REFUSED: Move.CANCEL_PREFILL, Sign.DECODE_ENDED: Move.CANCEL_DECODE,
-        Sign.DECODE_LOST: Move.CANCEL_DECODE, Sign.DECODE_REFUSED: Move.CANCEL_DECODE,
-    }  # fmt: skip
+        Sign.PREFILL_DONE: Move.CANCEL_PREFILL,
+        Sign.PREFILL_LOST: Move.CANCEL_PREFILL,
+        Sign.PREFILL_REFUSED: Move.CANCEL_PREFILL,
+        Sign.DECODE_ENDED: Move.CANCEL_DECODE,
+        Sign.DECODE_LOST: Move.CANCEL_DECODE,
+        Sign.DECODE_REFUSED: Move.CANCEL_DECODE,
+    }
     for (state, sign, way), (after, moves) in TRANSITIONS.items():
         running = {Role.PREFILL: state in WITH_PREFILL, Role.DECODE: state in WITH_DECODE}
         for move in (*([ended[sign]] if sign in ended else []), *moves):
@@ -459,9 +467,19 @@ def test_a_row_leaves_running_exactly_what_its_state_says() -> None:
 
 
 HAPPENINGS = (
-    "answers", "moves", "plain", "p fails", "p refuses", "starts", "d fails", "d ends", "d refuses",
-    "a server comes back", "the client leaves", "time is up",
-)  # fmt: skip
+    "answers",
+    "moves",
+    "plain",
+    "p fails",
+    "p refuses",
+    "starts",
+    "d fails",
+    "d ends",
+    "d refuses",
+    "a server comes back",
+    "the client leaves",
+    "time is up",
+)
 
 
 @given(

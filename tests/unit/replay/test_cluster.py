@@ -20,9 +20,17 @@ from kvservice.testing.builders import CoreHarness, make_holder, run_of
 from kvservice.units import AttachmentId, BlockKey
 
 WORKLOAD = Workload(
-    seconds=240, conversations_rate=0.3, think_seconds_mean=20, first_blocks_mean=3, turn_blocks_mean=2,
-    system_prompts=3, system_blocks=2, scan_rate=0.1, scan_blocks_mean=6, chain_blocks_max=16,
-)  # fmt: skip
+    seconds=240,
+    conversations_rate=0.3,
+    think_seconds_mean=20,
+    first_blocks_mean=3,
+    turn_blocks_mean=2,
+    system_prompts=3,
+    system_blocks=2,
+    scan_rate=0.1,
+    scan_blocks_mean=6,
+    chain_blocks_max=16,
+)
 
 
 @pytest.fixture(scope="module")

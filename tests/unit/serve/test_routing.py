@@ -194,10 +194,17 @@ def situations(draw: st.DrawFn) -> tuple[Prompt, list[Candidate], list[float]]:
     runs = draw(holdings())
     names = draw(st.lists(nodes, min_size=1, max_size=3, unique=True))
     candidates = [
-        Candidate(name, draw(waits), draw(speeds), draw(st.sampled_from([NodeId(name), None])),
-                  draw(st.integers(0, 12)), runs, draw(st.booleans()))
+        Candidate(
+            name,
+            draw(waits),
+            draw(speeds),
+            draw(st.sampled_from([NodeId(name), None])),
+            draw(st.integers(0, 12)),
+            runs,
+            draw(st.booleans()),
+        )
         for name in names
-    ]  # fmt: skip
+    ]
     count = draw(st.integers(0, 30))
     prompt = Prompt(count * 16 + draw(st.integers(1, 40)), 16, count)
     return prompt, candidates, draw(st.lists(st.floats(0, 1), min_size=len(names), max_size=len(names)))

@@ -59,9 +59,11 @@ def test_a_model_without_a_connector_gets_ours() -> None:
 
 def test_what_a_user_set_of_our_connector_is_kept() -> None:
     given = {
-        "kv_connector": CONNECTOR, "kv_role": "kv_both", "engine_id": "mine",
+        "kv_connector": CONNECTOR,
+        "kv_role": "kv_both",
+        "engine_id": "mine",
         "kv_connector_extra_config": {"verify_load": "full", "mode": "auto"},
-    }  # fmt: skip
+    }
     before = copy.deepcopy(given)
     found = connector_config(given, parse_section({"connector": {"offload": "lazy"}}), "m", "kv_producer")
     assert given == before

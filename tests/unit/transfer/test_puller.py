@@ -68,9 +68,15 @@ class Rig:
     ) -> None:
         items = tuple(PullItem(handle, SlotIndex(20 + i)) for i, handle in enumerate(handles))
         job = PullJob(
-            7, NodeId("peer"), BootEpoch(epoch or self.source.epoch), self.description, self.source.geometry,
-            PAYLOAD, items, self.clock.now + seconds,
-        )  # fmt: skip
+            7,
+            NodeId("peer"),
+            BootEpoch(epoch or self.source.epoch),
+            self.description,
+            self.source.geometry,
+            PAYLOAD,
+            items,
+            self.clock.now + seconds,
+        )
         self.puller.submit(job, on_done or (lambda job_id, v: self.done.put((job_id, v))), self.writes_ended.put)
 
 
