@@ -1,8 +1,8 @@
-"""Waits with a deadline, and ends tasks, without ever losing a cancellation.
+"""Waiting with a deadline and ending tasks, without losing a cancellation.
 
-`asyncio.wait_for` of Python 3.10 and 3.11 swallows a cancellation that arrives together with what it waits for. The
-task then runs on, and whoever cancelled it once waits for ever. So nothing here calls it: these functions take its
-place, on the event loop that runs.
+`asyncio.wait_for` of Python 3.10 and 3.11 loses a cancellation that arrives together with the result it waits for. The
+task then runs on, and whoever cancelled it waits for ever. So kvservice uses these functions instead. They run on the
+calling task's event loop, and none of them blocks it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,20 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-CANCEL_AGAIN_SECONDS = 1.0  # a task that has not ended by then is cancelled once more
+# A task that has not ended this long after its cancellation is cancelled again, because it may have lost the first one.
+# Most tasks end within milliseconds. A second leaves others time to clean up, and delays the caller little.
+CANCEL_AGAIN_SECONDS = 1.0
 
 
 async def within(seconds: float, work: Awaitable[T]) -> T:
-    """The result of `work`, which runs as a task of its own and has ended when this returns or raises.
+    """Await `work` for at most `seconds` and return its result.
 
-    Raises asyncio.TimeoutError after `seconds` or when somebody else cancelled the work, CancelledError whenever the
-    caller was cancelled, and what `work` raises.
+    `work` runs as a task of its own, which has ended when this returns or raises.
+
+    Raises:
+        asyncio.TimeoutError: after `seconds`, or when somebody else cancelled the work.
+        asyncio.CancelledError: whenever the caller was cancelled.
+        Exception: whatever `work` raises.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -37,7 +43,7 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
 
 
 async def is_set_within(seconds: float, event: asyncio.Event) -> bool:
-    """Whether the event is set, waiting for it for so long at most."""
+    """Wait for the event for at most `seconds`. Returns whether it is set."""
     if event.is_set():
         return True
     try:
@@ -48,10 +54,10 @@ async def is_set_within(seconds: float, event: asyncio.Event) -> bool:
 
 
 async def in_thread(work: Callable[[], T], threads: Executor | None = None) -> T:
-    """The result of `work`, computed on one of `threads`, or of the loop's own.
+    """Run `work` on one of `threads`, or on the loop's own threads, and return its result.
 
-    Where no thread takes work any more, it is done here and blocks the loop. That is so once the interpreter has begun
-    to end: then the loop has nothing left to do but end as well.
+    When the threads take no more work, it runs here and blocks the loop. That happens only once the interpreter has
+    begun to shut down, when the loop has nothing else left to do.
     """
     try:
         future = asyncio.get_running_loop().run_in_executor(threads, work)
@@ -61,9 +67,9 @@ async def in_thread(work: Callable[[], T], threads: Executor | None = None) -> T
 
 
 async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel tasks until all of them have ended. What they return or raise is of no interest any more.
+    """Cancel the tasks and wait until all of them have ended. Their results and errors are dropped.
 
-    Cancel the caller to leave behind a task that refuses to end.
+    This waits for ever for a task that refuses to end, unless the caller is cancelled.
     """
     ended = list(tasks)
     while pending := [task for task in ended if not task.done()]:
@@ -72,4 +78,4 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
         await asyncio.wait(pending, timeout=CANCEL_AGAIN_SECONDS)
     for task in ended:
         if not task.cancelled():
-            task.exception()  # otherwise asyncio logs that nobody asked for it
+            task.exception()  # without this call asyncio logs that the exception was never retrieved

@@ -1,16 +1,16 @@
-"""Which shards are registered on this machine: small JSON files that shards write when they serve.
+"""Finds the shards and copy workers of this machine through small JSON files that they write when they serve.
 
     <runtime root>/<service>/<node id>/shard.json    {"service", "node_id", "socket", "peer_address", "pid", "epoch",
                                                      "lookup_addresses", "tls_dir"}
-    <runtime root>/<service>/<node id>/shard.sock    the engines' Unix socket
-    <runtime root>/<service>/<node id>/peer.sock     the other shards' Unix socket, on one machine without TLS
-    <runtime root>/<service>/lookup-<i>.sock         likewise, of lookup partition i
-    <runtime root>/<service>/<node id>/secret        32 bytes by which others know the node, for its shards only
-    <runtime root>/<service>/<node id>/epoch         the boot epoch of its last shard, in digits
+    <runtime root>/<service>/<node id>/shard.sock    Unix socket for the engines
+    <runtime root>/<service>/<node id>/peer.sock     Unix socket for the other shards, on one machine without TLS
+    <runtime root>/<service>/lookup-<i>.sock         Unix socket of lookup partition i, on one machine without TLS
+    <runtime root>/<service>/<node id>/secret        32 bytes that identify the node to others; only its shards read it
+    <runtime root>/<service>/<node id>/epoch         the boot epoch of the node's last shard, in decimal digits
     <runtime root>/<service>/<node id>/copy-<device>.json, copy-<device>.sock    a copy worker of that node, if any
 
-All of it belongs to one user, and nobody else may look inside. A record whose socket nobody listens on is stale and is
-not returned.
+All these files belong to one user, and no other user may read or write them. A record is stale when no process listens
+on its socket; stale records are not returned. Every function blocks for a few file operations, on the calling thread.
 """
 
 from __future__ import annotations
@@ -40,10 +40,13 @@ PEER_SOCKET_NAME = "peer.sock"
 MIRROR_NAME = "mirror"  # symbolic link to the mirror of the directory, in shared memory
 SECRET_NAME = "secret"
 EPOCH_NAME = "epoch"
-OWN_NAMES = (SOCKET_NAME, PEER_SOCKET_NAME, SECRET_NAME, EPOCH_NAME, MIRROR_NAME)  # of a shard, beside its record
+OWN_NAMES = (SOCKET_NAME, PEER_SOCKET_NAME, SECRET_NAME, EPOCH_NAME, MIRROR_NAME)  # a shard's files beside its record
 COPY_WORKER_PREFIX = "copy-"
-SECRET_BYTES = 32
-EPOCH_MAX = (1 << 43) - 1  # with the number of an attachment behind it, it must go into 64 bits on the wire
+SECRET_BYTES = 32  # 256 bits cannot be guessed. A file of another length is not a secret, and a new one is made.
+# Attachment ids are an epoch followed by 20 bits, and must fit into the signed half of 64 bits on the wire: see
+# core/shard.py. A larger epoch on disk is ignored, and the shard takes the clock's.
+EPOCH_MAX = (1 << 43) - 1
+# A record with 64 lookup addresses takes a few KiB. A larger file is not a record and is skipped.
 RECORD_BYTES_MAX = 256 << 10
 
 
@@ -56,7 +59,7 @@ class ShardRecord:
     pid: int
     epoch: BootEpoch
     lookup_addresses: tuple[str, ...] = ()  # host:port of every lookup partition, in partition order
-    tls_dir: str = ""  # where the shard has its certificate from; empty = the service has no TLS
+    tls_dir: str = ""  # the directory of the shard's certificate; empty = the service has no TLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +72,12 @@ class CopyWorkerRecord:
 
 
 def default_runtime_root() -> Path:
-    """KVSERVICE_RUNTIME_DIR; else /run/kvservice for root and the state directory of any other user. Not below /tmp,
-    where anybody can be first, nor below /run/user, which goes when the user logs out. Raises ConfigError for a user
-    without a home."""
+    """The directory that holds every service's runtime files.
+
+    KVSERVICE_RUNTIME_DIR when it is set; else /run/kvservice for root and the state directory for any other user. It is
+    never below /tmp, where any user can create the name first, nor below /run/user, which is deleted when the user logs
+    out. Raises ConfigError for a user without a home directory.
+    """
     named = os.environ.get("KVSERVICE_RUNTIME_DIR")
     if named:
         return Path(named)
@@ -108,9 +114,9 @@ def lookup_socket(service: str, partition: int, runtime_root: Path | None = None
 def lookup_address(
     service: str, partition: int, runtime_root: Path | None, host: str, port: int, *, tls: bool, allow_plaintext: bool
 ) -> str:
-    """Where a lookup partition that was given this host and port listens and is called: see `local_or_tcp`."""
+    """Where a lookup partition with this host and port listens and is called: see `local_or_tcp`."""
     path = lookup_socket(service, partition, runtime_root)
-    from kvservice.auth.tls import local_or_tcp  # gRPC, which a copy worker finds its node without
+    from kvservice.auth.tls import local_or_tcp  # loads gRPC, which a copy worker does not need to find its node
 
     return local_or_tcp(host, port, path, tls=tls, allow_plaintext=allow_plaintext)
 
@@ -121,8 +127,11 @@ def _socket(path: Path) -> str:
 
 
 def node_secret(directory: Path) -> bytes:
-    """What tells this node from whoever else takes its name: made at the first start, kept for the next one in the
-    node's directory, which must be private. Raises ConfigError when it cannot be kept."""
+    """The secret that proves this node is the owner of its name.
+
+    It is made at the node's first start and kept in its directory, which must be private. Raises ConfigError when it
+    cannot be read or written.
+    """
     path = directory / SECRET_NAME
     try:
         known = path.read_bytes() if path.exists() else b""
@@ -136,7 +145,7 @@ def node_secret(directory: Path) -> bytes:
 
 
 def _write(path: Path, data: bytes, what: str) -> None:
-    """Raises ConfigError that says `what` could not be done."""
+    """Raises ConfigError with the text "cannot `what` in PATH"."""
     try:
         write_private(path, data)
     except OSError as error:
@@ -144,12 +153,12 @@ def _write(path: Path, data: bytes, what: str) -> None:
 
 
 def keep_secret(directory: Path, secret: bytes) -> None:
-    """Raises ConfigError."""
+    """Write the node's secret. Raises ConfigError when it cannot be written."""
     _write(directory / SECRET_NAME, secret, "keep the node's secret")
 
 
 def last_epoch(directory: Path) -> int:
-    """The boot epoch that the node had last, as far as its directory knows; else 0."""
+    """The boot epoch of the node's last shard, or 0 when its directory has no valid one."""
     try:
         found = int((directory / EPOCH_NAME).read_bytes()[:32])
     except (OSError, ValueError):
@@ -158,18 +167,20 @@ def last_epoch(directory: Path) -> int:
 
 
 def keep_epoch(directory: Path, epoch: BootEpoch) -> None:
-    """Raises ConfigError when it cannot be kept."""
+    """Write the node's boot epoch. Raises ConfigError when it cannot be written."""
     _write(directory / EPOCH_NAME, str(epoch).encode(), "keep the node's boot epoch")
 
 
 def write_record(record: ShardRecord, runtime_root: Path | None = None) -> Path:
-    """Register atomically. Returns the path, which the shard removes when it stops. Raises ConfigError when it cannot
-    be written."""
+    """Register a shard atomically. Returns the path of the record; the shard removes it when it stops.
+
+    Raises ConfigError when the record cannot be written.
+    """
     directory = node_directory(record.service, record.node_id, runtime_root)
     make_directory(directory)
     target = directory / RECORD_NAME
     fields = asdict(record)
-    if not record.tls_dir:  # engines of an earlier version do not know it
+    if not record.tls_dir:  # the reader takes a missing field as "no TLS"
         del fields["tls_dir"]
     _write(target, json.dumps(fields).encode(), "register the shard")
     return target
@@ -178,8 +189,11 @@ def write_record(record: ShardRecord, runtime_root: Path | None = None) -> Path:
 def find_shards(
     service: str | None = None, runtime_root: Path | None = None, *, live_only: bool = True
 ) -> list[ShardRecord]:
-    """Registered shards of this machine, by service and node. Blocks for a connect per record at most. Raises
-    ConfigError, with the name of the user, where somebody else could have written a record."""
+    """Registered shards of this machine, sorted by service and node.
+
+    With `live_only` each record costs one connection attempt, which blocks for a second at most. Raises ConfigError,
+    with the name of the user, when another user could have written a record.
+    """
     found: list[ShardRecord] = []
     root = runtime_root or default_runtime_root()
     check_directory(root)
@@ -203,7 +217,7 @@ def _shard_record(fields: Mapping[str, object]) -> ShardRecord | None:
         return None
     try:
         return ShardRecord(**{**fields, "lookup_addresses": tuple(addresses)})  # type: ignore[arg-type]
-    except TypeError:  # other fields: of another version
+    except TypeError:  # it has other fields: another version wrote it
         return None
 
 
@@ -212,13 +226,15 @@ def _are(kind: type, fields: Mapping[str, object], *names: str) -> bool:
 
 
 def _read_fields(path: Path) -> dict[str, object] | None:
-    """The JSON object in this file; None for a half-removed file or one that is no record. Raises ConfigError for a
-    file that somebody else can have written."""
+    """The JSON object in this file. None when the file is gone, half removed or not a JSON object.
+
+    Raises ConfigError for a file that another user can have written.
+    """
     try:
         with os.fdopen(open_own(path), "rb") as file:
             data = file.read(RECORD_BYTES_MAX + 1)
         fields = json.loads(data) if len(data) <= RECORD_BYTES_MAX else None
-        json.dumps(fields, ensure_ascii=False).encode()  # halves of surrogate pairs are no text to anybody else
+        json.dumps(fields, ensure_ascii=False).encode()  # fails for lone surrogates, which no log or RPC accepts
     except (OSError, ValueError, RecursionError):
         return None
     return fields if isinstance(fields, dict) else None
@@ -258,7 +274,7 @@ def write_copy_worker(record: CopyWorkerRecord, directory: Path) -> Path:
 
 
 def read_copy_worker(path: Path) -> CopyWorkerRecord | None:
-    """The record in this file; None when there is none that can be read, or another user's."""
+    """The record in this file; None when it cannot be read or belongs to another user."""
     try:
         fields = _read_fields(path)
     except ConfigError:
@@ -276,7 +292,9 @@ def read_copy_worker(path: Path) -> CopyWorkerRecord | None:
 
 
 def find_copy_workers(directory: Path) -> list[CopyWorkerRecord]:
-    """Copy workers registered in a node's directory, by device. Whether they listen, and whose they are,
-    shows when connecting."""
+    """Copy workers registered in a node's directory, sorted by device.
+
+    A record may be stale or another user's; the caller finds out when it connects.
+    """
     found = [read_copy_worker(path) for path in sorted(directory.glob(f"{COPY_WORKER_PREFIX}*.json"))]
     return [record for record in found if record is not None]

@@ -3,24 +3,24 @@
     KVServiceError                 reason            gRPC code             retryable
     ├── InvalidRequest             INVALID_REQUEST   INVALID_ARGUMENT      no    malformed, out of range, wrong length
     ├── Refused                    (of the subclass) FAILED_PRECONDITION   no
-    │   ├── FingerprintMismatch    FINGERPRINT                                   another model, dtype, layout or hash
+    │   ├── FingerprintMismatch    FINGERPRINT                                   model, dtype, layout or hash differs
     │   ├── StaleEpoch             EPOCH                                         the shard restarted: attach again
     │   ├── NotAttached            NOT_ATTACHED                                  no such attachment here
     │   ├── UnsupportedLayout      LAYOUT                                        KV cache groups or layout not supported
-    │   ├── RandomHashSeed         HASH_SEED                                     the engine's hash differs per process
-    │   ├── UnnamedWeights         WEIGHTS                                       nothing says which weights it has
-    │   └── Unauthenticated        UNAUTHENTICATED   UNAUTHENTICATED             no token of a tenant, or a revoked one
-    ├── Forbidden                  FORBIDDEN         PERMISSION_DENIED     no    not this role's, or another node's name
-    ├── Exhausted                  EXHAUSTED         RESOURCE_EXHAUSTED    yes   no slot, quota, message too large
-    ├── Unavailable                UNAVAILABLE       UNAVAILABLE           yes   draining, dead, not started
+    │   ├── RandomHashSeed         HASH_SEED                                     the engine's hashes differ per process
+    │   ├── UnnamedWeights         WEIGHTS                                       the engine cannot name its weights
+    │   └── Unauthenticated        UNAUTHENTICATED   UNAUTHENTICATED             token is missing, unknown or revoked
+    ├── Forbidden                  FORBIDDEN         PERMISSION_DENIED     no    not allowed to this role or node
+    ├── Exhausted                  EXHAUSTED         RESOURCE_EXHAUSTED    yes   no slot, over quota, message too large
+    ├── Unavailable                UNAVAILABLE       UNAVAILABLE           yes   server drains, died or never started
     ├── DeadlineExceeded           DEADLINE          DEADLINE_EXCEEDED     yes
-    ├── SegmentError               SEGMENT           FAILED_PRECONDITION   no    shared memory cannot be had or read
+    ├── SegmentError               SEGMENT           FAILED_PRECONDITION   no    shared memory cannot be made or read
     ├── ConfigError                CONFIG            INVALID_ARGUMENT      no    a setting is unknown or wrong
     ├── ServiceConflict            CONFLICT          FAILED_PRECONDITION   no    two services or shards with one name
-    └── TransferError              TRANSFER          UNAVAILABLE           yes   bytes did not arrive
+    └── TransferError              TRANSFER          UNAVAILABLE           yes   the bytes did not arrive
 
-Text is for people and says what to do; `reason` and `attributes` are for code. Codes are the gRPC names as strings so
-that this module imports nothing; kvservice.wire.status maps them in both directions.
+The text is for people and says what to do; `reason` and `attributes` are for code. The gRPC codes are strings, so that
+this module imports nothing; kvservice.wire.status maps them in both directions.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from collections.abc import Mapping
 
 
 class KVServiceError(Exception):
-    """Base of all errors raised on purpose by kvservice.
+    """Base of all errors that kvservice raises on purpose.
 
-    Attributes are named values for programs (`wanted_bytes=…, free_bytes=…`); they travel over gRPC as text.
+    `attributes` are named values for programs (`wanted_bytes=…, free_bytes=…`). They travel over gRPC as text.
+    `retryable` says whether the same call can succeed later without a change by the caller.
     """
 
     reason = "INTERNAL"
@@ -117,11 +118,14 @@ class ConfigError(KVServiceError):
 
 
 def plaintext_refused(what: str) -> ConfigError:
-    """`what` would be plaintext where others reach it, as every user of the machine reaches loopback: the ways out."""
+    """The error for a port without TLS, with the ways to solve it. `what` says in a clause what would be plaintext.
+
+    A port on loopback counts too: every user of the machine can reach it.
+    """
     return ConfigError(
-        f"{what}: whoever reaches it could read and remove blocks. Either give every part certificates: set tls_dir "
+        f"{what}: whoever reaches it could read and remove blocks. Either give every process certificates: set tls_dir "
         "(KVSERVICE_TLS_DIR) to a directory with tls.crt, tls.key and ca.crt, which `kvservice certs DIR` makes; or "
-        "stay on this machine: give 127.0.0.1 and no port, and it has a Unix socket; or, where nobody else is on the "
+        "stay on this machine: give 127.0.0.1 and no port, and a Unix socket is used; or, when nobody else is on the "
         "network and the machine, set allow_plaintext (KVSERVICE_ALLOW_PLAINTEXT=1). See docs/security.md",
         key="tls_dir",
     )
@@ -139,7 +143,7 @@ class TransferError(KVServiceError):
 
 
 def error_types() -> dict[str, type[KVServiceError]]:
-    """Every leaf and inner class by its reason, for rebuilding an error that came over the wire."""
+    """All error classes by their reason, to rebuild an error that came over the wire."""
     found: dict[str, type[KVServiceError]] = {}
     pending: list[type[KVServiceError]] = [KVServiceError]
     while pending:

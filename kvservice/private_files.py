@@ -1,7 +1,8 @@
-"""Files, directories and sockets that only this user can change, and the checks before another's are believed.
+"""Files, directories and sockets that only this user can change, and the checks before others' files are trusted.
 
-Whoever can rename one component of a path can put his own file there. So every component of a directory must belong to
-this user or to root and be writable by nobody else. Everything here blocks for a few system calls.
+Whoever can rename one component of a path can replace the file at its end. So every component of a directory must
+belong to this user or to root, and nobody else may be able to write it. Every function blocks for a few system calls,
+on the calling thread.
 """
 
 from __future__ import annotations
@@ -16,34 +17,36 @@ from pathlib import Path
 
 from kvservice.errors import ConfigError
 
-LINKS_MAX = 40  # as the kernel's own limit
-SOCKET_PATH_BYTES_MAX = 107  # sun_path holds 108 with the zero at its end
-ROOT_UID = 0
+LINKS_MAX = 40  # the kernel's own limit for one path (MAXSYMLINKS). A path with more is refused, as in a loop of links.
+SOCKET_PATH_BYTES_MAX = 107  # sun_path has 108 bytes, the last of which is zero. A longer path is refused.
+ROOT_UID = 0  # root owns /, /run and /home, and can change any file anyway, so its directories are trusted
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 WHAT_TO_DO = "set KVSERVICE_RUNTIME_DIR to a directory of your own, below directories that only you and root can change"
 
 
 def write_private(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Replace a file at once; at no moment can more people read it than should. Blocks until the bytes are on disk. A
-    link is replaced, not followed. Raises OSError."""
+    """Replace a file atomically, so that no reader sees half of it and nobody without permission ever sees it.
+
+    A symbolic link at `path` is replaced, not followed. Blocks until the bytes are on disk. Raises OSError.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, mode)  # whatever the umask
+            os.fchmod(descriptor, mode)  # exact, whatever the umask is
             file.write(data)
             file.flush()
             os.fsync(descriptor)
         draft.replace(path)
     except BaseException:
-        draft.unlink(missing_ok=True)  # the disk may be full
+        draft.unlink(missing_ok=True)  # for example when the disk is full
         raise
 
 
 def user_name(uid: int) -> str:
-    """'uid 65534 (nobody)', for messages."""
+    """A user for messages, like 'uid 65534 (nobody)'."""
     try:
         return f"uid {uid} ({pwd.getpwuid(uid).pw_name})"
     except KeyError:
@@ -51,8 +54,10 @@ def user_name(uid: int) -> str:
 
 
 def make_directory(path: Path) -> None:
-    """Make an absolute path owner-only, missing parents too. Raises ConfigError where another user could have put his
-    own in its place: see `check_directory`."""
+    """Make the directory at an absolute path, with missing parents, readable by its owner only.
+
+    Raises ConfigError when another user could have put a directory there: see `check_directory`.
+    """
     try:
         made = _walk(path, make=True)
         if made.lstat().st_uid != os.geteuid():
@@ -63,19 +68,24 @@ def make_directory(path: Path) -> None:
 
 
 def check_directory(path: Path) -> None:
-    """Raises ConfigError, with the name of the user who could change it, for a directory that somebody other than this
-    user and root can rename, replace or write. A directory that is not there is fine: nobody is believed there."""
+    """Check that nobody but this user and root can rename, replace or write this directory.
+
+    A directory that does not exist passes, because nothing is read from it. Raises ConfigError with the name of the
+    user who could change it.
+    """
     try:
         _walk(path, make=False)
-    except (FileNotFoundError, PermissionError):  # what we may not look at, we cannot read from either
+    except (FileNotFoundError, PermissionError):  # a directory we may not look at is one we cannot read from
         return
     except OSError as error:
         raise ConfigError(f"cannot look at {path}: {error.strerror}: {WHAT_TO_DO}", key="runtime_dir") from error
 
 
 def open_own(path: Path) -> int:
-    """A descriptor to read a file that only this user can have written. Raises ConfigError naming its owner, or
-    OSError."""
+    """Open a file for reading, and check that only this user can have written it. Returns the descriptor.
+
+    Raises ConfigError with the name of the owner, or OSError when the file cannot be opened.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)
@@ -101,14 +111,16 @@ def check_socket_path(path: str) -> None:
 
 
 def is_listening(path: str) -> bool:
-    """Whether somebody serves this Unix socket. Blocks for a second at most. Raises ConfigError naming the user when it
-    is not a process of this user."""
+    """Whether a process listens on this Unix socket. Blocks for a second at most.
+
+    Raises ConfigError with the name of the user when the process is another user's.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
             probe.connect(path)
             uid = peer_uid(probe)
-        except (OSError, ValueError):  # the latter: no path at all
+        except (OSError, ValueError):  # ValueError: the text is not a path
             return False
     if uid != os.geteuid():
         raise ConfigError(f"a process of {user_name(uid)} listens at {path}: {WHAT_TO_DO}", key="runtime_dir")
@@ -116,15 +128,17 @@ def is_listening(path: str) -> bool:
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Of the process at the other end of a Unix socket; of the one that called listen, where we connected."""
+    """The user of the process at the other end of a Unix socket. On a socket we connected: who called listen()."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid: int = _CREDENTIALS.unpack(credentials)[1]
     return uid
 
 
 def _walk(path: Path, *, make: bool) -> Path:
-    """Follow a path component by component, links too, and check each. Returns where it leads. Raises ConfigError, and
-    OSError for what is not there."""
+    """Follow a path component by component, through symbolic links, and check each one. Returns the final path.
+
+    Raises ConfigError for a component that fails the check, and OSError for one that does not exist.
+    """
     if not path.is_absolute():
         raise ConfigError(f"{path} is not an absolute path: {WHAT_TO_DO}", key="runtime_dir")
     at, links = Path("/"), 0
@@ -161,7 +175,7 @@ def _check(path: Path, status: os.stat_result) -> None:
             f"{path} belongs to {user_name(status.st_uid)}, who could take the service's place there: {WHAT_TO_DO}",
             key="runtime_dir",
         )
-    # In a sticky directory others make entries of their own; they rename and remove nobody else's.
+    # In a sticky directory other users can create entries, but cannot rename or remove ours.
     if status.st_mode & OTHERS_WRITE and not status.st_mode & stat.S_ISVTX and not _only_ours_to_write(path, status):
         raise ConfigError(
             f"other users can write {path}, and so replace what is in it: {WHAT_TO_DO}", key="runtime_dir"
@@ -169,12 +183,12 @@ def _check(path: Path, status: os.stat_result) -> None:
 
 
 def _only_ours_to_write(path: Path, status: os.stat_result) -> bool:
-    """The group that may write is this user's own, with nobody else in it, as a umask of 002 leaves directories."""
+    """Whether the group that may write has no member but this user, as a umask of 002 leaves directories."""
     if status.st_mode & stat.S_IWOTH or status.st_gid != os.getegid():
         return False
-    with contextlib.suppress(OSError):  # no list, or a file system without any
+    with contextlib.suppress(OSError):  # no access list, or a file system without any
         os.getxattr(path, "system.posix_acl_access", follow_symlinks=False)
-        return False  # then the group's bits stand for whomever it names
+        return False  # with an access list the group's bits also stand for the users that it names
     import grp
 
     try:

@@ -1,4 +1,4 @@
-"""Ids, sizes and the NewTypes that keep them apart. Owns no behaviour beyond formatting and parsing sizes."""
+"""NewTypes that keep ids, hashes and sizes apart, and functions that format and parse sizes. Pure; any thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NewType
 BlockHash = NewType("BlockHash", bytes)  # the engine's own chained hash of one token block, usually 32 bytes
 BlockKey = NewType("BlockKey", bytes)  # 16 bytes: tenant- and fingerprint-bound name of one block, see core.block.keys
 SpanRoute = NewType("SpanRoute", int)  # uint32 that places a span of a chain on a lookup partition, see core.block.keys
-NodeId = NewType("NodeId", str)  # stable name of one node's shard, unique in a service
+NodeId = NewType("NodeId", str)  # name of one node's shard; it stays the same over restarts and is unique in a service
 BootEpoch = NewType("BootEpoch", int)  # uint64 > 0; grows with every start of one shard
 SlotIndex = NewType("SlotIndex", int)  # slab_index << 16 | index in the slab, see core.segment.geometry
 Generation = NewType("Generation", int)  # uint64; odd while the slot is being written, even when it is not
@@ -16,34 +16,37 @@ LeaseId = NewType("LeaseId", int)  # uint64, single use within one boot epoch
 AttachmentId = NewType("AttachmentId", int)  # uint64, one attached engine within one boot epoch
 HandoffId = NewType("HandoffId", bytes)  # 16 random bytes, one prompt handed from a prefill to a decode engine
 
-KiB = 1 << 10
+KiB = 1 << 10  # bytes
 MiB = 1 << 20
 GiB = 1 << 30
 
 _SUFFIXES = {"": 1, "k": KiB, "m": MiB, "g": GiB, "t": GiB << 10}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])i?)?b?\s*", re.IGNORECASE)  # 4G, 4GB, 4Gi and 4GiB are one
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])i?)?b?\s*", re.IGNORECASE)  # 4G, 4GB, 4Gi and 4GiB mean the same
 
 
 def div_ceil(dividend: int, divisor: int) -> int:
-    """Smallest integer not below dividend / divisor, for non-negative operands."""
+    """The smallest integer that is at least dividend / divisor. The divisor is positive."""
     return -(-dividend // divisor)
 
 
 def align_up(value: int, alignment: int) -> int:
-    """Smallest multiple of alignment not below value."""
+    """The smallest multiple of `alignment` that is at least `value`."""
     return div_ceil(value, alignment) * alignment
 
 
 def printable(text: str) -> str:
-    """Text of others on one line: line ends, terminal codes and halves of surrogate pairs become escapes, because a log
-    and a terminal would act on them, and protobuf refuses the last."""
+    """Somebody else's text on one line, safe for logs, terminals and protobuf.
+
+    Line ends and terminal codes become escapes, because a log or a terminal would act on them. So do lone surrogates,
+    which protobuf refuses.
+    """
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def format_bytes(count: int) -> str:
-    """Human form with a binary unit, for messages only: 737280 -> '720.0 KiB'."""
+    """A size with a binary unit, for messages only: 737280 -> '720.0 KiB'."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -52,11 +55,11 @@ def format_bytes(count: int) -> str:
     return f"{size:.1f} TiB"
 
 
-BYTES_MAX = 1 << 60
+BYTES_MAX = 1 << 60  # an exbibyte: more than any machine has, and far inside 64 bits. parse_bytes refuses more.
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes from '512MiB', '4g', '1.5 GiB' or a plain count. Raises ValueError naming the text."""
+    """The bytes of '512MiB', '4g', '1.5 GiB' or a plain count. Raises ValueError with the text in it."""
     if isinstance(text, int):
         return text
     match = _SIZE.fullmatch(text)

@@ -1,7 +1,7 @@
-"""Who may use the pool: names the tenant behind each call by the token of its channel, and ends attachments of tenants
-that are there no more. Runs on the shard's event loop; the tenants file is read on a thread.
+"""Authenticator: names the tenant behind each call, and revokes attachments when their tenant's rights end.
 
-Without a tenants file everybody is one tenant, and tokens are not looked at.
+A tenant is known by the token that its channel carries. Without a tenants file everybody is one tenant, and tokens are
+not looked at. Runs on the shard's event loop; the tenants file is read on a thread.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from kvservice.units import AttachmentId
 
 log = logging.getLogger("kvservice.shard")
 
-LOOK_SECONDS = 1.0
+LOOK_SECONDS = 1.0  # a changed file, such as a revoked token, counts within this time. One look is one stat() call.
 
 
 class TenantPool(Protocol):
-    """What of the pool is needed here. pool.runtime.PoolRuntime is one."""
+    """The part of the pool that the authenticator needs. pool.runtime.PoolRuntime is one."""
 
     @property
     def geometry(self) -> Geometry: ...
@@ -70,7 +70,7 @@ class Authenticator:
             self._watcher = None
 
     def caller(self, connection: Connection) -> Bearer | None:
-        """Who calls; None where there are no tenants. Raises Unauthenticated."""
+        """Who calls, or None when the service has no tenants. Raises Unauthenticated."""
         if self._files is None:
             return None
         try:
@@ -80,19 +80,25 @@ class Authenticator:
             raise
 
     def caller_if_any(self, connection: Connection) -> Bearer | None:
-        """None also for a call without a token, of a node's own parts. Raises Unauthenticated for a wrong one."""
+        """Like `caller`, but None also for a call without a token, which the node's own processes make.
+
+        Raises Unauthenticated for a wrong token.
+        """
         metadata = connection.invocation_metadata() or ()
         return self.caller(connection) if any(key == METADATA_KEY for key, _ in metadata) else None
 
     def account(self, connection: Connection) -> str | None:
-        """The tenant whose requests the caller may see; None is everybody's. Raises Unauthenticated."""
+        """The tenant whose requests the caller may see; None means every tenant's. Raises Unauthenticated."""
         caller = self.caller(connection)
         return None if caller is None or caller.tenant.admin else caller.tenant.name
 
     def bind(self, caller: Bearer | None, attachment: Attachment, revoke: Callable[[str], None]) -> Attachment:
-        """The attachment as its engine gets it, with its tenant's keys. `revoke(reason)` is called at most once,
-        when the tenant's rights end first. Call `unbind` in the end. Raises Unauthenticated when they have ended since
-        `caller` was asked."""
+        """The attachment as its engine receives it, with the keys of its tenant.
+
+        `revoke(reason)` is called on the shard's loop, at most once, when the tenant's rights end before the caller
+        calls `unbind`. Every bound attachment must be unbound in the end. Raises Unauthenticated when the token was
+        revoked since `caller` was determined.
+        """
         if caller is None or self._files is None:
             return attachment
         tenants = self._files.current
@@ -113,14 +119,18 @@ class Authenticator:
         self._bound.pop(attachment, None)
 
     def check(self, connection: Connection, attachment: AttachmentId) -> None:
-        """Raises Unauthenticated, or NotAttached for another tenant's attachment, as for one that does not exist."""
+        """Check that the attachment belongs to the caller's tenant.
+
+        Raises Unauthenticated, or NotAttached for another tenant's attachment: the same error as for an attachment that
+        does not exist.
+        """
         caller = self.caller(connection)
         if caller is None:
             return
         bound = self._bound.get(attachment)
         if bound is None or bound.caller.tenant.name != caller.tenant.name:
             raise NotAttached(f"attachment {attachment} is not known to this shard: attach again")
-        bound.caller = caller  # with the token that it has now: the one it came with may go
+        bound.caller = caller  # the engine may have changed its token; the one it attached with may be removed now
 
     def keys_for(self, caller: Bearer) -> tuple[bytes, bytes]:
         assert self._files is not None
@@ -134,7 +144,7 @@ class Authenticator:
             try:
                 if await asyncio.to_thread(files.look):
                     self._take(files.current)
-            except Exception:  # task boundary: a file that nobody foresaw must not end the watching
+            except Exception:  # task boundary: an unexpected error with one file must not end the watching
                 log.exception("tenants_file_failed")
 
     def _take(self, tenants: Tenants) -> None:
@@ -158,17 +168,17 @@ class Authenticator:
 
 
 def room_of(geometry: Geometry) -> int:
-    """What shares of the pool are shares of, in bytes."""
+    """The bytes of the pool of which a tenant's quota in percent is a share."""
     return geometry.slab_bytes * geometry.slab_count
 
 
 def _rights(tenant: Tenant) -> tuple[object, ...]:
-    """What an engine was told when it attached."""
+    """The rights that an engine was given when it attached. When they change, it must attach again."""
     return tenant.secret, tenant.public, tenant.quota
 
 
 def is_private(connection: Connection) -> bool:
-    """Nobody can listen to this channel: TLS, or the node's socket."""
+    """Whether nobody can listen to this channel: it has TLS, or it is the node's Unix socket."""
     encrypted = b"ssl" in connection.auth_context().get("transport_security_type", ())
     return encrypted or connection.peer().startswith("unix:")
 

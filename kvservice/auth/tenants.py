@@ -32,11 +32,11 @@ from kvservice.units import parse_bytes
 
 log = logging.getLogger("kvservice.wire")
 
-VERSION = 1
-FILE_BYTES_MAX = 64 << 20  # some 100,000 tenants
-TOKENS_MAX = 8  # of one tenant
-SECRET_BYTES = 32
-TOKEN_BYTES_MAX = 512
+VERSION = 1  # of the file's format. A file of another version is refused by name.
+FILE_BYTES_MAX = 64 << 20  # about 100,000 tenants. A larger file is refused before it is parsed.
+TOKENS_MAX = 8  # per tenant: enough to replace tokens one engine at a time. A file with more is refused.
+SECRET_BYTES = 32  # 256 bits cannot be guessed; 64 hexadecimal digits in the file
+TOKEN_BYTES_MAX = 512  # ours have 47 characters; the rest is for other issuers' tokens. A longer one is refused.
 TOKEN_PREFIX = "kvs_"
 METADATA_KEY = "authorization"
 _SCHEME = "Bearer "
@@ -53,13 +53,13 @@ WHAT_TO_DO = (
 class Public(Enum):
     NO = "no"
     READ = "read"
-    PUBLISH = "publish"  # and read
+    PUBLISH = "publish"  # may also read
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
     name: str
-    tokens: tuple[bytes, ...] = field(repr=False)  # SHA-256 of each, the newest last
+    tokens: tuple[bytes, ...] = field(repr=False)  # SHA-256 of each token, the newest last
     secret: bytes = field(repr=False)
     quota: str = ""
     in_flight: int = 0
@@ -69,14 +69,14 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Bearer:
-    """Whom a channel's token names: the tenant, and which of its tokens it was."""
+    """The tenant that a channel's token names, and which of its tokens it was."""
 
     tenant: Tenant
-    token: bytes = field(repr=False)  # its hash
+    token: bytes = field(repr=False)  # SHA-256 of the token
 
 
 class Tenants:
-    """What one moment's file says."""
+    """The contents of the file at one moment."""
 
     def __init__(self, tenants: Iterable[Tenant], public_secret: bytes) -> None:
         self.by_name = {tenant.name: tenant for tenant in tenants}
@@ -86,24 +86,24 @@ class Tenants:
     def of_token(self, token: str) -> Bearer | None:
         digest = hash_token(token)
         tenant = self._by_token.get(digest)
-        # The table is found by a hash nobody can steer; what decides is compared in constant time.
+        # The lookup uses a hash that nobody can choose. The comparison that decides takes constant time.
         known = next((known for known in tenant.tokens if hmac.compare_digest(known, digest)), None) if tenant else None
         return None if tenant is None or known is None else Bearer(tenant, digest)
 
     def is_valid(self, name: str, token: bytes) -> bool:
-        """Whether a token with this hash is still one of this tenant's."""
+        """Whether the token with this hash is still one of this tenant's tokens."""
         tenant = self.by_name.get(name)
         return tenant is not None and token in tenant.tokens
 
     def limits(self, pool_bytes: int) -> dict[str, TenantLimits]:
-        """For a pool of this size, in the order of the file."""
+        """The limits of each tenant for a pool of `pool_bytes` bytes, in the order of the file."""
         return {
             tenant.name: TenantLimits(quota_bytes(tenant.quota, pool_bytes), tenant.in_flight)
             for tenant in self.by_name.values()
         }
 
     def block_keys_of(self, tenant: Tenant) -> tuple[bytes, bytes]:
-        """(its own key, the public one or b"")."""
+        """(the tenant's own key, the public key or b"" when it may not read public blocks)."""
         public = b"" if tenant.public is Public.NO else keys.public_key(self.public_secret)
         return keys.tenant_key(tenant.secret, tenant.name), public
 
@@ -121,7 +121,10 @@ class TenantsFile:
         return self._tenants
 
     def look(self) -> bool:
-        """True when the file has changed and was taken. Reads it; what is wrong with it is logged once."""
+        """Take the file when it has changed. Returns whether it was taken.
+
+        Blocks while it reads the file. A file that is wrong is logged once and not taken.
+        """
         stamp: object = None
         try:
             stamp = _stamp(self.path)
@@ -139,7 +142,7 @@ class TenantsFile:
 
 
 def open_tenants(path: str | Path | None) -> TenantsFile | None:
-    """None for no path, which means one tenant for all. Raises ConfigError as TenantsFile does."""
+    """None when `path` is empty: then all callers are one tenant. Raises ConfigError as TenantsFile does."""
     return TenantsFile(Path(path)) if path else None
 
 
@@ -148,7 +151,7 @@ def new_secret() -> bytes:
 
 
 def new_token() -> str:
-    """256 random bits, in characters that fit everywhere."""
+    """256 random bits in URL-safe characters, after the prefix."""
     return TOKEN_PREFIX + secrets.token_urlsafe(32)
 
 
@@ -157,14 +160,14 @@ def hash_token(token: str) -> bytes:
 
 
 def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
-    """For calls of a client. Raises ConfigError for what cannot be a token."""
+    """The metadata of a client's calls. Raises ConfigError when the text cannot be a token."""
     if not token.isascii() or not token.isprintable() or " " in token or not 16 <= len(token) <= TOKEN_BYTES_MAX:
         raise ConfigError(f"the token is not one: {WHAT_TO_DO}", key="token")
     return ((METADATA_KEY, _SCHEME + token),)
 
 
 def bearer_of(metadata: Sequence[tuple[str, str | bytes]] | None, tenants: Tenants) -> Bearer:
-    """Who calls. Raises Unauthenticated for no token, several, or one that is not known."""
+    """The caller that the metadata names. Raises Unauthenticated for no token, several tokens, or an unknown one."""
     given = [value for key, value in metadata or () if key == METADATA_KEY]
     if not given:
         raise Unauthenticated(f"this service has tenants, and the call has no token: {WHAT_TO_DO}")
@@ -178,7 +181,7 @@ def bearer_of(metadata: Sequence[tuple[str, str | bytes]] | None, tenants: Tenan
 
 
 def quota_bytes(quota: str, pool_bytes: int) -> int:
-    """Bytes of "25%" or "8GiB"; 0 for "", which is no quota. Raises ValueError."""
+    """The bytes of "25%" or "8GiB"; 0 for "", which means no quota. Raises ValueError."""
     if not quota:
         return 0
     if _SHARE.fullmatch(quota):
@@ -193,13 +196,13 @@ def quota_bytes(quota: str, pool_bytes: int) -> int:
 
 
 def read_tenants(path: Path) -> Tenants:
-    """Raises ConfigError, which never quotes what the file holds under tokens and secrets."""
+    """Read and parse the file. Blocks. Raises ConfigError, which never quotes a token or a secret of the file."""
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_mode & stat.S_IWOTH:
                 raise ConfigError(
-                    f"the tenants file {path} is no plain file, or everybody can write it: chmod o-w {path}",
+                    f"the tenants file {path} is not a regular file, or everybody can write it: chmod o-w {path}",
                     key="tenants_file",
                 )
             data = file.read(FILE_BYTES_MAX + 1)
@@ -222,12 +225,12 @@ def read_tenants(path: Path) -> Tenants:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """A pipe in its place would be waited for, and with it the whole shard."""
+    """Open without waiting. If the path were a pipe, opening it would block the whole shard."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def parse_tenants(found: object) -> Tenants:
-    """Raises ValueError naming the tenant and the field."""
+    """The tenants in a parsed file. Raises ValueError that names the tenant and the field."""
     if not isinstance(found, Mapping) or found.get("version") != VERSION:
         raise ValueError(f"it is no object with version {VERSION}")
     rows = found.get("tenants")
@@ -245,7 +248,7 @@ def parse_tenants(found: object) -> Tenants:
 
 
 def dump_tenants(tenants: Tenants) -> str:
-    """The file's text. Holds secrets."""
+    """The text of the file. It holds secrets."""
     rows = [
         {
             "name": tenant.name,
@@ -263,7 +266,7 @@ def dump_tenants(tenants: Tenants) -> str:
 
 
 def check_name(name: object) -> str:
-    """Raises ValueError."""
+    """Returns the name. Raises ValueError when it is not a valid tenant's name."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name in (NOBODY, OTHERS):
         raise ValueError("a tenant's name is 1 to 64 letters, digits, '_', '.' and '-', and begins with no sign")
     return name
@@ -305,7 +308,7 @@ def _hex(value: Any, what: str) -> bytes:
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:
-    """Changes when the file does, also when it is a link that is turned elsewhere, as in a Kubernetes secret."""
+    """A value that changes when the file does, also when the path is a link that changes, as in a Kubernetes secret."""
     try:
         status = path.stat()
     except OSError as error:

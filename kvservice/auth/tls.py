@@ -1,12 +1,12 @@
 """TLS for everything that is served or called over TCP, from three files that may change while the process runs.
 
 A directory holds `tls.crt`, `tls.key` and `ca.crt`, as a Kubernetes secret does. Both ends show a certificate and check
-the other's against the CA (mTLS). Addresses change and are mostly IPs, so a certificate is not made for them: it has
-the DNS name `kvservice`, and clients check that name. Without TLS the parts of one machine talk over Unix sockets in a
-private directory: a port on loopback is open to every user of the machine.
+the other's against the CA (mTLS). Addresses change and are mostly IPs, so certificates do not name them: each has the
+DNS name `kvservice`, and clients check that name. Without TLS the processes of one machine talk over Unix sockets in a
+private directory, because a port on loopback is open to every user of the machine.
 
-Files are taken only when a handshake with themselves succeeds, so a pair that is half replaced, expired or of another
-CA never takes the place of one that works. `TlsFiles` may be used from any thread; it reads files where it is called.
+New files are used only after a handshake with themselves in memory. So a pair that is half replaced, expired or signed
+by another CA never replaces one that works. `TlsFiles` may be used from any thread and blocks while it reads files.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ log = logging.getLogger("kvservice.wire")
 
 CERTIFICATE_NAME, KEY_NAME, AUTHORITY_NAME = "tls.crt", "tls.key", "ca.crt"
 SERVER_NAME = NODE_NAME
-LOOK_SECONDS = 1.0  # how late a change of the files is seen
-RETRY_SECONDS = 10.0  # unchanged files that were no good: a certificate may only become valid
-FILE_BYTES_MAX = 1 << 20
-HANDSHAKE_TURNS_MAX = 16
+LOOK_SECONDS = 1.0  # a change of the files is seen within this time. One look is three stat() calls.
+RETRY_SECONDS = 10.0  # refused files are tried again even if unchanged: a certificate may not be valid yet
+FILE_BYTES_MAX = 1 << 20  # some 500 certificates. More bytes are not read, and the rest does not parse or not verify.
+HANDSHAKE_TURNS_MAX = 16  # TLS 1.2 takes 3 turns and TLS 1.3 takes 2; files that need more are refused
 WHAT_TO_DO = "make one with `kvservice certs DIR`, or see docs/security.md"
 
 Options = Sequence[tuple[str, str | int]]
@@ -46,12 +46,12 @@ TlsStamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Pems:
-    """What one moment's files hold."""
+    """The contents of the files at one moment, in PEM."""
 
     certificate: bytes
     key: bytes = field(repr=False)
     authority: bytes
-    serves: bool = True  # a client's certificate does not
+    serves: bool = True  # False for a client's certificate
 
 
 class TlsFiles:
@@ -69,8 +69,11 @@ class TlsFiles:
         self._refused_until = 0.0
 
     def current(self) -> tuple[int, Pems]:
-        """(a number that grows with each change, the files). Looks for a change once a second at most; what does not
-        work is logged and left alone."""
+        """(a number that grows with each change, the contents of the files).
+
+        Looks for a change once a second at most, and then blocks to read the files. Files that do not work are logged,
+        and the previous ones stay in use.
+        """
         with self._lock:
             now = self._clock()
             if now >= self._look_at:
@@ -79,8 +82,10 @@ class TlsFiles:
             return self._version, self._pems
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Wants a certificate of the CA from every client. Each new connection is served with the files of then. Raises
-        ConfigError for a client's certificate."""
+        """Credentials of a server that asks every client for a certificate signed by the CA.
+
+        Each new connection uses the newest files. Raises ConfigError when the certificate is a client's.
+        """
         told, pems = self.current()
         if not pems.serves:
             raise ConfigError(
@@ -89,7 +94,7 @@ class TlsFiles:
                 key="tls_dir",
             )
 
-        def fetch() -> grpc.ServerCertificateConfiguration | None:  # for every handshake, on a thread of gRPC
+        def fetch() -> grpc.ServerCertificateConfiguration | None:  # gRPC calls it for each handshake, on its thread
             nonlocal told
             version, pems = self.current()
             if version == told:
@@ -97,11 +102,13 @@ class TlsFiles:
             told = version
             return _served(pems)
 
-        fetcher = cast("Callable[[], grpc.ServerCertificateConfiguration]", fetch)  # the stubs forget its None
+        fetcher = cast(
+            "Callable[[], grpc.ServerCertificateConfiguration]", fetch
+        )  # the stubs do not know that None is allowed
         return grpc.dynamic_ssl_server_credentials(_served(pems), fetcher, require_client_authentication=True)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a new channel; it keeps these files for as long as it lives."""
+        """Credentials of a new channel, which uses the present files for all its life."""
         _, pems = self.current()
         return grpc.ssl_channel_credentials(pems.authority, pems.key, pems.certificate)
 
@@ -130,21 +137,27 @@ class TlsFiles:
 
 
 def open_tls(directory: str | Path | None) -> TlsFiles | None:
-    """None for no directory, which means plaintext. Raises ConfigError as TlsFiles does."""
+    """None when `directory` is empty, which means plaintext. Raises ConfigError as TlsFiles does."""
     return TlsFiles(Path(directory)) if directory else None
 
 
 def local_or_tcp(host: str, port: int, socket_path: str, *, tls: bool, allow_plaintext: bool) -> str:
-    """Where a part listens and is called: at its Unix socket when it needs no network and nothing would protect a port,
-    else at host:port."""
+    """The address where a server listens and is called: a Unix socket, or host:port.
+
+    The socket is chosen for a loopback host without a port number, when neither TLS nor `allow_plaintext` is set: a
+    port would then be open to every user of the machine.
+    """
     address = f"{host}:{port}"
     return address if tls or allow_plaintext or port or not is_loopback(address) else f"unix:{socket_path}"
 
 
 def listen(server: grpc.aio.Server, address: str, tls: TlsFiles | None, *, allow_plaintext: bool) -> str:
-    """Bind a listener: `unix:` addresses as they are, for this user only, host:port with TLS where there is any.
-    Returns the address to call. A plaintext port is refused, or with `allow_plaintext` said in the log. Raises
-    ConfigError for that, and for an address that cannot be bound."""
+    """Bind a listener and return the address to call.
+
+    A `unix:` address is open to this user only. A host:port address is served with TLS when `tls` is given. Without it
+    a port needs `allow_plaintext`, and the log has a warning. Raises ConfigError for a port that would be plaintext and
+    for an address that cannot be bound, and ServiceConflict when another process serves the Unix socket.
+    """
     if address.startswith("unix:"):
         return _listen_locally(server, address)
     _check_plaintext(address, tls, allow_plaintext)
@@ -167,16 +180,15 @@ def listen(server: grpc.aio.Server, address: str, tls: TlsFiles | None, *, allow
 
 
 def is_bound(address: str) -> bool:
-    """Whether the socket of a `unix:` address that we listen at is still there, or its directory was cleaned. Ports
-    stay."""
+    """Whether callers can still reach this address of ours. A Unix socket's file may be deleted; a port stays."""
     return not address.startswith("unix:") or Path(address.removeprefix("unix:")).is_socket()
 
 
 def remove_socket(address: str) -> None:
-    """After the end of what listened at a `unix:` address: its file, and its directory where that is empty."""
+    """Remove the file of a `unix:` address after its server has ended, and its directory when that is empty."""
     if address.startswith("unix:"):
         path = Path(address.removeprefix("unix:"))
-        with contextlib.suppress(OSError):  # somebody else's files: they stay
+        with contextlib.suppress(OSError):  # rmdir fails while the directory has other files; those stay
             path.unlink(missing_ok=True)
             path.parent.rmdir()
 
@@ -187,8 +199,8 @@ def _listen_locally(server: grpc.aio.Server, address: str) -> str:
     make_directory(path.parent)
     if is_listening(str(path)):
         raise ServiceConflict(f"another process already serves {path}: stop it, or choose another --service name")
-    path.unlink(missing_ok=True)  # a killed process's: nobody listens on it
-    previous = os.umask(0o177)  # owner-only from its first moment on
+    path.unlink(missing_ok=True)  # nobody listens on it: its process was killed
+    previous = os.umask(0o177)  # the socket must be owner-only from the moment it exists
     try:
         server.add_insecure_port(address)
     except RuntimeError as error:
@@ -199,7 +211,7 @@ def _listen_locally(server: grpc.aio.Server, address: str) -> str:
 
 
 def check_listener(address: str, tls: TlsFiles | None, *, allow_plaintext: bool) -> None:
-    """Whether `listen` could have this port now. Raises ConfigError as it does, and keeps nothing."""
+    """Check that `listen` could bind this address now, and keep nothing bound. Raises ConfigError as `listen` does."""
     if address.startswith("unix:"):
         return
     _check_plaintext(address, tls, allow_plaintext)
@@ -236,7 +248,7 @@ def open_blocking_channel(address: str, tls: TlsFiles | None, options: Options =
 
 
 def is_loopback(address: str) -> bool:
-    """Whether nobody outside this machine reaches host:port. A name other than localhost counts as reachable."""
+    """Whether host:port is reachable from this machine only. A name other than localhost counts as reachable."""
     host = address.rpartition(":")[0].strip("[]")
     if host == "localhost":
         return True
@@ -255,15 +267,15 @@ def _served(pems: Pems) -> grpc.ServerCertificateConfiguration:
 
 
 def _stamp(directory: Path) -> TlsStamp:
-    """Changes when a file does, also when it is a link that is turned elsewhere, as in a Kubernetes secret."""
+    """A value that changes when a file does, also when it is a link that changes, as in a Kubernetes secret."""
     found = [os.stat(directory / name) for name in (CERTIFICATE_NAME, KEY_NAME, AUTHORITY_NAME)]  # noqa: PTH116
     return tuple((status.st_mtime_ns, status.st_size, status.st_ino) for status in found)
 
 
 def _take(directory: Path) -> tuple[TlsStamp, Pems]:
-    """Read and try the files. Raises ConfigError."""
+    """Read the files and test them with a handshake. Raises ConfigError."""
     if not directory.is_dir():
-        raise ConfigError(f"tls_dir is {directory}, which is no directory: {WHAT_TO_DO}", key="tls_dir")
+        raise ConfigError(f"tls_dir is {directory}, which is not a directory: {WHAT_TO_DO}", key="tls_dir")
     missing = [n for n in (CERTIFICATE_NAME, KEY_NAME, AUTHORITY_NAME) if not (directory / n).is_file()]
     if missing:
         raise ConfigError(f"{directory} has no {' and no '.join(missing)}: {WHAT_TO_DO}", key="tls_dir")
@@ -272,7 +284,7 @@ def _take(directory: Path) -> tuple[TlsStamp, Pems]:
         certificate, key, authority = [_read(directory / n) for n in (CERTIFICATE_NAME, KEY_NAME, AUTHORITY_NAME)]
         pems = Pems(certificate, key, authority, _try(directory))
         if _stamp(directory) != stamp:
-            raise ConfigError(f"the files in {directory} are just being replaced: start again", key="tls_dir")
+            raise ConfigError(f"the files in {directory} changed while they were read: start again", key="tls_dir")
     except ssl.SSLCertVerificationError as error:
         _unusable(directory, error.verify_message, error)
     except ssl.SSLError as error:
@@ -300,8 +312,10 @@ def _read(path: Path) -> bytes:
 
 
 def _try(directory: Path) -> bool:
-    """Whether the certificate may serve; False for a client's, which is only tried as one. Raises ssl.SSLError, OSError
-    for what is neither."""
+    """Whether the certificate may serve: True for a node's, False for a client's.
+
+    Raises ssl.SSLError or OSError when it is neither.
+    """
     try:
         _shake_hands(directory, serves=True)
         return True
@@ -314,8 +328,11 @@ def _try(directory: Path) -> bool:
 
 
 def _shake_hands(directory: Path, *, serves: bool) -> set[str]:
-    """A handshake of the files with themselves, in memory, by the rules that gRPC has. Returns the DNS names that the
-    server sees; the client looks at the server's certificate only when it `serves`."""
+    """Make a handshake of the files with themselves, in memory, by the rules of gRPC.
+
+    Returns the DNS names in the certificate that the server sees. The client checks the server's certificate only when
+    `serves` is set. Raises ssl.SSLError.
+    """
     inward, outward = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = _context(ssl.PROTOCOL_TLS_SERVER, directory).wrap_bio(inward, outward, server_side=True)
     asking = _context(ssl.PROTOCOL_TLS_CLIENT, directory)
@@ -337,8 +354,8 @@ def _shake_hands(directory: Path, *, serves: bool) -> set[str]:
 def _context(protocol: int, directory: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.verify_mode = ssl.CERT_REQUIRED
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # an issuing CA in ca.crt is enough for gRPC
-    # Without a password OpenSSL would ask on the terminal.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # gRPC accepts an issuing CA in ca.crt without its root
+    # Without a password OpenSSL would ask for one on the terminal.
     context.load_cert_chain(directory / CERTIFICATE_NAME, directory / KEY_NAME, password="")
     context.load_verify_locations(directory / AUTHORITY_NAME)
     return context

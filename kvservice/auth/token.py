@@ -1,6 +1,6 @@
-"""The token that an engine or a command shows to shards, from a file that may be replaced while the process runs.
+"""The token that an engine or a command sends to shards, from a file that may be replaced while the process runs.
 
-Used on one event loop or thread; reads the file where it is called, once a second at most.
+A Token belongs to one event loop or thread. It reads the file there, once a second at most, and blocks meanwhile.
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ from kvservice.errors import ConfigError
 
 log = logging.getLogger("kvservice.client")
 
-LOOK_SECONDS = 1.0
+LOOK_SECONDS = 1.0  # a replaced token is used within this time. One look is one stat() call.
 CallMetadata = tuple[tuple[str, str], ...]
 
 
 class Token:
-    """`metadata` is what every call carries; empty where there is no token."""
+    """A token and the metadata with which calls carry it; the metadata is empty when there is no token."""
 
     def __init__(self, value: str = "", path: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        """A file wins over a value. Neither means no token. Raises ConfigError for a token where a path belongs, which
-        every error about the file would show."""
+        """A file takes precedence over a value. Without either there is no token.
+
+        Raises ConfigError when `path` is itself a token: every error about the file would show it.
+        """
         if path.startswith(TOKEN_PREFIX):
-            raise ConfigError("token_file is a token; write it to a file, and name the file", key="token_file")
+            raise ConfigError(
+                "token_file is a token; write it to a file, and give the path of the file", key="token_file"
+            )
         self._path = Path(path) if path else None
         self._metadata: CallMetadata = token_metadata(value) if value and not path else ()
         self._clock = clock
@@ -43,21 +47,24 @@ class Token:
         return cls(value, path or named)
 
     def metadata(self) -> CallMetadata:
-        """Raises ConfigError while there is a file to read and none was readable yet."""
+        """The metadata of a call. Raises ConfigError when the file cannot be read and never could."""
         if self._path is not None and self._clock() >= self._look_at:
             self._look_at = self._clock() + LOOK_SECONDS
             self._read(self._path)
         return self._metadata
 
     def metadata_for(self, address: str, *, encrypted: bool) -> CallMetadata:
-        """Likewise, for a call to this address; nothing where somebody could listen, as at any plaintext port."""
+        """The metadata of a call to this address; empty for a plaintext port, where others could read the token.
+
+        Raises ConfigError as `metadata` does.
+        """
         return self.metadata() if encrypted or address.startswith("unix:") else ()
 
     def _read(self, path: Path) -> None:
         try:
             status = path.stat()
-            if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
-                raise ConfigError("it is no plain file", key="token_file")
+            if not stat.S_ISREG(status.st_mode):  # opening a pipe would block
+                raise ConfigError("it is not a regular file", key="token_file")
             stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
             if stamp == self._stamp:
                 return

@@ -266,7 +266,7 @@ def test_a_tenants_file_is_a_plain_file_that_not_everybody_writes(tmp_path: Path
         read_tenants(path)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(ConfigError, match="plain file"):  # a pipe would be waited for
+    with pytest.raises(ConfigError, match="not a regular file"):  # a pipe would be waited for
         read_tenants(path)
 
 
@@ -317,7 +317,7 @@ def test_no_error_shows_a_token_that_stands_where_its_file_belongs(tmp_path: Pat
         Token.of_environment(token).metadata()
     assert token not in str(refused.value) and refused.value.__cause__ is None
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match="no plain file"):  # it would be waited for
+    with pytest.raises(ConfigError, match="not a regular file"):  # it would be waited for
         Token(path=str(tmp_path / "pipe")).metadata()
 
 

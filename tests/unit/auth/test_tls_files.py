@@ -53,7 +53,7 @@ def test_a_missing_file_is_named(files: Path, name: str) -> None:
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="absent, which is no directory"):
+    with pytest.raises(ConfigError, match="absent, which is not a directory"):
         TlsFiles(tmp_path / "absent")
 
 
