@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -279,6 +279,35 @@ def rooms(root: Path) -> list[str]:
     return findings
 
 
+def no_circles(root: Path) -> list[str]:
+    """No module imports itself on a way round, also not for types only: each can be read after those it names."""
+    files = {module_name(root, path): path for path in sources(root, "kvservice", "actors")}
+    arrows = {
+        name: {found for item in imports_of(root, path) if (found := nearest(item.module, files)) not in (None, name)}
+        for name, path in files.items()
+    }
+    while True:  # what imports nothing that is left is in no circle
+        done = {name for name, targets in arrows.items() if not targets & arrows.keys()}
+        if not done:
+            return [f"{files[name].relative_to(root)}: in a circle of imports" for name in sorted(arrows)]
+        arrows = {name: targets for name, targets in arrows.items() if name not in done}
+        if not arrows:
+            return []
+
+
+def module_name(root: Path, path: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    parts = ("kvservice", *parts) if parts[0] == "actors" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def nearest(module: str, files: Mapping[str, Path]) -> str | None:
+    """The file that defines this module, or this name in a module."""
+    while module and module not in files:
+        module = module.rpartition(".")[0]
+    return module or None
+
+
 @dataclass(frozen=True, slots=True)
 class Room:
     floor: int
@@ -458,6 +487,7 @@ RULES = {
     for rule in (
         layering,
         rooms,
+        no_circles,
         lazy_cli,
         third_party_homes,
         core_purity,

@@ -64,6 +64,7 @@ FAULTS = [
     ("rooms", "kvservice/core/drain/x.py", "from ..shard import ShardState\n"),
     ("rooms", "kvservice/connector/scheduler/x.py", "def f():\n    import kvservice.connector.worker.half\n"),
     ("rooms", "kvservice/core/newcomer.py", ""),
+    ("no_circles", "actors/deploy.py", "def f():\n    from kvservice.cli import main\n"),
     ("lazy_cli", "kvservice/cli/x.py", "from kvservice.client import shard\n"),
     ("third_party_homes", "kvservice/core/shard.py", "import vllm\n"),
     ("third_party_homes", "kvservice/connector/worker/x.py", "import vllm\n"),

@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from kvservice.errors import KVServiceError, Unavailable
 from kvservice.pool.runtime import PoolRuntime
+from kvservice.testing.sim.parts import NodeParts
 from kvservice.testing.sim.world import Process
-
-if TYPE_CHECKING:
-    from kvservice.testing.sim.node import Node
 
 T = TypeVar("T")
 REFUSED_SECONDS = 0.05  # until a refused connection shows
@@ -38,9 +36,9 @@ class SimCaller:
         self._process = process
         self._world = process.world
         self._address = address
-        self._open: dict[_Call, Node] = {}
+        self._open: dict[_Call, NodeParts] = {}
 
-    async def call(self, node: Node, seconds: float, work: Callable[[PoolRuntime], Awaitable[T]]) -> T:
+    async def call(self, node: NodeParts, seconds: float, work: Callable[[PoolRuntime], Awaitable[T]]) -> T:
         """What `work` returns over there. Raises what it raises, Unavailable when there is no answer in time."""
         loop = asyncio.get_running_loop()
         if node.runtime is None:
@@ -60,7 +58,7 @@ class SimCaller:
             if not call.answer.done() or call.answer.cancelled() or call.is_given_up:
                 self._world.send(self._address, node.name, node.receive, self._end, call)
 
-    def cut(self, node: Node) -> None:
+    def cut(self, node: NodeParts) -> None:
         """The connection broke: whoever waits for an answer of it hears so."""
         for call in [call for call, callee in self._open.items() if callee is node]:
             self._fail(call, f"the connection to {node.name} broke")
@@ -72,7 +70,7 @@ class SimCaller:
 
     # -- on the callee ----
 
-    def _arrive(self, node: Node, life: int, call: _Call) -> None:
+    def _arrive(self, node: NodeParts, life: int, call: _Call) -> None:
         runtime = node.runtime
         if runtime is not None and node.life == life:
             call.tasks.append(node.loop.start(self._serve(node, runtime, call)))
@@ -82,7 +80,7 @@ class SimCaller:
         for task in call.tasks:
             task.cancel()
 
-    async def _serve(self, node: Node, runtime: PoolRuntime, call: _Call) -> None:
+    async def _serve(self, node: NodeParts, runtime: PoolRuntime, call: _Call) -> None:
         answer: object
         try:
             answer = await call.work(runtime)

@@ -23,8 +23,9 @@ from kvservice.testing.sim.line import Line
 from kvservice.testing.sim.loop import ProcessLoop
 from kvservice.testing.sim.memory import BLANK, content_of
 from kvservice.testing.sim.node import Node
+from kvservice.testing.sim.parts import EngineParts
 from kvservice.testing.sim.worker import SimWorker
-from kvservice.testing.sim.world import Process, Violation, World
+from kvservice.testing.sim.world import Violation, World
 from kvservice.units import BlockHash, BlockKey
 
 STEP_SECONDS = 0.01
@@ -51,8 +52,10 @@ class SimRequest:
     arrived_at: float = 0.0
 
 
-class Engine(Process):
+class Engine(EngineParts):
     """`spec` names the engine; a restarted one gets another id. `verifies_loads` is verify_load=full."""
+
+    node: Node
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from kvservice.aio import is_set_within
 from kvservice.client.shard import (
@@ -33,10 +33,8 @@ from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import StaleEpoch
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.testing.sim.calls import SimCaller
+from kvservice.testing.sim.parts import EngineParts
 from kvservice.units import AttachmentId, BootEpoch, HandoffId, LeaseId
-
-if TYPE_CHECKING:
-    from kvservice.testing.sim.engine import Engine
 
 T = TypeVar("T")
 HEARTBEAT_SECONDS = 2.0  # of the stream, as shard.service has it
@@ -54,7 +52,7 @@ class _AttachmentStream:
 
 
 class Line:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineParts) -> None:
         self._engine = engine
         self._node = engine.node
         self._world = engine.world

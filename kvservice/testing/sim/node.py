@@ -15,16 +15,19 @@ from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.testing.sim.lookup import Herald, LookupPartition
 from kvservice.testing.sim.loop import ProcessLoop
 from kvservice.testing.sim.memory import SegmentMemory
+from kvservice.testing.sim.parts import NodeParts
 from kvservice.testing.sim.puller import SimPuller
 from kvservice.testing.sim.remote import SimDirectory, SimPeers
-from kvservice.testing.sim.world import Process, Violation, World
+from kvservice.testing.sim.world import Violation, World
 from kvservice.units import AttachmentId, BlockKey, NodeId, SpanRoute
 
 LEASE_SECONDS = 2.0
 STOP_SECONDS = 10.0  # of virtual time: the longest that a runtime that is closed may take
 
 
-class Node(Process):
+class Node(NodeParts):
+    peers: dict[str, Node]
+
     def __init__(
         self,
         world: World,
@@ -36,7 +39,7 @@ class Node(Process):
         super().__init__(world, name, name)
         self.node_id = NodeId(name)
         self.memory = memory
-        self.peers: dict[str, Node] = {}
+        self.peers = {}
         self.runtime: PoolRuntime | None = None  # while it serves
         self.hang_seconds = 0.0  # of the next read
         self.garbles = False  # the next read

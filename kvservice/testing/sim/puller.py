@@ -5,18 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvservice.core import events as ev
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.header_checks import is_as_located
 from kvservice.core.segment.refs import BlockHandle
 from kvservice.testing.sim.memory import HALF, SegmentMemory
+from kvservice.testing.sim.parts import NodeParts
 from kvservice.transfer.puller import DoneCallback, PullJob, WritesEndedCallback
 from kvservice.units import BootEpoch, SlotIndex
-
-if TYPE_CHECKING:
-    from kvservice.testing.sim.node import Node
 
 LATE_SECONDS = 2.0  # a transfer that was given up may write so long
 READ_SECONDS = 0.02  # at most, for half a block: slow enough for something to happen meanwhile
@@ -34,7 +31,7 @@ class _Pull:
 class SimPuller:
     """PullerPort. One is one life of its node."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeParts) -> None:
         self._node = node
         self._world = node.world
         self._life = node.life

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from kvservice.client.peer import PeerInfo
 from kvservice.core.directory.announce import Announcer
@@ -14,10 +14,8 @@ from kvservice.lookup.client import LookupAnswer
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.testing.sim.calls import SimCaller
 from kvservice.testing.sim.lookup import LookupPartition, ask_directory
+from kvservice.testing.sim.parts import NodeParts
 from kvservice.units import BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, SpanRoute
-
-if TYPE_CHECKING:
-    from kvservice.testing.sim.node import Node
 
 T = TypeVar("T")
 
@@ -25,7 +23,7 @@ T = TypeVar("T")
 class SimLookup:
     """LookupPort over the simulated lookup partitions."""
 
-    def __init__(self, node: Node, lookups: Sequence[LookupPartition]) -> None:
+    def __init__(self, node: NodeParts, lookups: Sequence[LookupPartition]) -> None:
         self._node = node
         self._lookups = lookups
 
@@ -64,7 +62,7 @@ class SimLookup:
 class SimDirectory:
     """DirectoryPort of a simulated node."""
 
-    def __init__(self, node: Node, lookups: Sequence[LookupPartition], announcer: Announcer) -> None:
+    def __init__(self, node: NodeParts, lookups: Sequence[LookupPartition], announcer: Announcer) -> None:
         self.lookup = SimLookup(node, lookups)
         self._node = node
         self._announcer = announcer
@@ -88,7 +86,7 @@ class SimDirectory:
 class SimPeers:
     """PeerPort over calls between nodes."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeParts) -> None:
         self._node = node
         self._caller = SimCaller(node, node.host)
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.header import SlotHeader
 from kvservice.core.segment.header_checks import is_as_promised, is_reserved
+from kvservice.testing.sim.parts import EngineParts
 from kvservice.testing.sim.world import Violation
 from kvservice.units import BootEpoch
-
-if TYPE_CHECKING:
-    from kvservice.testing.sim.engine import Engine
 
 COPY_SECONDS = 0.02
 
@@ -21,7 +18,7 @@ COPY_SECONDS = 0.02
 class SimWorker:
     """Copies between slots and the engine's blocks, half by half; survives its scheduler for a moment."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineParts) -> None:
         self._engine = engine
         self.alive = True
         self.busy = 0  # plans that it was given and has not ended
