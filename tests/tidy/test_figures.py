@@ -12,7 +12,7 @@ import pytest
 from benchmarks.figures import AGAIN, BLOCKS, PAGES, Results, Unclean, is_clean, rendered
 from benchmarks.report import RESULTS, ROOT
 
-DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 UNCLEAN = {path.stem for path in RESULTS.glob("*.json") if not is_clean(json.loads(path.read_text()))}
 
 

@@ -1,0 +1,63 @@
+"""The pages: the architecture is short, its file names are there, every decision is listed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts.check_links import FENCE, pages
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+DECISIONS = sorted((DOCS / "decisions").glob("[0-9]*.md"))
+ARCHITECTURE_WORDS_MAX = 1500
+MADE_UP = re.compile(
+    r"^benchmarks/results/(gpu|local)/|^tests/plugins/|^kvservice/[a-z-]+/\d$"
+)  # written later, or a label in a hash
+CODE_PATH = re.compile(r"`((?:kvservice|actors|protos|tests|helm|benchmarks|examples|scripts)/[\w/.-]*)`")
+
+
+def test_architecture_is_read_in_one_sitting() -> None:
+    """Words outside of the pictures."""
+    words = FENCE.sub("", (DOCS / "ARCHITECTURE.md").read_text()).split()
+    assert len(words) <= ARCHITECTURE_WORDS_MAX
+
+
+def test_every_page_of_docs_is_linked() -> None:
+    linked = {
+        (page.parent / target).resolve()
+        for page in pages(ROOT)
+        for target in re.findall(r"\]\(([^)#\s]+\.md)", page.read_text())
+        if "://" not in target
+    }
+    assert [page.relative_to(ROOT).as_posix() for page in sorted(DOCS.rglob("*.md")) if page not in linked] == []
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    named = {path for path in CODE_PATH.findall(page.read_text()) if not MADE_UP.search(path)}
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+def test_the_architecture_names_every_package() -> None:
+    text = (DOCS / "ARCHITECTURE.md").read_text()
+    packages = sorted(path.parent.name for path in (ROOT / "kvservice").glob("*/__init__.py"))
+    assert [name for name in packages if f"kvservice/{name}/" not in text and f"kvservice/{name} " not in text] == []
+
+
+def test_every_decision_is_in_the_list_with_its_title() -> None:
+    rows = re.findall(
+        r"^\| \[(\d+)\]\((\S+)\) \| (.+) \|$", (DOCS / "decisions" / "README.md").read_text(), re.MULTILINE
+    )
+    titles = [re.match(r"# (\d+)\. (.+)\n", page.read_text()) for page in DECISIONS]
+    found = [(page.name[:4], page.name, title[2]) for page, title in zip(DECISIONS, titles, strict=True) if title]
+    assert rows == found
+    assert [number for number, _, _ in found] == [f"{index:04}" for index in range(1, len(DECISIONS) + 1)]
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.name[:4])
+def test_a_decision_says_what_was_not_done_and_what_follows(page: Path) -> None:
+    headings = re.findall(r"^## (.+)$", page.read_text(), re.MULTILINE)
+    assert headings == ["Context", "Decision", "Instead of", "Consequences"]
