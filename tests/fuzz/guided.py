@@ -81,7 +81,7 @@ class Plain:
         return ()
 
 
-class Directory:
+class Announcements:
     """One that lives through all inputs: its books are looked at after each."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ TARGETS: dict[str, Callable[[], Callable[[bytes], object]]] = {
     "transfer_params": lambda: transfer_params,
     "config": lambda: config,
     "attach": lambda: attach,
-    "announce": Directory,
+    "announce": Announcements,
 }
 
 

@@ -118,6 +118,7 @@ from kvservice.core.segment.geometry import Geometry
 from kvservice.memory.segment import Segment
 from kvservice.copying.cuda.driver import Driver
 from kvservice.copying.message import CopyRow
+from kvservice.testing.eventually import eventually
 from kvservice.units import Generation, SlotIndex
 from tests.gpu.slots import KEY
 from tests.stand_in_driver.engine import Cache, linked
