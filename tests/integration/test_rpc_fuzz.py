@@ -293,7 +293,7 @@ async def what_the_messages_took_comes_back(cluster: LocalCluster) -> None:
         books = cluster.accounting("n0")
         return books.leases == books.attachments == books.slots["writing"] == books.slots["quarantined"] == 0
 
-    await eventually_async(is_free, seconds=BACK_SECONDS)
+    await eventually_async(is_free, "the slots of engines that are gone to be free", seconds=BACK_SECONDS)
 
 
 async def still_serves(cluster: LocalCluster, seed: int) -> None:

@@ -31,7 +31,7 @@ async def test_killed_shard_readopts_every_sealed_block(cluster: LocalCluster) -
     await a.store(keys)
     epoch = a.attachment.epoch
     cluster.kill("n0")
-    await eventually_async(lambda: a.lost != [])
+    await eventually_async(lambda: a.lost != [], "the engine to hear of the end")
     await leave(a)
     cluster.start_shard("n0")
     again, b = await pair(cluster)
@@ -51,7 +51,7 @@ async def test_half_written_blocks_of_a_live_engine_are_not_reused_after_a_resta
     cluster.start_shard("n0")
     assert cluster.accounting("n0").slots["quarantined"] == 3
     await leave(a)
-    await eventually_async(lambda: cluster.accounting("n0").slots["quarantined"] == 0)
+    await eventually_async(lambda: cluster.accounting("n0").slots["quarantined"] == 0, "the end of the quarantine")
 
 
 async def test_killed_holder_is_a_miss_with_a_reason(cluster: LocalCluster) -> None:
@@ -65,7 +65,7 @@ async def test_killed_holder_is_a_miss_with_a_reason(cluster: LocalCluster) -> N
     assert time.monotonic() - started < 4.5
     assert result.blocks == ()
     assert result.miss in (MissReason.PEER_FAILED, MissReason.NEVER_STORED)
-    await eventually_async(lambda: cluster.known(keys) == 0, seconds=12.0)
+    await eventually_async(lambda: cluster.known(keys) == 0, "the directory to forget the keys", seconds=12.0)
     await leave(b)
     a.let_go()
 
