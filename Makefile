@@ -38,7 +38,7 @@ LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/he
 BENCHMARKS := $(filter-out __init__ report summary figures layerwise_link mirror_reads,$(basename $(notdir $(wildcard benchmarks/*.py))))
 FAST := not ray and not vllm and not netns and not helm and not sim
 
-.PHONY: help install native model hooks format lint tidy check protos docs docs-reference chart-readme clean distclean test-fast test test-all sim faults mutants fuzz helm stand-in-driver demo demo-pd demo-serve bench bench-peers figures gpu-carry gpu lock audit wheel release
+.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference chart-readme clean distclean test-fast test test-all sim faults mutants fuzz helm stand-in-driver demo demo-pd demo-serve bench bench-peers figures gpu-carry gpu lock audit wheel release
 
 ##@ Work
 
@@ -77,6 +77,9 @@ tidy: $(INSTALLED) ## The rules of the tree: layers, sizes, words, figures
 	$(BIN)/python -m pytest -q tests/tidy
 
 check: lint tidy audit ## `lint`, `tidy` and `audit`
+
+golden: $(INSTALLED) ## Write tests/golden from messages and formats as they are now: read the diff, and decide on versions
+	$(BIN)/python -m tests.golden.files
 
 protos: $(PROTO_INSTALLED) ## Generate kvservice/wire/v1 from protos/
 	$(PROTO_VENV)/bin/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)

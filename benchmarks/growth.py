@@ -39,6 +39,7 @@ from kvservice.units import BlockKey, BootEpoch, NodeId
 from kvservice.wire.codec import encode_holder
 from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
+from kvservice.wire.versions import PROTOCOL_VERSION
 
 NODES = (10, 100, 1000, 10_000)
 SCALES = ((10, 10**5), (10, 10**6), (100, 10**7), (1000, 10**8), (10_000, 10**9))
@@ -161,7 +162,13 @@ async def measure_calls(address: str, pid: int) -> tuple[float, float]:
         first = sequence == 1
         await stub.Announce(
             lookup_pb2.AnnounceRequest(
-                node=nodes[place], sequence=sequence, full_begin=first, full_end=first, partition=0, partition_count=1
+                node=nodes[place],
+                sequence=sequence,
+                full_begin=first,
+                full_end=first,
+                partition=0,
+                partition_count=1,
+                protocol_version=PROTOCOL_VERSION,
             ),
             timeout=10,
         )

@@ -215,10 +215,8 @@ def _shard_record(fields: Mapping[str, object]) -> ShardRecord | None:
         return None
     if not isinstance(fields.get("tls_dir", ""), str):
         return None
-    try:
-        return ShardRecord(**{**fields, "lookup_addresses": tuple(addresses)})  # type: ignore[arg-type]
-    except TypeError:  # it has other fields: another version wrote it
-        return None
+    known = {name: value for name, value in fields.items() if name in ShardRecord.__slots__}  # a later version has more
+    return ShardRecord(**{**known, "lookup_addresses": tuple(addresses)})  # type: ignore[arg-type]
 
 
 def _are(kind: type, fields: Mapping[str, object], *names: str) -> bool:
@@ -285,10 +283,8 @@ def read_copy_worker(path: Path) -> CopyWorkerRecord | None:
         or not _are(int, fields, "pid")
     ):
         return None
-    try:
-        return CopyWorkerRecord(**fields)  # type: ignore[arg-type]
-    except TypeError:
-        return None
+    known = {name: value for name, value in fields.items() if name in CopyWorkerRecord.__slots__}
+    return CopyWorkerRecord(**known)  # type: ignore[arg-type]
 
 
 def find_copy_workers(directory: Path) -> list[CopyWorkerRecord]:

@@ -4,6 +4,7 @@
     ├── InvalidRequest             INVALID_REQUEST   INVALID_ARGUMENT      no    malformed, out of range, wrong length
     ├── Refused                    (of the subclass) FAILED_PRECONDITION   no
     │   ├── FingerprintMismatch    FINGERPRINT                                   model, dtype, layout or hash differs
+    │   ├── VersionMismatch        VERSION                                       the other side has another version
     │   ├── StaleEpoch             EPOCH                                         the shard restarted: attach again
     │   ├── NotAttached            NOT_ATTACHED                                  no such attachment here
     │   ├── UnsupportedLayout      LAYOUT                                        KV cache groups or layout not supported
@@ -57,6 +58,20 @@ class Refused(KVServiceError):
 
 class FingerprintMismatch(Refused):
     reason = "FINGERPRINT"
+
+
+class VersionMismatch(Refused):
+    reason = "VERSION"
+
+
+def another_version(what: str, theirs: object, ours: int) -> VersionMismatch:
+    """`what` (an engine, a segment, …) has another version than this process knows: both versions, and what to do."""
+    return VersionMismatch(
+        f"{what} has version {theirs}, and this process knows version {ours}: upgrade the older of the two; the lookup "
+        'service comes first, then the shards, then the engines. See docs/operations.md, "Versions and upgrades"',
+        theirs=theirs,
+        ours=ours,
+    )
 
 
 class StaleEpoch(Refused):

@@ -53,7 +53,7 @@ NO_CLUSTER = "not ray and not vllm and not netns and not sim"
 UNITS = Lane(
     "units",
     NO_CLUSTER,
-    ("contract", "fuzz", "gpu", "packaging", "property", "serve", "tidy", "unit"),
+    ("contract", "fuzz", "golden", "gpu", "packaging", "property", "serve", "tidy", "unit"),
     ("nice", "-n", "3"),
 )
 SERVICE = Lane("service", NO_CLUSTER, ("faults", "helm", "integration", "stand_in_driver"))

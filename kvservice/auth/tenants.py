@@ -231,8 +231,10 @@ def _open_at_once(path: str, flags: int) -> int:
 
 def parse_tenants(found: object) -> Tenants:
     """The tenants in a parsed file. Raises ValueError that names the tenant and the field."""
-    if not isinstance(found, Mapping) or found.get("version") != VERSION:
-        raise ValueError(f"it is no object with version {VERSION}")
+    if not isinstance(found, Mapping):
+        raise ValueError("it is no object")
+    if found.get("version") != VERSION:
+        raise ValueError(f"its version is {found.get('version')!r:.40}, and this shard reads version {VERSION}")
     rows = found.get("tenants")
     if not isinstance(rows, list):
         raise ValueError("tenants is no list")

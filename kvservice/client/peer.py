@@ -28,6 +28,7 @@ from kvservice.wire.leaving import decode_taken, encode_take_over
 from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
+from kvservice.wire.versions import PROTOCOL_VERSION
 
 T = TypeVar("T")
 
@@ -104,9 +105,8 @@ class PeerClient:
         known = self._infos.get(holder.node_id)
         if known is not None and known.epoch == holder.epoch:
             return known
-        reply = await self._call(
-            holder, lambda stub: stub.Handshake(shard_pb2.HandshakeRequest(), timeout=timeout), "handshake"
-        )
+        request = shard_pb2.HandshakeRequest(protocol_version=PROTOCOL_VERSION)
+        reply = await self._call(holder, lambda stub: stub.Handshake(request, timeout=timeout), "handshake")
         if reply.transport != self._transport:
             raise TransferError(
                 f"node {holder.node_id} moves bytes by {reply.transport!r} and this one by {self._transport!r}: "

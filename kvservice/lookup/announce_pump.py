@@ -27,6 +27,7 @@ from kvservice.errors import ConfigError, KVServiceError
 from kvservice.wire.codec import encode_holder
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
+from kvservice.wire.versions import PROTOCOL_VERSION
 
 log = logging.getLogger("kvservice.client")
 
@@ -172,6 +173,7 @@ class AnnouncePump:
             partition=partition,
             partition_count=len(self._addresses),
             leaving=update.leaving,
+            protocol_version=PROTOCOL_VERSION,
         )
         stub = lookup_pb2_grpc.LookupServiceStub(self._channels.get(self._addresses[partition]))
         reply: lookup_pb2.AnnounceReply = await stub.Announce(

@@ -7,6 +7,7 @@ partitions".
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections import Counter
@@ -17,11 +18,13 @@ from typing import Protocol
 from kvservice import discovery
 from kvservice.core.directory.mirror import Feed, MirrorReader
 from kvservice.core.messages import HolderRun
-from kvservice.errors import SegmentError
+from kvservice.errors import SegmentError, VersionMismatch
 from kvservice.lookup.mirror_file import MirrorSegment
 
 LOOK_AGAIN_SECONDS = 1.0
 MAPPED_AT_ONCE = 16 << 20  # about a millisecond
+
+log = logging.getLogger("kvservice.lookup")
 
 
 class Mirror(Protocol):
@@ -53,6 +56,7 @@ class NodeMirror:
         self._segment: MirrorSegment | None = None
         self._reader: MirrorReader | None = None
         self._look_at = 0.0
+        self._is_refused = False  # it has another version, which was logged
 
     def reader(self, now: float) -> MirrorReader | None:
         """None when there is none that can be read."""
@@ -74,8 +78,14 @@ class NodeMirror:
             return
         try:
             self._reader = MirrorReader(segment.buffer)
-        except ValueError:  # being made, or of another version
+        except ValueError:  # it is being made
             segment.close()
+            return
+        except VersionMismatch as error:  # the lookup service is asked instead, until this process is restarted
+            segment.close()
+            if not self._is_refused:
+                self._is_refused = True
+                log.warning("mirror_refused", extra={"reason": error.message})
             return
         self._segment = segment
 

@@ -37,6 +37,7 @@ from kvservice.lookup.mirror_reader import OwnMirror
 from kvservice.wire.codec import decode_holder
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
+from kvservice.wire.versions import PROTOCOL_VERSION
 
 log = logging.getLogger("kvservice.shard")
 
@@ -204,7 +205,7 @@ class DirectoryMirror:
         of the task."""
         channel = self._channels.get(self._addresses[partition])
         call = lookup_pb2_grpc.LookupServiceStub(channel).Watch(
-            lookup_pb2.WatchRequest(heartbeat_seconds=HEARTBEAT_SECONDS)
+            lookup_pb2.WatchRequest(heartbeat_seconds=HEARTBEAT_SECONDS, protocol_version=PROTOCOL_VERSION)
         )
         look_at = self._clock() + HEARTBEAT_SECONDS
         try:

@@ -21,6 +21,7 @@ from kvservice.units import NodeId
 from kvservice.wire.codec import decode_holder, encode_holder
 from kvservice.wire.serving import Context
 from kvservice.wire.v1 import lookup_pb2
+from kvservice.wire.versions import check_version
 
 ANNOUNCED_KEYS_MAX = 65_536  # added and removed, each
 HEARTBEAT_SECONDS_MIN = 0.05  # of a watcher
@@ -63,6 +64,7 @@ class LookupServicer:
         return _encode_runs(runs)
 
     async def announce(self, request: lookup_pb2.AnnounceRequest, context: Context) -> lookup_pb2.AnnounceReply:
+        check_version(request.protocol_version, "the announcing shard")
         if (request.partition, request.partition_count) != (self._partition, self._partition_count):
             raise Refused(
                 f"this is lookup partition {self._partition} of {self._partition_count}, the announcement is for "
@@ -99,6 +101,7 @@ class LookupServicer:
             raise
 
     async def watch(self, request: lookup_pb2.WatchRequest, context: Context) -> AsyncIterator[lookup_pb2.WatchEvent]:
+        check_version(request.protocol_version, "the watching shard")
         if not (request.heartbeat_seconds == 0 or request.heartbeat_seconds >= HEARTBEAT_SECONDS_MIN):
             raise InvalidRequest(f"heartbeats every {HEARTBEAT_SECONDS_MIN} s at most, or 0 for none")
         async with aclosing(self._hub.subscribe(request.heartbeat_seconds)) as events:

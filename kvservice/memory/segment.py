@@ -31,7 +31,7 @@ from pathlib import Path
 
 from kvservice.core.segment.geometry import CONTROL_BYTES, HEADER_BYTES, Geometry, slot_index
 from kvservice.core.segment.header import SLOT_VERSION, SlotHeader, has_length, is_whole, pack_header, unpack_header
-from kvservice.errors import SegmentError, ServiceConflict
+from kvservice.errors import KVServiceError, SegmentError, ServiceConflict, another_version
 from kvservice.private_files import user_name
 from kvservice.units import BootEpoch, SlotIndex, format_bytes
 
@@ -118,12 +118,13 @@ class Segment:
 
     @classmethod
     def attach(cls, path: Path, geometry: Geometry) -> Segment:
-        """Map an existing segment read-write. Raises SegmentError with the numbers when it is not what was promised."""
+        """Map an existing segment read-write. Raises SegmentError with the numbers when it is not what was promised,
+        and VersionMismatch when its slots have headers of another version."""
         descriptor = open_private(path, os.O_RDWR)
         try:
             found = _read_control(descriptor)
             if found is None:
-                raise SegmentError(f"{path} is not a kvservice segment, or of another version")
+                raise _not_ours(descriptor, path)
             size = os.fstat(descriptor).st_size
             if found[0] != geometry or size < geometry.segment_bytes:
                 raise SegmentError(
@@ -391,6 +392,17 @@ def _reserve(descriptor: int, directory: Path, size: int) -> None:
 
 def _read_control(descriptor: int) -> tuple[Geometry, BootEpoch, bytes] | None:
     return _parse_control(os.pread(descriptor, HEADER_BYTES, 0))
+
+
+def _not_ours(descriptor: int, path: Path) -> KVServiceError:
+    """Why this file, of which _read_control says nothing, is not mapped."""
+    data = os.pread(descriptor, HEADER_BYTES, 0)
+    if len(data) == HEADER_BYTES and data.startswith(SEGMENT_MAGIC):
+        version = _CONTROL.unpack_from(data)[-1]
+        is_whole_page = _CRC.unpack_from(data, _CONTROL.size)[0] == zlib.crc32(data[: _CONTROL.size])
+        if is_whole_page and version != SLOT_VERSION:
+            return another_version(f"the segment {path}", version, SLOT_VERSION)
+    return SegmentError(f"{path} is not a kvservice segment")
 
 
 def _parse_control(data: bytes) -> tuple[Geometry, BootEpoch, bytes] | None:

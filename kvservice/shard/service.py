@@ -22,6 +22,7 @@ from kvservice.wire.explain import decode_reports, encode_explanation, encode_hi
 from kvservice.wire.leaving import decode_items, encode_progress
 from kvservice.wire.serving import Context
 from kvservice.wire.v1 import shard_pb2
+from kvservice.wire.versions import check_version
 
 HEARTBEAT_SECONDS = 2.0
 READER_CHARS_MAX = 512
@@ -45,6 +46,7 @@ class EngineServicer:
         self._authenticator = authenticator
 
     async def attach(self, request: shard_pb2.AttachRequest, context: Context) -> AsyncIterator[shard_pb2.AttachEvent]:
+        check_version(request.protocol_version, "the engine")
         caller = self._authenticator.caller(context)
         lost: asyncio.Future[KVServiceError] = asyncio.get_running_loop().create_future()
 
@@ -138,6 +140,7 @@ class PeerServicer:
         self._holder = holder
 
     async def handshake(self, request: shard_pb2.HandshakeRequest, context: Context) -> shard_pb2.HandshakeReply:
+        check_version(request.protocol_version, "the asking shard")
         return shard_pb2.HandshakeReply(
             node=codec.encode_holder(self._holder()),
             geometry=codec.encode_geometry(self._pool.geometry),

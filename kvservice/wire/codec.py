@@ -49,6 +49,7 @@ from kvservice.units import (
     SpanRoute,
 )
 from kvservice.wire.v1 import common_pb2, shard_pb2
+from kvservice.wire.versions import PROTOCOL_VERSION
 
 NAME_CHARS_MAX = 512
 BLOCKS_PER_MESSAGE_MAX = 8192
@@ -94,6 +95,7 @@ def encode_spec(spec: EngineSpec) -> shard_pb2.AttachRequest:
             for group in spec.window_groups
         ],
         attempt=spec.attempt,
+        protocol_version=PROTOCOL_VERSION,
     )
 
 

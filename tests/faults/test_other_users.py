@@ -190,7 +190,7 @@ for address in sys.argv[1:]:
     with grpc.insecure_channel(address) as channel:
         for call, request in (
             (lookup_pb2_grpc.LookupServiceStub(channel).LookupStats, lookup_pb2.LookupStatsRequest()),
-            (shard_pb2_grpc.PeerServiceStub(channel).Handshake, shard_pb2.HandshakeRequest()),
+            (shard_pb2_grpc.PeerServiceStub(channel).Handshake, shard_pb2.HandshakeRequest(protocol_version=1)),
             (shard_pb2_grpc.AdminServiceStub(channel).Drain, shard_pb2.DrainRequest(timeout_seconds=1, exit=True)),
             (shard_pb2_grpc.AdminServiceStub(channel).Stats, shard_pb2.StatsRequest()),
             (health_pb2_grpc.HealthStub(channel).Check, health_pb2.HealthCheckRequest()),

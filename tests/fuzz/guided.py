@@ -29,6 +29,7 @@ with atheris.instrument_imports(include=["kvservice"]):
     from kvservice.units import HandoffId, NodeId
     from kvservice.wire.codec import decode_spec, encode_spec
     from kvservice.wire.v1 import common_pb2, lookup_pb2, shard_pb2
+    from kvservice.wire.versions import PROTOCOL_VERSION
     from tests.fuzz.test_parsers import BYTES_PARSERS, HEADER, JSON_PARSERS
     from tests.integration.engine import spec
 
@@ -125,7 +126,9 @@ def seeds() -> dict[str, bytes]:
     """What is right, where to begin from."""
     keys = bytes(range(32))
     node = common_pb2.NodeInfo(node_id="n0", peer_address="127.0.0.1:1", epoch=3)
-    announced = lookup_pb2.AnnounceRequest(node=node, partition_count=1, sequence=1, added=keys, full_begin=True)
+    announced = lookup_pb2.AnnounceRequest(
+        node=node, partition_count=1, sequence=1, added=keys, full_begin=True, protocol_version=PROTOCOL_VERSION
+    )
     return {
         **{name: whole for name, (whole, _) in BYTES_PARSERS.items()},
         **{name: b"\x01" + json.dumps(whole).encode() for name, (whole, _) in JSON_PARSERS.items()},

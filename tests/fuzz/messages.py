@@ -19,7 +19,9 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescri
 from google.protobuf.message import Message
 
 import kvservice.wire.v1
+from kvservice.wire.versions import PROTOCOL_VERSION
 
+VALID_ALWAYS: dict[str, list[object]] = {"protocol_version": [PROTOCOL_VERSION]}  # or nothing gets past that check
 VALID, ABSENT = 0.75, 0.08  # of the fields that have a valid value; the rest is hostile
 FEW = (0, 1, 1, 1, 2, 2, 3, 7)
 MANY = (63, 512, 4097, 9000, 70_000, 400_000)
@@ -156,7 +158,7 @@ class Fuzzer:
         return [self._value(one, depth) for _ in range(count)]
 
     def _value(self, one: FieldDescriptor, depth: int) -> object:
-        valid = self._menu.fields.get(one.name)
+        valid = self._menu.fields.get(one.name) or VALID_ALWAYS.get(one.name)
         if valid and self._random.random() < VALID:
             return self._packed(valid) if one.type == _F.TYPE_BYTES else self._random.choice(valid)
         return self._hostile(one, depth)

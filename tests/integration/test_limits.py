@@ -20,6 +20,7 @@ from kvservice.units import HandoffId, MiB, NodeId
 from kvservice.wire.serving import Gate
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
+from kvservice.wire.versions import PROTOCOL_VERSION
 from tests.integration.engine import chain
 
 CALL_SECONDS = 5.0
@@ -92,11 +93,13 @@ async def test_watchers_are_bounded_and_starve_no_lookup(monkeypatch: pytest.Mon
     try:
         async with grpc.aio.insecure_channel(address) as channel:
             stub = lookup_pb2_grpc.LookupServiceStub(channel)
-            streams = [stub.Watch(lookup_pb2.WatchRequest()) for _ in range(2)]
+            streams = [stub.Watch(lookup_pb2.WatchRequest(protocol_version=PROTOCOL_VERSION)) for _ in range(2)]
             for stream in streams:
                 assert (await stream.read()).snapshot_end
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await stub.Watch(lookup_pb2.WatchRequest(), timeout=CALL_SECONDS).read()
+                await stub.Watch(
+                    lookup_pb2.WatchRequest(protocol_version=PROTOCOL_VERSION), timeout=CALL_SECONDS
+                ).read()
             assert isinstance(error_from_rpc(refused.value, "watch"), Exhausted)
             request = lookup_pb2.ResolveRequest(keys=b"".join(chain(seed=1, count=4)))
             assert not (await stub.Resolve(request, timeout=CALL_SECONDS)).runs

@@ -28,6 +28,7 @@ from kvservice.lookup.server import LookupServer
 from kvservice.testing.eventually import eventually_async
 from kvservice.units import BlockKey, BootEpoch, NodeId
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
+from kvservice.wire.versions import PROTOCOL_VERSION
 
 SERVICE = "/kvservice.wire.v1.LookupService/"
 
@@ -319,7 +320,12 @@ async def test_stopped_pump_returns() -> None:
 # -- what comes from the wire ----
 
 KEY = bytes(16)
-NODE = {"node": {"node_id": "a", "peer_address": "a:1", "epoch": 1}, "partition": 0, "partition_count": 1}
+NODE = {
+    "node": {"node_id": "a", "peer_address": "a:1", "epoch": 1},
+    "partition": 0,
+    "partition_count": 1,
+    "protocol_version": PROTOCOL_VERSION,
+}
 
 
 async def raw_call(address: str, method: str, data: bytes, timeout: float | None = 5.0) -> bytes:
@@ -346,7 +352,7 @@ async def raw_call(address: str, method: str, data: bytes, timeout: float | None
         ),
         (
             "Announce",
-            lookup_pb2.AnnounceRequest(partition_count=1, sequence=1),
+            lookup_pb2.AnnounceRequest(protocol_version=PROTOCOL_VERSION, partition_count=1, sequence=1),
             grpc.StatusCode.INVALID_ARGUMENT,
         ),
         (
@@ -422,7 +428,9 @@ async def test_watcher_sees_a_snapshot_and_then_every_change() -> None:
         async with grpc.aio.insecure_channel(address) as channel:
             a = Node("a", chain[:5000], [address])
             await until(asking, chain, lambda answer: known(answer) == 5000)
-            events = lookup_pb2_grpc.LookupServiceStub(channel).Watch(lookup_pb2.WatchRequest(), timeout=20)
+            events = lookup_pb2_grpc.LookupServiceStub(channel).Watch(
+                lookup_pb2.WatchRequest(protocol_version=PROTOCOL_VERSION), timeout=20
+            )
             mirror = Mirror()
             while not mirror.snapshot_complete:
                 mirror.take(await events.read())
@@ -452,7 +460,9 @@ async def test_watcher_hears_heartbeats_if_it_wants_and_of_nodes_that_fall_silen
         stub = lookup_pb2_grpc.LookupServiceStub(channel)
         request = lookup_pb2.AnnounceRequest(**NODE, sequence=1, added=KEY, full_begin=True, full_end=True)
         await stub.Announce(request, timeout=5)
-        events = stub.Watch(lookup_pb2.WatchRequest(heartbeat_seconds=0.05), timeout=20)
+        events = stub.Watch(
+            lookup_pb2.WatchRequest(protocol_version=PROTOCOL_VERSION, heartbeat_seconds=0.05), timeout=20
+        )
         seen = []
         while not (seen and seen[-1].hidden):
             seen.append(await events.read())
@@ -466,7 +476,9 @@ async def test_watcher_hears_heartbeats_if_it_wants_and_of_nodes_that_fall_silen
         assert not event.hidden and not event.added, "it is back"
         events.cancel()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Watch(lookup_pb2.WatchRequest(heartbeat_seconds=0.001), timeout=5).read()
+            await stub.Watch(
+                lookup_pb2.WatchRequest(protocol_version=PROTOCOL_VERSION, heartbeat_seconds=0.001), timeout=5
+            ).read()
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -474,7 +486,7 @@ async def test_watcher_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("kvservice.lookup.watch.QUEUE_BYTES_MAX", 1 << 20)
     async with one_lookup() as address, client([address]) as asking, grpc.aio.insecure_channel(address) as channel:
         stub = lookup_pb2_grpc.LookupServiceStub(channel)
-        events = stub.Watch(lookup_pb2.WatchRequest(), timeout=20)
+        events = stub.Watch(lookup_pb2.WatchRequest(protocol_version=PROTOCOL_VERSION), timeout=20)
         await events.read()  # subscribed
         block = os.urandom(16 * 65_536)
         async with grpc.aio.insecure_channel(address) as other:

@@ -26,6 +26,7 @@ from kvservice.testing.eventually import eventually_async
 from kvservice.units import BootEpoch, LeaseId, MiB, NodeId, SpanRoute
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import common_pb2, lookup_pb2, lookup_pb2_grpc
+from kvservice.wire.versions import PROTOCOL_VERSION
 from tests.fuzz.messages import methods, path_of
 from tests.integration.certificates import AUTHORITY, write
 from tests.integration.engine import LAYOUT, Engine, chain
@@ -53,6 +54,7 @@ async def announce(
 ) -> int:
     """The outcome. Raises what the lookup partition raised."""
     request = lookup_pb2.AnnounceRequest(
+        protocol_version=PROTOCOL_VERSION,
         node=common_pb2.NodeInfo(node_id=node.node_id, peer_address=node.peer_address, epoch=node.epoch),
         sequence=1 << 40,
         full_begin=not leaving,

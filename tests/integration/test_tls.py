@@ -30,6 +30,7 @@ from kvservice.testing.cluster import LocalCluster, free_port
 from kvservice.testing.eventually import eventually_async
 from kvservice.units import BootEpoch, MiB, NodeId
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
+from kvservice.wire.versions import PROTOCOL_VERSION
 from tests.integration.certificates import AUTHORITY, STRANGER, write
 from tests.integration.engine import Engine, chain
 
@@ -104,7 +105,9 @@ async def test_a_client_with_a_certificate_reaches_everything(files: Path, tmp_p
         assert (await peers.room(holder, CALL_SECONDS)).holder == holder
         assert set(await reader.read([lookup], CALL_SECONDS) or {}) == {NODE}
         async with open_channel(lookup, tls) as channel:
-            watch = lookup_pb2_grpc.LookupServiceStub(channel).Watch(lookup_pb2.WatchRequest(), timeout=CALL_SECONDS)
+            watch = lookup_pb2_grpc.LookupServiceStub(channel).Watch(
+                lookup_pb2.WatchRequest(protocol_version=PROTOCOL_VERSION), timeout=CALL_SECONDS
+            )
             assert (await watch.read()).node.node_id == NODE
         for address in (lookup, holder.peer_address):
             async with open_channel(address, tls) as channel:

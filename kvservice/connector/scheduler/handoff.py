@@ -51,7 +51,9 @@ def parse_transfer_params(params: object) -> Prefill | Handoff | None:
     if not isinstance(ours, Mapping):
         raise InvalidRequest(f"kv_transfer_params.{NAME} is a {type(ours).__name__}, not an object")
     if ours.get("version") != VERSION:
-        raise InvalidRequest(f"kv_transfer_params.{NAME}.version is not {VERSION}, the only one known here")
+        raise InvalidRequest(
+            f"kv_transfer_params.{NAME}.version is {ours.get('version')!r:.40}, and this engine knows {VERSION} only"
+        )
     if "public_tokens" in ours and not ours.keys() & {"role", "handoff", "node"}:
         return None
     given = ours.get("handoff")
@@ -80,7 +82,9 @@ def parse_public_tokens(params: object) -> int:
     if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= PUBLIC_TOKENS_MAX:
         raise InvalidRequest(f"kv_transfer_params.{NAME}.public_tokens is not a number of tokens")
     if ours.get("version") != VERSION:
-        raise InvalidRequest(f"kv_transfer_params.{NAME}.version is not {VERSION}, the only one known here")
+        raise InvalidRequest(
+            f"kv_transfer_params.{NAME}.version is {ours.get('version')!r:.40}, and this engine knows {VERSION} only"
+        )
     return count
 
 

@@ -39,7 +39,7 @@ from kvservice.copying.message import (
 from kvservice.copying.worker.lanes import CopyLane, Target
 from kvservice.copying.worker.loans import DirectPath, Lender, Loans
 from kvservice.core.segment.copy_runs import CopyTemplate, RegionLayout
-from kvservice.errors import InvalidRequest, KVServiceError
+from kvservice.errors import InvalidRequest, KVServiceError, another_version
 from kvservice.memory.liveness import LivenessLock, hold
 from kvservice.memory.segment import Segment
 
@@ -148,7 +148,7 @@ class EngineSession:
         taken = False
         try:
             if fields.get("version") != VERSION:
-                raise InvalidRequest(f"the engine speaks version {fields.get('version')}, this worker {VERSION}")
+                raise another_version("the engine's link to its copy worker", fields.get("version"), VERSION)
             self._lends_only = fields.get("lends_only") is True
             if fields.get("device") != self._device.name and not self._lends_only:
                 raise InvalidRequest(f"this worker serves {self._device.name}, not {fields.get('device')}")

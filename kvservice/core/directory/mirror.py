@@ -26,6 +26,7 @@ from kvservice.core.block.keys import KEY_BYTES
 from kvservice.core.directory.holder_table import HolderTable, bits_of, number_runs
 from kvservice.core.directory.key_table import ENTRIES, FULL_AT_END, OTHER_MIXER, ROWS_MIN, BlockTable, table_bytes
 from kvservice.core.messages import Holder, HolderRun
+from kvservice.errors import another_version
 from kvservice.units import BootEpoch, NodeId
 
 MAGIC = b"KVSMIRR1"
@@ -258,8 +259,8 @@ class MirrorWriter:
 
 
 class MirrorReader:
-    """Over memory that a MirrorWriter writes, here or in another process. Raises ValueError when it is none, or of
-    another layout. One thread at a time."""
+    """Over memory that a MirrorWriter writes, here or in another process. Raises ValueError when it is none, and
+    VersionMismatch when it has another layout. One thread at a time."""
 
     def __init__(self, buffer: memoryview) -> None:
         if len(buffer) < TABLE_AT + table_bytes(ROWS_MIN):
@@ -268,7 +269,7 @@ class MirrorReader:
         if magic != MAGIC:
             raise ValueError("not a mirror")
         if layout != LAYOUT:
-            raise ValueError(f"a mirror of layout {layout}, this is for {LAYOUT}")
+            raise another_version("the mirror of the directory", layout, LAYOUT)
         if not 0 < partition_count <= PARTITIONS_MAX or rows < ROWS_MIN or len(buffer) < mirror_bytes(rows):
             raise ValueError("a mirror with impossible sizes")
         self.epoch = epoch

@@ -33,7 +33,7 @@ class ResolveReply(_message.Message):
     def __init__(self, runs: _Optional[_Iterable[_Union[ResolveRun, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[_common_pb2.NodeInfo, _Mapping]]] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
-    __slots__ = ("node", "sequence", "added", "removed", "full_begin", "full_end", "partition", "partition_count", "leaving")
+    __slots__ = ("node", "sequence", "added", "removed", "full_begin", "full_end", "partition", "partition_count", "leaving", "protocol_version")
     NODE_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ADDED_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class AnnounceRequest(_message.Message):
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     PARTITION_COUNT_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     node: _common_pb2.NodeInfo
     sequence: int
     added: bytes
@@ -52,7 +53,8 @@ class AnnounceRequest(_message.Message):
     partition: int
     partition_count: int
     leaving: bool
-    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., sequence: _Optional[int] = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., full_begin: bool = ..., full_end: bool = ..., partition: _Optional[int] = ..., partition_count: _Optional[int] = ..., leaving: bool = ...) -> None: ...
+    protocol_version: int
+    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., sequence: _Optional[int] = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., full_begin: bool = ..., full_end: bool = ..., partition: _Optional[int] = ..., partition_count: _Optional[int] = ..., leaving: bool = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class AnnounceReply(_message.Message):
     __slots__ = ("outcome", "lookup_epoch")
@@ -73,10 +75,12 @@ class AnnounceReply(_message.Message):
     def __init__(self, outcome: _Optional[_Union[AnnounceReply.Outcome, str]] = ..., lookup_epoch: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("heartbeat_seconds",)
+    __slots__ = ("heartbeat_seconds", "protocol_version")
     HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     heartbeat_seconds: float
-    def __init__(self, heartbeat_seconds: _Optional[float] = ...) -> None: ...
+    protocol_version: int
+    def __init__(self, heartbeat_seconds: _Optional[float] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class WatchEvent(_message.Message):
     __slots__ = ("node", "added", "removed", "reset", "snapshot_end", "hidden")

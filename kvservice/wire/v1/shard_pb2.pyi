@@ -46,7 +46,7 @@ class BlockRef(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("engine_id", "model", "namespace", "fingerprint", "layout", "window_groups", "attempt")
+    __slots__ = ("engine_id", "model", "namespace", "fingerprint", "layout", "window_groups", "attempt", "protocol_version")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class AttachRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     WINDOW_GROUPS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     engine_id: bytes
     model: str
     namespace: str
@@ -61,7 +62,8 @@ class AttachRequest(_message.Message):
     layout: Layout
     window_groups: _containers.RepeatedCompositeFieldContainer[WindowGroup]
     attempt: int
-    def __init__(self, engine_id: _Optional[bytes] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., window_groups: _Optional[_Iterable[_Union[WindowGroup, _Mapping]]] = ..., attempt: _Optional[int] = ...) -> None: ...
+    protocol_version: int
+    def __init__(self, engine_id: _Optional[bytes] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., window_groups: _Optional[_Iterable[_Union[WindowGroup, _Mapping]]] = ..., attempt: _Optional[int] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class Attached(_message.Message):
     __slots__ = ("attachment_id", "node_id", "epoch", "lease_seconds", "segment_path", "geometry", "tenant_key", "public_key", "may_publish", "quota_bytes")
@@ -312,8 +314,10 @@ class CloseHandoffReply(_message.Message):
     def __init__(self) -> None: ...
 
 class HandshakeRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("protocol_version",)
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
 
 class HandshakeReply(_message.Message):
     __slots__ = ("node", "geometry", "transport", "description")

@@ -16,7 +16,7 @@ import pytest
 
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.core.segment.header import SLOT_VERSION, SlotHeader
-from kvservice.errors import SegmentError, ServiceConflict
+from kvservice.errors import SegmentError, ServiceConflict, VersionMismatch
 from kvservice.memory.segment import Segment, remove_stale, segment_path
 from kvservice.units import BlockKey, BootEpoch, Generation, GiB, MiB, SlotIndex, SpanRoute
 
@@ -111,7 +111,7 @@ def test_foreign_content_is_replaced_not_adopted(path: Path, change: str) -> Non
             control[60:] = zlib.crc32(control[:60]).to_bytes(4, "little")
             file.seek(0)
             file.write(control)
-        with pytest.raises(SegmentError, match="of another version"):
+        with pytest.raises(VersionMismatch, match=rf"has version \d, and this process knows version {SLOT_VERSION}"):
             Segment.attach(path, GEOMETRY)
     geometry = plan_geometry(14 * MiB) if change == "geometry" else GEOMETRY
     segment = Segment.create(path, geometry, "node", epoch_floor=5)
