@@ -499,6 +499,7 @@ class ShardState:
         self._leases.check_invariants()
         self._pulls.check_invariants()
         self._acquisitions.check_invariants()
+        self._windowed.check_invariants()
         self._writes.check_invariants()
         self._handoffs.check_invariants()
         self._takeovers.check_invariants()

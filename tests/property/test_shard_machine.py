@@ -539,6 +539,8 @@ class ShardMachine(LeavingRules):
         counts = harness.state.slot_counts()
         assert counts["free"] + counts["sealed"] == harness.state.capacity, counts
         assert harness.state.lease_count == 0 and harness.state.attachment_count == 0
+        for locate in harness.locates:  # a take-over waits for this answer, however late
+            harness.send(ev.Located(locate.fetch, None, harness.now))
         assert harness.state._acquisitions.is_idle and harness.state._pulls.is_idle
         progress = harness.state.progress(harness.now)
         assert progress.phase in (DrainPhase.SERVING, DrainPhase.CLOSED, DrainPhase.GONE), "it never leaves"

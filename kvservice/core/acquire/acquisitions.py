@@ -281,6 +281,9 @@ class Acquisitions:
         times += [f.give_up_at for f in self._fetches.values() if f.give_up_at < math.inf]
         return min(times, default=None)
 
+    def is_open(self, op: int) -> bool:
+        return op in self._open
+
     def is_following(self, op: int) -> bool:
         acquisition = self._open.get(op)
         return acquisition is not None and acquisition.state in FOLLOWING

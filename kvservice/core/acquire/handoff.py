@@ -5,8 +5,6 @@ when it stops. Readers follow it: they name the blocks they want and hear of the
 again for each. A hand-off promises nothing: a reader only ever gets blocks that are sealed, under a lease, and when the
 writer dies, aborts or evicts, it hears at once that no more will come.
 
-    unknown -> open -> closed -> (forgotten)
-
 An Open or a Close may be lost, late, doubled or overtaken by the other (core.reconcile). Closed is final: a Close that
 comes first leaves a mark that the Open finds. The statements of the writer's engine open what they name, keep it open,
 and close what they deny. A writer that says nothing at all, but whose attachment lives, is waited for no longer than
@@ -25,6 +23,7 @@ from kvservice.core.context import ShardContext
 from kvservice.core.messages import FollowResult, HandoffState, Statement
 from kvservice.core.reconcile import is_settled
 from kvservice.core.store.blocks import Block
+from kvservice.core.transitions import step
 from kvservice.errors import Exhausted, InvalidRequest
 from kvservice.units import AttachmentId, BlockKey, HandoffId, NodeId
 
@@ -51,13 +50,35 @@ class HandoffEvent(Enum):
     CLOSE = "close"
 
 
-TRANSITIONS: dict[tuple[HandoffState, HandoffEvent], HandoffState] = {
+HANDOFF_TRANSITIONS: dict[tuple[HandoffState, HandoffEvent], HandoffState] = {
     (HandoffState.UNKNOWN, HandoffEvent.OPEN): HandoffState.OPEN,
     (HandoffState.UNKNOWN, HandoffEvent.CLOSE): HandoffState.CLOSED,
     (HandoffState.OPEN, HandoffEvent.OPEN): HandoffState.OPEN,
     (HandoffState.OPEN, HandoffEvent.CLOSE): HandoffState.CLOSED,
     (HandoffState.CLOSED, HandoffEvent.CLOSE): HandoffState.CLOSED,
     (HandoffState.CLOSED, HandoffEvent.OPEN): HandoffState.CLOSED,
+}
+
+
+class FollowState(Enum):
+    WAITING = "waiting"  # nothing of what was asked is sealed
+    GATHERING = "gathering"  # something is: what is sealed within GATHER_SECONDS goes out with it
+    OVER = "over"
+
+
+class FollowEvent(Enum):
+    SEALED = "sealed"  # the next block that was asked for
+    ANSWER = "answer"  # all blocks are there, the hand-off is closed, or time is up
+    CANCEL = "cancel"  # the reader is gone
+
+
+FOLLOW_TRANSITIONS: dict[tuple[FollowState, FollowEvent], FollowState] = {
+    (FollowState.WAITING, FollowEvent.SEALED): FollowState.GATHERING,
+    (FollowState.WAITING, FollowEvent.ANSWER): FollowState.OVER,
+    (FollowState.WAITING, FollowEvent.CANCEL): FollowState.OVER,
+    (FollowState.GATHERING, FollowEvent.SEALED): FollowState.GATHERING,
+    (FollowState.GATHERING, FollowEvent.ANSWER): FollowState.OVER,
+    (FollowState.GATHERING, FollowEvent.CANCEL): FollowState.OVER,
 }
 
 
@@ -80,6 +101,7 @@ class _Follow:
     keys: tuple[BlockKey, ...]
     due: float  # answered then, whatever there is
     have: int = 0  # leading keys that are sealed
+    state: FollowState = FollowState.WAITING
 
 
 @dataclass(slots=True)
@@ -160,7 +182,7 @@ class Handoffs:
         return True
 
     def _move(self, known: _Handoff, event: HandoffEvent, now: float) -> None:
-        before, known.state = known.state, TRANSITIONS[known.state, event]
+        before, known.state = known.state, step(HANDOFF_TRANSITIONS, known.state, event, "a hand-off")
         if known.state is HandoffState.OPEN:
             known.until = now + OPEN_SECONDS
         elif before is not HandoffState.CLOSED:
@@ -187,12 +209,12 @@ class Handoffs:
         """A block can be read from now on."""
         for op in self._next_key.pop(key, ()):
             follow = self._follows[op]
-            before = follow.have
             self._advance(follow)
+            if follow.state is FollowState.WAITING:
+                follow.due = min(follow.due, now + GATHER_SECONDS)
+            self._move_follow(follow, FollowEvent.SEALED)
             if follow.have == len(follow.keys):
                 self._answer(follow, now)
-            elif before == 0:
-                follow.due = min(follow.due, now + GATHER_SECONDS)
 
     # -- readers ----
 
@@ -219,9 +241,9 @@ class Handoffs:
     def cancel(self, op: int) -> bool:
         """The caller of `follow`, or the reader that watches, went away."""
         watched = self._watches.pop(op, None) is not None
-        follow = self._follows.pop(op, None)
+        follow = self._follows.get(op)
         if follow is not None:
-            self._unlist(follow)
+            self._move_follow(follow, FollowEvent.CANCEL)
         return watched or follow is not None
 
     # -- time ----
@@ -257,6 +279,12 @@ class Handoffs:
         if follow.have < len(follow.keys):
             self._next_key.setdefault(follow.keys[follow.have], []).append(follow.op)
 
+    def _move_follow(self, follow: _Follow, event: FollowEvent) -> None:
+        follow.state = step(FOLLOW_TRANSITIONS, follow.state, event, f"question {follow.op}")
+        if follow.state is FollowState.OVER:
+            del self._follows[follow.op]
+            self._unlist(follow)
+
     def _unlist(self, follow: _Follow) -> None:
         if follow.have < len(follow.keys):
             key = follow.keys[follow.have]
@@ -267,8 +295,7 @@ class Handoffs:
                 self._next_key.pop(key, None)
 
     def _answer(self, follow: _Follow, now: float) -> None:
-        del self._follows[follow.op]
-        self._unlist(follow)
+        self._move_follow(follow, FollowEvent.ANSWER)
         blocks: list[Block] = []
         for key in follow.keys:
             block = self._store.get(key)
@@ -287,6 +314,7 @@ class Handoffs:
     def check_invariants(self) -> None:
         listed = Counter(op for ops in self._next_key.values() for op in ops)
         for op, follow in self._follows.items():
+            assert follow.state is not FollowState.OVER
             assert follow.have < len(follow.keys), "a reader waits for nothing"
             assert op in self._next_key.get(follow.keys[follow.have], ()), "a reader waits and nobody would tell it"
         assert listed.keys() == self._follows.keys(), "a key is awaited by a reader that is gone"

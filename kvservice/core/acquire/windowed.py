@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 
 from kvservice.core.acquire.acquisition import Acquisition
@@ -20,9 +21,39 @@ from kvservice.core.block.keys import SPAN_BLOCKS
 from kvservice.core.block.window_groups import WINDOW_BIT, group_key, reconcile
 from kvservice.core.context import ShardContext
 from kvservice.core.messages import AcquireRequest, EngineSpec, Handoff, MissReason
+from kvservice.core.transitions import step
 from kvservice.units import AttachmentId, SlotIndex
 
 SHORTER_HITS_MAX = 2  # that are looked for on other nodes
+
+
+class HitState(Enum):
+    FULL = "full"  # the chain of group 0 is being acquired
+    WINDOWS = "windows"  # what window groups need at its end is looked for, on other nodes too
+    LOCAL = "local"  # enough was tried: the longest prefix counts that is complete on this node
+    DETACHED = "detached"  # its engine is gone: nothing is promised any more
+    OVER = "over"
+
+
+class HitEvent(Enum):
+    FOUND = "found"  # the acquisition of group 0 is over
+    SETTLE = "settle"  # too many gaps, or too late
+    DETACH = "detach"
+    ANSWER = "answer"
+    CANCEL = "cancel"  # nobody waits for the answer any more
+
+
+TRANSITIONS: dict[tuple[HitState, HitEvent], HitState] = {
+    (HitState.FULL, HitEvent.FOUND): HitState.WINDOWS,
+    (HitState.FULL, HitEvent.DETACH): HitState.DETACHED,
+    (HitState.FULL, HitEvent.CANCEL): HitState.OVER,
+    (HitState.WINDOWS, HitEvent.SETTLE): HitState.LOCAL,
+    (HitState.WINDOWS, HitEvent.DETACH): HitState.DETACHED,
+    (HitState.WINDOWS, HitEvent.ANSWER): HitState.OVER,
+    (HitState.WINDOWS, HitEvent.CANCEL): HitState.OVER,
+    (HitState.LOCAL, HitEvent.ANSWER): HitState.OVER,
+    (HitState.DETACHED, HitEvent.ANSWER): HitState.OVER,
+}
 
 
 @dataclass(slots=True)
@@ -34,13 +65,13 @@ class _Hit:
     spec: EngineSpec
     deadline: float
     end: int  # of the prefix that may still be promised
+    state: HitState = HitState.FULL
     part: int = 0  # the plain acquisition under way
     full: list[SlotIndex] = field(default_factory=list)  # pinned of group 0, from `skip` on
     windows: list[dict[int, SlotIndex]] = field(default_factory=list)  # pinned of each window group, by position
     fetched: int = 0
     shortened: int = 0
     reason: MissReason = MissReason.NONE
-    ended: bool = False  # nobody wants it any more
     chain: Acquisition | None = None  # of group 0, once it is over
 
 
@@ -74,9 +105,10 @@ class WindowedAcquisitions:
 
     def cancel(self, op: int) -> int:
         """Nobody waits for this one any more. Returns the part that was under way, 0 if there was none."""
-        hit = self._open.pop(op, None)
+        hit = self._open.get(op)
         if hit is None:
             return 0
+        self._move(hit, HitEvent.CANCEL)
         self._acquisitions.cancel(hit.part)
         self._shard.records.cancelled(op)
         self._let_go(hit, 0)
@@ -85,7 +117,8 @@ class WindowedAcquisitions:
     def drop_attachment(self, attachment: AttachmentId) -> None:
         """Before Acquisitions hears of it, which ends the parts."""
         for hit in self._open.values():
-            hit.ended = hit.ended or hit.attachment == attachment
+            if hit.attachment == attachment:
+                self._move(hit, HitEvent.DETACH)
 
     def pinned(self) -> Counter[SlotIndex]:
         """Slots pinned here, for the pin count check of the shard."""
@@ -97,6 +130,11 @@ class WindowedAcquisitions:
         )
 
     # -- inside ----
+
+    def _move(self, hit: _Hit, event: HitEvent) -> None:
+        hit.state = step(TRANSITIONS, hit.state, event, f"hit {hit.op}")
+        if hit.state is HitState.OVER:
+            del self._open[hit.op]
 
     def _begin(
         self,
@@ -116,6 +154,8 @@ class WindowedAcquisitions:
     def _full_done(self, hit: _Hit, part: Acquisition, pinned: list[SlotIndex], fetched: int, now: float) -> None:
         hit.full, hit.fetched, hit.reason, hit.chain = pinned, fetched, part.reason, part
         hit.end = hit.request.skip + len(pinned)
+        if hit.state is HitState.FULL:
+            self._move(hit, HitEvent.FOUND)
         self._go_on(hit, now)
 
     def _window_done(
@@ -143,10 +183,12 @@ class WindowedAcquisitions:
 
     def _go_on(self, hit: _Hit, now: float) -> None:
         """Ask for the next missing blocks, or answer."""
-        if hit.ended:
+        if hit.state is HitState.DETACHED:
             hit.reason = MissReason.DETACHED
             self._cut(hit, hit.request.skip)
-        if hit.shortened > SHORTER_HITS_MAX or now >= hit.deadline:
+        elif hit.state is HitState.WINDOWS and (hit.shortened > SHORTER_HITS_MAX or now >= hit.deadline):
+            self._move(hit, HitEvent.SETTLE)
+        if hit.state is HitState.LOCAL:
             self._settle_for_local(hit)
         missing = self._first_missing(hit)
         if missing is None:
@@ -213,7 +255,7 @@ class WindowedAcquisitions:
             held.clear()
 
     def _answer(self, hit: _Hit, now: float) -> None:
-        del self._open[hit.op]
+        self._move(hit, HitEvent.ANSWER)
         assert hit.chain is not None
         if hit.end <= hit.request.skip:
             self._let_go(hit, 0)
@@ -224,3 +266,11 @@ class WindowedAcquisitions:
                 self._store.unpin(held.pop(position))
             windows.append([held[position] for position in range(first, hit.end)] if hit.full else [])
         self._answers.answer(hit.op, hit.chain, hit.full, min(hit.fetched, len(hit.full)), hit.reason, now, windows)
+
+    def check_invariants(self) -> None:
+        for op, hit in self._open.items():
+            assert hit.op == op
+            assert hit.state in (HitState.FULL, HitState.WINDOWS), "a hit that decides by itself waits for something"
+            assert (hit.chain is None) == (hit.state is HitState.FULL), "a window is looked for beyond no prefix"
+            assert self._acquisitions.is_open(hit.part), "a hit waits for an acquisition that is over"
+            assert len(hit.full) == (0 if hit.chain is None else hit.end - hit.request.skip), "pins and end differ"

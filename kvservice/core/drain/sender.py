@@ -1,7 +1,5 @@
 """A shard that leaves: what it hands to whom, and when it may go. Pure; core.drain.receiver is the receiving side.
 
-    serving -> finding_takers -> handing_over -> settling -> gone
-
 Finding takers and handing over still serve everything but writes. Settling promises nothing new: the directory has been
 told that the node leaves, and what is leased is read to its end. A drain that is undone before settling never happened.
 
@@ -24,6 +22,7 @@ from kvservice.core.block.tenants import tag_of
 from kvservice.core.context import ShardContext
 from kvservice.core.messages import Holder, Peer, TakeOverItem, TakeOverResult
 from kvservice.core.store.blocks import Block
+from kvservice.core.transitions import step
 from kvservice.units import BlockKey, NodeId
 
 RAMP_SECONDS = 300.0  # until a shard that joined is given its whole share
@@ -39,12 +38,41 @@ LOOKED_UP_MAX = 262_144  # blocks that are looked up; a drain of more hands over
 
 
 class DrainPhase(Enum):
+    """The states of a drain. `TRANSITIONS` says what leads from one to the next."""
+
     SERVING = "serving"
     CLOSED = "closed"  # takes no writes, and stays
     FINDING_TAKERS = "finding_takers"
     HANDING_OVER = "handing_over"
     SETTLING = "settling"
     GONE = "gone"
+
+
+class DrainEvent(Enum):
+    CLOSE = "close"  # take no writes any more
+    BEGIN = "begin"  # leave, and hand over what is hot
+    FOUND = "found"  # who stays, and what they hold already
+    SETTLE = "settle"  # nothing more is handed over
+    LEAVE = "leave"  # nothing is read here any more, or time is up
+    UNDO = "undo"
+
+
+_D, _E = DrainPhase, DrainEvent
+TRANSITIONS: dict[tuple[DrainPhase, DrainEvent], DrainPhase] = {
+    (_D.SERVING, _E.CLOSE): _D.CLOSED,
+    (_D.SERVING, _E.BEGIN): _D.FINDING_TAKERS,
+    (_D.SERVING, _E.SETTLE): _D.SETTLING,
+    (_D.SERVING, _E.UNDO): _D.SERVING,
+    (_D.CLOSED, _E.BEGIN): _D.FINDING_TAKERS,
+    (_D.CLOSED, _E.SETTLE): _D.SETTLING,
+    (_D.CLOSED, _E.UNDO): _D.SERVING,
+    (_D.FINDING_TAKERS, _E.FOUND): _D.HANDING_OVER,
+    (_D.FINDING_TAKERS, _E.SETTLE): _D.SETTLING,
+    (_D.FINDING_TAKERS, _E.UNDO): _D.SERVING,
+    (_D.HANDING_OVER, _E.SETTLE): _D.SETTLING,
+    (_D.HANDING_OVER, _E.UNDO): _D.SERVING,
+    (_D.SETTLING, _E.LEAVE): _D.GONE,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +184,10 @@ class Leaving:
 
     def close(self) -> None:
         if self.phase is DrainPhase.SERVING:
-            self.phase = DrainPhase.CLOSED
+            self._move(DrainEvent.CLOSE)
 
     def undo(self) -> None:
-        self.phase = DrainPhase.SERVING
+        self._move(DrainEvent.UNDO)
         self._offers, self._shares = {}, {}
         self._step_until = self._deadline = math.inf
 
@@ -169,7 +197,8 @@ class Leaving:
             return
         if self.phase not in (DrainPhase.SERVING, DrainPhase.CLOSED):
             self._deadline = min(self._deadline, now + timeout_seconds)
-            self._step_until = min(self._step_until, now + timeout_seconds * (1 - SETTLE_SHARE))
+            if self.is_open:
+                self._step_until = min(self._step_until, now + timeout_seconds * (1 - SETTLE_SHARE))
             return
         self._began, self._deadline = now, now + timeout_seconds
         self._elsewhere, self._handed, self._handed_bytes = set(), set(), 0
@@ -183,7 +212,7 @@ class Leaving:
                 self._notes.append("this node is alone")
             self._settle()
             return
-        self.phase = DrainPhase.FINDING_TAKERS
+        self._move(DrainEvent.BEGIN)
         self._step_until = min(now + FIND_SECONDS, now + timeout_seconds * (1 - SETTLE_SHARE))
         blocks = self._store.by_heat()[:LOOKED_UP_MAX]
         self._emit(FindTakers(tuple((block.key, block.route) for block in blocks)))
@@ -192,7 +221,7 @@ class Leaving:
         """`holders`: which other nodes hold what was asked about, as far as the directory knows."""
         if self.phase is not DrainPhase.FINDING_TAKERS:
             return
-        self.phase = DrainPhase.HANDING_OVER
+        self._move(DrainEvent.FOUND)
         self._step_until = self._began + (self._deadline - self._began) * (1 - SETTLE_SHARE)
         staying = {peer.holder.node_id: peer for peer in peers if not peer.draining}
         if not staying:
@@ -246,7 +275,7 @@ class Leaving:
         if self.phase is DrainPhase.SETTLING and (lease_count == 0 or now >= self._deadline):
             if lease_count:
                 self._notes.append(f"{lease_count} leases were still out")
-            self.phase = DrainPhase.GONE
+            self._move(DrainEvent.LEAVE)
             self._step_until = self._deadline = math.inf
             self._counters["drains_done"] += 1
 
@@ -270,6 +299,9 @@ class Leaving:
         )
 
     # -- inside ----
+
+    def _move(self, event: DrainEvent) -> None:
+        self.phase = step(TRANSITIONS, self.phase, event, "the drain")
 
     def _distribute(self, blocks: list[Block]) -> None:
         """Queue blocks for those peers that may still have room for them, each size for itself."""
@@ -346,7 +378,7 @@ class Leaving:
         return tuple(batch)
 
     def _settle(self) -> None:
-        self.phase = DrainPhase.SETTLING
+        self._move(DrainEvent.SETTLE)
         self._step_until = math.inf
         self._offers, self._shares = {}, {}
         lost = self._total - len(self._handed) - len(self._elsewhere)
@@ -359,3 +391,6 @@ class Leaving:
         for node, share in self._shares.items():
             assert share.out == out[node], "offers under way are miscounted"
         assert not self._offers or self.phase is DrainPhase.HANDING_OVER
+        assert not self._shares or self.phase is DrainPhase.HANDING_OVER, "shares of a hand-over that is over"
+        timed = self.phase in (DrainPhase.FINDING_TAKERS, DrainPhase.HANDING_OVER)
+        assert timed == (self._step_until < math.inf), "a step of the drain would never end, or ends nothing"

@@ -135,6 +135,19 @@ def test_a_lease_does_not_hold_it_longer_than_its_time(shard: Leaver, engine: At
     assert "still out" in shard.state.progress(shard.now).note
 
 
+def test_second_begin_while_settling_only_shortens_the_wait(shard: Leaver, engine: AttachmentId) -> None:
+    shard.store(engine, CHAIN)
+    shard.hit(engine, CHAIN)
+    shard.begin(timeout=8.0, handover=False)
+    shard.begin(timeout=5.0, handover=False)
+    for _ in range(4):
+        shard.advance(1.0)
+        due = shard.state.next_deadline()
+        assert due is not None and due > shard.now, "it would be told of the time again and again"
+    shard.advance(1.0)
+    assert shard.phase is DrainPhase.GONE
+
+
 def test_a_peer_that_is_full_or_silent_leaves_its_part_to_the_others(shard: Leaver, engine: AttachmentId) -> None:
     shard.store(engine, CHAIN)
     shard.begin()
