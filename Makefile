@@ -92,8 +92,9 @@ $(PROTO_INSTALLED): requirements/protos.txt
 docs: docs-reference chart-readme figures ## Write the parts of the pages that are made from code and results, then check all links
 	$(BIN)/python scripts/check_links.py
 
-docs-reference: $(INSTALLED) ## Write docs/reference/settings.md from the definitions of the settings
+docs-reference: $(INSTALLED) ## Write docs/reference: the settings from their definitions, the state diagrams from their tables
 	$(BIN)/python scripts/settings_reference.py
+	$(BIN)/python scripts/states_reference.py
 
 chart-readme: $(INSTALLED) ## Write helm/kvservice/README.md from values.yaml
 	$(BIN)/python scripts/chart_readme.py helm/kvservice

@@ -1,0 +1,168 @@
+"""states_reference.py [--check]: docs/reference/states.md, the diagrams of all state machines, from their tables.
+
+With --check it writes nothing and ends with 1 when the page is not what the tables say.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from kvservice.connector.scheduler import request
+from kvservice.core.acquire import acquisition, handoff, pulls, windowed
+from kvservice.core.directory import membership
+from kvservice.core.drain import receiver, sender
+from kvservice.core.store import slots
+from kvservice.proxy import plan
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "reference" / "states.md"
+
+HEAD = """# State machines
+
+<!-- Made from the tables in the code by `make docs-reference`. Do not edit. -->
+
+Everything here that has states moves by a literal table: a pair of state and event that is not in the table is a bug,
+and raises an error that names both. The diagrams are drawn from those tables. An arrow that leads back to its own state
+is an event that changes nothing, or not the state.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    title: str
+    meaning: str
+    module: ModuleType  # where the table stands
+    first: Enum
+    table: Mapping[Any, Any]
+
+
+MACHINES = (
+    Machine("Slot", "One place for a block in a shard's memory.", slots, slots.SlotState.FREE, slots.TRANSITIONS),
+    Machine(
+        "Acquisition",
+        "One call that makes a prefix local and promises it.",
+        acquisition,
+        acquisition.AcquisitionState.STARTING,
+        acquisition.TRANSITIONS,
+    ),
+    Machine(
+        "Window hit",
+        "The same call of a model with window groups. It is made of plain acquisitions, one after the other.",
+        windowed,
+        windowed.HitState.FULL,
+        windowed.TRANSITIONS,
+    ),
+    Machine(
+        "Pull",
+        "Blocks of another node that are read into slots of this one, for fetches and for take-overs.",
+        pulls,
+        pulls.PullState.LOCATING,
+        pulls.TRANSITIONS,
+    ),
+    Machine(
+        "Hand-off",
+        "A prompt that one engine computes for another, on the node where it is computed.",
+        handoff,
+        handoff.HandoffState.UNKNOWN,
+        handoff.HANDOFF_TRANSITIONS,
+    ),
+    Machine(
+        "Question about a hand-off",
+        "What a reader on another node asks of the writer's node. It is answered with the blocks that are sealed.",
+        handoff,
+        handoff.FollowState.WAITING,
+        handoff.FOLLOW_TRANSITIONS,
+    ),
+    Machine(
+        "Drain", "A shard that leaves and hands its blocks over.", sender, sender.DrainPhase.SERVING, sender.TRANSITIONS
+    ),
+    Machine(
+        "Take-over",
+        "One offer of a leaving node, at the node that takes the blocks.",
+        receiver,
+        receiver.TakeOverState.LOCATING,
+        receiver.TRANSITIONS,
+    ),
+    Machine(
+        "Node in the directory",
+        "What a lookup partition thinks of a node. A node that was never heard of counts as dead.",
+        membership,
+        membership.MemberState.DEAD,
+        membership.TRANSITIONS,
+    ),
+    Machine(
+        "Request in the connector",
+        "One request of an engine, as the scheduler's half sees it.",
+        request,
+        request.RequestState.NEW,
+        request.TRANSITIONS,
+    ),
+    Machine(
+        "Exchange of the proxy",
+        "One request of a client, with its prefill and its decode. An arrow says what happened and, after a slash, how "
+        "it can go on.",
+        plan,
+        plan.State.NEW,
+        plan.TRANSITIONS,
+    ),
+)
+
+
+def words(value: Enum) -> str:
+    return str(value.value).replace("_", " ")
+
+
+def node(state: Enum) -> str:
+    """The name of a state in a diagram, which has no blanks."""
+    return words(state).replace(" ", "_")
+
+
+def arrows(table: Mapping[Any, Any]) -> Iterable[tuple[Enum, Enum, str]]:
+    """(from, to, label): one for each pair of states, in the order of the table."""
+    labels: dict[tuple[Enum, Enum], list[str]] = {}
+    for (state, *events), target in table.items():
+        after = target[0] if isinstance(target, tuple) else target
+        labels.setdefault((state, after), []).append(" / ".join(words(event) for event in events if event is not None))
+    return ((source, target, ", ".join(found)) for (source, target), found in labels.items())
+
+
+def states(machine: Machine) -> list[Enum]:
+    """Those that the table leads to, in the order of their definition."""
+    kind = type(machine.first)
+    return [state for state in kind if any(state in arrow[:2] for arrow in arrows(machine.table))]
+
+
+def drawn(machine: Machine) -> str:
+    place = machine.module.__name__.replace(".", "/") + ".py"
+    lines = [f"\n## {machine.title}\n", f"{machine.meaning} The table: [`{place}`](../../{place}).\n", "```mermaid"]
+    lines += ["stateDiagram-v2", f"    [*] --> {node(machine.first)}"]
+    lines += [f"    {node(source)} --> {node(target)}: {label}" for source, target, label in arrows(machine.table)]
+    leaving = {source for source, *_ in arrows(machine.table)}
+    lines += [f"    {node(state)} --> [*]" for state in states(machine) if state not in leaving]
+    return "\n".join([*lines, "```", ""])
+
+
+def page() -> str:
+    return HEAD + "".join(map(drawn, MACHINES))
+
+
+def main(arguments: list[str]) -> int:
+    made = page()
+    if "--check" not in arguments:
+        PAGE.parent.mkdir(exist_ok=True)
+        PAGE.write_text(made)
+        return 0
+    if not PAGE.exists() or PAGE.read_text() != made:
+        print(f"{PAGE} is not what the tables say: run `make docs-reference`", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
