@@ -79,7 +79,7 @@ def test_the_wheel_imports_without_engine_ray_or_transport(wheel: Path) -> None:
     assert result.stdout.startswith(str(wheel))
 
 
-def test_the_demo_of_the_wheel_shows_a_remote_hit_and_leaves_nothing(wheel: Path, tmp_path: Path) -> None:
+def test_the_demo_shows_a_remote_hit_and_leaves_nothing(wheel: Path, tmp_path: Path) -> None:
     """From the script that pip installs, where nothing of the extras can be imported."""
     site, scratch = tmp_path / "site", Path(tempfile.mkdtemp(prefix="kvd-"))  # short: sockets go into it
     install = [
