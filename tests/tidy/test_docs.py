@@ -13,9 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 DECISIONS = sorted((DOCS / "decisions").glob("[0-9]*.md"))
 ARCHITECTURE_WORDS_MAX = 1500
-MADE_UP = re.compile(
-    r"^benchmarks/results/(gpu|local)/|^tests/plugins/|^kvservice/[a-z-]+/\d$"
-)  # written later, or a label in a hash
+MADE_UP = re.compile(r"^benchmarks/results/(gpu|local)/|^kvservice/[a-z-]+/\d$")  # written later, or a label in a hash
 CODE_PATH = re.compile(r"`((?:kvservice|actors|protos|tests|helm|benchmarks|examples|scripts)/[\w/.-]*)`")
 
 
