@@ -1,33 +1,100 @@
-"""docs/incidents.md names a test for every fault of the field, and each of them exists."""
+"""docs/incidents.md: each rule has a room in the source, and tests that exist and reach that room."""
 
 from __future__ import annotations
 
-import ast
 import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+import pytest
+
+from tests.tidy.rules import SOURCE_FOLDERS, imports_of, module_name, nearest, sources
+
 ROOT = Path(__file__).parents[2]
-ROW = re.compile(r"^\| (?P<what>[^|]+) \| (?P<rule>[^|]+) \| (?P<tests>[^|]+) \|$")
+RULE = re.compile(r"^### (.+)\n((?:(?!^#).*\n?)*)", re.MULTILINE)
+TEST = re.compile(r"^\s*(?:async )?def test_(\w+)", re.MULTILINE)
+# In texts: programs that a test starts, and modules as `python -m` and vLLM's configuration name them.
+NAMED = re.compile(r"^(?:from|import) ((?:kvservice|tests)[\w.]+)|\"(kvservice(?:\.\w+)+)\"", re.MULTILINE)
 
 
-def rows() -> list[re.Match[str]]:
-    lines = (ROOT / "docs/incidents.md").read_text().splitlines()
-    found = [match for line in lines if (match := ROW.match(line))]
-    return [row for row in found if row["what"] != "what happened"]
+@dataclass(frozen=True, slots=True)
+class Rule:
+    name: str
+    rooms: tuple[str, ...]  # files or folders, the one to look at first
+    tests: tuple[str, ...]  # names without `test_`
 
 
-def all_tests() -> set[str]:
-    found: set[str] = set()
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
-                found.add(node.name.removeprefix("test_"))
+def rules() -> list[Rule]:
+    found = []
+    for name, body in RULE.findall((ROOT / "docs/incidents.md").read_text()):
+        rooms, _, tests = body.partition("- Room: ")[2].partition("\n- Tests: ")
+        found.append(Rule(name, tuple(re.findall(r"`(\S+)`", rooms)), tuple(re.findall(r"`([a-z0-9_]+)`", tests))))
     return found
 
 
-def test_every_incident_has_tests_and_they_exist() -> None:
-    named = {row["what"]: re.findall(r"`([a-z0-9_]+)`", row["tests"]) for row in rows()}
-    assert len(named) > 40
-    assert [what for what, tests in named.items() if not tests] == []
-    known = all_tests()
-    assert {test for tests in named.values() for test in tests} - known == set()
+RULES = rules()
+each_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+
+
+@cache
+def files_by_test() -> dict[str, list[Path]]:
+    """Name of a test → the files that have one of this name."""
+    found: dict[str, list[Path]] = defaultdict(list)
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for name in TEST.findall(path.read_text(encoding="utf-8")):
+            found[name].append(path)
+    return found
+
+
+@cache
+def modules() -> dict[str, Path]:
+    return {module_name(ROOT, path): path for path in sources(ROOT, "kvservice", *SOURCE_FOLDERS)}
+
+
+@cache
+def needs(path: Path) -> frozenset[Path]:
+    """The files that this one imports, or names as programs."""
+    named = [item.module for item in imports_of(ROOT, path)]
+    named += [first or second for first, second in NAMED.findall(path.read_text(encoding="utf-8"))]
+    return frozenset(modules()[found] for module in named if (found := nearest(module, modules())))
+
+
+def reached(starts: Iterable[Path]) -> set[Path]:
+    """Everything that runs, or may run, when these files do."""
+    seen: set[Path] = set()
+    waiting = list(starts)
+    while waiting:
+        path = waiting.pop()
+        if path not in seen:
+            seen.add(path)
+            waiting.extend(needs(path))
+    return seen
+
+
+def test_the_page_has_rules_and_each_has_one_heading() -> None:
+    names = [rule.name for rule in RULES]
+    assert len(names) > 70
+    assert len(set(names)) == len(names)
+
+
+@each_rule
+def test_the_room_of_each_rule_is_there(rule: Rule) -> None:
+    assert rule.rooms
+    assert [room for room in rule.rooms if not (ROOT / room).exists()] == []
+    assert [room for room in rule.rooms if not room.startswith(("kvservice/", "actors/"))] == []
+
+
+@each_rule
+def test_each_rule_has_tests_and_they_exist(rule: Rule) -> None:
+    assert rule.tests
+    assert [test for test in rule.tests if test not in files_by_test()] == []
+
+
+@each_rule
+def test_the_tests_of_each_rule_reach_its_rooms(rule: Rule) -> None:
+    run = reached(path for test in rule.tests for path in files_by_test()[test])
+    for room in rule.rooms:
+        assert any(path.is_relative_to(ROOT / room) for path in run), f"no test of this rule imports or runs {room}"
