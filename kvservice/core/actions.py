@@ -1,5 +1,7 @@
-"""What the shard's core asks to be done. kvservice.pool.runtime performs actions in order, without waiting in between;
-those with an answer come back as an event (kvservice.core.events) that names the same id."""
+"""What the shard's core asks its performer to do. kvservice.pool.runtime performs actions in order, without waiting.
+
+An action that has an answer is answered later by an event (kvservice.core.events) with the same id.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from kvservice.units import BlockKey, BootEpoch, LeaseId, SlotIndex, SpanRoute
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer of one call; `value` has the type that the PoolPort method or peer RPC of that event returns."""
+    """The answer of one call. `value` has the type that the call's PoolPort method or peer RPC returns."""
 
     op: int
     value: object
@@ -29,7 +31,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class WriteHeader:
-    """Must be visible in the segment before any later action is performed."""
+    """Write a slot's header. It must be visible in the segment before any later action is performed."""
 
     slot: SlotIndex
     header: SlotHeader
@@ -42,7 +44,7 @@ class ClearHeader:
 
 @dataclass(frozen=True, slots=True)
 class AssignSlab:
-    """Record in the segment which payload size the slab has now; 0 = none. Its headers are cleared first."""
+    """Record in the segment the payload size of a slab; 0 = it has none. The slab's headers are cleared first."""
 
     slab: int
     payload_bytes: int
@@ -50,7 +52,7 @@ class AssignSlab:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Compute the payload digest of a written slot; comes back as Digested."""
+    """Compute the payload digest of a written slot. Answered by Digested."""
 
     slot: SlotIndex
     payload_bytes: int
@@ -73,7 +75,7 @@ class Retract:
 
 @dataclass(frozen=True, slots=True)
 class Resolve:
-    """Ask the directory who holds the chain from `start` on; comes back as Resolved."""
+    """Ask the directory which nodes hold the chain from index `start` on. Answered by Resolved."""
 
     op: int
     chain: tuple[BlockKey, ...]
@@ -83,7 +85,7 @@ class Resolve:
 
 @dataclass(frozen=True, slots=True)
 class Locate:
-    """Lease blocks of a peer for reading; comes back as Located."""
+    """Lease blocks of a peer for reading. Answered by Located."""
 
     fetch: int
     holder: Holder
@@ -93,8 +95,10 @@ class Locate:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Ask the writer's node for blocks of a hand-off as they are sealed; comes back as Followed. The peer may take
-    `wait_seconds` to answer."""
+    """Ask the writer's node for blocks of a hand-off as they are sealed. Answered by Followed.
+
+    The peer may take `wait_seconds` to answer.
+    """
 
     follow: int
     op: int
@@ -105,14 +109,14 @@ class Follow:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Read and verify blocks of a peer; comes back as Pulled, and as WritesEnded when a result was STUCK."""
+    """Read and verify blocks of a peer. Answered by Pulled, and later by WritesEnded when a result was STUCK."""
 
     job: int
     holder: Holder
     epoch: BootEpoch
     payload_bytes: int
     items: tuple[tuple[BlockHandle, SlotIndex], ...]
-    deadline: float  # on the clock of `now`; past it nothing may be accepted
+    deadline: float  # on the clock of `now`; nothing that arrives later may be accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,21 +128,24 @@ class ReleaseRemote:
 
 @dataclass(frozen=True, slots=True)
 class WatchEngine:
-    """Report EngineGone once no process of this engine holds its liveness lock, and while none can take it."""
+    """Report EngineGone when no process of this engine holds its liveness lock and none can take it any more."""
 
     engine_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class FindTakers:
-    """Who else is there, with how much room, and who of them holds these blocks; comes back as TakersFound."""
+    """Ask the directory for the other nodes, how much room they have, and which of them hold these blocks.
+
+    Answered by TakersFound.
+    """
 
     blocks: tuple[tuple[BlockKey, SpanRoute], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Ask a peer to take these blocks over within `wait_seconds`; comes back as Offered."""
+    """Ask a peer to take over these blocks within `wait_seconds`. Answered by Offered."""
 
     offer: int
     peer: Holder
@@ -149,10 +156,10 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Farewell:
-    """Tell the directory that this node leaves: it forgets its blocks at once."""
+    """Tell the directory that this node leaves. The directory forgets the node's blocks at once."""
 
 
-# What other nodes or the directory are asked, or told.
+# The actions that ask or tell other nodes or the directory something.
 Outgoing = Resolve | Locate | Follow | ReleaseRemote | FindTakers | Offer | Farewell
 
 Action = (
@@ -171,5 +178,5 @@ Action = (
 
 
 def nobody_performs(action: NoReturn) -> NoReturn:
-    """The last case of a `match` over Action. mypy reports the match when one kind of action has no case of its own."""
+    """The last case of a `match` over Action. mypy reports a match that has no case for one kind of action."""
     raise AssertionError(f"{action!r} is not performed")

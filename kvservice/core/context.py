@@ -1,4 +1,4 @@
-"""What the parts of one shard's core share: who it is, its blocks and leases, and the way its actions go out."""
+"""What the parts of one shard's core share: the shard's name, its blocks and leases, and the way to emit actions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvservice.units import BootEpoch, LeaseId, NodeId, SlotIndex
 
 @dataclass(frozen=True, slots=True)
 class ShardContext:
-    """One for a shard, made before its parts."""
+    """Made once for each shard, before its parts."""
 
     node_id: NodeId
     epoch: BootEpoch
@@ -30,17 +30,17 @@ class ShardContext:
     admission: Admission
     records: RequestRecords
     counters: Counter[str]
-    emit: Callable[[Action], None]  # the next thing to be done, in order
-    is_draining: Callable[[], bool]  # nothing is written or fetched any more
+    emit: Callable[[Action], None]  # appends an action to those of the event being handled
+    is_draining: Callable[[], bool]  # when True, nothing is written or fetched any more
 
     def lease(self, owner: LeaseOwner, slots: Sequence[SlotIndex], now: float) -> LeaseId:
-        """Lease slots that the caller has pinned; the lease owns the pins from now on. 0 when there are none."""
+        """Lease slots that the caller has pinned. The lease owns the pins from now on. Returns 0 for no slots."""
         if not slots:
             return LeaseId(0)
         return self.leases.grant(owner, tuple(slots), now, self.lease_seconds).lease_id
 
     def lend(self, reader: NodeId, blocks: Sequence[Block | None], now: float) -> LocateResult:
-        """Lease to another node what there is of these blocks."""
+        """Lease to another node the blocks that are not None. The result has a position for each of `blocks`."""
         held = [block for block in blocks if block is not None]
         for block in held:
             self.store.pin(block)
@@ -49,6 +49,6 @@ class ShardContext:
         return LocateResult(self.epoch, lease_id, self.lease_seconds, handles)
 
     def unpin(self, lease: Lease) -> None:
-        """The lease is over."""
+        """Unpin the slots of a lease that has ended."""
         for slot in lease.slots:
             self.store.unpin(slot)

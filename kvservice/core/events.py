@@ -1,4 +1,4 @@
-"""What happens to a shard. A `Call` is answered; everything else is news."""
+"""What happens to a shard. A `Call` is answered; every other event is not."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseI
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Somebody waits for the answer: exactly one Reply or Refuse with this `op`. The caller chooses it, unique while
-    the call is open."""
+    """An event whose sender waits for the answer: exactly one Reply or Refuse with this `op`.
+
+    The sender chooses `op`, which must be unique while the call is open.
+    """
 
     op: int
 
 
 @dataclass(frozen=True, slots=True)
 class Attach(Call):
-    """`account`: the tenant that the channel says, never a field of the request."""
+    """`account` is the tenant that the channel's token names. It is never taken from a field of the request."""
 
     spec: EngineSpec
     account: str = NOBODY
@@ -44,14 +46,14 @@ class Attach(Call):
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """The engine left and promises that none of its processes will write its reservations any more."""
+    """The engine left. It promises that none of its processes will write its reservations any more."""
 
     attachment: AttachmentId
 
 
 @dataclass(frozen=True, slots=True)
 class AttachmentLost:
-    """The stream ended without a word: its processes may still be writing."""
+    """The attach stream ended without a Detach: the engine's processes may still be writing."""
 
     attachment: AttachmentId
 
@@ -71,8 +73,8 @@ class Acquire(Call):
 class Reserve(Call):
     attachment: AttachmentId
     count: int
-    group: int = 0  # KV cache group of the engine that they are for
-    call: int = 0  # the engine's number of this call, for its statements; 0 = it makes none
+    group: int = 0  # the engine's KV cache group that will use the slots
+    call: int = 0  # the engine's number of this call, for its statements; 0 = it sends no statements
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +100,12 @@ class Renew(Call):
     attachment: AttachmentId
     lease_ids: tuple[LeaseId, ...]
     reports: tuple[RequestReport, ...] = ()
-    statement: Statement | None = None  # what the engine holds, if it says so
+    statement: Statement | None = None  # what the engine holds; None = it does not say
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody waits for the answer of this call any more; it is not answered. No answer belongs to the event itself."""
+    """Nobody waits for the answer of the call `op` any more, so it gets none. Cancel itself has no answer."""
 
     op: int
 
@@ -117,7 +119,7 @@ class OpenHandoff(Call):
 
 @dataclass(frozen=True, slots=True)
 class CloseHandoff(Call):
-    """Everything the writer will store for it is sealed."""
+    """The writer has sealed everything that it will store for this hand-off."""
 
     attachment: AttachmentId
     handoff: HandoffId
@@ -148,7 +150,7 @@ class PeerRelease(Call):
 
 @dataclass(frozen=True, slots=True)
 class Digested:
-    """digest is None when the bytes could not be read."""
+    """`digest` is None when the bytes could not be read."""
 
     slot: SlotIndex
     key: BlockKey
@@ -157,7 +159,7 @@ class Digested:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """`complete` is False when part of the directory did not answer: unknown is then not the same as absent."""
+    """`complete` is False when a part of the directory did not answer: then an unknown block may still exist."""
 
     op: int
     runs: tuple[HolderRun, ...]
@@ -166,7 +168,10 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """result is None when the peer failed or refused. sent_at: local clock before the request, for the lease."""
+    """`result` is None when the peer failed or refused.
+
+    `sent_at` is the local clock before the request was sent: the peer's lease is counted from then.
+    """
 
     fetch: int
     result: LocateResult | None
@@ -175,7 +180,10 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """What the writer's node said; result is None when it failed, refused or is not known. sent_at as in Located."""
+    """The answer of the writer's node. `result` is None when the node failed, refused or is not known.
+
+    `sent_at` is as in Located.
+    """
 
     follow: int
     op: int
@@ -188,8 +196,8 @@ class PullResult(Enum):
     OK = "ok"
     STALE = "stale"
     CORRUPT = "corrupt"
-    FAILED = "failed"  # nothing arrived and nothing will
-    STUCK = "stuck"  # it may still arrive: the slot must not be reused until WritesEnded
+    FAILED = "failed"  # the bytes did not arrive and will not arrive later
+    STUCK = "stuck"  # the bytes may still arrive: the slot must not be reused until WritesEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +213,7 @@ class WritesEnded:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """A header found at start. `verified`: its digest matched its payload."""
+    """A slot header found in the segment at start. `verified` says that the payload matches its digest."""
 
     slot: SlotIndex
     payload_bytes: int
@@ -215,7 +223,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class PeerTakeOver(Call):
-    """A node that leaves offers blocks."""
+    """A leaving node offers blocks."""
 
     epoch: BootEpoch  # of this shard
     leaver: Holder
@@ -227,12 +235,12 @@ class PeerTakeOver(Call):
 @dataclass(frozen=True, slots=True)
 class TakersFound:
     peers: tuple[Peer, ...]
-    holders: Mapping[BlockKey, tuple[Holder, ...]]  # other nodes, as far as the directory knows
+    holders: Mapping[BlockKey, tuple[Holder, ...]]  # other nodes with the block, as far as the directory knows
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """result is None when the peer failed or refused."""
+    """`result` is None when the peer failed or refused."""
 
     offer: int
     result: TakeOverResult | None
@@ -240,7 +248,7 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Take no writes any more; with a timeout, also leave within it. `undo` takes it back, before it is too late."""
+    """Stop accepting writes; with a timeout, also leave within it. `undo` cancels the drain if it is not too late."""
 
     undo: bool = False
     timeout_seconds: float = 0.0
@@ -249,7 +257,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class SetTenants:
-    """Who there is now, and what each may hold. No answer."""
+    """The tenants that exist now and their limits. Not answered."""
 
     limits: Mapping[str, TenantLimits]
 

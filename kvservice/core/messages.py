@@ -1,6 +1,6 @@
-"""What engines, shards and peers say to each other, as frozen values. kvservice.wire.codec maps them to protobuf.
+"""The values that engines, shards and peers exchange, all frozen. kvservice.wire.codec maps them to protobuf.
 
-The embedded mode passes the same values without a wire, so the connector cannot tell the two apart.
+The embedded mode passes the same values without protobuf, so the connector sees no difference.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ from kvservice.units import (
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Who attaches. Equal `model` and `namespace` with another fingerprint are refused while the first is attached."""
+    """The engine that attaches.
+
+    An engine with an equal `model` and `namespace` and another fingerprint is refused while the first is attached.
+    """
 
     engine_id: bytes  # 16 bytes, kept by the engine over re-attachments
     model: str
     fingerprint: Fingerprint
     layout: SlotLayout
-    namespace: str = ""  # lets engines of one model with different fingerprints live side by side
+    namespace: str = ""  # lets engines of one model with different fingerprints attach to the same shard
     window_groups: tuple[WindowGroup, ...] = ()  # KV cache groups 1, 2, … of the engine; `layout` is that of group 0
-    attempt: int = 0  # grows with each attach of this engine; one that was overtaken is refused. 0: not counted
+    attempt: int = 0  # grows with each attach of this engine; an attach that a later one overtook is refused. 0 = none
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,36 +53,36 @@ class Attachment:
     segment_path: str  # file to map, read and write
     geometry: Geometry
     node_directory: str  # where the copy workers of its node register; "" when the pool is the engine's own
-    tenant_key: bytes = field(default=b"", repr=False)  # secret: its blocks' keys derive from it; empty = the default
-    public_key: bytes = field(default=b"", repr=False)  # the same for public blocks; empty = it may use none
+    tenant_key: bytes = field(default=b"", repr=False)  # secret from which its block keys derive; empty = no tenants
+    public_key: bytes = field(default=b"", repr=False)  # the same for public blocks; empty = it may not use them
     may_publish: bool = False
     quota_bytes: int = 0  # the most its tenant may hold here; 0 = the whole pool
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What an engine holds at the moment when it composes a heartbeat; see core.reconcile for what follows from it."""
+    """What an engine holds at the moment when it composes a heartbeat. core.reconcile says what follows from it."""
 
-    calls: int  # the last number that it has given to a call that grants something; the first is 1
-    open_calls: tuple[int, ...]  # those whose answers it may still use
-    slots: tuple[SlotIndex, ...]  # that it, or a worker of it, may write
-    handoffs: tuple[HandoffId, ...]  # that it has open
+    calls: int  # the highest number that it has given to a call that grants something; the first is 1
+    open_calls: tuple[int, ...]  # numbers of calls whose answers it may still use
+    slots: tuple[SlotIndex, ...]  # slots that it, or a worker of it, may write
+    handoffs: tuple[HandoffId, ...]  # hand-offs that it has open
 
 
 class MissReason(Enum):
-    """Why an acquired prefix ended where it did. Counted by name; NONE when everything asked was promised."""
+    """Why an acquired prefix ended where it did. Counted by name; NONE when every block asked for was promised."""
 
     NONE = "none"
     NEVER_STORED = "never_stored"  # the directory knows no holder
-    DEADLINE = "deadline"  # did not arrive before the engine's deadline
-    SLOWER_THAN_RECOMPUTE = "slower_than_recompute"  # not fetched: measured bandwidth says recomputing wins
+    DEADLINE = "deadline"  # the block did not arrive before the engine's deadline
+    SLOWER_THAN_RECOMPUTE = "slower_than_recompute"  # not fetched: by the measured bandwidth, computing is faster
     LOOKUP_FAILED = "lookup_failed"  # the lookup service did not answer
     PEER_FAILED = "peer_failed"  # the holder is gone, refused, or the transfer failed
     STALE = "stale"  # the holder's slot changed: epoch, generation, key or length differ
     CORRUPT = "corrupt"  # the digest did not match
-    WINDOW = "window"  # the prefix is here, but not what layers with a window need at its end
+    WINDOW = "window"  # the prefix is here, but not the window blocks that its end needs
     NO_ROOM = "no_room"  # no slot could be freed for the fetched block
-    QUOTA = "quota"  # its tenant may hold, or write, no more blocks
+    QUOTA = "quota"  # its tenant may not hold, or not write, more blocks
     DRAINING = "draining"
     DETACHED = "detached"  # the engine was gone before the answer
 
@@ -92,15 +95,15 @@ class HandoffState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """A prompt that another engine computes just now, for this one to continue."""
+    """A prompt that another engine is computing and that this engine will continue."""
 
     handoff_id: HandoffId
-    node_id: NodeId  # whose shard the writer stores into
+    node_id: NodeId  # the node whose shard the writer stores into
 
 
 @dataclass(frozen=True, slots=True)
 class AcquireRequest:
-    """Make this prefix local and promise it.
+    """Ask the shard to make this prefix local and to lease it.
 
     `keys` is the whole chain from its first block; the engine holds the first `skip` blocks itself, so they are
     neither leased nor fetched.
@@ -109,17 +112,19 @@ class AcquireRequest:
     keys: tuple[BlockKey, ...]
     skip: int
     timeout_seconds: float  # the answer comes no later than this
-    recompute_seconds_per_block: float = 0.0  # measured by the engine; 0 = unknown, then fetch whatever there is
-    handoff: Handoff | None = None  # wait for what this writer seals, and only then ask the directory
-    request_id: str = ""  # the engine's, for `kvservice explain`; "" = nothing is remembered
+    recompute_seconds_per_block: float = 0.0  # measured by the engine; 0 = unknown, then every known block is fetched
+    handoff: Handoff | None = None  # wait for the blocks that this writer seals, and only then ask the directory
+    request_id: str = ""  # the engine's id, for `kvservice explain`; "" = nothing is recorded
 
 
 @dataclass(frozen=True, slots=True)
 class AcquireResult:
-    """The longest local, verified run that starts at `skip`, leased. `lease_id` is 0 when `blocks` is empty.
+    """The longest local and verified run of blocks that starts at `skip`, leased. `lease_id` is 0 when it is empty.
 
-    `window_blocks`: for each window group of the engine the blocks that it needs of this prefix, up to its end.
-    `admitted` is False where nothing is reused: the rest of this chain is better not stored (core.store.admission)."""
+    `window_blocks` holds, for each window group of the engine, the blocks that this prefix needs at its end.
+    `admitted` is False when this node sees no reuse; the engine should then not store the rest of the chain
+    (core.store.admission).
+    """
 
     lease_id: LeaseId
     blocks: tuple[BlockRef, ...]
@@ -131,23 +136,25 @@ class AcquireResult:
 
 @dataclass(frozen=True, slots=True)
 class RequestReport:
-    """What became of one request of an engine, in full blocks of its prompt; sent once, after it ended."""
+    """What became of one request of an engine, counted in full blocks of its prompt. Sent once, after it ended."""
 
     request_id: str
     prompt_blocks: int
     engine_blocks: int  # in the engine's own cache
     loaded_blocks: int  # from the pool
     computed_blocks: int
-    load_failed: bool = False  # what was loaded was given up and computed
-    gave_up: bool = False  # the engine did not wait for the answer any longer
-    asked: bool = True  # the pool was asked at all
-    salted: bool = False  # its blocks are its tenant's own (cache_salt)
+    load_failed: bool = False  # loaded blocks were given up and computed
+    gave_up: bool = False  # the engine stopped waiting for the answer
+    asked: bool = True  # False: the pool was not asked
+    salted: bool = False  # the request has a cache_salt, so its blocks are its own
 
 
 @dataclass(frozen=True, slots=True)
 class SealItem:
-    """A written slot to publish. `parent` is the previous block of the chain, None for the first. A block of a
-    window group has none, and WINDOW_BIT set in its position."""
+    """A written slot to publish. `parent` is the previous block of the chain, None for the first.
+
+    A block of a window group has no parent, and its position has WINDOW_BIT set.
+    """
 
     ref: BlockRef
     key: BlockKey
@@ -159,14 +166,16 @@ class SealItem:
 class SealStatus(Enum):
     SEALED = "sealed"
     DUPLICATE = "duplicate"  # the pool already holds this key; the slot went back
-    STALE = "stale"  # not this engine's reservation any more: epoch, generation or owner differ
+    STALE = "stale"  # the slot is not this engine's reservation any more: epoch, generation or owner differ
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class LocateResult:
-    """A peer's answer: the blocks of the asked run that it holds, leased for the reader. Positions match the request;
-    None where it does not hold the block."""
+    """A peer's answer: which of the requested blocks it holds, leased for the reader.
+
+    `handles` has a position for each requested key; it is None for a block that the peer does not hold.
+    """
 
     epoch: BootEpoch
     lease_id: LeaseId
@@ -176,7 +185,7 @@ class LocateResult:
 
 @dataclass(frozen=True, slots=True)
 class FollowResult:
-    """A peer's answer about a hand-off: the leading blocks of the asked run that are sealed by now, leased."""
+    """A peer's answer about a hand-off: the leading blocks of the request that are sealed by now, leased."""
 
     state: HandoffState
     located: LocateResult
@@ -199,8 +208,8 @@ class TakeOverItem:
     parent: BlockKey | None
     position: int
     route: SpanRoute
-    idle_seconds: float  # since its last use: a receiver gives no block for it that was used later
-    account_tag: int = 0  # core.block.tenants.tag_of whom it is charged to
+    idle_seconds: float  # since its last use: a receiver evicts no block for it that was used more recently
+    account_tag: int = 0  # core.block.tenants.tag_of the tenant that it is charged to
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +217,12 @@ class TakeOverResult:
     """A receiver's answer: which of the offered blocks it holds now."""
 
     kept: tuple[bool, ...]
-    full: bool  # no more room: offer the rest to somebody else
+    full: bool  # the receiver has no more room: offer the rest to another node
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another node, as one that leaves sees it."""
+    """Another node, as a leaving node sees it."""
 
     holder: Holder
     free_bytes: int
@@ -224,7 +233,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class HolderRun:
-    """`count` consecutive keys of a lookup, starting at index `start`, that all these holders have."""
+    """`count` consecutive keys of a lookup, starting at index `start`. Each of `holders` has all of them."""
 
     start: int
     count: int
@@ -233,15 +242,15 @@ class HolderRun:
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """Engines attached to one shard that name and fill their blocks alike."""
+    """Engines attached to one shard that make the same block keys and bytes."""
 
     namespace: str
     model: str
     fingerprint: Fingerprint
     layout: SlotLayout
     attached: int
-    seconds_per_block: float  # of prefill, as one of them measured it last; 0 = not yet
-    tenant_key: bytes = field(default=b"", repr=False)  # as in Attachment, for who asked with a tenant's token
+    seconds_per_block: float  # of prefill, as one of them measured it last; 0 = not measured yet
+    tenant_key: bytes = field(default=b"", repr=False)  # as in Attachment, for a caller with a tenant's token
     public_key: bytes = field(default=b"", repr=False)
 
 
@@ -256,7 +265,7 @@ class PeerSpeed:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What a router wants to know of one node."""
+    """What a router needs to know of one node."""
 
     engines: tuple[EngineKind, ...]
     peers: tuple[PeerSpeed, ...]
@@ -265,7 +274,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """One shard's numbers at one moment."""
+    """One shard's figures at one moment."""
 
     node_id: NodeId
     epoch: BootEpoch

@@ -1,8 +1,7 @@
-"""A table named by nodes, engines, tenants or requests, of which only the latest are kept.
+"""A table named by nodes, engines, tenants or requests that keeps only the entries used last.
 
-Names come and go for as long as a service runs: Ray gives every start of a node a new id, pods get new addresses.
-What is kept for each of them is a memory of earlier experience, never the truth, so the name that was used longest ago
-may go.
+New names appear for as long as a service runs: Ray gives a node a new id at every start, and pods get new addresses.
+What is kept for a name is earlier experience and can be learnt again, so the entry used longest ago may be dropped.
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ from typing import Generic, TypeVar
 K = TypeVar("K")
 V = TypeVar("V")
 
-NODES_MAX = 1024  # remembered by one node: as many as it deals with at a time, not as many as there ever were
+# A node deals with at most so many others at a time. With more, what is dropped is measured again.
+NODES_MAX = 1024
 
 
 class Recent(Generic[K, V]):
-    """At most `limit` entries; the one used longest ago makes room, and `on_drop` gets its value."""
+    """At most `limit` entries. A new one replaces the entry used longest ago, and `on_drop` gets that one's value."""
 
     def __init__(self, limit: int, on_drop: Callable[[V], None] | None = None) -> None:
         assert limit > 0
@@ -30,11 +30,11 @@ class Recent(Generic[K, V]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[K]:
-        """The names, that used longest ago first. Not a use."""
+        """The names, the one used longest ago first. Does not count as a use."""
         return iter(self._entries)
 
     def items(self) -> list[tuple[K, V]]:
-        """All entries. Not a use."""
+        """All entries. Does not count as a use."""
         return list(self._entries.items())
 
     def get(self, name: K) -> V | None:
@@ -55,5 +55,5 @@ class Recent(Generic[K, V]):
         return value
 
     def pop(self, name: K) -> V | None:
-        """Takes the entry out; it is the caller's then."""
+        """Remove and return the entry. `on_drop` is not called."""
         return self._entries.pop(name, None)

@@ -1,7 +1,7 @@
 """Fingerprint: everything that changes the bytes of a block without changing the engine's block hash.
 
-Two engines share blocks only when every field is equal. The digest is part of every block key; the fields travel when
-an engine attaches so that a mismatch can be explained instead of showing up as a silent zero hit rate.
+Two engines share blocks only when all their fields are equal. The digest is part of every block key. The fields travel
+when an engine attaches, so that a mismatch is reported as an error and does not appear as a hit rate of zero. Pure.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from dataclasses import dataclass
 
 from kvservice.errors import InvalidRequest
 
+# An engine has a few dozen short fields. A fingerprint with more or longer ones is refused, so that an attached engine
+# takes little memory and its errors stay readable.
 FIELDS_MAX = 512
-FIELD_CHARS_MAX = 4096
-DIFFERENCES_TOLD = 12
+FIELD_CHARS_MAX = 4096  # of a name or a value; see FIELDS_MAX
+DIFFERENCES_TOLD = 12  # fields named in one error; two models with little in common differ in most fields
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Ordered (name, value) pairs; order is part of the identity, so always build it with `of`."""
+    """(name, value) pairs in order of name. The order is part of the identity, so build it with `of` only."""
 
     fields: tuple[tuple[str, str], ...]
 
     @classmethod
     def of(cls, fields: Mapping[str, object]) -> Fingerprint:
-        """Sorted by name, values as text. Raises InvalidRequest when it is empty or oversized."""
+        """Sorts the fields by name and makes text of the values. Raises InvalidRequest for none, too many, too long."""
         pairs = tuple(sorted((name, str(value)) for name, value in fields.items()))
         if not pairs or len(pairs) > FIELDS_MAX:
             raise InvalidRequest(f"a fingerprint has 1 to {FIELDS_MAX} fields, not {len(pairs)}")
@@ -45,8 +47,10 @@ class Fingerprint:
         return hasher.digest()
 
     def difference(self, other: Fingerprint) -> str:
-        """Readable list of the fields that differ: 'dtype: bfloat16 here, float16 there; …'. Empty when equal; of two
-        models that have little in common, the first fields and how many more differ."""
+        """The fields that differ, for people: 'dtype: bfloat16 here, float16 there; …'. Empty when equal.
+
+        Of many differences the first DIFFERENCES_TOLD are listed and the rest counted.
+        """
         ours, theirs = dict(self.fields), dict(other.fields)
         parts = [
             f"{name}: {ours.get(name, '(absent)')} here, {theirs.get(name, '(absent)')} there"

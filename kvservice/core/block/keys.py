@@ -1,8 +1,8 @@
 """Block keys: how a block gets its name, and how a chain of names is spread over the lookup partitions.
 
 key = keyed BLAKE2b-128(tenant key, fingerprint digest ‖ engine's chained block hash). The engine's hash already covers
-tokens, parent, LoRA, multimodal inputs and cache_salt; the fingerprint covers everything else that changes the bytes;
-the tenant key keeps tenants apart. Seed-free: equal across processes and machines.
+tokens, parent, LoRA, multimodal inputs and cache_salt. The fingerprint covers everything else that changes the bytes.
+The tenant key keeps tenants apart. Nothing depends on a random seed: keys are equal on all machines. Pure.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from itertools import chain
 from kvservice.errors import InvalidRequest
 from kvservice.units import BlockHash, BlockKey, SpanRoute
 
-KEY_BYTES = 16
-# Consecutive blocks of a chain that share a lookup partition: long prompts touch few shards, and one popular system
-# prompt does not pin a single shard.
+KEY_BYTES = 16  # 128 bits: among 2^40 blocks, two share a key with a probability of 2^-49. Other lengths are refused.
+# Consecutive blocks of a chain that share a lookup partition: long prompts touch few partitions, and one popular system
+# prompt does not load a single partition with all its blocks.
 SPAN_BLOCKS = 64
+# 131,072 tokens in blocks of 16. Engines ask for and store the first 8,192 blocks of a longer prompt and compute the
+# rest. A request with more keys is refused. Packed it takes 128 KiB.
 KEYS_PER_REQUEST_MAX = 8192
 DEFAULT_TENANT_KEY = b"kvservice/default-tenant"
 _MANY_KEYS = struct.Struct(f"{KEY_BYTES}s" * 64)
 
 
 def block_key(fingerprint_digest: bytes, block_hash: BlockHash, tenant_key: bytes = DEFAULT_TENANT_KEY) -> BlockKey:
-    """The 16-byte key of one block. tenant_key is 1 to 64 secret bytes."""
+    """The 16-byte key of one block. `tenant_key` is 1 to 64 secret bytes."""
     hasher = hashlib.blake2b(fingerprint_digest, key=tenant_key, digest_size=KEY_BYTES)
     hasher.update(block_hash)
     return BlockKey(hasher.digest())
@@ -34,7 +36,7 @@ def block_key(fingerprint_digest: bytes, block_hash: BlockHash, tenant_key: byte
 def block_keys(
     fingerprint_digest: bytes, hashes: Iterable[BlockHash], tenant_key: bytes = DEFAULT_TENANT_KEY
 ) -> list[BlockKey]:
-    """Keys of a whole chain; the fingerprint is hashed once and the state copied per block."""
+    """The keys of a whole chain, in its order. The fingerprint is hashed once and the state copied for each block."""
     base = hashlib.blake2b(fingerprint_digest, key=tenant_key, digest_size=KEY_BYTES)
     keys: list[BlockKey] = []
     for block_hash in hashes:
@@ -45,34 +47,34 @@ def block_keys(
 
 
 def tenant_key(secret: bytes, name: str) -> bytes:
-    """The key that all of a tenant's block keys derive from. Independent of its tokens, which may change."""
+    """The key from which all of a tenant's block keys derive. It does not depend on its tokens, which may change."""
     return hashlib.blake2b(b"kvservice/tenant/1" + name.encode(), key=secret, digest_size=32).digest()
 
 
 def public_key(secret: bytes) -> bytes:
-    """The same for blocks that tenants share on purpose."""
+    """The key from which the keys of blocks derive that tenants share on purpose."""
     return hashlib.blake2b(b"kvservice/public/1", key=secret, digest_size=32).digest()
 
 
 def adapter_key(key: bytes, identity: bytes) -> bytes:
-    """The key of a tenant for prompts that are computed with an adapter of these bytes."""
+    """The tenant key for prompts that are computed with an adapter. `identity` identifies the adapter's weights."""
     return hashlib.blake2b(b"kvservice/adapter/1" + identity, key=key, digest_size=32).digest()
 
 
 def term_key(key: bytes, term: bytes) -> bytes:
-    """The same key for one term of an engine's weights: blocks from before its weights changed have other names."""
+    """The tenant key for one term of an engine's weights, so that blocks of earlier weights have other keys."""
     return hashlib.blake2b(b"kvservice/term/1" + term, key=key, digest_size=32).digest()
 
 
 def version_term(version: str) -> bytes:
-    """The term of weights that their operator names: equal for every engine that is given this version."""
+    """The term of weights that their operator names by a version. Equal for every engine with this version."""
     return hashlib.blake2b(b"kvservice/weights-version/1" + version.encode(), digest_size=16).digest()
 
 
 def chain_hashes(token_ids: Sequence[int], block_tokens: int, root: bytes = b"") -> list[BlockHash]:
     """Chained SHA-256 of full token blocks (tokens as little-endian u32), for engines without block hashes.
 
-    A trailing partial block has no hash. root separates namespaces (a salt, a LoRA id).
+    A trailing partial block gets no hash. `root` separates namespaces (a salt, a LoRA id).
     """
     parent = hashlib.sha256(b"kvservice/chain/1" + root).digest()
     hashes: list[BlockHash] = []
@@ -86,7 +88,7 @@ def chain_hashes(token_ids: Sequence[int], block_tokens: int, root: bytes = b"")
 
 
 def span_route(keys: Sequence[BlockKey], position: int) -> SpanRoute:
-    """Route of the block at this position of a chain: the first four bytes of the key that opens its span."""
+    """The route of the block at this position of a chain: the first four bytes of the key that begins its span."""
     return route_of_head(keys[position - position % SPAN_BLOCKS])
 
 
@@ -95,7 +97,7 @@ def route_of_head(span_head: BlockKey) -> SpanRoute:
 
 
 def partition_of(route: SpanRoute, partition_count: int) -> int:
-    """Index in [0, partition_count) of the lookup partition that owns this route."""
+    """The index in [0, partition_count) of the lookup partition that owns this route."""
     return route % partition_count
 
 
@@ -104,7 +106,7 @@ def pack_keys(keys: Iterable[BlockKey]) -> bytes:
 
 
 def check_packed(packed: bytes, count_max: int = KEYS_PER_REQUEST_MAX) -> bytes:
-    """The same. Raises InvalidRequest for a length that is no multiple of 16, or too many keys."""
+    """Returns `packed`. Raises InvalidRequest for a length that is not a multiple of 16, or for too many keys."""
     if len(packed) % KEY_BYTES:
         raise InvalidRequest(f"packed keys are {len(packed)} bytes, not a multiple of {KEY_BYTES}", length=len(packed))
     count = len(packed) // KEY_BYTES
@@ -114,16 +116,16 @@ def check_packed(packed: bytes, count_max: int = KEYS_PER_REQUEST_MAX) -> bytes:
 
 
 def check_keys(keys: Iterable[BlockKey]) -> None:
-    """Raises InvalidRequest when one of them has another length than keys have."""
+    """Raises InvalidRequest when a key does not have 16 bytes."""
     for key in keys:
         if len(key) != KEY_BYTES:
             raise InvalidRequest(f"a block key is {KEY_BYTES} bytes, not {len(key)}", length=len(key))
 
 
 def unpack_keys(packed: bytes, count_max: int = KEYS_PER_REQUEST_MAX) -> list[BlockKey]:
-    """Keys from one packed field. Raises InvalidRequest for a length that is no multiple of 16, or too many keys."""
+    """The keys of one packed field. Raises InvalidRequest for a length not a multiple of 16, or for too many keys."""
     check_packed(packed, count_max)
-    # Six times as fast as slicing, and this is most of what answering a lookup costs.
+    # Six times as fast as slicing, which would be most of the cost of answering a lookup.
     whole = len(packed) - len(packed) % _MANY_KEYS.size
     keys = list(chain.from_iterable(_MANY_KEYS.iter_unpack(packed[:whole])))
     keys += [packed[i : i + KEY_BYTES] for i in range(whole, len(packed), KEY_BYTES)]

@@ -1,8 +1,8 @@
-"""Tenants as the pool's decisions see them: accounts that slots are charged to, and what each may hold.
+"""Tenants in the pool's decisions: accounts that slots are charged to, and how much each account may hold.
 
-An account is a tenant's name; NOBODY is the account of a service without tenants, and of blocks whose owner is not
-known. A quota is both ends of a promise: a tenant never holds more, and nobody else's need pushes it below. Quotas that
-exceed the pool together are protected in proportion. Pure.
+An account is a tenant's name. NOBODY is the account of a service without tenants, and of blocks whose owner is not
+known. A quota works in both directions: a tenant never holds more than its quota, and no tenant is pushed below its
+quota to make room for another. When the quotas together exceed the pool, each is protected in proportion. Pure.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 NOBODY = ""
-TAG_MAX = (1 << 15) - 1
-TENANTS_LISTED_MAX = 64  # beyond, numbers of tenants are added up under OTHERS
+TAG_MAX = (1 << 15) - 1  # the slot header has 15 bits for it (segment.header). tag_of says what happens at a collision.
+TENANTS_LISTED_MAX = 64  # bounds the metric series of one shard; further tenants are added up under OTHERS
 OTHERS = "(others)"
 
 
@@ -22,13 +22,13 @@ OTHERS = "(others)"
 class TenantLimits:
     """0 means no limit."""
 
-    quota_bytes: int = 0  # of payloads: reserved, being fetched, sealed or set aside
+    quota_bytes: int = 0  # of payloads in slots that are reserved, being fetched, sealed or quarantined
     in_flight: int = 0  # slots reserved or being fetched at once
 
 
 @dataclass(frozen=True, slots=True)
 class TenantUsage:
-    """One tenant's numbers at one moment."""
+    """One tenant's figures at one moment."""
 
     name: str
     used_bytes: int
@@ -38,8 +38,10 @@ class TenantUsage:
 
 
 def tag_of(account: str) -> int:
-    """15 bits that stand for this account in a slot header, so that a restarted shard knows whom to charge; 0 is
-    nobody. Two accounts may have the same one."""
+    """15 bits that stand for this account in a slot header, so that a restarted shard knows whom to charge.
+
+    0 stands for NOBODY. Two accounts may have the same tag: then nobody is charged for their blocks after a restart.
+    """
     if account == NOBODY:
         return 0
     found = int.from_bytes(hashlib.blake2b(account.encode(), digest_size=4).digest(), "little") % TAG_MAX
@@ -47,7 +49,7 @@ def tag_of(account: str) -> int:
 
 
 class Accounts:
-    """What each account holds and may hold. Only accounts of tenants are counted; nobody has no limits."""
+    """What each account holds and may hold. Only the accounts of tenants are counted; NOBODY has no limits."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
@@ -55,11 +57,11 @@ class Accounts:
         self._floors: dict[str, int] = {}
         self._by_tag: dict[int, str] = {}
         self.used: Counter[str] = Counter()  # bytes of slots that are not free
-        self.writing: Counter[str] = Counter()  # slots
+        self.writing: Counter[str] = Counter()  # slots reserved or being fetched
         self.counters: dict[str, Counter[str]] = {}
 
     def set_limits(self, limits: Mapping[str, TenantLimits]) -> None:
-        """These are the tenants now. Blocks of others stay until they are evicted, protected by nothing."""
+        """Replace the tenants. Blocks of tenants that are gone stay until they are evicted, without protection."""
         self._limits = dict(limits)
         total = sum(limit.quota_bytes for limit in limits.values())
         self._floors = {
@@ -75,24 +77,26 @@ class Accounts:
             del self.counters[name]
 
     def account_of(self, tag: int) -> str:
-        """NOBODY where the tag is not known, or stands for several tenants."""
+        """The account with this tag. NOBODY when the tag is unknown or stands for several tenants."""
         return self._by_tag.get(tag, NOBODY)
 
     def over_quota(self, account: str, payload_bytes: int) -> bool:
-        """Whether one more slot would be too much."""
+        """Whether one more slot of this size would exceed the account's quota."""
         limit = self._limits.get(account)
         return limit is not None and 0 < limit.quota_bytes < self.used[account] + payload_bytes
 
     def may_write(self, account: str) -> int | None:
-        """How many more slots may be reserved or fetched; None is any number."""
+        """How many more slots the account may reserve or fetch now; None = any number."""
         limit = self._limits.get(account)
         if limit is None or not limit.in_flight:
             return None
         return max(limit.in_flight - self.writing[account], 0)
 
     def takes_from(self, account: str, payload_bytes: int) -> Callable[[str], bool] | None:
-        """Whose blocks of that size may go for this account's: its own, and those of whoever keeps its quota without.
-        None is everybody's."""
+        """Which accounts' blocks of that size may be evicted to make room for this account; None = every account's.
+
+        They are its own blocks, and those of accounts that stay at or above their quota without the block.
+        """
         if not self._floors:
             return None
         return lambda other: other == account or self.can_spare(other, payload_bytes)
@@ -106,7 +110,7 @@ class Accounts:
             self.counters.setdefault(account, Counter())[name] += by
 
     def usage(self, count_max: int = TENANTS_LISTED_MAX) -> list[TenantUsage]:
-        """In the order of the limits; what is beyond `count_max` is added up, so that there are never more series."""
+        """A row for each tenant, in the order of the limits. Tenants after `count_max` are added up in one row."""
         names = list(self._limits)
         rows = [self._row(name) for name in names[:count_max]]
         rest = [self._row(name) for name in names[count_max:]]

@@ -1,9 +1,9 @@
-"""Copy descriptors: which contiguous bytes of an engine's KV memory are which bytes of a slot. Pure arithmetic.
+"""Copy descriptors: which contiguous bytes of an engine's KV memory correspond to which bytes of a slot.
 
-`RegionLayout` says how an engine's blocks lie in one region of memory, from the strides of its tensors. With a
-`SlotLayout` that makes a `CopyTemplate`: the runs of one block. A plan of many blocks is the template moved to each
-block and slot; neighbours that continue each other on both sides become one run, so that a copy engine gets few large
-copies whatever layout the engine chose.
+`RegionLayout` says where an engine's blocks are in one region of memory, from the strides of its tensors. Together with
+a `SlotLayout` it makes a `CopyTemplate`: the runs of one block. A plan of many blocks is the template moved to each
+block and slot. Runs that are adjacent on both sides are merged, so that a copy engine gets few large copies whatever
+layout the engine has. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from kvservice.errors import InvalidRequest, UnsupportedLayout
 
 Offsets: TypeAlias = "npt.NDArray[np.int64]"
 
-LAYERS_MAX = 4096
-BYTES_MAX = 1 << 56
-RUNS_MAX = 1 << 20  # of one block: more is not a layout, but a mistake
+LAYERS_MAX = 4096  # far more than any model has. A layout with more is refused.
+BYTES_MAX = 1 << 56  # of offsets, strides and counts, so that sums of them fit into int64. Larger ones are refused.
+RUNS_MAX = 1 << 20  # of one block. A layout with more is a mistake and refused; its arrays would take 24 MB.
 
 
 @dataclass(frozen=True, slots=True)
 class RegionLayout:
     """Blocks of one rank in one region of `region_bytes`. All offsets and strides are bytes from the region's start.
 
-    A layer's block is `[part][kv head][token][K‖V]`; `parts` is more than one where the kernels use smaller blocks than
-    the engine's block manager. `first_head` is this rank's first kv head of the model's.
+    A layer's block is `[part][kv head][token][K‖V]`. `parts` is more than one when the kernels use smaller blocks than
+    the engine's block manager. `first_head` is the model's kv head that is this rank's first.
     """
 
     region_bytes: int
     block_count: int
-    layer_offsets: tuple[int, ...]  # block 0 of each layer
+    layer_offsets: tuple[int, ...]  # where block 0 of each layer begins
     parts: int
     heads: int
     tokens: int  # of a part
@@ -71,7 +71,7 @@ class RegionLayout:
 
     @classmethod
     def of(cls, fields: Mapping[str, object]) -> RegionLayout:
-        """From what `fields` gave, out of another process. Raises InvalidRequest or UnsupportedLayout."""
+        """The layout that another process described with `fields`. Raises InvalidRequest or UnsupportedLayout."""
         layers = fields.get("layer_offsets")
         numbers = {name: value for name, value in fields.items() if name != "layer_offsets"}
         whole = all(type(value) is int for value in numbers.values())
@@ -97,10 +97,13 @@ class Descriptors:
 
 
 class CopyTemplate:
-    """The runs of one block: `engine` offsets for block 0, `slot` offsets in the payload, `lengths`, in slot order."""
+    """The runs of one block: `engine` offsets for block 0, `slot` offsets in the payload, and `lengths`.
+
+    All three are int64 arrays of one length, in bytes, in the order of the slot.
+    """
 
     def __init__(self, region: RegionLayout, slot: SlotLayout) -> None:
-        """Raises UnsupportedLayout when region and slot do not hold the same."""
+        """Raises UnsupportedLayout when region and slot do not hold the same bytes."""
         found = (len(region.layer_offsets), region.parts * region.tokens * region.cell_bytes)
         wanted = (slot.layer_count, slot.cell_bytes)
         if found != wanted or region.first_head + region.heads > slot.kv_head_count:
@@ -137,7 +140,7 @@ class CopyTemplate:
         return int(self.lengths.min())
 
     def expand(self, block_ids: Sequence[int] | Offsets, payload_offsets: Sequence[int] | Offsets) -> Descriptors:
-        """The runs of these blocks, each with the slot payload at the same position, by engine offset, merged.
+        """The runs of these blocks, each with the slot payload at the same index, merged, in order of engine offset.
 
         Raises InvalidRequest for a block outside the region.
         """
@@ -151,7 +154,7 @@ class CopyTemplate:
     def expand_by_block(
         self, block_ids: Sequence[int] | Offsets, payload_offsets: Sequence[int] | Offsets
     ) -> Descriptors:
-        """The same runs, block after block in the order of the slot: for a processor, which copies forward fastest."""
+        """The same runs, block after block, in the order of the slot: a CPU copies fastest forward."""
         blocks, payloads = _blocks_of(self.region, block_ids), np.asarray(payload_offsets, dtype=np.int64)
         engine = ((blocks * self.region.block_stride)[:, None] + self.engine[None, :]).reshape(-1)
         segment = (payloads[:, None] + self.slot[None, :]).reshape(-1)
@@ -159,7 +162,7 @@ class CopyTemplate:
 
 
 class DirectTemplate:
-    """The runs from a block of one region to a block of another, for two engines whose slots are the same."""
+    """The runs from a block of one region to a block of another, for two engines with the same slot layout."""
 
     def __init__(self, source: CopyTemplate, target: CopyTemplate) -> None:
         """Raises UnsupportedLayout when the two do not hold the same part of a slot."""
@@ -178,7 +181,10 @@ class DirectTemplate:
         self._lengths = lengths[held]
 
     def expand(self, source_blocks: Sequence[int] | Offsets, target_blocks: Sequence[int] | Offsets) -> Descriptors:
-        """`engine` is the target region, `segment` the source region. Raises InvalidRequest for a block outside."""
+        """In the result, `engine` is in the target region and `segment` in the source region.
+
+        Raises InvalidRequest for a block outside its region.
+        """
         source, target = _blocks_of(self.source_region, source_blocks), _blocks_of(self.target_region, target_blocks)
         engine = (self._target[:, None] + (target * self.target_region.block_stride)[None, :]).reshape(-1)
         segment = (self._source[:, None] + (source * self.source_region.block_stride)[None, :]).reshape(-1)
@@ -195,14 +201,14 @@ def _blocks_of(region: RegionLayout, block_ids: Sequence[int] | Offsets) -> Offs
 
 
 def _run_at(template: CopyTemplate, slot_offsets: Offsets) -> Offsets:
-    """For each offset in the slot the index of the run that holds it, -1 where none does. Runs are in slot order."""
+    """For each offset in the slot, the index of the run that holds it; -1 when no run does. Runs are in slot order."""
     index = np.searchsorted(template.slot, slot_offsets, side="right") - 1
     held = (index >= 0) & (slot_offsets < template.slot[index] + template.lengths[index])
     return np.where(held, index, -1)
 
 
 def merge_runs(engine: Offsets, segment: Offsets, lengths: Offsets) -> Descriptors:
-    """Join each run with the one before it where it continues it on both sides. Keeps the order."""
+    """Join each run with the one before it when it continues that one on both sides. Keeps the order."""
     if engine.size == 0:
         return Descriptors(engine, segment, lengths)
     continues = np.zeros(engine.size, dtype=bool)
@@ -212,11 +218,11 @@ def merge_runs(engine: Offsets, segment: Offsets, lengths: Offsets) -> Descripto
 
 
 def through_staging(runs: Descriptors, limit: int) -> Iterator[tuple[Descriptors, Descriptors]]:
-    """Cut into rounds that each fit a buffer of `limit` bytes in which runs lie in the order of the segment:
-    (gathered, carried) of each round.
+    """Cut the runs into rounds that each fit a buffer of `limit` bytes. Yields (gathered, carried) for each round.
 
-    `gathered`: `engine` is the region, `segment` the buffer. `carried`: `engine` is the buffer, `segment` the segment,
-    merged whatever the engine's layout was. No run may be longer than `limit`.
+    The buffer holds a round's runs in the order of the segment. `gathered` copies between region (`engine`) and buffer
+    (`segment`). `carried` copies between buffer (`engine`) and segment, merged whatever the engine's layout is. No run
+    may be longer than `limit`.
     """
     order = np.argsort(runs.segment, kind="stable")
     engine, segment, lengths = runs.engine[order], runs.segment[order], runs.lengths[order]

@@ -1,7 +1,7 @@
-"""Key-bound payload digest: a block's bytes under another block's key never verify.
+"""Payload digest that depends on the block's key: a block's bytes never verify under another block's key.
 
-A plain checksum accepts complete, self-consistent bytes of the wrong block; seeding with the key does not. xxh3-64 is
-not cryptographic: it guards against hardware and software faults, not against a peer that forges blocks.
+A plain checksum would accept complete and consistent bytes of the wrong block. xxh3-64 is not cryptographic: it detects
+hardware and software faults, not blocks that a peer forges. Pure.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ Payload: TypeAlias = "bytes | bytearray | memoryview"
 
 
 def digest_payload(payload: Payload, key: BlockKey) -> int:
-    """xxh3_64 of the payload seeded with the low 64 bits of the key, as an unsigned 64-bit integer. About 20 GB/s."""
+    """xxh3_64 of the payload, seeded with the low 64 bits of the key, as an unsigned integer. About 20 GB/s."""
     return xxhash.xxh3_64_intdigest(payload, seed=int.from_bytes(key[8:16], "big"))

@@ -1,12 +1,12 @@
-"""Where everything lies in a shard's segment: pure arithmetic, shared by the shard, the engines and the peers.
+"""Where everything is in a shard's segment: pure arithmetic that the shard, the engines and the peers share.
 
-A segment is one control page, one scratch area and then `slab_count` slabs of equal size. A slab is given to one slot
-size when it is first needed, so that models with different block sizes share a segment (the idea is memcached's slab
-classes, doc/new_lru.txt). Inside a slab: one 64-byte slab header, one 64-byte header per slot, then the payloads,
-each starting on a page boundary so that copy engines and NICs see aligned runs.
+A segment has one control page, one scratch area and then `slab_count` slabs of equal size. A slab is assigned to one
+slot size when it is first needed, so that models with different block sizes share a segment (the idea is memcached's
+slab classes, doc/new_lru.txt). Inside a slab are one 64-byte slab header, one 64-byte header per slot, and the
+payloads. Each payload starts on a page boundary, so that copy engines and NICs see aligned runs.
 
     0            control page (4 KiB)   magic, version, boot epoch, geometry; memory.segment
-    4 KiB        scratch (SCRATCH_BYTES)   landing place for remote slot headers while a pull is verified
+    4 KiB        scratch (SCRATCH_BYTES)   remote slot headers are read into it while a pull is verified
     ...          slab 0 | slab 1 | ...
 """
 
@@ -22,17 +22,19 @@ import numpy.typing as npt
 from kvservice.errors import ConfigError
 from kvservice.units import KiB, MiB, SlotIndex, align_up, format_bytes
 
-PAGE_BYTES = 4 * KiB
-HEADER_BYTES = 64
+PAGE_BYTES = 4 * KiB  # of x86-64 and the common arm64 kernels; payloads start at multiples of it
+HEADER_BYTES = 64  # one cache line, so that one read gets a whole header
 CONTROL_BYTES = PAGE_BYTES
-SCRATCH_BYTES = 1 * MiB  # room for 16,384 remote headers in flight
-SLAB_BYTES_DEFAULT = 64 * MiB
-SLAB_BYTES_MIN = 1 * MiB
-SLOT_BITS = 16
-SLOTS_PER_SLAB_MAX = 1 << SLOT_BITS
+SCRATCH_BYTES = 1 * MiB  # 16,384 remote headers in flight; transfer.puller says what happens when it is full
+SLAB_BYTES_DEFAULT = 64 * MiB  # large enough for many blocks, and small enough that a pool has slabs for several sizes
+SLAB_BYTES_MIN = 1 * MiB  # in smaller slabs hardly any block would fit; a smaller slab_bytes is refused
+SLOT_BITS = 16  # of a slot's index for its place in the slab. The slab's number takes the other 16 of 32.
+SLOTS_PER_SLAB_MAX = 1 << SLOT_BITS  # what the index can name; a slab with smaller blocks leaves the rest unused
 
 assert PAGE_BYTES % HEADER_BYTES == 0
-assert SCRATCH_BYTES % HEADER_BYTES == 0
+assert SCRATCH_BYTES % PAGE_BYTES == 0
+assert SLAB_BYTES_MIN % PAGE_BYTES == 0
+assert SLAB_BYTES_DEFAULT % SLAB_BYTES_MIN == 0, "plan_geometry halves the default until it is the minimum"
 
 
 def slot_index(slab_index: int, index_in_slab: int) -> SlotIndex:
@@ -49,7 +51,7 @@ def index_in_slab(slot: SlotIndex) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Fixed at segment creation; equal on both sides of every mapping (checked from the control page)."""
+    """The sizes of a segment. Fixed when it is made, and checked on every mapping against its control page."""
 
     slab_bytes: int  # multiple of PAGE_BYTES, at least SLAB_BYTES_MIN
     slab_count: int  # at least 1
@@ -74,26 +76,26 @@ class Geometry:
         return self.slab_offset(slab_of(slot)) + HEADER_BYTES * (1 + index_in_slab(slot))
 
     def header_offsets(self, slots: Sequence[SlotIndex]) -> npt.NDArray[np.int64]:
-        """`header_offset` of each of these."""
+        """`header_offset` of each slot, as an int64 array."""
         numbers = np.array(slots, dtype=np.int64)
         first = self.slab_offset(0) + HEADER_BYTES
         return first + (numbers >> SLOT_BITS) * self.slab_bytes + (numbers & (SLOTS_PER_SLAB_MAX - 1)) * HEADER_BYTES
 
     def payload_offset(self, slot: SlotIndex, payload_bytes: int) -> int:
-        """Byte offset in the segment of the slot's payload, for the payload size its slab is given to."""
+        """Byte offset in the segment of the slot's payload. `payload_bytes` is the size assigned to its slab."""
         start = _payload_start(_slots_per_slab(self.slab_bytes, payload_bytes))
         stride = align_up(payload_bytes, PAGE_BYTES)
         return self.slab_offset(slab_of(slot)) + start + index_in_slab(slot) * stride
 
     def payload_offsets(self, slots: Sequence[SlotIndex], payload_bytes: int) -> npt.NDArray[np.int64]:
-        """`payload_offset` of each of these."""
+        """`payload_offset` of each slot, as an int64 array."""
         numbers = np.array(slots, dtype=np.int64)
         start = self.slab_offset(0) + _payload_start(_slots_per_slab(self.slab_bytes, payload_bytes))
         stride = align_up(payload_bytes, PAGE_BYTES)
         return start + (numbers >> SLOT_BITS) * self.slab_bytes + (numbers & (SLOTS_PER_SLAB_MAX - 1)) * stride
 
 
-@lru_cache(maxsize=256)  # asked for every block that moves, with a handful of payload sizes
+@lru_cache(maxsize=256)  # called for every block that is copied; a pool has a handful of payload sizes
 def _slots_per_slab(slab_bytes: int, payload_bytes: int) -> int:
     stride = align_up(payload_bytes, PAGE_BYTES)
     count = (slab_bytes - HEADER_BYTES) // (stride + HEADER_BYTES)
@@ -107,10 +109,10 @@ def _payload_start(slot_count: int) -> int:
 
 
 def plan_geometry(budget_bytes: int, slab_bytes: int | None = None) -> Geometry:
-    """Largest geometry whose segment does not exceed the budget.
+    """The largest geometry whose segment does not exceed the budget.
 
-    Slabs default to 64 MiB and shrink for small budgets so that at least eight fit. Raises ConfigError when the budget
-    does not hold one slab, naming the smallest budget that does.
+    By default slabs have 64 MiB, and less for a small budget, so that at least eight fit. Raises ConfigError when not
+    even one slab fits; the error names the smallest budget that works.
     """
     usable = budget_bytes - CONTROL_BYTES - SCRATCH_BYTES
     if slab_bytes is None:

@@ -1,21 +1,21 @@
-"""The 64-byte slot header that lives in shared memory and is read one-sided by peers.
+"""The 64-byte slot header in shared memory, which peers read one-sided.
 
     offset  size  field
          0     4  magic       0x4B56534C ("KVSL" read as big endian)
          4     2  version     1
-         6     2  flags       bit 0: a secondary copy, fetched from another node; bits 1 to 15: whom it is charged to
-                              (core.tenants.tag_of), 0 is nobody
+         6     2  flags       bit 0: a secondary copy, fetched from another node; bits 1 to 15: the tenant that is
+                              charged for it (core.block.tenants.tag_of), 0 is nobody
          8     8  epoch       boot epoch of the shard that wrote this header
         16     8  generation  odd while the payload is being written, even when it is stable
         24    16  key         block key; while writing: the writer's engine id
         40     4  length      payload bytes
         44     4  route       span route, so that a restarted shard can announce the block again
         48     8  digest      xxh3_64(payload, seed = low 64 bits of key); 0 while writing
-        56     4  position    index of the block in its chain; bit 31 (core.block.window_groups.WINDOW_BIT): a
-                              block of a window group, no link of the chain
+        56     4  position    index of the block in its chain; bit 31 (core.block.window_groups.WINDOW_BIT) is set for
+                              a block of a window group, which is in no chain
         60     4  crc         crc32 over bytes 0..59
 
-All little endian. The CRC makes a torn header read as "no block". Pure: bytes in, values out.
+All fields are little endian. A torn header fails its CRC and is read as "no block". Pure: bytes in, values out.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ import zlib
 from dataclasses import dataclass
 from enum import IntFlag
 
+from kvservice.core.block.tenants import TAG_MAX
 from kvservice.core.segment.geometry import HEADER_BYTES
 from kvservice.units import BlockKey, BootEpoch, Generation, SpanRoute
 
-SLOT_MAGIC = 0x4B56534C
-SLOT_VERSION = 1
-_TAG_SHIFT = 1
+SLOT_MAGIC = 0x4B56534C  # "KVSL": tells a header from whatever else was in memory
+SLOT_VERSION = 1  # of this format. A header of another version is read as no header.
+_TAG_SHIFT = 1  # the account's tag is behind bit 0, SlotFlags.SECONDARY
 
 _BODY = struct.Struct("<IHHQQ16sIIQI")
 _CRC = struct.Struct("<I")
@@ -40,11 +41,12 @@ _TERM = struct.Struct("<QQ")  # epoch, generation
 _LENGTH, _LENGTH_AT = struct.Struct("<I"), 40
 _DIGEST, _DIGEST_AT = struct.Struct("<Q"), 48
 assert _BODY.size + _CRC.size == HEADER_BYTES
+assert TAG_MAX << _TAG_SHIFT < 1 << 16, "the flags have 16 bits"
 
 
 class SlotFlags(IntFlag):
     NONE = 0
-    SECONDARY = 1  # fetched from another node: the primary copy is elsewhere, so it is evicted first
+    SECONDARY = 1  # fetched from another node, which has the primary copy; so it is evicted first
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ def pack_header(header: SlotHeader) -> bytes:
 
 
 def is_whole(data: bytes | memoryview) -> bool:
-    """These are the 64 bytes of a header of this version: not of a free slot, torn or foreign."""
+    """Whether these bytes are a whole header of this version: not a free slot's, not torn, not something else."""
     return (
         len(data) == HEADER_BYTES
         and data[: len(_BEGIN)] == _BEGIN
@@ -90,27 +92,27 @@ def is_whole(data: bytes | memoryview) -> bool:
 
 
 def is_of(data: bytes, epoch: BootEpoch, generation: Generation, key: BlockKey) -> bool:
-    """A whole header of this boot, generation and key; a third of the cost of `unpack_header`."""
+    """Whether it is a whole header of this boot, generation and key. A third of the cost of `unpack_header`."""
     return data[_NAME_AT : _NAME_AT + _NAME.size] == _NAME.pack(epoch, generation, key) and is_whole(data)
 
 
 def is_in_term(data: bytes, epoch: BootEpoch, generation: Generation) -> bool:
-    """A whole header of this boot and generation, whatever the key; as cheap as `is_of`."""
+    """Whether it is a whole header of this boot and generation, with any key. As cheap as `is_of`."""
     return data[_NAME_AT : _NAME_AT + _TERM.size] == _TERM.pack(epoch, generation) and is_whole(data)
 
 
 def has_length(data: bytes, length: int) -> bool:
-    """A whole header, as `is_of` finds it, of a payload of so many bytes."""
+    """Whether the payload has this length in bytes. `data` is a whole header: check with `is_of` first."""
     return data[_LENGTH_AT : _LENGTH_AT + _LENGTH.size] == _LENGTH.pack(length)
 
 
 def has_digest(data: bytes, digest: int) -> bool:
-    """Likewise, of a payload with this digest."""
+    """Whether the payload has this digest. `data` is a whole header: check with `is_of` first."""
     return data[_DIGEST_AT : _DIGEST_AT + _DIGEST.size] == _DIGEST.pack(digest)
 
 
 def unpack_header(data: bytes | memoryview) -> SlotHeader | None:
-    """The header, or None when these bytes are not a whole one."""
+    """The header, or None when these bytes are not a whole header."""
     if not is_whole(data):
         return None
     _, _, flags, epoch, generation, key, length, route, digest, position = _BODY.unpack_from(data)

@@ -1,6 +1,6 @@
-"""What a slot's header must say for its bytes to be trusted, read from another node, copied to an engine, or written.
+"""The checks of a slot's header: when its bytes may be read from another node, copied to an engine, or written.
 
-Pure; the one place for these comparisons, wherever they are made.
+All such comparisons are here. Pure. `data` is always the 64 bytes of a header.
 """
 
 from __future__ import annotations
@@ -11,19 +11,25 @@ from kvservice.units import BlockKey, BootEpoch
 
 
 def is_as_located(data: bytes, handle: BlockHandle, epoch: BootEpoch) -> bool:
-    """`data`: the 64 header bytes of a peer's slot, read after its payload was. True when the slot was not touched
-    since the peer made the handle."""
+    """Whether a peer's slot is unchanged since the peer made the handle.
+
+    The header must have been read after the payload.
+    """
     is_same = is_of(data, epoch, handle.generation, handle.key)
     return is_same and has_length(data, handle.length) and has_digest(data, handle.digest)
 
 
 def is_as_promised(data: bytes, epoch: BootEpoch, ref: BlockRef, key: BlockKey, payload_bytes: int) -> bool:
-    """`data`: the 64 header bytes of the slot of a promise. True when it holds the block that was promised, sealed by
-    this boot of the shard and as large as what is to be read: nothing beyond it is."""
+    """Whether the slot still holds the block that was promised.
+
+    It must be sealed in this boot epoch, with exactly `payload_bytes` bytes, so nothing past the slot is read.
+    """
     return is_of(data, epoch, ref.generation, key) and has_length(data, payload_bytes)
 
 
 def is_reserved(data: bytes, epoch: BootEpoch, ref: BlockRef, payload_bytes: int) -> bool:
-    """The slot with these 64 header bytes is still the reservation that was given, and as large as what is to be
-    written: nobody else may write it, and nothing beyond it is."""
+    """Whether the slot is still the reservation that was granted.
+
+    It must have room for exactly `payload_bytes` bytes, so nothing past the slot is written.
+    """
     return is_in_term(data, epoch, ref.generation) and has_length(data, payload_bytes)

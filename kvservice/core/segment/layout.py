@@ -1,9 +1,9 @@
-"""Slot layout: what one block looks like in a slot, whoever wrote it.
+"""Slot layout: what one block looks like in a slot, whichever engine wrote it.
 
 A slot holds one block, all layers, contiguous, as `[layer][kv head][token][K‖V]`. The innermost `[token][K‖V]` cell is
-copied as it is from the engine's cache page, so its inner order belongs to the attention backend and is part of the
-fingerprint. A rank of a tensor-parallel engine holds a range of kv heads of every layer; where there are more ranks
-than parts of the heads, several ranks hold the same range and take turns in writing it.
+copied unchanged from the engine's cache page, so its inner order belongs to the attention backend and is part of the
+fingerprint. A rank of a tensor-parallel engine holds a range of kv heads of every layer. When there are more ranks than
+ranges, several ranks hold the same range and take turns in writing it. Pure.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """One rank's part of every block: a range of heads that `replica_count` ranks hold alike."""
+    """One rank's part of every block: a range of heads, of which `replica_count` ranks hold the same bytes."""
 
     heads: range
-    replica: int = 0  # which of them this rank is
+    replica: int = 0  # this rank's number among them
     replica_count: int = 1
 
     def writes(self, slot: int) -> bool:
-        """This rank, and no other with the same heads, writes them into this slot. All of them read."""
+        """Whether this rank writes its heads into this slot. Of the ranks with the same heads exactly one does."""
         return slot % self.replica_count == self.replica
 
 
@@ -57,9 +57,9 @@ class SlotLayout:
         return self.layer_count * self.layer_bytes
 
     def share(self, rank: int, rank_count: int, shard_count: int | None = None) -> HeadShare:
-        """What this tensor-parallel rank holds when consecutive ranks hold the same heads, as vLLM places them.
+        """The heads of this tensor-parallel rank, when consecutive ranks hold the same heads, as vLLM places them.
 
-        `shard_count` is how many different parts the ranks hold; by default as many as there are heads and ranks for.
+        `shard_count` is the number of different ranges that the ranks hold; by default the smaller of heads and ranks.
         Raises UnsupportedLayout when heads or ranks do not divide evenly.
         """
         if shard_count is None:
@@ -74,7 +74,7 @@ class SlotLayout:
         return HeadShare(range(shard * width, (shard + 1) * width), replica, replica_count)
 
     def runs(self, heads: range) -> Iterator[Run]:
-        """The byte runs that hold these heads, layer by layer; one run in all when it is every head of the block."""
+        """The byte runs of these heads, layer by layer; a single run when they are all the heads of the block."""
         if len(heads) == self.kv_head_count:
             yield Run(layer=0, slot_offset=0, length=self.payload_bytes)
             return

@@ -1,4 +1,4 @@
-"""How a block in a slot is named: to the engine it is promised to, and to the peer that reads it."""
+"""How a block in a slot is named: for the engine it is promised to, and for the peer that reads it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvservice.units import BlockKey, Generation, SlotIndex
 
 @dataclass(frozen=True, slots=True)
 class BlockRef:
-    """A slot as it was promised: the generation must be the same before and after the bytes are copied."""
+    """A slot that was promised or reserved. Its generation must be the same before and after the bytes are copied."""
 
     slot: SlotIndex
     generation: Generation
@@ -17,7 +17,7 @@ class BlockRef:
 
 @dataclass(frozen=True, slots=True)
 class BlockHandle:
-    """Enough to read one block of a peer one-sided and to know afterwards that it was the right one."""
+    """What a peer needs to read one block one-sided and to check afterwards that it read the right one."""
 
     key: BlockKey
     slot: SlotIndex

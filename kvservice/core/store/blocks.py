@@ -1,7 +1,7 @@
-"""Blocks of one shard: which key lies in which slot, who wrote it, what may be evicted for what.
+"""Blocks of one shard: which key is in which slot, who stored it, and what is evicted to make room.
 
-Sits on the slot table and the eviction policy and keeps the two in step; everything that must become visible in memory
-or in the directory is handed to `emit`. Pure.
+BlockStore uses the slot table and the eviction policy and keeps the two consistent. Everything that must become visible
+in memory or in the directory is passed to `emit` as an action. Pure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex, SpanRout
 
 NO_KEY = BlockKey(bytes(16))
 FETCHES = "blocks fetched from other nodes"
-MayGo = Callable[[str], bool]  # of an account
+MayGo = Callable[[str], bool]  # from an account to whether its blocks may be evicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +43,24 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What room is made for."""
+    """What a slot is needed for."""
 
     payload_bytes: int  # of each slot
     now: float
-    account: str = NOBODY  # the tenant that is charged; at its quota it gives blocks of its own
-    room_for: str = FETCHES  # who is named when somebody asks why a block was evicted
+    account: str = NOBODY  # the tenant that is charged; at its quota it evicts its own blocks
+    room_for: str = FETCHES  # named as the cause when somebody asks why a block was evicted
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Slots in WRITING, and why there are fewer than were wanted: NONE when there are not."""
+    """Reserved slots in WRITING. `short_because` says why there are fewer than requested; NONE when there are not."""
 
     slots: tuple[Slot, ...]
     short_because: MissReason = MissReason.NONE
 
 
 class BlockStore:
-    """Owner ids are 16-byte engine ids; the shard's own fetches write as NO_KEY."""
+    """Owner ids are 16-byte engine ids. The shard's own fetches write as NO_KEY."""
 
     def __init__(
         self, geometry: Geometry, epoch: BootEpoch, policy: EvictionPolicy, emit: Callable[[Action], None]
@@ -109,11 +109,11 @@ class BlockStore:
             self.policy.unpin(self._key_of[index])
 
     def reserve(self, count: int, owner: bytes, want: Want) -> Reservation:
-        """Up to `count` slots, evicting as needed. Headers with odd generations are written at once."""
+        """Up to `count` slots, evicting as needed. Headers with odd generations are emitted at once."""
         wanted = self._within_flight(count, want.account)
         short_because = MissReason.NONE if wanted == count else MissReason.QUOTA
         reserved: list[Slot] = []
-        may_steal = True  # looking for a slab to steal visits every slot, so it is not done again once there was none
+        may_steal = True  # the search for a slab to steal visits every slot; it is not repeated after it found none
         while len(reserved) < wanted:
             if not self._keep_quota(want):
                 short_because = MissReason.QUOTA
@@ -125,7 +125,7 @@ class BlockStore:
                 if self._grow(want, may_steal):
                     continue
                 may_steal = False
-                # With nothing of our own left to give, any slab will do.
+                # When we have no block of our own left to evict, any slab may be stolen.
                 if not self._evict_one(want) and not self._grow(want, may_steal=True):
                     short_because = MissReason.NO_ROOM if wanted == count else MissReason.QUOTA
                     break
@@ -144,7 +144,7 @@ class BlockStore:
         return allowed
 
     def _keep_quota(self, want: Want) -> bool:
-        """Make room within the account's quota for one more slot, out of its own blocks. False when there is none."""
+        """Make room for one more slot within the account's quota, from its own blocks. False when there is none."""
         while self.accounts.over_quota(want.account, want.payload_bytes):
             victim = self.policy.victim(None, lambda other: other == want.account)
             if victim is None:
@@ -153,7 +153,10 @@ class BlockStore:
         return True
 
     def reserve_for_handover(self, used_at: float, want: Want) -> Slot | None:
-        """A slot in WRITING for a block that was last used then, at the cost of nothing that was used later."""
+        """A slot in WRITING for a block that was last used at `used_at`. No block used later is evicted for it.
+
+        None when there is no such slot.
+        """
         payload_bytes, account = want.payload_bytes, want.account
         while self.accounts.over_quota(account, payload_bytes):
             if not self._evict_older(None, used_at, lambda other: other == account, EvictionCause.QUOTA, want):
@@ -182,8 +185,10 @@ class BlockStore:
         return True
 
     def make_primary(self, key: BlockKey) -> None:
-        """The primary copy goes away, and this one takes its place. Its header stays as it is: somebody may be reading
-        it."""
+        """Make a secondary copy the primary one, because the primary copy's node leaves.
+
+        Its header is not changed: somebody may be reading it.
+        """
         block = self._blocks[key]
         if block.is_secondary:
             self._blocks[key] = replace(block, is_secondary=False)
@@ -193,7 +198,7 @@ class BlockStore:
         return self.table[block.slot].account
 
     def by_heat(self) -> list[Block]:
-        """All blocks, the last used first, prefixes before what hangs on them."""
+        """All blocks, the most recently used first, and each prefix before the blocks that extend it."""
         return [self._blocks[key] for key in self.policy.by_heat()]
 
     def parent_of(self, block: Block) -> BlockKey | None:
@@ -233,12 +238,12 @@ class BlockStore:
         return block
 
     def abort(self, slot: Slot) -> None:
-        """WRITING -> FREE: nothing will write it any more."""
+        """WRITING -> FREE. Nothing may write the slot any more."""
         self._emit(ClearHeader(slot.index))
         self.table.free(slot, SlotEvent.ABORT)
 
     def quarantine(self, slot: Slot) -> None:
-        """WRITING -> QUARANTINED: somebody may still write it, or its bytes were wrong."""
+        """WRITING or SEALED -> QUARANTINED: somebody may still write the slot, or its bytes were wrong."""
         self.table.quarantine(slot)
         self.counters["slots_quarantined"] += 1
 
@@ -253,16 +258,16 @@ class BlockStore:
     def adopt(
         self, index: SlotIndex, payload_bytes: int, header: SlotHeader, now: float, *, verified: bool
     ) -> Block | None:
-        """Take over what an earlier boot left in a slot. Wrong or duplicate blocks are dropped.
+        """Take over a slot that an earlier boot left. A wrong or duplicate block is dropped, and None returned.
 
-        A slot left in writing by an engine is quarantined under that engine's id.
+        A slot that an engine was writing is quarantined under that engine's id.
         """
         if self.table.get(index) is None and self.table.assign_slab(payload_bytes, slab_of(index)) is None:
             return None
         slot = self.table[index]
         account = self.accounts.account_of(header.account_tag)
         if not header.is_stable:
-            if header.key == NO_KEY:  # our own fetch: its transport died with the process
+            if header.key == NO_KEY:  # our own fetch: its transport ended with the process
                 self._emit(ClearHeader(index))
                 return None
             self.table.adopt(index, header.generation, owner=bytes(header.key), account=account)
@@ -313,7 +318,7 @@ class BlockStore:
         self.counters["evicted_secondary" if block.is_secondary else "evicted_primary"] += 1
 
     def _grow(self, want: Want, may_steal: bool) -> bool:
-        """Give this size one more slab: an unused one, or one of another size whose blocks are older than our own."""
+        """Assign one more slab to this size: an unused one, or one of another size with blocks older than our own."""
         slab = self.table.assign_slab(want.payload_bytes)
         if slab is not None:
             self._emit(AssignSlab(slab, want.payload_bytes))
@@ -340,7 +345,7 @@ class BlockStore:
         return self.policy.victim(want.payload_bytes, may_go)
 
     def _slab_to_steal(self, want: Want, own_tick: int | None) -> int | None:
-        """A slab of another size whose newest block is older than our own victim, or the oldest if we have none."""
+        """A slab of another size whose newest block is older than our own victim; the oldest slab if we have none."""
         best: tuple[int, int] | None = None
         for size in self.table.payload_sizes:
             if size == want.payload_bytes:

@@ -1,15 +1,15 @@
-"""Which block goes first: leaves before the prefix they hang on, secondary copies first, then the longest unused.
+"""Which block is evicted first: leaves before the prefix they extend, secondary copies first, then the longest unused.
 
-Only a block without resident children can be a victim, so a prefix is never torn out from under its suffix. Among
-those, secondary copies go first because the primary one lives on another node; then the one that has waited longest for
-its next use, where blocks that were used again already are given credit (core.reuse says how much); then the deepest
-position, which keeps the order right for blocks whose parent is not known (adopted after a restart). Blocks of layers
-with a window are no chain: they have neither parent nor children, and only those that hits end with are touched.
+Only a block without resident children can be a victim, so a prefix is never evicted before its suffix. Among the
+candidates, secondary copies go first, because another node has the primary copy. Next is the block that has waited
+longest for its next use; blocks that were reused before are given credit (core.store.reuse says how much). Last, the
+deepest position goes first, which keeps the order right for blocks whose parent is not known (adopted after a restart).
+Blocks of window groups have neither parent nor children, and only those at the end of a hit are touched.
 
-Time is counted in prompts, not seconds: an idle night ages nothing.
+Time is counted in prompts, not in seconds, so an idle night ages nothing.
 
-Lazy heaps, one for each size, tenant and kind of use: entries are pushed when a block becomes or stays evictable
-under a new rank, and checked when popped. Choosing looks at the top of each.
+Each size, tenant and kind of use has a lazy heap. An entry is pushed when a block becomes evictable or its rank
+changes, and checked when it is popped. Choosing a victim looks at the top of each heap. Pure.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from kvservice.units import BlockKey
 
 
 class EvictionPolicy(Protocol):
-    """What core.store.blocks asks of a policy. All methods change only the policy's own state and never block. `now`:
-    seconds on the shard's clock, which never goes back."""
+    """What core.store.blocks asks of a policy. All methods change only the policy's own state and never block.
+
+    `now` is seconds on the shard's clock, which never goes back.
+    """
 
     def add(
         self,
@@ -45,7 +47,7 @@ class EvictionPolicy(Protocol):
     def remove(self, key: BlockKey) -> None: ...
 
     def touch(self, chain: Sequence[BlockKey], now: float) -> None:
-        """These consecutive blocks of one chain were used. Unknown ones are skipped; links are learnt."""
+        """These consecutive blocks of one chain were used. Unknown ones are skipped; parents are learnt."""
         ...
 
     def pin(self, key: BlockKey) -> None: ...
@@ -53,24 +55,27 @@ class EvictionPolicy(Protocol):
     def unpin(self, key: BlockKey) -> None: ...
 
     def victim(self, size_class: int | None, may_go: Callable[[str], bool] | None = None) -> BlockKey | None:
-        """The block to evict next, of this size (None: of any); it stays until `remove`. `may_go` says of an account
-        whether its blocks count. None when every block is pinned or has children."""
+        """The block to evict next, of this size (None: any size). It stays until `remove`.
+
+        `may_go` says of an account whether its blocks may be evicted. Returns None when no block may be, for example
+        because each is pinned or has children.
+        """
         ...
 
     def last_touch(self, key: BlockKey) -> int: ...
 
     def used_at(self, key: BlockKey) -> float:
-        """Like last_touch, in seconds on the clock of `now`."""
+        """When the block was used last, in seconds on the clock of `now`."""
         ...
 
     def make_primary(self, key: BlockKey) -> None:
-        """The primary copy goes: from now on this secondary one is primary."""
+        """The primary copy goes away: this secondary copy is the primary one from now on."""
         ...
 
     def parent_of(self, key: BlockKey) -> BlockKey | None: ...
 
     def by_heat(self) -> list[BlockKey]:
-        """All blocks, the last used first, prefixes before what hangs on them. Sorts."""
+        """All blocks, the most recently used first, and each prefix before the blocks that extend it. Sorts."""
         ...
 
 
@@ -79,20 +84,20 @@ _Rank = tuple[bool, int, int]
 
 @dataclass(slots=True)
 class _KnownBlock:
-    parent: BlockKey | None  # None: first of a chain, or not known
+    parent: BlockKey | None  # None: the first of a chain, or not known
     position: int
     is_secondary: bool
     size_class: int
     account: str
     tick: int  # logical time of the last touch
     used_at: float  # the same in seconds
-    uses: int = 0  # times it was used again, as far as core.store.reuse counts
+    uses: int = 0  # how often it was used again, as far as core.store.reuse counts
     children: int = 0  # resident blocks that name this one as parent
     pinned: bool = False
 
     @property
     def rank(self) -> _Rank:
-        # Of a window group's blocks the earlier are wanted by shorter hits only; without them the chain is of use.
+        # Of a window group's blocks, the earlier ones serve only shorter hits, so they are evicted first.
         order = self.position - 2 * WINDOW_BIT if self.position >= WINDOW_BIT else -self.position
         return (not self.is_secondary, self.tick, order)
 
@@ -102,15 +107,15 @@ _NO_CREDITS = (0,) * KINDS
 
 
 class LeafFirst:
-    """What the policies have in common. `memory` is what credit comes from; None gives nobody any."""
+    """What the policies have in common. `memory` computes the credits; without it no block gets credit."""
 
     def __init__(self, memory: ReuseMemory | None) -> None:
         self._memory = memory
         self._entries: dict[BlockKey, _KnownBlock] = {}
         self._heaps: dict[int, dict[str, list[_Heap]]] = {}  # by size, then by account, then by kind
-        self._sizes: Counter[tuple[int, str]] = Counter()  # blocks that each list of heaps is for
-        # Children of a block that is not resident, by its key and position: linked if it comes, but only at that
-        # position, or two blocks could become each other's parent and never be evicted.
+        self._sizes: Counter[tuple[int, str]] = Counter()  # blocks of each size and account
+        # Children of blocks that are not resident, by the parent's key and position. They are linked when the parent
+        # comes, but only at that position: otherwise two blocks could be each other's parent and never be evicted.
         self._orphans: dict[tuple[BlockKey, int], int] = {}
         self._tick = 0
 
@@ -130,7 +135,7 @@ class LeafFirst:
     ) -> None:
         assert key not in self._entries
         above = self._entries.get(parent) if parent is not None else None
-        if above is None or above.tick != self._tick:  # the blocks of one prompt are as recent as each other
+        if above is None or above.tick != self._tick:  # all blocks of one prompt get the same tick
             self._tick += 1
         uses = 0 if self._memory is None else self._memory.on_insert(key, self._tick)
         entry = _KnownBlock(None, position, is_secondary, size_class, account, self._tick, now, uses)
@@ -149,7 +154,7 @@ class LeafFirst:
             self._memory.on_evict(key, entry.uses, entry.tick, len(self._entries))
         place = (entry.size_class, entry.account)
         self._sizes[place] -= 1
-        if not self._sizes[place]:  # tenants of long ago are not looked at again
+        if not self._sizes[place]:  # so that tenants without blocks cost nothing
             del self._sizes[place]
             self._heaps.get(entry.size_class, {}).pop(entry.account, None)
         if entry.children:
@@ -194,7 +199,7 @@ class LeafFirst:
         return None if best is None else best[1]
 
     def _is_true(self, rank: _Rank, key: BlockKey, kind: int) -> bool:
-        """Whether a heap's entry is not out of date. A block that was gone and is back has a later tick."""
+        """Whether a heap's entry is up to date. A block that was evicted and is back has a later tick."""
         entry = self._entries.get(key)
         return entry is not None and entry.rank == rank and kind_of(entry.uses) == kind and self._is_evictable(entry)
 
@@ -228,9 +233,9 @@ class LeafFirst:
             heaps = by_account[entry.account] = [[] for _ in range(KINDS)]
         heapq.heappush(heaps[kind_of(entry.uses)], (entry.rank, key))
         if sum(map(len, heaps)) > 64 + 4 * self._sizes[entry.size_class, entry.account]:
-            # Touches leave dead entries behind; keep memory in proportion.
+            # Touches leave outdated entries behind; this keeps memory in proportion to the blocks.
             for kind, heap in enumerate(heaps):
-                heaps[kind] = list(dict.fromkeys(one for one in heap if self._is_true(*one, kind)))
+                heaps[kind] = list(dict.fromkeys(item for item in heap if self._is_true(*item, kind)))
                 heapq.heapify(heaps[kind])
 
     def _link(self, entry: _KnownBlock, parent: BlockKey | None) -> None:
@@ -238,7 +243,7 @@ class LeafFirst:
         if parent is None or entry.position >= WINDOW_BIT:
             return
         if above is not None and above.position != entry.position - 1:
-            return  # not a chain: linking it could close a circle that nothing ever evicts
+            return  # not a chain: a link could close a circle, which would never be evicted
         entry.parent = parent
         if above is not None:
             above.children += 1
@@ -262,8 +267,8 @@ class LeafFirst:
             del self._orphans[place]
 
     def _touch_ancestors(self, entry: _KnownBlock) -> None:
-        # A new leaf makes its whole prefix as recent as itself: an engine that had the prefix in its own cache never
-        # asks us for it, yet it is what makes the leaf reachable. Stops at the first ancestor touched already.
+        # A new leaf makes its whole prefix as recent as itself. An engine that has the prefix in its own cache never
+        # asks us for it, but without it the leaf cannot be used. Stops at the first ancestor touched already.
         parent, used_at = entry.parent, entry.used_at
         while parent is not None:
             above = self._entries.get(parent)
@@ -296,14 +301,14 @@ class LeafFirst:
 
 
 class LeafFirstReuse(LeafFirst):
-    """The default."""
+    """The default: least recently used leaf first, with credit for blocks that were reused."""
 
     def __init__(self) -> None:
         super().__init__(ReuseMemory())
 
 
 class LeafFirstLru(LeafFirst):
-    """The least recent leaf goes, however often it was used."""
+    """The least recently used leaf goes first, however often it was used."""
 
     def __init__(self) -> None:
         super().__init__(None)

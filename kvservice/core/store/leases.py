@@ -1,8 +1,9 @@
-"""Read leases: promises that a set of slots stays as it is, for a duration.
+"""Read leases: promises that a set of slots stays unchanged for a time.
 
 A lease has a holder, and only its holder ends or renews it. Deadlines are on the clock of the process that owns the
-table; the holder runs its own clock from before its request, so it always stops first. Ids are single use; releasing
-an unknown one is a counted no-op, never an error (the idea of naming a pin is PegaFlow's lease.rs).
+table. The holder counts the time from before it sent its request, so it always stops reading first. Ids are used once.
+Releasing an unknown lease is counted and has no effect; it is never an error (naming each pin by an id is the idea of
+PegaFlow's lease.rs). Pure.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class LeaseTable:
         return len(self._leases)
 
     def grant(self, holder: LeaseOwner, slots: tuple[SlotIndex, ...], now: float, duration: float) -> Lease:
-        """New lease over slots that the caller has pinned. The caller unpins them when the lease comes back."""
+        """A new lease over slots that the caller has pinned. The caller unpins them when the lease is returned."""
         assert slots
         lease = Lease(LeaseId(self._next_id), holder, slots, now + duration)
         self._next_id += 1
@@ -53,7 +54,7 @@ class LeaseTable:
         return lease is not None and lease.holder != holder
 
     def release(self, lease_id: LeaseId, holder: LeaseOwner) -> Lease | None:
-        """End one lease. None, without side effect, when it is unknown or somebody else's."""
+        """End one lease. Returns None, without effect, when it is unknown or another holder's."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.holder != holder:
             self.counters["lease_release_ignored"] += 1
@@ -63,7 +64,7 @@ class LeaseTable:
         return lease
 
     def renew(self, holder: LeaseOwner, lease_ids: Sequence[LeaseId], now: float, duration: float) -> int:
-        """Extend those of these leases that are the holder's. Returns how many there were."""
+        """Extend the leases among these that are the holder's. Returns how many there were."""
         renewed = self._by_holder.get(holder, set()).intersection(lease_ids)
         for lease_id in renewed:
             lease = self._leases[lease_id]
@@ -71,7 +72,7 @@ class LeaseTable:
         return len(renewed)
 
     def end_holder(self, holder: LeaseOwner) -> list[Lease]:
-        """End all leases of a holder that is gone."""
+        """End all leases of a holder that is gone, and return them."""
         leases = [self._leases[lease_id] for lease_id in sorted(self._by_holder.get(holder, set()))]
         for lease in leases:
             self._drop(lease)
@@ -79,7 +80,7 @@ class LeaseTable:
         return leases
 
     def expire(self, now: float) -> list[Lease]:
-        """End all leases whose time is over."""
+        """End all leases that have expired, and return them."""
         expired: list[Lease] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, lease_id = heapq.heappop(self._deadlines)
@@ -95,7 +96,7 @@ class LeaseTable:
         return expired
 
     def next_deadline(self) -> float | None:
-        """Not later than the first expiry; may be earlier after a renewal."""
+        """A time not later than the first expiry. It may be too early after a renewal."""
         return self._deadlines[0][0] if self._deadlines else None
 
     def slots(self) -> Counter[SlotIndex]:

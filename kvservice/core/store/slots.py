@@ -1,7 +1,7 @@
 """Slot table: the state, generation and owner of every slot, and which slab belongs to which payload size.
 
-Pure bookkeeping. It does not know why a slot is taken or given back (core.blocks decides) and never touches memory.
-Conservation, checked by `check_invariants` and by the shard in production: over the assigned slabs,
+Pure bookkeeping. It does not decide why a slot is taken or given back (core.store.blocks does) and touches no memory.
+`check_invariants` checks conservation, and the shard runs it in production: over the assigned slabs,
 free + writing + sealed + leased + quarantined == capacity, and the sets are disjoint.
 """
 
@@ -20,12 +20,12 @@ from kvservice.units import Generation, SlotIndex
 
 class SlotState(Enum):
     FREE = "free"
-    WRITING = "writing"  # reserved for one owner, who may write it at any moment
-    SEALED = "sealed"  # holds a verified block, nobody reads it
+    WRITING = "writing"  # reserved for one owner, who may write it at any time
+    SEALED = "sealed"  # holds a verified block that no lease covers
     LEASED = "leased"  # holds a verified block that at least one lease covers
     QUARANTINED = "quarantined"  # somebody may still write it, or its bytes failed verification
 
-    __hash__ = object.__hash__  # each exists once; Enum's own is slow, and every change of a slot looks two of them up
+    __hash__ = object.__hash__  # members are unique; Enum's own hash is slow, and every change of a slot looks up two
 
 
 _FREE, _WRITING, _LEASED = SlotState.FREE, SlotState.WRITING, SlotState.LEASED
@@ -42,7 +42,7 @@ class SlotEvent(Enum):
     QUARANTINE = "quarantine"
     END_QUARANTINE = "end_quarantine"  # nothing can write the slot any more
     ADOPT = "adopt"  # a sealed block found in the segment after a restart
-    ADOPT_WRITING = "adopt_writing"  # a half-written one: its writer may be alive
+    ADOPT_WRITING = "adopt_writing"  # a half-written block found after a restart: its writer may be alive
 
     __hash__ = object.__hash__
 
@@ -65,7 +65,7 @@ TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
 
 @dataclass(slots=True)
 class Slot:
-    """One slot. Mutable: it is the record that the table keeps."""
+    """One slot. Mutable: it is the table's own record."""
 
     index: SlotIndex
     payload_bytes: int
@@ -77,13 +77,13 @@ class Slot:
 
 
 class SlotTable:
-    """All slots of one segment. Slots exist once their slab has been given a payload size."""
+    """All slots of one segment. A slot exists once its slab has been assigned a payload size."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
         self.accounts = Accounts(geometry.slab_count * geometry.slab_bytes)
         self._slots: dict[SlotIndex, Slot] = {}
-        self._free: dict[int, deque[SlotIndex]] = {}  # by payload size; may hold slots of reclaimed slabs never
+        self._free: dict[int, deque[SlotIndex]] = {}  # by payload size; never has slots of a slab that was taken back
         self._free_slabs: deque[int] = deque(range(geometry.slab_count))
         self._slab_payload: dict[int, int] = {}
         self._counts: Counter[SlotState] = Counter()
@@ -124,7 +124,7 @@ class SlotTable:
         return len(self._free.get(payload_bytes, ()))
 
     def assign_slab(self, payload_bytes: int, slab: int | None = None) -> int | None:
-        """Give a free slab to this payload size. None when no slab is free (or the named one is not)."""
+        """Assign a free slab to this payload size. None when no slab is free (or the named one is not)."""
         if slab is None:
             if not self._free_slabs:
                 return None
@@ -143,7 +143,7 @@ class SlotTable:
         return slab
 
     def unassign_slab(self, slab: int) -> None:
-        """Take a slab back whose slots are all free."""
+        """Take back a slab whose slots are all free."""
         payload_bytes = self._slab_payload.pop(slab)
         for i in range(self._geometry.slots_per_slab(payload_bytes)):
             slot = self._slots.pop(slot_index(slab, i))
@@ -168,7 +168,7 @@ class SlotTable:
         return slot
 
     def adopt(self, index: SlotIndex, generation: Generation, owner: bytes | None, account: str = NOBODY) -> Slot:
-        """Take over a slot found in the segment at start: sealed when owner is None, else still being written."""
+        """Take over a slot found in the segment at start: sealed when `owner` is None, else being written."""
         slot = self._slots[index]
         self._free[slot.payload_bytes].remove(index)
         slot.account = account
@@ -216,11 +216,11 @@ class SlotTable:
         accounts, account = self.accounts, slot.account
         accounts.used[account] += slot.payload_bytes * ((target is not _FREE) - (slot.state is not _FREE))
         accounts.writing[account] += (target is _WRITING) - (slot.state is _WRITING)
-        if target is _FREE and not accounts.used[account]:  # so that tenants of long ago take no room
+        if target is _FREE and not accounts.used[account]:  # so that tenants without slots take no memory
             del accounts.used[account], accounts.writing[account]
 
     def check_invariants(self) -> None:
-        """Recounts everything. Raises AssertionError naming the first thing that does not add up."""
+        """Recounts everything. Raises AssertionError that names the first thing that does not add up."""
         counted: dict[SlotState, int] = dict.fromkeys(SlotState, 0)
         used: dict[str, int] = {}
         writing: dict[str, int] = {}
