@@ -384,7 +384,7 @@ async def test_no_message_breaks_the_books_of_the_directory() -> None:
         async with connected(address) as channel:
             for index in range(10):
                 await campaign(channel, made(of_services("LookupService"), 40, f"b{index}", menu), DOCUMENTED)
-                server._index.check_invariants()
+                server._directory.check_invariants()
     finally:
         await server.stop(0)
 
