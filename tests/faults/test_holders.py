@@ -7,7 +7,7 @@ import pytest
 from kvservice.core.acquire.pulls import LEASE_MARGIN_SECONDS
 from kvservice.core.messages import MissReason
 from kvservice.testing.builders import make_located, run_of
-from tests.unit.core.test_fetch import CHAIN, OK, A, B, make, nothing_left
+from tests.unit.core.acquire.test_fetch import CHAIN, OK, A, B, make, nothing_left
 
 pytestmark = pytest.mark.faults
 

@@ -472,6 +472,32 @@ def one_wait(root: Path) -> list[str]:
     ]
 
 
+# Folders of tests/unit that are no package of kvservice, with what their tests are about.
+OTHER_UNIT_FOLDERS = {
+    "benchmarks": "the figures and campaigns of benchmarks/",
+    "examples": "what the demos print and need",
+    "scripts": "what scripts/ does to an environment",
+}
+
+
+def tests_mirror_the_product(root: Path) -> list[str]:
+    """A folder of tests/unit has the name of a package, and a file beside them that of a module of kvservice/."""
+    unit, product, findings = root / "tests/unit", root / "kvservice", []
+    for path in sources(root, "tests/unit"):
+        folder = path.relative_to(unit).parent
+        if folder.parts and folder.parts[0] not in OTHER_UNIT_FOLDERS and not (product / folder).is_dir():
+            findings.append(f"{path.relative_to(root)}: kvservice/{folder} is no package")
+        if not folder.parts and not any((product / f"{name}.py").is_file() for name in beginnings(path.stem)):
+            findings.append(f"{path.relative_to(root)}: no module of kvservice/ has this name: choose a folder")
+    return findings
+
+
+def beginnings(stem: str) -> list[str]:
+    """`test_config_definition`: config_definition, config."""
+    words = stem.split("_")[1:]
+    return ["_".join(words[:count]) for count in range(len(words), 0, -1)]
+
+
 def is_check(node: ast.AST) -> bool:
     if isinstance(node, ast.Assert):
         return True
@@ -499,5 +525,6 @@ RULES = {
         actors_link,
         tests_that_check,
         one_wait,
+        tests_mirror_the_product,
     )
 }

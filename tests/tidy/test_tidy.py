@@ -114,6 +114,8 @@ FAULTS = [
     ("type_names", "kvservice/cli/x.py", "class Known: ...\n"),
     ("limits", "kvservice/core/newcomer.py", "WAIT_SECONDS_MAX = 30.0\n"),
     ("limits", "actors/x.py", "_PEERS_MAX: int = -(1 << 10)  # noqa: E501\n"),
+    ("tests_mirror_the_product", "tests/unit/newcomer/test_x.py", "assert 1\n"),
+    ("tests_mirror_the_product", "tests/unit/test_x.py", "assert 1\n"),
     (
         "one_wait",
         "tests/test_x.py",
@@ -127,7 +129,7 @@ def test_a_planted_fault_is_found(clean_copy: Path, tmp_path: Path, rule: str, p
     root = tmp_path / "tree"
     shutil.copytree(clean_copy, root, symlinks=True)
     target = root / path
-    target.parent.mkdir(exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text)
     findings = RULES[rule](root)
     assert findings

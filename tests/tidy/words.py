@@ -61,7 +61,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("family", "kvservice/observe/"): METRIC_FAMILY,
     ("family", "kvservice/proxy/metrics.py"): METRIC_FAMILY,
     ("family", "tests/helm/test_monitoring.py"): METRIC_FAMILY,
-    ("family", "tests/unit/test_metrics.py"): METRIC_FAMILY,
+    ("family", "tests/unit/observe/test_metrics.py"): METRIC_FAMILY,
     ("family", "kvservice/auth/tls.py"): ADDRESS_FAMILY,
     ("family", "kvservice/transfer/devices.py"): ADDRESS_FAMILY,
     ("side", "kvservice/auth/tls.py"): "ssl's server_side",
@@ -69,7 +69,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("side", "kvservice/core/segment/copy_runs.py"): SEARCHSORTED,
     ("side", "benchmarks/pd_handoff.py"): "vLLM's VLLM_NIXL_SIDE_CHANNEL_HOST",
     ("original", "kvservice/connector/vllm/identity.py"): ROPE,
-    ("original", "tests/unit/connector/test_identity.py"): ROPE,
+    ("original", "tests/unit/connector/vllm/test_identity.py"): ROPE,
     ("original", "tests/vllm/tiny_model.py"): ROPE,
     ("original", "tests/faults/test_naming_engines.py"): ROPE,
 }

@@ -26,7 +26,7 @@ from kvservice.observe.lookup_metrics import LOOKUP_GAUGES, LookupCollector, Loo
 from kvservice.observe.metrics import COUNTERS, ShardCollector, serve_metrics, transport_of
 from kvservice.units import BootEpoch, NodeId
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 COUNTED = re.compile(r"(?:counters\[|_count\(|_pool\.count\()\"([a-z_]+)\"(?:\] \+=|[,)])")
 
 

@@ -17,7 +17,7 @@ from kvservice.core.messages import Handoff
 from kvservice.errors import InvalidRequest
 from kvservice.units import BlockKey, HandoffId, NodeId
 from tests.unit.connector.line import BLOCK, Line, hashes
-from tests.unit.connector.test_scheduler import half, plan_step, report, run_step
+from tests.unit.connector.scheduler.test_scheduler import half, plan_step, report, run_step
 
 ID = HandoffId(bytes(range(16)))
 HERE = Handoff(ID, NodeId("n"))

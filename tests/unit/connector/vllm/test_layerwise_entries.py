@@ -14,7 +14,7 @@ from kvservice.connector.options import ConnectorOptions, Layerwise
 from kvservice.connector.vllm import KVServiceConnector
 from kvservice.connector.vllm.compat import layerwise_for
 from kvservice.testing.eventually import eventually
-from tests.unit.connector.test_connector import (
+from tests.unit.connector.vllm.test_connector import (
     BLOCK,
     LAYERS,
     Pair,

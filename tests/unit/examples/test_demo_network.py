@@ -12,7 +12,7 @@ import pytest
 from examples.demo.network import Crossing, why_not
 from kvservice.transfer.nixl import nixl_available
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MiB = 1024 * 1024
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="another user needs root")
 needs_nixl = pytest.mark.skipif(not nixl_available(), reason="NIXL is not installed")

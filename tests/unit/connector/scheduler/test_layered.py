@@ -10,7 +10,7 @@ from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.units import HandoffId
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
-from tests.unit.connector.test_scheduler import plan_step, run_step
+from tests.unit.connector.scheduler.test_scheduler import plan_step, run_step
 
 TOTAL = 4 * BLOCK + 3
 IDS = [11, 12, 13, 14, 15]

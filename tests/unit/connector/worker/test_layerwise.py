@@ -27,7 +27,7 @@ from kvservice.core.segment.layout import HeadShare
 from kvservice.core.segment.refs import BlockRef
 from kvservice.memory.segment import Segment
 from kvservice.testing.eventually import eventually
-from tests.unit.connector.test_worker import (
+from tests.unit.connector.worker.test_worker import (
     BLOCKS,
     HEADS,
     KEY,

@@ -8,7 +8,7 @@ from pathlib import Path
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from tests.unit.connector.test_connector import BLOCK, Pair, StepOutput, blocks, make, model, request, wait_for
+from tests.unit.connector.vllm.test_connector import BLOCK, Pair, StepOutput, blocks, make, model, request, wait_for
 
 __all__ = ["make", "model"]  # fixtures
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts/audit.py"
+SCRIPT = Path(__file__).parents[3] / "scripts/audit.py"
 HASH = "--hash=sha256:" + "ab" * 32
 ROW = {"name": "jinja2", "version": "3.1.6", "vulns": []}
 

@@ -14,7 +14,7 @@ from examples.demo.conversation import Shape, Turn
 from examples.demo.serve import worse_apps
 from examples.demo.serve_report import Pairs, Played, routing_shortfall, save, shortfalls
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 USERS, TURNS = 10, 6
 
 

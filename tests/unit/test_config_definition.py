@@ -16,7 +16,7 @@ from kvservice.cli.settings import load
 from kvservice.config import LEASE_SECONDS_MIN, ServiceConfig, load_config, shown
 from kvservice.connector.options import ConnectorOptions
 from kvservice.connector.scheduler.pool_choice import choose_pool
-from kvservice.core.acquire.acquisitions import LEASE_MARGIN_SECONDS
+from kvservice.core.acquire.pulls import LEASE_MARGIN_SECONDS
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.core.store.eviction import LeafFirstLru
 from kvservice.errors import ConfigError

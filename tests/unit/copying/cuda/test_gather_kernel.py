@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[4]
 KERNEL = ROOT / "kvservice" / "copying" / "cuda" / "gather_kernel.py"
 SITE = ROOT / ".venv-triton" / "site"
 
