@@ -1,4 +1,8 @@
-"""What a copy worker exports to Prometheus: kvservice_copy_worker_*, labelled with service, node and device."""
+"""The metrics that a copy worker exports to Prometheus: kvservice_copy_worker_*, labelled with service, node and
+device.
+
+`read` is called on threads of prometheus_client.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +15,17 @@ from prometheus_client.registry import Collector
 from kvservice.observe.metrics import serve_collectors
 
 COPY_WORKER_COUNTERS: Mapping[str, str] = {
-    "jobs": "copy jobs of engines that ended",
+    "jobs": "copy jobs that ended",
     "blocks": "blocks copied",
     "bytes": "bytes copied",
-    "stale": "jobs ended because a slot was not what was promised",
-    "failed": "jobs ended because a copy failed or was refused",
+    "stale": "jobs that ended because a slot no longer held the promised block",
+    "failed": "jobs that ended because a copy failed or was refused",
 }
 _NAMES = ["service", "node", "device"]
 
 
 class CopyWorkerCollector(Collector):
-    """`read` returns `CopyWorker.state()`; `labels` are service, node and device."""
+    """Reads one copy worker. `read` returns `CopyWorker.state()`; `labels` are service, node and device."""
 
     def __init__(self, labels: tuple[str, str, str], read: Callable[[], Mapping[str, Any]]) -> None:
         self._labels = list(labels)
@@ -30,12 +34,18 @@ class CopyWorkerCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         state = self._read()
         gauges = {
-            "engines": ("engines that use this worker", float(state["engines"])),
-            "wedged": ("1 while a copy hangs", float(state["wedged"])),
-            "device_lost": ("1 when no copy of this worker can succeed any more", float(state["device_lost"])),
+            "engines": ("engines connected to this worker", float(state["engines"])),
+            "wedged": ("1 while a copy hangs and no other can start", float(state["wedged"])),
+            "device_lost": (
+                "1 after the device failed: no copy of this worker can succeed any more",
+                float(state["device_lost"]),
+            ),
         }
         if "pinned_share" in state:
-            gauges["pinned_share"] = ("share of the pool's memory that is pinned for the GPU", state["pinned_share"])
+            gauges["pinned_share"] = (
+                "share of the pool's memory that is pinned for the GPU, 0 to 1",
+                state["pinned_share"],
+            )
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(f"kvservice_copy_worker_{name}", text, labels=_NAMES)
             gauge.add_metric(self._labels, value)
@@ -46,7 +56,9 @@ class CopyWorkerCollector(Collector):
                 counter.add_metric([*self._labels, direction], state["counters"].get(f"{direction}_{name}", 0))
             yield counter
         source = CounterMetricFamily(
-            "kvservice_copy_worker_loaded_blocks", "blocks loaded, by where they came from", labels=[*_NAMES, "source"]
+            "kvservice_copy_worker_loaded_blocks",
+            "blocks loaded into engines, by the source of the bytes",
+            labels=[*_NAMES, "source"],
         )
         from_engines = state["counters"].get("borrowed_blocks", 0)
         source.add_metric([*self._labels, "engine"], from_engines)
@@ -57,5 +69,5 @@ class CopyWorkerCollector(Collector):
 def serve_copy_worker_metrics(
     labels: tuple[str, str, str], read: Callable[[], Mapping[str, Any]], port: int
 ) -> Callable[[], None]:
-    """Answer Prometheus at :port/metrics. Returns what ends it."""
+    """Serve the metrics at :port/metrics, on threads of prometheus_client. Returns a function that ends it."""
     return serve_collectors([CopyWorkerCollector(labels, read)], port)

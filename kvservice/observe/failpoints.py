@@ -1,8 +1,9 @@
-"""Places where a test holds a process, to kill or stop it exactly there. Off in production: one comparison a place.
+"""Named places where a test can hold a process, in order to kill or stop it exactly there.
 
-With KVSERVICE_TEST_FAILPOINTS naming a folder, a process that comes to `failpoint("shard.seal")` while the folder has a
-file `shard.seal.arm` takes that file, leaves `shard.seal.hit` with its process id, and waits until `shard.seal.release`
-is there. The idea of files as switches is Mooncake's (oplog_test_failpoint_test.cpp).
+In production they are off and cost one comparison each. A test sets KVSERVICE_TEST_FAILPOINTS to a folder. A process
+that reaches `failpoint("shard.seal")` looks there for a file `shard.seal.arm`. If there is one, the process removes it,
+writes its process id into `shard.seal.hit`, and waits until `shard.seal.release` exists. Using files as switches is
+Mooncake's idea (oplog_test_failpoint_test.cpp).
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import time
 from pathlib import Path
 
 VARIABLE = "KVSERVICE_TEST_FAILPOINTS"
-HELD_SECONDS_MAX = 60.0  # a test that died releases nobody
+# After this time a held process goes on by itself, because a test that died cannot release it. No test holds one
+# longer.
+HELD_SECONDS_MAX = 60.0
 _folder = Path(folder) if (folder := os.environ.get(VARIABLE)) else None
 
 
 def failpoint(name: str) -> None:
-    """Blocks the calling thread while a test holds it here; returns at once otherwise."""
+    """Block the calling thread while a test holds it here. Returns at once otherwise."""
     if _folder is not None:
         _hold(_folder, name)
 
@@ -26,7 +29,7 @@ def failpoint(name: str) -> None:
 def _hold(folder: Path, name: str) -> None:
     taken = folder / f"{name}.{os.getpid()}"
     try:
-        (folder / f"{name}.arm").rename(taken)  # one process, once
+        (folder / f"{name}.arm").rename(taken)  # the rename succeeds in one process, and once
     except FileNotFoundError:
         return
     taken.write_text(str(os.getpid()))

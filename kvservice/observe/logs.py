@@ -1,7 +1,7 @@
-"""Logs as event name + fields: `log.info("shard_started", extra={"node": …})`.
+"""Logs as an event name with fields: `log.info("shard_started", extra={"node": …})`.
 
-Owns how such a record becomes a line of text or of JSON, and whose logger writes it: ours in processes of our own, the
-engine's in an engine. Any thread may log.
+This module turns such a record into a line of text or of JSON. It also decides whose logger writes the line: ours in
+our own processes, the engine's inside an engine. Any thread may log.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from typing import TextIO
 
 from kvservice.units import printable
 
-TEXT_CHARS_MAX = 8192  # of a line, or of one field in JSON: a client may have chosen how long it is
+# Longer lines, and longer JSON fields, are cut here: a client may have chosen the text, and must not fill the disk with
+# it.
+TEXT_CHARS_MAX = 8192
 _WRITTEN_LATER = frozenset({"message", "asctime", "taskName"})
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
-    """What the caller gave as `extra`."""
-    own = vars(logging.makeLogRecord({})).keys() | _WRITTEN_LATER  # an engine's factory adds some of its own
+    """The fields that the caller gave as `extra`."""
+    # the attributes of every record, also those that an engine's record factory adds
+    own = vars(logging.makeLogRecord({})).keys() | _WRITTEN_LATER
     return {name: value for name, value in vars(record).items() if name not in own}
 
 
@@ -32,13 +35,14 @@ def _cut(value: object) -> object:
 
 
 def _on_one_line(record: logging.LogRecord) -> str:
-    """Names and ids in it may be another's choice, and must not look like a line of their own."""
+    """The message and its fields on one line. Names and ids in it may come from a client, so control characters are
+    escaped: they could otherwise forge a second log line."""
     pairs = [f"{name}={value}" for name, value in fields_of(record).items()]
     return printable(" ".join([record.getMessage(), *pairs])[:TEXT_CHARS_MAX])
 
 
 class TextFormatter(logging.Formatter):
-    """12:00:00.123 INFO kvservice.shard shard_started node=n0 address=127.0.0.1:7000"""
+    """Writes text: `12:00:00.123 INFO kvservice.shard shard_started node=n0 address=127.0.0.1:7000`."""
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
@@ -48,7 +52,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (seconds since 1970), level, logger, event, then the fields."""
+    """Writes one JSON object a line: time (seconds since 1970), level, logger, event, then the fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -64,8 +68,8 @@ class JsonFormatter(logging.Formatter):
 
 
 class EngineHandler(logging.Handler):
-    """Hands our records to the logger of the engine that we run in: its format, its level, its stream. Without it they
-    would reach nobody below WARNING, and bare of time and level above."""
+    """Passes our records to the logger of the engine that we run in, so that they get its format, level and stream.
+    Without this handler Python would drop our records below WARNING and print the others without time and level."""
 
     def __init__(self, engine: logging.Logger) -> None:
         super().__init__()
@@ -78,14 +82,15 @@ class EngineHandler(logging.Handler):
 
 
 def configure(*, json_lines: bool = False, level: int = logging.INFO, stream: TextIO | None = None) -> None:
-    """For processes of our own. Engines keep their logging: `speak_through`. Repeating it replaces."""
+    """Set up logging in a process of our own. A second call replaces the first. Inside an engine use
+    `speak_through`."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if json_lines else TextFormatter())
     logger = logging.getLogger("kvservice")
     logger.handlers = [handler]
     logger.setLevel(level)
     logger.propagate = False
-    if json_lines:  # nobody writes lines of another kind between ours
+    if json_lines:  # warnings become log records too, so that every line is JSON
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         logging.captureWarnings(True)
         root = logging.getLogger()
@@ -98,8 +103,8 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Traceb
 
 
 def speak_through(name: str) -> None:
-    """In an engine: what we log goes to the engine's logger of this name, marked as ours. Not where somebody has
-    configured our logger, or the root logger, which then has our records as usual."""
+    """Inside an engine: send our records to the engine's logger of this name. Does nothing if somebody has configured
+    our logger or the root logger, because our records are then written already."""
     ours, engine = logging.getLogger("kvservice"), logging.getLogger(name)
     if not ours.handlers and not logging.getLogger().handlers:
         ours.addHandler(EngineHandler(engine))
@@ -108,14 +113,14 @@ def speak_through(name: str) -> None:
 
 
 def take_over(name: str) -> None:
-    """What another library logs under this name goes where our records go."""
+    """Send the records of another library's logger `name` to where ours go."""
     theirs = logging.getLogger(name)
     theirs.handlers = list(logging.getLogger("kvservice").handlers)
     theirs.propagate = not theirs.handlers
 
 
 def say(text: str) -> None:
-    """A line for whoever started this process, on stdout; where logs are JSON, one of them."""
+    """Print one line on stdout for the person who started this process. Where logs are JSON, log it instead."""
     ours = logging.getLogger("kvservice")
     if _writes_json(ours):
         ours.info(text)
@@ -124,7 +129,7 @@ def say(text: str) -> None:
 
 
 def say_error(text: str) -> bool:
-    """Log why the process ends, where logs are JSON. False where they are not: then it is for people."""
+    """Log why the process ends, if logs are JSON. Returns False if they are not; the caller then prints for people."""
     ours = logging.getLogger("kvservice")
     if not _writes_json(ours):
         return False

@@ -1,6 +1,6 @@
-"""What a lookup partition exports to Prometheus: kvservice_lookup_*, labelled with service and partition.
+"""The metrics that a lookup partition exports to Prometheus: kvservice_lookup_*, labelled with service and partition.
 
-`read` is called from threads of prometheus_client.
+`read` is called on threads of prometheus_client.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from prometheus_client.registry import Collector
 
 from kvservice.observe.metrics import ANY_ADDRESS, serve_collectors
 
-# Counter of a lookup partition -> what it counts. Exported as kvservice_lookup_<name>_total; others show as events.
+# Counter of a lookup partition -> help text. Exported as kvservice_lookup_<name>_total. A counter that is not listed
+# here is exported under kvservice_lookup_events_total.
 LOOKUP_COUNTERS: Mapping[str, str] = {
-    "resolve_calls": "questions who holds blocks",
-    "resolve_keys": "blocks in them",
-    "resolve_keys_held": "blocks that some node held",
+    "resolve_calls": "calls that asked which nodes hold blocks",
+    "resolve_keys": "blocks that those calls asked for",
+    "resolve_keys_held": "blocks asked for that some node held",
     "announce_calls": "announcements of cache shards",
-    "keys_dropped_full": "announced blocks that found no room in the directory",
-    "watchers_cut_off": "watchers that read too slowly",
+    "keys_dropped_full": "announced blocks dropped because the directory was full",
+    "watchers_cut_off": "watch streams ended because their reader was too slow",
 }
 LOOKUP_GAUGES: Mapping[str, str] = {
-    "boot_epoch": "differs with every start of the lookup partition",
-    "keys": "blocks that some node holds, in this part of the directory",
-    "nodes_alive": "nodes that were heard of in time",
-    "nodes_silent": "nodes that were not, and are not forgotten yet",
+    "boot_epoch": "another number with every start of the lookup partition",
+    "keys": "blocks in this partition that some node holds",
+    "nodes_alive": "nodes whose heartbeats arrive",
+    "nodes_silent": "nodes whose heartbeats stopped and that are not forgotten yet",
 }
 _NAMES = ["service", "partition"]
 
@@ -39,7 +40,7 @@ class LookupNumbers:
 
 
 class LookupCollector(Collector):
-    """`read` returns the lookup partition's numbers now, or None while there are none."""
+    """Reads one lookup partition. `read` returns its numbers now, or None if it cannot answer."""
 
     def __init__(self, service: str, read: Callable[[], LookupNumbers | None]) -> None:
         self._service = service
@@ -59,7 +60,7 @@ class LookupCollector(Collector):
             counter.add_metric(labels, numbers.counters.get(name, 0))
             yield counter
         events = CounterMetricFamily(
-            "kvservice_lookup_events", "everything else that is counted", labels=[*_NAMES, "event"]
+            "kvservice_lookup_events", "all other counters, by name", labels=[*_NAMES, "event"]
         )
         for name, count in sorted(numbers.counters.items()):
             if name not in LOOKUP_COUNTERS:
@@ -70,5 +71,5 @@ class LookupCollector(Collector):
 def serve_lookup_metrics(
     service: str, read: Callable[[], LookupNumbers | None], port: int, address: str = ANY_ADDRESS
 ) -> Callable[[], None]:
-    """Answer Prometheus at address:port/metrics. Returns what ends it."""
+    """Serve the metrics at address:port/metrics. Returns a function that ends it."""
     return serve_collectors([LookupCollector(service, read)], port, address)

@@ -1,9 +1,8 @@
-"""Every metric a shard exports, in one table, and the Prometheus collector that reads them from its counters.
+"""The table of all metrics that a shard exports, and the Prometheus collector that reads them from its counters.
 
-Every counter of the table is exported from the start, as 0: `increase` of a counter that is born with its first event
-is 0, so an alert would miss that event. A counter that is not in the table is not lost: it shows under
-kvservice_events_total with its name as a label. The endpoint runs on threads of prometheus_client; `read` is called
-from them.
+Every counter of the table is exported from the start, as 0. Prometheus' `increase` misses the first event of a counter
+that appears together with it, so an alert would miss that event too. A counter that is not in the table is exported
+under kvservice_events_total with its name as a label. The endpoint and `read` run on threads of prometheus_client.
 """
 
 from __future__ import annotations
@@ -23,89 +22,92 @@ from kvservice.errors import KVServiceError
 log = logging.getLogger("kvservice.observe")
 
 T = TypeVar("T")
+# A scrape waits this long for the shard's event loop, then it has no values. Half of Prometheus' default timeout of 10
+# s.
 READ_SECONDS = 5.0
 
-# Number among a shard's counters that also falls -> what it is. Exported as kvservice_<name>.
+# A shard's number that can fall as well -> help text. Exported as kvservice_<name>.
 GAUGES: Mapping[str, str] = {
     "mirror_keys": "keys in the node's mirror of the directory",
-    "mirror_bytes": "shared memory it takes",
-    "mirror_live_partitions": "lookup partitions whose part of it is fresh",
-    "mirror_age_ms": "since the longest silent one of them was heard of",
+    "mirror_bytes": "shared memory that the mirror takes",
+    "mirror_live_partitions": "lookup partitions whose part of the mirror is fresh",
+    "mirror_age_ms": "milliseconds since the last message of the lookup partition that has been silent longest",
 }
-# Counter of a shard -> what it counts. Exported as kvservice_<name>_total.
+# Counter of a shard -> help text. Exported as kvservice_<name>_total.
 COUNTERS: Mapping[str, str] = {
-    "acquires": "prefixes that engines asked for",
-    "asked_blocks": "blocks in them that the engines did not hold themselves",
+    "acquires": "calls of engines that asked for a prefix",
+    "asked_blocks": "blocks of those prefixes that the engines did not hold themselves",
     "hit_local_blocks": "blocks promised from this node's own slots",
     "hit_remote_blocks": "blocks promised after fetching them from another node",
-    "window_hit_local_blocks": "blocks of window groups found here for hits",
-    "window_hit_remote_blocks": "blocks of window groups fetched from another node for hits",
-    "blocks_sealed": "blocks that became readable, stored here or fetched",
+    "window_hit_local_blocks": "blocks of window groups that hits used from this node's slots",
+    "window_hit_remote_blocks": "blocks of window groups that hits used after fetching them",
+    "blocks_sealed": "blocks that became readable, whether stored here or fetched",
     "blocks_adopted": "blocks of an earlier boot found intact in the segment",
-    "adopt_dropped": "slots of an earlier boot that did not verify",
+    "adopt_dropped": "slots of an earlier boot that failed verification",
     "fetched_blocks": "blocks fetched from other nodes and verified",
-    "fetched_bytes": "bytes of them",
-    "fetches_started": "fetches from other nodes",
+    "fetched_bytes": "bytes of the fetched blocks",
+    "fetches_started": "fetches from other nodes that were started",
     "fetches_failed": "fetches that brought nothing",
-    "fetch_not_worthwhile": "blocks not fetched because recomputing is faster",
+    "fetch_not_worthwhile": "blocks not fetched because computing them was estimated to be faster",
     "pull_ok": "pulled blocks whose digest, generation and epoch matched",
     "pull_stale": "pulled blocks that had been replaced at their source",
     "pull_corrupt": "pulled blocks whose digest did not match",
-    "pull_failed": "blocks that did not arrive",
-    "pull_stuck": "blocks that may still arrive: their slots are set aside",
+    "pull_failed": "pulled blocks that did not arrive",
+    "pull_stuck": "pulled blocks that may still arrive late: their slots are quarantined",
     "peer_located_blocks": "blocks leased to other nodes for reading",
-    "peer_absent_blocks": "blocks that other nodes asked for in vain",
-    "evicted_primary": "blocks evicted that were computed on this node",
-    "evicted_secondary": "blocks evicted that had been fetched from elsewhere",
+    "peer_absent_blocks": "blocks that other nodes asked for and that were not here",
+    "evicted_primary": "evicted blocks that were computed on this node",
+    "evicted_secondary": "evicted blocks that had been fetched from another node",
     "slots_reserved": "slots given to engines for writing",
-    "admission_stopped": "times that nothing was reused for so long that storing was stopped, but for a sample",
-    "admission_resumed": "times that storing was resumed",
+    "admission_stopped": "times that admission stopped storing all but a sample, because nothing was reused",
+    "admission_resumed": "times that admission resumed storing",
     "chains_not_admitted": "requests whose blocks were not stored because nothing is reused",
-    "reserve_shortfall": "slots that engines asked for and did not get",
-    "drains_begun": "times that this shard began to leave",
-    "drains_done": "times that it had left",
-    "drain_blocks_handed": "blocks that other nodes took over when it left",
-    "drain_blocks_lost": "blocks that nobody had any more when it left",
+    "reserve_shortfall": "slots that engines asked for and did not get because the pool was full",
+    "drains_begun": "drains that this shard began",
+    "drains_done": "drains that it completed",
+    "drain_blocks_handed": "blocks that other nodes took over in a drain",
+    "drain_blocks_lost": "blocks that no node held any more after a drain",
     "takeover_blocks_offered": "blocks that leaving nodes offered to this one",
-    "takeover_blocks_held": "blocks of them that were here already",
-    "takeover_blocks_taken": "blocks of them that were read and kept",
-    "takeover_bytes": "bytes of those",
-    "slots_quarantined": "slots set aside because somebody might still write them",
+    "takeover_blocks_held": "offered blocks that were here already",
+    "takeover_blocks_taken": "offered blocks that were read and kept",
+    "takeover_bytes": "bytes of the blocks that were taken over",
+    "slots_quarantined": "slots quarantined because a process might still write into them",
     "slabs_moved": "slabs handed from one block size to another",
-    "seal_duplicate": "stored blocks that were here already",
-    "seal_stale": "seals of reservations that had ended",
-    "segments_replaced": "times that the segment's file was removed by somebody, and made again",
-    "attaches": "engines that attached",
-    "attach_fingerprint_refused": "engines refused for another fingerprint",
+    "seal_duplicate": "stored blocks that the pool held already",
+    "seal_stale": "seals refused because their reservation had ended",
+    "segments_replaced": "times that the segment's file was found removed and was made again",
+    "attaches": "attaches of engines",
+    "attach_fingerprint_refused": "engines refused because of their fingerprint",
     "attach_overtaken": "attaches refused because a later one of the same engine had been answered",
     "attachments_lost": "engines that vanished without detaching",
     "leases_granted": "read leases granted",
     "leases_released": "read leases given back",
     "leases_expired": "read leases that ran out",
     "quota_refused": "slots that tenants did not get because of their quota",
-    "in_flight_refused": "slots that tenants did not get because they fill as many as they may",
+    "in_flight_refused": "slots that tenants did not get because too many of their slots were being filled",
     "calls_unauthenticated": "calls without a tenant's token, or with a wrong one",
-    "attachments_revoked": "engines detached because their tenant's rights changed",
-    "lookup_calls": "questions to the lookup service",
-    "lookup_rpcs": "calls they took",
-    "lookup_incomplete": "questions that a lookup partition did not answer",
-    "mirror_answers": "questions answered from the node's mirror of the directory, without a call",
-    "mirror_keys_taken": "keys that the mirror was told of, added or removed",
-    "mirror_streams": "watch streams that fed it",
-    "lookup_skipped": "calls left out because the lookup partition had failed repeatedly",
+    "attachments_revoked": "engines detached because the rights of their tenant changed",
+    "lookup_calls": "lookups that the shard made",
+    "lookup_rpcs": "RPCs that those lookups took",
+    "lookup_incomplete": "lookups to which some lookup partition gave no answer",
+    "mirror_answers": "lookups answered from the node's mirror of the directory, without an RPC",
+    "mirror_keys_taken": "keys added to or removed from the mirror",
+    "mirror_streams": "watch streams opened to feed the mirror",
+    "lookup_skipped": "RPCs not sent because the lookup partition had failed repeatedly",
     "transfer_blocks": "blocks that the transport moved",
     "transfer_connects": "connections to other nodes",
     "transfer_connect_failed": "connections to other nodes that failed",
     "transfer_reads_failed": "reads that the transport reported as failed",
 }
-TRANSPORTS = ("nixl", "shm")  # that bytes are exported of from the start
+TRANSPORTS = ("nixl", "shm")  # their byte counters are exported from the start, as 0
 ANY_ADDRESS = "0.0.0.0"
 _PREFIX = "kvservice"
 _TRANSPORT_BYTES = ("transfer_", "_bytes")  # transfer_<transport>_bytes
 
 
 class TenantRow(Protocol):
-    """core.tenants.TenantUsage. There are never more than 65 of them, however many tenants there are."""
+    """The usage of one tenant, as core.block.tenants.TenantUsage has it. There are at most 65 rows, however many
+    tenants there are."""
 
     @property
     def name(self) -> str: ...
@@ -120,7 +122,7 @@ class TenantRow(Protocol):
 
 
 class ShardNumbers(Protocol):
-    """What is read of a shard: core.messages.PoolStats has it."""
+    """The numbers of a shard that are exported. core.messages.PoolStats has them."""
 
     @property
     def node_id(self) -> str: ...
@@ -143,7 +145,7 @@ class ShardNumbers(Protocol):
 
 
 class ShardCollector(Collector):
-    """`read` returns the shard's numbers now, or None while there are none."""
+    """Reads one shard. `read` returns its numbers now, or None if it cannot answer."""
 
     def __init__(self, service: str, read: Callable[[], ShardNumbers | None]) -> None:
         self._service = service
@@ -156,11 +158,11 @@ class ShardCollector(Collector):
         labels = [self._service, numbers.node_id]
         yield from self._gauges(numbers, labels)
         names = ["service", "node"]
-        events = CounterMetricFamily(f"{_PREFIX}_events", "everything else that is counted", labels=[*names, "event"])
+        events = CounterMetricFamily(f"{_PREFIX}_events", "all other counters, by name", labels=[*names, "event"])
         moved = CounterMetricFamily(
             f"{_PREFIX}_transfer_bytes", "bytes fetched, by transport", labels=[*names, "transport"]
         )
-        for name, text in COUNTERS.items():  # also those that nothing was counted of: see the docstring
+        for name, text in COUNTERS.items():  # also those that are still 0: see the module's docstring
             family = CounterMetricFamily(f"{_PREFIX}_{name}", text, labels=names)
             family.add_metric(labels, numbers.counters.get(name, 0))
             yield family
@@ -180,9 +182,13 @@ class ShardCollector(Collector):
     def _tenants(numbers: ShardNumbers, labels: list[str]) -> Iterator[Metric]:
         names = ["service", "node", "tenant"]
         used = GaugeMetricFamily(f"{_PREFIX}_tenant_used_bytes", "bytes charged to a tenant", labels=names)
-        quota = GaugeMetricFamily(f"{_PREFIX}_tenant_quota_bytes", "most it may hold, 0 = no limit", labels=names)
-        flight = GaugeMetricFamily(f"{_PREFIX}_tenant_in_flight", "slots it fills at the moment", labels=names)
-        events = CounterMetricFamily(f"{_PREFIX}_tenant_events", "what tenants were refused", labels=[*names, "event"])
+        quota = GaugeMetricFamily(
+            f"{_PREFIX}_tenant_quota_bytes", "most bytes that a tenant may hold, 0 = no limit", labels=names
+        )
+        flight = GaugeMetricFamily(f"{_PREFIX}_tenant_in_flight", "slots that a tenant is filling now", labels=names)
+        events = CounterMetricFamily(
+            f"{_PREFIX}_tenant_events", "what tenants were refused, by event", labels=[*names, "event"]
+        )
         for row in numbers.tenants:
             used.add_metric([*labels, row.name], row.used_bytes)
             quota.add_metric([*labels, row.name], row.quota_bytes)
@@ -198,7 +204,7 @@ class ShardCollector(Collector):
         values = {
             "segment_bytes": ("shared memory of the pool", numbers.segment_bytes),
             "slabs": ("slabs of the segment", numbers.slab_count),
-            "slabs_free": ("slabs that no block size uses", numbers.slab_free_count),
+            "slabs_free": ("slabs that are not assigned to a block size", numbers.slab_free_count),
             "boot_epoch": ("grows with every start of the shard", numbers.epoch),
             **{name: (text, numbers.counters.get(name, 0)) for name, text in GAUGES.items()},
             "draining": ("1 while the shard takes no new work", int(numbers.draining)),
@@ -214,14 +220,14 @@ class ShardCollector(Collector):
 
 
 def transport_of(counter: str) -> str | None:
-    """'nixl' for 'transfer_nixl_bytes', None for counters that count something else."""
+    """The transport of a byte counter: 'nixl' for 'transfer_nixl_bytes'. None for counters of something else."""
     head, tail = _TRANSPORT_BYTES
     return counter[len(head) : -len(tail)] if counter.startswith(head) and counter.endswith(tail) else None
 
 
 def read_on(loop: asyncio.AbstractEventLoop, ask: Callable[[], T]) -> Callable[[], T | None]:
-    """What any thread may call to have `ask` called on the loop. It blocks, and returns None when the loop is busy or
-    ending."""
+    """Make a function that calls `ask` on the loop and that any thread may call. It blocks at most READ_SECONDS, and
+    returns None if the loop is too busy or ends."""
 
     async def call() -> T:
         return ask()
@@ -238,12 +244,12 @@ def read_on(loop: asyncio.AbstractEventLoop, ask: Callable[[], T]) -> Callable[[
 def serve_metrics(
     service: str, read: Callable[[], ShardNumbers | None], port: int, address: str = ANY_ADDRESS
 ) -> Callable[[], None]:
-    """Answer Prometheus at address:port/metrics. Returns what ends it."""
+    """Serve the metrics at address:port/metrics. Returns a function that ends it."""
     return serve_collectors([ShardCollector(service, read)], port, address)
 
 
 def serve_collectors(collectors: Sequence[Collector], port: int, address: str = ANY_ADDRESS) -> Callable[[], None]:
-    """Like `serve_metrics`. A taken port costs the metrics, not what they are about."""
+    """Like `serve_metrics`. If the port is taken this logs a warning and serves no metrics; the process goes on."""
     registry = CollectorRegistry(auto_describe=False)
     for collector in collectors:
         registry.register(collector)

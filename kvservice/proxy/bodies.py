@@ -1,6 +1,6 @@
 """OpenAI bodies as the proxy reads and writes them: requests, hand-off parameters, errors, event streams.
 
-Pure. Nothing here trusts its input: what cannot be read is an InvalidRequest or a None.
+Pure. No input is trusted: a function raises InvalidRequest or returns None for what it cannot read.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ from typing import Any
 from kvservice.errors import InvalidRequest
 from kvservice.proxy.plan import HandoffSource, Problem
 
-HANDOFF_VERSION = 1
+HANDOFF_VERSION = 1  # the connector ignores parameters of another version, and so do we: nothing is handed off then
 PARAMS = "kv_transfer_params"
-OWN = "kvservice"  # our part of the parameters
-MEDIA_CHARS = 4096  # what an image or another part without text counts for; they are thousands of tokens or nothing
-CHARS_PER_TOKEN = 4  # for prompts that come as token ids
-EVENT_BYTES_MAX = 1 << 20  # of one server-sent event held back until it is complete
+OWN = "kvservice"  # the key of our part of the parameters
+# An image or another part without text counts as this many characters. It is 1,000 tokens, about what one image takes.
+MEDIA_CHARS = 4096
+CHARS_PER_TOKEN = 4  # Used for prompts that come as token ids. English text has about four characters a token.
+# The most bytes of one server-sent event that are held back until it is complete. Beyond it they go out in pieces.
+EVENT_BYTES_MAX = 1 << 20
 PROBE_PROMPT = "Hello"
-# Reading JSON holds up all other requests: a body of empty lists would for seconds, and take thirty times its size.
-LISTS_MAX = 1 << 20  # lists and objects, also where they only look so, in the text of a prompt
-VALUES_MAX = 1 << 22  # beside them: a prompt of token ids
+# Limits of one request body. Parsing JSON stops all other requests on the loop: a body that is nothing but empty lists
+# would stop them for seconds and take thirty times its size in memory. Beyond a limit the request is refused.
+LISTS_MAX = 1 << 20  # Lists and objects. Brackets in the text of a prompt count as well.
+VALUES_MAX = 1 << 22  # Other values, for example token ids: far more than the longest context has.
 
-# Of the client's wishes these do not fit a request for one token, or cost work whose result nobody reads.
+# Fields of the client's request that make no sense for one token, or that cost work whose result is thrown away.
 _DROPPED_FOR_PREFILL = (
     "stream_options",
     "min_tokens",
@@ -42,16 +45,19 @@ _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 class ClientBody:
     """A request body that was read and found acceptable."""
 
-    raw: bytes  # as it came: a JSON object in UTF-8
+    raw: bytes  # the bytes as they came: a JSON object in UTF-8
     parsed: Mapping[str, Any]
-    prompt_chars: int  # how long the prompt is, roughly
-    single: bool  # one prompt and plain sampling: what can be handed off
+    prompt_chars: int  # approximate length of the prompt, in characters
+    single: bool  # one prompt and plain sampling; only such requests can be handed off
 
 
 def read_body(raw: bytes) -> ClientBody:
-    """Raises InvalidRequest with a message for the client. Whatever else is wrong, the server will say."""
+    """Read a request body. Raises InvalidRequest with a message for the client. Everything not checked here is left to
+    the server to refuse."""
     if raw.count(b"[") + raw.count(b"{") > LISTS_MAX or raw.count(b",") > VALUES_MAX:
-        raise InvalidRequest(f"the request body has more than {LISTS_MAX} lists and objects, or {VALUES_MAX} values")
+        raise InvalidRequest(
+            f"the request body has more than {LISTS_MAX} lists and objects, or more than {VALUES_MAX} values"
+        )
     try:
         parsed = json.loads(raw.decode("utf-8"))
         chars = prompt_chars(parsed) if isinstance(parsed, dict) else 0
@@ -61,7 +67,7 @@ def read_body(raw: bytes) -> ClientBody:
         raise InvalidRequest("the request body must be a JSON object")
     extra = parsed.get("vllm_xargs")
     if PARAMS in parsed or (isinstance(extra, dict) and PARAMS in extra):
-        raise InvalidRequest(f"{PARAMS} is set by this proxy only: leave it out")
+        raise InvalidRequest(f"{PARAMS} is set by this proxy: leave it out of the request")
     return ClientBody(
         raw=raw,
         parsed=parsed,
@@ -71,7 +77,7 @@ def read_body(raw: bytes) -> ClientBody:
 
 
 def prompt_chars(body: Mapping[str, Any]) -> int:
-    """Characters of text in the prompt; token ids and media are converted. Never raises, whatever the types."""
+    """The characters of text in the prompt. Token ids and media are converted. Never raises, whatever the types."""
     total = _text_chars(body.get("prompt"))
     messages = body.get("messages")
     if isinstance(messages, list):
@@ -106,7 +112,7 @@ def _is_single(body: Mapping[str, Any]) -> bool:
 
 
 def prefill_body(body: ClientBody, handoff_id: str) -> bytes:
-    """The client's body turned into a request for one token, and for what it computes to be handed off."""
+    """The client's body as a prefill request: one token, and the computed blocks are handed off under `handoff_id`."""
     wanted = {name: value for name, value in body.parsed.items() if name not in _DROPPED_FOR_PREFILL}
     wanted |= {"stream": False, "max_tokens": 1, "n": 1, PARAMS: prefill_params(handoff_id)}
     if "max_completion_tokens" in wanted:
@@ -115,7 +121,7 @@ def prefill_body(body: ClientBody, handoff_id: str) -> bytes:
 
 
 def probe_body(model: str, handoff_id: str) -> bytes:
-    """A /v1/completions request that only serves to see which node its answer names."""
+    """The body of a /v1/completions request that is sent only to learn which node its answer names."""
     wanted = {"model": model, "prompt": PROBE_PROMPT, "max_tokens": 1, PARAMS: prefill_params(handoff_id)}
     return json.dumps(wanted).encode()
 
@@ -129,7 +135,7 @@ def prefill_params(handoff_id: str) -> dict[str, Any]:
 
 
 def decode_body(body: ClientBody, handoff: HandoffSource | None) -> bytes:
-    """The client's body byte for byte, with the hand-off's parameters as its last member."""
+    """The client's body byte for byte, with the hand-off's parameters added as its last member."""
     if handoff is None:
         return body.raw
     params = {
@@ -143,7 +149,8 @@ def decode_body(body: ClientBody, handoff: HandoffSource | None) -> bytes:
 
 
 def node_of(answer: bytes) -> str | None:
-    """The node that a prefill answer names. None when it names none or speaks another version: nothing to hand off."""
+    """The node that a prefill answer names. None if it names none, or speaks another version: then nothing is handed
+    off."""
     try:
         parsed = json.loads(answer)
     except (ValueError, RecursionError):
@@ -157,7 +164,7 @@ def node_of(answer: bytes) -> str | None:
 
 
 def model_of(answer: bytes) -> str | None:
-    """The first model in the answer of /v1/models."""
+    """The first model in an answer of /v1/models. None if there is none."""
     try:
         parsed = json.loads(answer)
     except (ValueError, RecursionError):
@@ -169,24 +176,25 @@ def model_of(answer: bytes) -> str | None:
 
 
 def error_body(problem: Problem) -> bytes:
-    """An error as OpenAI clients expect it."""
+    """An error in the form that OpenAI clients expect."""
     error = {"message": problem.message, "type": problem.kind, "param": None, "code": problem.status}
     return json.dumps({"error": error}).encode()
 
 
 def error_event(problem: Problem) -> bytes:
-    """The last events of a stream that cannot go on."""
+    """The last events of a stream that failed."""
     return b"data: " + error_body(problem) + b"\n\ndata: [DONE]\n\n"
 
 
 class EventTail:
-    """Lets bytes of an event stream through unchanged, in whole events, so that an error can follow at any moment."""
+    """Passes an event stream on unchanged, but only in whole events, so that an error event can follow at any
+    moment."""
 
     def __init__(self) -> None:
         self._tail = b""
 
     def feed(self, chunk: bytes) -> bytes:
-        """What may go to the client now; the rest follows with a later chunk or with `rest`."""
+        """Take a chunk. Returns the bytes that may go to the client now; a later call or `rest` returns the others."""
         data = self._tail + chunk
         ends = [match.end() for match in _EVENT_END.finditer(data)]
         cut = ends[-1] if ends else 0
@@ -196,6 +204,6 @@ class EventTail:
         return data[:cut]
 
     def rest(self) -> bytes:
-        """What is left at a regular end of the stream."""
+        """The bytes held back when the stream ends regularly."""
         tail, self._tail = self._tail, b""
         return tail

@@ -1,4 +1,4 @@
-"""Looks after the servers: asks for their health at intervals, and prefill servers for the node they are on.
+"""Checks the servers: asks each for its health at intervals, and asks prefill servers which node they are on.
 
 Runs on the proxy's event loop, each check in a task of its own.
 """
@@ -20,12 +20,17 @@ from kvservice.proxy.upstream import AnswerKind, UpstreamAnswer, UpstreamFault
 
 log = logging.getLogger("kvservice.proxy")
 
-CHECK_SECONDS = 3.0  # for an answer of /health
-PROBE_SECONDS = 60.0  # for a completion of one token: the server may have a queue
+# For an answer of /health, which a healthy server gives in milliseconds. Two late answers make it sick
+# (SLOW_CHECKS_MAX).
+CHECK_SECONDS = 3.0
+# For a completion of one token. It is long because the server may have a queue. A late answer is logged, and asked
+# again.
+PROBE_SECONDS = 60.0
 
 
 class ServerChecks:
-    """`run` until cancelled. `soon` has failed servers looked at without waiting for the interval.
+    """Runs the checks. Call `run` in a task and cancel it to stop. `soon` wakes it to check failed servers before the
+    interval ends.
 
     `on_sick` is called when a server that was healthy fails its checks.
     """
@@ -44,7 +49,7 @@ class ServerChecks:
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._probing: set[str] = set()
-        self._told: dict[str, str] = {}  # by prefill URL: the last thing logged about its probes
+        self._told: dict[str, str] = {}  # by prefill URL: the last event logged about its probes
 
     def soon(self) -> None:
         self._wake.set()
@@ -73,7 +78,7 @@ class ServerChecks:
                 reason = f"/health answered {answer.status}"
         except UpstreamFault as error:
             slow, reason = error.fault is ServerFault.TIMEOUT, str(error)
-        except Exception as error:  # a server whose check never ends would never be checked again
+        except Exception as error:  # a server whose check never ended would never be checked again
             log.exception("check_failed", extra={"server": server.url})
             reason = f"{type(error).__name__}: {error}"
         now = asyncio.get_running_loop().time()
@@ -99,10 +104,10 @@ class ServerChecks:
         finally:
             self._probing.discard(server.url)
         if not server.healthy or server.node is not None:
-            return  # it failed meanwhile, or a request has taught us
+            return  # the server failed meanwhile, or a request's answer has named the node
         self._pool.learnt(server, node)
         if node is None:
-            hint = "its answers name no node: start it with KVServiceConnector; until then nothing is handed off"
+            hint = "its answers name no node, so nothing is handed off; start it with KVServiceConnector"
             self._tell(server, "prefill_server_hands_nothing_off", hint)
         else:
             self._tell(server, "prefill_node_known", node)
@@ -132,7 +137,7 @@ class ServerChecks:
             return await upstream.whole(response)
 
     def _tell(self, server: Server, event: str, detail: str) -> None:
-        """Once, until something else is to be said."""
+        """Log an event once, until another event is logged for this server."""
         if self._told.get(server.url) != event:
             self._told[server.url] = event
             level = logging.INFO if event == "prefill_node_known" else logging.WARNING

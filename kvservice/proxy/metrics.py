@@ -1,4 +1,4 @@
-"""What the proxy counts, and how it reads for Prometheus at /metrics. Runs on the proxy's event loop."""
+"""What the proxy counts, and how it is exported to Prometheus at /metrics. Runs on the proxy's event loop."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ from prometheus_client.registry import Collector
 
 from kvservice.proxy.servers import Server, ServerFault, ServerPool
 
+# upper bounds of the histograms' buckets; the last is the default of `request_seconds`
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 
 
 class ServerCollector(Collector):
-    """Gauges of every server, read from the pool when asked."""
+    """Gauges of each server, read from the pool at each scrape."""
 
     def __init__(self, pool: ServerPool) -> None:
         self._pool = pool
 
     def collect(self) -> Iterator[Metric]:
         labels = ["role", "server"]
-        healthy = GaugeMetricFamily("kvservice_proxy_server_healthy", "1 while requests are sent to it", labels=labels)
+        healthy = GaugeMetricFamily("kvservice_proxy_server_healthy", "1 while the server gets requests", labels=labels)
         known = GaugeMetricFamily(
-            "kvservice_proxy_server_node_known", "1 while prefill and decode can go out together", labels=labels
+            "kvservice_proxy_server_node_known",
+            "1 while the node of this prefill server is known, so that prefill and decode start together",
+            labels=labels,
         )
-        in_flight = GaugeMetricFamily("kvservice_proxy_server_in_flight", "requests under way to it", labels=labels)
+        in_flight = GaugeMetricFamily(
+            "kvservice_proxy_server_in_flight", "requests under way to the server", labels=labels
+        )
         for server in self._pool:
             values = [server.role.value, server.url]
             healthy.add_metric(values, int(server.healthy))
@@ -42,7 +47,7 @@ class ProxyMetrics:
         self._registry.register(ServerCollector(pool))
         self._requests = Counter(
             "kvservice_proxy_requests",
-            "client requests by path and HTTP status; left: the client went away",
+            "client requests by path and HTTP status; `left` means that the client disconnected",
             ["path", "status"],
             registry=self._registry,
         )
@@ -54,13 +59,13 @@ class ProxyMetrics:
         )
         self._failures = Counter(
             "kvservice_proxy_failures",
-            "requests to servers that came to nothing",
+            "requests to servers that failed",
             ["role", "server", "fault"],
             registry=self._registry,
         )
         self._cancelled = Counter(
             "kvservice_proxy_cancelled",
-            "requests to servers given up before their answer was complete",
+            "requests to servers cancelled before their answer was complete",
             ["role", "server"],
             registry=self._registry,
         )
@@ -71,19 +76,19 @@ class ProxyMetrics:
         )
         self._given_up = Counter(
             "kvservice_proxy_given_up",
-            "requests refused because as many servers as allowed failed under them",
+            "requests refused after --tries servers failed while working on them",
             registry=self._registry,
         )
         self._first_byte = Histogram(
             "kvservice_proxy_first_byte_seconds",
-            "from the client's request to the first byte of its answer",
+            "seconds from the client's request to the first byte of its answer",
             ["path"],
             registry=self._registry,
             buckets=_SECONDS,
         )
         self._duration = Histogram(
             "kvservice_proxy_request_seconds",
-            "from the client's request to the end of its answer",
+            "seconds from the client's request to the end of its answer",
             ["path"],
             registry=self._registry,
             buckets=_SECONDS,
@@ -112,5 +117,5 @@ class ProxyMetrics:
         self._broken.inc()
 
     def text(self) -> bytes:
-        """The exposition format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)

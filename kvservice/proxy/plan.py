@@ -1,17 +1,15 @@
-"""What one exchange does: a client's request, its prefill and its decode, from the first byte to the last.
+"""Decides what one exchange does: a client's request, its prefill and its decode, from the first byte to the last.
 
-Pure: events in, actions out, one literal table of transitions. No clock, no I/O; `now` (seconds, monotonic) is passed
-in and hand-off ids come from the caller. One Exchange lives on the proxy's event loop as long as its request.
+Pure: events in, actions out, one literal table of transitions. No clock and no I/O: `now` (seconds, monotonic) and the
+hand-off ids come from the caller. One Exchange lives on the proxy's event loop as long as its request.
 
 The rules that the table spells out:
-
-- Prefill and decode go out together when the node of the prefill server is known, else one after the other.
-- Prefill may fail in any way: another prefill server, then decode alone. It never becomes the client's error.
-- Until the client has a byte, everything can start again, always with a new hand-off id unless prefill had finished.
-- A request may be what ends a server. So it is sent to at most `tries` of them, not counting those that answered it or
-  never got it: after those that failed, and those told to stop, there is room for the rest only. Without room for a
-  decode server it is refused.
-- After that the decode server is the only one that counts, and its failure ends the stream with an error.
+- Prefill and decode are sent together if the node of the prefill server is known. Otherwise decode waits for prefill.
+- Prefill may fail in any way. Another prefill server is tried, then decode runs alone. The client never sees the error.
+- Until the client has a byte, everything can start again, with a new hand-off id unless prefill had finished.
+- A request may be what crashes a server, so at most `tries` servers get it. A server that answered it, or never got it,
+  does not count; one that failed, or was told to stop, does. A request without room for a decode server is refused.
+- Once the client has a byte, only the decode server counts, and its failure ends the stream with an error.
 """
 
 from __future__ import annotations
@@ -25,38 +23,38 @@ from kvservice.proxy.servers import Role, Server, ServerFault, ServerPool
 
 class State(Enum):
     NEW = "new"
-    PREFILLING = "prefilling"  # the node is not known: decode waits for the answer
-    BOTH = "both"  # prefill and decode under way, no byte to the client
-    DECODING = "decoding"  # decode under way, prefill finished or given up, no byte to the client
+    PREFILLING = "prefilling"  # the node is not known, so decode waits for the prefill's answer
+    BOTH = "both"  # prefill and decode are under way, the client has no byte
+    DECODING = "decoding"  # decode is under way, prefill has finished or was given up, the client has no byte
     STREAMING_BOTH = "streaming both"  # the client has bytes, prefill has not answered yet
     STREAMING = "streaming"
     DONE = "done"
 
 
 class Sign(Enum):
-    """What an event means, with the server's health and the attempt already accounted for."""
+    """What an event means. The server's health and the attempt are already accounted for."""
 
     BEGIN = "begin"
     PREFILL_DONE = "prefill done"
     PREFILL_LOST = "prefill lost"
-    PREFILL_REFUSED = "prefill refused"  # the server blames the request
+    PREFILL_REFUSED = "prefill refused"  # the server says that the request is at fault
     DECODE_STARTED = "decode started"
     DECODE_ENDED = "decode ended"
     DECODE_LOST = "decode lost"
     DECODE_REFUSED = "decode refused"
     CLIENT_LEFT = "client left"
-    STOPPED = "stopped"  # out of time, or the proxy ends
+    STOPPED = "stopped"  # the time is up, or the proxy is stopping
 
 
 class Way(Enum):
-    """How it can go on, as far as the servers allow."""
+    """How the exchange can go on with the servers that are available."""
 
     PAIR = "pair"  # prefill and decode together
     SEQUENTIAL = "sequential"  # prefill first
-    DELIVER = "deliver"  # decode with the finished prefill
-    ALONE = "alone"  # decode computes everything
-    KEEP = "keep"  # what is under way is right as it is
-    NOWHERE = "nowhere"  # no decode server can take it
+    DELIVER = "deliver"  # decode loads what the finished prefill handed off
+    ALONE = "alone"  # decode computes the whole prompt
+    KEEP = "keep"  # nothing changes: what is under way stays
+    NOWHERE = "nowhere"  # no decode server can take the request
 
 
 class Move(Enum):
@@ -64,9 +62,9 @@ class Move(Enum):
     SEND_DECODE = "send decode"
     CANCEL_PREFILL = "cancel prefill"
     CANCEL_DECODE = "cancel decode"
-    RELAY = "relay"  # from here on the decode answer goes to the client
-    PASS_ON = "pass on"  # the server's refusal is the client's answer
-    REFUSE = "refuse"  # an answer of our own
+    RELAY = "relay"  # from here on the decode server's answer goes to the client
+    PASS_ON = "pass on"  # the client gets the server's refusal
+    REFUSE = "refuse"  # the client gets an error of the proxy's own
     BREAK = "break"  # end the stream with an error event
     FINISH = "finish"
 
@@ -135,7 +133,8 @@ TRANSITIONS: Mapping[tuple[State, Sign, Way | None], tuple[State, tuple[Move, ..
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error of the proxy's own for the client. `retry_after` in seconds, None when retrying is no use."""
+    """An error of the proxy's own for the client. `retry_after` is in seconds; None means that retrying does not
+    help."""
 
     status: int
     kind: str  # the `type` of OpenAI's error object
@@ -144,37 +143,38 @@ class Problem:
 
 
 NO_DECODE = Problem(503, "service_unavailable", "no decode server is healthy; see /health of this proxy")
-BUSY = Problem(503, "overloaded", "every decode server has as many requests in flight as allowed; retry", 1)
+BUSY = Problem(503, "overloaded", "every decode server has as many requests in flight as --in-flight allows; retry", 1)
 DECODE_FAILED = Problem(502, "upstream_error", "the decode server failed and no other one could take the request")
 BROKEN = Problem(502, "upstream_error", "the decode server failed in the middle of its answer")
 TIMED_OUT = Problem(504, "timeout", "the request took longer than this proxy allows")
 LOST = Problem(
     502,
     "upstream_error",
-    "servers failed while they worked on this request; it is not sent to more of them than "
-    "--tries allows, because it may be what makes them fail",
+    "servers failed while they worked on this request; it is not sent to more servers than "
+    "--tries allows, because the request itself may be what makes them fail",
 )
 STOPPING = Problem(503, "service_unavailable", "this proxy is stopping; retry elsewhere", 1)
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffSource:
-    """What decode is told: the id that both sides carry, and the node whose shard gets the blocks."""
+    """What decode is told: the id that both requests carry, and the node whose shard has the blocks."""
 
     id: str
     node: str
 
 
-# Events. `attempt` is the number from the Send action it answers; what names an attempt given up is ignored.
+# Events. `attempt` is the number of the Send action that the event answers. An event of an attempt that was given up is
+# ignored.
 @dataclass(frozen=True, slots=True)
 class Begin:
-    hand_off: bool  # whether the prompt is worth a prefill elsewhere
+    hand_off: bool  # whether the prompt is long enough for a prefill on another server
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillAnswered:
     attempt: int
-    node: str | None  # None: the server runs without a connector that hands off
+    node: str | None  # None: the server has no connector that hands blocks off
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class PrefillRefused:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStarted:
-    """The first bytes for the client are there."""
+    """The first bytes for the client have arrived."""
 
     attempt: int
 
@@ -239,7 +239,7 @@ SIGNS: Mapping[type[ProxyEvent], Sign] = {
 }
 
 
-# Actions, to be performed in order.
+# Actions. The caller performs them in order.
 @dataclass(frozen=True, slots=True)
 class SendPrefill:
     attempt: int
@@ -289,17 +289,17 @@ ProxyAction = SendPrefill | SendDecode | CancelAttempt | Relay | PassOn | Refuse
 
 @dataclass(frozen=True, slots=True)
 class _Leg:
-    """A request under way to one server."""
+    """One request that is under way to one server."""
 
     attempt: int
     server: Server
-    is_first: bool  # it did not have the request before
+    is_first: bool  # the server had not got this request before
 
 
 class Exchange:
-    """One client request. `handle` never blocks and never raises on what servers or clients do.
+    """One client request as a state machine. `handle` never blocks, and raises on nothing that servers or clients do.
 
-    Acquires and releases servers in the pool; once DONE it holds none.
+    It acquires and releases servers in the pool. Once DONE it holds none.
     """
 
     def __init__(self, pool: ServerPool, new_handoff_id: Callable[[], str], *, tries: int) -> None:
@@ -308,20 +308,21 @@ class Exchange:
         self._new_handoff_id = new_handoff_id
         self._hand_off = False
         self._legs: dict[Role, _Leg | None] = {Role.PREFILL: None, Role.DECODE: None}
-        self._dropped: dict[Role, int] = {}  # attempts to cancel
-        self._lost: dict[Role, set[str]] = {Role.PREFILL: set(), Role.DECODE: set()}  # URLs not to try again
+        self._dropped: dict[Role, int] = {}  # attempts that are to be cancelled
+        # URLs that failed and are not tried again
+        self._lost: dict[Role, set[str]] = {Role.PREFILL: set(), Role.DECODE: set()}
         self._next: dict[Role, Server | None] = {Role.PREFILL: None, Role.DECODE: None}  # chosen for the next Send
         self._tries = tries
-        self._exposed: set[str] = set()  # URLs that got the request and did not answer: it may yet have ended them
-        self._decoded_by: Server | None = None  # the decode server that got it last
+        self._exposed: set[str] = set()  # URLs that got the request and did not answer; it may have crashed them
+        self._decoded_by: Server | None = None  # the decode server that got the request last
         self._attempts = 0
         self._handoff_id = ""
-        self._promised: HandoffSource | None = None  # what decode was or will be told
+        self._promised: HandoffSource | None = None  # what decode was told, or will be told
         self._delivered = False  # the prefill of the promised hand-off has finished
         self._problem = NO_DECODE
 
     def handle(self, event: ProxyEvent, now: float) -> list[ProxyAction]:
-        """The actions that follow. Empty for events of attempts given up, and after DONE."""
+        """The actions that follow from the event. Empty for events of attempts that were given up, and after DONE."""
         if self.state is State.DONE or not self._is_current(event):
             return []
         before = {role: leg.attempt for role, leg in self._legs.items() if leg is not None}
@@ -340,7 +341,7 @@ class Exchange:
         return leg is not None and leg.attempt == event.attempt
 
     def _account(self, event: ProxyEvent, now: float) -> None:
-        """Tell the pool what the event says about a server, and end the leg that it ends."""
+        """Tell the pool what the event says about a server, and end the leg that the event ends."""
         if isinstance(event, Begin):
             self._hand_off = event.hand_off
         elif isinstance(event, PrefillEvent):
@@ -361,7 +362,8 @@ class Exchange:
             self._problem = event.problem
 
     def _lose(self, role: Role, fault: ServerFault, now: float) -> None:
-        """Counted against the request first: the pool has the server's health checked before it thinks ill of it."""
+        """End a leg that failed. The request counts the failure before the pool does: the pool has the server's health
+        checked before it takes the server for sick."""
         leg = self._legs[role]
         server = self._end(role)
         self._lost[role].add(server.url)
@@ -380,7 +382,7 @@ class Exchange:
         return leg.server
 
     def _way(self, event: ProxyEvent) -> Way | None:
-        """How it goes on, where that depends on the servers; the servers for it are chosen here."""
+        """How the exchange goes on, if that depends on the servers. The servers for it are chosen here."""
         if isinstance(event, PrefillAnswered):
             return self._after_prefill(event.node)
         if isinstance(event, PrefillFailed | DecodeFailed) and self._is_streaming():
@@ -388,7 +390,7 @@ class Exchange:
         if isinstance(event, DecodeFailed) and self.state is State.DECODING:
             return self._decode_only()
         if isinstance(event, DecodeFailed) and len(self._exposed) >= self._tries:
-            return Way.KEEP  # there is room for another decode server once prefill has answered
+            return Way.KEEP  # prefill still runs; after its answer there is room for another decode server
         if isinstance(event, Begin | PrefillFailed | DecodeFailed):
             return self._afresh()
         return None
@@ -404,7 +406,7 @@ class Exchange:
         return self._decode_only()
 
     def _decode_only(self) -> Way:
-        """Start decode, again or for the first time, with what prefill left."""
+        """Start decode, for the first time or again, with what prefill has handed off."""
         self._drop(Role.DECODE)
         if not self._delivered:
             self._promised = None
@@ -413,7 +415,7 @@ class Exchange:
         return Way.ALONE if self._promised is None else Way.DELIVER
 
     def _afresh(self) -> Way:
-        """Start from the beginning with a new hand-off id. The same servers again if they are still well."""
+        """Start from the beginning with a new hand-off id, on the same servers if they are still healthy."""
         leg = self._legs[Role.PREFILL]
         self._drop(Role.PREFILL)
         self._drop(Role.DECODE)
@@ -437,8 +439,12 @@ class Exchange:
         return Way.PAIR
 
     def _find_decode(self) -> bool:
-        """The server that had it last, while that is well: it needs no room. Also where there is room for no other one:
-        it did not fail, for we ended its work ourselves, however slowly it answers its checks."""
+        """Choose the decode server for the next Send. Returns False if there is none.
+
+        The server that had the request last is preferred while it is healthy, because it needs no room under `tries`.
+        It is also taken if there is no room for another one: it did not fail, since we ended its work ourselves, even
+        if it is slow to answer its checks.
+        """
         had = self._decoded_by
         found = self._pool.choose(Role.DECODE, exclude=self._lost[Role.DECODE], prefer=had)
         if (
@@ -460,7 +466,7 @@ class Exchange:
         return len(self._exposed | {server.url for server in servers if server is not None}) <= self._tries
 
     def _drop(self, role: Role) -> None:
-        """Give a leg up: its server is free for the choice that follows, its attempt is to be cancelled."""
+        """Give a leg up. Its server is free for the choice that follows; its attempt is noted for cancelling."""
         leg = self._legs[role]
         if leg is not None:
             self._dropped[role] = leg.attempt

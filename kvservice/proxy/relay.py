@@ -1,7 +1,8 @@
-"""Performs the actions of one exchange: sends its requests, turns what comes back into events, answers the client.
+"""Performs the actions of one exchange: sends its requests, turns results into events, and answers the client.
 
-Runs on the proxy's event loop: `run` in the task of the client's request, each request to a server in one of its own.
-Only `run` touches the Exchange; the tasks post events. The decode task writes to the client, once it was told to.
+Runs on the proxy's event loop. `run` runs in the task of the client's request; each request to a server has a task of
+its own. Only `run` touches the Exchange, the other tasks post events. The decode task writes to the client once it is
+told to.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ from kvservice.proxy.upstream import AnswerKind, UpstreamAnswer, UpstreamFault
 
 log = logging.getLogger("kvservice.proxy")
 
-LAST_WRITE_SECONDS = 2.0  # for the end of a stream; a client that takes longer is not reading
+# For writing the end of a stream. A client that takes longer is not reading, and its connection is closed.
+LAST_WRITE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,8 @@ class Surroundings:
     pool: ServerPool
     session: aiohttp.ClientSession
     metrics: ProxyMetrics
-    check_soon: Callable[[], None]  # a server failed: look at its health before the next interval
+    # called when a server failed, so that its health is checked before the next interval
+    check_soon: Callable[[], None]
 
 
 class ClientGone(Exception):
@@ -74,7 +77,7 @@ class ClientGone(Exception):
 
 
 def new_handoff_id() -> str:
-    """32 lower-case hex digits, never twice."""
+    """A new id: 32 lower-case hex digits from the system's random source, so that ids never repeat."""
     return secrets.token_hex(16)
 
 
@@ -97,12 +100,13 @@ class ClientExchange:
         self._request = request
         self._body = body
         self._headers = upstream.forwarded_headers(request.headers)
-        self._headers.setdefault("X-Request-Id", secrets.token_hex(16))  # both engines then name the request alike
+        # both engines then log the request under the same name
+        self._headers.setdefault("X-Request-Id", secrets.token_hex(16))
         self._exchange = Exchange(around.pool, new_handoff_id, tries=around.settings.tries)
         self._events: asyncio.Queue[ProxyEvent] = asyncio.Queue()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._servers: dict[int, Server] = {}
-        self._go_ahead: dict[int, asyncio.Event] = {}  # by decode attempt: it may write to the client
+        self._go_ahead: dict[int, asyncio.Event] = {}  # by decode attempt: set when it may write to the client
         self._refusals: dict[int, UpstreamAnswer] = {}
         self._streamed: web.StreamResponse | None = None
         self._answer: web.StreamResponse | None = None
@@ -110,7 +114,7 @@ class ClientExchange:
         self._began = self._loop.time()
 
     async def run(self) -> web.StreamResponse:
-        """The client's answer, complete. Cancelling it ends the requests to the servers."""
+        """Run the exchange. Returns the client's complete answer. Cancelling it ends the requests to the servers."""
         settings, path = self._around.settings, self._request.path
         worth_it = self._body.single and self._body.prompt_chars >= settings.min_prefill_chars
         deadline = self._loop.call_later(settings.request_seconds, self.stop, TIMED_OUT)
@@ -129,18 +133,19 @@ class ClientExchange:
             return self._answer
         finally:
             deadline.cancel()
-            for action in self._exchange.handle(ClientLeft(), self._loop.time()):  # nothing when it is done
+            for action in self._exchange.handle(ClientLeft(), self._loop.time()):  # empty if the exchange is done
                 if isinstance(action, CancelAttempt):
                     self._around.metrics.cancelled(self._servers[action.attempt])
             self._around.metrics.request_ended(path, status, self._loop.time() - self._began)
             await end_tasks(self._tasks.values())
 
     def stop(self, problem: Problem) -> None:
-        """End it soon, with this as the client's error."""
+        """End the exchange soon. The client gets this error."""
         self._events.put_nowait(Stopped(problem))
 
     def server_fell_sick(self, server: Server) -> None:
-        """Do not wait for an answer of it that has not begun: nothing may ever come, not even a broken connection."""
+        """Fail the requests to a sick server whose answer has not begun. Otherwise they could wait for ever: a dead
+        host does not even break its connections."""
         for attempt, asked in self._servers.items():
             begun = self._streamed is not None and attempt in self._go_ahead
             if asked is server and not begun and not self._tasks[attempt].done():
@@ -181,7 +186,7 @@ class ClientExchange:
         self._tasks[attempt] = asyncio.create_task(self._guarded(attempt, server, work))
 
     async def _guarded(self, attempt: int, server: Server, work: Callable[[], Awaitable[None]]) -> None:
-        """Whatever goes wrong in a task becomes an event: nothing may leave the client waiting."""
+        """Run the work of a task and turn any exception into an event, so that no client waits for ever."""
         try:
             await work()
             return
@@ -232,7 +237,7 @@ class ClientExchange:
             action.server,
             self._request.path,
             connect_seconds=self._around.settings.connect_seconds,
-            total_seconds=None,  # the exchange as a whole has a deadline
+            total_seconds=None,  # the deadline of the whole exchange applies
             headers=self._headers,
             body=bodies.decode_body(self._body, action.handoff),
         ) as response:
@@ -252,13 +257,13 @@ class ClientExchange:
         self._events.put_nowait(DecodeEnded(attempt))
 
     async def _begin_answer(self, attempt: int, response: aiohttp.ClientResponse, first_bytes: int) -> None:
-        """Commit to this attempt: from here on the client sees it."""
+        """Begin the client's answer with this attempt. From here on the client sees it."""
         self._events.put_nowait(DecodeStarted(attempt))
         await self._go_ahead[attempt].wait()
         headers: CIMultiDict[str] = upstream.returned_headers(response.headers)
         streamed = web.StreamResponse(status=response.status, headers=headers)
         if not upstream.is_event_stream(response):
-            streamed.content_length = first_bytes  # it comes in one piece
+            streamed.content_length = first_bytes  # the whole answer is there
         self._streamed = streamed
         self._around.metrics.first_byte(self._request.path, self._loop.time() - self._began)
         try:
@@ -274,17 +279,17 @@ class ClientExchange:
             raise ClientGone from error
 
     async def _break(self, problem: Problem) -> None:
-        """End an answer that cannot be completed so that the client knows."""
+        """End an answer that cannot be completed in a way that the client notices."""
         streamed = self._streamed
         if streamed is None or not streamed.prepared:
-            self._answer = problem_response(problem)  # it may begin, but nothing of it has left yet
+            self._answer = problem_response(problem)  # the answer was prepared, but no byte of it has left yet
             return
         self._answer = streamed
         if streamed.content_type == "text/event-stream":
             await self._last_write(streamed.write(bodies.error_event(problem)))
             await self._last_write(streamed.write_eof())
         elif self._request.transport is not None:
-            self._request.transport.abort()  # a body cut short must not look complete
+            self._request.transport.abort()  # an answer that was cut short must not look complete
 
     async def _last_write(self, writing: Coroutine[Any, Any, None]) -> None:
         with suppress(ConnectionError):

@@ -28,16 +28,19 @@ from kvservice.proxy.upstream import AnswerKind, UpstreamFault
 
 log = logging.getLogger("kvservice.proxy")
 
+# Connections that wait for accept. More than a burst of clients opens at once; beyond it the kernel refuses them.
 BACKLOG = 512
+# For one server's answer to /v1/models. It needs no GPU: a server that takes longer is not well, and the next one is
+# asked.
 MODELS_SECONDS = 10.0
-ENDING_SECONDS = 3.0  # for exchanges that were told to stop, and for connections to close
+ENDING_SECONDS = 3.0  # For exchanges that were told to stop, and for connections to close. Then they are cut.
 SLOW_BODY = Problem(408, "timeout", "the request body did not arrive in time")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Proxy:
-    """One proxy. `start`, then `stop`; both on the loop that serves. `port` is the one really bound."""
+    """One proxy. Call `start`, then `stop`, both on the loop that serves. `port` is the port that was bound."""
 
     def __init__(self, settings: ProxySettings) -> None:
         self.settings = settings
@@ -60,12 +63,12 @@ class Proxy:
         self._site: web.TCPSite | None = None
 
     async def start(self) -> None:
-        """Listen and begin to check the servers. Raises Unavailable when the address cannot be bound."""
+        """Listen and begin to check the servers. Raises Unavailable if the address cannot be bound."""
         settings = self.settings
         self._session = upstream.new_session()
         checks = ServerChecks(settings, self.pool, self._session, self._server_fell_sick)
         self._around = Surroundings(settings, self.pool, self._session, self.metrics, checks.soon)
-        # Without cancellation a client that leaves would be noticed at the next write only.
+        # Without this a client that disconnects would be noticed only at the next write to it.
         self._runner = web.AppRunner(
             self._app(), handler_cancellation=True, access_log=None, logger=ClientLog(log), shutdown_timeout=1.0
         )
@@ -84,7 +87,8 @@ class Proxy:
         log.info("proxy_listening", extra={"host": settings.host, "port": self.port})
 
     async def stop(self) -> None:
-        """Accept nothing more, let exchanges finish within the grace period, end the rest with an error, close."""
+        """Accept nothing more, let exchanges finish within the grace period, end the others with an error, then
+        close."""
         assert self._site is not None and self._runner is not None and self._session is not None
         self._stopping = True
         await self._site.stop()
@@ -117,7 +121,8 @@ class Proxy:
             raw = await within(self.settings.request_seconds, request.read())
         except asyncio.TimeoutError:
             return problem_response(SLOW_BODY)
-        except web.RequestPayloadError as error:  # not compressed as it says, or its client has left
+        # the body is not compressed as its header says, or its client has left
+        except web.RequestPayloadError as error:
             raise InvalidRequest(f"the request body cannot be read: {str(error)[:200]}") from error
         body = bodies.read_body(raw)
         if self._stopping:
@@ -133,7 +138,7 @@ class Proxy:
                 self._idle.set()
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        """What a decode server says; the next one when it fails."""
+        """The answer of a decode server; of the next one if it fails."""
         tried: set[str] = set()
         while (server := self.pool.choose(Role.DECODE, exclude=tried)) is not None:
             tried.add(server.url)
@@ -177,7 +182,7 @@ class Proxy:
 
 
 def describe(server: Server) -> dict[str, object]:
-    """One server in the answer of /health."""
+    """One server as it is shown in the answer of /health."""
     state: dict[str, object] = {
         "role": server.role.value,
         "url": server.url,
@@ -193,7 +198,7 @@ def describe(server: Server) -> dict[str, object]:
 
 @web.middleware
 async def openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error of the proxy's own in OpenAI's form."""
+    """Middleware: every error of the proxy's own in OpenAI's form."""
     try:
         return await handler(request)
     except InvalidRequest as error:
@@ -208,7 +213,7 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 async def serve(settings: ProxySettings) -> None:
-    """Until SIGINT or SIGTERM. A second signal ends it at once."""
+    """Serve until SIGINT or SIGTERM. A second signal ends the process at once."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     proxy = Proxy(settings)
@@ -218,11 +223,11 @@ async def serve(settings: ProxySettings) -> None:
     try:
         await ended.wait()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)  # back to the defaults, which end the process
+            loop.remove_signal_handler(number)  # back to the default handlers, which end the process
     finally:
         await proxy.stop()
 
 
 def run(settings: ProxySettings) -> None:
-    """Blocks until the proxy has ended. Raises Unavailable when it cannot listen."""
+    """Serve; blocks until the proxy has ended. Raises Unavailable if it cannot listen."""
     asyncio.run(serve(settings))

@@ -1,7 +1,7 @@
 """The servers behind the proxy: which are healthy, how many requests each has, which node a prefill server is on.
 
-Pure bookkeeping: no clock, no I/O; `now` is passed in, in seconds of a monotonic clock. Everything runs on the proxy's
-one event loop. A server is chosen only while it is healthy and below its limit of requests in flight.
+Pure bookkeeping without clock or I/O; `now` is passed in, in seconds of a monotonic clock. All calls come from the
+proxy's event loop. A server is chosen only while it is healthy and below its limit of requests in flight.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-ERRORS_MAX = 3  # answers with a server error in a row after which a server counts as sick
-SLOW_CHECKS_MAX = 2  # health checks without an answer in a row; one may only mean a busy API process
+# Answers with a server error in a row, after which a server is sick. Fewer may be the fault of the requests.
+ERRORS_MAX = 3
+# Health checks without an answer in a row, after which a server is sick. A single one may only mean that its API
+# process is busy.
+SLOW_CHECKS_MAX = 2
 
 
 class Role(Enum):
@@ -20,39 +23,39 @@ class Role(Enum):
 
 
 class ServerFault(Enum):
-    """Why a request to a server came to nothing."""
+    """Why a request to a server failed."""
 
-    UNREACHABLE = "unreachable"  # no connection: the request never got there
-    BROKEN = "broken"  # the connection broke under the request, or the server's health was lost meanwhile
-    ERROR = "error"  # an answer that says the server is at fault
+    UNREACHABLE = "unreachable"  # no connection: the server never got the request
+    BROKEN = "broken"  # the connection broke, or the server's health check failed meanwhile
+    ERROR = "error"  # the answer says that the server is at fault
     TIMEOUT = "timeout"
-    BUSY = "busy"  # the server is well and refuses more work
+    BUSY = "busy"  # the server is healthy and refuses more work
 
     @property
     def blames_request(self) -> bool:
-        """Whether the server may have failed because of this request: it had it, and may have worked on it."""
+        """Whether this request may have caused the failure: the server had it and may have worked on it."""
         return self in (ServerFault.BROKEN, ServerFault.ERROR, ServerFault.TIMEOUT)
 
 
 @dataclass(slots=True)
 class Server:
-    """One server in one role. Mutable: it is the record that the pool keeps."""
+    """One server in one role. Mutable: the pool keeps its record here."""
 
     role: Role
     url: str  # base address without a trailing slash
     healthy: bool = False
-    reason: str = "not checked yet"  # why it is not healthy; "" when it is
+    reason: str = "not checked yet"  # why the server is not healthy; "" if it is
     in_flight: int = 0
-    errors: int = 0  # answers with a server error since the last good one
+    errors: int = 0  # answers with a server error since the last good answer
     slow_checks: int = 0
     next_check_at: float = 0.0
     checking: bool = False
-    node: str | None = None  # prefill only: the node whose shard gets the blocks it computes, while known
-    plain: bool = False  # prefill only: its last answer named no node, so handing work to it is useless
+    node: str | None = None  # prefill only: the node whose shard gets the blocks that it computes, if known
+    plain: bool = False  # prefill only: its last answer named no node, so it cannot hand anything off
 
 
 class ServerPool:
-    """All servers. `now` in seconds; nothing here blocks or raises on what servers do."""
+    """All servers of one proxy. `now` is in seconds. Nothing here blocks, or raises on what servers do."""
 
     def __init__(
         self, prefill: Sequence[str], decode: Sequence[str], *, in_flight_max: int, check_seconds: float
@@ -61,7 +64,8 @@ class ServerPool:
             Role.PREFILL: [Server(Role.PREFILL, url) for url in prefill],
             Role.DECODE: [Server(Role.DECODE, url) for url in decode],
         }
-        self._turn = {Role.PREFILL: 0, Role.DECODE: 0}  # where the search starts next: ties go round
+        # where the search starts next, so that equally loaded servers take turns
+        self._turn = {Role.PREFILL: 0, Role.DECODE: 0}
         self._in_flight_max = in_flight_max
         self._check_seconds = check_seconds
 
@@ -70,13 +74,13 @@ class ServerPool:
             yield from servers
 
     def healthy(self, role: Role) -> bool:
-        """Whether any server of this role is."""
+        """Whether any server of this role is healthy."""
         return any(server.healthy for server in self._servers[role])
 
     def choose(self, role: Role, *, exclude: Collection[str] = (), prefer: Server | None = None) -> Server | None:
-        """The usable server with the least requests in flight; of equals the next in turn. None when there is none.
+        """The usable server with the fewest requests in flight; equals take turns. None if there is none.
 
-        `exclude` has URLs. `prefer` wins whenever it is usable at all.
+        `exclude` has URLs. `prefer` wins if it is usable at all.
         """
         servers = self._servers[role]
         start = self._turn[role]
@@ -92,7 +96,7 @@ class ServerPool:
         return server.healthy and not server.plain and server.in_flight < self._in_flight_max
 
     def acquire(self, server: Server) -> None:
-        """A request is being sent to it. Every acquire is followed by one release."""
+        """Count a request that is being sent to the server. Every acquire is followed by one release."""
         server.in_flight += 1
         servers = self._servers[server.role]
         self._turn[server.role] = (next(i for i, each in enumerate(servers) if each is server) + 1) % len(servers)
@@ -103,19 +107,19 @@ class ServerPool:
         server.in_flight -= 1
 
     def answered(self, server: Server) -> None:
-        """It gave a good answer, or one that blames the request."""
+        """Note a good answer of the server, or one that blames the request."""
         server.errors = 0
 
     def learnt(self, server: Server, node: str | None) -> None:
-        """What a prefill answer said about the node; None when it said nothing."""
+        """Note the node that a prefill answer named; None if it named none."""
         server.node = node
         server.plain = node is None
 
     def failed(self, server: Server, fault: ServerFault, now: float) -> None:
-        """A request to it came to nothing. Anything but being busy has its health checked at once.
+        """Note a request to the server that failed. Its health is checked at once, unless it was only busy.
 
-        A server that cannot be reached is sick. One that failed under a request is asked first, because the request
-        may be to blame; only several in a row make it sick without asking.
+        A server that cannot be reached is sick. A server that failed under a request is checked first, because the
+        request may be to blame; only several failures in a row make it sick without a check.
         """
         if fault is ServerFault.BUSY:
             return
@@ -127,14 +131,14 @@ class ServerPool:
             self._sicken(server, f"a request failed: {fault.value}")
 
     def due(self, now: float) -> list[Server]:
-        """Servers whose health is to be checked now; each is handed out once until its check is reported."""
+        """The servers whose health is to be checked now. Each is returned once, until its check is reported."""
         found = [server for server in self if not server.checking and server.next_check_at <= now]
         for server in found:
             server.checking = True
         return found
 
     def seconds_to_next_check(self, now: float) -> float:
-        """At most one interval, also while every server is being checked."""
+        """Seconds until a check is due. At most one interval, also if all servers are being checked."""
         times = [server.next_check_at for server in self if not server.checking]
         return max(0.0, min([now + self._check_seconds, *times]) - now)
 
@@ -145,7 +149,8 @@ class ServerPool:
         server.healthy, server.reason = True, ""
 
     def check_failed(self, server: Server, reason: str, now: float, *, slow: bool) -> None:
-        """`slow`: no answer in time, which one busy moment explains; anything else is believed at once."""
+        """Note a failed check. `slow` means no answer in time, which one busy moment explains; any other failure counts
+        at once."""
         self._checked(server, now)
         server.slow_checks = server.slow_checks + 1 if slow else 0
         if not slow or server.slow_checks >= SLOW_CHECKS_MAX or not server.healthy:
@@ -157,4 +162,4 @@ class ServerPool:
 
     def _sicken(self, server: Server, reason: str) -> None:
         server.healthy, server.reason = False, reason
-        server.node, server.plain = None, False  # whoever comes back at this address may be on another node
+        server.node, server.plain = None, False  # the server that comes back at this address may be on another node

@@ -14,48 +14,49 @@ from kvservice.units import MiB, parse_bytes
 
 @dataclass(frozen=True, slots=True)
 class ProxySettings:
-    """Times in seconds, sizes in bytes. Raises ConfigError for what cannot work."""
+    """The settings of the proxy. Times are in seconds, sizes in bytes. Raises ConfigError for what cannot work."""
 
     prefill: tuple[str, ...]  # base addresses
     decode: tuple[str, ...]
     host: str = "127.0.0.1"
-    port: int = 8080  # 0: any free one
-    min_prefill_chars: int = 512  # shorter prompts go straight to decode
-    in_flight_max: int = 256  # per server
-    tries: int = REQUEST_TRIES  # servers that get one request, not counting those that answered it
+    port: int = 8080  # 0 means any free port
+    # shorter prompts go straight to decode: a transfer would take longer than computing them
+    min_prefill_chars: int = 512
+    in_flight_max: int = 256  # per server; beyond it the server is not chosen, and clients get 503 if all are full
+    tries: int = REQUEST_TRIES  # how many servers may get one request, not counting those that answered it
     body_bytes_max: int = 32 * MiB
     connect_seconds: float = 5.0
     prefill_seconds: float = 120.0
-    request_seconds: float = 900.0  # the whole exchange
+    request_seconds: float = 900.0  # for the whole exchange; then the client gets 504
     check_seconds: float = 5.0  # between two health checks of one server
-    grace_seconds: float = 30.0  # for requests in flight when the proxy is told to end
-    api_key: str | None = None  # for the proxy's own requests; clients' headers are forwarded as they are
+    grace_seconds: float = 30.0  # for requests in flight when the proxy is told to end; then they get an error
+    api_key: str | None = None  # for the proxy's own requests; clients' headers are forwarded unchanged
 
     def __post_init__(self) -> None:
         if not self.decode:
             raise ConfigError("give at least one decode server: --decode http://HOST:PORT")
         for name in ("connect_seconds", "prefill_seconds", "request_seconds", "check_seconds"):
             if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be more than 0, not {getattr(self, name)}")
+                raise ConfigError(f"{name} must be greater than 0, not {getattr(self, name)}")
         for name in ("in_flight_max", "body_bytes_max"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.tries < 1 + bool(self.prefill):
             raise ConfigError(
-                f"tries must be at least 1, and at least 2 with a prefill server, because then two servers work on a "
-                f"request at the same time; not {self.tries}"
+                f"tries must be at least 1, or at least 2 if there are prefill servers, because then two servers work "
+                f"on a request at the same time; it is {self.tries}"
             )
         if self.min_prefill_chars < 0 or self.grace_seconds < 0:
             raise ConfigError("min_prefill_chars and grace_seconds must not be negative")
         for role, urls in (("prefill", self.prefill), ("decode", self.decode)):
             if len(set(urls)) != len(urls):
-                raise ConfigError(f"a {role} server is given twice: {', '.join(urls)}")
+                raise ConfigError(f"the same {role} server is given twice: {', '.join(urls)}")
 
 
 def parse_settings(
     prefill: Sequence[str], decode: Sequence[str], *, max_body: str | int, **others: Any
 ) -> ProxySettings:
-    """From what was given as text: addresses and a size. `others` are fields as they are. Raises ConfigError."""
+    """Build the settings from text: addresses and a size. `others` are passed on as fields. Raises ConfigError."""
     try:
         body_bytes = parse_bytes(max_body)
     except ValueError as error:
@@ -69,7 +70,7 @@ def parse_settings(
 
 
 def base_url(text: str) -> str:
-    """The address without a trailing slash. Raises ConfigError saying how to write it."""
+    """The address without a trailing slash. Raises ConfigError that says how to write an address."""
     url = text.rstrip("/")
     try:
         parts = urlsplit(url)
@@ -77,7 +78,7 @@ def base_url(text: str) -> str:
     except ValueError:
         valid = False
     if not valid or parts.query or parts.fragment or parts.username is not None:
-        raise ConfigError(f"not the address of a server: {text!r} (write it like http://host:8000)")
+        raise ConfigError(f"{text!r} is not the address of a server; write it like http://host:8000")
     if parts.path.endswith("/v1"):
         raise ConfigError(f"give the address without /v1: {url.removesuffix('/v1')}")
     return url

@@ -1,6 +1,7 @@
-"""HTTP to the servers behind the proxy: one session, what is forwarded, how answers and failures are classified.
+"""HTTP to the servers behind the proxy: the session, the forwarded headers, and how answers and failures are
+classified.
 
-Runs on the proxy's event loop. A cancelled call closes its connection, which is how a server learns to stop computing.
+Runs on the proxy's event loop. A cancelled call closes its connection, which tells the server to stop computing.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from kvservice.proxy.bodies import EventTail
 from kvservice.proxy.servers import Server, ServerFault
 from kvservice.units import MiB
 
-WHOLE_BYTES_MAX = 64 * MiB  # of an answer that is kept until it is complete
+# The largest answer that is kept in memory until it is complete. A larger one counts as the server's error.
+WHOLE_BYTES_MAX = 64 * MiB
 
-# Between two neighbours only, or rewritten here. Answers must be readable, so no compression is asked for.
+# Headers that concern one connection only, or that are rewritten here. Accept-Encoding is left out because the proxy
+# must be able to read the answers.
 _NOT_FORWARDED = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"}
     | {"upgrade", "host", "content-length", "content-encoding", "content-type", "accept-encoding", "expect"}
@@ -33,13 +36,13 @@ _NOT_RETURNED = frozenset(
 
 class AnswerKind(Enum):
     GOOD = "good"
-    REFUSED = "refused"  # the request is at fault
+    REFUSED = "refused"  # the server says that the request is at fault
     FAULTY = "faulty"  # the server is at fault
     BUSY = "busy"
 
 
 class UpstreamFault(Exception):
-    """A request to a server came to nothing. Never leaves this package."""
+    """A request to a server failed. It never leaves this package."""
 
     def __init__(self, fault: ServerFault, detail: str) -> None:
         super().__init__(detail)
@@ -48,15 +51,16 @@ class UpstreamFault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class UpstreamAnswer:
-    """A complete answer of a server."""
+    """The complete answer of a server."""
 
     status: int
-    headers: CIMultiDict[str]  # those that a client may see
+    headers: CIMultiDict[str]  # the headers that the client may see
     body: bytes
 
 
 def kind_of(status: int) -> AnswerKind:
-    """501 is how vLLM says that it does not know what the request wants."""
+    """Classify an HTTP status. 501 counts as a refused request: vLLM answers it when it does not support what the
+    request asks for."""
     if 200 <= status < 300:
         return AnswerKind.GOOD
     if status in (408, 429):
@@ -65,12 +69,12 @@ def kind_of(status: int) -> AnswerKind:
 
 
 def forwarded_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """The client's headers for a server: Authorization and all others that are not about the connection."""
+    """The client's headers for a server: Authorization and all others that do not concern the connection."""
     return CIMultiDict(_end_to_end(headers, _NOT_FORWARDED))
 
 
 def returned_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """A server's headers for the client."""
+    """A server's headers for the client, without those that concern the connection."""
     return CIMultiDict(_end_to_end(headers, _NOT_RETURNED))
 
 
@@ -80,8 +84,8 @@ def _end_to_end(headers: Mapping[str, str], left_out: frozenset[str]) -> list[tu
 
 
 def new_session() -> aiohttp.ClientSession:
-    """To be made on the event loop. A connection per request: servers close idle ones at moments nobody can know,
-    and a request lost to that would look like a dead server."""
+    """A session with one connection per request; call it on the event loop. Servers close idle connections at any
+    moment, and a request lost to that would look like a dead server."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -101,10 +105,10 @@ async def asked(
     headers: Mapping[str, str] | None = None,
     body: bytes | None = None,
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """POST the JSON `body`, or GET without one; the answer's head is there, its body is not.
+    """Send a request: POST with the JSON `body`, or GET without one. Yields when the head of the answer has arrived.
 
-    Also while its body is read, raises UpstreamFault for whatever goes wrong between here and the server. Closes the
-    connection in any case.
+    Raises UpstreamFault for anything that goes wrong between here and the server, also while the body is read. The
+    connection is closed in any case.
     """
     sent = CIMultiDict(headers or {})
     sent["Accept-Encoding"] = "identity"
@@ -131,12 +135,12 @@ async def asked(
 
 
 async def whole(response: aiohttp.ClientResponse) -> UpstreamAnswer:
-    """The complete answer, for use inside `asked`."""
+    """Read the complete answer. For use inside `asked`. Raises UpstreamFault if it is larger than WHOLE_BYTES_MAX."""
     body = bytearray()
     async for chunk in response.content.iter_any():
         body += chunk
         if len(body) > WHOLE_BYTES_MAX:
-            raise UpstreamFault(ServerFault.ERROR, f"an answer of more than {WHOLE_BYTES_MAX} bytes")
+            raise UpstreamFault(ServerFault.ERROR, f"the answer is larger than {WHOLE_BYTES_MAX} bytes")
     return UpstreamAnswer(response.status, returned_headers(response.headers), bytes(body))
 
 
@@ -145,10 +149,10 @@ def is_event_stream(response: aiohttp.ClientResponse) -> bool:
 
 
 async def pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The body in the pieces in which it may go to the client, for use inside `asked`; together they are the body.
+    """Yield the body in pieces that may go to the client; together they are the body. For use inside `asked`.
 
-    Events one or several at a time, as they come. Anything else in one piece, so that a server that dies in the middle
-    of it can still be replaced.
+    An event stream comes in whole events, as they arrive. Any other body comes in one piece, so that a server that dies
+    in the middle of it can still be replaced.
     """
     if not is_event_stream(response):
         yield (await whole(response)).body

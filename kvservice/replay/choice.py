@@ -1,8 +1,8 @@
-"""Fetch or recompute: the shard's decision, from what it has measured, against an oracle that knows both costs. Pure.
+"""Compares the shard's decision to fetch or recompute with an oracle that knows both costs. Pure.
 
-Every block of a prompt that some earlier prompt had lies on one peer. What a fetch and a prefill really take varies
-around the given means: a link drifts and is congested now and then, an engine is slowed by what else it decodes. The
-decision is `estimate`'s, which sees what it fetched and what the engine last reported; the oracle sees the future.
+Every block that an earlier prompt had lies on one peer. The real times of a fetch and of a prefill vary around the
+given means: a link drifts and is congested now and then, and an engine is slowed by its other requests. The decision is
+that of `estimate`, which knows its past fetches and what the engine last reported. The oracle knows the future.
 """
 
 from __future__ import annotations
@@ -15,24 +15,29 @@ from kvservice.core.acquire.estimate import FetchEstimate
 from kvservice.replay.trace import BLOCK_TOKENS, Trace
 from kvservice.units import BlockKey
 
-SPEED_WEIGHT = 0.2  # of an engine's newest prefill in its average, as the connector has it
-DEADLINE_SECONDS = 5.0  # the connector's default; less where computing the whole prompt takes less
-DRIFT = 0.9  # how much of a link's deviation is left at the next request
-LINK_SPREAD = 0.3  # of the logarithm of a link's speed
+SPEED_WEIGHT = 0.2  # Weight of an engine's newest prefill in its average speed. The same as in the connector.
+# The connector's default deadline of a fetch. It is shorter if computing the whole prompt takes less.
+DEADLINE_SECONDS = 5.0
+DRIFT = 0.9  # Share of a link's deviation that is left at the next request: congestion lasts for about ten requests.
+# Standard deviation of the logarithm of a link's speed: two thirds of the requests meet it within about 30 % of the
+# mean.
+LINK_SPREAD = 0.3
+# Standard deviation of an engine's speed: prefills vary less than links.
 ENGINE_SPREAD = 0.15
-CONGESTED_SHARE = 0.05  # of the requests meet a link at a quarter of its speed
+CONGESTED_SHARE = 0.05  # Share of the requests that meet the link at a quarter of its speed.
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """`decisions` are requests with something to fetch; seconds are those of fetching and computing their prefixes."""
+    """The sums over all requests that had something to fetch. Seconds are those of fetching and computing their
+    prefixes."""
 
     decisions: int
     differ: int  # the oracle would have fetched another number of blocks
     seconds: float
     oracle_seconds: float
-    always_seconds: float  # had everything been fetched
-    never_seconds: float  # had nothing been fetched
+    always_seconds: float  # if everything had been fetched
+    never_seconds: float  # if nothing had been fetched
 
     @property
     def differ_share(self) -> float:
@@ -40,12 +45,13 @@ class Choices:
 
     @property
     def lost_share(self) -> float:
-        """Time over the oracle's."""
+        """How much longer the decisions took than the oracle's, as a share of the oracle's time."""
         return self.seconds / self.oracle_seconds - 1 if self.oracle_seconds else 0.0
 
 
 def known_prefixes(trace: Trace) -> list[tuple[int, int]]:
-    """Of each request with any, how many blocks of its prefix earlier requests had, and how many it has."""
+    """For each request whose prefix is known: how many blocks of it earlier requests had, and how many it has in
+    all."""
     seen: set[BlockKey] = set()
     found: list[tuple[int, int]] = []
     for request in trace.requests:
@@ -67,7 +73,7 @@ def compare_choices(
     """One pass over all prefixes, through one link. The same seed meets the same link and engine at each speed."""
     noise = random.Random(seed)
     estimate = FetchEstimate()
-    reported = 0.0  # seconds a block, as the engine last said
+    reported = 0.0  # seconds a block, as the engine last reported
     deviation = 0.0
     differ = 0
     took = best = always = never = 0.0
@@ -86,7 +92,7 @@ def compare_choices(
         fits = min(count, int(max(deadline - overhead, 0.0) / per_fetched))
         ideal = fits if fits and overhead + fits * per_fetched < fits * per_computed else 0
 
-        # What does not fit the deadline is computed after it, and the wait for it was in vain.
+        # Blocks that miss the deadline are computed after it, and waiting for them was wasted.
         costs = [
             (min(overhead + blocks * per_fetched, deadline) if blocks else 0.0)
             + (count - min(blocks, fits)) * per_computed

@@ -1,7 +1,7 @@
-"""N simulated nodes with an engine each: where a prompt goes, and what of it is found there. Pure.
+"""N simulated nodes with one engine each: decides where a prompt goes and what of it is found there. Pure.
 
-Prefills of an engine run one after the other at a fixed speed; engines have no cache of their own, so every hit is the
-service's. Time is the trace's: each decision takes none.
+Prefills of an engine run one after the other at a fixed speed. Engines have no cache of their own, so every hit is the
+service's. Time comes from the trace, and decisions take no time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from kvservice.serve.load import LoadBook
 from kvservice.serve.routing import Candidate, PeerLink, Prompt, Speeds, blocks_of, decide
 
 ROUTINGS = ("round-robin", "kv-aware")
-DECODING_SHARE = 0.02  # of a prefill: what a request that is past its own adds to others'
+# A request that is decoding slows others by this share of a prefill. Batched decoding costs little beside a prefill.
+DECODING_SHARE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One node. The defaults are those of an 8B model (128 KiB of KV a token) on one accelerator with 100 Gbit/s."""
+    """One node. The defaults fit an 8B model (128 KiB of KV a token) on one accelerator with 100 Gbit/s."""
 
     prefill_tokens_per_second: float = 8000.0
     token_bytes: int = 128 << 10
@@ -41,13 +42,13 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """Of the requests that were counted. Blocks, but for the times, which are modelled."""
+    """The result for the requests that were counted. Counts are blocks; times are modelled."""
 
     asked: int
     local_hits: int
     remote_hits: int
     evicted: int
-    busiest_share: float  # prompt blocks of the busiest node, over the mean
+    busiest_share: float  # prompt blocks of the busiest node divided by the mean
     first_token_seconds: float  # mean
 
     @property
@@ -64,7 +65,8 @@ class _Engine:
 
 
 class Cluster:
-    """`pooled` False: each node for itself, and a router that knows nothing of what they hold."""
+    """The nodes of one run. With `pooled` False each node works alone, and the router knows nothing of what they
+    hold."""
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class Cluster:
         machine: Machine | None = None,
         seed: int = 1,
     ) -> None:
-        """`capacity`: blocks of all nodes together, at least one each."""
+        """`capacity` is the number of blocks of all nodes together, at least one each."""
         assert routing in ROUTINGS and 0 < node_count <= capacity
         assert pooled or routing == "round-robin", "routing by holdings needs the directory"
         self._directory = ReplayDirectory() if pooled else None
@@ -94,7 +96,8 @@ class Cluster:
         self._ends: list[tuple[float, int, int]] = []  # (when, request, engine)
 
     def play(self, trace: Trace, count_from: int = 0, show: Callable[[int], None] | None = None) -> ReplayOutcome:
-        """All requests in order; those before `count_from` only warm the nodes up. `show` is told how many are done."""
+        """Play all requests in order. Those before `count_from` only warm the nodes up. `show` gets the number of
+        requests done."""
         found: Counter[str] = Counter()
         waited = 0.0
         for number, request in enumerate(trace.requests):
@@ -159,7 +162,7 @@ class Cluster:
         return tuple(self._directory.directory.resolve(request.keys[:count], request.at))
 
     def _serve(self, request: Request, number: int, place: int) -> tuple[int, int, float]:
-        """Blocks found here and elsewhere, and seconds to the first token."""
+        """Returns the blocks found on this node, the blocks found on others, and the seconds to the first token."""
         engine, machine, now = self.engines[place], self._machine, request.at
         local, remote = engine.node.serve(request.keys, now)
         link = machine.link

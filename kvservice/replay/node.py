@@ -1,6 +1,6 @@
 """One simulated node: the real block store (slots, admission, eviction) without bytes, driven as a shard drives it.
 
-What the shard adds (leases, deadlines, single flight, digests) decides nothing here, where everything takes no time:
+The shard adds leases, deadlines, single flight and digests. They change nothing here, where everything takes no time:
 `tests/unit/replay` plays one trace through both and compares. Nothing blocks.
 """
 
@@ -19,14 +19,14 @@ from kvservice.core.store.blocks import NO_KEY, BlockStore, Want
 from kvservice.core.store.eviction import EvictionPolicy
 from kvservice.units import BlockKey, BootEpoch, NodeId, div_ceil
 
-PAYLOAD_BYTES = 4096  # of a slot; blocks here are only named
+PAYLOAD_BYTES = 4096  # Of a slot. Only the number of slots matters here, so it is the smallest that a slab takes.
 WRITER = b"engine".ljust(16, b".")
-STORE_BATCH = 64  # blocks reserved and sealed together, as an engine does it step by step
-FAR = 1e18  # seconds: simulated nodes need no heartbeat
+STORE_BATCH = 64  # Blocks that are reserved and sealed together. An engine also does it in steps.
+FAR = 1e18  # Seconds, later than any trace ends: simulated nodes need no heartbeat.
 
 
 class ReplayNode:
-    """`directory`: shared with the other nodes; None: this node alone."""
+    """One node. `directory` is shared with the other nodes; None means that this node is alone."""
 
     def __init__(
         self, name: str, capacity: int, policy: EvictionPolicy, directory: ReplayDirectory | None = None
@@ -41,7 +41,7 @@ class ReplayNode:
         )
         self._store = BlockStore(geometry, BootEpoch(1), policy, self._actions.append)
         spare = geometry.slab_count * geometry.slots_per_slab(PAYLOAD_BYTES) - capacity
-        # Slabs have a fixed number of slots: those beyond the capacity are taken for good.
+        # A slab has a fixed number of slots. Those beyond the capacity are reserved for good.
         assert len(self._store.reserve(spare, b"beyond the limit", Want(PAYLOAD_BYTES, 0.0)).slots) == spare
         self._actions.clear()
         if directory is not None:
@@ -51,8 +51,8 @@ class ReplayNode:
         return len(self._store)
 
     def serve(self, keys: tuple[BlockKey, ...], now: float) -> tuple[int, int]:
-        """One prompt: acquire what there is of its prefix, store the rest. Returns the blocks that were here, and
-        those that came from other nodes."""
+        """Serve one prompt: acquire the part of its prefix that exists, store the rest. Returns the number of blocks
+        that were here, and the number that came from other nodes."""
         self._store.policy.touch(keys, now)
         held: dict[int, BlockKey] = {}
         for index, key in enumerate(keys):
@@ -74,7 +74,8 @@ class ReplayNode:
         return hits, fetched
 
     def lend(self, keys: Sequence[BlockKey], now: float) -> int:
-        """Another node reads these blocks: how many from the first on are here. They stay until `take_back`."""
+        """Pin blocks for another node that reads them. Returns how many of them, from the first on, are here. They stay
+        until `take_back`."""
         self._store.policy.touch(tuple(keys), now)
         for index, key in enumerate(keys):
             block = self._store.get(key)
@@ -99,7 +100,8 @@ class ReplayNode:
     def _fetch(
         self, directory: ReplayDirectory, keys: tuple[BlockKey, ...], held: dict[int, BlockKey], now: float
     ) -> None:
-        """As core.acquire.acquisitions with a fast link: every missing block up to the first that nobody has."""
+        """Fetch every missing block up to the first one that no node has, as core.acquire.acquisitions does on a fast
+        link."""
         holders = directory.holders(keys, self.holder, now)
         wanted: list[int] = []
         for index in range(len(keys)):
@@ -132,7 +134,7 @@ class ReplayNode:
             slots = self._store.reserve(len(indices), WRITER, Want(PAYLOAD_BYTES, now)).slots
             self.counters["not_reserved"] += len(indices) - len(slots)
             for index, slot in zip(indices, slots, strict=False):
-                if keys[index] in self._store:  # beyond a gap
+                if keys[index] in self._store:  # the block lies behind a gap in the prefix
                     self._store.abort(slot)
                 else:
                     parent = keys[index - 1] if index else None
@@ -159,7 +161,7 @@ class ReplayNode:
 
 
 class ReplayDirectory:
-    """All lookup partitions as one, told at once."""
+    """All lookup partitions as one directory that learns of every change at once."""
 
     def __init__(self) -> None:
         self.directory = Directory(hide_seconds=FAR, forget_seconds=2 * FAR)
@@ -175,7 +177,7 @@ class ReplayDirectory:
         return self._nodes[holder.node_id]
 
     def tell(self, holder: Holder, words: dict[BlockKey, bool], now: float) -> None:
-        """The last word per key: True added, False removed."""
+        """The last change of each key: True if it was added, False if it was removed."""
         if words:
             self._sequences[holder.node_id] += 1
             added = [key for key, here in words.items() if here]
@@ -183,7 +185,7 @@ class ReplayDirectory:
             self.directory.apply(holder, self._sequences[holder.node_id], added, removed, now=now)
 
     def holders(self, keys: Sequence[BlockKey], asker: Holder, now: float) -> dict[int, tuple[Holder, ...]]:
-        """By index in the chain; others than the asker."""
+        """The nodes that hold each block, by its index in the chain, without the asker."""
         found: dict[int, tuple[Holder, ...]] = {}
         for run in self.directory.resolve(keys, now):
             others = tuple(holder for holder in run.holders if holder != asker)

@@ -1,6 +1,7 @@
-"""The most that any policy could reach: Belady's, which knows the future, and which may keep a newcomer out. Pure.
+"""The best hit count that any policy could reach: Belady's algorithm, which knows the future and may refuse a new
+block. Pure.
 
-Blocks count one by one, whatever is missing before them, so this is a bound from above also for prefixes.
+Blocks are counted one by one, also when one before them is missing. For prefixes this is therefore an upper bound.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import heapq
 from kvservice.replay.trace import Trace
 from kvservice.units import BlockKey
 
-_NEVER = 1 << 62
+_NEVER = 1 << 62  # The next use of a block that is never used again: later than any place in a trace.
 
 
 def belady_hits(trace: Trace, capacity: int, count_from: int = 0) -> int:
-    """Blocks found by the requests from `count_from` on. O(n log n)."""
+    """The number of blocks that the requests from `count_from` on would find. O(n log n)."""
     assert capacity > 0
     sequence = [key for request in trace.requests for key in request.keys]
     uncounted = sum(len(request.keys) for request in trace.requests[:count_from])
@@ -23,7 +24,7 @@ def belady_hits(trace: Trace, capacity: int, count_from: int = 0) -> int:
     for index in range(len(sequence) - 1, -1, -1):
         next_use[index] = seen.get(sequence[index], _NEVER)
         seen[sequence[index]] = index
-    held: dict[BlockKey, int] = {}  # when each is wanted next
+    held: dict[BlockKey, int] = {}  # when each block is wanted next
     farthest: list[tuple[int, BlockKey]] = []
     hits = 0
     for index, (key, wanted) in enumerate(zip(sequence, next_use, strict=True)):

@@ -1,6 +1,6 @@
-"""Eviction policies to compare with: textbook ones behind the shard's interface. Nothing runs them in production.
+"""Textbook eviction policies to compare with, behind the shard's interface. Production never runs them.
 
-They know no copies, sizes or tenants: one node, one model. Pure.
+They know no secondary copies, sizes or tenants: one node, one model. Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvservice.units import BlockKey
 
 
 class _Flat:
-    """What blocks without links have in common. Subclasses order them."""
+    """The bookkeeping that policies without links between blocks share. Subclasses order the blocks."""
 
     def __init__(self) -> None:
         self._pinned: set[BlockKey] = set()
@@ -76,7 +76,7 @@ class _Flat:
 
 
 class PlainLru(_Flat):
-    """The least recently used block goes, whatever hangs on it."""
+    """Evicts the least recently used block, even if other blocks depend on it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,12 +95,15 @@ class PlainLru(_Flat):
         del self._order[key]
 
 
+# Share of the blocks in the small queue: the paper's 10 %.
 SMALL_SHARE = 0.1
+# Uses that are counted for a block: the paper's two bits. More uses do not keep it longer.
 FREQUENCY_MAX = 3
 
 
 class S3Fifo(_Flat):
-    """Three FIFO queues (Yang et al., SOSP 2023): newcomers pass a small one, and stay when they were used there."""
+    """Three FIFO queues (Yang et al., SOSP 2023). New blocks enter a small queue, and move to the main one if they are
+    used there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +115,7 @@ class S3Fifo(_Flat):
         self._evicted: OrderedDict[BlockKey, None] = OrderedDict()
 
     def victim(self, size_class: int | None, may_go: Callable[[str], bool] | None = None) -> BlockKey | None:
-        # Each pass moves one block on: nobody is skipped more often than its uses and its pins allow.
+        # Each pass moves one block on. No block is passed by more often than its uses and its pins allow.
         for _ in range((FREQUENCY_MAX + 2) * len(self._queue_of) + len(self._small) + len(self._main)):
             from_small = bool(self._small) and (not self._main or self._small_count > SMALL_SHARE * len(self._queue_of))
             queue = self._small if from_small else self._main
@@ -120,7 +123,7 @@ class S3Fifo(_Flat):
                 return None
             key = queue[0]
             if self._queue_of.get(key) is not queue:
-                queue.popleft()  # it went
+                queue.popleft()  # the block was removed
             elif key in self._pinned:
                 queue.rotate(-1)
             elif self._uses[key]:

@@ -1,5 +1,7 @@
-"""The questions of `kvservice replay` as a list of runs, and their answers as plain figures. Runs in the calling thread
-or in processes of its own, which share nothing."""
+"""The questions of `kvservice replay` as a list of runs, and their answers as plain figures.
+
+Runs in the calling thread, or in worker processes that share nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,14 @@ from kvservice.replay.trace import BLOCK_TOKENS, Trace
 
 OPTIMUM = "belady"
 DEFAULT_POLICIES = ("reuse", "lru", OPTIMUM)
-CAPACITY_SHARES = (128, 32, 16, 8, 4, 1)  # of the blocks of a trace, down to what holds everything
+CAPACITY_SHARES = (128, 32, 16, 8, 4, 1)  # Parts of the blocks of a trace, from room for little to room for everything.
+# Bytes a second, from a slow disk to 200 Gbit/s; closest around 1 GB/s, where the decision changes.
 LINK_SPEEDS = (0.1e9, 0.25e9, 0.5e9, 0.75e9, 1e9, 1.25e9, 1.5e9, 2e9, 3e9, 6e9, 12e9, 25e9)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayRun:
-    """One pass over the trace. `nodes` 1 is the ideal: one node with all the room."""
+    """One pass over the trace. One node is the ideal case: it has all the room."""
 
     policy: str
     capacity: int  # blocks, of all nodes together
@@ -46,15 +49,15 @@ class Plan:
     policies: Sequence[str] = DEFAULT_POLICIES
     nodes: int = 8
     cluster_policy: str = "reuse"
-    count_from: int = 0  # requests that only warm up
+    count_from: int = 0  # requests that only warm the nodes up
     machine: Machine = field(default_factory=Machine)
 
     def runs(self) -> list[ReplayRun]:
-        """Raises InvalidRequest for a policy that does not exist."""
+        """All runs of the plan. Raises InvalidRequest for an unknown policy."""
         for policy in (*self.policies, self.cluster_policy):
             if policy not in (*POLICIES, OPTIMUM):
                 known = ", ".join((*POLICIES, OPTIMUM))
-                raise InvalidRequest(f"there is no policy {policy!r}: take {known}")
+                raise InvalidRequest(f"there is no policy {policy!r}; choose from: {known}")
         found = [ReplayRun(policy, capacity) for capacity in self.capacities for policy in self.policies]
         for capacity in self.capacities if self.nodes > 1 else ():
             if capacity >= self.nodes:
@@ -71,7 +74,7 @@ def default_capacities(trace: Trace) -> list[int]:
 
 
 def play(trace: Trace, run: ReplayRun, plan: Plan, show: Callable[[int], None] | None = None) -> dict[str, float]:
-    """Seconds to a minute or so for 300,000 blocks."""
+    """Play one run and return its figures. Takes a second to about a minute for 300,000 blocks."""
     if run.policy == OPTIMUM:
         asked = sum(len(request.keys) for request in trace.requests[plan.count_from :])
         return {"hit_rate": belady_hits(trace, run.capacity, plan.count_from) / asked}
@@ -98,7 +101,7 @@ def play(trace: Trace, run: ReplayRun, plan: Plan, show: Callable[[int], None] |
 def play_all(
     trace: Trace, plan: Plan, processes: int = 1, show: Callable[[float], None] | None = None
 ) -> list[tuple[ReplayRun, dict[str, float]]]:
-    """All runs of the plan, in its order. `show` is told how many runs are done, with fractions."""
+    """Play all runs of the plan and return them in its order. `show` gets the number of runs done, with fractions."""
     runs = plan.runs()
     found: list[tuple[ReplayRun, dict[str, float]]] = []
     for done, (run, figures) in enumerate(_played(trace, plan, runs, processes, show)):
@@ -124,7 +127,7 @@ def _show_part(show: Callable[[float], None], trace: Trace, done: int, requests:
     show(done + requests / len(trace.requests))
 
 
-_here: list[tuple[Trace, Plan]] = []  # of a process that plays: the trace is sent once
+_here: list[tuple[Trace, Plan]] = []  # what a worker process plays; the trace is sent to it once
 
 
 def _start_process(trace: Trace, plan: Plan) -> None:
@@ -138,7 +141,7 @@ def _play_here(run: ReplayRun) -> dict[str, float]:
 
 
 def choices(trace: Trace, machine: Machine, speeds: Sequence[float] = LINK_SPEEDS) -> list[dict[str, float]]:
-    """Fetch or recompute against the oracle, one row a link speed."""
+    """Compare fetch or recompute with the oracle, one row per link speed."""
     prefixes = known_prefixes(trace)
     rows: list[dict[str, float]] = []
     for speed in speeds:
@@ -163,7 +166,7 @@ def choices(trace: Trace, machine: Machine, speeds: Sequence[float] = LINK_SPEED
 
 
 def report(trace: Trace, plan: Plan, found: list[tuple[ReplayRun, dict[str, float]]]) -> dict[str, object]:
-    """Everything with stable names, for JSON."""
+    """All results under stable names, for JSON."""
     return {
         "trace": trace.name,
         "requests": len(trace.requests),

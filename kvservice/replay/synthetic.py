@@ -1,4 +1,4 @@
-"""Traces made up from a seed: conversations over shared system prompts, and prompts that nobody repeats. Pure."""
+"""Traces made from a seed: conversations over shared system prompts, and prompts that are never repeated. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kvservice.replay.trace import BLOCK_TOKENS, Request, Trace, key_of, trace_o
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Rates are per second, lengths in blocks; what is called a mean is one of an exponential distribution."""
+    """What to make. Rates are per second and lengths are in blocks. A "mean" is the mean of an exponential
+    distribution."""
 
     seconds: float = 1800.0
     conversations_rate: float = 0.5
@@ -19,18 +20,19 @@ class Workload:
     think_seconds_mean: float = 60.0
     first_blocks_mean: float = 8.0
     turn_blocks_mean: float = 3.0
-    system_prompts: int = 8  # the first is the most popular
+    system_prompts: int = 8  # the first one is the most popular
     system_blocks: int = 4
-    scan_rate: float = 0.0  # prompts that never come back
+    scan_rate: float = 0.0  # prompts that are never repeated
     scan_blocks_mean: float = 30.0
     chain_blocks_max: int = 512
 
 
 def make_trace(workload: Workload, seed: int, name: str = "synthetic") -> Trace:
-    """The same seed gives the same trace."""
+    """Make a trace. The same seed gives the same trace."""
     noise = random.Random(seed)
     identity = workload.system_prompts * workload.system_blocks
-    events: list[tuple[float, int, list[int]]] = []  # (when, order, chain so far); an empty chain is a scan
+    # (when, order, chain so far); an empty chain is a prompt that is never repeated
+    events: list[tuple[float, int, list[int]]] = []
     order = 0
     for rate, starts_with_system in ((workload.conversations_rate, True), (workload.scan_rate, False)):
         at = 0.0

@@ -1,8 +1,8 @@
-"""Request traces: Mooncake's JSONL, one request a line, from a file that is not trusted.
+"""Request traces in Mooncake's format: JSONL, one request a line. The file is not trusted.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, ...]}
 
-`timestamp` is milliseconds since the trace began, and each id stands for 512 tokens and everything before them.
+`timestamp` is in milliseconds since the trace began. Each id stands for 512 tokens and everything before them.
 """
 
 from __future__ import annotations
@@ -19,27 +19,31 @@ from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
 from kvservice.errors import InvalidRequest
 from kvservice.units import BlockKey
 
+# Tokens that one id stands for: fixed by the format.
 BLOCK_TOKENS = 512
+# Room for about 100,000 ids, far more than the longest prompt has. A longer line is refused, so reading stays bounded.
 LINE_BYTES_MAX = 1 << 20
+# Mooncake's public traces have some 10,000. More are refused: give a limit, and the first ones are read.
 REQUESTS_MAX = 10_000_000
-BLOCKS_MAX = 50_000_000  # of all requests together, about 2 GB here
-ID_MAX = 1 << 63
-TOKENS_MAX = 1 << 40
+BLOCKS_MAX = 50_000_000  # Of all requests together; they take about 2 GB here. More are refused.
+ID_MAX = 1 << 63  # Ids are below it, so that they fit 64 bits; a larger one is refused.
+TOKENS_MAX = 1 << 40  # Tokens of one prompt or answer; a larger number is a broken file, and is refused.
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt: its chain of blocks, each key naming a block and everything before it."""
+    """One prompt as a chain of blocks. Each key names a block and everything before it."""
 
     at: float  # seconds since the trace began
     keys: tuple[BlockKey, ...]
-    tokens: int  # of the prompt
+    tokens: int  # tokens of the prompt
     answer_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests by time. `block_count` counts each time a block is asked for, `unique_count` each block once."""
+    """Requests in order of time. `block_count` counts every time that a block is asked for, `unique_count` each block
+    once."""
 
     name: str
     requests: tuple[Request, ...]
@@ -48,7 +52,7 @@ class Trace:
 
     @property
     def hit_rate_max(self) -> float:
-        """With room for everything: every block but the first of its kind."""
+        """The hit rate with room for everything: every block is a hit but the first of its kind."""
         return 1 - self.unique_count / self.block_count
 
     @property
@@ -57,17 +61,17 @@ class Trace:
 
 
 def trace_of(name: str, requests: list[Request]) -> Trace:
-    """Raises InvalidRequest for a trace without requests."""
+    """Build a trace. Raises InvalidRequest if there are no requests."""
     if not requests:
-        raise InvalidRequest(f"{name} has no request")
+        raise InvalidRequest(f"{name} has no requests")
     ordered = tuple(sorted(requests, key=lambda request: request.at))
     unique = {key for request in ordered for key in request.keys}
     return Trace(name, ordered, sum(len(request.keys) for request in ordered), len(unique))
 
 
 def read_trace(path: Path, limit: int | None = None, show: Callable[[int], None] | None = None) -> Trace:
-    """The first `limit` requests of a file. `show` is told the bytes read so far. Raises InvalidRequest, with the line
-    where it stopped, for what is no trace or is larger than the bounds above. Blocks while it reads."""
+    """Read the first `limit` requests of a file; blocks meanwhile. `show` gets the bytes read so far. Raises
+    InvalidRequest, with the line, if the file is not a trace or exceeds the limits above."""
     requests: list[Request] = []
     keys: dict[int, BlockKey] = {}
     blocks = done = 0
@@ -77,11 +81,13 @@ def read_trace(path: Path, limit: int | None = None, show: Callable[[int], None]
                 if limit is not None and len(requests) >= limit:
                     break
                 if len(requests) >= REQUESTS_MAX:
-                    raise InvalidRequest(f"{path}: more than {REQUESTS_MAX} requests: give --limit")
+                    raise InvalidRequest(f"{path}: more than {REQUESTS_MAX} requests; read fewer with --limit")
                 request = _request(line, f"{path}, line {number}", keys)
                 blocks += len(request.keys)
                 if blocks > BLOCKS_MAX:
-                    raise InvalidRequest(f"{path}, line {number}: more than {BLOCKS_MAX} blocks: give --limit")
+                    raise InvalidRequest(
+                        f"{path}, line {number}: more than {BLOCKS_MAX} blocks; read fewer requests with --limit"
+                    )
                 requests.append(request)
                 done += len(line)
                 if show is not None and number % 1000 == 0:
@@ -107,34 +113,36 @@ def _request(line: bytes, where: str, keys: dict[int, BlockKey]) -> Request:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{where}: not JSON: {error}") from error
     if not isinstance(row, dict):
-        raise InvalidRequest(f"{where}: not an object: one request a line, with timestamp, input_length and hash_ids")
+        raise InvalidRequest(
+            f"{where}: not a JSON object; each line is one request with timestamp, input_length and hash_ids"
+        )
     milliseconds = _number(row, "timestamp", where)
     tokens, answer = _count(row, "input_length", where), _count(row, "output_length", where, 0)
     ids = row.get("hash_ids")
     if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < ID_MAX for one in ids):
-        raise InvalidRequest(f"{where}: hash_ids is no list of whole numbers from 0 on")
+        raise InvalidRequest(f"{where}: hash_ids must be a list of whole numbers from 0 on")
     if not 0 < len(ids) <= KEYS_PER_REQUEST_MAX or len(set(ids)) != len(ids):
-        raise InvalidRequest(f"{where}: {len(ids)} hash_ids: 1 to {KEYS_PER_REQUEST_MAX}, each once")
+        raise InvalidRequest(f"{where}: it has {len(ids)} hash_ids; give 1 to {KEYS_PER_REQUEST_MAX} different ones")
     if not (len(ids) - 1) * BLOCK_TOKENS < tokens <= len(ids) * BLOCK_TOKENS:
-        raise InvalidRequest(f"{where}: {tokens} tokens are not {len(ids)} blocks of {BLOCK_TOKENS}")
+        raise InvalidRequest(f"{where}: {tokens} tokens do not fill {len(ids)} blocks of {BLOCK_TOKENS} tokens")
     chain = tuple(keys[one] if one in keys else keys.setdefault(one, key_of(one)) for one in ids)
     return Request(milliseconds / 1000, chain, tokens, answer)
 
 
 def key_of(identity: int) -> BlockKey:
-    """A key that looks like a real one: evenly spread, as routes are taken from it."""
+    """A key that is spread as evenly as a real one, because routes are computed from keys."""
     return BlockKey(hashlib.blake2b(identity.to_bytes(8, "little"), digest_size=16).digest())
 
 
 def _number(row: dict[str, object], name: str, where: str) -> float:
     value = row.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise InvalidRequest(f"{where}: {name} is no number from 0 on")
+        raise InvalidRequest(f"{where}: {name} must be a number from 0 on")
     return float(value)
 
 
 def _count(row: dict[str, object], name: str, where: str, default: int | None = None) -> int:
     value = row.get(name, default)
     if type(value) is not int or not 0 <= value <= TOKENS_MAX:
-        raise InvalidRequest(f"{where}: {name} is no whole number from 0 to {TOKENS_MAX}")
+        raise InvalidRequest(f"{where}: {name} must be a whole number from 0 to {TOKENS_MAX}")
     return value
