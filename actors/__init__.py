@@ -1,4 +1,4 @@
-"""Ray actors of kvservice: shells around the pure core, one mailbox each. Import as kvservice.actors."""
+"""The Ray actors of kvservice: thin shells around the pure core, one mailbox each. Import them as kvservice.actors."""
 
 if __name__ != "kvservice.actors":
-    raise ImportError("import kvservice.actors, not the source folder 'actors'")
+    raise ImportError("import kvservice.actors instead of the source folder 'actors'")

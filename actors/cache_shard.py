@@ -1,4 +1,4 @@
-"""CacheShard: one a node. Ray restarts it when its process dies; the new one adopts the blocks of the old."""
+"""CacheShard: one per node. Ray restarts it when its process dies; the new process adopts the blocks of the old one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from kvservice.units import NodeId
 
 
 class CacheShard:
-    """Made into a Ray actor by actors.supervisor. Methods block their own thread only."""
+    """A cache shard as a Ray actor; actors.supervisor makes it one. A method blocks only the thread that runs it."""
 
     def __init__(self, config: ShardServerConfig, alive: list[NodeId], metrics_port: int) -> None:
-        """`alive`: all nodes of the cluster; what others left on this machine is removed. `metrics_port` 0 = none."""
+        """`alive` names all nodes of the cluster; files that other nodes left on this machine are removed.
+        `metrics_port` 0 means that no metrics are served."""
         service, root = config.settings.service, config.settings.runtime_root
         remove_leftovers(service, [*alive, config.node_id], root)
         self._config = config
@@ -34,7 +35,7 @@ class CacheShard:
             self._end_metrics = serve_metrics(service, self._numbers, metrics_port)
 
     def ready(self) -> dict[str, Any]:
-        """Who this shard is. Raises the KVServiceError that keeps it from starting."""
+        """Address, node and process of this shard. Raises the KVServiceError that keeps it from starting."""
         if self._left:
             return {**self._identity, "left": True}
         self._hosted.ensure_started()
@@ -42,7 +43,7 @@ class CacheShard:
         return self._identity
 
     def leave(self, timeout_seconds: float, handover: bool = True) -> None:
-        """Begin to leave: hand blocks over, then end. Returns at once; `ready` says when it is done."""
+        """Begin to leave: hand blocks over, then end. Returns at once; `ready` says when the shard has left."""
 
         async def begin() -> None:
             self._server.leave(timeout_seconds, handover, exit=True)
@@ -57,7 +58,7 @@ class CacheShard:
         await self._server.left.wait()
         try:
             await self._server.stop(leaving=True)
-        finally:  # the supervisor ends the process then, whatever could not be closed
+        finally:  # the supervisor ends the process then, even if something could not be closed
             self._left = True
 
     def set_lookup_addresses(self, addresses: list[str]) -> None:
@@ -67,8 +68,8 @@ class CacheShard:
         self._hosted.call(apply())
 
     def stop(self) -> int:
-        """Leave the directory, finish calls, remove every file, also those of nodes of this machine that are gone.
-        Returns the process id, which is about to end."""
+        """Leave the directory, finish the calls under way, and remove every file, also those of nodes of this machine
+        that are gone. Returns the id of this process, which is about to end."""
         self._end_metrics()
         self._hosted.close(self._server.stop(leaving=True))
         settings = self._config.settings
@@ -76,7 +77,7 @@ class CacheShard:
         return os.getpid()
 
     def _numbers(self) -> PoolStats | None:
-        async def read() -> PoolStats:  # on the loop that changes them
+        async def read() -> PoolStats:  # on the event loop, the only thread that changes the numbers
             return self._server.stats()
 
         try:

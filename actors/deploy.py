@@ -1,4 +1,4 @@
-"""Composition root on Ray: bring a service up on a cluster, find it again, take it down."""
+"""Starts a service on a Ray cluster, finds it again, and takes it down. Runs in a driver; every function blocks."""
 
 from __future__ import annotations
 
@@ -23,37 +23,46 @@ from kvservice.errors import ConfigError, ServiceConflict, Unavailable, plaintex
 
 log = logging.getLogger("kvservice.actors")
 
+# For all shards to start. Mapping and touching a large pool takes a minute or two; then Unavailable says what is
+# missing.
 UP_SECONDS = 180.0
-STOP_SECONDS = 20.0  # a part that takes longer is killed; its files are then removed by the next `up` or `down`
-POLL_SECONDS = 0.5
-CONNECT_SECONDS = 3.0
+# For one part to stop. A part that takes longer is killed, and the next `up` or `down` removes its files.
+STOP_SECONDS = 20.0
+POLL_SECONDS = 0.5  # Between two questions. Short beside a start of seconds, long beside a call of milliseconds.
+CONNECT_SECONDS = 3.0  # For a TCP connection to the cluster's port. Ray itself would go on trying for minutes.
+# If one problem stays this long and nothing is starting any more, waiting ends: the supervisor has looked about six
+# times.
 STUCK_SECONDS = 6.0
+# For one answer of the supervisor, which is quick; after it the call is made again, until MOVE_SECONDS are over.
 ANSWER_SECONDS = 30.0
-MOVE_SECONDS = 30.0  # Ray needs seconds to see that a node is gone and to start an actor elsewhere
+# For a supervisor that does not answer. Ray needs seconds to notice that a node is gone and to start an actor
+# elsewhere. Then Unavailable is raised.
+MOVE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceHandle:
-    """A running service, from any driver of its Ray cluster."""
+    """A running service. Any driver of its Ray cluster can have a handle."""
 
     service: str
     supervisor: Any  # Ray actor handle
 
     def describe(self) -> dict[str, Any]:
-        """See Supervisor.describe. Blocks for one actor call, longer while Ray moves the supervisor."""
+        """What runs where; see Supervisor.describe. Blocks for one actor call, or longer while Ray moves the
+        supervisor."""
         found: dict[str, Any] = _ask(self.supervisor.describe)
         return found
 
     def config(self) -> dict[str, Any]:
-        """The settings it runs with, as a ServiceConfig's fields. Blocks as `describe` does."""
+        """The settings that the service runs with, as the fields of a ServiceConfig. Blocks as `describe` does."""
         found: dict[str, Any] = _ask(self.supervisor.config)
         return found
 
     def wait_complete(
         self, seconds: float = UP_SECONDS, on_progress: Callable[[dict[str, Any]], None] | None = None
     ) -> dict[str, Any]:
-        """Block until every node has its shard. Raises Unavailable naming what is missing and why; soon, when the
-        same problem stays and nothing is starting any more."""
+        """Block until every node has its shard. Raises Unavailable that names what is missing and why; it does so early
+        if the same problem stays and nothing is starting any more."""
         started = changed = time.monotonic()
         problems: dict[str, str] = {}
         while True:
@@ -76,11 +85,14 @@ class ServiceHandle:
 
 
 def up(config: ServiceConfig) -> ServiceHandle:
-    """Start the service on the connected Ray cluster, or find it when it runs with the same settings.
+    """Start the service on the connected Ray cluster, or find it if it runs with the same settings.
 
-    Nodes whose shards were drained get one again. Raises ServiceConflict when a service of this name runs with others,
-    ConfigError when it would be plaintext between machines; nothing is started then. Returns before every shard is up:
-    see `ServiceHandle.wait_complete`.
+    Nodes whose shards were drained get a shard again. Returns before every shard is up; see
+    `ServiceHandle.wait_complete`.
+
+    Raises:
+        ServiceConflict: a service of this name runs with other settings.
+        ConfigError: the service would be plaintext between machines; nothing is started.
     """
     found = find(config.service)
     if found is None:
@@ -100,7 +112,7 @@ def up(config: ServiceConfig) -> ServiceHandle:
     wanted = config.model_dump()
     if running != wanted:
         changed = ", ".join(
-            f"{k}: runs {running[k]!r}, wanted {wanted[k]!r}" for k in wanted if running[k] != wanted[k]
+            f"{k}: it runs with {running[k]!r}, you asked for {wanted[k]!r}" for k in wanted if running[k] != wanted[k]
         )
         raise ServiceConflict(
             f"a service named {config.service!r} runs on this cluster with other settings ({changed}): take it down "
@@ -120,7 +132,7 @@ def _check_listeners(config: ServiceConfig) -> None:
 
 
 def find(service: str) -> ServiceHandle | None:
-    """The running service of this name, or None."""
+    """The running service of this name, or None. Blocks for a call to Ray's control plane."""
     try:
         return ServiceHandle(service, ray.get_actor(names.SUPERVISOR, namespace=names.namespace(service)))
     except ValueError:
@@ -128,9 +140,9 @@ def find(service: str) -> ServiceHandle | None:
 
 
 def down(service: str) -> bool:
-    """Stop every part and remove every file of it. False when there was no such service. Blocks.
+    """Stop every part of the service and remove all its files. Blocks. Returns False if there was no such service.
 
-    Works from the named actors, not from what the supervisor knows: it may just have been restarted.
+    It works from the named actors and not from what the supervisor knows, because that may just have been restarted.
     """
     handle = find(service)
     parts = [name for name in _named(service) if name != names.SUPERVISOR]
@@ -147,14 +159,15 @@ def down(service: str) -> bool:
             ray.kill(handle.supervisor, no_restart=True)
     workers = [name for name in parts if name.startswith(names.GPU_WORKER)]
     shards = [name for name in parts if name.startswith(names.shard(""))]
-    # Copy workers first: they use the shards' memory. Then shards: they tell the lookup partitions that they leave.
+    # Copy workers stop first, because they use the shards' memory. Shards stop before the lookup partitions, because
+    # they tell them that they leave.
     for group in (workers, shards, [name for name in parts if name not in {*workers, *shards}]):
         _stop(service, group)
     return True
 
 
 def _ask(method: Any) -> Any:
-    """Call the supervisor; again while it is being restarted, maybe on another node."""
+    """Call the supervisor. Repeats the call while the supervisor is being restarted, maybe on another node."""
     deadline = time.monotonic() + MOVE_SECONDS
     while True:
         try:
@@ -173,7 +186,7 @@ def _named(service: str) -> list[str]:
 def _stop(service: str, parts: list[str]) -> None:
     handles: list[Any] = []
     for part in parts:
-        with contextlib.suppress(ValueError):  # gone meanwhile
+        with contextlib.suppress(ValueError):  # the actor is gone meanwhile
             handles.append(ray.get_actor(part, namespace=names.namespace(service)))
     calls = [handle.stop.remote() for handle in handles]
     if calls:
@@ -183,8 +196,13 @@ def _stop(service: str, parts: list[str]) -> None:
 
 
 def connect(address: str | None) -> None:
-    """Join a Ray cluster as a driver. `address` None: RAY_ADDRESS, else the cluster of this machine. Raises
-    Unavailable when there is none, ConfigError when there is one that does not let this process in."""
+    """Join a Ray cluster as a driver. If `address` is None, RAY_ADDRESS counts, then the cluster of this machine.
+    Blocks.
+
+    Raises:
+        Unavailable: there is no cluster.
+        ConfigError: there is one, but it refuses this process's token.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if ray.is_initialized():
         return
@@ -199,17 +217,18 @@ def connect(address: str | None) -> None:
     except (ConnectionError, RayError, RuntimeError, ValueError) as error:
         if listens or isinstance(error, AuthenticationError):
             raise ConfigError(
-                f"a Ray cluster answers at {wanted}, but does not let this process in with RAY_AUTH_MODE="
-                f"{os.environ['RAY_AUTH_MODE']}: set it to what the cluster was started with, and the token with "
-                f"RAY_AUTH_TOKEN_PATH. Ray says: {error}"
+                f"a Ray cluster answers at {wanted}, but refuses this process with RAY_AUTH_MODE="
+                f"{os.environ['RAY_AUTH_MODE']}: set it to the mode that the cluster was started with, and name "
+                f"the token in RAY_AUTH_TOKEN_PATH. Ray says: {error}"
             ) from error
         raise Unavailable(f"no Ray cluster at {wanted}: {error}") from error
 
 
 def _endpoint(address: str) -> tuple[str, int] | None:
-    """Host and port of the control plane; None for what is no host:port, and for "auto" without a cluster."""
+    """Host and port of the control plane. None if the address is not host:port, or is "auto" without a cluster."""
     if address == "auto":
-        note = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"  # `ray start` writes it
+        # `ray start` writes this file
+        note = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
         address = note.read_text().strip() if note.is_file() else ""
     host, colon, port = address.rpartition(":")
     return (host, int(port)) if colon and port.isdigit() and "/" not in host else None

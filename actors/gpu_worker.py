@@ -1,7 +1,7 @@
-"""GpuWorker: one a GPU, beside its node's shard; copies blocks between engines' KV memory and the pool's slots.
+"""GpuWorker: one per GPU, beside its node's shard. It copies blocks between engines' KV memory and the pool's slots.
 
-On a node without a GPU the same actor serves CPU engines. Ray restarts it when its process dies; the supervisor
-replaces it when a copy hangs or the GPU is lost to it, which `ready` tells without waiting for any copy.
+On a node without a GPU the same actor serves CPU engines. Ray restarts it when its process dies. The supervisor
+replaces it when a copy hangs or the GPU fails; `ready` reports both without waiting for any copy.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ log = logging.getLogger("kvservice.actors")
 
 
 class GpuWorker:
-    """Made into a Ray actor by actors.supervisor. No method waits for a copy, but `stop`."""
+    """A copy worker as a Ray actor; actors.supervisor makes it one. No method but `stop` waits for a copy."""
 
     def __init__(self, config: CopyWorkerConfig, device: str, metrics_port: int) -> None:
-        """`device`: "cpu", or the index of a GPU on this node. `metrics_port` 0 = none."""
+        """`device` is "cpu" or the index of a GPU on this node. `metrics_port` 0 means that no metrics are served."""
         self._config = config
         self._device = device
         self._metrics_port = metrics_port
@@ -36,11 +36,11 @@ class GpuWorker:
         try:
             self._ensure_started()
         except KVServiceError as error:
-            # An exception in a constructor would make Ray give the actor up; `ready` tries again.
+            # Ray gives an actor up if its constructor raises; `ready` tries to start again.
             log.error("start failed: %s", error.message)
 
     def ready(self) -> dict[str, Any]:
-        """Who this worker is, and how it does. Raises the KVServiceError that keeps it from starting."""
+        """Address and state of this worker. Raises the KVServiceError that keeps it from starting."""
         server = self._ensure_started()
         record = server.record
         assert record is not None
@@ -49,7 +49,7 @@ class GpuWorker:
         return {**server.state(), **about, "ray_node": node}
 
     def stop(self) -> int:
-        """Blocks until the batches under way have ended. Returns the process id, which is about to end."""
+        """Stop; blocks until the copies under way have ended. Returns the id of this process, which is about to end."""
         self._end_metrics()
         with self._lock:
             if self._server is not None:

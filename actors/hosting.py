@@ -1,7 +1,7 @@
-"""Runs a server on an event loop of its own thread inside an actor process.
+"""Runs a server on an event loop in a thread of its own, inside an actor process.
 
-The server then starts with the process, also when Ray restarts it and nobody calls a method, and it goes on when the
-actor's own threads wait for a Ray that is away.
+The server starts with the process, also when Ray restarts it and nobody calls a method. It goes on while the actor's
+own threads wait for a Ray control plane that is away.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from kvservice.errors import KVServiceError, Unavailable
 log = logging.getLogger("kvservice.actors")
 
 T = TypeVar("T")
+# For a server to start: a large pool is mapped and an earlier boot's blocks are verified. Then Unavailable is raised.
 START_SECONDS = 120.0
+# For one call on the server's loop, which takes milliseconds if it is well. Then Unavailable is raised.
 CALL_SECONDS = 30.0
 
 
 class HostedServer:
-    """`start` is awaited on the loop and may be tried again after a failure."""
+    """A server on its own loop. `start` is awaited on that loop, and is tried again after a failure."""
 
     def __init__(self, start: Callable[[], Coroutine[Any, Any, T]]) -> None:
         self._start = start
@@ -36,21 +38,21 @@ class HostedServer:
         except KVServiceError as error:
             log.error(
                 "start failed: %s", error.message
-            )  # an exception in a constructor would make Ray give the actor up
+            )  # an exception in the constructor would make Ray give the actor up
 
     def ensure_started(self) -> None:
-        """Blocks until the server runs. Raises the KVServiceError that keeps it from starting."""
+        """Block until the server runs. Raises the KVServiceError that keeps it from starting."""
         with self._lock:
             if not self._started:
                 self.call(self._start(), START_SECONDS)
                 self._started = True
 
     def call(self, work: Coroutine[Any, Any, T], timeout: float = CALL_SECONDS) -> T:
-        """Run a coroutine on the server's loop and wait for it."""
+        """Run a coroutine on the server's loop and block until it ends. Raises Unavailable after `timeout` seconds."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(timeout)
-        except concurrent.futures.TimeoutError as error:  # not the built-in one before Python 3.11
+        except concurrent.futures.TimeoutError as error:  # it is another class than the built-in one before Python 3.11
             future.cancel()
             raise Unavailable(f"the server did not answer within {timeout} s") from error
 

@@ -1,6 +1,7 @@
-"""Files of shards that ended without cleaning up, e.g. with a whole Ray cluster: segments, records and sockets.
+"""Removes the files of shards that ended without cleaning up, e.g. with a whole Ray cluster: segments, records and
+sockets.
 
-Ray gives a node a new id when it starts again, so nobody would ever take such a segment up. No Ray in here.
+A Ray node gets a new id when it starts again, so no shard would ever adopt such a segment. No Ray in here.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _RAY_NODE = re.compile(r"[0-9a-f]{12}")
 
 
 def remove_leftovers(service: str, alive: Collection[NodeId], runtime_root: Path | None = None) -> list[Path]:
-    """Remove what belongs to Ray nodes of this service that are not alive and to no running process. Returns which."""
+    """Remove the files of this service's Ray nodes that are not in `alive` and belong to no running process. Returns
+    them."""
     removed: list[Path] = []
     prefix = segment_path(service, "").name
     for path in sorted(DEV_SHM.glob(f"{prefix}*")):
@@ -35,7 +37,8 @@ def remove_leftovers(service: str, alive: Collection[NodeId], runtime_root: Path
         if _RAY_NODE.fullmatch(node) and node not in alive:
             removed += remove_stale(DEV_SHM, path.name)
     own = (runtime_root or default_runtime_root()) / service
-    if not alive:  # the whole service has ended: a lookup partition that just starts has a file before it listens
+    # only after the whole service has ended: a lookup partition that is starting has a file before it listens
+    if not alive:
         silent = [path for path in sorted(own.glob("lookup-*.sock")) if not is_listening(str(path))]
         for path in silent:
             path.unlink(missing_ok=True)
@@ -57,6 +60,6 @@ def _remove_record(directory: Path) -> list[Path]:
     for path in removed:
         path.unlink(missing_ok=True)
     for empty in (directory, directory.parent):
-        with contextlib.suppress(OSError):  # somebody else's files: they stay
+        with contextlib.suppress(OSError):  # files of another user stay
             empty.rmdir()
     return removed

@@ -1,4 +1,5 @@
-"""LookupNode: hosts one lookup partition. Its port is fixed, so that a restarted one is found where it was."""
+"""LookupNode: hosts one lookup partition. Its port is fixed, so that clients find it at the same address after a
+restart."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from kvservice.lookup.server import LookupServer
 
 
 class LookupNode:
-    """Made into a Ray actor by actors.supervisor. Methods block their own thread only."""
+    """A lookup partition as a Ray actor; actors.supervisor makes it one. A method blocks only the thread that runs
+    it."""
 
     def __init__(
         self,
@@ -27,7 +29,7 @@ class LookupNode:
     ) -> None:
         self._address = address
         self._partition = partition
-        # Nanoseconds: two boots within one second must not share an epoch.
+        # The epoch is in nanoseconds, because two boots within one second must not share one.
         hide, forget = patience(heartbeat_seconds)
         self._server = LookupServer(
             address,
@@ -42,7 +44,7 @@ class LookupNode:
         self._hosted = HostedServer(self._server.start)
 
     def ready(self) -> dict[str, Any]:
-        """Address, node and process. Raises the KVServiceError that keeps it from starting."""
+        """Address, node and process of this lookup partition. Raises the KVServiceError that keeps it from starting."""
         self._hosted.ensure_started()
         node = ray.get_runtime_context().get_node_id()
         return {"partition": self._partition, "address": self._address, "ray_node": node, "pid": os.getpid()}

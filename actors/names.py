@@ -1,11 +1,11 @@
-"""Names of the service's actors: one Ray namespace a service, so that several live on one cluster."""
+"""The names of the service's actors. Each service has a Ray namespace, so that several can live on one cluster."""
 
 from __future__ import annotations
 
 from kvservice.units import NodeId
 
 SUPERVISOR = "supervisor"
-NODE_ID_CHARS = 12
+NODE_ID_CHARS = 12  # of a Ray node's 56: short enough for socket paths, and 48 bits are unique in any real cluster
 GPU_WORKER = "gpu-worker-"
 
 
@@ -14,7 +14,7 @@ def namespace(service: str) -> str:
 
 
 def node_id(ray_node_id: str) -> NodeId:
-    """The pool's name of a Ray node: short enough for socket paths, unique in any real cluster."""
+    """The pool's name for a Ray node: its first characters."""
     return NodeId(ray_node_id[:NODE_ID_CHARS])
 
 

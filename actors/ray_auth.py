@@ -1,7 +1,7 @@
-"""Ray's token and TLS: what a cluster wants, and what one has that `kvservice up` started.
+"""Ray's token and TLS: sets the environment variables that tell Ray which to use, for this process and its children.
 
-Ray is told by its environment variables, for this process and for those that it starts. What the user has set stays as
-it is; what was set here is decided anew for each cluster. Used before connecting, on the main thread.
+What the user has set stays as it is. What this module sets is decided again for each cluster. Use it before connecting,
+on the main thread.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from kvservice.private_files import write_private
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 USE_TLS = "RAY_USE_TLS"
-CERTIFICATE, KEY, AUTHORITY = "server.crt", "server.key", "ca.crt"  # in the folder that `up` makes for its Ray
+# in the folder that `up` makes for the Ray cluster that it starts
+CERTIFICATE, KEY, AUTHORITY = "server.crt", "server.key", "ca.crt"
 TLS_FILES = {"RAY_TLS_SERVER_CERT": CERTIFICATE, "RAY_TLS_SERVER_KEY": KEY, "RAY_TLS_CA_CERT": AUTHORITY}
 HEAD_PREFIX = "ray-head-"
-TOKEN_BYTES = 32
+TOKEN_BYTES = 32  # 256 random bits: nobody can guess the token
 _decided: dict[str, str] = {}  # what this module has put into the environment
 
 
 def head_record(service: str) -> Path:
-    """What `up` notes of the Ray that it started: {"pid", "address", "token_path", "tls_dir"}."""
+    """The file where `up` notes the Ray cluster that it started: {"pid", "address", "token_path", "tls_dir"}."""
     return default_runtime_root() / f"{HEAD_PREFIX}{service}.json"
 
 
 def read_head(record: Path) -> dict[str, object]:
-    """Empty for none, or one that cannot be read."""
+    """The note of `up`. Empty if there is none, or it cannot be read."""
     try:
         found = json.loads(record.read_text())
     except (OSError, ValueError):
@@ -38,8 +39,8 @@ def read_head(record: Path) -> dict[str, object]:
 
 
 def prepare(address: str | None) -> None:
-    """Before joining the cluster at host:port, or an unknown one. Ray turns its tokens on by itself in some of its
-    commands and not in others: it is always told."""
+    """Set the variables before this process joins the cluster at `address`; None if the address is not known. Some of
+    Ray's commands turn tokens on by themselves and others do not, so the mode is always set."""
     _undo()
     certificates = _noted(address, "tls_dir")
     if certificates is not None and USE_TLS not in os.environ:
@@ -59,8 +60,8 @@ def _decide_token(address: str | None) -> None:
 
 
 def of_new_cluster(token_path: Path) -> dict[str, str]:
-    """Variables for a Ray that is about to be started: with a token, the user's or one made in this file, unless the
-    user has said which mode it is to have. The folder of the file must be there, and private."""
+    """The variables for a Ray cluster that is about to be started. They turn tokens on, with the user's token or with a
+    new one in `token_path`, unless the user has set a mode. The file's folder must exist and be private."""
     _undo()
     if MODE in os.environ:
         return {}
@@ -71,17 +72,17 @@ def of_new_cluster(token_path: Path) -> dict[str, str]:
 
 
 def tls_variables(directory: Path) -> dict[str, str]:
-    """For a Ray, or one who joins it, with the certificates of this folder."""
+    """The variables for a Ray process that uses the certificates of this folder."""
     return {USE_TLS: "1", **{name: str(directory / file) for name, file in TLS_FILES.items()}}
 
 
 def asks_for_token() -> bool:
-    """Of the cluster that this process has joined."""
+    """Whether the cluster that this process has joined asks for a token."""
     return os.environ.get(MODE, "").lower() == "token"
 
 
 def _noted(address: str | None, what: str) -> Path | None:
-    """The token's file, or the folder of the certificates, of a cluster that `up` started on this machine."""
+    """The token file, or the folder of certificates, of a cluster that `up` started on this machine."""
     if address is None:
         return None
     for record in sorted(default_runtime_root().glob(f"{HEAD_PREFIX}*.json")):
@@ -110,7 +111,7 @@ def _undo() -> None:
 
 
 def _reread() -> None:
-    """Ray keeps mode and token from when it was imported, or first asked."""
+    """Make Ray read mode and token again; it keeps those from when it was imported or first asked."""
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # made by Cython
 
     Config.initialize("")

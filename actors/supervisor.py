@@ -1,8 +1,8 @@
-"""Supervisor: follows the Ray cluster and keeps one CacheShard on every node, the lookup partitions and the
-copy workers that the settings ask for running.
+"""Supervisor: keeps one CacheShard on every node of the Ray cluster, and the lookup partitions and copy workers that
+the settings ask for.
 
-Only placement and replacement: Ray restarts processes by itself, and requests never pass through here. When this
-actor or Ray's control plane is away, everything that runs goes on.
+It only places and replaces. Ray restarts processes by itself, and requests never pass through here. While this actor or
+Ray's control plane is away, everything that runs goes on. One thread does the rounds; methods run on Ray's threads.
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ from kvservice.shard.server import ShardServerConfig
 
 log = logging.getLogger("kvservice.actors")
 
+# Between two rounds. A new node waits at most this long for its shard, and a round costs one small call per part.
 ROUND_SECONDS = 1.0
-ANSWER_SECONDS = 5.0  # a part that takes longer is asked again in the next round
+ANSWER_SECONDS = 5.0  # For all answers of one round. A part that takes longer is asked again in the next round.
+# For one call to a part that has answered before. Then the call counts as failed, and the next round repeats it.
 CALL_SECONDS = 30.0
+# A lookup partition that has not answered once in so many rounds is placed again: it may wait for a node that is gone.
+# That is at least ten seconds; Ray starts an actor in fewer.
 SILENT_ROUNDS_MAX = 10
 STARTING = "is starting, or does not answer"
 LOOPBACK = "127.0.0.1"
@@ -46,30 +50,30 @@ LOOPBACK = "127.0.0.1"
 class _Part:
     """One actor that should run."""
 
-    what: str  # for people
+    what: str  # shown to people
     handle: Any
     ray_node: str
-    asked: Any = None  # the unanswered ready() call
-    answer: dict[str, Any] = field(default_factory=dict)  # its last answer; kept while it restarts
+    asked: Any = None  # the ready() call that is not answered yet
+    answer: dict[str, Any] = field(default_factory=dict)  # the last answer; kept while the part restarts
     running: bool = False
-    silent_rounds: int = 0  # without an answer, in a row
-    dead: bool = False  # Ray gave it up: place it anew
+    silent_rounds: int = 0  # rounds without an answer, in a row
+    dead: bool = False  # Ray gave the actor up: place it again
     leaving: int | None = None  # the epoch of a shard that was told that Ray takes its node away
-    told: tuple[object, ...] = ()  # (epoch, lookup addresses) a shard was last told
+    told: tuple[object, ...] = ()  # what the shard was last told: (epoch, lookup addresses)
 
     def row(self) -> dict[str, Any]:
         return {**self.answer, "ray_node": self.ray_node, "running": self.running}
 
 
 class Supervisor:
-    """Made into a named, detached Ray actor by actors.deploy."""
+    """The supervisor as a Ray actor; actors.deploy makes it a named, detached one."""
 
     def __init__(self, config: ServiceConfig) -> None:
         self._config = config
         self._lookups: dict[int, _Part] = {}
         self._shards: dict[str, _Part] = {}  # by Ray node id
         self._copy_workers: dict[tuple[str, int], _Part] = {}  # by Ray node id and index on the node
-        self._left: tuple[str, ...] = ()  # Ray nodes whose shards were drained, the latest: none until `readmit`
+        self._left: tuple[str, ...] = ()  # the last Ray nodes whose shards were drained; they get none until `readmit`
         self._problems: dict[str, str] = {}
         self._lock = threading.Lock()  # one round at a time, and none after stop
         self._stopping = threading.Event()
@@ -80,7 +84,7 @@ class Supervisor:
         return self._config.model_dump()
 
     def describe(self) -> dict[str, Any]:
-        """What runs where, and what keeps the rest from running."""
+        """What runs where, and what keeps the other parts from running."""
         nodes = _alive_nodes()
         lookups = [part.row() for _, part in sorted(dict(self._lookups).items()) if part.answer]
         shards = [part.row() for part in list(self._shards.values()) if part.answer]
@@ -99,7 +103,7 @@ class Supervisor:
         }
 
     def readmit(self) -> None:
-        """Nodes whose shards were drained get one again, apart from those that Ray takes away."""
+        """Give nodes whose shards were drained a shard again, except those that Ray takes away."""
         self._left = ()
 
     def stop(self) -> None:
@@ -130,12 +134,12 @@ class Supervisor:
                 self._keep_copy_workers(nodes)
             self._problems.pop("ray", None)
         except (RayError, GetTimeoutError, KVServiceError, ValueError, OSError) as error:
-            # Ray's control plane is away or a node went meanwhile: everything that runs goes on, and the next round
-            # begins from what is then.
+            # Ray's control plane is away, or a node went meanwhile. Everything that runs goes on, and the next round
+            # starts from the state that it finds.
             self._note("ray", error)
 
     def _drop(self, nodes: dict[str, str]) -> None:
-        """Forget parts that cannot come back by themselves, freeing their names."""
+        """Forget the parts that cannot come back by themselves, so that their names are free."""
         self._lookups = {key: part for key, part in self._lookups.items() if self._stays(part, nodes)}
         self._shards = {key: part for key, part in self._shards.items() if self._stays(part, nodes)}
         self._copy_workers = {key: part for key, part in self._copy_workers.items() if self._stays(part, nodes)}
@@ -155,7 +159,7 @@ class Supervisor:
             config = self._config
             port = config.lookup_port + partition if config.lookup_port else 0
             root = config.runtime_root
-            # Given to the actor for good: a restarted one must come back where its clients look for it.
+            # The actor gets this address for good: when it is restarted, its clients must find it in the same place.
             address = lookup_address(
                 config.service,
                 partition,
@@ -179,9 +183,11 @@ class Supervisor:
             self._lookups[partition] = _Part(f"lookup partition {partition}", handle, ray_node)
         self._ask(self._lookups.values())
         for part in self._lookups.values():
-            # Found by its name, it may wait for ever for a node that went while no supervisor ran.
+            # An actor that was found by its name may wait for ever for a node that went while no supervisor ran.
             part.dead = part.dead or (not part.answer and part.silent_rounds >= SILENT_ROUNDS_MAX)
-            part.ray_node = part.answer.get("ray_node", part.ray_node)  # an earlier supervisor placed it elsewhere
+            part.ray_node = part.answer.get(
+                "ray_node", part.ray_node
+            )  # an earlier supervisor may have placed it elsewhere
 
     def _keep_shards(self, nodes: dict[str, str]) -> None:
         addresses = [part.answer["address"] for _, part in sorted(self._lookups.items()) if part.answer]
@@ -196,14 +202,14 @@ class Supervisor:
                 self._shards[ray_node] = _Part(f"shard {node} on {host}", handle, ray_node)
         self._ask(self._shards.values())
         for part in self._shards.values():
-            # A shard that Ray restarted starts with the addresses of its first start.
+            # A shard that Ray restarted begins with the addresses of its first start.
             told = (part.answer.get("epoch"), *addresses)
             if part.running and not part.answer.get("left") and part.told != told:
                 ray.get(part.handle.set_lookup_addresses.remote(addresses), timeout=CALL_SECONDS)
                 part.told = told
 
     def _drain_shards(self, draining: dict[str, float]) -> None:
-        """Shards of nodes that Ray takes away leave; those that have left are not placed anew."""
+        """Tell the shards of nodes that Ray takes away to leave. Shards that have left are not placed again."""
         for ray_node, part in list(self._shards.items()):
             if part.answer.get("left"):
                 self._left = (*self._left, ray_node)[-NODES_MAX:]
@@ -211,7 +217,7 @@ class Supervisor:
                 self._problems.pop(part.what, None)
                 del self._shards[ray_node]
             elif ray_node in draining and part.running and part.leaving != part.answer["epoch"]:
-                log.info("%s leaves: Ray takes its node away in %.0f s", part.what, draining[ray_node])
+                log.info("%s leaves, because Ray takes its node away in %.0f s", part.what, draining[ray_node])
                 ray.get(part.handle.leave.remote(draining[ray_node]), timeout=CALL_SECONDS)
                 part.leaving = part.answer["epoch"]
 
@@ -221,7 +227,7 @@ class Supervisor:
         gpus = _gpus_of_nodes()
         for ray_node, host in nodes.items():
             if ray_node not in self._shards or not self._shards[ray_node].answer:
-                continue  # beside its shard: the node's directory is the shard's
+                continue  # the worker must run beside its shard, in the same directory of the node
             for index, device in enumerate(copy_worker_devices(self._config.copy_workers, gpus.get(ray_node, 0))):
                 if (ray_node, index) not in self._copy_workers:
                     node = names.node_id(ray_node)
@@ -237,14 +243,14 @@ class Supervisor:
         for part in self._copy_workers.values():
             trouble = _end_of(part.answer) if part.running else ""
             if trouble:
-                # Neither a thread that hangs nor a dead context can be mended: Ray starts the next process.
+                # A thread that hangs or a dead GPU context cannot be repaired. Ray starts a new process.
                 log.error("%s: %s, it is replaced", part.what, trouble)
                 ray.kill(part.handle, no_restart=False)
                 part.running = False
                 self._problems[part.what] = f"{trouble}: it is being replaced"
 
     def _ask(self, parts: Iterable[_Part]) -> None:
-        """All at once, so that a cluster starts as fast as its slowest node."""
+        """Ask all parts at once, so that a cluster starts as fast as its slowest node."""
         parts = list(parts)
         for part in parts:
             if part.asked is None:
@@ -265,7 +271,7 @@ class Supervisor:
             except (ActorDiedError, ActorUnschedulableError) as error:
                 part.dead = True
                 self._note(part.what, error)
-            except (RayError, KVServiceError, GetTimeoutError) as error:  # being restarted, or cannot start
+            except (RayError, KVServiceError, GetTimeoutError) as error:  # the part is being restarted, or cannot start
                 self._note(part.what, error)
 
     def _note(self, what: str, error: Exception) -> None:
@@ -276,7 +282,8 @@ class Supervisor:
         self._problems[what] = text
 
     def _place(self, kind: type, ray_node: str, name: str, arguments: tuple[object, ...]) -> Any:
-        """Pinned to its node, restarted for ever, takes no CPU from engines, survives the driver that made it."""
+        """Place an actor: pinned to its node, restarted for ever, without CPUs that engines need, and independent of
+        the driver that made it."""
         failpoint("supervisor.place")
         options = {
             "name": name,
@@ -295,33 +302,36 @@ class Supervisor:
 
 
 def _end_of(worker: Mapping[str, Any]) -> str:
-    """Why a copy worker that says this of itself must be replaced; empty when it need not be."""
+    """Why a copy worker in this state must be replaced; "" if it need not be."""
     if worker["device_lost"]:
         return "its process cannot use the GPU any more"
     return "a copy hung" if worker["wedged"] else ""
 
 
 def _alive_nodes() -> dict[str, str]:
-    """Ray node id -> address."""
+    """Ray node id -> address of each node that is alive."""
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
 def listening_hosts(nodes: Mapping[str, str], config: ServiceConfig) -> dict[str, str]:
-    """Ray node id -> the address its parts listen on and are known by. Without TLS a service of one machine stays on
-    it, whatever address Ray has; on several machines each part then refuses to start, and says why."""
+    """Ray node id -> the address on which its parts listen and are found.
+
+    Without TLS, a service on one machine uses loopback, whatever address Ray has. On several machines each part then
+    refuses to start, and says why.
+    """
     if config.tls_dir or config.allow_plaintext or len(set(nodes.values())) > 1:
         return dict(nodes)
     return dict.fromkeys(nodes, LOOPBACK)
 
 
 def _gpus_of_nodes() -> dict[str, int]:
-    """Ray node id -> GPUs."""
+    """Ray node id -> number of GPUs."""
     return {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]}
 
 
 def copy_worker_devices(setting: str, gpus: int) -> list[str]:
-    """The devices of a node's workers by the setting `copy_workers`: GPU indices, or the CPU where there is no GPU and
-    a number asks for workers."""
+    """The devices of a node's copy workers by the setting `copy_workers`: GPU indices, or "cpu" if the node has no GPU
+    and the setting is a number."""
     if setting == "off":
         return []
     count = gpus if setting == "auto" else min(int(setting), max(gpus, 1))

@@ -1,6 +1,6 @@
-"""Ray Serve: where requests go, and how an app is built with the cache in it.
+"""Ray Serve: routes requests to the replica where they cost least, and builds apps that use the cache.
 
-`build_openai_app` and `build_pd_openai_app` are import paths for Serve files; what they need is imported in the call.
+`build_openai_app` and `build_pd_openai_app` are import paths for Serve files. They import what they need when called.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 __all__ = ["build_openai_app", "build_pd_openai_app"]
 
 
-def build_openai_app(config: dict) -> Any:  # type: ignore[type-arg]  # Serve makes a model of what is annotated
+def build_openai_app(config: dict) -> Any:  # type: ignore[type-arg]  # Serve builds a model from the annotation
     """See kvservice.serve.app.build_openai_app."""
     from kvservice.serve.app import build_openai_app as build
 

@@ -1,4 +1,4 @@
-"""Apps of ray.serve.llm with the cache in them, for `serve run`, `serve deploy` and Python.
+"""Builds apps of ray.serve.llm that use the cache, for `serve run`, `serve deploy` and Python.
 
 Runs where the app is built: in the user's process, or in a task of Serve. Blocks until the service runs.
 """
@@ -35,10 +35,12 @@ INGRESS = "ingress_cls_config"
 
 
 def build_openai_app(config: Mapping[str, Any]) -> Any:
-    """An OpenAI-compatible Serve application: the arguments of ray.serve.llm.build_openai_app, and a `kvservice`
+    """An OpenAI-compatible Serve application: takes the arguments of ray.serve.llm.build_openai_app and a `kvservice`
     section (KVServiceSection). Finds or starts the service, so it blocks.
 
-    Raises ConfigError for what cannot work, Unavailable and ServiceConflict as `ensure_service` does.
+    Raises:
+        ConfigError: the arguments cannot work.
+        Unavailable, ServiceConflict: as `ensure_service` does.
     """
     section, arguments = wire_openai(config)
     _prepare(ensure_service(section), arguments["llm_configs"])
@@ -46,37 +48,40 @@ def build_openai_app(config: Mapping[str, Any]) -> Any:
 
 
 def build_pd_openai_app(config: Mapping[str, Any]) -> Any:
-    """Prefill and decode on replicas of their own: the arguments of ray.serve.llm.build_pd_openai_app, and a
-    `kvservice` section. Blocks and raises as build_openai_app."""
+    """Prefill and decode on separate replicas: takes the arguments of ray.serve.llm.build_pd_openai_app and a
+    `kvservice` section. Blocks and raises as build_openai_app does."""
     section, arguments = wire_pd(config)
     _prepare(ensure_service(section), [arguments[PREFILL], arguments[DECODE]])
     parallel = any(arguments[key].engine_kwargs.get("data_parallel_size", 1) > 1 for key in (PREFILL, DECODE))
     if parallel or ray_llm.DIRECT_STREAMING:
-        return build_plain_pd_app(arguments)  # its own decode server: a lost prefill then fails the request
+        return build_plain_pd_app(arguments)  # Ray's decode server: a request fails if its prefill is lost
     return ray_llm.pd_application(arguments)
 
 
 def wire_openai(config: Mapping[str, Any]) -> tuple[KVServiceSection, dict[str, Any]]:
-    """The section, and arguments for ray.serve.llm with connector and router in them; nothing is started."""
+    """The section, and arguments for ray.serve.llm that include connector and router. Starts nothing. Raises
+    ConfigError."""
     section, rest = _split(config)
     models = LLMServingArgs.model_validate(rest).llm_configs
     ids = [model.model_id for model in models]
     for name in section.models or ():
         if name not in ids:
-            raise ConfigError(f"kvservice.models names {name!r}, the app has {', '.join(map(repr, ids))}", key="models")
+            raise ConfigError(
+                f"kvservice.models names {name!r}, but the app has {', '.join(map(repr, ids))}", key="models"
+            )
     chosen = ids if section.models is None else section.models
     wired = [_wired(model, section, "kv_both") if model.model_id in chosen else model for model in models]
     return section, _with_ingress({**rest, "llm_configs": wired}, section)
 
 
 def wire_pd(config: Mapping[str, Any]) -> tuple[KVServiceSection, dict[str, Any]]:
-    """Likewise for build_pd_openai_app: prefill routed by what nodes hold, decode by load."""
+    """Like `wire_openai` for build_pd_openai_app. Prefill is routed by what nodes hold, decode by load."""
     section, rest = _split(config)
     if section.models is not None:
         raise ConfigError("a prefill/decode app has one model: remove kvservice.models", key="models")
     if section.connector.get("offload") == "lazy":
         raise ConfigError(
-            "offload 'lazy' stores when a request ends: a prefill/decode app needs 'eager'", key="offload"
+            "offload 'lazy' stores blocks when a request ends, but a prefill/decode app needs 'eager'", key="offload"
         )
     for key in (PREFILL, DECODE):
         if key not in rest:
@@ -85,15 +90,19 @@ def wire_pd(config: Mapping[str, Any]) -> tuple[KVServiceSection, dict[str, Any]
     decode = _wired(_llm_config(rest[DECODE]), section, "kv_consumer", policy="load")
     for model in (prefill, decode):
         if model.engine_kwargs[TRANSFER]["kv_connector"] == MULTI_CONNECTOR:
-            raise ConfigError("a prefill/decode app has KVServiceConnector alone: no MultiConnector", key=TRANSFER)
+            raise ConfigError(
+                "a prefill/decode app uses KVServiceConnector alone, without MultiConnector", key=TRANSFER
+            )
     if prefill.model_id != decode.model_id:
-        raise ConfigError(f"prefill has model {prefill.model_id!r}, decode {decode.model_id!r}: they must be the same")
+        raise ConfigError(
+            f"prefill has model {prefill.model_id!r} and decode has {decode.model_id!r}; use the same model"
+        )
     return section, _with_ingress({**rest, PREFILL: prefill, DECODE: decode}, section)
 
 
 def _split(config: Mapping[str, Any]) -> tuple[KVServiceSection, dict[str, Any]]:
     if not isinstance(config, Mapping):
-        raise ConfigError(f"the app's arguments are a {type(config).__name__}; write a mapping")
+        raise ConfigError(f"the app's arguments must be a mapping, not a {type(config).__name__}")
     section = parse_section(config.get(SECTION))
     if section.router == "kv_aware":
         _check_router(section)
@@ -102,7 +111,7 @@ def _split(config: Mapping[str, Any]) -> tuple[KVServiceSection, dict[str, Any]]
 
 def _check_router(section: KVServiceSection) -> None:
     if importlib.util.find_spec("kvservice.serve.router") is None:
-        raise ConfigError("this kvservice has no KV-aware router: say `router: default`", key="router")
+        raise ConfigError("this kvservice has no KV-aware router; write `router: default`", key="router")
     importlib.import_module("kvservice.serve.options").RouterOptions.parse(section.router_options)
 
 
@@ -113,7 +122,7 @@ def _llm_config(value: Any) -> LLMConfig:
 
 
 def _wired(given: LLMConfig, section: KVServiceSection, role: str, policy: str | None = None) -> LLMConfig:
-    """A copy with connector and router."""
+    """A copy of the config with connector and router filled in."""
     model = given.model_copy(deep=True)
     transfer = connector_config(given.engine_kwargs.get(TRANSFER), section, given.model_id, role)
     model.update_engine_kwargs(**{TRANSFER: transfer})
@@ -125,7 +134,7 @@ def _wired(given: LLMConfig, section: KVServiceSection, role: str, policy: str |
 
 
 def _tokenizer(model: LLMConfig) -> str | None:
-    """Folder or hub name; None when the weights come from a bucket, where the router cannot read."""
+    """The folder or hub name of the tokenizer. None if the weights come from a bucket, which the router cannot read."""
     loading = model.model_loading_config
     source = (
         loading.tokenizer_source or model.engine_kwargs.get("tokenizer") or loading.model_source or loading.model_id
@@ -142,7 +151,7 @@ def _with_ingress(arguments: dict[str, Any], section: KVServiceSection) -> dict[
 
 
 def _prepare(service: RunningService, models: list[LLMConfig]) -> None:
-    """What replicas need: the backend by name, and where the shards register."""
+    """Give replicas what they need: the backend under its name, and the folder where the shards register."""
     ray_llm.register_backend()
     for model in models:
         if service.runtime_dir and TRANSFER in model.engine_kwargs:

@@ -1,7 +1,8 @@
-"""Who holds which blocks, and what the nodes are like: the router's side of the lookup service and the shards.
+"""Which nodes hold which blocks, and what the nodes are like: the router's clients of the lookup service and the
+shards.
 
-Everything runs on the router's event loop, but for finding the service, which may block and runs in a thread. Nothing
-here raises for a service that is away. Nodes are asked while there are requests, never in their way.
+Everything runs on the router's event loop, except finding the service, which may block and runs in a thread. Nothing
+here raises if the service is away. Nodes are asked only while there are requests, and no request waits for it.
 """
 
 from __future__ import annotations
@@ -29,19 +30,23 @@ from kvservice.units import BlockKey, NodeId
 
 log = logging.getLogger("kvservice.serve")
 
+# For the engine stats of all nodes. Reading them is no part of a request; without an answer the last ones stay.
 ENGINE_STATS_SECONDS = 2.0
+# Lookup answers that are remembered, one per prompt. Each is good for less than a second, so more would never be used.
 ANSWERS_MAX = 1024
-NODE_ID_CHARS = 12  # of a Ray node's id, when the service runs on Ray
+# characters of a Ray node's id that name the node, when the service runs on Ray; as kvservice.actors.names has it
+NODE_ID_CHARS = 12
 
 
 @dataclass(frozen=True, slots=True)
 class KnownNodes:
-    """The nodes as they were when they were read last."""
+    """The nodes as they were last read."""
 
     nodes: Mapping[NodeId, NodeEngineStats]
 
     def node_of(self, ray_node: str | None, host: str | None) -> NodeId | None:
-        """The shard that an engine on this Ray node uses: the one Ray placed there, or the only one of the host."""
+        """The node whose shard an engine uses: the one that Ray placed on this Ray node, or the only one of the host.
+        None if it is not known."""
         if ray_node and NodeId(ray_node[:NODE_ID_CHARS]) in self.nodes:
             return NodeId(ray_node[:NODE_ID_CHARS])
         if ray_node and NodeId(ray_node) in self.nodes:
@@ -50,7 +55,7 @@ class KnownNodes:
         return here[0] if len(here) == 1 else None
 
     def engines_at(self, node: NodeId | None, model: str, namespace: str) -> EngineKind | None:
-        """Engines of this model on this node; None when there are none, or several that differ."""
+        """The engines of this model on this node. None if there are none, or several kinds."""
         if node is None or node not in self.nodes:
             return None
         kinds = self.nodes[node].stats.engines
@@ -61,7 +66,8 @@ class KnownNodes:
         return kinds[0] if len(kinds) == 1 else None
 
     def seconds_per_token(self, digest: bytes | None) -> float:
-        """Mean of what engines with this fingerprint, or any, measured of their prefill; 0 when none did."""
+        """The mean prefill time that engines with this fingerprint measured, or all engines if `digest` is None. 0 if
+        none did."""
         measured = [
             kind.seconds_per_block / kind.layout.block_tokens
             for found in self.nodes.values()
@@ -72,8 +78,13 @@ class KnownNodes:
 
 
 class Holdings:
-    """`find` gives the lookup addresses in partition order, () when there is no service; `find_tls` what the service
-    serves with, asked once. Both may block. `token`: of the tenant whose prompts these are."""
+    """Asks the lookup service and the shards.
+
+    Args:
+        find: returns the lookup addresses in partition order, () if there is no service. May block.
+        find_tls: returns the TLS files of the service; called once. May block.
+        token: of the tenant whose prompts these are.
+    """
 
     def __init__(
         self,
@@ -103,13 +114,13 @@ class Holdings:
         self.counters: Counter[str] = Counter()
 
     def wake(self) -> None:
-        """There are requests: see that what is known is no older than it may be. Returns at once."""
+        """Say that there are requests. Starts a refresh if what is known is too old. Returns at once."""
         late = self._refreshed_at is None or self._clock() - self._refreshed_at >= self._refresh_seconds
         if late and (self._refreshing is None or self._refreshing.done()):
             self._refreshing = asyncio.get_running_loop().create_task(self.refresh())
 
     async def refresh(self) -> None:
-        """Find the service, and ask its nodes. Keeps what was known when nobody answers."""
+        """Find the service and ask its nodes. Keeps what was known if nobody answers. Never raises."""
         try:
             addresses = self._believed(tuple(await asyncio.to_thread(self._find)))
             if addresses:
@@ -123,7 +134,7 @@ class Holdings:
         except (KVServiceError, OSError) as error:
             self.counters["refresh_failed"] += 1
             log.debug("refresh failed: %s", error)
-        except Exception:  # task boundary: the next one may go well
+        except Exception:  # task boundary: the next refresh may succeed
             self.counters["refresh_crashed"] += 1
             log.exception("refresh_crashed")
         finally:
@@ -134,16 +145,16 @@ class Holdings:
         return self._lookup is not None
 
     async def resolve(self, keys: Sequence[BlockKey], timeout: float) -> LookupAnswer:
-        """Who holds these blocks; from memory for a moment after it was asked. Answers within `timeout` seconds."""
+        """Which nodes hold these blocks. An answer is used again for a moment. Answers within `timeout` seconds."""
         if self._lookup is None or not keys:
             return LookupAnswer((), not keys)
-        name = (len(keys), keys[-1])  # the last key of a chain stands for all of it
+        name = (len(keys), keys[-1])  # the last key of a chain stands for the whole chain
         now = self._clock()
         known = self._answers.get(name)
         if known is not None and now - known[0] < self._answer_seconds:
             self.counters["answers_reused"] += 1
             return known[1]
-        # A caller that gives up must not cancel the call: only one that runs into its own deadline opens the breaker.
+        # A caller that gives up must not cancel the call: only a call that reaches its own deadline opens the breaker.
         call = asyncio.get_running_loop().create_task(self._ask(self._lookup, name, keys, timeout))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
@@ -160,14 +171,15 @@ class Holdings:
     async def close(self) -> None:
         if self._refreshing is not None:
             await end_tasks([self._refreshing])
-        await asyncio.gather(*self._calls, return_exceptions=True)  # no longer than their deadlines
+        await asyncio.gather(*self._calls, return_exceptions=True)  # takes no longer than their deadlines
         await self._engine_stats.close()
         if self._lookup is not None:
             await self._lookup.close()
 
     def _believed(self, found: tuple[str, ...]) -> tuple[str, ...]:
-        """A supervisor that restarts may name only some lookup partitions for a moment, and their number places the
-        keys: fewer than before are believed when they are named twice."""
+        """The addresses to use. The number of lookup partitions decides where keys are, and a supervisor that restarts
+        may name only some for a moment. So fewer addresses than before are used only if they are named twice in a
+        row."""
         doubted, self._doubted = self._doubted, found
         if len(found) < len(self._addresses) and found != doubted:
             return self._addresses
@@ -190,10 +202,10 @@ class Holdings:
 
 
 def find_lookups(service: str, addresses: Sequence[str] = ()) -> tuple[str, ...]:
-    """Addresses of the lookup partitions: as given, from the service's supervisor on Ray, or from a shard of this
-    machine.
+    """The addresses of the lookup partitions: those given, those from the service's supervisor on Ray, or those from a
+    shard of this machine.
 
-    () when there is no service, or more than one and no name. Blocks. Raises KVServiceError or OSError.
+    () if there is no service, or if there are several and no name is given. Blocks. Raises KVServiceError or OSError.
     """
     if addresses:
         return tuple(addresses)
@@ -210,8 +222,8 @@ def find_lookups(service: str, addresses: Sequence[str] = ()) -> tuple[str, ...]
 
 
 def find_tls(service: str) -> TlsFiles | None:
-    """Of KVSERVICE_TLS_DIR, else of what the service on Ray or a shard of this machine was started with; None for
-    plaintext. The directory must be on this machine, too. Blocks. Raises KVServiceError or OSError."""
+    """The TLS files of KVSERVICE_TLS_DIR, or those that the service on Ray or a shard of this machine was started with.
+    None for plaintext. The directory must exist on this machine. Blocks. Raises KVServiceError or OSError."""
     import ray
 
     directory, _ = tls_of_environment()

@@ -1,7 +1,8 @@
-"""What one router has sent where: work not done yet, and prefixes an engine has seen. Pure: `now` is passed in.
+"""What one router has sent where: work that is not done yet, and prefixes that an engine has seen. Pure: `now` is
+passed in.
 
-Both are guesses that end by themselves: work by its own estimate, a prefix after some time, and both with the replica.
-A replica that was restarted has another name, so nothing is believed of an engine that is new. Runs on the router's
+Both are guesses, and both end by themselves: work after its estimated time, a prefix after a fixed time, and both when
+the replica goes. A restarted replica has another name, so nothing is assumed of a new engine. Runs on the router's
 loop.
 """
 
@@ -15,19 +16,23 @@ from dataclasses import dataclass, field
 from kvservice.serve.routing import QueueWait
 from kvservice.units import BlockHash
 
-FADE_SECONDS = 30.0
+FADE_SECONDS = 30.0  # Time constant of the average load: long beside a request, short beside a change of traffic.
+# Beyond this utilization the expected queue (u / (1 - u)) grows without bound, while its estimate becomes worthless.
+# Here it is nine requests.
 UTILIZATION_MAX = 0.9
-WEIGHT = 0.1  # of the newest request in the average
-FIRST_REQUEST_SECONDS = 0.05  # before anything was routed
-REQUEST_SECONDS_MAX = 3600.0  # one whose end nobody told is forgotten
-UNCONFIRMED_SECONDS = 5.0  # a decision that was not followed by a request counts no longer
+WEIGHT = 0.1  # Weight of the newest request in the average.
+FIRST_REQUEST_SECONDS = 0.05  # The average work of a request before any was routed: a short prompt on one accelerator.
+# A request whose end was never reported is forgotten after this time. Longer than any request takes.
+REQUEST_SECONDS_MAX = 3600.0
+# A decision that no request followed counts no longer than this: Serve sends a request within milliseconds of it.
+UNCONFIRMED_SECONDS = 5.0
 
 
 @dataclass(slots=True)
 class _Sent:
     replica: str
     seconds: float  # estimated work
-    done_at: float  # by estimate
+    done_at: float  # estimated end
     confirmed: bool
     decided_at: float
 
@@ -35,18 +40,19 @@ class _Sent:
 @dataclass(slots=True)
 class _Queue:
     busy_until: float = 0.0
-    work: float = 0.0  # seconds sent, fading out
+    work: float = 0.0  # seconds of work sent, fading with FADE_SECONDS
     work_at: float = 0.0
 
     def utilization(self, now: float) -> float:
-        """Share of the last minute or so that its prefills took, by estimate."""
+        """The share of the last minute or so that prefills took on this replica, by estimate."""
         return self.work * math.exp((self.work_at - now) / FADE_SECONDS) / FADE_SECONDS
 
     requests: dict[str, _Sent] = field(default_factory=dict)
 
 
 class LoadBook:
-    """Requests of this router, by replica. Work is done in the order it was sent, one after the other."""
+    """The requests of this router, by replica. A replica is assumed to work in the order of arrival, one request at a
+    time."""
 
     def __init__(self) -> None:
         self._queues: dict[str, _Queue] = {}
@@ -55,13 +61,14 @@ class LoadBook:
         self.request_seconds = FIRST_REQUEST_SECONDS  # moving average of the work of a request
 
     def decided(self, request: str, replica: str, seconds: float, now: float) -> None:
-        """`replica` will probably get this request. Counts at once, for the decisions of the same moment."""
+        """Note that `replica` will probably get this request. It counts at once, for other decisions of the same
+        moment."""
         self._remove(request, now, undone=True)
         self._add(request, replica, seconds, now, confirmed=False)
         self.request_seconds += WEIGHT * (seconds - self.request_seconds)
 
     def routed(self, request: str, replica: str, now: float) -> None:
-        """It went to this replica, whatever had been decided."""
+        """Note that the request went to this replica, whatever was decided."""
         if self._where.get(request) == replica:
             self._queues[replica].requests[request].confirmed = True
             return
@@ -72,14 +79,15 @@ class LoadBook:
         self._remove(request, now, undone=False)
 
     def keep(self, replicas: Iterable[str]) -> None:
-        """Forget all others."""
+        """Forget all other replicas."""
         kept = set(replicas)
         for replica in [name for name in self._queues if name not in kept]:
             for request in self._queues.pop(replica).requests:
                 self._where.pop(request, None)
 
     def wait(self, replica: str, reported: int | None, now: float) -> QueueWait:
-        """`reported`: requests that the replica itself, or Serve, last counted there; None when unknown."""
+        """The queue that a new request would meet. `reported` is the number of requests that the replica, or Serve,
+        last counted there; None if unknown."""
         queue = self._queues.get(replica)
         if queue is None:
             backlog, confirmed, decoding = 0.0, 0, 0
@@ -95,9 +103,10 @@ class LoadBook:
         return QueueWait(backlog, others * share, decoding + others * (1 - share), busy / (1 - busy))
 
     def _waiting_share(self, now: float) -> float:
-        """How much of what is in flight waits for its prefill, told from our own requests: what others sent is taken
-        to be alike. With few requests of our own it is taken to wait, which is the careful guess."""
-        if self._share_at != now:  # asked for each replica of one decision
+        """The share of a replica's requests that still wait for their prefill. It is computed from our own requests and
+        assumed for those of other routers. With few requests of our own all are assumed to wait, which is the careful
+        guess."""
+        if self._share_at != now:  # computed once for all replicas of one decision
             sent = [sent for queue in self._queues.values() for sent in queue.requests.values()]
             self._share = (1 + sum(one.done_at > now for one in sent)) / (1 + len(sent))
             self._share_at = now
@@ -116,7 +125,7 @@ class LoadBook:
         self._where[request] = replica
 
     def _remove(self, request: str, now: float, *, undone: bool) -> _Sent | None:
-        """`undone`: it was not worked on there at all."""
+        """Take the request off its replica. `undone` means that the replica did no work on it."""
         replica = self._where.pop(request, None)
         queue = None if replica is None else self._queues.get(replica)
         sent = None if queue is None else queue.requests.pop(request, None)
@@ -126,7 +135,7 @@ class LoadBook:
 
     @staticmethod
     def _give_back(queue: _Queue, sent: _Sent, now: float, *, undone: bool) -> None:
-        """It ended before its estimate: so will what is behind it."""
+        """Correct the queue for a request that ended before its estimate: those behind it end earlier too."""
         if undone:
             queue.work, queue.work_at = max(queue.utilization(now) * FADE_SECONDS - sent.seconds, 0.0), now
         left = min(max(sent.done_at - now, 0.0), sent.seconds)
@@ -149,9 +158,10 @@ class LoadBook:
 
 
 class SentPrefixes:
-    """Blocks that an engine computed or loaded because of what was sent to it: it may still have them itself.
+    """The blocks that an engine computed or loaded for requests sent to it. It may still have them in its own cache.
 
-    At most `blocks_max` per replica, the leaves of the oldest prompts go first; none longer than `seconds`.
+    Keeps at most `blocks_max` per replica, dropping the leaves of the oldest prompts first, and none longer than
+    `seconds`.
     """
 
     def __init__(self, blocks_max: int, seconds: float) -> None:
@@ -161,14 +171,15 @@ class SentPrefixes:
 
     def remember(self, replica: str, hashes: Sequence[BlockHash], now: float) -> None:
         seen = self._seen.setdefault(replica, OrderedDict())
-        for block_hash in reversed(hashes[: self._blocks_max]):  # the head of the chain is the newest: it goes last
+        # the head of the chain is noted last, so it is dropped last
+        for block_hash in reversed(hashes[: self._blocks_max]):
             seen.pop(block_hash, None)
             seen[block_hash] = now
         while len(seen) > self._blocks_max:
             seen.popitem(last=False)
 
     def leading(self, replica: str, hashes: Sequence[BlockHash], now: float) -> int:
-        """How many blocks from the first on."""
+        """How many blocks, from the first on, the replica may have."""
         seen = self._seen.get(replica)
         if seen is None:
             return 0

@@ -1,7 +1,7 @@
-"""What a router exports through Ray's metrics. Names are kvservice_router_*; all are tagged with app and deployment.
+"""The metrics that a router exports through Ray: kvservice_router_*, tagged with application and deployment.
 
-Predicted hits are here; the actual ones are counted by the shards and engines (kvservice_hit_local_blocks_total,
-kvservice_hit_remote_blocks_total, vLLM's prefix cache), which serve the requests of all routers.
+Predicted hits are counted here. Shards and engines count the actual ones (kvservice_hit_local_blocks_total,
+kvservice_hit_remote_blocks_total, vLLM's prefix cache), for the requests of all routers.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Meters:
         )
         self._predicted = Counter(
             "kvservice_router_predicted_hit_blocks",
-            description="Of them, blocks that the chosen replica was thought to have: engine, node, or fetch.",
+            description="Of these, the blocks that the chosen replica should have, by place: engine, node, fetch.",
             tag_keys=(*TAGS, "where"),
         )
         self._lookup = Histogram(
             "kvservice_router_lookup_ms",
-            description="Milliseconds from a request to the answer of the lookup service, tokens included.",
+            description="Milliseconds from a request to the answer of the lookup service, with tokenising.",
             boundaries=LOOKUP_MS,
             tag_keys=TAGS,
         )

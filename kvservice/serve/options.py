@@ -1,4 +1,4 @@
-"""What `request_router_kwargs` may say, checked when the router is made. Values are JSON."""
+"""The options of the router (`request_router_kwargs`), checked when the router is made. Values are JSON."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ FORMATS = ("auto", "string", "openai")
 
 @dataclass(frozen=True, slots=True)
 class RouterOptions:
-    tokenizer: str = ""  # folder or hub name; "" = only prompts that come as token ids are known
+    tokenizer: str = ""  # folder or hub name; "" means that only prompts sent as token ids can be looked up
     chat_template: str = ""  # text of the template, if the engine was started with another than the tokenizer's
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # the engine's default_chat_template_kwargs
-    content_format: str = "auto"  # as vLLM's --chat-template-content-format
+    content_format: str = "auto"  # like vLLM's --chat-template-content-format
     trust_remote_code: bool = False
-    policy: str = "cost"  # "load": shortest queue only, for decode replicas
-    service: str = ""  # name of the service; "" = the only one there is
-    namespace: str = ""  # the connectors' namespace, when several fingerprints of a model are attached
-    lookup_addresses: tuple[str, ...] = ()  # in partition order; () = found through the machine's shards or through Ray
-    token_file: str = ""  # of the tenant whose engines these are; "" = as the environment says
-    budget_ms: float = 20.0  # for tokens and lookup together; what takes longer is routed by load
-    tokens_max: int = 8192  # of a prompt that are looked at
-    answer_seconds: float = 0.5  # an answer of the lookup service is used again for so long
-    refresh_seconds: float = 5.0  # between readings of the engine stats of the nodes, while there are requests
-    engine_blocks: int = 2048  # blocks an engine is believed to remember
-    engine_seconds: float = 300.0  # and for how long
-    prefill_tokens_per_second: float = 5000.0  # until an engine has measured its own
+    policy: str = "cost"  # "load" means the shortest queue only, for decode replicas
+    service: str = ""  # name of the service; "" means the only one there is
+    namespace: str = ""  # the connectors' namespace, if several fingerprints of a model are attached
+    # in partition order; () means found through the machine's shards or through Ray
+    lookup_addresses: tuple[str, ...] = ()
+    token_file: str = ""  # token of the tenant whose engines these are; "" means as the environment says
+    budget_ms: float = 20.0  # for tokenising and lookup together; a request that takes longer is routed by load
+    tokens_max: int = 8192  # of a prompt that are looked at; the rest counts as not held
+    answer_seconds: float = 0.5  # how long an answer of the lookup service is used again
+    refresh_seconds: float = 5.0  # between readings of the nodes' engine stats, while there are requests
+    engine_blocks: int = 2048  # blocks that an engine is assumed to remember
+    engine_seconds: float = 300.0  # how long it is assumed to remember them
+    prefill_tokens_per_second: float = 5000.0  # used until an engine has measured its own
     load_bytes_per_second: float = 5e9  # from the node's pool into the engine
-    fetch_bytes_per_second: float = 1e9  # from another node, until a shard has measured it
-    fetch_overhead_ms: float = 5.0  # likewise
-    decoding_share: float = 0.02  # of an average prefill that a request being decoded holds up a new one
+    fetch_bytes_per_second: float = 1e9  # from another node; used until a shard has measured it
+    fetch_overhead_ms: float = 5.0  # for each other node; used until a shard has measured it
+    decoding_share: float = 0.02  # share of an average prefill by which a decoding request delays a new one
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> RouterOptions:
-        """Raises ConfigError naming key and value."""
+        """Build the options. Raises ConfigError that names key and value."""
         known = {item.name: item for item in fields(cls)}
         checked: dict[str, Any] = {}
         for key, value in values.items():
@@ -86,4 +87,4 @@ def _converted(key: str, kind: Any, value: Any) -> Any:
         return dict(value)
     if wanted.startswith("tuple") and isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
         return tuple(value)
-    raise ConfigError(f"{key} is {value!r}; a value of type {wanted.split('[')[0]} is needed", key=key)
+    raise ConfigError(f"{key} is {value!r}; give a value of type {wanted.split('[')[0]}", key=key)

@@ -1,8 +1,8 @@
-"""From an OpenAI request to the token ids the engine will see. Pure but for `PromptTokenizer.load`.
+"""Turns an OpenAI request into the token ids that the engine will see. Pure, except `PromptTokenizer.load`.
 
-Only what vLLM does with plain text is repeated here: string contents or text parts, tools, template arguments. Anything
-else (images, a template of the request's own, LoRA, …) is named as the reason why nothing is known of the prompt, and
-the router falls back. A prompt that is turned into other tokens than the engine's costs hits, never correctness.
+It repeats only what vLLM does with plain text: string contents or text parts, tools, template arguments. For anything
+else (images, a template in the request, LoRA, …) it raises Unknown with the reason, and the router falls back. If it
+computes other tokens than the engine, hits are lost, but no answer is wrong.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-CHARS_PER_TOKEN = 6  # generous: of a long text so much is looked at for each token that may matter
-CUT_TOKENS = 16  # at the end of a text that was cut: they may be others in the whole text
-CHECKS = 4  # prompts that are tokenised both ways before the parts are trusted
+# Of a long text this many characters are tokenised for each token that may matter. Text has about four, so this is
+# enough for tokens_max.
+CHARS_PER_TOKEN = 6
+CUT_TOKENS = 16  # Tokens dropped at the end of a text that was cut: in the whole text they may be others.
+CHECKS = 4  # Prompts that are tokenised both whole and in parts. Only if all agree are the parts trusted.
+# Characters of parts whose tokens are kept, about 2 million tokens in 8 MB. Beyond it the least recently used part
+# goes.
 PARTS_CHARS_MAX = 8 << 20
 TEXT_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"})
 ROLES = frozenset({"system", "user", "assistant", "tool"})
@@ -25,7 +29,7 @@ ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Exactly one of `messages`, `text` and `token_ids` is set."""
+    """A prompt as it was asked. Exactly one of `messages`, `text` and `token_ids` is set."""
 
     model: str
     messages: tuple[dict[str, Any], ...] | None = None
@@ -39,14 +43,14 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """`ids` may be only the first ones; `count` is how many there are, estimated if so."""
+    """The tokens of a prompt. `ids` may be only the first ones; then `count`, the number of all, is an estimate."""
 
     ids: Sequence[int]
     count: int
 
 
 class Unknown(Exception):
-    """The prompt's tokens cannot be known here. `reason` is counted."""
+    """The tokens of this prompt cannot be known here. `reason` is a counter's label."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -54,9 +58,9 @@ class Unknown(Exception):
 
 
 def question_of(arguments: Sequence[Any], keywords: Mapping[str, Any], multiplexed_model_id: str = "") -> Question:
-    """What the call of a deployment's method asks. Reads only, consumes no iterator. Raises Unknown."""
+    """The prompt in the arguments of a deployment's method. Only reads, and consumes no iterator. Raises Unknown."""
     if multiplexed_model_id:
-        raise Unknown("lora")  # an adapter's path on the engine's disk is part of the hash
+        raise Unknown("lora")  # the adapter's path on the engine's disk is part of the hash
     for body in (*arguments, *keywords.values()):
         if _get(body, "messages") is not None:
             return _chat(body)
@@ -135,7 +139,7 @@ def _message(message: Any) -> dict[str, Any]:
     parts = [known["content"]] if isinstance(known.get("content"), str) else known.get("content", [])
     found: dict[str, Any] = {"role": role, "content": tuple(_text(part) for part in _listed(parts))}
     if role == "system" and any(text.startswith("x-anthropic-") for text in found["content"]):
-        raise Unknown("message_shape")  # vLLM takes such a header out
+        raise Unknown("message_shape")  # vLLM removes such a header
     if isinstance(known.get("name"), str):
         found["name"] = known["name"]
     if role == "tool" and "tool_call_id" in known:
@@ -150,7 +154,8 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def _listed(value: Any) -> Sequence[Any]:
-    """Pydantic leaves some lists as iterators that can be gone over once: they belong to the engine."""
+    """A list of the request. Pydantic leaves some lists as iterators that can be read only once; they are left to the
+    engine."""
     if not isinstance(value, list | tuple):
         raise Unknown("message_shape")
     return value
@@ -165,7 +170,7 @@ def _text(part: Any) -> str:
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """With its arguments as an object, as templates expect them."""
+    """A tool call with its arguments as an object, as templates expect them."""
     plain = _plain(call)
     function = plain.get("function")
     if not isinstance(function, dict) or plain.get("type", "function") != "function":
@@ -188,7 +193,7 @@ def _plain(value: Any) -> dict[str, Any]:
 
 
 class PromptTokenizer:
-    """A Hugging Face tokenizer and its chat template, used by one thread at a time. `load` and `tokens` block."""
+    """A Hugging Face tokenizer with its chat template. Use it from one thread at a time. `load` and `tokens` block."""
 
     def __init__(
         self,
@@ -200,8 +205,14 @@ class PromptTokenizer:
         content_format: str = "auto",
         trust_remote_code: bool = False,
     ) -> None:
-        """`name`: folder or model of the hub. `chat_template` (text) and `template_arguments` are what the engine was
-        started with, if anything. `content_format`: auto, string or openai, as vLLM's option."""
+        """Only assigns; `load` reads the files.
+
+        Args:
+            name: folder or model of the hub.
+            chat_template: text of the template, if the engine was started with one.
+            template_arguments: those that the engine was started with.
+            content_format: auto, string or openai, like vLLM's option.
+        """
         self._name = name
         self._tokens_max = tokens_max
         self._template = chat_template
@@ -210,13 +221,13 @@ class PromptTokenizer:
         self._trust = trust_remote_code
         self._tokenizer: Any = None
         self._wants_parts = False
-        self._marks: dict[str, int] = {}  # special tokens: a text falls apart there before anything else happens
+        self._marks: dict[str, int] = {}  # special tokens; the tokenizer splits a text at them first
         self._checks = CHECKS
         self._parts: OrderedDict[str, array[int]] = OrderedDict()
         self._parts_chars = 0
 
     def load(self) -> None:
-        """Seconds. Raises OSError or ValueError for a tokenizer that is not there or needs code of its own."""
+        """Load the tokenizer; takes seconds. Raises OSError or ValueError if it is missing or needs code of its own."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self._name, trust_remote_code=self._trust)
@@ -243,7 +254,8 @@ class PromptTokenizer:
         return Tokens(ids[: self._tokens_max], count)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Part by part where that is the same: of a conversation's next turn only the new messages are work."""
+        """Encode in parts, if that gives the same tokens. For the next turn of a conversation only the new messages are
+        work."""
         if add_special_tokens or not self._marks:
             return self._whole(text, add_special_tokens)
         ids = self._by_parts(text)
@@ -308,7 +320,7 @@ class PromptTokenizer:
 
 
 def _marks_of(tokenizer: Any) -> dict[str, int]:
-    """Special tokens that take nothing of the text around them, longest first; {} for a tokenizer of another kind."""
+    """Special tokens that take no text around them, longest first. {} for a tokenizer of another kind."""
     backend = getattr(tokenizer, "_tokenizer", None)
     added: dict[int, Any] = getattr(backend, "get_added_tokens_decoder", dict)()
     marks = {
@@ -320,7 +332,7 @@ def _marks_of(tokenizer: Any) -> dict[str, int]:
 
 
 def _cut(text: str, chars_max: int) -> str:
-    """At most so much of it, up to a space if there is one near."""
+    """At most `chars_max` characters of the text, cut at a space if there is one near."""
     if len(text) <= chars_max:
         return text
     space = text.rfind(" ", max(chars_max - 200, 0), chars_max)
@@ -332,5 +344,5 @@ def _wants_parts(template: str) -> bool:
         from kvservice.connector.vllm.block_hashes import template_wants_parts
 
         return template_wants_parts(template)
-    except ImportError:  # no vLLM in this process: nearly all templates take text
+    except ImportError:  # this process has no vLLM; nearly all templates take text
         return False

@@ -1,5 +1,5 @@
-"""What is built on parts of ray.serve.llm that Ray calls internal, in one file: the hand-off between prefill and decode
-replicas, and the ingress that asks again. Written for Ray 2.60.
+"""Everything that builds on internal parts of ray.serve.llm: the hand-off between prefill and decode replicas, and the
+ingress that retries. Written for Ray 2.60.
 
 Runs in replicas, on their event loops.
 """
@@ -45,7 +45,7 @@ try:
     from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
 except ImportError as error:
     raise ConfigError(
-        f"kvservice.serve was written for ray.serve.llm of Ray 2.60; this is Ray {ray.__version__}, where something is "
+        f"kvservice.serve was written for ray.serve.llm of Ray 2.60; this is Ray {ray.__version__}, and something is "
         f"missing: {error}. Install `ray[serve]>=2.60,<3` with pyarrow, pandas, fsspec and jsonref, and vLLM"
     ) from error
 
@@ -53,24 +53,28 @@ log = logging.getLogger("kvservice.serve")
 
 CONNECTOR = "KVServiceConnector"
 BACKEND = "kvservice.serve.ray_llm:KVServiceBackend"
-VERSION = 1  # of the hand-off's parameters, see kvservice.connector.scheduler.handoff
+VERSION = 1  # of the hand-off's parameters, as in kvservice.connector.scheduler.handoff; engines ignore another version
+# Hand-offs between their two requests, more than a replica has in flight. A forgotten one is computed by the decode
+# replica.
 HANDOFFS_MAX = 4096
-PREFILL_CHOICE_SECONDS = 2.0  # with no prefill replica free by then, the decode replica computes the prompt itself
-TRY_AGAIN_SECONDS = 0.2
+PREFILL_CHOICE_SECONDS = 2.0  # If no prefill replica is free by then, the decode replica computes the prompt itself.
+TRY_AGAIN_SECONDS = 0.2  # Between two tries of a request, so that Serve can notice that the replica is dead.
 
 DIRECT_STREAMING: bool = RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING
 
 
 def register_backend() -> None:
-    """Tell all processes of the connected cluster about KVServiceBackend; again is fine."""
+    """Tell all processes of the connected cluster about KVServiceBackend. May be called again."""
     if not KVConnectorBackendFactory.is_registered(CONNECTOR):
         KVConnectorBackendFactory.register_backend(CONNECTOR, BACKEND)
 
 
 class KVServiceBackend(BaseConnectorBackend):  # type: ignore[misc]
-    """One replica's side of the connector: which node it is on, and what a hand-off's two requests say.
+    """The connector's part in one replica: knows the replica's node, and writes the parameters of a hand-off's two
+    requests.
 
-    Peer binding because the decode has to name the writer's node; at once because blocks cross while the prefill runs.
+    Peers are bound, because the decode request has to name the writer's node. Both requests are sent at once, because
+    blocks cross while the prefill runs.
     """
 
     requires_peer_binding = True
@@ -78,10 +82,12 @@ class KVServiceBackend(BaseConnectorBackend):  # type: ignore[misc]
 
     def __init__(self, llm_config: Any) -> None:
         super().__init__(llm_config)
-        self._handoffs: Recent[int, tuple[Any, str]] = Recent(HANDOFFS_MAX)  # by identity of the request, which is kept
+        # by id() of the request, which is kept alive
+        self._handoffs: Recent[int, tuple[Any, str]] = Recent(HANDOFFS_MAX)
 
     def setup(self) -> None:
-        """In the replica, before its engine is made: several shards may be registered on this machine."""
+        """Called in the replica before its engine is made. Names the node's shard, since several may be registered on
+        this machine."""
         options = self.kv_transfer_config.setdefault("kv_connector_extra_config", {})
         if options.get("mode") == "service" and "socket" not in options:
             options.setdefault("node", this_node())
@@ -101,7 +107,8 @@ class KVServiceBackend(BaseConnectorBackend):  # type: ignore[misc]
         return prefill
 
     def prepare_decode_request(self, *, request: Any, peer: dict[str, Any] | None, prefill_response: Any | None) -> Any:
-        """Without a peer, or a hand-off begun, an ordinary request: the replica then computes the prompt itself."""
+        """The decode request. Without a peer, or if no hand-off has begun, it is an ordinary request, and the replica
+        computes the prompt itself."""
         _, handoff = self._handoffs.pop(id(request)) or (None, "")
         node = (peer or {}).get("node")
         decode = request.model_copy(deep=True)
@@ -113,8 +120,8 @@ class KVServiceBackend(BaseConnectorBackend):  # type: ignore[misc]
 
 
 class DecodeServer(PDDecodeServer):  # type: ignore[misc]
-    """Sends a prompt to a prefill replica and to its own engine at once. Whatever becomes of the prefill, the request
-    is answered: its own engine then computes what did not arrive."""
+    """Sends a prompt to a prefill replica and to its own engine at once. The request is answered even if the prefill
+    fails: the own engine computes the blocks that did not arrive."""
 
     async def _pd_handle_request(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
         method = "chat" if isinstance(request, ChatCompletionRequest) else "completions"
@@ -133,7 +140,7 @@ class DecodeServer(PDDecodeServer):  # type: ignore[misc]
                 yield chunk
 
     def _prefill_for(self, raw_request_info: Any) -> Any:
-        """The handle, with the adapter and the session of this request."""
+        """The prefill handle, with the adapter and the session of this request."""
         handle = self._prefill_handle
         model = ray.serve.get_multiplexed_model_id()
         if model:
@@ -143,7 +150,8 @@ class DecodeServer(PDDecodeServer):  # type: ignore[misc]
 
 
 async def _choose(stack: contextlib.AsyncExitStack, call: Any, request: Any) -> Any | None:
-    """A prefill replica with room, kept reserved until the stack is left; None when there is none soon."""
+    """A prefill replica with room, reserved until the stack is left. None if there is none within
+    PREFILL_CHOICE_SECONDS."""
     try:
         return await within(PREFILL_CHOICE_SECONDS, stack.enter_async_context(call.choose_replica(request)))
     except Exception as error:  # noqa: BLE001  no prefill replica, whatever the reason: the decode does without
@@ -155,16 +163,16 @@ async def _drain(answer: Any) -> None:
     try:
         async for chunk in answer:
             if isinstance(chunk, ErrorResponse):
-                log.warning("a prefill failed, its decode computes the prompt: %s", chunk.error.message)
+                log.warning("a prefill failed, so its decode replica computes the prompt: %s", chunk.error.message)
     except Exception as error:  # noqa: BLE001  task boundary: a prefill replica that died is no matter for the decode
-        log.warning("a prefill was lost, its decode computes the prompt: %s", type(error).__name__)
+        log.warning("a prefill was lost, so its decode replica computes the prompt: %s", type(error).__name__)
 
 
 class RetryingIngress(OpenAiIngress):  # type: ignore[misc]
-    """Asks another replica when one died before it answered anything.
+    """Sends a request to another replica if one died before it answered anything.
 
-    What has begun to stream cannot be repeated, and a request that was lost on REQUEST_TRIES replicas may be what ends
-    them.
+    An answer that has begun to stream cannot be repeated. After REQUEST_TRIES replicas were lost the request is
+    refused, because it may be what crashes them.
     """
 
     async def _get_response(self, *, body: Any, call_method: str, raw_request: Any | None = None) -> AsyncIterator[Any]:
@@ -178,12 +186,12 @@ class RetryingIngress(OpenAiIngress):  # type: ignore[misc]
             except Exception as error:
                 if begun or number == REQUEST_TRIES or not is_replica_loss(error):
                     raise
-                log.warning("a replica was lost, its request is sent again: %s", type(error).__name__)
+                log.warning("a replica was lost, so its request is sent again: %s", type(error).__name__)
             await asyncio.sleep(TRY_AGAIN_SECONDS)
 
 
 def is_replica_loss(error: BaseException | None) -> bool:
-    """Did the replica or its engine die, rather than refuse the request?"""
+    """Whether the replica or its engine died, rather than refused the request."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -194,12 +202,12 @@ def is_replica_loss(error: BaseException | None) -> bool:
 
 
 def this_node() -> str:
-    """Name of this process's node in the pool."""
+    """The pool's name for the node of this process."""
     return str(names.node_id(ray.get_runtime_context().get_node_id()))
 
 
 def pd_application(arguments: dict[str, Any]) -> Any:
-    """As ray.serve.llm.build_pd_openai_app, with DecodeServer."""
+    """Like ray.serve.llm.build_pd_openai_app, with our DecodeServer."""
     from ray import serve
     from ray.serve.llm import build_llm_deployment
 

@@ -1,7 +1,7 @@
 """Turns prompts into tokens and block keys, off the event loop: one thread per tokenizer, shared by its routers.
 
-A fast tokenizer must not be used by two threads at once, and needs seconds to load: it is loaded in that thread, and
-prompts are unknown until then. So much may wait for the thread, more is refused at once.
+A fast tokenizer must not be used by two threads at once, and needs seconds to load. It is loaded in that thread, and
+until then no prompt is known. A bounded number of prompts wait for the thread; further ones are refused at once.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from kvservice.units import BlockHash, BlockKey
 
 log = logging.getLogger("kvservice.serve")
 
+# Prompts that wait for the thread. At a few milliseconds each, later ones would miss the budget anyway; they are routed
+# by load.
 JOBS_MAX = 64
-REFUSED_MAX = 64
-RETRY_SECONDS = 30.0  # after a tokenizer that could not be loaded
+REFUSED_MAX = 64  # Errors that were logged and are not logged again. There is about one per fingerprint.
+RETRY_SECONDS = 30.0  # Until a tokenizer that could not be loaded is tried again: a hub may be back by then.
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A prompt as the engines know it, by the digest of their fingerprint."""
+    """A prompt under the names that the engines give it, by the digest of their fingerprint."""
 
     tokens: int
     hashes: Mapping[bytes, list[BlockHash]]
@@ -39,7 +41,7 @@ class Named:
 
 
 class PromptReader:
-    """`read` and `wake` are called on event loops, the rest runs in the reader's thread."""
+    """Tokenises prompts. Call `read` and `wake` on event loops; the rest runs in the reader's thread."""
 
     _readers: dict[tuple[object, ...], PromptReader] = {}
     _lock = threading.Lock()
@@ -60,11 +62,11 @@ class PromptReader:
         self._loading: Future[None] | None = None
         self._load_again_at = 0.0
         self._loaded = False
-        self._refused: Recent[str, None] = Recent(REFUSED_MAX)  # what was said
+        self._refused: Recent[str, None] = Recent(REFUSED_MAX)  # the errors that were logged
 
     @classmethod
     def shared(cls, options: RouterOptions) -> PromptReader:
-        """The process's reader for these options; nothing is loaded before `wake`."""
+        """The process's reader for these options. Loads nothing before `wake`."""
         arguments = tuple(sorted((key, repr(value)) for key, value in options.chat_template_kwargs.items()))
         name = (
             options.tokenizer,
@@ -80,7 +82,7 @@ class PromptReader:
             return cls._readers[name]
 
     def wake(self) -> None:
-        """See that the tokenizer is loaded, soon. Returns at once."""
+        """Start to load the tokenizer if that is needed. Returns at once."""
         with self._guard:
             busy = self._loading is not None and not self._loading.done()
             if self._loaded or busy or time.monotonic() < self._load_again_at:
@@ -89,7 +91,7 @@ class PromptReader:
             self._loading = self._thread.submit(self._load)
 
     async def read(self, question: Question, engines: Mapping[bytes, EngineKind]) -> Named:
-        """Raises Unknown, at once when too much is waiting."""
+        """Tokens and block keys of a prompt. Raises Unknown, at once if too many prompts wait."""
         if question.token_ids is None and not self._named:
             raise Unknown("no_tokenizer")
         if not self._loaded:
@@ -114,7 +116,7 @@ class PromptReader:
                 self._tokenizer.load()
             self._loaded = True
         except Exception as error:  # noqa: BLE001  thread boundary: libraries raise anything here; it is tried again
-            log.error("no prompt is known to the router: its tokenizer could not be loaded: %s", error)
+            log.error("the router cannot look prompts up, because its tokenizer could not be loaded: %s", error)
 
     def _read(self, question: Question, engines: Mapping[bytes, EngineKind]) -> Named:
         from kvservice.connector.vllm.block_hashes import block_namer
@@ -137,6 +139,6 @@ class PromptReader:
         return Named(tokens.count, hashes, keys)
 
     def _refuse(self, error: KVServiceError) -> None:
-        if error.message not in self._refused:  # once, not for every request
+        if error.message not in self._refused:  # log it once, not for every request
             self._refused.put(error.message, None)
-            log.error("no prompt is known to the router: %s", error.message)
+            log.error("the router cannot look prompts up: %s", error.message)

@@ -1,10 +1,11 @@
-"""The KV-aware request router of Ray Serve: asks who holds a prompt, lets `routing` decide, falls back to Serve's own.
+"""The KV-aware request router of Ray Serve: asks which nodes hold a prompt and lets `routing` decide. Otherwise it
+falls back to Serve's own choice.
 
-One instance per deployment handle, on the handle's router loop. For each request: the prompt's tokens and block names
-in a thread, one question to the lookup service, a decision. All of it has a budget (20 ms); what is not known by then,
-or at all, is routed by Serve's power of two choices, and the reason is counted. Nothing here fails or holds a request.
+There is one instance per deployment handle, on the handle's router loop. For each request it computes tokens and block
+names in a thread, asks the lookup service once, and decides. All of it has a budget (20 ms). A prompt that is not known
+by then goes to Serve's power of two choices, and the reason is counted. Nothing here fails or holds a request.
 
-Serve's FIFO mix-in is left out on purpose: it may hand the replica chosen for one request to another one.
+Serve's FIFO mix-in is left out on purpose: it may give the replica chosen for one request to another one.
 """
 
 from __future__ import annotations
@@ -43,51 +44,53 @@ from kvservice.units import BlockHash, NodeId
 
 log = logging.getLogger("kvservice.serve")
 
-REQUESTS_MAX = 4096  # that are remembered as counted
-PLANS_MAX = 512  # kept until Serve says where the request went
-PLAN_SECONDS = 2.0
-SLACK_SECONDS = 0.002  # for the lookup to fail by its own deadline, which its breaker counts
+REQUESTS_MAX = 4096  # Requests remembered as counted, so that each counts once. A forgotten one would be counted twice.
+PLANS_MAX = 512  # Plans kept until Serve says where the request went. A forgotten one is made again.
+PLAN_SECONDS = 2.0  # A plan is made again after this time, because what the nodes hold has changed.
+SLACK_SECONDS = 0.002  # Kept free in the budget, so that a lookup fails by its own deadline, which its breaker counts.
+# for replicas that are compared by load: a request costs nothing but its place in the queue
 NO_WORK = Speeds(1e-6, 0, 1.0, PeerLink(1.0))
 Ranks = list[list[RunningReplica]]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A replica's node and the engines there that are like its own."""
+    """A replica's node, and the engines there that are like its own."""
 
     node: NodeId | None
     engines: EngineKind | None
 
     @property
     def digest(self) -> bytes:
-        """b"" when nothing is known."""
+        """Digest of the engines' fingerprint; b"" if it is not known."""
         return b"" if self.engines is None else self.engines.fingerprint.digest
 
 
 @dataclass(slots=True)
 class _Plan:
-    """What is known of one request's prompt. `prompt` is None when nothing is, and `fallback` says why."""
+    """What is known of one request's prompt. If nothing is known, `prompt` is None and `fallback` says why."""
 
     prompt: Prompt | None
     fallback: str = ""
     model: str = ""
     hashes: dict[bytes, list[BlockHash]] = field(default_factory=dict)  # by fingerprint digest
-    runs: dict[bytes, tuple[HolderRun, ...]] = field(default_factory=dict)  # likewise
+    runs: dict[bytes, tuple[HolderRun, ...]] = field(default_factory=dict)  # by fingerprint digest
     made_at: float = 0.0
 
     def hashes_for(self, place: Place) -> list[BlockHash]:
         found = self.hashes.get(place.digest)
-        if found is None and len(self.hashes) == 1:  # a replica whose node is not known yet, in a uniform deployment
+        if found is None and len(self.hashes) == 1:  # the replica's node is not known yet, but all engines are alike
             found = next(iter(self.hashes.values()))
         return found or []
 
 
 class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]
     """For `request_router_config`: `{"request_router_class": "kvservice.serve.router.KvAwareRouter",
-    "request_router_kwargs": {"tokenizer": "<folder or hub name>"}}`. The keyword arguments are RouterOptions."""
+    "request_router_kwargs": {"tokenizer": "<folder or hub name>"}}`. The keyword arguments are those of
+    RouterOptions."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Raises ConfigError for a keyword that is unknown or has a value of no use. Does not block."""
+        """Read the keyword arguments; does not block. Raises ConfigError for an unknown key or an unusable value."""
         self._options = RouterOptions.parse(kwargs)
         options = self._options
         self._holdings = Holdings(
@@ -106,12 +109,12 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
         self._failures: Counter[str] = Counter()
         self._random = random.Random()
 
-    # -- what Serve calls ----
+    # -- called by Serve ----
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> Ranks:
-        """Ranks of replicas, best first. Ends within the budget, and raises nothing."""
+        """Ranks of replicas, best first. Ends within the budget, and never raises."""
         if pending_request is None:
             return await self._default(candidate_replicas, None)
         before = replace(pending_request.routing_context)
@@ -158,13 +161,13 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
         return found
 
     async def _choose(self, pending: PendingRequest) -> Ranks | None:
-        """None: nothing is known that Serve does not know itself."""
+        """Choose by what is known. None if nothing is known beyond what Serve knows itself."""
         if len(self._replicas) < 2:
             self._count_fallback(pending, "one_replica")
             return None
         replicas = self._allowed(pending)
         if not replicas:
-            return None  # also Serve's answer: it is asked again
+            return None  # Serve has no replica either; it asks again
         by_load = self._options.policy == "load"
         plan = _Plan(Prompt(1, 1, 0)) if by_load else await self._plan(pending, replicas)
         if plan.prompt is None:
@@ -185,7 +188,8 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
         return [[by_name[name] for name in group] for group in decision.groups]
 
     def _allowed(self, pending: PendingRequest) -> list[RunningReplica]:
-        """Serve's own preference comes first: for a multiplexed model those that have it, else those nearby."""
+        """The replicas to choose from. Serve's own preference comes first: those that have a multiplexed model, else
+        those nearby."""
         if pending.metadata.multiplexed_model_id:
             ids = self.apply_multiplex_routing(pending_request=pending)
         else:
@@ -219,7 +223,8 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
     # -- what is known of a prompt ----
 
     async def _plan(self, pending: PendingRequest, replicas: Sequence[RunningReplica]) -> _Plan:
-        """Made once and kept while Serve tries to place the request, made anew when that takes seconds."""
+        """The plan for a request. It is kept while Serve tries to place the request, and made again if that takes
+        seconds."""
         request, now = pending.metadata.internal_request_id, time.monotonic()
         plan = self._plans.get(request)
         if plan is None or now - plan.made_at > PLAN_SECONDS:
@@ -276,7 +281,7 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
         place = self._place(self._holdings.known, replica, plan.model)
         self._sent.remember(name_of(replica), plan.hashes_for(place), now)
 
-    # -- accounts ----
+    # -- counting ----
 
     def _forget_others(self) -> None:
         names = [replica_id.to_full_id_str() for replica_id in self._replicas]
@@ -284,7 +289,7 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
         self._sent.keep(names)
 
     def _first_time(self, pending: PendingRequest) -> bool:
-        """A request is counted once, however often Serve tries to place it."""
+        """Whether this request is counted for the first time; Serve may try to place it several times."""
         request = pending.metadata.internal_request_id
         if request in self._counted:
             return False
@@ -294,13 +299,13 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
     def _count_fallback(self, pending: PendingRequest, reason: str) -> None:
         if self._first_time(pending):
             self._meters.fell_back(reason)
-            log.debug("request %s: Serve's default, %s", pending.metadata.request_id, reason)
+            log.debug("request %s: routed by Serve's default: %s", pending.metadata.request_id, reason)
 
     def _note_failure(self, error: Exception) -> None:
         kind = type(error).__name__
         self._failures[kind] += 1
         if self._failures[kind] == 1:
-            log.error("routing by holdings failed, Serve's default is used instead: %s", kind, exc_info=error)
+            log.error("KV-aware routing failed, so Serve's default is used instead: %s", kind, exc_info=error)
 
 
 def name_of(replica: RunningReplica) -> str:
@@ -308,8 +313,9 @@ def name_of(replica: RunningReplica) -> str:
 
 
 def speeds_of(known: KnownNodes, place: Place, options: RouterOptions) -> Speeds:
-    """Prefill as the engines of this fingerprint measured it, on average, for all of them. What one measured itself is
-    old where few prompts came lately, and slow where the first ones did: such a replica would get none ever again."""
+    """The speeds to compare with. Prefill is the average over the engines of this fingerprint, for all of them: a
+    single engine's own figure is old if it got few prompts lately, and slow if its first ones were, and then it would
+    never get one again."""
     default = PeerLink(options.fetch_bytes_per_second, options.fetch_overhead_ms / 1e3)
     per_token = 1 / options.prefill_tokens_per_second
     if place.engines is None or place.node is None:

@@ -1,11 +1,12 @@
-"""Which replica should compute a prompt: seconds of waiting, moving and computing, compared. Pure: no clock, no I/O.
+"""Which replica should compute a prompt: compares the seconds of waiting, moving and computing. Pure: no clock, no I/O.
 
-A prompt is a chain of blocks. For each candidate the chain is cut where going on costs more than computing the rest:
+A prompt is a chain of blocks. For each candidate the chain is cut where moving more blocks costs more than computing
+the rest:
 
     cost = wait + load from the engine's node + fetch from other nodes + compute the rest
 
-Blocks the engine holds cost nothing. Fetching is one overhead per other node and then bytes over that link's measured
-bandwidth. Everything is in seconds, so hits and queues need no weights. Runs on the router's event loop.
+Blocks that the engine holds cost nothing. A fetch costs a fixed overhead per other node, and its bytes at that link's
+measured bandwidth. Everything is in seconds, so hits and queues need no weights. Runs on the router's event loop.
 """
 
 from __future__ import annotations
@@ -17,24 +18,26 @@ from enum import Enum
 from kvservice.core.messages import HolderRun
 from kvservice.units import NodeId, div_ceil
 
-TIE_SHARE = 0.05  # of the best cost; estimates are not better than that
-TIE_SECONDS = 0.001
-BEGIN_SHARE = 0.25  # the same, for a prompt most of which is new to every node
+TIE_SHARE = 0.05  # Candidates within this share of the best cost are equal: estimates are not more exact.
+TIE_SECONDS = 0.001  # Added to that share, so that tiny costs tie as well.
+# The share for a prompt most of which is new to every node: it may go almost anywhere, see `decide`.
+BEGIN_SHARE = 0.25
+# Groups of candidates that are returned. If all of them refuse, a new decision is better than the ninth best.
 RANKS_MAX = 8
 
 
 class Reason(Enum):
-    """Why the chosen replica was chosen. Counted by name."""
+    """Why a replica was chosen. Each reason has a counter."""
 
-    HIT = "hit"  # nobody holds more of the prompt: in its engine or on its node
-    FETCH = "fetch"  # part of the prompt is brought from another node
-    LOAD = "load"  # another replica has less to do for this prompt, but is busier
-    COLD = "cold"  # nobody holds anything: the least busy one
+    HIT = "hit"  # no replica holds more of the prompt, in its engine or on its node
+    FETCH = "fetch"  # part of the prompt is fetched from another node
+    LOAD = "load"  # another replica has less work with this prompt, but is busier
+    COLD = "cold"  # no replica holds anything: the least busy one
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLink:
-    """Reading from one other node, as measured by the reader's shard."""
+    """The speed of reading from one other node, as the reader's shard measured it."""
 
     bytes_per_second: float
     overhead_seconds: float = 0.0
@@ -42,7 +45,7 @@ class PeerLink:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What a candidate's work costs. All > 0 but for block_bytes, which may be 0 (nothing to move)."""
+    """What a candidate's work costs. All are > 0, except block_bytes, which may be 0 (nothing to move)."""
 
     seconds_per_token: float  # of prefill
     block_bytes: int
@@ -53,27 +56,28 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class QueueWait:
-    """What is before a new request. Every field only ever adds to the cost."""
+    """The work before a new request. Every field adds to the cost."""
 
-    backlog_seconds: float = 0.0  # prefill work this router sent that is not done by its own estimate
-    waiting: float = 0.0  # requests that others sent, as far as they are not past their prefill
+    backlog_seconds: float = 0.0  # prefill work that this router sent and that is not done by its own estimate
+    waiting: float = 0.0  # requests from others that are not past their prefill, as a mean
     decoding: float = 0.0  # requests past their prefill
-    expected: float = 0.0  # requests that usually are before a new one, at the utilization there was of late
+    expected: float = 0.0  # requests that usually are before a new one at the recent utilization
 
     def seconds(self, request_seconds: float, decoding_share: float) -> float:
-        """`request_seconds`: prefill work of an average request; a decoding one counts as `decoding_share` of it."""
+        """The waiting time. `request_seconds` is the prefill work of an average request; a decoding one counts as
+        `decoding_share` of it."""
         requests = self.waiting + self.expected + decoding_share * self.decoding
         return self.backlog_seconds + request_seconds * requests
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One replica as far as this prompt is concerned. `runs` are those of the chain with this engine's fingerprint."""
+    """One replica as this prompt sees it. `runs` are those of the chain under this engine's fingerprint."""
 
     replica: str
     wait_seconds: float
     speeds: Speeds
-    node: NodeId | None = None  # its shard; None: unknown, then only its engine can hold anything
+    node: NodeId | None = None  # the node of its shard; None if unknown, and then only its engine can hold anything
     engine_blocks: int = 0  # leading blocks that it probably still has from earlier prompts
     runs: tuple[HolderRun, ...] = ()  # ascending, disjoint
     full: bool = False  # takes no request at the moment
@@ -81,7 +85,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`block_count` full blocks could be looked up; `tokens` is all there is to have in the end."""
+    """One prompt: `block_count` full blocks can be looked up, `tokens` is its whole length."""
 
     tokens: int
     block_tokens: int
@@ -101,7 +105,7 @@ class Estimate:
 
     @property
     def work_seconds(self) -> float:
-        """Until the first token, were the replica idle."""
+        """Seconds until the first token if the replica were idle."""
         return self.move_seconds + self.compute_seconds
 
     @property
@@ -118,23 +122,24 @@ class _Span:
     start: int
     end: int
     holders: frozenset[NodeId]
-    names: tuple[NodeId, ...]  # of the holders, in the order of the lookup service
+    names: tuple[NodeId, ...]  # the holders, in the order of the lookup service
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`groups`: candidates, best first; within a group the caller takes the shorter queue. At most RANKS_MAX groups:
-    when all of them refuse, it is time to decide anew."""
+    """The ranking. `groups` has candidates, best first; within a group the caller takes the shorter queue. There are at
+    most RANKS_MAX groups; if all refuse, decide again."""
 
     groups: tuple[tuple[str, ...], ...]
     reason: Reason
     best: Estimate
-    estimates: tuple[Estimate, ...]  # by cost
-    tied: frozenset[str]  # not worse than the best beyond what estimates are good for
+    estimates: tuple[Estimate, ...]  # ordered by cost
+    tied: frozenset[str]  # as good as the best within the accuracy of the estimates
 
 
 def decide(prompt: Prompt, candidates: Sequence[Candidate], draws: Sequence[float]) -> Decision:
-    """Rank the candidates (at least one, distinct names). `draws`: a random number for each, which orders ties."""
+    """Rank the candidates: at least one, with distinct names. `draws` has a random number for each, which orders
+    ties."""
     assert candidates and len(draws) == len(candidates)
     drawn = {candidate.replica: draw for candidate, draw in zip(candidates, draws, strict=True)}
     spans = {id(candidate.runs): _spans(candidate.runs, prompt.block_count) for candidate in candidates}
@@ -142,17 +147,17 @@ def decide(prompt: Prompt, candidates: Sequence[Candidate], draws: Sequence[floa
         (_estimate(prompt, candidate, spans[id(candidate.runs)]) for candidate in candidates),
         key=lambda e: (e.full, e.seconds, drawn[e.replica]),
     )
-    # What has only its beginning in common with others may go on almost anywhere: the turns that follow will go there
-    # too, and if all went where the first one went, one pool would be full and the others empty.
+    # If only the beginning of a prompt is shared with others, it may go almost anywhere. Its later turns follow it. If
+    # all such prompts went where the first one went, one pool would be full and the others empty.
     begins = 2 * found[0].hit_blocks < prompt.block_count
     limit = found[0].seconds * (1 + (BEGIN_SHARE if begins else TIE_SHARE)) + TIE_SECONDS
     tied = [e for e in found if e.full == found[0].full and e.seconds <= limit]
-    # A conversation stays where most of it lies: a second copy would take the room of another one.
+    # A conversation stays where most of it lies: a second copy would take the room of another conversation.
     moves = {e.replica: 2 * e.fetched_blocks > prompt.block_count for e in tied}
     waits = {e.replica: e.wait_seconds if begins else 0.0 for e in tied}
     tied.sort(key=lambda e: (moves[e.replica], waits[e.replica], drawn[e.replica]))
-    # Two random ones of those that are as good, and of them the shorter queue: routers that decide at the same moment,
-    # each without knowing of the others, do not all send to the same replica.
+    # Take two random ones of the equal candidates, and of them the one with the shorter queue. Routers that decide at
+    # the same moment do not know of each other, and would otherwise all choose the same replica.
     first = [e for e in tied if moves[e.replica] == moves[tied[0].replica]][:2]
     rest = tied[len(first) :]
     others = found[len(tied) :]
@@ -174,7 +179,7 @@ def _estimate(prompt: Prompt, candidate: Candidate, spans: Sequence[_Span]) -> E
     visited: set[NodeId] = set()
     best = _cut(prompt, candidate, 0.0, engine, 0, 0)
     load = speeds.block_bytes / speeds.load_bytes_per_second
-    for span in spans if candidate.node is not None else ():  # else nobody knows what its shard could bring
+    for span in spans if candidate.node is not None else ():  # without a node nobody knows what its shard could fetch
         count = span.end - max(span.start, held)
         if count <= 0:
             continue
@@ -194,7 +199,7 @@ def _estimate(prompt: Prompt, candidate: Candidate, spans: Sequence[_Span]) -> E
 
 def _cut(prompt: Prompt, candidate: Candidate, moved: float, engine: int, local: int, fetched: int) -> Estimate:
     held = (engine + local + fetched) * prompt.block_tokens
-    # The last token is always computed: it gives the first one of the answer.
+    # The last token is always computed: it gives the first token of the answer.
     compute = max(prompt.tokens - held, 1) * candidate.speeds.seconds_per_token
     return Estimate(
         candidate.replica, candidate.wait_seconds, moved, compute, engine, local, fetched, full=candidate.full
@@ -202,7 +207,7 @@ def _cut(prompt: Prompt, candidate: Candidate, moved: float, engine: int, local:
 
 
 def _spans(runs: Sequence[HolderRun], block_count: int) -> list[_Span]:
-    """The runs as far as the chain was asked. Made once for all candidates: it may have hundreds of holders."""
+    """The runs within the chain. Computed once for all candidates, because there may be hundreds of holders."""
     spans: list[_Span] = []
     for run in runs:
         names = tuple(holder.node_id for holder in run.holders)
@@ -211,7 +216,8 @@ def _spans(runs: Sequence[HolderRun], block_count: int) -> list[_Span]:
 
 
 def _fetch_seconds(span: _Span, speeds: Speeds, visited: set[NodeId], count: int) -> float:
-    """From the cheapest holder, which is `visited` from then on: its overhead is paid."""
+    """Seconds to fetch from the cheapest holder. That holder is added to `visited`, because its overhead is then
+    paid."""
     measured = speeds.links.keys() & span.holders
     unmeasured = next((node for node in span.names if node not in measured), None)
     choices = measured | (visited & span.holders) | ({unmeasured} if unmeasured is not None else set())
@@ -235,6 +241,6 @@ def _reason(chosen: Estimate, found: Sequence[Estimate]) -> Reason:
 
 
 def blocks_of(tokens: int, block_tokens: int, blocks_max: int) -> int:
-    """Full blocks of a prompt that are worth a lookup. The block that would make the hit the whole prompt is not: an
-    engine always computes the last token."""
+    """Full blocks of a prompt that are worth a lookup. A hit never covers the whole prompt, because an engine always
+    computes the last token; so a last block that would is left out."""
     return min(max(div_ceil(tokens, block_tokens) - 1, 0), blocks_max)

@@ -1,4 +1,4 @@
-"""The `kvservice` section of an app's arguments, checked in full before anything is started."""
+"""The `kvservice` section of an app's arguments. It is checked in full before anything is started."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ RouterKind = Literal["kv_aware", "default"]
 
 
 class KVServiceSection(BaseModel):
-    """All of it may be left out: a service named "default" is then found or started, and every model uses it."""
+    """The section. All of it may be left out: then a service named "default" is found or started, and every model uses
+    it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    # Name of the installation; one Ray cluster may have several.
+    # Name of the service. One Ray cluster may have several.
     service: str = Field(default_factory=lambda: ServiceConfig().service)
     # Ray cluster to join when this process has not joined one. None: RAY_ADDRESS, else the cluster of this machine.
     address: str | None = None
-    # False: the service has to run already; an app then fails to deploy without it.
+    # False: the service has to run already. Without it the app fails to deploy.
     start: bool = True
     # How long a service that this call started may take until each node has its shard.
     wait_seconds: float = Field(default=180.0, gt=0, le=3600)
     # Settings of the service, named as in its TOML file: pool_bytes, lookup_partitions, transport, ... A running
-    # service with others is refused; without any, a running service is taken as it is.
+    # service with other settings is refused. If none are given here, a running service is used as it is.
     settings: dict[str, Any] = Field(default_factory=dict)
     # Options of the connector, as in kv_connector_extra_config: offload, verify_load, namespace, ...
     connector: dict[str, Any] = Field(default_factory=dict)
-    # kv_aware: to the replica where a prompt costs least; default: as Serve routes without us.
+    # kv_aware: route to the replica where a prompt costs least. default: route as Serve does by itself.
     router: RouterKind = "kv_aware"
     # Options of the KV-aware router.
     router_options: dict[str, Any] = Field(default_factory=dict)
-    # The model ids that use the cache; None = all of the app.
+    # The model ids that use the cache. None: all of the app.
     models: list[str] | None = None
     # Send a request again when its replica died before it answered anything.
     retry: bool = True
@@ -60,7 +61,7 @@ class KVServiceSection(BaseModel):
         except KVServiceError as error:
             raise ValueError(error.message) from error
         if self.router == "default" and self.router_options:
-            raise ValueError("router_options are for router kv_aware: remove them, or say `router: kv_aware`")
+            raise ValueError("router_options are for router kv_aware; remove them, or write `router: kv_aware`")
         return self
 
     @property
@@ -68,29 +69,30 @@ class KVServiceSection(BaseModel):
         return bool(self.settings)
 
     def service_config(self) -> ServiceConfig:
-        """What a service started for this section runs with; also of KVSERVICE_* in the environment. Raises
-        ConfigError."""
+        """The settings of a service that is started for this section, including KVSERVICE_* of the environment.
+        Raises ConfigError."""
         if "service" in self.settings:
             raise ConfigError("the service's name belongs in kvservice.service, not in its settings", key="service")
         return load_config(**{"service": self.service, **self.settings})
 
     def connector_options(self) -> dict[str, Any]:
-        """For kv_connector_extra_config. Raises ConfigError."""
+        """The options for kv_connector_extra_config. Raises ConfigError."""
         for key in ("service", "socket", "node"):
             if key in self.connector:
                 raise ConfigError(
-                    f"connector.{key} is filled in for each replica: remove it; name the service in kvservice.service",
+                    f"connector.{key} is filled in for each replica; remove it, and name the service in "
+                    "kvservice.service",
                     key=key,
                 )
         if self.connector.get("mode") == "embedded":
-            raise ConfigError("connector.mode 'embedded' uses no service: build the app with ray.serve.llm then")
+            raise ConfigError("connector.mode 'embedded' uses no service; build the app with ray.serve.llm instead")
         options = {"mode": "service", **self.connector, "service": self.service}
         ConnectorOptions.parse(options)
         return options
 
 
 def parse_section(value: Any) -> KVServiceSection:
-    """Raises ConfigError with one line per fault, each naming its place."""
+    """Check the section. Raises ConfigError with one line per fault, each naming its place."""
     if isinstance(value, KVServiceSection):
         return value
     try:

@@ -1,4 +1,4 @@
-"""The service behind an app: found on the Ray cluster, or started. Runs in whichever process builds the app."""
+"""Finds the service of an app on the Ray cluster, or starts it. Runs in the process that builds the app."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ log = logging.getLogger("kvservice.serve")
 @dataclass(frozen=True, slots=True)
 class RunningService:
     name: str
-    runtime_dir: str  # "" = the default of every node
+    runtime_dir: str  # "" means the default of every node
     started: bool  # by this call
 
 
 def ensure_service(section: KVServiceSection) -> RunningService:
     """Join Ray if this process has not, then find the service or start it. Blocks, at most `wait_seconds` for a service
-    that it starts, and then stops again what does not come up.
+    that it starts. A service that does not come up is stopped again.
 
-    Raises Unavailable without Ray or service, ServiceConflict when it runs with other settings than the section's,
-    ConfigError when it would be plaintext between machines.
+    Raises:
+        Unavailable: there is no Ray cluster, or no service.
+        ServiceConflict: the service runs with other settings than the section's.
+        ConfigError: the service would be plaintext between machines.
     """
     if not ray.is_initialized():
         deploy.connect(section.address)
     found = deploy.find(section.service)
     if found is not None:
         if section.has_settings:
-            deploy.up(section.service_config())  # refuses others
+            deploy.up(section.service_config())  # raises if it runs with other settings
         return RunningService(section.service, found.config()["runtime_dir"], started=False)
     if not section.start:
         raise Unavailable(
-            f"no service {section.service!r} runs on this Ray cluster and kvservice.start is false: start it with "
+            f"no service {section.service!r} runs on this Ray cluster, and kvservice.start is false; start it with "
             f"`kvservice up --service {section.service}`, or remove `start: false`"
         )
     config = section.service_config()

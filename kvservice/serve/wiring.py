@@ -1,4 +1,4 @@
-"""Puts the connector and the router into an LLMConfig's dictionaries. What a user wrote is kept, completed or refused,
+"""Puts connector and router into the dictionaries of an LLMConfig. What a user wrote is kept, completed or refused, but
 never changed.
 
 Pure: dictionaries in, new dictionaries out.
@@ -24,26 +24,26 @@ ROLES = ("kv_both", "kv_producer", "kv_consumer")
 def connector_config(
     given: Mapping[str, Any] | None, section: KVServiceSection, model: str, role: str
 ) -> dict[str, Any]:
-    """kv_transfer_config of one model: the user's with ours filled in. Raises ConfigError where the two contradict, and
-    for a connector of another kind."""
+    """The kv_transfer_config of one model: the user's, completed with ours. Raises ConfigError if the two contradict
+    each other, or if the user's names another connector."""
     if given is None:
         given = {}
     if not isinstance(given, Mapping):
-        raise ConfigError(f"model {model!r}: {TRANSFER} is a {type(given).__name__}; write a mapping", model=model)
+        raise ConfigError(f"model {model!r}: {TRANSFER} must be a mapping, not a {type(given).__name__}", model=model)
     kind = given.get("kv_connector", CONNECTOR)
     if kind == MULTI_CONNECTOR:
         return _in_multi(given, section, model, role)
     if kind != CONNECTOR:
         raise ConfigError(
-            f"model {model!r} has {TRANSFER} with {kind}, and an engine has one connector: remove it, or leave the "
-            f"model out of kvservice.models, or list both under {MULTI_CONNECTOR}, {CONNECTOR} with "
+            f"model {model!r} has {TRANSFER} with {kind}, but an engine has only one connector; remove it, or leave "
+            f"the model out of kvservice.models, or list both under {MULTI_CONNECTOR}, {CONNECTOR} with "
             f'kv_connector_module_path "{CONNECTOR_MODULE}"',
             model=model,
         )
     found = _filled(given, section, model)
     if found.setdefault("kv_role", role) not in (role, "kv_both"):
         raise ConfigError(
-            f"model {model!r}: kv_role is {found['kv_role']!r}, here {role!r} or 'kv_both' is needed", model=model
+            f"model {model!r}: kv_role is {found['kv_role']!r}; use {role!r} or 'kv_both' here", model=model
         )
     return found
 
@@ -58,8 +58,8 @@ def _filled(given: Mapping[str, Any], section: KVServiceSection, model: str) -> 
         said_here = key in section.connector or key == "service"
         if options.setdefault(key, value) != value and said_here:
             raise ConfigError(
-                f"model {model!r}: kv_connector_extra_config says {key} = {options[key]!r}, the kvservice section "
-                f"{value!r}: remove one of them",
+                f"model {model!r}: kv_connector_extra_config has {key} = {options[key]!r}, but the kvservice section "
+                f"has {value!r}; remove one of them",
                 model=model,
             )
     return found
@@ -84,8 +84,8 @@ def _in_multi(given: Mapping[str, Any], section: KVServiceSection, model: str, r
 def router_config(
     given: Mapping[str, Any] | None, section: KVServiceSection, model: str, defaults: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """request_router_config of one model; None where nothing is to be set. `defaults`: router options that follow from
-    the model. Raises ConfigError when both the user and the section chose a router."""
+    """The request_router_config of one model; None if nothing is to be set. `defaults` are router options that follow
+    from the model. Raises ConfigError if both the user and the section chose a router."""
     if section.router == "default":
         return None if given is None else dict(given)
     found = dict(given or {})
@@ -93,7 +93,7 @@ def router_config(
     if chosen not in (None, ROUTER_CLASS):
         if "router" in section.model_fields_set or section.router_options:
             raise ConfigError(
-                f"model {model!r} has a {ROUTER} with another class: remove it, or say `router: default` in the "
+                f"model {model!r} has a {ROUTER} with another class; remove it, or write `router: default` in the "
                 "kvservice section",
                 model=model,
             )
@@ -102,8 +102,8 @@ def router_config(
     for key, value in section.router_options.items():
         if options.setdefault(key, value) != value:
             raise ConfigError(
-                f"model {model!r}: request_router_kwargs says {key} = {options[key]!r}, the kvservice section "
-                f"{value!r}: remove one of them",
+                f"model {model!r}: request_router_kwargs has {key} = {options[key]!r}, but the kvservice section "
+                f"has {value!r}; remove one of them",
                 model=model,
             )
     found["request_router_class"] = ROUTER_CLASS

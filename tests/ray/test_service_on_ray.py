@@ -131,7 +131,7 @@ def test_another_driver_finds_the_service_and_is_refused_with_other_settings(
     refused = kvservice("up", "--service", "rt", "--pool", "64MiB", "--slab", "8MiB", cluster=cluster)
     assert refused.returncode == 1
     assert "other settings" in refused.stderr
-    assert "pool_bytes: runs 33554432, wanted 67108864" in refused.stderr
+    assert "pool_bytes: it runs with 33554432, you asked for 67108864" in refused.stderr
     assert described()["shards"] == before["shards"]  # the same processes, untouched
 
 

@@ -51,7 +51,7 @@ def test_models_that_are_not_named_stay_without() -> None:
     wanted = {"router": "default", "models": ["b"]}
     _, arguments = app.wire_openai({"llm_configs": [model("a"), model("b")], "kvservice": wanted})
     assert [bool(connector_of(c)) for c in arguments["llm_configs"]] == [False, True]
-    with pytest.raises(ConfigError, match="names 'c', the app has 'a', 'b'"):
+    with pytest.raises(ConfigError, match="names 'c', but the app has 'a', 'b'"):
         app.wire_openai({"llm_configs": [model("a"), model("b")], "kvservice": {**wanted, "models": ["c"]}})
 
 
@@ -66,7 +66,7 @@ def test_a_prefill_decode_app_has_a_writer_and_a_reader() -> None:
     _, arguments = app.wire_pd(given)
     assert connector_of(arguments["prefill_config"])["kv_role"] == "kv_producer"
     assert connector_of(arguments["decode_config"])["kv_role"] == "kv_consumer"
-    with pytest.raises(ConfigError, match="must be the same"):
+    with pytest.raises(ConfigError, match="use the same model"):
         app.wire_pd({**given, "decode_config": model("b")})
     with pytest.raises(ConfigError, match="needs decode_config"):
         app.wire_pd({"prefill_config": model("a"), "kvservice": {"router": "default"}})

@@ -105,5 +105,5 @@ def test_a_request_that_ends_every_server_ends_no_more_than_it_may(
 
 def test_a_pair_of_servers_needs_two_tries() -> None:
     assert ProxySettings((), ("http://d",), tries=1).tries == 1
-    with pytest.raises(ConfigError, match="at least 2 with a prefill server"):
+    with pytest.raises(ConfigError, match="at least 2 if there are prefill servers"):
         ProxySettings(("http://p",), ("http://d",), tries=1)

@@ -193,5 +193,5 @@ def test_processes_answer_what_one_thread_answers_and_a_wrong_policy_is_named(tr
     assert [run.label for run, _ in found][:2] == ["reuse", "belady"]
     rows = report(trace, plan, found)["runs"]
     assert isinstance(rows, list) and {row["routing"] for row in rows} == {"round-robin", "kv-aware"}
-    with pytest.raises(InvalidRequest, match="there is no policy 'fifo': take reuse"):
+    with pytest.raises(InvalidRequest, match="there is no policy 'fifo'; choose from: reuse"):
         Plan([50], ("fifo",)).runs()

@@ -62,7 +62,7 @@ def test_wrong_input_is_named_with_its_line_and_nothing_else_is_printed(tmp_path
     code, out, errors = run(broken)
     assert (code, out) == (EXIT_PROBLEM, "") and "line 2" in errors and "Traceback" not in errors
     code, _, errors = run(trace_file, "--policy", "best")
-    assert code == EXIT_PROBLEM and "take reuse" in errors
+    assert code == EXIT_PROBLEM and "choose from: reuse" in errors
 
 
 def test_without_matplotlib_a_plot_is_refused_before_anything_is_played(

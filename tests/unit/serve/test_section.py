@@ -33,7 +33,7 @@ def test_without_a_section_the_default_service_is_found_or_started() -> None:
         ({"connector": {"ofload": "lazy"}}, "did you mean 'offload'"),
         ({"connector": {"mode": "embedded"}}, "uses no service"),
         ({"connector": {"node": "n1"}}, "remove it"),
-        ({"router": "default", "router_options": {"budget_ms": 5}}, "say `router: kv_aware`"),
+        ({"router": "default", "router_options": {"budget_ms": 5}}, "write `router: kv_aware`"),
         ({"service": "a b"}, "letters, digits"),
         ({"wait_seconds": 0}, "greater than 0"),
         ("default", "dictionary"),
@@ -74,7 +74,7 @@ def test_what_a_user_set_of_our_connector_is_kept() -> None:
 
 def test_a_contradiction_between_model_and_section_is_refused() -> None:
     given = {"kv_connector_extra_config": {"offload": "eager"}}
-    with pytest.raises(ConfigError, match="offload = 'eager', the kvservice section 'lazy'"):
+    with pytest.raises(ConfigError, match="offload = 'eager', but the kvservice section has 'lazy'"):
         connector_config(given, parse_section({"connector": {"offload": "lazy"}}), "m", "kv_both")
     with pytest.raises(ConfigError, match="service = 'other'"):
         connector_config({"kv_connector_extra_config": {"service": "other"}}, parse_section(None), "m", "kv_both")
@@ -116,5 +116,5 @@ def test_a_users_router_is_kept_unless_the_section_asks_for_another() -> None:
     assert router_config(theirs, parse_section(None), "m", {}) == theirs
     assert router_config(theirs, parse_section({"router": "default"}), "m", {}) == theirs
     assert router_config(None, parse_section({"router": "default"}), "m", {}) is None
-    with pytest.raises(ConfigError, match="say `router: default`"):
+    with pytest.raises(ConfigError, match="write `router: default`"):
         router_config(theirs, parse_section({"router": "kv_aware"}), "m", {})
