@@ -1,7 +1,7 @@
 """What a shard still has to tell each lookup partition: changes, a full announcement, or only that it is alive.
 
-The counterpart of `directory`. Pure, with one caller. Per partition there is one update at a time on its way; what is
-not known to have arrived is sent again under the same sequence, so the receiver can tell a repetition from news.
+The counterpart of `directory`. Each partition has at most one update on its way. An update that is not known to have
+arrived is sent again with the same sequence, so that the receiver recognises it. Pure; one caller at a time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from kvservice.core.block.keys import partition_of
 from kvservice.core.directory.membership import AnnounceOutcome
 from kvservice.units import BlockKey, SpanRoute
 
-# Keys in one update: small enough that applying it does not keep the lookup partition from answering for long.
+# Keys in one update: few enough that the lookup partition answers others soon. An update takes 256 KiB on the wire;
+# more keys go into the next one.
 UPDATE_KEYS_MAX = 16_384
-# Changes that wait for a lookup partition that does not answer; with more, a full announcement is cheaper than the
-# list.
+# Changes that wait for a lookup partition that does not answer. With more, a full announcement costs less than the
+# list, so the list is dropped and a full announcement sent when the partition is back.
 PENDING_MAX = 1_000_000
+assert UPDATE_KEYS_MAX <= PENDING_MAX
 
 Inventory = Callable[[], Iterable[tuple[BlockKey, SpanRoute]]]
 
@@ -38,26 +40,26 @@ class Update:
 
 @dataclass(slots=True)
 class _PartitionStream:
-    """One partition. A full announcement goes from wants_full (nothing sent) to `snapshot` (being sent) to None."""
+    """The state of one partition. A full announcement is first wanted, and in `snapshot` while it is being sent."""
 
     next_sequence: int = 1
     wants_full: bool = True
     snapshot: list[BlockKey] | None = None  # keys of the full announcement that are still to be sent, from the end
-    pending: dict[BlockKey, bool] = field(default_factory=dict)  # last word per key: True added, False removed
-    outstanding: Update | None = None  # built, and not yet known whether it was applied
-    in_flight: bool = False  # handed out, neither answered nor failed
-    refused_begins: int = 0  # full announcements refused in a row
-    lookup_epoch: int = 0  # of the lookup partition that took our last full announcement; 0 = none did
+    pending: dict[BlockKey, bool] = field(default_factory=dict)  # latest change per key: True added, False removed
+    outstanding: Update | None = None  # built, and not known yet whether it was applied
+    in_flight: bool = False  # handed out, and neither answered nor failed
+    refused_begins: int = 0  # consecutive full announcements that were refused
+    lookup_epoch: int = 0  # epoch of the lookup partition that took our last full announcement; 0 = none did
 
 
 class Announcer:
-    """`inventory` gives everything the shard holds at the moment of the call."""
+    """`inventory` returns everything that the shard holds at the moment of the call."""
 
     def __init__(self, partition_count: int, inventory: Inventory) -> None:
         assert partition_count >= 0
         self._inventory = inventory
         self._streams = [_PartitionStream() for _ in range(partition_count)]
-        self.fenced = False  # a newer boot of this node announces: stay silent for ever
+        self.fenced = False  # True when a newer boot of this node announces: then this one sends nothing any more
         self.counters: Counter[str] = Counter()
 
     @property
@@ -71,13 +73,15 @@ class Announcer:
         self._change(key, route, False)
 
     def is_synced(self, partition: int) -> bool:
-        """Nothing left to say: the lookup partition has confirmed everything."""
+        """Whether the lookup partition has confirmed everything."""
         stream = self._streams[partition]
         return not (stream.wants_full or stream.snapshot is not None or stream.pending or stream.outstanding)
 
     def next_update(self, partition: int) -> Update | None:
-        """The update to send now; None when there is nothing to say or one is on its way. Each one handed out must
-        come back through on_reply or on_failure."""
+        """The update to send now. None when there is nothing to send or an update is on its way.
+
+        For each update handed out, `on_reply` or `on_failure` must be called.
+        """
         stream = self._streams[partition]
         if self.fenced or stream.in_flight:
             return None
@@ -87,7 +91,7 @@ class Announcer:
         return stream.outstanding
 
     def heartbeat(self, partition: int) -> Update:
-        """Like next_update, but an empty update when there is nothing else to say. None may be on its way."""
+        """Like next_update, but returns an empty update when there is nothing to send. None may be on its way."""
         stream = self._streams[partition]
         assert not stream.in_flight, "one update at a time"
         assert not self.fenced, "fenced: stay silent"
@@ -98,8 +102,10 @@ class Announcer:
         return update
 
     def farewell(self, partition: int) -> Update:
-        """The last word: the node leaves. Whatever was on its way does not matter any more; afterwards only a full
-        announcement brings the node back."""
+        """The last update before the node leaves. An update on its way does not matter any more.
+
+        Afterwards only a full announcement brings the node back.
+        """
         stream = self._streams[partition]
         self._demand_full(stream)
         return Update(self._take_sequence(stream), leaving=True)
@@ -110,14 +116,14 @@ class Announcer:
         update, stream.outstanding = stream.outstanding, None
         stream.in_flight = False
         self.counters[f"announce_{outcome.value}"] += 1
-        if update is None:  # left meanwhile
+        if update is None:  # a farewell was sent in between
             return
         if outcome is AnnounceOutcome.STALE_EPOCH:
             self.fenced = True
         elif outcome is AnnounceOutcome.RESYNC:
             if update.full_begin:
-                # Refused although it begins anew: the receiver has heard later sequences of this epoch, from an
-                # announcer before this one. Ever longer jumps pass them in a few tries.
+                # Refused although it begins anew: an earlier announcer of this epoch has used later sequences. Jumps
+                # that double each time pass them in a few attempts.
                 stream.refused_begins += 1
                 stream.next_sequence += 1 << min(stream.refused_begins, 48)
             self._demand_full(stream)
@@ -128,7 +134,7 @@ class Announcer:
             self._demand_full(stream)
 
     def on_failure(self, partition: int) -> None:
-        """No answer: the update may or may not have been applied. It is handed out again, unchanged."""
+        """There was no answer: the update may or may not have been applied. It is handed out again, unchanged."""
         self._streams[partition].in_flight = False
         self.counters["announce_failed"] += 1
 
@@ -137,15 +143,15 @@ class Announcer:
             return
         stream = self._streams[partition_of(route, len(self._streams))]
         if stream.wants_full:
-            return  # the inventory will have it
-        # The last word is always sent, also when it seems to undo one that was not sent yet: a repetition is
-        # harmless, and a guess about what the directory knows could be wrong for ever.
+            return  # the inventory will contain the change
+        # The latest change is always sent, also when it seems to undo one that was not sent yet. A repetition is
+        # harmless; a wrong guess about what the directory knows would stay wrong for ever.
         stream.pending[key] = added
         if len(stream.pending) > PENDING_MAX:
             self._demand_full(stream)
 
     def _demand_full(self, stream: _PartitionStream) -> None:
-        """An update on its way stays there: its answer still has to come."""
+        """Begin again with a full announcement. An update on its way stays there until its answer comes."""
         stream.wants_full = True
         stream.snapshot = None
         stream.pending.clear()
@@ -161,7 +167,7 @@ class Announcer:
             stream.wants_full = False
             self.counters["full_announcements"] += 1
         if stream.snapshot is not None:
-            # Changes wait until the snapshot is out: a removal must not overtake the piece that adds its key.
+            # Changes wait until the whole snapshot is sent: a removal must not overtake the update that adds its key.
             added = tuple(stream.snapshot[-UPDATE_KEYS_MAX:])
             del stream.snapshot[-UPDATE_KEYS_MAX:]
             end = not stream.snapshot

@@ -1,9 +1,10 @@
-"""The directory of one lookup partition: which live node holds which block key. Pure, with one caller.
+"""The directory of one lookup partition: which live nodes hold which block keys. Pure; one caller at a time.
 
-Every node has a bit; a key maps to the bits of its holders (core.directory.holder_table). A node whose keys are to be
-forgotten (it died, left, restarted, or announces itself anew) simply gets another bit, and the old one is masked out of
-every answer at once; `sweep` takes it out of the keys later. So the loss of a node with a million blocks costs nothing
-at the moment it happens. One key takes 37 to 57 bytes. Keys come and go packed, so that none is an object of its own.
+Every node has a bit, and a key maps to the bits of its holders (core.directory.holder_table). When a node's keys must
+be forgotten (it died, left, restarted or announces everything again), it gets another bit. The old bit is masked out of
+every answer at once, and `sweep` removes it from the keys later. So the loss of a node with a million blocks costs
+nothing at the moment when it happens. One key takes 37 to 57 bytes. Keys are passed packed, so that none of them is a
+Python object.
 """
 
 from __future__ import annotations
@@ -22,15 +23,19 @@ from kvservice.units import BlockKey, NodeId
 
 __all__ = ["AnnounceOutcome", "Change", "Directory", "NodeSummary", "longest_prefix"]
 
+# Keys of one partition: below 1 GB of memory. At the limit further keys are dropped and counted (keys_dropped_full), so
+# their blocks are not found on other nodes.
 KEY_COUNT_MAX = 16_000_000
-ANSWERS_MAX = 65_536
-LOST_MAX = 131_072  # keys remembered of nodes that are gone: 4.8 MB
+ANSWERS_MAX = 65_536  # sets of holders with a remembered answer; with more, all are forgotten and built again
+LOST_MAX = 131_072  # keys remembered of nodes that are gone: 4.8 MB. The oldest are forgotten first.
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What an announcement or a timeout changed, for watchers: packed keys. With `reset`, forget all keys of the node
-    first; while `hidden`, none of its keys counts."""
+    """What an announcement or a timeout changed, for watchers. Keys are packed.
+
+    With `reset`, all earlier keys of the node are forgotten first. While `hidden`, none of its keys counts.
+    """
 
     node: Holder
     added: bytes = b""
@@ -49,7 +54,7 @@ class NodeSummary:
 
 
 def longest_prefix(runs: Sequence[HolderRun]) -> int:
-    """How many keys from index 0 on have some holder: a gap ends the hit."""
+    """How many keys from index 0 on have a holder. A gap ends the prefix."""
     end = 0
     for run in runs:
         if run.start != end:
@@ -59,7 +64,7 @@ def longest_prefix(runs: Sequence[HolderRun]) -> int:
 
 
 class Directory:
-    """`changes` collects what watchers want to know while `record_changes` is set; the caller takes them out."""
+    """While `record_changes` is set, `changes` collects what watchers must hear; the caller removes them."""
 
     def __init__(
         self,
@@ -72,18 +77,18 @@ class Directory:
         self._holders = HolderTable(private_table(key_count_max), key_count_max)
         self._bit_of: dict[NodeId, int] = {}  # index of the bit of every node that is not forgotten
         self._block_counts: dict[NodeId, int] = {}
-        self._lost_bits: dict[int, tuple[NodeId, EvictionCause, float]] = {}  # of retired bits, until they are swept
-        self._lost = EvictionHistory(LOST_MAX)  # keys that nobody holds any more because their node went
+        self._lost_bits: dict[int, tuple[NodeId, EvictionCause, float]] = {}  # retired bits that are not swept yet
+        self._lost = EvictionHistory(LOST_MAX)  # keys whose last holder is gone
         self._answers: dict[int, tuple[Holder, ...]] = {}  # live holders by mask, valid for _answers_version
         self._answers_version = -1
-        self._told: dict[NodeId, tuple[Holder, bool]] = {}  # what watchers know of each node: address, visible
+        self._told: dict[NodeId, tuple[Holder, bool]] = {}  # what watchers know of each node: address and visibility
         self._told_version = -1
         self.record_changes = False
         self.changes: list[Change] = []
         self.counters: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        """Keys in memory, those not yet swept included."""
+        """Keys in memory, including those not swept yet."""
         return len(self._holders)
 
     @property
@@ -103,8 +108,10 @@ class Directory:
         now: float,
         proof: bytes = b"",
     ) -> AnnounceOutcome:
-        """Take one announcement of a node, its keys listed or packed. Removals come after additions. Raises Exhausted
-        for too many nodes, Forbidden for one that belongs to another `proof`."""
+        """Take one announcement of a node. Keys are listed or packed; removals are applied after additions.
+
+        Raises Exhausted when too many nodes are known, Forbidden when the node belongs to another `proof`.
+        """
         self.expire(now)
         effect = self._membership.hear(
             node, sequence, full_begin=full_begin, full_end=full_end, leaving=leaving, now=now, proof=proof
@@ -123,8 +130,10 @@ class Directory:
         return effect.outcome
 
     def resolve(self, keys: Sequence[BlockKey] | bytes, now: float) -> list[HolderRun]:
-        """Who holds these keys, listed or packed, as runs of consecutive keys with the same live holders; keys nobody
-        holds are left out. Does not change the directory, apart from what is due by time."""
+        """The holders of these keys, listed or packed, as runs of consecutive keys with the same live holders.
+
+        Keys without a live holder are left out. Changes nothing but what is due by time.
+        """
         self.expire(now)
         self._refresh_answers()
         packed = _packed(keys)
@@ -133,21 +142,21 @@ class Directory:
         current: tuple[Holder, ...] = ()
         for head, mask in [*self._holders.runs(packed), (len(packed) // KEY_BYTES, -1)]:
             holders = () if mask < 0 else self._answer(mask)
-            if holders is not current or mask < 0:  # equal sets of live holders are one object, see _answer
+            if holders is not current or mask < 0:  # `_answer` returns one object for equal sets of live holders
                 if current:
                     runs.append(HolderRun(start, head - start, current))
                 start, current = head, holders
         return runs
 
     def expire(self, now: float) -> None:
-        """Hide and forget nodes by time."""
+        """Hide and forget nodes whose time is over."""
         for member in self._membership.expire(now):
             self._retire(member.holder.node_id, EvictionCause.OWNER_DIED, now)
             self._record(Change(member.holder, reset=True))
         self._tell_visibility()
 
     def sweep(self, limit: int) -> int:
-        """Take forgotten bits out of up to `limit` keys. Returns how many were looked at; 0 when nothing is left."""
+        """Remove forgotten bits from up to `limit` keys. Returns how many keys it visited; 0 when none is left."""
         swept = self._holders.sweep(limit)
         if swept is None:
             return 0
@@ -162,8 +171,10 @@ class Directory:
         return swept.looked_at
 
     def find_lost(self, keys: Sequence[BlockKey], now: float, as_of: float | None = None) -> dict[BlockKey, Eviction]:
-        """Which of these keys were lost with a node before `as_of` (None: now), when nobody else had them. Somebody may
-        have stored them again since. Slow: for people."""
+        """Those of the keys that were lost with their last node, before `as_of` (None: now).
+
+        A node may have stored them again since. Slow: only for questions of people.
+        """
         self.expire(now)
         found = self._lost.find(keys, now, as_of)
         for key in keys:
@@ -178,7 +189,7 @@ class Directory:
         return not self._holders.retired
 
     def held_by(self, keys: Sequence[BlockKey]) -> dict[NodeId, list[BlockKey]]:
-        """The given keys by node; also of nodes that are hidden."""
+        """The given keys by the node that holds them, including hidden nodes."""
         found: dict[NodeId, list[BlockKey]] = {}
         for key in keys:
             mask = self._holders.mask(key)
@@ -188,8 +199,11 @@ class Directory:
         return found
 
     def snapshot(self, row: int, limit: int) -> tuple[dict[NodeId, bytes], int | None]:
-        """Packed keys by node, also of hidden nodes, `limit` keys or a row of them; and what to give as `row` for the
-        next piece, None at the end. Begin with 0. Of changes between two pieces some are in it and some not."""
+        """One piece of everything: packed keys by node, including hidden nodes, and the `row` of the next piece.
+
+        A piece has at most `limit` keys, or one row. Begin with row 0; the next row is None at the end. Changes between
+        two pieces may or may not be included.
+        """
         step = self._holders.table.rows_of(row, limit)
         found: dict[NodeId, list[bytes]] = {}
         node_of = {bit: node_id for node_id, bit in self._bit_of.items()}
@@ -201,7 +215,7 @@ class Directory:
         return {node_id: b"".join(parts) for node_id, parts in found.items()}, None if end else row + step
 
     def find_node(self, node_id: NodeId, now: float) -> Holder | None:
-        """A live node by its id."""
+        """The live node with this id, or None."""
         self.expire(now)
         member = self._membership.get(node_id)
         return member.holder if member is not None and self._membership.is_visible(node_id) else None
@@ -250,7 +264,7 @@ class Directory:
         return bit
 
     def _retire(self, node_id: NodeId, cause: EvictionCause, now: float) -> None:
-        """Forget every key of the node, in no time."""
+        """Forget every key of the node, in constant time."""
         bit = self._bit_of.pop(node_id, None)
         if bit is None:
             return
@@ -267,7 +281,7 @@ class Directory:
             self.changes.append(change)
 
     def _tell_visibility(self) -> None:
-        """Nodes that were hidden, came back or moved since the last time."""
+        """Record the nodes that were hidden, came back or changed address since the last call."""
         if self._told_version == self._membership.version:
             return
         self._told_version = self._membership.version
@@ -289,7 +303,7 @@ class Directory:
             self._answers = {0: ()}
 
     def _answer(self, mask: int) -> tuple[Holder, ...]:
-        """Live holders of a mask; equal sets give the same object."""
+        """The live holders in a mask. Equal sets of holders give the same object."""
         known = self._answers.get(mask)
         if known is not None:
             return known

@@ -1,9 +1,9 @@
-"""Which of many bits hold which key: a table of keys whose numbers stand for sets of bits.
+"""Which bits each key has: a table of keys whose numbers stand for sets of bits.
 
-Owns the bits and the sets; knows no nodes and no time. A bit that is retired counts for nothing from then on, so
-forgetting a million keys costs nothing at that moment; `sweep` takes it out of the keys later, a bounded number per
-call, and only then is it given to somebody else. Pure, one caller; readers elsewhere may use the table
-(core.block_table).
+Owns the bits and the sets; knows neither nodes nor time. A retired bit counts for nothing from then on, so forgetting
+a million keys costs nothing at that moment. `sweep` removes the bit from the keys later, a bounded number per call, and
+only then is the bit used again. Pure; one caller at a time. Readers in other processes may use the table
+(core.directory.key_table).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["HolderTable", "Swept", "bits_of", "number_runs"]
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    looked_at: int  # keys; at least 1 while something is left to do
-    lost: list[tuple[BlockKey, int]]  # keys that nobody holds any more, each with one of the bits that held it
+    looked_at: int  # keys visited; at least 1 while something is left to do
+    lost: list[tuple[BlockKey, int]]  # keys without a holder now, each with one of the bits that held it
     freed: tuple[int, ...] = ()  # bits that no key has any more
 
 
 class HolderTable:
-    """`on_set` is told of each set of bits that gets a number: (number, mask). Numbers are used again."""
+    """`on_set(number, mask)` is called for each set of bits that gets a number. Numbers are used again."""
 
     def __init__(
         self, table: BlockTable, key_count_max: int, on_set: Callable[[int, int], None] = lambda number, mask: None
@@ -38,19 +38,19 @@ class HolderTable:
         self.table = table
         self._key_count_max = key_count_max
         self._on_set = on_set
-        self._mask_of: list[int] = [0]  # by number; number 0 is nobody
+        self._mask_of: list[int] = [0]  # by number; number 0 is the empty set
         self._number_of: dict[int, int] = {0: 0}
         self._uses = np.zeros(64, np.int64)  # keys with each number
         self._free_numbers: list[int] = []
-        self._free_bits: list[int] = []  # heap: low bits make small masks
+        self._free_bits: list[int] = []  # heap: low bits keep the masks small
         self.bit_count = 0
-        self.retired = 0  # mask of bits to sweep
-        self._sweeping = 0  # what this pass removes; 0 = no pass under way
+        self.retired = 0  # mask of bits that are still to be swept
+        self._sweeping = 0  # mask of the bits that this pass removes; 0 = no pass is under way
         self._sweep_row = 0
         self.dropped_full = 0
 
     def __len__(self) -> int:
-        """Keys in memory, those not yet swept included."""
+        """Keys in memory, including those not swept yet."""
         return len(self.table)
 
     # -- bits ----
@@ -63,7 +63,7 @@ class HolderTable:
         return self.bit_count - 1
 
     def retire(self, bit: int, *, has_keys: bool) -> None:
-        """Forget all keys of this bit, in no time."""
+        """Forget all keys of this bit, in constant time."""
         if has_keys:
             self.retired |= 1 << bit
         else:
@@ -71,24 +71,24 @@ class HolderTable:
 
     @property
     def free(self) -> int:
-        """Mask of bits that can be taken."""
+        """Mask of the bits that can be taken."""
         return sum(1 << bit for bit in self._free_bits)
 
     # -- reading ----
 
     def mask(self, key: bytes) -> int:
-        """The bits of a key, those retired included; 0 when it is not there."""
+        """The bits of a key, including retired ones; 0 when the key is not there."""
         return self._mask_of[self.table.get(key)]
 
     def mask_of(self, number: int) -> int:
         return self._mask_of[number]
 
     def runs(self, packed: bytes) -> list[tuple[int, int]]:
-        """(first index, mask) wherever the mask changes, from index 0 on; masks have the retired bits."""
+        """(first index, mask) at index 0 and wherever the mask changes. Masks include retired bits."""
         return [(start, self._mask_of[number]) for start, number in number_runs(self.table, packed)]
 
     def rows(self, row: int, count: int) -> Iterator[tuple[int, bytes]]:
-        """(mask, packed keys) of what lies in these rows of the table."""
+        """(mask, packed keys) of everything in these rows of the table."""
         keys, numbers, _ = self.table.entries(row, count)
         for number in np.unique(numbers).tolist():
             yield self._mask_of[number], keys[numbers == number].tobytes()
@@ -96,7 +96,7 @@ class HolderTable:
     # -- writing ----
 
     def add(self, bit: int, packed: bytes) -> int:
-        """Give the bit to these keys. Returns how many did not have it; keys without room are counted and dropped."""
+        """Give the bit to these keys. Returns how many did not have it. Keys without room are counted and dropped."""
         one = 1 << bit
         if len(packed) <= FEW * KEY_BYTES:
             return sum(self._add_one(one, packed[i : i + KEY_BYTES]) for i in range(0, len(packed), KEY_BYTES))
@@ -125,7 +125,7 @@ class HolderTable:
         return taken
 
     def sweep(self, limit: int) -> Swept | None:
-        """Take retired bits out of up to `limit` keys, or one row of them. None when nothing is left to do."""
+        """Remove retired bits from up to `limit` keys, or from one row of them. None when nothing is left to do."""
         if not self._sweeping:
             if not self.retired:
                 return None
@@ -194,14 +194,14 @@ class HolderTable:
         return count
 
     def _sets_at(self, at: Positions) -> tuple[Positions, Numbers, dict[int, tuple[int, int]]]:
-        """(positions, their numbers, {number: (mask, keys that have it)})"""
+        """(positions, the number at each, {number: (mask, how many of these keys have it)})"""
         numbers = self.table.numbers_at(at)
         found, counts = np.unique(numbers, return_counts=True)
         pairs = zip(found.tolist(), counts.tolist(), strict=True)
         return at, numbers, {number: (self._mask_of[number], count) for number, count in pairs}
 
     def _change(self, at: Positions, numbers: Numbers, masks: dict[int, int]) -> None:
-        """Give entries other sets: `masks` is the new one by the old number. Those with none are taken out."""
+        """Give entries other sets: `masks` maps an old number to the new mask. Entries with mask 0 are removed."""
         for old, mask in masks.items():
             if mask == self._mask_of[old]:
                 continue
@@ -230,7 +230,7 @@ class HolderTable:
         return number
 
     def _use(self, number: int, by: int) -> None:
-        """So many keys more have this set; one that no key has is forgotten."""
+        """`by` more keys have this set. A set that no key has is forgotten."""
         self._uses[number] += by
         if not self._uses[number] and number:
             del self._number_of[self._mask_of[number]]
@@ -263,7 +263,7 @@ class HolderTable:
 
 
 def bits_of(mask: int) -> Iterator[int]:
-    """Indices of the bits that are set, ascending."""
+    """Indices of the bits that are set, in ascending order."""
     while mask:
         lowest = mask & -mask
         yield lowest.bit_length() - 1
@@ -271,7 +271,7 @@ def bits_of(mask: int) -> Iterator[int]:
 
 
 def number_runs(table: BlockTable, packed: bytes) -> list[tuple[int, int]]:
-    """(first index, number of the table) wherever it changes along these keys, from index 0 on."""
+    """(first index, the table's number) at index 0 and wherever the number changes along these keys."""
     count = len(packed) // KEY_BYTES
     if count <= FEW:
         listed = [table.get(packed[i : i + KEY_BYTES]) for i in range(0, len(packed), KEY_BYTES)]
@@ -283,7 +283,7 @@ def number_runs(table: BlockTable, packed: bytes) -> list[tuple[int, int]]:
 
 
 def _distinct(keys: Keys) -> Keys:
-    """Each key once."""
+    """The keys without repetitions."""
     if len(keys) < 2:
         return keys
     ordered = keys[np.argsort(keys[:, 0])]

@@ -1,14 +1,14 @@
-"""A table of block keys in one piece of memory: 16-byte key -> number, for millions of keys and for readers elsewhere.
+"""A table of block keys in one piece of memory: 16-byte key -> number, for millions of keys and for other processes.
 
-Owns the layout of that memory and nothing else: private memory of the caller's, or shared memory with one writer and
-readers in other processes, which take no lock. A reader that looks while a key moves may miss it, or see the number it
-had before; it never fails and never loops. Pure, one writer.
+Owns the layout of that memory and nothing else. The memory is the caller's own, or shared memory with one writer and
+with readers in other processes, which take no lock. A reader that looks while a key moves may miss it, or see the
+number it had before. It never fails and never loops. Pure; one writer.
 
-Rows of 144 bytes, seven entries each: seven first halves of keys, seven second halves, seven numbers (u32, 0 = empty)
-and a count of keys that wanted this row and lie further on. Linear hashing: the table grows by splitting its next few
-rows, so it never copies itself, and an entry only ever moves to a row further on. A walk over the rows from the first
-to the last therefore sees every key that was there all along. The first 64 bytes hold the number of rows in use, the
-number of keys, and what mixes keys into rows.
+A row has 144 bytes for seven entries: seven first halves of keys, seven second halves, seven numbers (u32, 0 = empty),
+and a count of keys that belong to this row and are in a later one because it was full. It uses linear hashing: the
+table grows by splitting its next few rows, so it is never copied, and an entry only moves to a later row. Therefore a
+walk over the rows from first to last sees every key that was there all the time. The first 64 bytes hold the number of
+rows in use, the number of keys, and the constant that mixes keys into rows.
 """
 
 from __future__ import annotations
@@ -35,37 +35,39 @@ class Native(Protocol):
 
 
 def _native() -> Native | None:
-    """None where the installation had no compiler."""
+    """The compiled loops, or None when the installation had no compiler."""
     try:
         from kvservice.core.directory import _probe
     except ImportError:
         return None
-    return _probe if hasattr(_probe, "insert") else None  # an older build; `make native` makes it anew
+    return _probe if hasattr(_probe, "insert") else None  # an older build is not used; `make native` builds it again
 
 
 native = _native()
 
 
-HEADER_BYTES = 64
-ENTRIES = 7
-ROW_WORDS = 18
-ROW_BYTES = 8 * ROW_WORDS
-ROW_U32 = 2 * ROW_WORDS
-FIRST_NUMBER = 4 * ENTRIES  # within a row as u32
+HEADER_BYTES = 64  # one cache line; three words of it are used
+ENTRIES = 7  # of a row: as many keys as fit with their numbers and a counter into 144 bytes without a gap
+ROW_WORDS = 18  # u64 of a row: two for each key, and four that hold eight u32, the numbers and the counter
+ROW_BYTES = 8 * ROW_WORDS  # bytes of a row
+ROW_U32 = 2 * ROW_WORDS  # u32 of a row
+FIRST_NUMBER = 4 * ENTRIES  # index of the first number in a row, in u32
 OVERFLOW = FIRST_NUMBER + ENTRIES
-PROBES = 32  # rows that one key may lie in
-ROWS_MIN = 64
-SMALL_ROWS = 4096
-FEW = 6  # Up to this many keys, a loop over single keys is faster than one call with arrays.
-# Growing begins when the rows that were not split yet are this full, and is over before they are as full as that.
+PROBES = 32  # rows in which a key may be, from its own on. A key that finds no room there is dropped and counted.
+ROWS_MIN = 64  # rows of the smallest table, from which it grows by splitting
+SMALL_ROWS = 4096  # rows of a private table at first: 590 KB. It moves once, to memory for all its keys.
+FEW = 6  # up to this many keys, a loop over single keys is faster than one call with arrays
+assert ROW_U32 == OVERFLOW + 1, "a row is its keys, their numbers and one counter"
+assert ROWS_MIN >= PROBES and SMALL_ROWS >= ROWS_MIN
+# Growing begins when the rows not split yet are this full, and ends before they are as full as the second share.
 FULL_AT_START, FULL_AT_END = 0.55, 0.72
 
 _KEY = struct.Struct("<QQ")
-_M64 = (1 << 64) - 1
-_K1 = 0x9E3779B97F4A7C15
+_M64 = (1 << 64) - 1  # keeps a product to 64 bits, as uint64 does
+_K1 = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, odd (Knuth's multiplicative hashing)
 _NK1, _N32 = np.uint64(_K1), np.uint64(32)
 MIXER, OTHER_MIXER = 0xD6E8FEB86659FD93, 0xC2B2AE3D27D4EB4F
-MIXER_AT = 2  # in the head
+MIXER_AT = 2  # index of the mixer in the header, in u64
 
 
 def keys_array(packed: bytes | bytearray | memoryview) -> Keys:
@@ -74,18 +76,20 @@ def keys_array(packed: bytes | bytearray | memoryview) -> Keys:
 
 
 def table_bytes(rows: int) -> int:
-    """Memory of a table of so many rows."""
+    """Bytes of a table with so many rows."""
     return HEADER_BYTES + (rows + PROBES - 1) * ROW_BYTES
 
 
 def rows_for(key_count: int) -> int:
-    """Rows that so many keys need at most."""
+    """The rows that so many keys need at most."""
     return max(ROWS_MIN, int(key_count * 2 / (ENTRIES * FULL_AT_END)) + PROBES)
 
 
 def private_table(key_count: int) -> BlockTable:
-    """An empty table for up to so many keys. Begins small, and moves once to memory for all of them, which is taken
-    from the system only where it is used."""
+    """An empty table for up to `key_count` keys, in private memory.
+
+    It begins small and moves once, to memory for all its keys. The system gives a page only when it is first used.
+    """
     rows = rows_for(key_count)
     return BlockTable(_zeroes(min(rows, SMALL_ROWS)), fresh=True, then_rows=rows)
 
@@ -95,11 +99,12 @@ def _zeroes(rows: int) -> memoryview:
 
 
 class BlockTable:
-    """`fresh`: the buffer is zeroes and this is the writer. Otherwise this only reads what another one writes.
+    """A table over `buffer`. With `fresh` the buffer is zeroes and this object is the writer; else it only reads.
 
-    `mixer` is odd and decides which rows keys lie in. A table that is filled in the order of another one's rows needs
-    another mixer than that one: with the same, its first rows would be full long before the others.
-    `row_limit` is the number of rows that may be used of those that fit into the buffer; its owner may raise it."""
+    `mixer` is odd and decides in which row a key is. A table that is filled in the order of another table's rows needs
+    another mixer: with the same one its first rows would be full long before the others. `row_limit` is how many of the
+    rows in the buffer may be used; the owner may raise it.
+    """
 
     def __init__(self, buffer: memoryview, *, fresh: bool, then_rows: int = 0, mixer: int = MIXER) -> None:
         self._then_rows = then_rows
@@ -128,16 +133,16 @@ class BlockTable:
 
     @property
     def row_count(self) -> int:
-        """Rows that keys are spread over. Of shared memory: made valid, whatever stands there."""
+        """Rows that keys are spread over. In shared memory any value is possible, so it is limited to valid ones."""
         return min(max(int(self._head[0]), ROWS_MIN), self.row_count_max)
 
     @property
     def walk_end(self) -> int:
-        """Where a walk over the rows ends: some keys lie in rows behind the last one."""
+        """Where a walk over the rows ends: some keys are in rows after the last one in use."""
         return self.row_count + PROBES - 1
 
     def close(self) -> None:
-        """Let go of the buffer."""
+        """Release the buffer."""
         empty = memoryview(bytearray(8))
         self._rows = np.zeros((1, 1), np.uint64)
         self._numbers = self._tails = np.zeros((1, 1), np.uint32)
@@ -148,7 +153,7 @@ class BlockTable:
     # -- reading ----
 
     def get(self, key: bytes) -> int:
-        """The number of one key, 0 when it is not there."""
+        """The number of one key; 0 when it is not there."""
         if native is not None:
             native.find(self._body, self.row_count, self._mixer, key, self._one, None)
             return int(self._one[0])
@@ -156,7 +161,7 @@ class BlockTable:
         return 0 if position < 0 else self._cells[position]
 
     def get_many(self, keys: Keys) -> Numbers:
-        """The number of each key, 0 when it is not there."""
+        """The number of each key; 0 for those that are not there."""
         if native is not None:
             answer = np.empty(len(keys), np.uint32)
             native.find(self._body, self.row_count, self._mixer, keys, answer, None)
@@ -166,7 +171,7 @@ class BlockTable:
         return np.array([0 if position < 0 else self._cells[position] for position in positions], np.uint32)
 
     def find(self, keys: Keys) -> Positions:
-        """Where each key lies, -1 when it is not there. Good until the next change."""
+        """The position of each key; -1 for those that are not there. Valid until the next change."""
         if native is not None:
             positions = np.empty(len(keys), np.int64)
             native.find(self._body, self.row_count, self._mixer, keys, None, positions)
@@ -174,13 +179,13 @@ class BlockTable:
         return np.array([self._find_one(first, second) for first, second in keys.tolist()], np.int64)
 
     def numbers_at(self, positions: Positions) -> Numbers:
-        """Numbers of these entries; 0 for -1."""
+        """The numbers of these entries; 0 for position -1."""
         numbers = self._numbers.take(positions, mode="wrap")
         numbers[positions < 0] = 0
         return numbers
 
     def entries(self, row: int, count: int) -> tuple[Keys, Numbers, Positions]:
-        """What lies in `count` rows from `row` on."""
+        """The keys, numbers and positions in `count` rows from `row` on."""
         end = min(row + count, self.walk_end)
         numbers = self._tails[row:end, :ENTRIES]
         at, entry = np.nonzero(numbers)
@@ -190,14 +195,14 @@ class BlockTable:
         return keys, numbers[at, entry], (at + row) * ROW_U32 + (entry + FIRST_NUMBER)
 
     def rows_of(self, row: int, limit: int) -> int:
-        """How many rows from `row` on hold `limit` keys at most; at least 1, at most `limit`."""
+        """How many rows from `row` on hold at most `limit` keys; at least 1, at most `limit`."""
         counts = np.count_nonzero(self._tails[row : min(row + limit, self.walk_end), :ENTRIES], axis=1)
         return max(1, int(np.searchsorted(counts.cumsum(), limit, side="right")))
 
     # -- writing ----
 
     def set_at(self, positions: Positions, numbers: Numbers) -> None:
-        """Give entries that exist other numbers, none of them 0."""
+        """Give existing entries other numbers, none of them 0."""
         self._numbers[positions] = numbers
 
     def put(self, key: bytes, number: int) -> bool:
@@ -215,13 +220,13 @@ class BlockTable:
         return self._insert(keys, numbers)
 
     def remove(self, key: bytes) -> None:
-        """Take one key out, if it is there."""
+        """Remove one key, if it is there."""
         position = self._position(key)
         if position >= 0:
             self._remove_one(position)
 
     def remove_at(self, positions: Positions) -> None:
-        """Take entries out, each once."""
+        """Remove these entries, each named once."""
         if len(positions) <= FEW:
             for position in positions.tolist():
                 self._remove_one(position)
@@ -232,7 +237,7 @@ class BlockTable:
         self._clear(positions, homes)
 
     def grow(self, more: int) -> None:
-        """Make room for so many more keys, as far as `row_limit` allows: splits a number of rows in proportion."""
+        """Make room for `more` keys, as far as `row_limit` allows, by splitting a number of rows in proportion."""
         while True:
             limit = min(self.row_limit, self.row_count_max)
             rows = self.row_count
@@ -245,7 +250,7 @@ class BlockTable:
                     return
                 self._move()
                 continue
-            # In proportion, so that the last row is split when the others are full to FULL_AT_END.
+            # In proportion, so that the last row is split when the others are filled to FULL_AT_END.
             progress = (expected / (ENTRIES * level) - FULL_AT_START) / (FULL_AT_END - FULL_AT_START)
             wanted = min(limit, level + min(level, int(level * progress) + 1))
             if wanted <= rows:
@@ -314,7 +319,7 @@ class BlockTable:
         self._count_overflow(homes, positions // ROW_U32, -1)
 
     def _insert(self, keys: Keys, numbers: Numbers, rows_then: int = 0) -> NDArray[np.bool_]:
-        """`rows_then`: where they belong when so many rows are in use."""
+        """`rows_then`: place the keys as when so many rows are in use."""
         rows = rows_then or self.row_count
         if native is not None:
             done: NDArray[np.bool_] = np.empty(len(keys), np.bool_)
@@ -330,7 +335,7 @@ class BlockTable:
         return done
 
     def _insert_one(self, home: int, first: int, second: int, number: int) -> bool:
-        """Write an entry into the first row with room, from its home on. The caller counts it."""
+        """Write an entry into the first row with room, from its own row on. The caller counts it."""
         cells = self._cells
         for row in range(home, home + PROBES):
             cell = row * ROW_U32 + FIRST_NUMBER
@@ -349,28 +354,28 @@ class BlockTable:
         far = np.flatnonzero(rows > homes)
         row, end = homes[far], rows[far]
         while len(row):
-            # Wraps around for -1, as u32 does.
+            # Adding -1 wraps around, as u32 does.
             np.add.at(self._numbers, row * ROW_U32 + OVERFLOW, np.uint32(by & 0xFFFF_FFFF))
             row += 1
             left = row < end
             row, end = row[left], end[left]
 
     def _move(self) -> None:
-        """To memory of the final size."""
+        """Move to memory of the final size."""
         head, rows, used = self._head, self._rows, self.walk_end
         self._bind(_zeroes(self._then_rows))
         self._head[:] = head
         self._rows[:used] = rows[:used]
 
     def _split(self, rows: int, count: int) -> None:
-        """Give the next `count` rows to use: keys of the rows that they share move there."""
+        """Take the next `count` rows into use: the keys that belong there move from the rows that are split."""
         level = 1 << (rows.bit_length() - 1)
         first = rows - level
         keys, numbers, positions = self.entries(first, count + PROBES - 1)
         homes = self._homes(keys[:, 0], keys[:, 1])
         moving = (homes >= first) & (homes < first + count)
         moving &= self._homes(keys[:, 0], keys[:, 1], rows + count) != homes
-        # In this order a reader finds each key before, during and after, unless it looks all the while.
+        # In this order a reader finds each key before, during and after the move, unless it is slower than the move.
         self._insert(keys[moving], numbers[moving], rows + count)
         self._head[0] = rows + count
         self._clear(positions[moving], homes[moving])

@@ -1,14 +1,14 @@
-"""Which nodes the directory knows, what state each is in, and what an announcement of one may do.
+"""Which nodes the directory knows, what state each is in, and what an announcement of a node may do.
 
-Owns epochs, sequences and heartbeat deadlines. Owns no keys: `directory` keeps those and does what a effect says.
-Pure, with one caller.
+Owns epochs, sequences and heartbeat deadlines. Owns no keys: `directory` keeps those and applies each effect. Pure; one
+caller at a time.
 
-    syncing  a full announcement is under way; what has come of it is visible
-    alive    announced in full, heartbeats arrive
-    stalled  syncing, but silent for `hide_seconds`: hidden, goes on where it stopped
-    suspect  alive, but silent for `hide_seconds`: hidden, comes back with its next update
-    dead     forgotten: left, silent for `forget_seconds`, or replaced by a newer epoch. Only the epoch and the last
-             sequence are remembered, so that nothing older is taken for news
+    syncing  a full announcement is under way; the keys that have arrived are visible
+    alive    announced in full, and heartbeats arrive
+    stalled  syncing, but silent for `hide_seconds`: hidden; it continues where it stopped
+    suspect  alive, but silent for `hide_seconds`: hidden; its next update makes it visible again
+    dead     forgotten: it left, was silent for `forget_seconds`, or a newer epoch replaced it. Only the epoch and the
+             last sequence are remembered, so that no older announcement is taken
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ from kvservice.core.transitions import step
 from kvservice.errors import Exhausted, Forbidden
 from kvservice.units import BootEpoch, NodeId
 
+# A node that sends nothing for this long is hidden: three heartbeats of a second. A shorter time would hide nodes that
+# only pause; a longer one sends readers to dead nodes.
 HIDE_SECONDS = 3.0
-FORGET_SECONDS = 30.0
-MISSED_MAX = 3  # signs of life; then a node is hidden
-MEMBERS_MAX = 16_384
+FORGET_SECONDS = 30.0  # its keys are forgotten after this; until then it need not announce them again
+MISSED_MAX = 3  # heartbeats that a node may miss before it is hidden
+MEMBERS_MAX = 16_384  # nodes known at once, including dead ones; above it new ones are refused with Exhausted
+assert HIDE_SECONDS < FORGET_SECONDS
 
 
 def patience(heartbeat_seconds: float) -> tuple[float, float]:
-    """After how much silence a node is hidden, and forgotten, where nodes give signs of life so often."""
+    """(hide_seconds, forget_seconds) for nodes that send a heartbeat every `heartbeat_seconds`."""
     factor = max(1.0, MISSED_MAX * heartbeat_seconds / HIDE_SECONDS)
     return factor * HIDE_SECONDS, factor * FORGET_SECONDS
 
 
 class AnnounceOutcome(Enum):
-    """Answer to one announcement."""
+    """The answer to one announcement."""
 
     APPLIED = "applied"
     RESYNC = "resync"  # send a full announcement
@@ -53,17 +56,17 @@ class MemberState(Enum):
 
 
 class MemberEvent(Enum):
-    BEGIN = "begin"  # first piece of a full announcement
-    UPDATE = "update"  # next in sequence, or the last one again; also a heartbeat
-    END = "end"  # last piece of a full announcement
+    BEGIN = "begin"  # first update of a full announcement
+    UPDATE = "update"  # the next in sequence, or the last one again; also a heartbeat
+    END = "end"  # last update of a full announcement
     LATE = "late"  # silent for hide_seconds
     EXPIRE = "expire"  # silent for forget_seconds
     LEAVE = "leave"
-    REPLACE = "replace"  # a newer epoch of the node was heard of
+    REPLACE = "replace"  # an announcement of a newer epoch of the node
 
 
 _S, _E = MemberState, MemberEvent
-# A node never heard of starts as DEAD without a past. An absent pair is a bug.
+# A node that was never heard of starts as DEAD. A pair that is absent here is a bug.
 TRANSITIONS: dict[tuple[MemberState, MemberEvent], MemberState] = {
     (_S.DEAD, _E.BEGIN): _S.SYNCING,
     (_S.DEAD, _E.LEAVE): _S.DEAD,
@@ -98,18 +101,18 @@ VISIBLE = frozenset({MemberState.SYNCING, MemberState.ALIVE})
 
 @dataclass(slots=True)
 class Member:
-    """One node. Mutable: it is the record that the table keeps."""
+    """One node. Mutable: it is the table's own record."""
 
     holder: Holder
     state: MemberState
     last_sequence: int  # of the last announcement taken in this epoch; 0 = none
-    heard_at: float  # when the last announcement that counts came
-    proof: bytes = b""  # of who announces it
+    heard_at: float  # when the last valid announcement came
+    proof: bytes = b""  # digest of the announcer's proof
 
 
 @dataclass(frozen=True, slots=True)
 class AnnounceEffect:
-    """What the directory must do about the node's keys, in this order: `forget` the old ones, `apply` the new ones."""
+    """What the directory must do with the node's keys, in this order: `forget` the old ones, `apply` the new ones."""
 
     outcome: AnnounceOutcome
     forget: bool = False
@@ -130,7 +133,7 @@ class Membership:
         self._hide_seconds = hide_seconds
         self._forget_seconds = forget_seconds
         self._members: dict[NodeId, Member] = {}
-        self._next_deadline = math.inf  # nothing changes by time alone before
+        self._next_deadline = math.inf  # before this time no node changes its state by itself
         self.version = 0
         self.counters: Counter[str] = Counter()
 
@@ -138,7 +141,7 @@ class Membership:
         return self._members.get(node_id)
 
     def members(self) -> Iterable[Member]:
-        """All but the forgotten ones."""
+        """All nodes that are not forgotten."""
         return [member for member in self._members.values() if member.state is not MemberState.DEAD]
 
     def is_visible(self, node_id: NodeId) -> bool:
@@ -156,8 +159,10 @@ class Membership:
         now: float,
         proof: bytes = b"",
     ) -> AnnounceEffect:
-        """Judge one announcement and move the member. Raises Exhausted when too many nodes are known, Forbidden when
-        the node is somebody else's."""
+        """Check one announcement and move the member to its new state.
+
+        Raises Exhausted when too many nodes are known, Forbidden when the node belongs to another proof.
+        """
         member = self._owned(node.node_id, proof)
         if member is not None and node.epoch < member.holder.epoch:
             self.counters["announce_stale_epoch"] += 1
@@ -177,11 +182,11 @@ class Membership:
     def _hear_current(
         self, member: Member, node: Holder, sequence: int, full_begin: bool, full_end: bool, leaving: bool, now: float
     ) -> AnnounceEffect:
-        """The announcement is of the member's own epoch."""
+        """Handle an announcement of the member's own epoch."""
         known = member.state is not MemberState.DEAD
         repeated = sequence == member.last_sequence
-        # A repeated beginning is taken again: of the same update that changes nothing, and of a second announcer in
-        # this boot, whose sequences start anew, it is news.
+        # A repeated beginning is applied again. If it is the same update, that changes nothing. If a second announcer
+        # of this boot sent it, whose sequences start anew, it is a new one.
         if repeated and (leaving or (known and not full_begin)):
             if known:
                 self._move(member, MemberEvent.UPDATE)
@@ -189,7 +194,7 @@ class Membership:
             self.counters["announce_duplicate"] += 1
             return DUPLICATE
         if sequence <= member.last_sequence and not (repeated and known):
-            # Sent before what is known, arrived after it: taking it would bring removed keys back.
+            # It was sent before what is known and arrived after it: applying it would bring removed keys back.
             self.counters["announce_resync_replay"] += 1
             return RESYNC
         if leaving:
@@ -212,7 +217,7 @@ class Membership:
         return AnnounceEffect(AnnounceOutcome.APPLIED, forget=True, apply=True) if full_begin else APPLY
 
     def expire(self, now: float) -> list[Member]:
-        """Hide and forget by time. Returns those forgotten just now. Cheap when nothing is due."""
+        """Hide and forget nodes whose time is over. Returns those forgotten now. Cheap when none is due."""
         if now < self._next_deadline:
             return []
         forgotten: list[Member] = []
@@ -233,8 +238,11 @@ class Membership:
         return forgotten
 
     def _owned(self, node_id: NodeId, proof: bytes) -> Member | None:
-        """A node belongs to whoever announced it first, until it is forgotten. What is remembered of a dead one, its
-        epoch for one, is for its owner: else a forged epoch would outlive the forger."""
+        """The member of this id, after a check that the announcer owns it. Raises Forbidden.
+
+        A node belongs to whoever announced it first, until it is forgotten. What is remembered of a dead node, such as
+        its epoch, counts for its owner only: a forged epoch must not outlive the forger.
+        """
         member = self._members.get(node_id)
         if member is None or member.proof == proof:
             return member

@@ -1,16 +1,16 @@
-"""The directory as one node knows it, in one piece of memory that others read: what the watch streams of all lookup
-partitions said, and how fresh that is.
+"""The directory as one node knows it, in one piece of memory that others read: the mirror.
 
-Owns the layout of that memory and the decisions: what an event changes, and what may be answered from it. Pure; the
-segment and the streams are others'. One writer; readers take no lock. What a reader makes of a torn write is at worst a
-wrong hint, as any answer of the directory may be, because bytes are verified wherever they come from.
+It holds what the watch streams of all lookup partitions said, and how recent that is. Owns the layout of the memory and
+the decisions: what an event changes, and what may be answered. The segment and the streams belong to others. Pure; one
+writer. Readers take no lock. A torn write gives a reader at worst a wrong hint, as any answer of the directory may be:
+bytes are verified wherever they come from.
 
     0       head, 4 KiB     magic, layout, epoch of the writer, sizes, versions
-    4 KiB   feeds           per partition of the directory: state, when it was last heard of (monotonic, ns)
-    8 KiB   nodes, 512 B each, then sets of them, 64 B each, then the table of keys (core.block_table)
+    4 KiB   feeds           per lookup partition: state, and when it was last heard of (monotonic, ns)
+    8 KiB   nodes, 512 B each, then sets of them, 64 B each, then the table of keys (core.directory.key_table)
 
-Every (partition, node) has a number of its own, since each partition resets its own keys. A record says which node it
-is and whether it counts now, so hiding or forgetting a node is one write.
+Every pair of partition and node has a number, because each partition resets its own keys. A record says which node the
+number stands for and whether it counts now, so a node is hidden or forgotten by a single write.
 """
 
 from __future__ import annotations
@@ -25,25 +25,31 @@ from itertools import islice
 from kvservice.core.block.keys import KEY_BYTES
 from kvservice.core.directory.holder_table import HolderTable, bits_of, number_runs
 from kvservice.core.directory.key_table import ENTRIES, FULL_AT_END, OTHER_MIXER, ROWS_MIN, BlockTable, table_bytes
+from kvservice.core.directory.membership import HIDE_SECONDS
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.errors import another_version
 from kvservice.units import BootEpoch, NodeId
 
 MAGIC = b"KVSMIRR1"
-LAYOUT = 1
-PAGE = 4096
-PARTITIONS_MAX = PAGE // 16
-NODES_MAX = 4096
-NODE_BYTES = 512
-SETS_MAX = 32_768
-SET_BYTES = 64
-SET_HOLDERS_MAX = SET_BYTES // 2 - 1  # of more, so many are named
-STALE_SECONDS = 3.0  # as long as a node may be silent before the directory hides it
-NODES_AT = 2 * PAGE
+LAYOUT = 1  # version of this layout; a mirror of another version is refused by name
+PAGE = 4096  # bytes; the head and the feeds have one page each
+PARTITIONS_MAX = PAGE // 16  # a feed takes two words. A service has at most 64 partitions (config).
+NODES_MAX = 4096  # pairs of partition and node; with more, the partition becomes FULL and its keys are looked up by RPC
+NODE_BYTES = (
+    512  # of a record: a name and an address. A node with longer ones counts as unknown (mirror_names_too_long).
+)
+SETS_MAX = 32_768  # different sets of holders; keys with a further set are looked up by RPC (mirror_sets_not_named)
+SET_BYTES = 64  # one cache line
+SET_HOLDERS_MAX = SET_BYTES // 2 - 1  # holders named of a larger set: more than any reader tries
+STALE_SECONDS = 3.0  # a silent partition's part is not used: the directory itself hides a node after this
+NODES_AT = 2 * PAGE  # offset in bytes
 SETS_AT = NODES_AT + NODES_MAX * NODE_BYTES
 TABLE_AT = SETS_AT + SETS_MAX * SET_BYTES
-AHEAD_ROWS = 8192  # usable before they are needed
-SWEEP_KEYS = 4096
+AHEAD_ROWS = 8192  # rows made usable before they are needed, so that no event waits for memory
+SWEEP_KEYS = 4096  # keys visited by one call of sweep: some milliseconds
+assert STALE_SECONDS >= HIDE_SECONDS, "a mirror must not be stale before its nodes are hidden"
+assert max(NODES_MAX, SET_HOLDERS_MAX) <= 1 << 16, "a set holds u16"
+assert NODE_BYTES % 8 == SET_BYTES % 8 == 0, "the table of keys is read as u64"
 
 _HEAD = struct.Struct("<8sQQQQ")  # magic, layout, epoch, partitions, rows
 _NODE = struct.Struct("<IBBHHQ")  # crc of what follows, counts, -, bytes of the name, of the address, boot epoch
@@ -52,18 +58,18 @@ _NODES_VERSION, _SETS_VERSION = 16, 17  # of the head as u64
 
 
 class Feed(IntEnum):
-    """What a partition's part of the mirror is good for."""
+    """What a partition's part of the mirror can be used for."""
 
     NEVER = 0  # nothing was heard yet
     SYNCING = 1  # a snapshot is under way
     LIVE = 2
-    FULL = 3  # did not fit: what is not found here may be held after all
-    STALE = 4  # live, but not heard of for too long. Not written: the reader's judgement
+    FULL = 3  # it did not fit: a key that is not found here may have holders
+    STALE = 4  # live, but not heard of for too long. Never written: the reader decides
 
 
 @dataclass(frozen=True, slots=True)
 class MirrorEvent:
-    """One event of a partition's watch stream. Without a node it says only that the stream lives."""
+    """One event of a partition's watch stream. An event without a node only shows that the stream is alive."""
 
     node: Holder | None = None
     added: bytes = b""  # packed keys
@@ -74,8 +80,10 @@ class MirrorEvent:
 
 
 def mirror_rows(size: int) -> int:
-    """Rows of the table of a mirror of at most so many bytes: a power of two, because more are of no use before the
-    next one. 0 when it is too little."""
+    """Rows of the table of a mirror with at most `size` bytes; 0 when that is too little.
+
+    It is a power of two, because the rows between two powers cannot be used well.
+    """
     rows = ROWS_MIN
     while mirror_bytes(rows * 2) <= size:
         rows *= 2
@@ -91,24 +99,27 @@ def keys_that_fit(rows: int) -> int:
 
 
 class MirrorWriter:
-    """Over zeroed memory of `mirror_bytes(rows)`. The caller makes memory usable before it is written: everything up to
-    TABLE_AT at first, then as `rows_ahead` says, and tells with `allow_rows`. `now` is monotonic, in seconds."""
+    """Writes the mirror into zeroed memory of `mirror_bytes(rows)`.
+
+    The caller makes memory usable before it is written: at first everything up to TABLE_AT, then as `rows_ahead` says.
+    It reports that with `allow_rows`. `now` is monotonic, in seconds.
+    """
 
     def __init__(self, buffer: memoryview, partition_count: int, epoch: int) -> None:
         assert 0 < partition_count <= PARTITIONS_MAX
         self._buffer = buffer
         self._words = buffer[:NODES_AT].cast("Q")
-        self._table = BlockTable(buffer[TABLE_AT:], fresh=True, mixer=OTHER_MIXER)  # it is fed from tables
+        self._table = BlockTable(buffer[TABLE_AT:], fresh=True, mixer=OTHER_MIXER)  # filled in the order of tables
         self._table.row_limit = ROWS_MIN
         self._holders = HolderTable(self._table, keys_that_fit(self._table.row_count_max), self._write_set)
         self._bits: list[dict[NodeId, int]] = [{} for _ in range(partition_count)]
         self._counts: dict[int, int] = {}  # keys by bit
-        self._records: dict[int, tuple[Holder, bool]] = {}  # as written, by bit
+        self._records: dict[int, tuple[Holder, bool]] = {}  # by bit, as written
         self.counters: Counter[str] = Counter()
         _HEAD.pack_into(buffer, 0, MAGIC, LAYOUT, epoch, partition_count, self._table.row_count_max)
 
     def close(self) -> None:
-        """Let go of the buffer."""
+        """Release the buffer."""
         self._table.close()
         self._words.release()
         self._buffer.release()
@@ -123,7 +134,7 @@ class MirrorWriter:
 
     @property
     def rows_needed(self) -> int:
-        """How many should be usable before the next event."""
+        """How many rows must be usable before the next event."""
         return min(self._table.row_count_max, self._table.row_count + AHEAD_ROWS // 2)
 
     @property
@@ -131,7 +142,7 @@ class MirrorWriter:
         return self._table.row_limit
 
     def allow_rows(self, rows: int) -> None:
-        """Memory of `mirror_bytes(rows)` is usable."""
+        """The memory of `mirror_bytes(rows)` is usable now."""
         self._table.row_limit = rows
 
     # -- what is known ----
@@ -148,19 +159,21 @@ class MirrorWriter:
         return Feed(self._words[PAGE // 8 + 2 * partition])
 
     def age(self, partition: int, now: float) -> float:
-        """Seconds since the partition was heard of."""
+        """Seconds since the partition was last heard of."""
         return now - self._words[PAGE // 8 + 2 * partition + 1] / 1e9
 
     # -- events ----
 
     def begin(self, partition: int) -> None:
-        """A new stream of this partition begins, with a snapshot: what came before is forgotten."""
+        """A new stream of this partition begins with a snapshot: everything earlier is forgotten."""
         self._set_feed(partition, Feed.SYNCING)
         self._forget_all(partition)
 
     def apply(self, partition: int, event: MirrorEvent, now: float) -> None:
-        """Take one event. With many keys it takes milliseconds: give it in pieces, the first of which has the `reset`.
-        A partition that does not fit becomes FULL, and stays so until its next `begin`."""
+        """Apply one event. With many keys that takes milliseconds, so pass it in pieces, the first with the `reset`.
+
+        A partition that does not fit becomes FULL, and stays FULL until its next `begin`.
+        """
         if self.feed(partition) is Feed.FULL:
             return
         if event.node is not None:
@@ -171,7 +184,7 @@ class MirrorWriter:
         self.counters["mirror_events"] += 1
 
     def sweep(self) -> bool:
-        """Take what was forgotten out of some keys. False when nothing is left."""
+        """Remove forgotten numbers from some keys. False when nothing is left to do."""
         return self._holders.sweep(SWEEP_KEYS) is not None
 
     def _apply_node(self, partition: int, node: Holder, event: MirrorEvent) -> None:
@@ -180,7 +193,7 @@ class MirrorWriter:
             self._retire(bits.pop(node.node_id))
         bit = bits.get(node.node_id)
         if bit is None and not event.added:
-            return  # it left, or holds nothing: no number is kept for it
+            return  # it left, or holds nothing, and needs no number
         if bit is None:
             bit = self._holders.take_bit()
             if bit >= NODES_MAX:
@@ -194,7 +207,8 @@ class MirrorWriter:
         removed = self._holders.remove(bit, event.removed)
         self._counts[bit] = self._counts.get(bit, 0) + added - removed
         self.counters["mirror_keys_taken"] += added + removed
-        # A key that is dropped without that has met some two hundred others in its part of the table: one in millions.
+        # A key may be dropped although the mirror is not full: its part of the table has some two hundred other keys.
+        # That happens to one key in millions and does not make the partition FULL.
         if self._holders.dropped_full > dropped and self._is_full():
             self._fill_up(partition)
 
@@ -259,8 +273,10 @@ class MirrorWriter:
 
 
 class MirrorReader:
-    """Over memory that a MirrorWriter writes, here or in another process. Raises ValueError when it is none, and
-    VersionMismatch when it has another layout. One thread at a time."""
+    """Reads memory that a MirrorWriter writes, in this process or in another. One thread at a time.
+
+    Raises ValueError when the memory is not a mirror, and VersionMismatch when it has another layout.
+    """
 
     def __init__(self, buffer: memoryview) -> None:
         if len(buffer) < TABLE_AT + table_bytes(ROWS_MIN):
@@ -282,7 +298,7 @@ class MirrorReader:
         self._versions = (-1, -1)
 
     def close(self) -> None:
-        """Let go of the buffer."""
+        """Release the buffer."""
         self._table.close()
         self._words.release()
         self._buffer.release()
@@ -293,18 +309,18 @@ class MirrorReader:
 
     @property
     def used_bytes(self) -> int:
-        """Of the buffer, from its beginning on."""
+        """Bytes of the buffer that are in use, from its beginning on."""
         return mirror_bytes(self._table.row_count)
 
     def feed(self, partition: int, now: float) -> Feed:
-        """What may be made of this partition's part; only LIVE answers."""
+        """The state of this partition's part. Only LIVE may be used for answers."""
         state = self._words[PAGE // 8 + 2 * partition]
         if state == Feed.LIVE and now - self._words[PAGE // 8 + 2 * partition + 1] / 1e9 > STALE_SECONDS:
             return Feed.STALE
         return Feed(state) if state <= Feed.FULL else Feed.NEVER
 
     def resolve(self, packed: bytes) -> list[HolderRun] | None:
-        """Who holds these keys, as Directory.resolve. None when it cannot be told for one of them."""
+        """The holders of these keys, as Directory.resolve. None when that is not known for one of the keys."""
         self._refresh()
         runs: list[HolderRun] = []
         start = 0
@@ -341,7 +357,7 @@ class MirrorReader:
         return found
 
     def _node(self, bit: int) -> Holder | None:
-        """None for a record that does not count, or is being written."""
+        """The node with this number. None when its record does not count, or is being written."""
         if bit not in self._nodes:
             self._nodes[bit] = self._read_node(bit) if bit < NODES_MAX else None
         return self._nodes[bit]

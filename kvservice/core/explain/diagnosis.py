@@ -1,7 +1,8 @@
-"""Why a request hit what it hit: the record of its shard, put together with what every node knows of missing blocks.
+"""Explains why a request hit what it hit, from its shard's record and from what all nodes know of the missing blocks.
 
-Pure, and for people: `kvservice explain` gathers the evidence from all nodes and calls `diagnose` once. Ages are
-seconds before the moment of the question. Each was measured on one clock, so ages of different nodes can be compared.
+Pure, and only for questions of people: `kvservice explain` gathers the evidence from all nodes and calls `diagnose`
+once. Ages are seconds before the moment of the question. Each is measured on one clock, so ages of different nodes can
+be compared.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from kvservice.core.explain.evictions import EvictionCause
 from kvservice.core.explain.records import LOCAL, SourceRun
 from kvservice.core.messages import MissReason, RequestReport
 
-CLOSE_SECONDS = 0.05  # two moments on two nodes, closer than this, happened together
-SLIGHTLY = 1.1  # times as large
-LARGER_MAX = 10  # beyond that a figure would only look exact
+CLOSE_SECONDS = 0.05  # two events on two nodes that are closer than this count as simultaneous
+SLIGHTLY = 1.1  # a pool that would have to be at most so many times as large: "slightly larger"
+LARGER_MAX = 10  # a larger factor is not told: it would look more exact than it is
 
 
 class BlockOutcome(Enum):
@@ -81,7 +82,7 @@ _TEXT = {
 }
 _SINCE = "; the engine that asked has stored it since"
 _NEVER = (MissReason.NEVER_STORED, MissReason.NONE)
-_OF_NODE = {  # how a block went with its node
+_OF_NODE = {  # how a block was lost with its node
     EvictionCause.DRAIN.value: "left the service, and nobody took it over",
     EvictionCause.OWNER_DIED.value: "fell silent",
     EvictionCause.RESTARTED.value: "restarted without it",
@@ -90,7 +91,7 @@ _OF_NODE = {  # how a block went with its node
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """One record of a request, as its shard tells it."""
+    """One record of a request, as its shard reports it."""
 
     node: str
     age_seconds: float
@@ -102,29 +103,29 @@ class RecordedRequest:
     miss_node: str
     answered: bool
     report: RequestReport | None
-    sought: int = 0  # blocks before this index had a holder, said the directory
-    engine: str = ""  # that asked, as HistoryEntry.engine names it
-    ended_age_seconds: float | None = None  # None: its engine has not reported
+    sought: int = 0  # the directory knew a holder of each block before this index
+    engine: str = ""  # the engine that asked, as HistoryEntry.engine names it
+    ended_age_seconds: float | None = None  # None: its engine has not reported the end
     took_seconds: float = 0.0
-    handoff_node: str = ""  # whose engine was to compute what was missing; "" = no hand-off
-    handed_from: int = 0  # of a hand-off: blocks from this index on were waited for
+    handoff_node: str = ""  # the node whose engine computes the missing blocks; "" = no hand-off
+    handed_from: int = 0  # with a hand-off: the request waited for the blocks from this index on
 
 
 @dataclass(frozen=True, slots=True)
 class BlockHistory:
-    """What a node knows of one block."""
+    """What one node knows of one block."""
 
     node: str
     state: str  # "held", "sealing" or "gone"
-    age_seconds: float  # since it was sealed, or gone
+    age_seconds: float  # since it was sealed, or evicted
     cause: str = ""
     caused_by: str = ""
-    engine: str = ""  # that stored it, or is storing it; "" = fetched, adopted or not known
-    held_seconds: float = 0.0  # of a gone one: how long it had been held
-    idle_seconds: float = 0.0  # of a gone one: since its last use when it went
+    engine: str = ""  # the engine that stored it or is storing it; "" = fetched, adopted or not known
+    held_seconds: float = 0.0  # for state "gone": how long it had been held
+    idle_seconds: float = 0.0  # for state "gone": since its last use, at its eviction
 
     def was_held(self, age_seconds: float) -> bool:
-        """So long ago. What happened within CLOSE_SECONDS of that does not count."""
+        """Whether the node held the block so long ago. It must have had it for CLOSE_SECONDS at least."""
         held_since = self.age_seconds + self.held_seconds
         still = self.state == "held" or (self.state == "gone" and self.age_seconds < age_seconds - CLOSE_SECONDS)
         return still and held_since > age_seconds + CLOSE_SECONDS
@@ -132,16 +133,16 @@ class BlockHistory:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What the other nodes say about the blocks of a request, by index in its chain."""
+    """What all nodes say about the blocks of a request, by their index in its chain."""
 
     entries: Mapping[int, Sequence[BlockHistory]]
-    lost: Mapping[int, BlockHistory]  # gone with their node, says the directory
-    other_fingerprints: tuple[str, ...] = ()  # nodes with another fingerprint of the same model, and how they differ
+    lost: Mapping[int, BlockHistory]  # blocks that the directory lost together with their node
+    other_fingerprints: tuple[str, ...] = ()  # nodes with another fingerprint of the same model, and the differences
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """`count` consecutive blocks with one explanation."""
+    """`count` consecutive blocks with the same explanation."""
 
     start: int
     count: int
@@ -153,7 +154,7 @@ class Diagnosis:
     caused_by: str = ""  # of an eviction: who needed the room
 
     def continues(self, after: Diagnosis) -> bool:
-        """Evictions are merged when their cause and `caused_by` are equal. The times of the first block are told."""
+        """Evictions are merged when their cause and `caused_by` are equal. The first block's times are told."""
         one, other = (
             (d.outcome, d.node, d.miss_cause, d.eviction_cause, d.caused_by, "" if d.eviction_cause else d.text)
             for d in (self, after)
@@ -162,7 +163,7 @@ class Diagnosis:
 
 
 def diagnose(request: RecordedRequest, evidence: Evidence) -> tuple[Diagnosis, ...]:
-    """Explain every block of the request once, in order."""
+    """Explain every block of the request, in order; consecutive blocks with the same explanation are merged."""
     diagnoses: list[Diagnosis] = []
     for index in range(request.block_count):
         one = _diagnose_block(request, evidence, index)
@@ -175,7 +176,7 @@ def diagnose(request: RecordedRequest, evidence: Evidence) -> tuple[Diagnosis, .
 
 
 def count_outcomes(diagnoses: Sequence[Diagnosis]) -> dict[str, int]:
-    """Blocks by outcome."""
+    """The number of blocks by outcome."""
     found = {outcome.value: 0 for outcome in BlockOutcome}
     for diagnosis in diagnoses:
         found[diagnosis.outcome.value] += diagnosis.count
@@ -198,7 +199,7 @@ def _diagnose_block(request: RecordedRequest, evidence: Evidence, index: int) ->
 
 
 def _unused(report: RequestReport | None, index: int) -> MissCause | None:
-    """Why the engine did not take a block it was promised."""
+    """Why the engine did not load a block that it was promised."""
     if report is None:
         return None
     if report.gave_up:
@@ -218,7 +219,7 @@ def _diagnose_miss(request: RecordedRequest, evidence: Evidence, index: int) -> 
     if first and certain:
         return _known_reason(request, evidence, index)
     found = _from_history(request, evidence, index)
-    would_have_come = found.miss_cause is MissCause.BEHIND_A_GAP or index < request.sought  # with the first
+    would_have_come = found.miss_cause is MissCause.BEHIND_A_GAP or index < request.sought
     if certain and would_have_come:
         return _known_reason(request, evidence, index)
     if first and found.miss_cause is MissCause.BEHIND_A_GAP:
@@ -228,7 +229,7 @@ def _diagnose_miss(request: RecordedRequest, evidence: Evidence, index: int) -> 
 
 
 def _known_reason(request: RecordedRequest, evidence: Evidence, index: int) -> Diagnosis:
-    """The shard knew the reason when it answered."""
+    """The diagnosis when the shard itself knew the reason at the time of its answer."""
     cause, node = _OF_MISS[request.miss], request.miss_node
     if cause is MissCause.EVICTED:
         found = _from_history(request, evidence, index)
@@ -243,7 +244,7 @@ def _known_reason(request: RecordedRequest, evidence: Evidence, index: int) -> D
 
 
 def _from_history(request: RecordedRequest, evidence: Evidence, index: int) -> Diagnosis:
-    """What the nodes say now about a block that nobody was known to hold then."""
+    """The diagnosis from what the nodes say now about a block without a known holder at that time."""
     entries, age = evidence.entries.get(index, ()), request.age_seconds
     there = next((entry for entry in entries if entry.was_held(age)), None)
     if there is not None:
@@ -260,7 +261,7 @@ def _from_history(request: RecordedRequest, evidence: Evidence, index: int) -> D
             index, 1, BlockOutcome.MISSED, last.node, MissCause.EVICTED, text, last.cause or "unknown", last.caused_by
         )
     later = [entry for entry in entries if entry.state != "gone" and entry.engine]
-    first = max(later, key=lambda entry: entry.age_seconds, default=None)  # who had it first after the question
+    first = max(later, key=lambda entry: entry.age_seconds, default=None)  # had it first after the request
     if first is not None and first.engine != request.engine and _was_beside(first, request):
         what = "is writing it just now" if first.state == "sealing" else "sealed it only after it was asked for"
         text = f"engine {first.engine} of node {first.node} {what}"
@@ -276,7 +277,7 @@ def _from_history(request: RecordedRequest, evidence: Evidence, index: int) -> D
 
 
 def _was_beside(entry: BlockHistory, request: RecordedRequest) -> bool:
-    """The block was sealed while the request was being computed, so two engines computed it at the same time."""
+    """Whether the block was sealed while the request was being computed: then two engines computed it at one time."""
     return request.ended_age_seconds is None or (
         entry.state == "held" and entry.age_seconds > request.ended_age_seconds - CLOSE_SECONDS
     )
@@ -294,7 +295,7 @@ def _not_handed(request: RecordedRequest, index: int) -> Diagnosis:
 
 
 def _evicted(entry: BlockHistory, before_seconds: float) -> str:
-    """When it went and for whom, and what would have kept it."""
+    """The text of an eviction: when and for whom, and what would have prevented it."""
     if entry.cause == EvictionCause.CORRUPT.value:
         return f"node {entry.node} found its bytes wrong {_seconds(before_seconds)} before"
     room = f", to make room for {entry.caused_by}" if entry.caused_by else ""
@@ -310,7 +311,7 @@ def _evicted(entry: BlockHistory, before_seconds: float) -> str:
 
 
 def _larger(what: str, idle_seconds: float, before_seconds: float) -> str:
-    """Memory is used up in the order of use, so what is kept so much longer needs so much more of it."""
+    """Memory is used up in the order of use, so keeping blocks longer needs memory in proportion."""
     times = (idle_seconds + before_seconds) / idle_seconds
     if times < SLIGHTLY:
         return f"a slightly larger {what} would have kept it"

@@ -1,7 +1,7 @@
-"""The eviction history: which blocks went, when, why, and for whom. A ring of fixed size that forgets the oldest.
+"""The eviction history: which blocks were evicted, when, why, and for whom. A ring that forgets the oldest first.
 
 An entry costs 37 bytes. Adding is cheap, because it happens at every eviction. Finding walks the ring, because it
-happens only when a person asks. Pure, with one caller.
+happens only when a person asks. Pure; one caller at a time.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ from enum import Enum
 from kvservice.core.block.keys import KEY_BYTES
 from kvservice.units import BlockKey
 
-EVICTIONS_MAX = (
-    65_536  # 2.4 MB; what a shard of 64 GiB with blocks of 2 MiB evicts before everything in it is new twice
-)
-KEEP_SECONDS = 3600.0
-NAMES_MAX = 4096  # distinct names in `caused_by`
+# 2.4 MB: twice the blocks of a shard with 64 GiB and blocks of 2 MiB. The oldest entry is overwritten.
+EVICTIONS_MAX = 65_536
+KEEP_SECONDS = 3600.0  # older entries do not answer any more; records of requests are kept for less (records.py)
+NAMES_MAX = 4096  # distinct names in `caused_by`; a further one is remembered as ""
 
 
 class EvictionCause(Enum):
     """Why a block is no longer held."""
 
     PRESSURE = "pressure"  # evicted for another block of its size
-    SLAB_MOVED = "slab_moved"  # evicted with its slab, for blocks of another size
-    DRAIN = "drain"  # its node left; nobody took the block over
+    SLAB_MOVED = "slab_moved"  # evicted with its slab, which was needed for blocks of another size
+    DRAIN = "drain"  # its node left, and no other node took the block over
     OWNER_DIED = "owner_died"  # its node fell silent
-    RESTARTED = "restarted"  # its node came back without it
+    RESTARTED = "restarted"  # its node restarted and did not keep it
     CORRUPT = "corrupt"  # its bytes were wrong
-    QUOTA = "quota"  # evicted for another block of its tenant, which may hold no more
+    QUOTA = "quota"  # evicted for another block of its tenant, which is at its quota
 
 
 _CAUSES = tuple(EvictionCause)
@@ -38,13 +37,13 @@ _CAUSES = tuple(EvictionCause)
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """How a block went. `at` is on the clock of the caller."""
+    """One eviction. `at` is on the clock of the caller."""
 
     cause: EvictionCause
     at: float
-    caused_by: str  # who needed the room, or the node that the block was lost with; "" when not known
+    caused_by: str  # who needed the room, or the node with which the block was lost; "" when not known
     held_seconds: float = 0.0  # how long it had been held; 0 = not known
-    idle_seconds: float = 0.0  # since its last use when it went; 0 = not known
+    idle_seconds: float = 0.0  # since its last use, at its eviction; 0 = not known
 
 
 class EvictionHistory:
@@ -91,9 +90,9 @@ class EvictionHistory:
         self._next = (place + 1) % self._capacity
 
     def find(self, keys: Iterable[BlockKey], now: float, as_of: float | None = None) -> dict[BlockKey, Eviction]:
-        """The latest of each of these keys that was held at `as_of` or before it; None means now. O(capacity).
+        """For each key, its latest eviction before `as_of` or before now (None). O(capacity).
 
-        A block that was stored again, and even evicted again, after a question tells nothing about the answer."""
+        The eviction of a block that was stored again after a question says nothing about the answer."""
         latest = now if as_of is None else as_of
         wanted = set(keys)
         found: dict[BlockKey, int] = {}

@@ -1,7 +1,7 @@
-"""What one shard remembers of recent requests, for `kvservice explain`. Nothing here is asked on a request's path.
+"""What one shard remembers of recent requests, for `kvservice explain`. It is not read on a request's path.
 
-A record holds the keys that were asked for, so that their history can be looked up later, and how far the promise went.
-Bounded three ways: by time, by the number of records, and by the keys in them. Pure, with one caller.
+A record holds the requested keys, so that their history can be looked up later, and how far the promise went. Records
+are bounded in three ways: by age, by their number, and by the number of keys in them. Pure; one caller at a time.
 """
 
 from __future__ import annotations
@@ -10,33 +10,36 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from kvservice.core.block.keys import KEY_BYTES, pack_keys
+from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX, pack_keys
 from kvservice.core.block.tenants import NOBODY
+from kvservice.core.explain.evictions import KEEP_SECONDS as EVICTIONS_KEEP_SECONDS
 from kvservice.core.explain.evictions import Eviction
 from kvservice.core.messages import AcquireRequest, EngineSpec, MissReason, RequestReport
 from kvservice.units import BlockKey, NodeId, printable
 
-KEEP_SECONDS = 900.0
-RECORDS_MAX = 4096
-KEYS_MAX = 262_144  # in all records: 4 MiB
-REQUEST_ID_CHARS_MAX = 128
-ANSWERED_MAX = 16
-REFUSED_MAX = 16
+KEEP_SECONDS = 900.0  # people ask about what just happened; older records are dropped
+RECORDS_MAX = 4096  # with a few hundred bytes each; the oldest is dropped
+KEYS_MAX = 262_144  # in all records: 4 MiB. The oldest records are dropped.
+REQUEST_ID_CHARS_MAX = 128  # ids of engines are shorter; a client's longer one is cut, which does not fail its request
+ANSWERED_MAX = 16  # records in one answer, the newest; Explanation.matching says how many there are
+REFUSED_MAX = 16  # refused attaches that are remembered, the newest
+assert KEEP_SECONDS <= EVICTIONS_KEEP_SECONDS, "a record is explained by evictions from before it"
+assert KEYS_MAX >= KEYS_PER_REQUEST_MAX
 LOCAL = "local"
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRun:
-    """`count` consecutive blocks of a chain, from `start` on, that came from one place."""
+    """`count` consecutive blocks of a chain, from index `start` on, that came from one place."""
 
     start: int
     count: int
-    source: str  # LOCAL, or the node they were fetched from
+    source: str  # LOCAL, or the node that they were fetched from
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request at this shard. Mutable: answer and report come later."""
+    """One request at this shard. Mutable: the answer and the report come later."""
 
     request_id: str
     spec: EngineSpec
@@ -48,13 +51,13 @@ class RequestRecord:
     runs: tuple[SourceRun, ...] = ()
     miss: MissReason = MissReason.NONE
     miss_at: int = 0  # index of the first block that was not promised
-    miss_node: str = ""  # the node that was asked for it in vain
-    sought: int = 0  # blocks before this index had a holder, said the directory
+    miss_node: str = ""  # the node that was asked for that block and did not deliver it
+    sought: int = 0  # the directory knew a holder of each block before this index
     report: RequestReport | None = None
-    reported_at: float | None = None  # when the engine said that it ended
-    account: str = NOBODY  # whose request it was
-    handoff_node: str = ""  # the node whose engine was to compute what was missing; "" = no hand-off
-    handed_from: int = 0  # of a hand-off: blocks from this index on were waited for
+    reported_at: float | None = None  # when the engine reported the end
+    account: str = NOBODY  # the tenant that it belongs to
+    handoff_node: str = ""  # the node whose engine computes the missing blocks; "" = no hand-off
+    handed_from: int = 0  # with a hand-off: the request waited for the blocks from this index on
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +71,22 @@ class RefusedAttach:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What `Explain` answers."""
+    """The answer of `Explain`."""
 
     records: tuple[RequestRecord, ...]
-    matching: int  # requests that fit, which may be more than are given
+    matching: int  # requests that match, which may be more than `records` has
     remembered: int
     refused: tuple[RefusedAttach, ...]
 
 
 class RequestRecords:
-    """By request id and time. A request that asks again (preempted) has one record each time, under one id."""
+    """Records by request id and time. A request that asks again (preempted) has a record each time, with one id."""
 
     def __init__(self, keep_seconds: float = KEEP_SECONDS) -> None:
         self._keep_seconds = keep_seconds
         self._records: OrderedDict[int, RequestRecord] = OrderedDict()  # by number, oldest first
         self._by_op: dict[int, int] = {}  # open calls
-        self._latest: dict[tuple[bytes, str], int] = {}  # by engine and request id: another engine may use the same
+        self._latest: dict[tuple[bytes, str], int] = {}  # by engine and request id: two engines may use the same id
         self._key_bytes = 0
         self._next = 1
         self._refused: deque[RefusedAttach] = deque(maxlen=REFUSED_MAX)
@@ -120,8 +123,11 @@ class RequestRecords:
         sought: int = 0,
         handed_from: int | None = None,
     ) -> None:
-        """`origins`: the node of every block that was fetched, by its index in the chain. `handed_from`: the first
-        that a hand-off was waited for; None where there was nothing to wait for."""
+        """Note the answer of a request.
+
+        `origins` maps the index of every fetched block to the node it came from. `handed_from` is the first block that
+        the request waited for in a hand-off; None when it waited for none.
+        """
         record = self._records.get(self._by_op.pop(op, 0))
         if record is None:
             return
@@ -134,7 +140,7 @@ class RequestRecords:
         self._by_op.pop(op, None)
 
     def reported(self, spec: EngineSpec, report: RequestReport, now: float, account: str = NOBODY) -> None:
-        """The engine is done with a request. One that never asked gets its record now."""
+        """The engine has finished a request. A request that never asked the shard gets its record now."""
         number = self._latest.get((spec.engine_id, report.request_id))
         record = None if number is None else self._records.get(number)
         if record is None:
@@ -145,8 +151,10 @@ class RequestRecords:
         self._refused.append(RefusedAttach(now, spec.model, spec.namespace, message, account))
 
     def find(self, wanted: str, now: float, account: str | None = None) -> Explanation:
-        """Records of the request of this id; else of those whose id begins so, the newest last. With an account, as if
-        there were only its requests."""
+        """The records of the request with this id, else of all whose id begins with it, the newest last.
+
+        With an account, only its own requests are looked at.
+        """
         self._expire(now)
         records = [record for record in self._records.values() if account is None or record.account == account]
         refused = tuple(refused for refused in self._refused if account is None or refused.account == account)
@@ -204,23 +212,23 @@ def _runs(start: int, end: int, origins: Mapping[int, NodeId]) -> tuple[SourceRu
 class HistoryEntry:
     """One thing that a shard knows of one block. `at` is on the shard's clock."""
 
-    index: int  # in the question
+    index: int  # of the block's key in the question
     state: str  # "held", "sealing" or "gone"
     at: float
     cause: str = ""
     caused_by: str = ""
-    engine: str = ""  # who stored it, or is storing it: the beginning of its id
-    held_seconds: float = 0.0  # of a gone one: how long it had been here
-    idle_seconds: float = 0.0  # of a gone one: since its last use when it went
+    engine: str = ""  # the engine that stored it or is storing it: the beginning of its id
+    held_seconds: float = 0.0  # for state "gone": how long it had been here
+    idle_seconds: float = 0.0  # for state "gone": since its last use, at its eviction
 
 
 def name_engine(engine_id: bytes) -> str:
-    """As people are told of an engine; "" for none."""
+    """An engine's name for people; "" for none."""
     return engine_id.hex()[:8]
 
 
 def check_request_id(text: str) -> str:
-    """Ids come from clients: cut and made printable, not refused, because a request must not fail for it."""
+    """The id, cut and made printable. It comes from a client, and a request must not fail because of its id."""
     return printable(text[:REQUEST_ID_CHARS_MAX])[:REQUEST_ID_CHARS_MAX]
 
 
@@ -231,8 +239,11 @@ def find_history(
     evictions: Mapping[BlockKey, Eviction],
     now: float,
 ) -> tuple[HistoryEntry, ...]:
-    """`held`: when each was sealed, and the engine that stored it. `sealing`: the engine that stores it. A key that was
-    evicted and stored again has two entries; keys that nothing is known of are left out."""
+    """Everything that a shard knows of these keys. Keys of which nothing is known are left out.
+
+    `held` says when each was sealed and which engine stored it; `sealing` names the engine that is storing it. A key
+    that was evicted and stored again has two entries.
+    """
     found: list[HistoryEntry] = []
     for index, key in enumerate(keys):
         if key in held:
