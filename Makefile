@@ -35,10 +35,10 @@ AUDIT_VENV := .venv-audit
 AUDIT_INSTALLED := $(AUDIT_VENV)/.installed
 LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/helm.txt requirements/fuzz.txt
 
-BENCHMARKS := $(filter-out __init__ report summary figures layerwise_link mirror_reads,$(basename $(notdir $(wildcard benchmarks/*.py))))
+BENCHMARKS := $(filter-out __init__ guard report summary figures layerwise_link mirror_reads,$(basename $(notdir $(wildcard benchmarks/*.py))))
 FAST := not ray and not vllm and not netns and not helm and not sim
 
-.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference chart-readme clean distclean test-fast test test-all sim faults mutants fuzz helm stand-in-driver demo demo-pd demo-serve bench bench-peers figures gpu-carry gpu lock audit wheel release
+.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference chart-readme clean distclean test-fast test test-all sim faults mutants fuzz helm stand-in-driver demo demo-pd demo-serve bench bench-guard bench-peers figures gpu-carry gpu lock audit wheel release
 
 ##@ Work
 
@@ -165,6 +165,9 @@ demo-serve: $(INSTALLED) $(MODEL) ## Ray Serve without the cache, with it, and w
 	$(BIN)/python -m examples.demo serve
 
 ##@ Measure
+
+bench-guard: $(INSTALLED) ## The ratios that matter against their goals, in one run; fails beyond their noise
+	$(BIN)/python -m benchmarks.guard
 
 bench: $(INSTALLED) $(MODEL) ## Every benchmark, one after the other; JSON, a table and a plot in benchmarks/results/
 	for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m "benchmarks.$$name"; done

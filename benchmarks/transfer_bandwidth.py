@@ -20,7 +20,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -142,46 +143,60 @@ def answer(process: subprocess.Popen[str]) -> str:
     return next(line[1:].strip() for line in process.stdout if line.startswith("@"))
 
 
-def reader_main(total: int, repeats: int) -> None:
-    """Prints one JSON line: figures by block size, under the UCX_TLS that it was started with."""
+class Between:
+    """A reader in this process, by NIXL alone and by the puller, and the process that it reads from."""
+
+    def __init__(self, process: subprocess.Popen[str], segment: Segment, source: Segment, description: bytes) -> None:
+        self._process, self._segment, self._source, self._description = process, segment, source, description
+        self.raw = NixlTransport(segment, "raw")
+        self._peer = self.raw.connect(description)
+        self.puller = Puller(segment, lambda: NixlTransport(segment, "puller"))
+        self.puller.start()
+
+    def ways(self, block_bytes: int, total: int) -> tuple[int, Callable[[], None], Callable[[], None]]:
+        """Bytes that each way moves, once it is called: the puller's, then the raw read of the same blocks."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{block_bytes} {total}\n")
+        self._process.stdin.flush()
+        answer(self._process)
+        assign(self._segment, block_bytes)
+        slots = slots_of(GEOMETRY, block_bytes, total)
+        copies = [
+            Copy(offset, offset, block_bytes) for offset in (GEOMETRY.payload_offset(s, block_bytes) for s in slots)
+        ]
+        job = pull_job(self._source, self._description, slots, block_bytes)
+        moved = len(slots) * block_bytes
+        return moved, lambda: pull(self.puller, job), lambda: raw_read(self.raw, self._peer, copies)
+
+
+@contextmanager
+def two_processes() -> Iterator[Between]:
     service = f"bandwidth{uuid.uuid4().hex[:6]}"
     paths = [segment_path(service, node, Path("/dev/shm")) for node in ("reader", "source")]
     command = [sys.executable, "-m", "benchmarks.transfer_bandwidth", "--source", str(paths[1])]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None
     try:
         description = bytes.fromhex(answer(process))
         segment = Segment.create(paths[0], GEOMETRY, "reader")
-        source = Segment.attach(paths[1], GEOMETRY)
-        raw = NixlTransport(segment, "raw")
-        peer = raw.connect(description)
-        puller = Puller(segment, lambda: NixlTransport(segment, "puller"))
-        puller.start()
-        figures: dict[str, object] = {}
-        for block_bytes in BLOCK_BYTES:
-            process.stdin.write(f"{block_bytes} {total}\n")
-            process.stdin.flush()
-            answer(process)
-            assign(segment, block_bytes)
-            slots = slots_of(GEOMETRY, block_bytes, total)
-            offsets = [GEOMETRY.payload_offset(slot, block_bytes) for slot in slots]
-            copies = [Copy(offset, offset, block_bytes) for offset in offsets]
-            job = pull_job(source, description, slots, block_bytes)
-            remote = compare(
-                len(slots) * block_bytes,
-                repeats,
-                lambda job=job: pull(puller, job),  # type: ignore[misc]
-                lambda copies=copies: raw_read(raw, peer, copies),  # type: ignore[misc]
-            )
-            figures[str(block_bytes)] = {"pull": remote}
-        puller.close()
-        raw.close()
-        print("@" + json.dumps(figures), flush=True)
+        made = Between(process, segment, Segment.attach(paths[1], GEOMETRY), description)
+        yield made
+        made.puller.close()
+        made.raw.close()
     finally:
         process.kill()
         process.wait()
         for path in paths:
             path.unlink(missing_ok=True)
+
+
+def reader_main(total: int, repeats: int) -> None:
+    """Prints one JSON line: figures by block size, under the UCX_TLS that it was started with."""
+    figures: dict[str, object] = {}
+    with two_processes() as between:
+        for block_bytes in BLOCK_BYTES:
+            moved, ours, limit = between.ways(block_bytes, total)
+            figures[str(block_bytes)] = {"pull": compare(moved, repeats, ours, limit)}
+    print("@" + json.dumps(figures), flush=True)
 
 
 def main() -> None:

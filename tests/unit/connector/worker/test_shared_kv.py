@@ -99,5 +99,5 @@ def test_option_says_where_copies_run(choice: CopierChoice) -> None:
 
 
 def test_unknown_place_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="auto, in_process, worker"):
+    with pytest.raises(ConfigError, match="auto, in_process or worker"):
         ConnectorOptions.parse({"copier": "gpu"})
