@@ -13,6 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 DECISIONS = sorted((DOCS / "decisions").glob("[0-9]*.md"))
 ARCHITECTURE_WORDS_MAX = 1500
+LINE_CHARS_MAX = 120
+FIGURES = re.compile(r"<!-- figures:.*?<!-- /figures -->", re.DOTALL)  # written by `make figures`
+MADE = ("settings.md", "states.md")  # by `make docs-reference`
 MADE_UP = re.compile(r"^benchmarks/results/(gpu|local)/|^kvservice/[a-z-]+/\d$")  # written later, or a label in a hash
 CODE_PATH = re.compile(r"`((?:kvservice|actors|protos|tests|helm|benchmarks|examples|scripts)/[\w/.-]*)`")
 
@@ -43,6 +46,14 @@ def test_the_architecture_names_every_package() -> None:
     text = (DOCS / "ARCHITECTURE.md").read_text()
     packages = sorted(path.parent.name for path in (ROOT / "kvservice").glob("*/__init__.py"))
     assert [name for name in packages if f"kvservice/{name}/" not in text and f"kvservice/{name} " not in text] == []
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_lines_of_pages_fit_a_screen(page: Path) -> None:
+    """Rows of tables, code and what is generated may be longer."""
+    lines = FIGURES.sub("", FENCE.sub("", page.read_text())).splitlines()
+    long = [line for line in lines if len(line) > LINE_CHARS_MAX and not line.startswith("|") and " " in line.strip()]
+    assert page.name in MADE or not long
 
 
 def test_every_decision_is_in_the_list_with_its_title() -> None:
