@@ -1,8 +1,7 @@
-"""Carries what core.directory.announce decides to the lookup partitions: one task per partition, one update at a time.
+"""Sends what core.directory.announce decides to the lookup partitions: one task per partition, one update at a time.
 
-Everything runs on the loop that runs `run`. While an update is on its way, changes gather, so batches grow by
-themselves with the load. A lookup partition that does not answer is tried again with growing, jittered pauses; nobody
-waits for it.
+Everything runs on the event loop that calls `run`. Changes gather while an update is on its way, so batches grow with
+the load. A lookup partition that does not answer is tried again with growing, jittered pauses, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from kvservice.auth.tls import TlsFiles
 from kvservice.client.channels import Channels
 from kvservice.core.block.keys import pack_keys
 from kvservice.core.directory.announce import Announcer, Update
-from kvservice.core.directory.membership import AnnounceOutcome
+from kvservice.core.directory.membership import HIDE_SECONDS, AnnounceOutcome
 from kvservice.core.messages import Holder
 from kvservice.errors import ConfigError, KVServiceError
 from kvservice.wire.codec import encode_holder
@@ -31,10 +30,11 @@ from kvservice.wire.versions import PROTOCOL_VERSION
 
 log = logging.getLogger("kvservice.client")
 
-CALL_SECONDS = 5.0
-FAREWELL_SECONDS = 1.0
-BACKOFF_SECONDS_FIRST = 0.05
-BACKOFF_SECONDS_MAX = 2.0
+CALL_SECONDS = 5.0  # applying one update takes milliseconds; without an answer by then, it is sent again
+FAREWELL_SECONDS = 1.0  # a stop waits no longer; a node without a farewell is hidden after its heartbeat timeout
+BACKOFF_SECONDS_FIRST = 0.05  # the pause after a first failure: most last as long as a reconnect
+BACKOFF_SECONDS_MAX = 2.0  # pauses double up to this, below the time after which the directory hides a silent node
+assert BACKOFF_SECONDS_FIRST <= BACKOFF_SECONDS_MAX < HIDE_SECONDS
 
 _OUTCOMES = {
     lookup_pb2.AnnounceReply.OUTCOME_APPLIED: AnnounceOutcome.APPLIED,
@@ -44,8 +44,9 @@ _OUTCOMES = {
 
 
 class AnnouncePump:
-    """`node` says who this shard is now; `on_fenced` is called once, when a newer boot of this node was heard of. Who
-    does not have the node's `secret` cannot announce the node meanwhile."""
+    """`node` returns who this shard is now. `on_fenced` is called once, on the loop, when a newer boot of this node is
+    heard of. Without the node's `secret` no other process can announce the node meanwhile.
+    """
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class AnnouncePump:
         self._told_fenced = False
 
     async def run(self) -> None:
-        """Until `stop`, cancellation or being fenced."""
+        """Announce until `stop`, cancellation, or a newer boot of this node."""
         loop = asyncio.get_running_loop()
         self._tasks = tasks = [loop.create_task(self._serve(partition)) for partition in range(len(self._addresses))]
         if not tasks:
@@ -88,18 +89,21 @@ class AnnouncePump:
                 raise error
 
     def kick(self) -> None:
-        """There may be something to say."""
+        """Look for changes to send. Called after each change."""
         for kick in self._kicks:
             kick.set()
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
-        """Lookup partitions moved; their number stays the same. Takes effect with the next update of each."""
+        """Use new addresses; the number of partitions stays the same. Each partition's next update uses them."""
         self._addresses = _checked(addresses, self._announcer)
         self._channels.keep_only(self._addresses)
         self.kick()
 
     async def stop(self, leaving: bool) -> None:
-        """With `leaving`, tell every lookup partition to forget this node, waiting a second at most. Idempotent."""
+        """End the tasks. With `leaving`, tell every lookup partition to forget this node, for a second at most.
+
+        Idempotent.
+        """
         await self._end_tasks()
         if leaving and not self._announcer.fenced:
             farewells = [self._farewell(partition) for partition in range(len(self._addresses))]
@@ -133,14 +137,14 @@ class AnnouncePump:
         self._fence()
 
     async def _deliver(self, partition: int, update: Update, failures: int) -> bool:
-        """Whether the lookup partition answered."""
+        """Send one update. Returns whether the lookup partition answered."""
         try:
             reply = await self._announce(partition, update, CALL_SECONDS)
             outcome = _OUTCOMES[reply.outcome]
         except asyncio.CancelledError:
-            self._announcer.on_failure(partition)  # it may have arrived all the same
+            self._announcer.on_failure(partition)  # it may have arrived
             raise
-        except Exception as error:  # noqa: BLE001  RPC boundary: whatever it was, this update is sent again
+        except Exception as error:  # noqa: BLE001  RPC boundary: after any error this update is sent again
             self._announcer.on_failure(partition)
             if failures == 0:
                 if isinstance(error, grpc.aio.AioRpcError):
@@ -160,7 +164,7 @@ class AnnouncePump:
         try:
             await self._announce(partition, update, FAREWELL_SECONDS)
         except (grpc.aio.AioRpcError, KVServiceError):
-            log.info("farewell_failed", extra={"partition": partition})  # the heartbeat timeout does the same, later
+            log.info("farewell_failed", extra={"partition": partition})  # the heartbeat timeout hides the node later
 
     async def _announce(self, partition: int, update: Update, timeout: float) -> lookup_pb2.AnnounceReply:
         request = lookup_pb2.AnnounceRequest(

@@ -1,6 +1,7 @@
-"""Asks the lookup partitions who holds a chain of blocks. One RPC per partition that the chain touches, all at once.
+"""Asks the lookup partitions which nodes hold a chain of blocks. One RPC per partition that the chain touches, in
+parallel.
 
-All coroutines run on the caller's loop. A partition that fails or is late makes only its own spans unknown; after three
+All coroutines run on the caller's loop. When a partition fails or is late, only its own spans are unknown. After three
 failures in a row it is asked only once a second, so a dead lookup partition costs next to nothing.
 """
 
@@ -16,7 +17,7 @@ from itertools import pairwise
 import grpc
 
 from kvservice.auth.tls import TlsFiles
-from kvservice.client.breaker import Breaker
+from kvservice.client.breaker import OPEN_SECONDS_FIRST, Breaker
 from kvservice.client.channels import Channels
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, SPAN_BLOCKS, partition_of, route_of_head
 from kvservice.core.directory.mirror import MirrorReader
@@ -29,9 +30,10 @@ from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 
-STATS_SECONDS = 5.0
-TIMEOUT_SECONDS_MIN = 0.001  # less than this is not worth a call
-OPEN_SECONDS_MAX = 1.0  # a lookup partition restarts fast, and until it is asked again every remote hit is lost
+STATS_SECONDS = 5.0  # statistics are for people and metrics, who can wait longer than a lookup
+TIMEOUT_SECONDS_MIN = 0.001  # no call is made with less time left, because none would be answered in time
+OPEN_SECONDS_MAX = 1.0  # a lookup partition restarts fast, and until it is asked again no remote hit is found
+assert OPEN_SECONDS_FIRST <= OPEN_SECONDS_MAX
 _CHANNEL_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.max_reconnect_backoff_ms", 1_000)]  # for the same reason
 
 ChainSegments = list[tuple[int, int]]  # (first index in the chain, number of keys), ascending
@@ -39,8 +41,10 @@ ChainSegments = list[tuple[int, int]]  # (first index in the chain, number of ke
 
 @dataclass(frozen=True, slots=True)
 class LookupAnswer:
-    """Runs with indices absolute in the chain, ascending, disjoint. Not `complete`: some partition did not answer, and
-    what is missing may be held after all."""
+    """Runs in ascending order, disjoint; indices count from the beginning of the chain.
+
+    When it is not `complete`, a partition did not answer, and blocks that are missing here may have holders.
+    """
 
     runs: tuple[HolderRun, ...]
     complete: bool
@@ -50,13 +54,15 @@ class LookupAnswer:
 class _Partition:
     address: str
     breaker: Breaker = field(default_factory=lambda: Breaker(open_seconds_max=OPEN_SECONDS_MAX))
-    channel: grpc.aio.Channel | None = None  # which the stub was made for
+    channel: grpc.aio.Channel | None = None  # the channel that the stub uses
     stub: lookup_pb2_grpc.LookupServiceStub | None = None
 
 
 class LookupClient:
-    """`addresses` in partition order. Channels are made on first use, in the loop that runs then. What the `mirror`
-    knows is not asked for."""
+    """`addresses` are in partition order. Channels are made on first use, on the loop that runs then.
+
+    What the `mirror` can answer is not asked over gRPC.
+    """
 
     def __init__(
         self,
@@ -76,7 +82,7 @@ class LookupClient:
         return {**self._counters, **self.mirrored.counters}
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
-        """Lookup partitions moved. Calls under way to old addresses may still finish."""
+        """Use new addresses of the lookup partitions. Calls that are under way to the old ones may still finish."""
         kept = {partition.address: partition for partition in self._partitions}
         self._partitions = [kept.get(address) or _Partition(address) for address in addresses]
         self._channels.keep_only(addresses)
@@ -84,8 +90,10 @@ class LookupClient:
     async def resolve(
         self, chain: Sequence[BlockKey], start: int, timeout: float, exclude: NodeId | None = None
     ) -> LookupAnswer:
-        """Who, apart from `exclude`, holds the blocks of the chain from `start` on. Never raises for a lookup partition
-        that fails; answers within `timeout` seconds."""
+        """The nodes apart from `exclude` that hold the blocks of the chain from index `start` on.
+
+        Answers within `timeout` seconds. Never raises because a lookup partition fails.
+        """
         self._counters["lookup_calls"] += 1
         if start >= len(chain):
             return LookupAnswer((), True)
@@ -115,7 +123,7 @@ class LookupClient:
     def resolve_here(
         self, chain: Sequence[BlockKey], start: int = 0, exclude: NodeId | None = None
     ) -> LookupAnswer | None:
-        """The same from the node's mirror alone, without waiting; None when it cannot tell."""
+        """The same from the node's mirror alone, at once; None when the mirror cannot answer."""
         reader, live = self.mirrored.live(len(self._partitions))
         return self._read(reader, chain, start, exclude) if reader is not None and all(live) else None
 
@@ -130,8 +138,10 @@ class LookupClient:
         return LookupAnswer(merge_runs(runs, exclude), True)
 
     async def find_node(self, node_id: NodeId, timeout: float) -> Holder | None:
-        """Where a live node's shard is reached; any lookup partition knows. Never raises; answers within `timeout`
-        seconds."""
+        """The address of a live node's shard, from any lookup partition that knows it; None when none does.
+
+        Answers within `timeout` seconds. Never raises.
+        """
         deadline = self._clock() + timeout
         for partition in self._partitions:
             left = deadline - self._clock()
@@ -152,7 +162,7 @@ class LookupClient:
         return None
 
     async def members(self, timeout: float) -> list[Holder]:
-        """Every live node that some lookup partition knows. Never raises."""
+        """Every live node that at least one lookup partition knows. Never raises."""
         request = lookup_pb2.LookupStatsRequest()
         calls = [self._stub(partition).LookupStats(request, timeout=timeout) for partition in self._partitions]
         found: dict[NodeId, Holder] = {}
@@ -170,7 +180,7 @@ class LookupClient:
     async def holders_of(
         self, blocks: Sequence[tuple[BlockKey, SpanRoute]], timeout: float
     ) -> dict[BlockKey, tuple[Holder, ...]]:
-        """Who holds these single blocks, as far as lookup partitions answer within `timeout` seconds. Never raises."""
+        """The holders of single blocks, from the partitions that answer within `timeout` seconds. Never raises."""
         if not self._partitions:
             return {}
         by_partition: dict[int, list[BlockKey]] = {}
@@ -194,7 +204,7 @@ class LookupClient:
         return merged
 
     async def stats(self) -> list[lookup_pb2.LookupStatsReply | None]:
-        """What each lookup partition says about itself; None for one that does not answer."""
+        """The statistics of each lookup partition; None for one that does not answer."""
         return list(await asyncio.gather(*[self._stats(partition) for partition in self._partitions]))
 
     async def close(self) -> None:
@@ -227,7 +237,7 @@ class LookupClient:
     def _failed(self, partition: _Partition, counter: str) -> None:
         self._counters[counter] += 1
         now = self._clock()
-        if partition.breaker.allows(now):  # calls that were under way when it opened count once
+        if partition.breaker.allows(now):  # of the calls that were under way when it opened, one is counted
             partition.breaker.failed(now)
             self._counters["lookup_breaker_opened"] += not partition.breaker.allows(now)
 
@@ -249,7 +259,7 @@ class LookupClient:
 
 
 def split_chain(chain: Sequence[BlockKey], start: int, partition_count: int) -> list[tuple[int, ChainSegments]]:
-    """Which parts of chain[start:] each partition is asked for: (partition, segments) per RPC."""
+    """The parts of chain[start:] that each partition is asked for: (partition, segments) for each RPC."""
     by_partition: dict[int, ChainSegments] = {}
     first = start
     while first < len(chain):
@@ -286,7 +296,7 @@ def _pack(chain: Sequence[BlockKey], segments: ChainSegments) -> bytes:
 
 
 def place_runs(runs: Sequence[HolderRun], segments: ChainSegments) -> list[HolderRun]:
-    """Runs over the packed keys of these segments in terms of the chain."""
+    """Translate runs over the packed keys of these segments into indices of the chain."""
     placed: list[HolderRun] = []
     base = at = 0  # segment number `at` begins at index `base` of the packed keys
     for run in runs:
@@ -303,7 +313,7 @@ def place_runs(runs: Sequence[HolderRun], segments: ChainSegments) -> list[Holde
 
 
 def decode_runs(reply: lookup_pb2.ResolveReply, segments: ChainSegments) -> list[HolderRun]:
-    """Runs of one reply in terms of the chain. Raises InvalidRequest for what no honest lookup partition answers."""
+    """The runs of one reply, in indices of the chain. Raises InvalidRequest for a malformed reply."""
     nodes = [decode_holder(info) for info in reply.nodes]
     asked_count = sum(count for _, count in segments)
     found: list[HolderRun] = []
@@ -325,7 +335,7 @@ def decode_runs(reply: lookup_pb2.ResolveReply, segments: ChainSegments) -> list
 
 
 def merge_runs(runs: list[HolderRun], exclude: NodeId | None) -> tuple[HolderRun, ...]:
-    """Ascending, without `exclude`, neighbours with the same holders as one."""
+    """The runs in ascending order, without `exclude`. Adjacent runs with the same holders are merged."""
     if exclude is not None:
         runs = [run for run in (_without(run, exclude) for run in runs) if run.holders]
     runs = sorted(runs, key=lambda run: run.start)

@@ -1,7 +1,7 @@
-"""A node's mirror of the directory as a file in shared memory: made and locked by its shard, mapped by others to read.
+"""A node's mirror of the directory as a file in shared memory. Its shard makes and locks it; others map it to read.
 
-The file has its final size at once, and memory only where `reserve` took it, so that a mirror costs what it holds.
-Owner-only, locked by the shard for its life: one that nobody owns any more is swept like a segment
+The file has its final size from the start, and memory only where `reserve` took it, so a mirror costs what it holds.
+Only its owner can open it. The shard keeps it locked for its whole life; one without an owner is removed like a segment
 (memory.segment.remove_stale).
 """
 
@@ -19,7 +19,7 @@ from kvservice.memory.segment import open_locked, open_private, replace_locked
 from kvservice.units import format_bytes
 
 MIRROR_SUFFIX = "~mirror"
-MADV_POPULATE_READ = 22  # in no version of Python yet
+MADV_POPULATE_READ = 22  # from linux/mman.h; Python's mmap module does not have it yet
 
 
 class MirrorSegment:
@@ -36,12 +36,14 @@ class MirrorSegment:
 
     @classmethod
     def create(cls, path: Path, size: int) -> MirrorSegment:
-        """An empty one, in the place of whatever an earlier boot left. Raises SegmentError where there is no room for
-        its beginning, ServiceConflict when another process owns it."""
+        """Make an empty one, in place of what an earlier boot left.
+
+        Raises SegmentError when there is no memory for its first part, ServiceConflict when another process owns it.
+        """
         descriptor = open_locked(path)
         try:
             if os.fstat(descriptor).st_size:
-                descriptor = replace_locked(descriptor, path)  # readers may have the old one mapped
+                descriptor = replace_locked(descriptor, path)  # readers may still map the old file
             os.ftruncate(descriptor, size)
             segment = cls(path, descriptor, size, writable=True)
         except BaseException:
@@ -55,7 +57,7 @@ class MirrorSegment:
 
     @classmethod
     def attach(cls, path: Path) -> MirrorSegment:
-        """Map an existing one to read. Raises SegmentError when it is none."""
+        """Map an existing one to read it. Raises SegmentError when the file is not a mirror."""
         descriptor = open_private(path, os.O_RDONLY)
         try:
             size = os.fstat(descriptor).st_size
@@ -67,7 +69,7 @@ class MirrorSegment:
             raise
 
     def reserve(self, end: int) -> bool:
-        """Take memory for everything up to here. False when there is none: then nothing beyond may be touched."""
+        """Take memory for everything before `end`. When there is none, returns False; nothing after may be touched."""
         if end > self._reserved:
             try:
                 os.posix_fallocate(self._descriptor, self._reserved, end - self._reserved)
@@ -77,8 +79,10 @@ class MirrorSegment:
         return True
 
     def map_ahead(self, end: int, bytes_max: int) -> None:
-        """Have some more of what is before `end` mapped, so that the first look at a page does not wait for that; where
-        the kernel cannot (before 5.14) it does. 16 MiB take about a millisecond."""
+        """Map the next `bytes_max` bytes before `end`, so that the first read of a page does not wait for that.
+
+        Does nothing on kernels before 5.14, where the first read waits. 16 MiB take about a millisecond.
+        """
         end = min(end // mmap.PAGESIZE * mmap.PAGESIZE, self._mapped + bytes_max)
         if end > self._mapped:
             with contextlib.suppress(OSError):
@@ -90,7 +94,7 @@ class MirrorSegment:
         return self._reserved
 
     def close(self) -> None:
-        """Unmap. Idempotent. Views that callers still hold keep the mapping alive until they are dropped."""
+        """Unmap. Idempotent. Views that callers still hold keep the memory mapped until they are dropped."""
         if self._closed:
             return
         self._closed = True
@@ -100,10 +104,10 @@ class MirrorSegment:
         os.close(self._descriptor)
 
     def unlink(self) -> None:
-        """Remove the file. Mappings stay valid. Idempotent."""
+        """Remove the file. Mappings of it stay valid. Idempotent."""
         self.path.unlink(missing_ok=True)
 
 
 def mirror_path(segment: Path) -> Path:
-    """Beside the node's segment."""
+    """The path of a mirror: beside the node's segment."""
     return segment.with_name(segment.name + MIRROR_SUFFIX)

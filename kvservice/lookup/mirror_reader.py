@@ -1,8 +1,7 @@
 """Reads the node's mirror of the directory, which its shard keeps in shared memory: lookups without a call.
 
-For the shard itself and for other processes of the node. Used by one thread at a time; never blocks for longer than
-opening a file takes, and that once a second at most. Whatever is wrong with a mirror, the answer is "ask the lookup
-partitions".
+It serves the shard itself and other processes of the node. Used by one thread at a time. It blocks only to open a file,
+at most once a second. Whatever is wrong with a mirror, the lookup partitions are asked instead.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from kvservice.core.messages import HolderRun
 from kvservice.errors import SegmentError, VersionMismatch
 from kvservice.lookup.mirror_file import MirrorSegment
 
-LOOK_AGAIN_SECONDS = 1.0
-MAPPED_AT_ONCE = 16 << 20  # about a millisecond
+LOOK_AGAIN_SECONDS = 1.0  # a new mirror is found within this time; one look is one readlink() call
+MAPPED_AT_ONCE = 16 << 20  # bytes mapped ahead in one step: about a millisecond
 
 log = logging.getLogger("kvservice.lookup")
 
 
 class Mirror(Protocol):
-    """What LookupClient needs of one."""
+    """The part of a mirror that LookupClient needs."""
 
     def reader(self, now: float) -> MirrorReader | None: ...
 
@@ -36,7 +35,7 @@ class Mirror(Protocol):
 
 
 class OwnMirror:
-    """The shard's own view of what it writes."""
+    """The shard's own view of the mirror that it writes."""
 
     def __init__(self, reader: MirrorReader) -> None:
         self._reader = reader
@@ -45,21 +44,21 @@ class OwnMirror:
         return self._reader
 
     def close(self) -> None:
-        """The shard closes what it writes."""
+        """Does nothing: the shard closes what it writes."""
 
 
 class NodeMirror:
-    """Of the node with this directory (discovery). Follows the shard over its restarts."""
+    """The mirror of the node with this directory (discovery). Follows the shard over its restarts."""
 
     def __init__(self, directory: Path) -> None:
         self._link = directory / discovery.MIRROR_NAME
         self._segment: MirrorSegment | None = None
         self._reader: MirrorReader | None = None
         self._look_at = 0.0
-        self._is_refused = False  # it has another version, which was logged
+        self._is_refused = False  # it has another version, which has been logged
 
     def reader(self, now: float) -> MirrorReader | None:
-        """None when there is none that can be read."""
+        """The reader, or None when there is no mirror that can be read."""
         if now >= self._look_at:
             self._look_at = now + LOOK_AGAIN_SECONDS
             self._look()
@@ -78,10 +77,10 @@ class NodeMirror:
             return
         try:
             self._reader = MirrorReader(segment.buffer)
-        except ValueError:  # it is being made
+        except ValueError:  # it is not complete yet
             segment.close()
             return
-        except VersionMismatch as error:  # the lookup service is asked instead, until this process is restarted
+        except VersionMismatch as error:  # lookups go to the lookup service until this process is restarted
             segment.close()
             if not self._is_refused:
                 self._is_refused = True
@@ -90,12 +89,12 @@ class NodeMirror:
         self._segment = segment
 
     def map_ahead(self, bytes_max: int) -> None:
-        """Lookups are a few times slower in memory that this process has not touched yet."""
+        """Map more of the memory now: lookups are a few times slower in pages that this process has not read yet."""
         if self._segment is not None and self._reader is not None:
             self._segment.map_ahead(self._reader.used_bytes, bytes_max)
 
     def close(self) -> None:
-        """Idempotent; a later `reader` opens it again."""
+        """Close the mapping. Idempotent; a later `reader` opens it again."""
         segment, reader = self._segment, self._reader
         self._segment = self._reader = None
         if reader is not None:
@@ -107,8 +106,10 @@ class NodeMirror:
 def find_mirror(
     addresses: Sequence[str], service: str | None = None, runtime_root: Path | None = None
 ) -> Mirror | None:
-    """The mirror of a shard of this machine that knows these lookup partitions. Blocks like find_shards, and for
-    mapping the whole of it, a tenth of a second for a GiB."""
+    """The mirror of a shard of this machine that uses these lookup partitions; None when there is none.
+
+    Blocks like find_shards, and while it maps the mirror: a tenth of a second for a GiB.
+    """
     for record in discovery.find_shards(service, runtime_root):
         directory = discovery.node_directory(record.service, record.node_id, runtime_root)
         if record.lookup_addresses == tuple(addresses) and (directory / discovery.MIRROR_NAME).is_symlink():
@@ -120,7 +121,7 @@ def find_mirror(
 
 
 class MirroredLookup:
-    """What a mirror answers for one client, and why it did not; the reasons are counted."""
+    """Answers one client's lookups from a mirror, and counts the reasons when it cannot."""
 
     def __init__(self, mirror: Mirror | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._mirror = mirror
@@ -132,13 +133,13 @@ class MirroredLookup:
         return self._mirror is not None
 
     def set_mirror(self, mirror: Mirror | None) -> None:
-        """Take this one from now on. The one before is closed."""
+        """Use this mirror from now on. The previous one is closed."""
         before, self._mirror = self._mirror, mirror
         if before is not None:
             before.close()
 
     def live(self, partition_count: int) -> tuple[MirrorReader | None, list[bool]]:
-        """The reader, and which partitions it can answer for."""
+        """The reader, and for each partition whether it can answer."""
         if self._mirror is None:
             return None, []
         now = self._clock()
@@ -158,7 +159,7 @@ class MirroredLookup:
         return False
 
     def resolve(self, reader: MirrorReader, packed: bytes) -> list[HolderRun] | None:
-        """None when the lookup partition has to be asked after all."""
+        """The holders of these keys, or None when the lookup partition must be asked."""
         runs = reader.resolve(packed)
         if runs is None:
             self.counters["mirror_fallback_sets"] += 1

@@ -1,7 +1,7 @@
-"""Keeps the node's mirror of the directory: one watch stream of every lookup partition, written into shared memory.
+"""Keeps the node's mirror of the directory: writes one watch stream of every lookup partition into shared memory.
 
-Runs on the shard's event loop, in pieces of a few milliseconds with a turn of the loop after each. A mirror that cannot
-be made, or does not fit, costs lookups over gRPC and nothing else.
+Runs on the shard's event loop, in pieces of a few milliseconds, with a turn of the loop after each. If a mirror cannot
+be made, or does not fit, lookups go over gRPC and nothing else changes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvservice.auth.tls import TlsFiles
 from kvservice.client.channels import Channels
 from kvservice.core.block.keys import KEY_BYTES, check_packed
 from kvservice.core.directory.mirror import (
+    AHEAD_ROWS,
     PARTITIONS_MAX,
     STALE_SECONDS,
     Feed,
@@ -34,6 +35,7 @@ from kvservice.core.directory.mirror import (
 from kvservice.errors import KVServiceError
 from kvservice.lookup.mirror_file import MirrorSegment
 from kvservice.lookup.mirror_reader import OwnMirror
+from kvservice.lookup.service import ANNOUNCED_KEYS_MAX, HEARTBEAT_SECONDS_MIN
 from kvservice.wire.codec import decode_holder
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
@@ -41,18 +43,23 @@ from kvservice.wire.versions import PROTOCOL_VERSION
 
 log = logging.getLogger("kvservice.shard")
 
-HEARTBEAT_SECONDS = STALE_SECONDS / 3
-SILENT_SECONDS = 3 * HEARTBEAT_SECONDS  # then the stream is made anew
+HEARTBEAT_SECONDS = STALE_SECONDS / 3  # asked of each stream, so that two may be late before its part is stale
+SILENT_SECONDS = 3 * HEARTBEAT_SECONDS  # without an event for this long, the stream is made again
+# Keys added and removed by one event, each. A snapshot and an announcement stay below it; a larger event is malformed,
+# and the stream is made again.
 EVENT_KEYS_MAX = 1 << 17
-PIECE_BYTES = 2048 * KEY_BYTES  # applied in one go: 2 to 4 ms
-RETRY_SECONDS_FIRST, RETRY_SECONDS_MAX = 0.1, 5.0
-FULL_SECONDS = 60.0  # before a partition that did not fit is tried again; twice as long each time, up to half an hour
-IDLE_SWEEP_SECONDS = 0.01
+PIECE_BYTES = 2048 * KEY_BYTES  # of keys applied without a turn of the loop: 2 to 4 ms
+RETRY_SECONDS_FIRST, RETRY_SECONDS_MAX = 0.1, 5.0  # pauses before a broken stream is made again; they double
+FULL_SECONDS = 60.0  # before a partition that did not fit is tried again; doubles each time, up to half an hour
+IDLE_SWEEP_SECONDS = 0.01  # pause between two sweeps while something is left, so that the loop serves others
+assert HEARTBEAT_SECONDS >= HEARTBEAT_SECONDS_MIN, "the server would refuse the stream"
+assert EVENT_KEYS_MAX >= ANNOUNCED_KEYS_MAX, "an event has what one announcement changed"
+assert PIECE_BYTES // KEY_BYTES <= AHEAD_ROWS // 2, "a piece must not need more rows than are usable"
 END_OF_STREAM = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
 
 
 class DirectoryMirror:
-    """Make it with `open`. `addresses` of the lookup partitions are in partition order, and their number is fixed."""
+    """Make one with `open`. `addresses` of the lookup partitions are in partition order; their number is fixed."""
 
     def __init__(
         self,
@@ -87,7 +94,7 @@ class DirectoryMirror:
         tls: TlsFiles | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> DirectoryMirror | None:
-        """Of at most `size` bytes, named by a symbolic link. None, and a line in the log, where it cannot be made."""
+        """A mirror of at most `size` bytes, with `link` as a symbolic link to it. None, and a log line, on failure."""
         rows = mirror_rows(size)
         if not rows or not 0 < len(addresses) <= PARTITIONS_MAX:
             if size:
@@ -108,23 +115,23 @@ class DirectoryMirror:
         return cls(segment, MirrorWriter(segment.buffer, len(addresses), epoch), link, addresses, tls, clock)
 
     def relink(self) -> None:
-        """Name it again after its directory was removed. Raises OSError."""
+        """Make the symbolic link again after its directory was removed. Raises OSError."""
         _link(self._link, self._segment.path)
 
     def start(self) -> None:
-        """Begin to listen, on the loop that runs."""
+        """Open the streams, on the loop that runs."""
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._follow(partition)) for partition in range(len(self._addresses))]
         self._tasks.append(loop.create_task(self._sweep()))
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
-        """Lookup partitions moved; their number stays the same. Streams that end are made anew at the new ones."""
+        """Use new addresses; the number of partitions stays the same. Streams that end are made again there."""
         if len(addresses) == len(self._addresses):
             self._addresses = tuple(addresses)
             self._channels.keep_only(addresses)
 
     async def stop(self) -> None:
-        """Leaves nothing behind. Idempotent."""
+        """End the streams and remove the mirror. Idempotent."""
         if self._stopped:
             return
         self._stopped = True
@@ -137,8 +144,8 @@ class DirectoryMirror:
         self._segment.close()
 
     def unlink(self) -> None:
-        """Remove its file and its link. Idempotent."""
-        if self._unlinked:  # the next shard of this node may have made its own by now
+        """Remove the file and the link. Idempotent."""
+        if self._unlinked:  # by now, the node's next shard may have made its own
             return
         self._unlinked = True
         with contextlib.suppress(OSError):
@@ -148,7 +155,7 @@ class DirectoryMirror:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Of the streams, and how the mirror is now."""
+        """The counters of the streams, and the state of the mirror now."""
         if self._stopped:
             return dict(self._counters)
         now, partitions = self._clock(), range(len(self._addresses))
@@ -173,13 +180,13 @@ class DirectoryMirror:
                     async for event in events:
                         if self._stopped:
                             return
-                        if not begun:  # what is known counts until then, as long as it is fresh
+                        if not begun:  # the previous contents stay valid until then, as long as they are fresh
                             self._writer.begin(partition)
                             begun = True
                         await self._take(partition, event)
                         if self._writer.feed(partition) is Feed.FULL:
                             break
-                        if self._writer.feed(partition) is Feed.LIVE:  # not sooner: a snapshot may be what is cut off
+                        if self._writer.feed(partition) is Feed.LIVE:  # not before: the stream may fail in its snapshot
                             failures = filled_up = 0
             except asyncio.CancelledError:
                 raise
@@ -189,7 +196,7 @@ class DirectoryMirror:
                 self._counters[f"mirror_stream_{error_from_rpc(error, 'watch').reason.lower()}"] += 1
             except KVServiceError:
                 self._counters["mirror_stream_malformed"] += 1
-            except Exception:  # task boundary: a mirror that is not fed must not end the shard, nor go unnoticed
+            except Exception:  # task boundary: a failing mirror must not end the shard, and must be seen in the log
                 log.exception("mirror_failed", extra={"partition": partition})
             if self._writer.feed(partition) is Feed.FULL:
                 log.warning("mirror_full", extra={"partition": partition, "keys": self._writer.key_count})
@@ -200,9 +207,11 @@ class DirectoryMirror:
             await asyncio.sleep(min(RETRY_SECONDS_MAX, RETRY_SECONDS_FIRST * 2 ** min(failures, 10)))
 
     async def _events(self, partition: int) -> AsyncGenerator[lookup_pb2.WatchEvent, None]:
-        """Raises asyncio.TimeoutError when nothing is heard, heartbeats included. Ends when the lookup partition has
-        moved, or the certificates have changed: the channel is then closed soon, which would look like a cancellation
-        of the task."""
+        """The events of a new stream. Raises asyncio.TimeoutError when not even heartbeats arrive.
+
+        Ends when the lookup partition has moved or the certificates have changed. Its channel is closed soon then, and
+        that would look like a cancellation of the task.
+        """
         channel = self._channels.get(self._addresses[partition])
         call = lookup_pb2_grpc.LookupServiceStub(channel).Watch(
             lookup_pb2.WatchRequest(heartbeat_seconds=HEARTBEAT_SECONDS, protocol_version=PROTOCOL_VERSION)
@@ -250,8 +259,10 @@ def _link(link: Path, path: Path) -> None:
 
 
 def pieces_of(event: lookup_pb2.WatchEvent) -> list[MirrorEvent]:
-    """The event as some that are taken quickly, each by itself true. Raises InvalidRequest for what no honest lookup
-    partition sends."""
+    """The event as several events that are applied quickly; each is true by itself.
+
+    Raises InvalidRequest for what a correct lookup partition never sends.
+    """
     if not event.HasField("node"):
         return [MirrorEvent(snapshot_end=event.snapshot_end)]
     node = decode_holder(event.node)

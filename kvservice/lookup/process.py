@@ -17,8 +17,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 async def serve(
     server: LookupServer, what: str, *, service: str = "default", host: str = "", metrics_port: int = 0
 ) -> None:
-    """Returns after a clean stop. `what` serves, says the one line that is printed then, and where; metrics are
-    answered on `host`. Raises ConfigError when the address cannot be bound."""
+    """Serve until a signal, and return after a clean stop.
+
+    `what` is what serves; it is printed in one line with the address. Metrics are served on `host`. Raises ConfigError
+    when the address cannot be bound.
+    """
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
@@ -32,7 +35,7 @@ async def serve(
         say(f"{what} serves {address}")
         await stopped.wait()
         for number in SIGNALS:
-            loop.remove_signal_handler(number)  # a second signal ends the process: the next start replaces its socket
+            loop.remove_signal_handler(number)  # a second signal kills the process; the next start replaces its socket
     finally:
         await asyncio.to_thread(end_metrics)
         await server.stop()

@@ -1,8 +1,8 @@
 """Hosts one lookup partition behind gRPC, with the standard health and reflection services.
 
-The Ray actor, `kvservice lookup` and the tests all run this class. It owns the directory and the
-periodic work on it: expiry of silent nodes and sweeping of what they left. Nothing is kept over a restart; the cache
-shards announce themselves again.
+The Ray actor, `kvservice lookup` and the tests all run this class, on one event loop. It owns the directory and its
+periodic work: silent nodes expire, and their keys are swept. Nothing is kept over a restart; the cache shards announce
+themselves again.
 """
 
 from __future__ import annotations
@@ -22,24 +22,29 @@ from kvservice.core.directory.directory import Directory
 from kvservice.core.directory.membership import FORGET_SECONDS, HIDE_SECONDS
 from kvservice.errors import ConfigError
 from kvservice.lookup.service import LookupServicer
-from kvservice.lookup.watch import WatchHub
+from kvservice.lookup.watch import SUBSCRIBERS_MAX, WatchHub
 from kvservice.observe.lookup_metrics import LookupNumbers
 from kvservice.wire.serving import MESSAGE_BYTES_MAX, server_options, service_handler
 from kvservice.wire.v1 import lookup_pb2
 
 log = logging.getLogger("kvservice.lookup")
 
-STOP_GRACE_SECONDS = 1.0
-EXPIRE_SECONDS = 0.25  # how late a change by time alone may reach the watchers
-LOOK_SECONDS = 1.0  # how late a socket that was removed is noticed
-SWEEP_KEYS = 4_096  # about 1 ms
-SWEEP_PAUSE_SECONDS = 0.005  # lookups come first
+STOP_GRACE_SECONDS = 1.0  # calls under way may finish within this; lookups take milliseconds. Then they are cancelled.
+EXPIRE_SECONDS = 0.25  # how late watchers may hear of a change by time alone
+LOOK_SECONDS = 1.0  # a socket that was removed is made again within this time
+SWEEP_KEYS = 4_096  # keys swept without a turn of the loop: about 1 ms
+SWEEP_PAUSE_SECONDS = 0.005  # after each sweep, because lookups come first
+# Calls and streams at once. A shard has one announcement, one watch stream and a few lookups open. Further calls are
+# refused with RESOURCE_EXHAUSTED before they are read.
 CONCURRENT_CALLS_MAX = 4_096
+assert SUBSCRIBERS_MAX < CONCURRENT_CALLS_MAX, "watchers must leave room for lookups"
 
 
 class LookupServer:
-    """Use start/stop on one event loop. `epoch` must differ between two starts; a wall clock in ns does. `tls_dir` and
-    `allow_plaintext` are ServiceConfig's."""
+    """Call `start` and `stop` on one event loop. `epoch` must differ between two starts; a wall clock in ns does.
+
+    `tls_dir` and `allow_plaintext` are those of ServiceConfig.
+    """
 
     def __init__(
         self,
@@ -69,7 +74,7 @@ class LookupServer:
         self._servicer = LookupServicer(self._directory, self._hub, partition, partition_count, self.epoch, clock)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         self._tls: TlsFiles | None = None
-        self._servers: list[grpc.aio.Server] = []  # several after the directory of its socket was removed
+        self._servers: list[grpc.aio.Server] = []  # more than one after the directory of its socket was removed
         self._address = ""
         self._maintenance: asyncio.Task[None] | None = None
 
@@ -93,13 +98,13 @@ class LookupServer:
         address = listen(server, wanted, self._tls, allow_plaintext=self._allow_plaintext)
         await server.start()
         self._servers.append(server)
-        for name in ("", "live", "ready", service.full_name):  # a shard answers to these as well
+        for name in ("", "live", "ready", service.full_name):  # the names that a shard's health service has as well
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         return address
 
     async def stop(self, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
         """Idempotent."""
-        if self._maintenance is not None:  # first: it would make a removed socket again
+        if self._maintenance is not None:  # ends first, or it would make the removed socket again
             await end_tasks([self._maintenance])
             self._maintenance = None
         servers, self._servers = self._servers, []
@@ -111,7 +116,7 @@ class LookupServer:
         remove_socket(self._address)
 
     def numbers(self) -> LookupNumbers:
-        """What its metrics say. Call it on the server's loop."""
+        """The numbers for its metrics. Call it on the server's loop."""
         nodes = self._directory.nodes(self._clock())
         alive = sum(node.visible for node in nodes)
         gauges = {
@@ -132,7 +137,7 @@ class LookupServer:
             try:
                 if self._clock() >= look_at:
                     look_at = self._clock() + LOOK_SECONDS
-                    if not is_bound(self._address):  # its directory was removed; who is connected stays so
+                    if not is_bound(self._address):  # its directory was removed; connections that are open stay open
                         await self._serve(self._address)
                         log.warning("runtime_files_remade", extra={"address": self._address})
                 self._directory.expire(self._clock())

@@ -1,7 +1,6 @@
-"""The LookupService RPCs over a Directory: checks what comes from the wire, asks the directory, encodes the answer.
+"""The LookupService RPCs over a Directory: checks what arrives on the wire, asks the directory, encodes the answer.
 
-Runs on the server's event loop and never awaits between reading and changing the directory, so the directory needs no
-lock.
+Runs on the server's event loop. It never awaits between reading and changing the directory, so no lock is needed.
 """
 
 from __future__ import annotations
@@ -12,19 +11,24 @@ from contextlib import aclosing
 
 from kvservice.auth.identity import Caller, caller_of, proof_in
 from kvservice.core.block.keys import KEY_BYTES, check_packed, unpack_keys
+from kvservice.core.directory.announce import UPDATE_KEYS_MAX
 from kvservice.core.directory.directory import AnnounceOutcome, Directory
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.errors import Forbidden, InvalidRequest, Refused
-from kvservice.lookup.watch import WatchHub
+from kvservice.lookup.watch import EVENT_OVERHEAD_BYTES, QUEUE_BYTES_MAX, WatchHub
 from kvservice.observe.failpoints import failpoint
 from kvservice.units import NodeId
 from kvservice.wire.codec import decode_holder, encode_holder
-from kvservice.wire.serving import Context
+from kvservice.wire.serving import MESSAGE_BYTES_MAX, Context
 from kvservice.wire.v1 import lookup_pb2
 from kvservice.wire.versions import check_version
 
-ANNOUNCED_KEYS_MAX = 65_536  # added and removed, each
-HEARTBEAT_SECONDS_MIN = 0.05  # of a watcher
+# Keys added and removed by one announcement, each; four times what our announcer sends. More are refused.
+ANNOUNCED_KEYS_MAX = 65_536
+HEARTBEAT_SECONDS_MIN = 0.05  # asked by a watcher; more frequent heartbeats would only load the loop, and are refused
+assert ANNOUNCED_KEYS_MAX >= UPDATE_KEYS_MAX
+assert 2 * ANNOUNCED_KEYS_MAX * KEY_BYTES < MESSAGE_BYTES_MAX, "an announcement must fit into a request"
+assert 2 * ANNOUNCED_KEYS_MAX * KEY_BYTES + EVENT_OVERHEAD_BYTES < QUEUE_BYTES_MAX, "an event must fit into a queue"
 
 _OUTCOMES = {
     AnnounceOutcome.APPLIED: lookup_pb2.AnnounceReply.OUTCOME_APPLIED,
@@ -68,8 +72,8 @@ class LookupServicer:
         if (request.partition, request.partition_count) != (self._partition, self._partition_count):
             raise Refused(
                 f"this is lookup partition {self._partition} of {self._partition_count}, the announcement is for "
-                f"{request.partition} of {request.partition_count}: give every part the same list of lookup "
-                "partitions, in the same order",
+                f"{request.partition} of {request.partition_count}: give every shard and lookup partition the same "
+                "list of lookup partitions, in the same order",
                 partition=self._partition,
                 partition_count=self._partition_count,
             )
@@ -103,7 +107,7 @@ class LookupServicer:
     async def watch(self, request: lookup_pb2.WatchRequest, context: Context) -> AsyncIterator[lookup_pb2.WatchEvent]:
         check_version(request.protocol_version, "the watching shard")
         if not (request.heartbeat_seconds == 0 or request.heartbeat_seconds >= HEARTBEAT_SECONDS_MIN):
-            raise InvalidRequest(f"heartbeats every {HEARTBEAT_SECONDS_MIN} s at most, or 0 for none")
+            raise InvalidRequest(f"heartbeats at most every {HEARTBEAT_SECONDS_MIN} s, or 0 for none")
         async with aclosing(self._hub.subscribe(request.heartbeat_seconds)) as events:
             async for event in events:
                 yield event
@@ -148,7 +152,7 @@ class LookupServicer:
         )
 
     def counters(self) -> dict[str, int]:
-        """Of the directory, the watchers and the calls."""
+        """Counters of the directory, the watchers and the calls."""
         counters = {**self._directory.all_counters(), **self._counters}
         counters["watchers_cut_off"] = self._hub.cut_off_count
         return counters
@@ -156,7 +160,7 @@ class LookupServicer:
 
 def _encode_runs(runs: Sequence[HolderRun]) -> lookup_pb2.ResolveReply:
     nodes: dict[Holder, int] = {}
-    indices_of: dict[int, list[int]] = {}  # by identity: the directory gives one tuple per distinct set
+    indices_of: dict[int, list[int]] = {}  # by identity: the directory returns one tuple for each distinct set
     encoded: list[lookup_pb2.ResolveRun] = []
     for run in runs:
         indices = indices_of.get(id(run.holders))

@@ -1,4 +1,7 @@
-"""The lookup service as one shard uses it: announcements out, resolutions in. Satisfies pool.runtime.DirectoryPort."""
+"""The lookup service as one shard uses it: sends announcements and asks for holders.
+
+Satisfies pool.runtime.DirectoryPort. Runs on the shard's event loop.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from kvservice.units import BlockKey, SpanRoute
 
 
 class ShardDirectory:
-    """Made before the pool, because the pool needs it; `start` comes after, once the node's address is known."""
+    """Made before the pool, which needs it. `start` comes later, once the node's address is known."""
 
     def __init__(
         self,
@@ -48,7 +51,7 @@ class ShardDirectory:
             self._mirror.start()
 
     async def stop(self, leaving: bool) -> None:
-        """With `leaving`, the directory forgets this node at once instead of after its heartbeat timeout."""
+        """End everything. With `leaving`, the directory forgets this node at once, not after its heartbeat timeout."""
         if leaving:
             await self.leave()
         elif self._pump is not None:
@@ -60,20 +63,19 @@ class ShardDirectory:
             await self._mirror.stop()
 
     def unlink(self) -> None:
-        """Remove what `stop` removes, also when it did not get that far. Idempotent."""
+        """Remove the files that `stop` removes, also if `stop` did not get so far. Idempotent."""
         if self._mirror is not None:
             self._mirror.unlink()
 
     async def leave(self) -> None:
-        """Tell every lookup partition now that this node leaves, waiting a second at most; nothing is announced
-        after."""
-        async with self._farewell:  # whoever comes second waits until it is said
+        """Tell every lookup partition now that this node leaves, for a second at most. It is the last announcement."""
+        async with self._farewell:  # a second caller waits until the first has finished
             if self._pump is not None and not self._has_left:
                 self._has_left = True
                 await self._pump.stop(leaving=True)
 
     def relink_mirror(self) -> None:
-        """The runtime directory was removed: name the mirror there again. Raises OSError."""
+        """Link the mirror again after the runtime directory was removed. Raises OSError."""
         if self._mirror is not None:
             self._mirror.relink()
 
@@ -81,7 +83,7 @@ class ShardDirectory:
         return None if self._node is None else self._node()
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
-        """Lookup partitions moved; their number stays the same."""
+        """Use new addresses of the lookup partitions; their number stays the same."""
         self.lookup.set_addresses(addresses)
         if self._mirror is not None:
             self._mirror.set_addresses(addresses)

@@ -1,7 +1,7 @@
-"""Subscribers of a lookup partition: one snapshot, then every change, each through a bounded queue of its own.
+"""Subscribers of a lookup partition: each gets a snapshot, then every change, through a bounded queue of its own.
 
-Runs on the server's event loop. A subscriber that does not keep up is cut off, so it can neither hold memory nor slow
-down the others; it may subscribe again and gets a new snapshot.
+Runs on the server's event loop. A subscriber that is too slow is cut off, so it can neither hold memory nor slow down
+the others. It may subscribe again and gets a new snapshot.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from kvservice.errors import Exhausted, Unavailable
 from kvservice.wire.codec import encode_holder
 from kvservice.wire.v1 import lookup_pb2
 
-SUBSCRIBERS_MAX = 256  # one a node
-QUEUE_BYTES_MAX = 16 << 20  # per subscriber
-EVENT_OVERHEAD_BYTES = 256  # so that many empty events count as well
-SNAPSHOT_KEYS = 4096  # looked at in one go, between two turns of the loop
+SUBSCRIBERS_MAX = 256  # one for each node with a mirror; further ones are refused and use lookups without a mirror
+QUEUE_BYTES_MAX = 16 << 20  # of each subscriber; it is cut off when more is waiting
+EVENT_OVERHEAD_BYTES = 256  # counted for each event, so that many empty ones cannot fill the memory
+SNAPSHOT_KEYS = 4096  # keys read from the directory between two turns of the loop
 
 
 class Subscriber:
@@ -53,8 +53,10 @@ class Subscriber:
             raise self._end
 
     async def next_event(self, heartbeat_seconds: float) -> lookup_pb2.WatchEvent:
-        """An empty one when there is none for so long, if that is not 0. Raises Exhausted once cut off, Unavailable
-        when the server stops."""
+        """The next event. When there is none for `heartbeat_seconds`, an empty one; 0 waits without end.
+
+        Raises Exhausted when the subscriber was cut off, Unavailable when the server stops.
+        """
         while not self._events:
             self.raise_if_ended()
             self._wake.clear()
@@ -74,7 +76,7 @@ class Subscriber:
 
 
 class WatchHub:
-    """Fans the directory's changes out. `publish` must follow every call that may change the directory."""
+    """Sends the directory's changes to all subscribers. Call `publish` after whatever may change the directory."""
 
     def __init__(self, directory: Directory, clock: Callable[[], float]) -> None:
         self._directory = directory
@@ -94,7 +96,7 @@ class WatchHub:
                 subscriber.push(event)
 
     async def subscribe(self, heartbeat_seconds: float = 0.0) -> AsyncGenerator[lookup_pb2.WatchEvent, None]:
-        """Raises Exhausted for too many subscribers or one that is too slow."""
+        """A snapshot, then every change. Raises Exhausted with too many subscribers, or if this one is too slow."""
         if len(self._subscribers) >= SUBSCRIBERS_MAX:
             raise Exhausted(f"{SUBSCRIBERS_MAX} watchers already", watcher_count_max=SUBSCRIBERS_MAX)
         subscriber = Subscriber()
@@ -118,8 +120,9 @@ class WatchHub:
             subscriber.end(Unavailable("the lookup partition stops"))
 
     async def _snapshot(self, subscriber: Subscriber) -> AsyncGenerator[lookup_pb2.WatchEvent, None]:
-        """Reads the directory while it changes: whatever changes meanwhile waits in the queue and is repeated after the
-        snapshot, in order, so the end result is right."""
+        """Reads the directory while it changes. Changes meanwhile wait in the queue and are sent after the snapshot, in
+        order, so the end result is right.
+        """
         holders = {}
         for summary in self._directory.nodes(self._clock()):
             holders[summary.node.node_id] = summary.node
@@ -129,7 +132,7 @@ class WatchHub:
             subscriber.raise_if_ended()
             held, row = self._directory.snapshot(row, SNAPSHOT_KEYS)
             for node_id, packed in held.items():
-                if node_id in holders:  # else it came meanwhile, and its announcement is in the queue
+                if node_id in holders:  # else the node is new, and its announcement is in the queue
                     hidden = self._directory.is_hidden(node_id)
                     yield lookup_pb2.WatchEvent(node=encode_holder(holders[node_id]), added=packed, hidden=hidden)
             await asyncio.sleep(0)

@@ -1,14 +1,14 @@
-"""The one seam for bytes between nodes: the Transport protocol.
+"""The one seam through which bytes move between nodes: the Transport protocol.
 
-A transport reads remote segment memory into the local segment, one-sided. It only enqueues; completions are polled.
+A transport reads a peer's segment into the local segment, one-sided. It only enqueues reads; completions are polled.
 One thread owns a transport: no method may be called from two threads. Offsets are relative to the start of each
-segment, which was registered once, when the transport was made; a transport never touches bytes outside of it.
+segment. A segment is registered once, when the transport is made, and a transport never touches bytes outside of it.
 
-Guarantees an implementation gives (checked by kvservice.testing.transport_contract):
-* after DONE for a transfer, all its bytes are visible to the local process;
-* a transfer is *terminal* after DONE or FAILED: nothing will write its destination any more;
+Every implementation guarantees (checked by kvservice.testing.transport_contract):
+* after DONE, all bytes of the transfer are visible to the local process;
+* after DONE or FAILED a transfer is *terminal*: nothing will write its destination any more;
 * there is no order between transfers, and no promise about the destination's bytes before DONE or after FAILED;
-* a transfer that is not terminal stays so until `poll` reports it; closing the transport makes all of them terminal.
+* a transfer stays open until `poll` reports it as terminal; closing the transport makes all transfers terminal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Copy:
     length: int
 
     def fits(self, remote_bytes: int, local_bytes: int) -> bool:
-        """Inside both segments, and not empty."""
+        """Whether the copy is not empty and inside both segments."""
         return (
             self.length > 0
             and 0 <= self.remote_offset <= remote_bytes - self.length
@@ -52,7 +52,7 @@ class Completion:
 
 
 class Transport(Protocol):
-    """Six methods. None but `connect` and `close` may block for longer than a memory copy."""
+    """Six methods. Only `connect` and `close` may block for longer than a memory copy."""
 
     @property
     def name(self) -> str:
@@ -60,11 +60,14 @@ class Transport(Protocol):
         ...
 
     def describe(self) -> bytes:
-        """Opaque bytes that a peer's `connect` needs; at most 64 KiB; safe to send over gRPC."""
+        """Opaque bytes that a peer's `connect` needs: at most 64 KiB, safe to send over gRPC."""
         ...
 
     def connect(self, description: bytes) -> PeerHandle:
-        """Reach a peer by its description. May block up to seconds. Raises TransferError for junk or no route."""
+        """Reach a peer by its description. May block for seconds.
+
+        Raises TransferError when the description is not valid or the peer cannot be reached.
+        """
         ...
 
     def post_read(self, peer: PeerHandle, copies: Sequence[Copy]) -> TransferId:
@@ -76,9 +79,9 @@ class Transport(Protocol):
         ...
 
     def disconnect(self, peer: PeerHandle) -> None:
-        """Forget a peer. Its open transfers become FAILED and are still reported. Unknown peers are ignored."""
+        """Forget a peer. Its open transfers become FAILED and are still reported. An unknown peer is ignored."""
         ...
 
     def close(self) -> None:
-        """Release registrations. Idempotent."""
+        """Release the registration, and make every open transfer terminal. May block. Idempotent."""
         ...

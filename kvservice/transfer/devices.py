@@ -1,5 +1,7 @@
-"""Which network devices of this machine UCX may use for a service that listens at one address. Linux only; blocks for a
-few system calls, and for a name to be resolved."""
+"""The network devices of this machine that UCX may use for a service that listens at one address. Linux only.
+
+Blocks for a few system calls, and while a name is resolved.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ RDMA = Path("/sys/class/infiniband")
 
 
 def devices_for(host: str) -> list[str]:
-    """UCX's names of the network device that has this address, and of all ports of RDMA devices, which check keys.
+    """UCX's names of the network device with this address and of all ports of RDMA devices.
 
-    Empty where UCX should use all there is: for an address that means every device, as 0.0.0.0 does, or one that no
-    device of this machine has.
+    RDMA devices are always included, because they check keys. The result is empty when UCX should use every device: for
+    an address that means all of them, as 0.0.0.0 does, or one that no device of this machine has.
     """
     try:
         address = ipaddress.ip_address(_resolved(host.strip("[]")))
@@ -37,13 +39,13 @@ def _resolved(host: str) -> str:
 
 
 class _Address(ctypes.Structure):
-    """struct sockaddr, as far as IPv4 and IPv6 have it."""
+    """struct sockaddr, the part that IPv4 and IPv6 share."""
 
     _fields_ = (("family", ctypes.c_ushort), ("port_and_more", ctypes.c_ubyte * 26))
 
 
 class _InterfaceAddress(ctypes.Structure):
-    """struct ifaddrs, up to what is needed."""
+    """struct ifaddrs, up to the last field that is needed."""
 
 
 _InterfaceAddress._fields_ = [
@@ -52,11 +54,11 @@ _InterfaceAddress._fields_ = [
     ("flags", ctypes.c_uint),
     ("address", ctypes.POINTER(_Address)),
 ]
-_ADDRESS_AT = {socket.AF_INET: (2, 4), socket.AF_INET6: (6, 16)}  # start and length in what follows the family
+_ADDRESS_AT = {socket.AF_INET: (2, 4), socket.AF_INET6: (6, 16)}  # offset and length in the bytes after the family
 
 
 def _addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
-    """(device, address) of every address of every device. Raises OSError."""
+    """(device, address) for every address of every device. Raises OSError."""
     library = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_InterfaceAddress)()
     if library.getifaddrs(ctypes.byref(first)):
@@ -77,5 +79,5 @@ def _addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Addres
 
 
 def _rdma_ports() -> list[str]:
-    """'mlx5_0:1' of each; none on a machine without RDMA."""
+    """'mlx5_0:1' for each port; empty on a machine without RDMA."""
     return [f"{port.parent.parent.name}:{port.name}" for port in sorted(RDMA.glob("*/ports/*"))]

@@ -1,12 +1,12 @@
-"""NIXL: one-sided READs between the segments of two shards over UCX (RDMA, shared memory or TCP, UCX chooses).
+"""NIXL: one-sided READs between the segments of two shards over UCX (RDMA, shared memory or TCP, as UCX chooses).
 
-The only file that imports NIXL. The whole segment is registered once; a peer is described by a small binary record of
+The only file that imports NIXL. The whole segment is registered once. A peer is described by a small binary record of
 our own (agent metadata, base address, length), never by NIXL's pickled descriptors. Every run is checked against the
-peer's advertised length before it is posted. One thread owns an instance.
+length that the peer advertised before it is posted. One thread owns an instance.
 
-UCX does not cancel: after a handle was released, or the peer removed, a read that was in flight goes on writing its
-destination (seen over TCP, also minutes later when the peer had been stopped). So a transfer counts as ended only when
-NIXL says so; `disconnect` waits for that in `poll`, and only destroying the agent stops what remains.
+UCX cannot cancel a read. After a handle was released or the peer removed, a read that was in flight still writes its
+destination (seen over TCP, even minutes later when the peer had been stopped). So a transfer counts as ended only when
+NIXL says so. After `disconnect`, `poll` waits for that; only destroying the agent stops the reads that remain.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvservice.observe import logs
 from kvservice.transfer.base import Completion, Copy, PeerHandle, TransferId, TransferOutcome
 from kvservice.transfer.devices import LOOPBACK, devices_for
 
-# UCX's TCP defaults (8 KiB segments) reach a third of what the link gives; these were the best of those tried.
+# With UCX's TCP defaults (8 KiB segments) a link reaches a third of its speed; these were the best values we tried.
 UCX_DEFAULTS = {
     "UCX_TCP_TX_SEG_SIZE": "512k",
     "UCX_TCP_RX_SEG_SIZE": "512k",
@@ -41,14 +41,16 @@ UCX_DEFAULTS = {
 }
 DEVICES_VARIABLE = "UCX_NET_DEVICES"
 DESCRIPTION_MAGIC = b"KVSNIXL1"
-DESCRIPTION_BYTES_MAX = 64 << 10
-_DESCRIPTION = struct.Struct("<8sQQI")  # magic, base address, segment bytes, crc32 of all else; then agent metadata
-_CRC_BYTES = 4
-CLOSE_DRAIN_SECONDS = 1.0  # a source whose reader goes away in the middle of a read may crash inside UCX
-PROGRESS_PAUSE_US = 1000
+DESCRIPTION_BYTES_MAX = (
+    64 << 10
+)  # what Transport.describe promises; an agent's takes some KiB. Longer ones are refused.
+_DESCRIPTION = struct.Struct("<8sQQI")  # magic, base address, segment bytes, crc32 of all the rest; then agent metadata
+_CRC_BYTES = 4  # of a crc32
+CLOSE_DRAIN_SECONDS = 1.0  # wait for open reads, because a source may crash inside UCX when its reader goes away in one
+PROGRESS_PAUSE_US = 1000  # the progress thread wakes at least so often; events wake it at once
 # `nixl` comes last: it imports torch to choose one of the others, which costs a shard 1.7 s and 180 MiB.
 _PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
-DRAM_DEVICE = 0
+DRAM_DEVICE = 0  # NIXL's number of the device of host memory, of which there is one
 
 
 def nixl_available() -> bool:
@@ -56,7 +58,7 @@ def nixl_available() -> bool:
 
 
 def load_nixl() -> tuple[ModuleType, tuple[type[Exception], ...]]:
-    """The API module and its exception types, which have no common base. Raises TransferError when not installed."""
+    """The API module and its exception types, which have no common base. Raises TransferError without NIXL."""
     for name, value in UCX_DEFAULTS.items():
         os.environ.setdefault(name, value)
     reasons: list[str] = []
@@ -67,7 +69,7 @@ def load_nixl() -> tuple[ModuleType, tuple[type[Exception], ...]]:
         except (ImportError, AttributeError) as error:
             reasons.append(f"{package}: {error}")
             continue
-        logs.take_over("nixl")  # its import gives it a handler of its own, on stdout
+        logs.take_over("nixl")  # its import installs a handler that writes to stdout
         kinds = [getattr(bindings, name) for name in dir(bindings) if name.endswith("Error")]
         return api, tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))
     raise TransferError(f"NIXL cannot be loaded ({'; '.join(reasons)}): pip install 'kvservice[nixl]'")
@@ -75,8 +77,10 @@ def load_nixl() -> tuple[ModuleType, tuple[type[Exception], ...]]:
 
 @contextlib.contextmanager
 def ucx_devices_of(host: str) -> Iterator[None]:
-    """UCX contexts made meanwhile use the network device with this address and RDMA devices, unless UCX_NET_DEVICES is
-    set: over TCP UCX answers whoever connects, on every interface, and looks at no key."""
+    """UCX contexts that are made inside use only the network device with this address, and RDMA devices.
+
+    Over TCP, UCX answers whoever connects, on every interface, and checks no key. UCX_NET_DEVICES takes precedence.
+    """
     devices = devices_for(host)
     if DEVICES_VARIABLE in os.environ or not devices:
         yield
@@ -91,9 +95,9 @@ def ucx_devices_of(host: str) -> Iterator[None]:
 def make_agent(api: ModuleType, name: str) -> Any:
     """An agent whose progress thread sleeps on events.
 
-    NIXL's Python API fixes the thread's pause at 0, with which it spins on a whole core for ever, also while idle;
-    with a pause it waits in poll(2) and is as fast (measured on shared memory and TCP). The pause can only be set on
-    the binding's own config, hence the wrapped constructor.
+    NIXL's Python API sets the thread's pause to 0, with which it uses a whole core all the time, even when idle. With
+    a pause it waits in poll(2) and is as fast (measured on shared memory and TCP). The pause can only be set on the
+    binding's own config, hence the wrapped constructor.
     """
     bindings = api.nixlBind
     construct = bindings.nixlAgent
@@ -121,26 +125,28 @@ class _NixlPeer:
 class _Transfer:
     handle: Any  # nixl_xfer_handle
     peer: PeerHandle
-    failure: str = ""  # why it will be reported as FAILED however it ends
+    failure: str = ""  # why it will be reported as FAILED, however it ends
 
 
 class NixlTransport:
     """Satisfies transfer.base.Transport."""
 
     def __init__(self, segment: Segment, node_name: str, host: str = LOOPBACK) -> None:
-        """Registers the segment. UCX listens where the service does, at `host`, and nowhere else. Blocks (pinning,
-        backend start). Raises TransferError."""
+        """Register the segment. UCX listens at `host` only, as the service does.
+
+        Blocks while it pins memory and starts the backend. Raises TransferError.
+        """
         self._segment = segment
         api, self._errors = load_nixl()
         self._peers: dict[PeerHandle, _NixlPeer] = {}
-        self._leaving: dict[PeerHandle, _NixlPeer] = {}  # disconnected, forgotten when their last transfer has ended
+        self._leaving: dict[PeerHandle, _NixlPeer] = {}  # disconnected; forgotten once their last transfer has ended
         self._open: dict[TransferId, _Transfer] = {}
         self._finished: list[Completion] = []
         self._next_id = 1
         self._closed = False
         try:
             with ucx_devices_of(host):
-                # A name of its own for each boot: an agent name seen twice is refused by the peers.
+                # Each boot has a new name: peers refuse an agent name that they have seen before.
                 self._agent = make_agent(api, f"{node_name}-{uuid.uuid4().hex[:12]}")
             region = [(segment.address, segment.geometry.segment_bytes, DRAM_DEVICE, "")]
             self._registration = self._agent.register_memory(region, "DRAM")
@@ -169,7 +175,7 @@ class NixlTransport:
             if peer.description == description:
                 return handle
         if any(peer.description == description for peer in self._leaving.values()):
-            # NIXL forgets the open transfers of an agent that is added again, while they go on writing.
+            # NIXL forgets the open transfers of an agent that is added again, although they still write.
             raise TransferError("reads from the peer's last connection are still in flight")
         try:
             name = self._agent.add_remote_agent(metadata)
@@ -203,7 +209,7 @@ class NixlTransport:
         self._open[transfer] = _Transfer(handle, peer)
         try:
             state = self._agent.transfer(handle)
-        except self._errors as error:  # a part may be under way: `poll` finds out
+        except self._errors as error:  # a part of the read may be under way: `poll` finds out
             self._open[transfer].failure = f"{type(error).__name__}: {error}"
         else:
             self._note(transfer, state)
@@ -243,7 +249,7 @@ class NixlTransport:
         for transfer in list(self._open):
             self._finish(transfer, "the transport was closed")
         self._open.clear()
-        with contextlib.suppress(*self._errors):  # the agent ends right after
+        with contextlib.suppress(*self._errors):  # the agent is destroyed right after
             self._agent.deregister_memory(self._registration)
         del self._agent
 
@@ -254,7 +260,7 @@ class NixlTransport:
             self._finish(transfer, self._open[transfer].failure or f"state {state}")
 
     def _finish(self, transfer: TransferId, failure: str) -> None:
-        """Report a transfer once its handle is released; while NIXL refuses that, it is still in flight and polled."""
+        """Report a transfer when its handle is released. While NIXL refuses that, it is in flight and polled again."""
         opened = self._open[transfer]
         try:
             opened.handle.release()
@@ -267,7 +273,7 @@ class NixlTransport:
 
     def _forget_if_idle(self, peer: PeerHandle) -> None:
         if peer in self._leaving and not any(opened.peer == peer for opened in self._open.values()):
-            with contextlib.suppress(*self._errors):  # the connection was dead already
+            with contextlib.suppress(*self._errors):  # the connection may be dead already
                 self._agent.remove_remote_agent(self._leaving.pop(peer).name)
 
 

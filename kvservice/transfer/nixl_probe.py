@@ -1,6 +1,6 @@
-"""Does NIXL move bytes on this machine, and over what? For `kvservice doctor`; a child process does the moving.
+"""Checks for `kvservice doctor` whether NIXL moves bytes on this machine, and over which lanes, in a child.
 
-`python -m kvservice.transfer.nixl_probe` is that child: it prints one JSON line.
+`python -m kvservice.transfer.nixl_probe` is that child; it prints one JSON line.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 
 from kvservice.transfer.nixl import load_nixl, nixl_available
 
-PROBE_BYTES = 4 << 20
+PROBE_BYTES = 4 << 20  # enough that UCX chooses its lanes as for real blocks, and moved in milliseconds
 AGENT_PREFIX = "kvsprobe"
-# UCX says which lanes an endpoint uses: '… ucp_worker.c:1997 UCX INFO  kvsprobe-0 intra-node cfg#1 rma_am(tcp/lo) …'
+# UCX prints which lanes an endpoint uses: '… ucp_worker.c:1997 UCX INFO  kvsprobe-0 intra-node cfg#1 rma_am(tcp/lo) …'
 _LANES = re.compile(rf"{AGENT_PREFIX}-0 (?!self)\S+ cfg#\d+ (.+)$", re.MULTILINE)
 
 
 def loopback_probe(timeout_seconds: float = 60.0) -> dict[str, Any]:
     """Move 4 MiB between two agents in a child process. Blocks; never raises.
 
-    Keys: available, moved (every byte arrived), backends {name: 'ok' or the error type}, lanes (UCX's own words for
-    what the connection used, e.g. 'rma_am(tcp/lo) am(tcp/lo cma/memory)'; 'unknown' when it said nothing), error.
+    Keys: available, moved (every byte arrived), backends {name: 'ok' or the type of error}, lanes (UCX's own text for
+    what the connection used, e.g. 'rma_am(tcp/lo) am(tcp/lo cma/memory)'; 'unknown' when it printed none), error.
     """
     if not nixl_available():
         return _result(available=False, error="NIXL is not installed: pip install 'kvservice[nixl]'")

@@ -1,10 +1,9 @@
-"""Verified reads of a peer's blocks: owns a Transport on one thread, and says of each block whether it can be trusted.
+"""Verified reads of a peer's blocks. Owns a Transport on one thread, and says of each block whether it can be trusted.
 
-A job's payloads are read in batches, a few in flight, while the digests of what has landed are computed on a helper
-thread, at the end on both; then the source headers are read again, and a block is OK only if epoch, generation, key,
-length and digest are what the handle said, the local bytes have that digest, and the lease's deadline has not passed.
-The order matters: a header that is unchanged after the payload was read proves that the slot was not rewritten
-meanwhile.
+The payloads of a job are read in batches, a few of them in flight. A helper thread computes the digests of what has
+landed; at the end both threads do. Then the source headers are read again. A block is OK only if epoch, generation,
+key, length and digest are those of the handle, the local bytes have that digest, and the lease has not expired. The
+order matters: a header that is unchanged after the payload was read proves that the slot was not rewritten meanwhile.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvservice.core.acquire.pulls import PULL_BLOCKS_MAX
 from kvservice.core.events import PullResult
 from kvservice.core.segment.copy_runs import Offsets, merge_runs
 from kvservice.core.segment.digest import digest_payload
@@ -33,18 +33,22 @@ from kvservice.units import BootEpoch, MiB, NodeId, SlotIndex
 
 log = logging.getLogger("kvservice.transfer")
 
-# A batch is half of what is left: what the last one brought is verified when nothing else is left to do.
+# A batch is half of what is left, within these limits, because what the last batch brings is verified when nothing
+# else is left to do.
 BATCH_BYTES_MIN, BATCH_BYTES_MAX = 4 * MiB, 8 * MiB
-# Of a job. A source can crash inside UCX when its reader is killed with more in flight over TCP. One batch is as large
-# where the transport copies in its call: each costs a third of a millisecond of Python, in which nothing is copied.
+# Of one job. When a reader is killed, a source may crash inside UCX with more in flight over TCP. A transport that
+# copies inside its call gets one batch of this size, because each call costs a third of a millisecond of Python, in
+# which nothing is copied.
 IN_FLIGHT_BYTES_MAX = 24 * MiB
-PIECE_BYTES = 2 * MiB  # that one thread verifies at once
-DIGEST_THREADS = 1  # two threads and the poller get in each other's way for the interpreter lock
-IDLE_SECONDS = 0.2
-POLL_SECONDS = 0.0001
-BROKEN_SECONDS = 0.05  # between polls of a transport that raises
+PIECE_BYTES = 2 * MiB  # that one thread verifies before it looks for other work: a tenth of a millisecond
+DIGEST_THREADS = 1  # with two, they and the polling thread wait for each other at the interpreter lock
+IDLE_SECONDS = 0.2  # an idle thread waits this long for a job before it looks whether it must stop
+POLL_SECONDS = 0.0001  # between two polls when nothing has moved: shorter than one block takes on a fast link
+BROKEN_SECONDS = 0.05  # between two polls of a transport that raises, so that its errors do not use a core
 SCRATCH_HEADERS = SCRATCH_BYTES // HEADER_BYTES
-PEERS_MAX = 1024
+PEERS_MAX = 1024  # connections kept; for one more the peer connected longest ago is disconnected
+assert PULL_BLOCKS_MAX <= SCRATCH_HEADERS, "the headers of one pull must fit into the scratch area"
+assert PIECE_BYTES <= BATCH_BYTES_MIN <= BATCH_BYTES_MAX <= IN_FLIGHT_BYTES_MAX
 
 DoneCallback = Callable[[int, tuple[PullResult, ...]], None]
 WritesEndedCallback = Callable[[int], None]
@@ -61,11 +65,11 @@ class PullJob:
     job_id: int
     peer: NodeId
     peer_epoch: BootEpoch
-    description: bytes  # the peer's Transport.describe()
-    geometry: Geometry  # the peer's
+    description: bytes  # what the peer's Transport.describe() returned
+    geometry: Geometry  # of the peer's segment
     payload_bytes: int  # of every item
     items: tuple[PullItem, ...]
-    deadline: float  # on the puller's clock; nothing is accepted after it
+    deadline: float  # on the puller's clock; nothing that ends later is accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +85,16 @@ class _Active:
     on_done: DoneCallback
     on_writes_ended: WritesEndedCallback
     peer: PeerHandle
-    good: bytearray  # by item: 1 when the bytes that landed have the digest of its handle
+    good: bytearray  # by item: 1 when the bytes that landed have the digest of their handle
     next_item: int = 0  # first item whose payload is not posted yet
     in_flight: dict[TransferId, range] = field(default_factory=dict)  # payload batches
-    pieces: deque[range] = field(default_factory=deque)  # landed, and taken by nobody yet to be verified
+    pieces: deque[range] = field(default_factory=deque)  # landed, and not taken by a thread to be verified
     verifying: list[Future[None]] = field(default_factory=list)
     results: dict[int, PullResult] = field(default_factory=dict)
-    headers: TransferId | None = None  # the read of the source headers, while in flight
-    scratch: int | None = None  # first scratch header of this job
+    headers: TransferId | None = None  # the read of the source headers while it is in flight
+    scratch: int | None = None  # index of this job's first scratch header
     headers_read: bool = False
-    answered: bool = False  # on_done was called; only the end of its writes is awaited
+    answered: bool = False  # on_done was called; the job only waits for the end of its writes
 
     @property
     def payloads_done(self) -> bool:
@@ -98,7 +102,7 @@ class _Active:
 
 
 class Puller:
-    """`start`, then `submit` from any thread. Callbacks run on the puller's thread and must not block."""
+    """Call `start`, then `submit` from any thread. Callbacks run on the puller's thread and must not block."""
 
     def __init__(
         self, segment: Segment, make_transport: Callable[[], Transport], clock: Callable[[], float] = time.monotonic
@@ -116,12 +120,12 @@ class Puller:
         self._name = ""
         self._description = b""
         self._stopping = False
-        self._ended = False  # the thread takes nothing any more
+        self._ended = False  # the thread takes no more jobs
         self._counters: Counter[str] = Counter()
         self._counting = threading.Lock()
 
     def start(self) -> None:
-        """Make the transport on its thread. Blocks until that is done; raises what it raised."""
+        """Make the transport on its thread. Blocks until that is done, and raises what it raised."""
         self._thread.start()
         self._started.result()
 
@@ -133,20 +137,23 @@ class Puller:
         return self._description
 
     def counters(self) -> dict[str, int]:
-        """All of them as they are now. Any thread may ask."""
+        """All counters at this moment. May be called from any thread."""
         with self._counting:
             return dict(self._counters)
 
     def submit(self, job: PullJob, on_done: DoneCallback, on_writes_ended: WritesEndedCallback) -> None:
-        """Never blocks. `on_done` comes exactly once, by the deadline; `on_writes_ended` exactly once if a result was
-        STUCK, when nothing can write the destinations any more."""
+        """Begin a job. Never blocks. May be called from any thread.
+
+        `on_done(job id, results)` is called exactly once, by the deadline. If a result is STUCK, `on_writes_ended(job
+        id)` is called exactly once, when nothing can write the destinations any more.
+        """
         assert 0 < len(job.items) <= SCRATCH_HEADERS, f"{len(job.items)} blocks in one pull"
         self._inbox.put((job, on_done, on_writes_ended))
         if self._ended:
             self._refuse_inbox()
 
     def close(self) -> None:
-        """Fail what is open, stop the thread, close the transport. Blocks shortly."""
+        """Fail the open jobs, stop the thread and close the transport. Blocks shortly."""
         self._stopping = True
         self._inbox.put(None)
         if self._thread.is_alive():
@@ -173,10 +180,10 @@ class Puller:
             self._end(transport)
 
     def _end(self, transport: Transport) -> None:
-        """Answer everything as FAILED: once the transport is closed, nothing writes any more."""
+        """Answer everything as FAILED. After the transport is closed, nothing writes any more."""
         try:
             transport.close()
-        except Exception as error:  # noqa: BLE001  thread boundary: callers wait for their answers
+        except Exception as error:  # noqa: BLE001  thread boundary: callers still wait for their answers
             self._count_error("transport_close_failed", error)
         for active in self._active:
             self._answer(active, dict.fromkeys(range(len(active.job.items)), PullResult.FAILED))
@@ -187,7 +194,7 @@ class Puller:
         self._refuse_inbox()
 
     def _refuse_inbox(self) -> None:
-        """Answer what was submitted too late. Runs on whichever thread finds the entry."""
+        """Answer jobs that were submitted too late. Runs on whichever thread finds them."""
         while True:
             try:
                 entry = self._inbox.get_nowait()
@@ -212,7 +219,7 @@ class Puller:
         log.warning(name, extra={"error": f"{type(error).__name__}: {error}"})
 
     def _take_jobs(self, transport: Transport) -> None:
-        """Everything that has arrived; waits a little when there is nothing else to do."""
+        """Take all jobs that have arrived. Waits a little when there is nothing else to do."""
         try:
             entry = self._inbox.get(timeout=IDLE_SECONDS) if not self._active else self._inbox.get_nowait()
             while True:
@@ -227,7 +234,7 @@ class Puller:
     ) -> None:
         try:
             peer = self._connect(transport, job)
-        except Exception as error:  # noqa: BLE001  a transport's bug must not end the thread that serves all peers
+        except Exception as error:  # noqa: BLE001  thread boundary: one peer's failure must not end the thread
             log.info("pull_connect_failed", extra={"peer": job.peer, "error": str(error)})
             self._count("connect_failed")
             self._call(on_done, job.job_id, (PullResult.FAILED,) * len(job.items))
@@ -246,21 +253,21 @@ class Puller:
         return handle
 
     def _drop_peer(self, transport: Transport, peer: NodeId, handle: PeerHandle | None = None) -> None:
-        """Disconnect; when a handle is given, only if that is the peer's connection now."""
+        """Disconnect the peer; with a handle, only if that is the peer's present connection."""
         known = self._peers.get(peer)
         if known is not None and handle in (None, known.handle):
             del self._peers[peer]
             try:
                 transport.disconnect(known.handle)
-            except Exception as error:  # noqa: BLE001  thread boundary: the peer is forgotten all the same
+            except Exception as error:  # noqa: BLE001  thread boundary: the peer is forgotten anyway
                 self._count_error("disconnect_failed", error)
 
     def _step(self, transport: Transport) -> bool:
-        """One round over all jobs. False when nothing moved."""
+        """One round over all jobs. False when nothing changed."""
         moved = False
         try:
             completions = transport.poll()
-        except Exception as error:  # noqa: BLE001  thread boundary: what is open has failed, later jobs may work
+        except Exception as error:  # noqa: BLE001  thread boundary: open jobs have failed, later ones may succeed
             self._count_error("poll_errors", error)
             for active in self._active:
                 self._fail_rest(active)
@@ -272,7 +279,7 @@ class Puller:
         for active in list(self._active):
             try:
                 moved |= self._advance(transport, active)
-            except Exception as error:  # noqa: BLE001  thread boundary: this job fails, the others go on
+            except Exception as error:  # noqa: BLE001  thread boundary: this job fails, the others continue
                 self._count_error("job_errors", error)
                 self._fail_rest(active)
                 self._drop_peer(transport, active.job.peer, active.peer)
@@ -300,7 +307,7 @@ class Puller:
             return
 
     def _advance(self, transport: Transport, active: _Active) -> bool:
-        """Move one job on as far as it goes now. True when something changed."""
+        """Advance one job as far as it goes now. True when something changed."""
         job = active.job
         if active.answered:
             return self._retire(active)
@@ -309,7 +316,7 @@ class Puller:
             self._fail_rest(active)
         moved = False
         if active.next_item < len(job.items):
-            moved |= self._post_batch(transport, active)  # one a round: the one before it may have arrived in its post
+            moved |= self._post_batch(transport, active)  # one per round: the previous one may have landed in its call
         if active.payloads_done and active.headers is None and not active.headers_read and not active.results:
             moved |= self._post_headers(transport, active)
         elif active.payloads_done and active.pieces:
@@ -321,10 +328,10 @@ class Puller:
         return moved
 
     def _post_batch(self, transport: Transport, active: _Active) -> bool:
-        """False when enough is in flight."""
+        """Post the next batch. False when enough is in flight."""
         job = active.job
         flying = sum(map(len, active.in_flight.values())) * job.payload_bytes
-        copies_in_call = active.next_item > 0 and not flying  # or it is faster than we are
+        copies_in_call = active.next_item > 0 and not flying  # or the transport is faster than this thread
         half = (len(job.items) - active.next_item) * job.payload_bytes // 2
         wanted = min(max(half, BATCH_BYTES_MIN), IN_FLIGHT_BYTES_MAX if copies_in_call else BATCH_BYTES_MAX)
         if flying and flying + max(wanted, job.payload_bytes) > IN_FLIGHT_BYTES_MAX:
@@ -346,7 +353,7 @@ class Puller:
         items = active.job.items
         active.scratch = self._take_scratch(len(items))
         if active.scratch is None:
-            return False  # other jobs' headers are being checked: next round
+            return False  # the headers of other jobs take the space: try again in the next round
         start = self._segment.geometry.scratch_offset + active.scratch * HEADER_BYTES
         remote = active.job.geometry.header_offsets([item.handle.slot for item in items])
         local = start + HEADER_BYTES * np.arange(len(items))
@@ -359,7 +366,7 @@ class Puller:
         return active.headers_read and not active.pieces and all(future.done() for future in active.verifying)
 
     def _check_blocks(self, active: _Active) -> dict[int, PullResult]:
-        """One result per item: the failure that was noted, or what headers and digests say."""
+        """One result per item: the failure that was noted, or what headers and digests show."""
         job = active.job
         if active.results:
             return active.results
@@ -380,7 +387,7 @@ class Puller:
         return results
 
     def _fail_rest(self, active: _Active) -> None:
-        """Give the job up: what a transfer may still write is STUCK, everything else FAILED."""
+        """Give the job up: results are STUCK where a transfer may still write, and FAILED elsewhere."""
         if active.answered:
             return
         stuck = {index for batch in active.in_flight.values() for index in batch}
@@ -403,7 +410,7 @@ class Puller:
             self._call(active.on_done, active.job.job_id, ordered)
 
     def _retire(self, active: _Active) -> bool:
-        """Forget an answered job once nothing of it is in flight."""
+        """Forget an answered job when nothing of it is in flight."""
         if active.in_flight or active.headers is not None:
             return False
         self._active.remove(active)
@@ -413,15 +420,15 @@ class Puller:
         return True
 
     def _verify_landed(self, active: _Active) -> None:
-        """On the helper thread: all that has landed by now."""
+        """Verify everything that has landed by now. Runs on the helper thread."""
         while self._verify_piece(active):
             pass
 
     def _verify_piece(self, active: _Active) -> bool:
-        """Does each payload of one piece have the digest of its handle? False when there is no piece."""
+        """Check the digest of each payload in one piece. False when there is no piece."""
         try:
             piece = active.pieces.popleft()
-        except IndexError:  # the other thread was faster
+        except IndexError:  # the other thread took the last one
             return False
         payload_bytes = active.job.payload_bytes
         for index in piece:
@@ -431,7 +438,7 @@ class Puller:
         return True
 
     def _take_scratch(self, count: int) -> int | None:
-        """First fit of `count` consecutive scratch headers."""
+        """The first `count` consecutive free scratch headers; None when there are none."""
         run = 0
         for index, free in enumerate(self._scratch_free):
             run = run + 1 if free else 0
@@ -448,7 +455,9 @@ class Puller:
 
 
 def _merged(remote: Offsets, local: Offsets, length: int) -> list[Copy]:
-    """Runs of equal length as copies; neighbours on both sides become one, which halves the time of small blocks."""
+    """Runs of equal length as copies. Runs that are adjacent on both sides are merged, which halves the time of small
+    blocks.
+    """
     runs = merge_runs(remote, local, np.full(len(remote), length, dtype=np.int64))
     rows = zip(runs.engine.tolist(), runs.segment.tolist(), runs.lengths.tolist(), strict=True)
     return [Copy(there, here, size) for there, here, size in rows]

@@ -1,7 +1,7 @@
-"""Peers on the same machine, without NIXL: map the peer's segment file and copy. For laptops and for tests.
+"""Reaches peers on the same machine without NIXL: maps the peer's segment file and copies. For laptops and for tests.
 
 Copies happen in `poll`, a bounded piece at a time, so that the owner thread stays responsive. One thread owns an
-instance. The peer's file is mapped read-only: this side cannot damage it.
+instance. The peer's file is mapped read-only, so this side cannot damage it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvservice.memory.segment import SEGMENT_MAGIC, Segment
 from kvservice.transfer.base import Completion, Copy, PeerHandle, TransferId, TransferOutcome
 
 DESCRIPTION_MAGIC = b"KVSSHM01"
-PIECE_BYTES = 32 << 20  # copied per poll: a few milliseconds
-PATH_BYTES_MAX = 4096
+PIECE_BYTES = 32 << 20  # copied by one poll: a few milliseconds
+PATH_BYTES_MAX = 4096  # PATH_MAX of Linux; a longer description is refused
 _DESCRIPTION = struct.Struct("<8sQQ")  # magic, inode, segment bytes; then the path
 
 
@@ -65,10 +65,10 @@ class SharedMemoryTransport:
             status = os.fstat(descriptor)
             if status.st_ino != inode or status.st_size < length:
                 raise TransferError(f"{path} is not the peer's segment any more")
-            # The peer names the file: a pipe, a secret of ours, or memory that another user cuts off under our reads.
+            # The peer chose the file: it could be a pipe, a secret of ours, or a file that another user truncates.
             plain = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
             if not plain or os.pread(descriptor, len(SEGMENT_MAGIC), 0) != SEGMENT_MAGIC:
-                raise TransferError(f"{path} is no segment of this user")
+                raise TransferError(f"{path} is not a segment of this user")
             mapped = mmap.mmap(descriptor, length, prot=mmap.PROT_READ)
             mapped.madvise(mmap.MADV_DONTDUMP)
         finally:
@@ -102,7 +102,7 @@ class SharedMemoryTransport:
                     self._segment.buffer[copy.local_offset : copy.local_offset + copy.length] as target,
                     view[copy.remote_offset : copy.remote_offset + copy.length] as source,
                 ):
-                    # numpy lets other threads run meanwhile, a slice assignment does not.
+                    # numpy lets other threads run meanwhile; a slice assignment does not.
                     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
                 budget -= copy.length
             if not copies:
