@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import os
 import statistics
 import subprocess
 import sys
@@ -119,8 +120,9 @@ def gigabytes_per_second(case: Case, ways: dict[str, Callable[[], object]]) -> d
 @contextmanager
 def worker_link(device: str, offer: KVOffer, segment: Segment, slot: SlotLayout) -> Iterator[WorkerLink]:
     with tempfile.TemporaryDirectory(prefix="kvb-") as folder:
-        command = [sys.executable, "-m", "kvservice.copying", "--service", "b", "--node", "n", "--device", device]
-        process = subprocess.Popen([*command, "--runtime-root", folder], stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "kvservice.cli.main", "copy-worker", "--service", "b", "--node", "n"]
+        environment = {**os.environ, "KVSERVICE_RUNTIME_DIR": folder}
+        process = subprocess.Popen([*command, "--device", device], stdout=subprocess.PIPE, text=True, env=environment)
         assert process.stdout is not None
         process.stdout.readline()
         directory = node_directory("b", NodeId("n"), Path(folder))

@@ -213,6 +213,29 @@ def lookup(
         raise fail(error) from error
 
 
+@app.command(name="copy-worker")
+def copy_worker(
+    node: Annotated[str, typer.Option(envvar="KVSERVICE_NODE", help="Name of this machine: that of its shard.")],
+    device: Annotated[str, typer.Option(help="cpu, or a GPU: its UUID, or its index here.")] = "cpu",
+    service: Annotated[str, typer.Option(envvar="KVSERVICE_SERVICE", help="Name of the installation.")] = "default",
+    wedge_seconds: Annotated[float, typer.Option(min=0.1, help="A copy that takes longer hangs.")] = 10.0,
+    json_logs: JsonLogs = False,
+) -> None:
+    """A copy worker for engines of this machine, in the foreground, until SIGTERM.
+
+    Ends with 3 when a copy hangs, and with 4 when it cannot use its GPU any more: then start it again."""
+    from kvservice.copying.process import run
+    from kvservice.copying.worker.server import CopyWorkerConfig
+    from kvservice.observe import logs
+    from kvservice.units import NodeId
+
+    logs.configure(json_lines=json_logs)
+    try:
+        raise typer.Exit(run(CopyWorkerConfig(service, NodeId(node), wedge_seconds=wedge_seconds), device))
+    except KVServiceError as error:
+        raise fail(error) from error
+
+
 @app.command(name="settings")
 def show_settings(as_json: Json = False) -> None:
     """Every setting: what it does, which values it takes, and its default."""

@@ -146,9 +146,8 @@ class LocalCluster:
 
     def start_copy_worker(self, node: str) -> None:
         """A copy worker for CPU engines of this node, named `copy-worker-n0`, …; blocks until it listens."""
-        arguments = ["--service", self.service, "--node", node, "--runtime-root", str(self.root)]
         name = f"copy-worker-{node}"
-        self._start(name, ["kvservice.copying", *arguments])
+        self._start(name, ["kvservice.cli.main", "copy-worker", "--node", node])
         directory = node_directory(self.service, NodeId(node), self.root)
         pid = self._processes[name].pid
         self._await_start(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -31,8 +32,10 @@ WEDGE_SECONDS = 3.0
 @contextlib.contextmanager
 def worker(device: int = 0) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     with tempfile.TemporaryDirectory(prefix="kvg-") as folder:
-        command = [sys.executable, "-m", "kvservice.copying", "--service", "s", "--node", "n", "--device", str(device)]
-        process = subprocess.Popen([*command, "--runtime-root", folder], stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "kvservice.cli.main", "copy-worker", "--service", "s", "--node", "n"]
+        environment = {**os.environ, "KVSERVICE_RUNTIME_DIR": folder}
+        command += ["--device", str(device)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert process.stdout is not None
         try:
             assert "listens" in process.stdout.readline()

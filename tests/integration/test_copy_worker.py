@@ -24,7 +24,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvservice.copying.__main__ import STATUS_WEDGED
 from kvservice.copying.device import HOST, HostDevice
 from kvservice.copying.engine.link import ROWS_OUTSTANDING_MAX, Copies, KVOffer, WorkerLink
 from kvservice.copying.memory import SharedMemory
@@ -43,6 +42,7 @@ from kvservice.copying.message import (
     pack_pool,
     pack_rows,
 )
+from kvservice.copying.process import STATUS_WEDGED
 from kvservice.copying.worker.server import CopyWorker, CopyWorkerConfig
 from kvservice.core.segment.copy_runs import Descriptors, RegionLayout
 from kvservice.core.segment.digest import digest_payload
@@ -80,21 +80,12 @@ PTRACE_SEIZE, PTRACE_INTERRUPT, WALL = 0x4206, 0x4207, 0x40000000
 
 
 class Worker:
-    """`python -m kvservice.copying` for this node directory."""
+    """`kvservice copy-worker` for this node directory."""
 
     def __init__(self, root: Path, *arguments: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "kvservice.copying",
-            "--service",
-            "s",
-            "--node",
-            "n",
-            "--runtime-root",
-            str(root),
-        ]
-        self.process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "kvservice.cli.main", "copy-worker", "--service", "s", "--node", "n"]
+        environment = {**os.environ, "KVSERVICE_RUNTIME_DIR": str(root)}
+        self.process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True, env=environment)
         assert self.process.stdout is not None
         self.first_line = self.process.stdout.readline()
 

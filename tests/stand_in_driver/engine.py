@@ -182,14 +182,14 @@ def stand_in_environment(**settings: int) -> dict[str, str]:
 def worker(
     plant: str = "", wedge_seconds: float = WEDGE_SECONDS, **settings: int
 ) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """`python -m kvservice.copying` on the stand-in, with a planted mistake of `worker.py` or none."""
+    """`kvservice copy-worker` on the stand-in, with a planted mistake of `worker.py` or none."""
     with tempfile.TemporaryDirectory(prefix="kvg-") as folder:
-        command = [sys.executable, "-m", "tests.stand_in_driver.worker", "--service", "s", "--node", "n"]
+        command = [sys.executable, "-m", "tests.stand_in_driver.worker", "copy-worker", "--service", "s", "--node", "n"]
         process = subprocess.Popen(
-            [*command, "--device", "0", "--runtime-root", folder, "--wedge-seconds", str(wedge_seconds)],
+            [*command, "--device", "0", "--wedge-seconds", str(wedge_seconds)],
             stdout=subprocess.PIPE,
             text=True,
-            env={**stand_in_environment(**settings), "STAND_IN_PLANT": plant},
+            env={**stand_in_environment(**settings), "STAND_IN_PLANT": plant, "KVSERVICE_RUNTIME_DIR": folder},
         )
         assert process.stdout is not None
         try:

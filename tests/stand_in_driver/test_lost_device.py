@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.copying.__main__ import STATUS_DEVICE_LOST
 from kvservice.copying.cuda.driver import Driver
 from kvservice.copying.message import CopyRow
+from kvservice.copying.process import STATUS_DEVICE_LOST
 from kvservice.core.segment.geometry import slot_index
 from kvservice.discovery import find_copy_workers
 from kvservice.testing.eventually import eventually

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.copying.__main__ import STATUS_WEDGED
 from kvservice.copying.cuda.driver import Driver
 from kvservice.copying.engine.link import Copies, WorkerLink
 from kvservice.copying.message import CopyOutcome, CopyRow, Direction
+from kvservice.copying.process import STATUS_WEDGED
 from kvservice.core.segment.geometry import slot_index
 from kvservice.memory.segment import Segment
 from kvservice.units import Generation

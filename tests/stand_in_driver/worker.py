@@ -1,4 +1,4 @@
-"""`python -m kvservice.copying` with the stand-in's kernel in place of Triton's, and with one planted mistake or none.
+"""`kvservice copy-worker` with the stand-in's kernel in place of Triton's, and with one planted mistake or none.
 
 The tests of the stand-in must notice each of these mistakes: otherwise the stand-in is too kind, or the tests are.
 """
@@ -6,12 +6,12 @@ The tests of the stand-in must notice each of these mistakes: otherwise the stan
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from kvservice.copying import __main__, device
+from kvservice.cli.main import app
+from kvservice.copying import device
 from kvservice.copying.cuda import copies as cuda_copies
 from kvservice.copying.cuda import device as cuda_device
 from kvservice.copying.cuda import driver as cuda_driver
@@ -105,4 +105,4 @@ if __name__ == "__main__":
     cuda_device.gather_launcher = lambda driver: engine.gather  # type: ignore[assignment]
     if plant := os.environ.get("STAND_IN_PLANT"):
         PLANTS[plant]()
-    sys.exit(__main__.main())
+    app()

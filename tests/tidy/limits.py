@@ -59,7 +59,7 @@ EXPLAINED_LATER = frozenset({
     "kvservice/connector/vllm/lora.py",
     "kvservice/connector/weights.py",
     "kvservice/connector/worker/peer_copy_workers.py",
-    "kvservice/copying/__main__.py",
+    "kvservice/copying/process.py",
     "kvservice/copying/cuda/copies.py",
     "kvservice/copying/cuda/device.py",
     "kvservice/copying/cuda/driver.py",

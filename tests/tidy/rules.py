@@ -93,7 +93,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("engine",),
         ("cuda",),
         ("worker",),
-        ("__main__",),
+        ("process",),
     ),
 }
 
