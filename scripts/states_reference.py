@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvservice.connector.scheduler import request
+from kvservice.connector.scheduler import pending_layer_loads, request
 from kvservice.core.acquire import acquisition, handoff, pulls, windowed
 from kvservice.core.directory import membership
 from kvservice.core.drain import receiver, sender
@@ -102,6 +102,13 @@ MACHINES = (
         request,
         request.RequestState.NEW,
         request.TRANSITIONS,
+    ),
+    Machine(
+        "Layer-wise load",
+        "A load that the same step computes on. The engine's blocks count only once every worker has confirmed it.",
+        pending_layer_loads,
+        pending_layer_loads.LayeredState.PLANNED,
+        pending_layer_loads.TRANSITIONS,
     ),
     Machine(
         "Exchange of the proxy",

@@ -22,6 +22,7 @@ from kvservice.connector.scheduler.handoff import Prefill, WriterHandoffs
 from kvservice.connector.scheduler.known_keys import KnownKeys
 from kvservice.connector.scheduler.loads import Loads
 from kvservice.connector.scheduler.loan_book import BlockPins, LoanBook
+from kvservice.connector.scheduler.pending_layer_loads import LayeredState
 from kvservice.connector.scheduler.ports import Promise, SessionPort, StoredBlock, Wait
 from kvservice.connector.scheduler.prefill_speed import PrefillSpeed
 from kvservice.connector.scheduler.request import EngineRequest, RequestEvent, RequestState
@@ -337,7 +338,8 @@ class SchedulerHalf:
 
     def end_layered(self, report: StepReport | None) -> None:
         """A step has ended; no worker reads a slot for its layered loads any more. Call it with every step's report."""
-        for load, sound in self._loads.end_step(report):
+        for load in self._loads.end_step(report):
+            sound = load.state is LayeredState.SOUND
             if not sound and self._pins is not None:
                 self._pins.forget(load.block_ids)
             if load.store is not None and sound:

@@ -60,8 +60,8 @@ class Loads:
         self._planned = [load for load in self._planned if load.request_id != request_id]
         self.layered.begin_step()  # its end finds no report
 
-    def end_step(self, report: StepReport | None) -> list[tuple[LayeredLoad, bool]]:
-        """The layer-wise loads of the step that ended, each with whether every worker found it sound."""
+    def end_step(self, report: StepReport | None) -> list[LayeredLoad]:
+        """The layer-wise loads of the step that ended."""
         return self.layered.end_step(report)
 
     def done(self, request_id: str) -> None:
