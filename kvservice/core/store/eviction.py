@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -183,20 +183,23 @@ class LeafFirst:
         self._offer(key, entry)
 
     def victim(self, size_class: int | None, may_go: Callable[[str], bool] | None = None) -> BlockKey | None:
-        best: tuple[_Rank, BlockKey] | None = None
         credits = _NO_CREDITS if self._memory is None else self._memory.credits()
+        best: tuple[_Rank, BlockKey] | None = None
+        for kind, heap in self._heaps_of(size_class, may_go):
+            while heap and not self._is_true(*heap[0], kind):
+                heapq.heappop(heap)
+            if heap:
+                (is_primary, tick, order), key = heap[0]
+                found = ((is_primary, tick + credits[kind], order), key)
+                best = found if best is None or found < best else best
+        return None if best is None else best[1]
+
+    def _heaps_of(self, size_class: int | None, may_go: Callable[[str], bool] | None) -> Iterator[tuple[int, _Heap]]:
+        """(kind of use, heap) for each heap of this size, or of any, whose account may lose blocks."""
         for size in list(self._heaps) if size_class is None else [size_class]:
             for account, heaps in self._heaps.get(size, {}).items():
-                if may_go is not None and not may_go(account):
-                    continue
-                for kind, heap in enumerate(heaps):
-                    while heap and not self._is_true(*heap[0], kind):
-                        heapq.heappop(heap)
-                    if heap:
-                        (is_primary, tick, order), key = heap[0]
-                        found = ((is_primary, tick + credits[kind], order), key)
-                        best = found if best is None or found < best else best
-        return None if best is None else best[1]
+                if may_go is None or may_go(account):
+                    yield from enumerate(heaps)
 
     def _is_true(self, rank: _Rank, key: BlockKey, kind: int) -> bool:
         """Whether a heap's entry is up to date. A block that was evicted and is back has a later tick."""
