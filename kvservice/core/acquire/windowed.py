@@ -75,6 +75,15 @@ class _Hit:
     chain: Acquisition | None = None  # of group 0, once it is over
 
 
+@dataclass(frozen=True, slots=True)
+class _Missing:
+    """Blocks of one window group that a hit needs, from `start` up to `end`."""
+
+    group: int  # index among the engine's window groups
+    start: int
+    end: int
+
+
 class WindowedAcquisitions:
     """Shares the parts of `Acquisitions`. `watch(op, handoff, now)` is called for parts that follow a writer."""
 
@@ -159,22 +168,14 @@ class WindowedAcquisitions:
         self._go_on(hit, now)
 
     def _window_done(
-        self,
-        hit: _Hit,
-        index: int,
-        start: int,
-        end: int,
-        part: Acquisition,
-        pinned: list[SlotIndex],
-        fetched: int,
-        now: float,
+        self, hit: _Hit, missing: _Missing, part: Acquisition, pinned: list[SlotIndex], fetched: int, now: float
     ) -> None:
-        for position, slot in enumerate(pinned, start):
-            hit.windows[index][position] = slot
+        for position, slot in enumerate(pinned, missing.start):
+            hit.windows[missing.group][position] = slot
         self._counters["window_hit_local_blocks"] += len(pinned) - fetched
         self._counters["window_hit_remote_blocks"] += fetched
-        gap = start + len(pinned)
-        if gap < end:
+        gap = missing.start + len(pinned)
+        if gap < missing.end:
             self._counters[f"window_miss_{part.reason.value}"] += 1
             hit.reason = MissReason.WINDOW
             hit.shortened += 1
@@ -194,20 +195,18 @@ class WindowedAcquisitions:
         if missing is None:
             self._answer(hit, now)
             return
-        index, start = missing
-        end = hit.end
-        base = start - start % SPAN_BLOCKS
-        keys = tuple(group_key(key, index + 1) for key in hit.request.keys[base:end])
+        base = missing.start - missing.start % SPAN_BLOCKS
+        keys = tuple(group_key(key, missing.group + 1) for key in hit.request.keys[base : missing.end])
         # A chain that ended short was waited for already.
         handoff = hit.request.handoff if hit.reason is MissReason.NONE else None
-        request = AcquireRequest(keys, start - base, max(hit.deadline - now, 0.0), 0.0, handoff)
-        then = partial(self._window_done, hit, index, start, end)
-        payload_bytes = hit.spec.window_groups[index].layout.payload_bytes
+        request = AcquireRequest(keys, missing.start - base, max(hit.deadline - now, 0.0), 0.0, handoff)
+        then = partial(self._window_done, hit, missing)
+        payload_bytes = hit.spec.window_groups[missing.group].layout.payload_bytes
         self._begin(hit, request, payload_bytes, WINDOW_BIT | base, then, now)
 
-    def _first_missing(self, hit: _Hit) -> tuple[int, int] | None:
-        """(index of a window group, position) of the first block that is needed and not pinned. Those behind it up
-        to the end are not pinned either, unless an earlier, longer end needed them: they are let go."""
+    def _first_missing(self, hit: _Hit) -> _Missing | None:
+        """From the first block that is needed and not pinned. Those behind it are not pinned either, unless an earlier,
+        longer end needed them: they are let go."""
         if hit.end <= hit.request.skip:
             return None
         for index, held in enumerate(hit.windows):
@@ -216,7 +215,7 @@ class WindowedAcquisitions:
             if start is not None:
                 for position in [i for i in held if i > start]:
                     self._store.unpin(held.pop(position))
-                return index, start
+                return _Missing(index, start, hit.end)
         return None
 
     def _first(self, hit: _Hit, index: int, end: int) -> int:

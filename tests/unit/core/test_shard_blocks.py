@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import pytest
 
@@ -448,3 +449,7 @@ def test_a_slot_gets_no_generation_that_a_reader_may_still_wait_for() -> None:
     for number in range(3):
         harness.store(engine, make_chain(4, f"new{number}"))
         assert not old & {(slot, header.generation) for slot, header in harness.headers.items()}
+
+
+def test_every_event_has_a_handler(harness: CoreHarness) -> None:
+    assert set(get_args(ev.Event)) == set(harness.state._handlers)
