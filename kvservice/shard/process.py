@@ -1,9 +1,9 @@
 """Runs one node's shard as a process of its own until SIGTERM or Ctrl-C, for `kvservice shard`.
 
-The end is a drain of `grace_seconds` at most: no new work, "ready" answers no, hot blocks go to other nodes unless they
-stay for the next start, readers finish, the directory is told, and only then the listeners close. A shard that was told
-to leave from outside ends as well. A second signal ends the waiting and leaves HURRY_SECONDS for the rest; whatever has
-not ended then ends with the process, which leaves no file behind all the same.
+It ends with a drain of at most `grace_seconds`: the shard takes no new work, "ready" answers no, hot blocks go to other
+nodes unless they stay for the next start, readers finish, the directory is told, and only then the listeners close. A
+shard that an operator told to leave ends in the same way. A second signal ends the waiting and leaves HURRY_SECONDS for
+the rest. Whatever has not ended by then ends with the process. No file is left behind in any case.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from kvservice.shard.server import ShardServer, ShardServerConfig
 log = logging.getLogger("kvservice.shard")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-POLL_SECONDS = 0.1
-HURRY_SECONDS = 3.0  # of a stop in order after a second signal: its listeners give calls a second each
+POLL_SECONDS = 0.1  # nothing reports the end of the last lease, so it is looked for this often
+HURRY_SECONDS = 3.0  # for an orderly stop after a second signal: listeners give their calls a second each
 
 
 async def serve(
     config: ShardServerConfig, *, keep_segment: bool = False, grace_seconds: float = 0.0, metrics_port: int = 0
 ) -> None:
-    """Returns after a clean stop, which leaves no file, or only the segment with `keep_segment`. Raises what
-    ShardServer.start raises."""
+    """Serve until a signal, and return after a clean stop. Raises what ShardServer.start raises.
+
+    The stop leaves no file, or only the segment with `keep_segment`.
+    """
     server = ShardServer(config)
     asked = EndSignals()
 
@@ -56,14 +58,16 @@ async def serve(
 
 
 class EndSignals:
-    """What SIGTERM and Ctrl-C have asked for so far: the first to end, another one to hurry. Made on the loop that
-    waits for it, in the main thread."""
+    """What SIGTERM and Ctrl-C have asked for so far: the first one to end, a further one to hurry.
+
+    Make it in the main thread, on the loop that waits for it.
+    """
 
     def __init__(self) -> None:
         self.to_end = asyncio.Event()
         self.to_hurry = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        # Not the loop's own handlers: they end with it, and a signal that comes then would be the exit status.
+        # Not the loop's own handlers: they end with the loop, and a later signal would decide the exit status.
         for number in SIGNALS:
             signal.signal(number, self._tell)
 
@@ -74,8 +78,11 @@ class EndSignals:
 
 
 async def end_process(server: ShardServer, asked: EndSignals, *, keep_segment: bool = False) -> None:
-    """Stop the server in order. Ends the process with status 1, without its files, when a part of it does not end, or
-    not soon enough after a signal to hurry."""
+    """Stop the server in order.
+
+    Ends the process with status 1, without its files, when a part of the server does not end, or not within
+    HURRY_SECONDS after a signal to hurry.
+    """
     stopping = asyncio.ensure_future(server.stop(leaving=True, keep_segment=keep_segment))
     hurry = asyncio.ensure_future(asked.to_hurry.wait())
     await asyncio.wait([stopping, hurry], return_when=asyncio.FIRST_COMPLETED)
@@ -87,11 +94,11 @@ async def end_process(server: ShardServer, asked: EndSignals, *, keep_segment: b
     await asyncio.wait([stopping], timeout=POLL_SECONDS)  # it removes the files
     log.error("ended_by_force")
     logging.shutdown()
-    os._exit(1)  # a thread or a task that hangs would keep the interpreter from ending
+    os._exit(1)  # a hanging thread or task would keep the interpreter from ending
 
 
 async def first_of(*works: Coroutine[Any, Any, object]) -> None:
-    """Until one of them is done; the others are cancelled. Raises what the first one raised."""
+    """Wait until one of these is done, and cancel the others. Raises what the first one raised."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -102,12 +109,14 @@ async def first_of(*works: Coroutine[Any, Any, object]) -> None:
 
 
 async def wait_for_readers(server: ShardServer, asked: EndSignals, grace_seconds: float) -> None:
-    """The blocks stay for the next start: take no new work and wait until no lease is out, a signal comes again, or
-    the time is over."""
+    """Take no new work and wait until no lease is open, another signal comes, or the time is over.
+
+    The blocks stay for the next start.
+    """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + grace_seconds
     server.pool.drain()
     log.info("shard_draining", extra={"leases": server.pool.lease_count, "grace_seconds": grace_seconds})
-    while server.pool.lease_count and loop.time() < deadline:  # nobody tells when the last one ends
+    while server.pool.lease_count and loop.time() < deadline:  # nothing reports when the last one ends
         if await is_set_within(POLL_SECONDS, asked.to_hurry):
             return

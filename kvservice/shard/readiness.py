@@ -1,7 +1,7 @@
-"""Health of a shard over grpc.health.v1, with being alive apart from taking work.
+"""Health of a shard over grpc.health.v1. Being alive and taking work are separate.
 
-    ""      as before: the process serves
-    live    the event loop answers; nothing else is asked. For liveness probes
+    ""      the process serves
+    live    the event loop answers; nothing else is checked. For liveness probes
     ready   a pool is open and is not draining. For readiness probes
 
 Runs on the server's event loop.
@@ -19,7 +19,7 @@ READY = "ready"
 
 
 class ReadinessServicer(health.aio.HealthServicer):  # type: ignore[misc, name-defined]  # missing in the stubs
-    """`is_ready` is asked on every check of "ready", so that a drain shows without anybody having to announce it."""
+    """`is_ready` is called on every check of "ready", so a drain shows at once."""
 
     def __init__(self, is_ready: Callable[[], bool]) -> None:
         super().__init__()

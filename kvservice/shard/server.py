@@ -1,10 +1,10 @@
 """Hosts one node's pool behind gRPC: a Unix socket for the node's engines, another listener for peers and operators.
 
-That listener is a port with TLS, or a second Unix socket where everybody is on this machine.
+The second listener is a port with TLS, or a Unix socket when the whole service is on this machine.
 
-The Ray actor, `kvservice up --no-ray` and the tests all run this class. It owns the order of start (memory, blocks,
-transport, listeners, registration, announcements) and of stop, and leaves no file behind that it made, except the
-segment when it is told to keep it for the next boot.
+The Ray actor, `kvservice up --no-ray` and the tests all run this class, on one event loop. It owns the order of the
+start (memory, blocks, transport, listeners, registration, announcements) and of the stop. It leaves none of its files
+behind, except the segment when it is told to keep that for the next boot.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ from kvservice.auth.authenticator import Authenticator, room_of
 from kvservice.auth.tenants import open_tenants
 from kvservice.auth.tls import TlsFiles, check_listener, is_bound, is_loopback, listen, local_or_tcp, open_tls
 from kvservice.client.peer import PeerClient
-from kvservice.config import ServiceConfig
+from kvservice.config import POOL_BYTES_MIN, ServiceConfig
 from kvservice.core.drain.sender import DrainPhase, DrainProgress
 from kvservice.core.messages import Holder, PoolStats
-from kvservice.core.segment.geometry import plan_geometry
+from kvservice.core.segment.geometry import CONTROL_BYTES, SCRATCH_BYTES, SLAB_BYTES_MIN, plan_geometry
+from kvservice.core.shard import BOOT_ATTACHMENTS_BITS
+from kvservice.discovery import EPOCH_MAX
 from kvservice.errors import ConfigError, KVServiceError, ServiceConflict, Unavailable, plaintext_refused
+from kvservice.lookup.announce_pump import FAREWELL_SECONDS
 from kvservice.lookup.mirror_file import mirror_path
 from kvservice.lookup.mirror_writer import DirectoryMirror
 from kvservice.lookup.shard_directory import ShardDirectory
@@ -53,29 +56,32 @@ from kvservice.wire.v1 import shard_pb2
 
 log = logging.getLogger("kvservice.shard")
 
-STOP_GRACE_SECONDS = 1.0
-REPLACE_SECONDS_MAX = 5.0  # between two attempts to have a segment again
-PART_END_SECONDS = 1.0  # the longest that a part may take to end; see ShardServer.stop
-DIRECTORY_END_SECONDS = 4.0  # says farewell, a second at most for each lookup partition, all at once
-POOL_END_SECONDS = 8.0  # waits for digests under way and closes the transport
-TELL_SECONDS = 2.0  # an operator's next question comes within this, or not at all
+STOP_GRACE_SECONDS = 1.0  # calls under way may finish within this; most take milliseconds. Then they are cancelled.
+REPLACE_SECONDS_MAX = 5.0  # longest pause between two attempts to get memory for a new segment
+PART_END_SECONDS = 1.0  # for each part of the server to end; one that does not is reported, see ShardServer.stop
+DIRECTORY_END_SECONDS = 4.0  # it says farewell to all lookup partitions in parallel, for a second at most
+POOL_END_SECONDS = 8.0  # it waits for digests under way and closes the transport
+TELL_SECONDS = 2.0  # after a drain the process waits this long for the operator's next question
+assert EPOCH_MAX << BOOT_ATTACHMENTS_BITS < 1 << 63, "an attachment id must fit into 64 bits on the wire"
+assert FAREWELL_SECONDS < DIRECTORY_END_SECONDS
+assert POOL_BYTES_MIN >= CONTROL_BYTES + SCRATCH_BYTES + SLAB_BYTES_MIN, "the smallest pool must hold a slab"
 DEV_SHM = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
 class ShardServerConfig:
-    """The settings of the service, and what only this node knows."""
+    """The settings of the service, and those of this node only."""
 
     settings: ServiceConfig
     node_id: NodeId
-    lookup_addresses: tuple[str, ...] = ()  # host:port or unix:/path of each, in partition order; () = node alone
-    segment_dir: Path = DEV_SHM  # has room for the pool
+    lookup_addresses: tuple[str, ...] = ()  # host:port or unix:/path of each, in partition order; () = no other nodes
+    segment_dir: Path = DEV_SHM  # must have room for the pool
     peer_host: str = "127.0.0.1"  # bound and advertised; loopback without TLS = a Unix socket instead
-    peer_port: int = 0  # 0 = any free one
+    peer_port: int = 0  # 0 = any free port
 
 
 class ShardServer:
-    """Use start/stop on one event loop."""
+    """Call `start` and `stop` on one event loop."""
 
     def __init__(self, config: ShardServerConfig, wall_clock: Callable[[], float] = time.time) -> None:
         self._config = config
@@ -91,18 +97,20 @@ class ShardServer:
         self._socket_path = ""
         self._secret = b""
         self._lookup_addresses: tuple[str, ...] = ()
-        self._peer_port = config.peer_port  # from the first start on, the one that it got
+        self._peer_port = config.peer_port  # after the first start, the port that was bound then
         self._keeper: asyncio.Task[None] | None = None
         self._counters: Counter[str] = Counter()
         self._leaver: asyncio.Task[None] | None = None
         self._exits = False
         self._health_names: set[str] = set()
-        self._told_end = asyncio.Event()  # whoever asked for the drain has heard that it is over
-        self.left = asyncio.Event()  # drained and told to end: call `stop`
+        self._told_end = asyncio.Event()  # an operator has been told that the drain is over
+        self.left = asyncio.Event()  # drained, and told to end: call `stop`
 
     async def start(self) -> Holder:
-        """Returns who this shard is now. Raises ConfigError, SegmentError, ServiceConflict or TransferError, and
-        leaves nothing behind then."""
+        """Start serving. Returns who this shard is now.
+
+        Raises ConfigError, SegmentError, ServiceConflict or TransferError, and then leaves nothing behind.
+        """
         there = {path for path in self._own_files() if path.exists() or path.is_symlink()}
         try:
             await self._start()
@@ -118,7 +126,7 @@ class ShardServer:
         return self.holder()
 
     async def _start(self) -> None:
-        """What can be known is checked before memory is taken."""
+        """Everything that can be checked is checked before memory is taken."""
         config = self._config
         self._tls = open_tls(config.settings.tls_dir)
         check_lookups(
@@ -154,8 +162,8 @@ class ShardServer:
                 segment_path(config.settings.service, config.node_id, config.segment_dir),
                 geometry,
                 config.settings.lease_seconds,
-                # A new segment (the machine rebooted) must still come after every epoch anybody has seen, and the
-                # clock may have been set back.
+                # The epoch of a new segment (the machine rebooted) must be above every earlier one, and the clock may
+                # have been set back.
                 epoch_floor=max(discovery.last_epoch(directory) + 1, int(self._wall_clock())),
                 tenants={} if tenants is None else tenants.current.limits(room_of(geometry)),
                 eviction=eviction,
@@ -174,8 +182,10 @@ class ShardServer:
             self._directory.start(self.holder, config.settings.heartbeat_seconds, self._superseded)
 
     def leave(self, timeout_seconds: float, handover: bool, exit: bool) -> DrainProgress:
-        """Begin to leave the service, or go on with it; returns at once with how far it is. With `exit`, `left` is set
-        in the end. Call it again for progress. Raises Unavailable when the shard does not run."""
+        """Begin to leave the service, or continue. Returns at once with the progress; call it again for more.
+
+        With `exit`, `left` is set in the end. Raises Unavailable when the shard does not run.
+        """
         progress = self.pool.drain(timeout_seconds=timeout_seconds, handover=handover)
         if self._leaver is None:
             self._leaver = asyncio.get_running_loop().create_task(self._await_drained())
@@ -185,7 +195,7 @@ class ShardServer:
         return progress
 
     async def drain(self, timeout_seconds: float, handover: bool = True) -> DrainProgress:
-        """Leave, and wait until that is done: `timeout_seconds` and a moment at most."""
+        """Leave, and wait until that is done, for `timeout_seconds` and a moment at most."""
         progress = self.leave(timeout_seconds, handover, exit=False)
         await is_set_within(timeout_seconds + STOP_GRACE_SECONDS, self.pool.drained)
         progress = self.pool.drain_progress()
@@ -203,7 +213,7 @@ class ShardServer:
         return progress
 
     async def _await_drained(self) -> None:
-        for name in sorted(self._health_names):  # not the process as a whole: nobody should restart it for leaving
+        for name in sorted(self._health_names):  # but not "live": the process must not be restarted for leaving
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
         await self.pool.drained.wait()
         if self._exits:
@@ -211,18 +221,18 @@ class ShardServer:
             self.left.set()
 
     async def stop(self, leaving: bool = True, keep_segment: bool = False) -> bool:
-        """Graceful end: unregister, finish calls for a moment, close. Idempotent.
+        """Stop in order: unregister, let calls finish for a moment, close. Idempotent.
 
-        Always returns. False: a part did not end within its `*_END_SECONDS`, is named in the log, and needs the end of
-        the process. The files go all the same, also when this is cancelled.
+        Always returns. False means that a part did not end within its `*_END_SECONDS`. The log names it, and only the
+        end of the process ends it. The files are removed in any case, also when this is cancelled.
         """
-        served = self._record is not None  # otherwise the files in our place are another shard's
+        served = self._record is not None  # otherwise the files at our paths are another shard's
         record, self._record = self._record, None
         pool, directory = self._pool, self._directory
         all_ended = True
         try:
             keeper = self._keeper
-            if keeper is not None and keeper is not asyncio.current_task():  # first: it would make the files again
+            if keeper is not None and keeper is not asyncio.current_task():  # ends first, or it would make files again
                 self._keeper = None
                 all_ended &= await _end("files", end_tasks([keeper]), PART_END_SECONDS)
             if record is not None:
@@ -256,7 +266,7 @@ class ShardServer:
             self._remove(self._own_files())
 
     def _own_files(self) -> list[Path]:
-        """In the node's directory, beside the record."""
+        """Our files in the node's directory, beside the record."""
         directory = discovery.node_directory(
             self._config.settings.service, self._config.node_id, self._config.settings.runtime_root
         )
@@ -270,7 +280,7 @@ class ShardServer:
             self._config.settings.service, self._config.node_id, self._config.settings.runtime_root
         )
         for empty in (directory, directory.parent):
-            with contextlib.suppress(OSError):  # somebody else's files: they stay
+            with contextlib.suppress(OSError):  # rmdir fails while there are other files; those stay
                 empty.rmdir()
 
     def holder(self) -> Holder:
@@ -290,7 +300,7 @@ class ShardServer:
         return stats
 
     def set_lookup_addresses(self, addresses: Sequence[str]) -> None:
-        """Lookup partitions moved. Their number must stay the same."""
+        """Use new addresses of the lookup partitions. Their number must stay the same."""
         if self._directory is not None:
             self._directory.set_addresses(addresses)
             self._register(addresses)
@@ -311,14 +321,14 @@ class ShardServer:
         self._record = discovery.write_record(record, config.settings.runtime_root)
 
     async def _listen(self, socket_path: str) -> None:
-        """Both listeners serve everything operators need; only the Unix socket serves engines."""
+        """Open both listeners. Both serve what operators need; only the Unix socket serves engines."""
         await self._serve(f"unix:{socket_path}", with_engines=True)
         self._peer_address = await self._serve(self._peers_at(), with_engines=False)
         if not self._peer_address.startswith("unix:"):
             self._peer_port = int(self._peer_address.rpartition(":")[2])
 
     def _peers_at(self) -> str:
-        """Where to listen for other shards."""
+        """The address on which to listen for other shards."""
         config = self._config
         return local_or_tcp(
             config.peer_host,
@@ -329,7 +339,7 @@ class ShardServer:
         )
 
     async def _serve(self, address: str, *, with_engines: bool) -> str:
-        """Returns the address to call."""
+        """Start a listener. Returns the address to call."""
         server = await self._server(with_engines=with_engines)
         called = listen(server, address, self._tls, allow_plaintext=self._config.settings.allow_plaintext)
         await server.start()
@@ -360,8 +370,10 @@ class ShardServer:
         return server
 
     async def _keep_files(self) -> None:
-        """Whatever cleans the runtime directory or shared memory, as systemd-logind does at a logout, takes neither the
-        service nor the node's name from it: noticed within a heartbeat."""
+        """Make the runtime files and the segment again when something removes them, as systemd-logind does at a logout.
+
+        So the service keeps running and the node keeps its name. A loss is noticed within a heartbeat.
+        """
         complained = ""
         while True:
             await asyncio.sleep(self._config.settings.heartbeat_seconds)
@@ -375,8 +387,8 @@ class ShardServer:
                 if str(error) != complained:
                     complained = str(error)
                     log.warning("runtime_files_not_remade", extra={"reason": complained})
-            except Exception as error:  # task boundary: nobody else makes the files again
-                if str(error) != complained:  # a machine without threads, say, may stay so for hours
+            except Exception as error:  # task boundary: nothing else makes the files again
+                if str(error) != complained:  # some causes last for hours, such as a machine without free threads
                     complained = str(error)
                     log.exception("runtime_files_failed")
 
@@ -386,7 +398,7 @@ class ShardServer:
         return not all(path.exists() for path in own) or not all(map(is_bound, self._addresses()))
 
     async def _remake_files(self) -> None:
-        """The same boot with the same secret. Servers whose sockets are gone go on for those who are connected."""
+        """Make the files of the same boot, with the same secret. Open connections to removed sockets stay open."""
         directory = Path(self._socket_path).parent
         make_directory(directory)
         discovery.keep_secret(directory, self._secret)
@@ -404,8 +416,10 @@ class ShardServer:
         return f"unix:{self._socket_path}", self._peer_address
 
     async def _replace_segment(self) -> None:
-        """A boot of its own, with new memory: engines lose their attachments, let the old memory go and attach again.
-        Until there is room for it this node has no pool."""
+        """Start a new boot with new memory. Engines lose their attachments, unmap the old memory and attach again.
+
+        Until there is room for the new memory, this node has no pool.
+        """
         log.critical("segment_removed", extra={"node": self._config.node_id})
         self._counters["segments_replaced"] += 1
         self.pool.retire()
@@ -414,7 +428,7 @@ class ShardServer:
             await self.stop(leaving=False)
             try:
                 await self._start()
-            except Exception as error:  # task boundary: nobody else starts it again
+            except Exception as error:  # task boundary: nothing else starts it again
                 unexpected = not isinstance(error, KVServiceError)
                 log.error("segment_not_replaced", extra={"reason": str(error)}, exc_info=unexpected)
             else:
@@ -427,14 +441,14 @@ class ShardServer:
         return [] if self._pool is None else self._pool.inventory()
 
     def _superseded(self) -> None:
-        """The directory knows a newer epoch of this node: another process took our place."""
+        """The directory knows a newer epoch of this node: another process has taken its place."""
         log.critical("superseded", extra={"node": self._config.node_id})
         if self._pool is not None:
             self._pool.drain()
 
 
 async def _end(what: str, work: Awaitable[None], seconds: float) -> bool:
-    """Let this part end. False, and a line in the log, when it does not: then it is left behind."""
+    """Let a part end within `seconds`. When it does not, logs that and returns False; the part is left behind."""
     ending = asyncio.ensure_future(work)
     try:
         await asyncio.wait([ending], timeout=seconds)
@@ -448,16 +462,16 @@ async def _end(what: str, work: Awaitable[None], seconds: float) -> bool:
 
 
 def check_lookups(addresses: Sequence[str], *, tls: bool, allow_plaintext: bool) -> None:
-    """Raises ConfigError for lookup partitions at a plaintext port, where any user of that machine may listen."""
+    """Raises ConfigError for a lookup partition at a plaintext port, where any user of its machine may listen."""
     for address in addresses:
         if not (tls or allow_plaintext or address.startswith("unix:")):
             raise plaintext_refused(f"the lookup partition at {address} would be called without TLS")
 
 
 def _choose_transport(config: ShardServerConfig) -> tuple[str, Callable[[Segment], Transport]]:
-    """Name and factory. Raises ConfigError for an unknown name, and for NIXL where it is not installed."""
+    """The transport's name and factory. Raises ConfigError for an unknown name, and for NIXL if it is not installed."""
     kind = config.settings.transport
-    if kind == "auto":  # a shard on loopback has no peers but those of its machine, and over TCP UCX checks no keys
+    if kind == "auto":  # on loopback all peers are on this machine, and UCX over TCP checks no keys
         beyond = not is_loopback(f"{config.peer_host}:0")
         kind = "nixl" if beyond and nixl_available() else "shm"
     if kind == "nixl":

@@ -1,4 +1,7 @@
-"""The RPCs of a shard, mapped onto the pool. No decision is taken here; every value is validated by wire.codec."""
+"""The RPCs of a shard, mapped onto the pool. Decides nothing; wire.codec validates every value.
+
+Runs on the shard's event loop.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +12,44 @@ from typing import Protocol
 
 from kvservice.auth.authenticator import Authenticator, account_of, is_private
 from kvservice.auth.identity import caller_of, proof_in
-from kvservice.core.acquire.handoff import check_handoff_id
+from kvservice.client.shard import STREAM_SILENCE_SECONDS
+from kvservice.core.acquire.handoff import FOLLOWS_MAX, HANDOFF_ID_BYTES, check_handoff_id
 from kvservice.core.block.keys import unpack_keys
+from kvservice.core.drain.receiver import TAKES_MAX
 from kvservice.core.drain.sender import DrainProgress
 from kvservice.core.explain.records import KEEP_SECONDS, check_request_id
 from kvservice.core.messages import Holder, PoolStats
+from kvservice.core.reconcile import OPEN_CALLS_MAX, STATED_HANDOFFS_MAX, STATED_SLOTS_MAX
+from kvservice.core.shard import ATTACHMENTS_MAX
+from kvservice.core.writes import RESERVE_COUNT_MAX
 from kvservice.errors import Forbidden, InvalidRequest, KVServiceError, StaleEpoch, Unauthenticated, Unavailable
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.units import AttachmentId, BootEpoch, LeaseId, NodeId
 from kvservice.wire import codec
 from kvservice.wire.explain import decode_reports, encode_explanation, encode_history
 from kvservice.wire.leaving import decode_items, encode_progress
-from kvservice.wire.serving import Context
+from kvservice.wire.serving import CALLS_MAX, LISTS_BYTES_MAX, LONG_CALLS_MAX, SHORT_CALLS_MAX, Context
 from kvservice.wire.v1 import shard_pb2
 from kvservice.wire.versions import check_version
 
-HEARTBEAT_SECONDS = 2.0
-READER_CHARS_MAX = 512
-DRAIN_SECONDS_MAX = 3600.0
+HEARTBEAT_SECONDS = 2.0  # of an attach stream. An engine that hears nothing for several of them gives the shard up.
+READER_CHARS_MAX = 512  # of a peer's node id, as everywhere on the wire; a longer one is cut
+DRAIN_SECONDS_MAX = 3600.0  # an hour: a hand-over of any pool ends sooner; a longer drain is refused
+assert 3 * HEARTBEAT_SECONDS < STREAM_SILENCE_SECONDS, "an engine must miss several heartbeats before it gives up"
+assert READER_CHARS_MAX <= codec.NAME_CHARS_MAX
+assert RESERVE_COUNT_MAX <= codec.BLOCKS_PER_MESSAGE_MAX, "an answer has all reserved slots"
+# The largest requests on the wire, in bytes: a seal item takes at most 75, a lease id or a slot at most 5.
+assert 75 * codec.BLOCKS_PER_MESSAGE_MAX < LISTS_BYTES_MAX, "a Seal must fit into a request"
+assert (
+    5 * (codec.LEASES_PER_MESSAGE_MAX + STATED_SLOTS_MAX) + 10 * OPEN_CALLS_MAX + HANDOFF_ID_BYTES * STATED_HANDOFFS_MAX
+    < LISTS_BYTES_MAX
+), "a heartbeat must fit into a request"
+assert LONG_CALLS_MAX >= FOLLOWS_MAX + TAKES_MAX, "the shard's own limits must be reached first"
+assert CALLS_MAX - LONG_CALLS_MAX - SHORT_CALLS_MAX > ATTACHMENTS_MAX, "each attached engine has a stream"
 
 
 class _OfEngine(Protocol):
-    """What every message of an attached engine has."""
+    """The fields that every message of an attached engine has."""
 
     @property
     def attachment_id(self) -> int: ...
@@ -119,7 +138,7 @@ class EngineServicer:
         return shard_pb2.RenewReply()
 
     def _attachment(self, request: _OfEngine, context: Context) -> AttachmentId:
-        """Whose call it is. Raises StaleEpoch, Unauthenticated, or NotAttached for another tenant's attachment."""
+        """The attachment of the call. Raises StaleEpoch, Unauthenticated, or NotAttached for another tenant's."""
         if request.epoch != self._pool.epoch:
             raise StaleEpoch(
                 f"the shard restarted: it is in epoch {self._pool.epoch}, the attachment is of {request.epoch}; attach "
@@ -176,8 +195,10 @@ class PeerServicer:
         return shard_pb2.ReleaseLocatedReply()
 
     def _reader(self, name: str, context: Context) -> NodeId:
-        """Whose leases these are: the name that was given, and what only the node of that name can prove. A lease that
-        one caller has is never another's."""
+        """The name under which a peer's leases are kept: the given name, and a proof that only its node can make.
+
+        So a lease of one caller is never another's.
+        """
         name = name[:READER_CHARS_MAX]
         self._check_speaks_for(name, context)
         return NodeId(f"{name} {proof_in(context).hex()}")
@@ -191,7 +212,7 @@ class PeerServicer:
 
 
 class AdminServicer:
-    """AdminService: numbers for people, drain, and what is remembered of requests."""
+    """AdminService: figures for people, drains, and what is remembered of requests."""
 
     def __init__(
         self,
@@ -201,8 +222,7 @@ class AdminServicer:
         authenticator: Authenticator,
         stats: Callable[[], PoolStats],
     ) -> None:
-        """`leave(timeout_seconds, handover, exit)` begins a drain, or goes on with one. `stats`: of the pool and what
-        is around it."""
+        """`leave(timeout_seconds, handover, exit)` begins a drain or continues it. `stats` covers pool and server."""
         self._pool = pool
         self._stats = stats
         self._authenticator = authenticator
@@ -237,7 +257,7 @@ class AdminServicer:
         )
 
     async def engine_stats(self, request: shard_pb2.EngineStatsRequest, context: Context) -> shard_pb2.EngineStatsReply:
-        """With a tenant's token, of that tenant, with what its blocks' names derive from where nobody listens."""
+        """The engines; with a tenant's token only its own, and on a private channel with their secret keys."""
         caller = self._authenticator.caller_if_any(context)
         stats = self._pool.engine_stats(None if caller is None else caller.tenant.name)
         reply = codec.encode_engine_stats(self._holder(), stats)
@@ -262,6 +282,6 @@ class AdminServicer:
     ) -> shard_pb2.BlockHistoryReply:
         account = self._authenticator.account(context)
         entries, now = self._pool.block_history(tuple(unpack_keys(request.keys)), max(request.age_seconds, 0.0))
-        if account is not None:  # who needed the room may be another tenant
+        if account is not None:  # the blocks that needed the room may be another tenant's
             entries = tuple(replace(entry, caused_by="") for entry in entries)
         return encode_history(entries, now)

@@ -1,6 +1,6 @@
-"""Domain values <-> protobuf messages. Decoding validates: lengths, ranges and counts, never just types.
+"""Domain values <-> protobuf messages. Decoding checks lengths, ranges and counts, not only types. Pure.
 
-Every `decode_*` raises InvalidRequest for values that no honest peer sends; nothing else is raised for any message.
+Every `decode_*` raises InvalidRequest for values that a correct peer never sends, and no other error for any message.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES, check_handoff_id
 from kvservice.core.block.fingerprint import FIELDS_MAX, Fingerprint
-from kvservice.core.block.keys import KEY_BYTES, unpack_keys
+from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX, unpack_keys
 from kvservice.core.block.tenants import TenantUsage
 from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX, Window, WindowGroup
 from kvservice.core.explain.records import check_request_id
@@ -51,10 +51,11 @@ from kvservice.units import (
 from kvservice.wire.v1 import common_pb2, shard_pb2
 from kvservice.wire.versions import PROTOCOL_VERSION
 
-NAME_CHARS_MAX = 512
-BLOCKS_PER_MESSAGE_MAX = 8192
-LEASES_PER_MESSAGE_MAX = 65_536
-TENANT_KEY_BYTES_MAX = 64  # what BLAKE2b takes
+NAME_CHARS_MAX = 512  # of a model, a namespace, a node id or an address; longer ones are refused
+BLOCKS_PER_MESSAGE_MAX = 8192  # as many as keys in a request; a Seal of more is refused, and the engine sends several
+LEASES_PER_MESSAGE_MAX = 65_536  # of one heartbeat; an engine has one for each running request. More are refused.
+TENANT_KEY_BYTES_MAX = 64  # the longest key that BLAKE2b takes
+assert BLOCKS_PER_MESSAGE_MAX >= KEYS_PER_REQUEST_MAX, "an answer has a block for each key"
 
 
 def encode_holder(holder: Holder) -> common_pb2.NodeInfo:
@@ -63,7 +64,7 @@ def encode_holder(holder: Holder) -> common_pb2.NodeInfo:
 
 def decode_holder(info: common_pb2.NodeInfo) -> Holder:
     if not info.node_id or len(info.node_id) > NAME_CHARS_MAX or len(info.peer_address) > NAME_CHARS_MAX:
-        raise InvalidRequest("a node needs an id and an address of at most 512 characters")
+        raise InvalidRequest(f"a node needs an id and an address of at most {NAME_CHARS_MAX} characters")
     if info.epoch == 0:
         raise InvalidRequest(f"node {info.node_id} has boot epoch 0")
     return Holder(NodeId(info.node_id), info.peer_address, BootEpoch(info.epoch))
@@ -101,7 +102,9 @@ def encode_spec(spec: EngineSpec) -> shard_pb2.AttachRequest:
 
 def decode_spec(message: shard_pb2.AttachRequest) -> EngineSpec:
     if not message.model or len(message.model) > NAME_CHARS_MAX or len(message.namespace) > NAME_CHARS_MAX:
-        raise InvalidRequest("model and namespace are at most 512 characters, and the model is not empty")
+        raise InvalidRequest(
+            f"model and namespace have at most {NAME_CHARS_MAX} characters, and the model is not empty"
+        )
     count = len(message.window_groups)
     if count > WINDOW_GROUPS_MAX:
         raise InvalidRequest(f"an engine has at most {WINDOW_GROUPS_MAX} window groups, not {count}")
@@ -236,7 +239,7 @@ def decode_ref(message: shard_pb2.BlockRef) -> BlockRef:
 
 def decode_acquire(message: shard_pb2.AcquireRequest) -> AcquireRequest:
     if not message.timeout_seconds >= 0 or not 0 <= message.recompute_seconds_per_block < math.inf:  # also refuses NaN
-        raise InvalidRequest("timeout and recompute time are seconds, not negative")
+        raise InvalidRequest("timeout and recompute time are seconds and not negative")
     return AcquireRequest(
         tuple(unpack_keys(message.keys)),
         message.skip,
@@ -269,7 +272,7 @@ def decode_acquired(message: shard_pb2.AcquireReply) -> AcquireResult:
     try:
         miss = MissReason(message.miss)
     except ValueError:
-        miss = MissReason.NEVER_STORED  # a newer shard's reason: still a miss
+        miss = MissReason.NEVER_STORED  # a reason that only newer shards know: a miss in any case
     refs, counts = decode_refs(message.window_blocks), message.window_counts
     if sum(counts) != len(refs):
         raise InvalidRequest(f"{len(refs)} blocks of window groups, counted as {sum(counts)}")
@@ -359,8 +362,8 @@ def decode_located(message: shard_pb2.LocateReply, keys: tuple[BlockKey, ...]) -
 
 
 def _lease_seconds(seconds: float) -> float:
-    if not 0 <= seconds < math.inf:  # also refuses NaN, with which no deadline would ever come
-        raise InvalidRequest(f"a peer's lease lasts {seconds} s, which is no time")
+    if not 0 <= seconds < math.inf:  # also refuses NaN, with which a deadline would never come
+        raise InvalidRequest(f"a peer's lease lasts {seconds} s, which is not a valid time")
     return seconds
 
 
@@ -405,7 +408,7 @@ def decode_engine_stats(message: shard_pb2.EngineStatsReply) -> EngineStats:
         *(value for peer in message.peers for value in (peer.bytes_per_second, peer.overhead_seconds)),
     ]
     if not all(0 <= value < float("inf") for value in speeds):  # also refuses NaN
-        raise InvalidRequest("engine stats have speeds that are no numbers of at least 0")
+        raise InvalidRequest("engine stats need speeds that are numbers of at least 0")
     engines = [
         EngineKind(
             kind.namespace,

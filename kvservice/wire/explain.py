@@ -1,4 +1,7 @@
-"""Records of requests, and the history of blocks <-> protobuf messages. Times travel as ages, because clocks differ."""
+"""Records of requests, and the history of blocks <-> protobuf messages. Times travel as ages, because clocks differ.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from kvservice.core.explain.records import Explanation, HistoryEntry, RequestRec
 from kvservice.core.messages import RequestReport
 from kvservice.wire.v1 import common_pb2, shard_pb2
 
-U32_MAX = (1 << 32) - 1
-REPORTS_MAX = 4096
+U32_MAX = (1 << 32) - 1  # what a uint32 field holds; larger counts are sent as this
+REPORTS_MAX = 4096  # reports taken from one heartbeat; an engine sends at most 1024, and the rest is left out
 
 
 def encode_report(report: RequestReport) -> shard_pb2.RequestReport:
@@ -42,7 +45,9 @@ def decode_report(message: shard_pb2.RequestReport) -> RequestReport:
 
 
 def decode_reports(messages: Sequence[shard_pb2.RequestReport]) -> tuple[RequestReport, ...]:
-    """What is too much is left out: reports are for people, and nothing may fail for them."""
+    """The first REPORTS_MAX reports. The rest is left out, not refused: reports are for people, and no call may fail
+    because of them.
+    """
     return tuple(decode_report(message) for message in messages[:REPORTS_MAX])
 
 
@@ -53,7 +58,7 @@ def encode_explanation(
     keep_seconds: float,
     now: float,
 ) -> shard_pb2.ExplainReply:
-    """`models`: (namespace, model, fingerprint, engines) of the attached engines."""
+    """`models` holds (namespace, model, fingerprint, engines) for the attached engines."""
     return shard_pb2.ExplainReply(
         records=[_encode_record(record, now) for record in found.records],
         matching=found.matching,

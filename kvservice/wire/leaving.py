@@ -1,6 +1,6 @@
-"""What shards say to each other and to operators when one leaves <-> protobuf messages. Decoding validates.
+"""What shards tell each other and operators when one leaves <-> protobuf messages. Decoding validates. Pure.
 
-Every `decode_*` raises InvalidRequest for values that no honest peer sends; nothing else is raised for any message.
+Every `decode_*` raises InvalidRequest for values that a correct peer never sends, and no other error for any message.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvservice.units import BootEpoch, SpanRoute
 from kvservice.wire.codec import encode_holder
 from kvservice.wire.v1 import shard_pb2
 
-_COUNT = re.compile(r"[0-9]{1,18}")  # int() takes less than isdigit() does
+_COUNT = re.compile(r"[0-9]{1,18}")  # isdigit() accepts more than int() does
 
 
 def encode_take_over(
@@ -46,9 +46,9 @@ def decode_items(message: shard_pb2.TakeOverRequest) -> tuple[TakeOverItem, ...]
         raise InvalidRequest(f"{count} blocks are offered with lists of other lengths")
     tags = list(message.account_tags) or [0] * count
     if len(tags) != count or max(tags, default=0) > TAG_MAX:
-        raise InvalidRequest(f"{count} blocks are offered with {len(tags)} account tags, or one beyond {TAG_MAX}")
+        raise InvalidRequest(f"{count} blocks are offered with {len(tags)} account tags, or with one above {TAG_MAX}")
     if not all(0 <= idle < math.inf for idle in message.idle_seconds):
-        raise InvalidRequest("a block's idle time is a number of seconds, not negative")
+        raise InvalidRequest("a block's idle time is seconds and not negative")
     return tuple(
         TakeOverItem(key, None if parent == NO_KEY else parent, position, SpanRoute(route), idle, tag)
         for key, parent, position, route, idle, tag in zip(

@@ -1,9 +1,10 @@
-"""Turns an object with one coroutine per RPC into gRPC handlers that all behave alike.
+"""Makes gRPC handlers from an object with one coroutine per RPC. All RPCs then behave alike.
 
-For every RPC: the caller's certificate must allow it (wire.identity); the request is parsed here, so malformed bytes
-answer INVALID_ARGUMENT instead of gRPC's INTERNAL; a missing deadline is refused; KVServiceError becomes its status;
-anything else is logged once, counted and becomes INTERNAL without its text. The serving object has a coroutine method
-`snake_case(request, context)` per unary RPC and an async generator for server streams.
+For every RPC: the caller's certificate must allow it (auth.identity). The request is parsed here, so malformed bytes
+answer INVALID_ARGUMENT instead of gRPC's INTERNAL. A missing deadline is refused. A KVServiceError becomes its status.
+Any other error is logged once, counted, and becomes INTERNAL without its text. The serving object has a coroutine
+method `snake_case(request, context)` for each unary RPC and an async generator for each server stream. Everything runs
+on the server's event loop.
 """
 
 from __future__ import annotations
@@ -25,46 +26,55 @@ from kvservice.wire.status import status_code, status_text, trailing_metadata
 
 log = logging.getLogger("kvservice.wire")
 
-MESSAGE_BYTES_MAX = 4 << 20
-# For services whose requests have lists of messages: an empty one is 2 bytes on the wire and a hundred once parsed. The
-# largest that is meant, a Seal of 8,192 blocks, has 600 KiB.
+MESSAGE_BYTES_MAX = 4 << 20  # of a request: gRPC's own default. A longer one is refused before it is read.
+# The same for services whose requests have lists of messages: an empty message takes 2 bytes on the wire and a hundred
+# once parsed. The largest request that is meant is a Seal of 8,192 blocks, which has 600 KiB.
 LISTS_BYTES_MAX = 1 << 20
+REPLY_BYTES_MAX = 16 << 20  # eight times the largest reply that is meant, the keys of 16 records; a larger one fails
 _SERVER_OPTIONS: list[tuple[str, int]] = [
-    ("grpc.max_send_message_length", 16 << 20),
+    ("grpc.max_send_message_length", REPLY_BYTES_MAX),
     ("grpc.so_reuseport", 0),  # two servers on one port must be an error, not a coin toss
-    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_time_ms", 10_000),  # notices a peer that was stopped, not closed (half-open TCP), in 13 s
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    (
+        "grpc.http2.min_ping_interval_without_data_ms",
+        5_000,
+    ),  # must be below the clients' keepalive_time_ms
 ]
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
-    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.max_receive_message_length", REPLY_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.keepalive_time_ms", 10_000),  # notices a peer that was stopped, not closed (half-open TCP)
+    ("grpc.keepalive_time_ms", 10_000),  # as the server's
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.max_pings_without_data", 0),  # 0 = no limit, so that idle channels are watched as well
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.enable_retries", 0),
+    ("grpc.enable_retries", 0),  # callers decide what is sent again
 ]
+assert LISTS_BYTES_MAX <= MESSAGE_BYTES_MAX <= REPLY_BYTES_MAX
 
-# Answered when something has happened, or after seconds.
+# Calls that are answered when something has happened, or after seconds.
 LONG_CALLS = frozenset({"Acquire", "Follow", "TakeOver"})
+# Calls under way at one server. Short ones take milliseconds; of the long ones an engine has one per waiting request.
+# Further calls are refused with Exhausted.
 SHORT_CALLS_MAX, LONG_CALLS_MAX = 1024, 8192
-CALLS_MAX = SHORT_CALLS_MAX + LONG_CALLS_MAX + 1024  # of a server in all, with streams, health and reflection
+CALLS_MAX = SHORT_CALLS_MAX + LONG_CALLS_MAX + 1024  # the 1024 are for streams, health and reflection
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
 def server_options(request_bytes_max: int) -> list[tuple[str, int]]:
-    """A longer request is refused with RESOURCE_EXHAUSTED before it is read."""
+    """Options of a server. A request longer than `request_bytes_max` is refused with RESOURCE_EXHAUSTED, unread."""
     return [("grpc.max_receive_message_length", request_bytes_max), *_SERVER_OPTIONS]
 
 
 class Gate:
-    """How many calls of one server may be under way, so that a flood is refused instead of remembered. Calls that wait
-    for something by their nature are counted apart: however many wait, the others are served."""
+    """Limits how many calls of one server are under way, so that a flood is refused and does not fill the memory.
+
+    Calls that wait for something by their nature are counted separately, so that they never keep out the others.
+    """
 
     def __init__(self, short: int = SHORT_CALLS_MAX, long: int = LONG_CALLS_MAX) -> None:
         self._most = {False: short, True: long}
@@ -72,7 +82,7 @@ class Gate:
 
     @contextlib.contextmanager
     def passing(self, rpc: str) -> Iterator[None]:
-        """For the length of a call. Raises Exhausted when there are enough of its kind."""
+        """Count a call while it runs. Raises Exhausted when enough calls of its kind are under way."""
         kind = rpc in LONG_CALLS
         if self._now[kind] >= self._most[kind]:
             raise Exhausted(f"{self._most[kind]} calls like {rpc} are under way here already: try again", rpc=rpc)
@@ -86,8 +96,11 @@ class Gate:
 def service_handler(
     service: ServiceDescriptor, implementation: object, needs_deadline: bool = True, gate: Gate | None = None
 ) -> grpc.GenericRpcHandler[bytes, bytes]:
-    """Handlers for every RPC of the service. Raises AttributeError when the implementation lacks one. Unary calls pass
-    the gate, one for all services of a server; streams are counted by what they stand for, engines and watchers."""
+    """Handlers for every RPC of the service. Raises AttributeError when the implementation lacks one.
+
+    Unary calls pass the gate, which all services of a server share. Streams are limited by what they stand for: engines
+    and watchers.
+    """
     gate = gate or Gate()
     handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {}
     for method in service.methods:
@@ -118,7 +131,7 @@ def _unary(
             return reply.SerializeToString()
         except KVServiceError as error:
             await _refuse(context, error)
-        except Exception:  # noqa: BLE001  RPC boundary: a bug must answer, not hang the caller
+        except Exception:  # noqa: BLE001  RPC boundary: after a bug the caller must get an answer and not hang
             await _internal(context, method)
 
     return handle

@@ -1,4 +1,4 @@
-"""Errors <-> gRPC status. The code is the gRPC one; `reason` and attributes travel as trailing metadata."""
+"""Errors <-> gRPC status. The code is gRPC's; `reason` and the attributes travel as trailing metadata. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from kvservice.errors import DeadlineExceeded, InvalidRequest, KVServiceError, U
 
 REASON_KEY = "kvservice-reason"
 ATTRIBUTES_KEY = "kvservice-attributes"
+# Without percent-encoding. A client that gets more than 8 KiB of headers in all gets no status, so the text is cut and
+# attributes that are too long are left out.
 ATTRIBUTES_BYTES_MAX = 2048
-TEXT_BYTES_MAX = 4096  # as gRPC sends it; with more than 8 KiB of headers in all, a client gets no status at all
+TEXT_BYTES_MAX = 4096  # as gRPC sends it; see above
+assert TEXT_BYTES_MAX + ATTRIBUTES_BYTES_MAX <= 7 << 10, "a KiB is left for other headers"
 
 _BY_CODE: dict[grpc.StatusCode, type[KVServiceError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
@@ -23,15 +26,15 @@ _BY_CODE: dict[grpc.StatusCode, type[KVServiceError]] = {
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
 }
 
-# Texts of gRPC 1.76 and later; tests/integration/test_tls.py meets each of them.
+# Texts of gRPC 1.76 and later; tests/integration/test_tls.py causes each of them.
 _TLS_SIGNS = (
     (
         "WRONG_VERSION_NUMBER",
-        "this side uses TLS and the other does not: give all parts of the service the same KVSERVICE_TLS_DIR",
+        "this side uses TLS and the other does not: give all processes of the service the same KVSERVICE_TLS_DIR",
     ),
     (
         "CERTIFICATE_VERIFY_FAILED",
-        "the other side's certificate is expired or of another CA: see docs/security.md, rotation",
+        "the other side's certificate is expired or signed by another CA: see docs/security.md, rotation",
     ),
     (
         "Hostname Verification Check failed",
@@ -39,7 +42,7 @@ _TLS_SIGNS = (
     ),
     (
         "failed to connect to all addresses; last error: UNAVAILABLE: ",
-        "the other side closed the connection at once: it wants TLS, with a certificate of its CA that is valid now. "
+        "the other side closed the connection at once: it requires TLS, with a valid certificate signed by its CA. "
         "Set KVSERVICE_TLS_DIR to the same files as there, or renew them",
     ),
 )
@@ -50,7 +53,7 @@ def status_code(error: KVServiceError) -> grpc.StatusCode:
 
 
 def status_text(error: KVServiceError) -> str:
-    """The error's text, cut where it is too long to travel: it may hold what the client sent."""
+    """The error's text, cut when it is too long to travel: it may contain what the client sent."""
     length = 0
     for index, character in enumerate(error.message):
         plain = character.isascii() and character.isprintable() and character != "%"
@@ -61,7 +64,7 @@ def status_text(error: KVServiceError) -> str:
 
 
 def trailing_metadata(error: KVServiceError) -> tuple[tuple[str, str], ...]:
-    """Reason always; attributes as JSON when they fit, because some proxies cut large metadata."""
+    """The reason, and the attributes as JSON when they fit: some proxies cut large metadata."""
     pairs = [(REASON_KEY, error.reason)]
     attributes = json.dumps({name: str(value) for name, value in error.attributes.items()})
     if error.attributes and len(attributes) <= ATTRIBUTES_BYTES_MAX:
@@ -70,7 +73,7 @@ def trailing_metadata(error: KVServiceError) -> tuple[tuple[str, str], ...]:
 
 
 def error_from_rpc(error: grpc.RpcError, what: str) -> KVServiceError:
-    """The error the server raised, rebuilt; or the nearest kind for a failure of the channel itself."""
+    """The error that the server raised, rebuilt; or the nearest kind for a failure of the channel itself."""
     code = error.code() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else grpc.StatusCode.UNKNOWN
     details = (error.details() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None) or str(error)
     hint = connect_hint(details)
@@ -84,8 +87,10 @@ def error_from_rpc(error: grpc.RpcError, what: str) -> KVServiceError:
 
 
 def connect_hint(details: str) -> str:
-    """What to do about a connection that failed for reasons of TLS; "" for any other failure. gRPC says all of them as
-    UNAVAILABLE with a text of its TLS library."""
+    """What to do about a connection that failed because of TLS; "" for any other failure.
+
+    gRPC reports all of them as UNAVAILABLE with a text of its TLS library.
+    """
     return next((hint for sign, hint in _TLS_SIGNS if sign in details), "")
 
 

@@ -168,13 +168,13 @@ async def refuses_bytes(address: str) -> None:
 @pytest.mark.parametrize(
     ("server", "client", "hint"),
     [
-        ({}, None, "it wants TLS, with a certificate of its CA"),
+        ({}, None, "it requires TLS, with a valid certificate signed by its CA"),
         (None, {}, "this side uses TLS and the other does not"),
-        ({}, {"issuer": STRANGER, "trusted": STRANGER.pem}, "expired or of another CA"),
+        ({}, {"issuer": STRANGER, "trusted": STRANGER.pem}, "expired or signed by another CA"),
         (
             {},
             {"issuer": STRANGER, "trusted": STRANGER.pem + AUTHORITY.pem},
-            "it wants TLS, with a certificate of its CA",
+            "it requires TLS, with a valid certificate signed by its CA",
         ),
     ],
     ids=["plaintext client", "plaintext server", "another CA", "certificate of another CA"],
@@ -328,7 +328,7 @@ def test_explain_says_what_to_do_about_certificates_that_do_not_fit(
     assert explain.explain(cluster.service, "none")["hints"] == []
     monkeypatch.setenv("KVSERVICE_TLS_DIR", str(write(tmp_path / "s", issuer=STRANGER, trusted=STRANGER.pem)))
     state = explain.explain(cluster.service, "none")
-    assert state["silent_lookups"] and ["expired or of another CA" in hint for hint in state["hints"]] == [True]
+    assert state["silent_lookups"] and ["expired or signed by another CA" in hint for hint in state["hints"]] == [True]
 
 
 def test_renewed_files_reach_running_processes(cluster: LocalCluster) -> None:

@@ -34,13 +34,6 @@ EXPLAINED_LATER = frozenset({
     "kvservice/pool/digests.py",
     "kvservice/pool/remote.py",
     "kvservice/pool/runtime.py",
-    "kvservice/shard/process.py",
-    "kvservice/shard/server.py",
-    "kvservice/shard/service.py",
-    "kvservice/wire/codec.py",
-    "kvservice/wire/explain.py",
-    "kvservice/wire/serving.py",
-    "kvservice/wire/status.py",
     #
     "kvservice/cli/certs.py",
     "kvservice/cli/check.py",

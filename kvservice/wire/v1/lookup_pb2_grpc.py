@@ -70,7 +70,7 @@ class LookupServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Resolve(self, request, context):
-        """Which of these keys are held, by whom. Order of keys is the order of the chain.
+        """The holders of these keys. The keys are in the order of the chain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,14 +84,14 @@ class LookupServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Changes as they happen, from now on, after one full snapshot. Slow readers are cut off with RESOURCE_EXHAUSTED.
+        """One full snapshot, then every change as it happens. A slow reader is cut off with RESOURCE_EXHAUSTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FindNode(self, request, context):
-        """Where a node's shard is reached.
+        """The address of a node's shard.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,7 +104,7 @@ class LookupServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LostBlocks(self, request, context):
-        """Which of these keys were lost with a node that left or died.
+        """The keys that were lost with a node that left or died.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -90,7 +90,7 @@ class EngineServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request, context):
-        """First event answers; then a heartbeat every few seconds. The end of the stream ends the attachment.
+        """The first event is the answer. A heartbeat follows every 2 seconds. The end of the stream ends the attachment.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -139,7 +139,7 @@ class EngineServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def OpenHandoff(self, request, context):
-        """A prompt computed here for an engine elsewhere: others may follow its blocks until it is closed.
+        """A prompt that is computed here for an engine on another node: readers may follow its blocks until it is closed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -526,21 +526,21 @@ class PeerServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Handshake(self, request, context):
-        """Exchange of transport descriptions and segment geometry; once per peer and epoch.
+        """Exchanges transport descriptions and segment geometry, once per peer and epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Locate(self, request, context):
-        """Lease blocks of this shard for a one-sided read.
+        """Leases blocks of this shard for a one-sided read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Follow(self, request, context):
-        """Like Locate, for blocks that are being computed: answers once some are sealed, or after wait_seconds.
+        """Like Locate, for blocks that are being computed: answers when some are sealed, or after wait_seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -553,7 +553,7 @@ class PeerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def TakeOver(self, request, context):
-        """A node that leaves offers blocks: the receiver reads those it has room for before it answers.
+        """A leaving node offers blocks. The receiver reads those that it has room for before it answers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -791,8 +791,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stop taking writes; with timeout_seconds also leave: hand hot blocks over, announce, wait for readers. Answers at
-        once with how far it is; ask again for progress.
+        """Stops accepting writes. With timeout_seconds the shard also leaves: it hands hot blocks over, tells the directory
+        and waits for readers. Answers at once with the progress; call it again for more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -806,14 +806,14 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def BlockHistory(self, request, context):
-        """What became of these blocks on this node.
+        """What this node knows of these blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EngineStats(self, request, context):
-        """For routers: who is attached here, how fast they compute, how fast this shard reads from others.
+        """For routers: which engines are attached, how fast they compute, and how fast this shard reads from other nodes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
