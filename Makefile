@@ -36,7 +36,8 @@ AUDIT_INSTALLED := $(AUDIT_VENV)/.installed
 LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/helm.txt requirements/fuzz.txt
 
 BENCHMARKS := $(filter-out __init__ guard report summary figures layerwise_link mirror_reads,$(basename $(notdir $(wildcard benchmarks/*.py))))
-FAST := not ray and not vllm and not netns and not helm and not sim
+# In the process of pytest and without vLLM, whose import starts processes.
+FAST := tests/unit tests/golden tests/contract tests/fuzz --ignore tests/unit/connector/vllm -m "not processes"
 
 .PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference chart-readme clean distclean test-fast test test-all sim faults mutants fuzz helm stand-in-driver demo demo-pd demo-serve bench bench-guard bench-peers figures gpu-carry gpu lock audit wheel release
 
@@ -108,8 +109,8 @@ distclean: clean ## Also remove the environments and the model
 
 ##@ Test
 
-test-fast: $(INSTALLED) ## The tests that need neither Ray nor vLLM
-	$(BIN)/python -m pytest -m "$(FAST)" tests
+test-fast: $(INSTALLED) ## The rules of single modules, in less than a minute: no processes, no engine, no Ray
+	KVSERVICE_TEST_NO_PROCESSES=1 $(BIN)/python -m pytest -q $(FAST)
 
 test: $(INSTALLED) $(MODEL) ## The gate: every test but the slow ones, in lanes side by side
 	$(BIN)/python -m tests.lanes $(PYTEST)

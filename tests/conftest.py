@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ from kvservice.testing.eventually import NotInTime, eventually
 
 ROOT = Path(__file__).resolve().parent.parent
 SESSION_VARIABLE = "KVSERVICE_TEST_SESSION"
+NO_PROCESSES_VARIABLE = "KVSERVICE_TEST_NO_PROCESSES"  # set by `make test-fast`
+PROCESS_EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec")
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENT_PATTERN = "kvservice-*"
 GRACE_SECONDS = 10.0  # detached processes may still be ending when the last test returns
@@ -72,6 +75,17 @@ def without_cache(shallow_model: Path, tmp_path_factory: pytest.TempPathFactory)
         yield replica
     finally:
         replica.close()
+
+
+def pytest_configure() -> None:
+    """In a run without processes, to start one is an error: such a test is marked `processes`."""
+    if NO_PROCESSES_VARIABLE in os.environ:
+        sys.addaudithook(refuse_processes)
+
+
+def refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
+    if event in PROCESS_EVENTS:
+        raise AssertionError(f"{event} of {arguments[:1]}: mark the test `processes`")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 SITE = ROOT / ".venv-fuzz/site"
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not (SITE / "atheris").is_dir(), reason="Atheris is not installed: make .venv-fuzz/.installed")
 def test_no_input_that_atheris_finds_breaks_a_parser(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)])}

@@ -109,6 +109,7 @@ def test_limits_that_depend_on_each_other_fit() -> None:
     assert plan_geometry(smallest.pool_bytes).slab_count >= 1
 
 
+@pytest.mark.processes
 def test_reference_page_is_what_the_definitions_say() -> None:
     done = subprocess.run([sys.executable, "scripts/settings_reference.py", "--check"], cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()

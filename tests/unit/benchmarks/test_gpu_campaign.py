@@ -30,6 +30,7 @@ def test_parts_end_within_nine_minutes_and_share_no_stage() -> None:
     assert PART_SECONDS < 540 and len(names) == len(set(names)) == 8
 
 
+@pytest.mark.processes
 def test_stage_that_is_fine_says_so(tmp_path: Path) -> None:
     line, status, campaign = run(tmp_path, FINDS)
     assert line.startswith("ok after") and line.endswith("1 findings") and status == 0
@@ -40,6 +41,7 @@ def test_stage_that_is_fine_says_so(tmp_path: Path) -> None:
     assert "a figure: 3" in (tmp_path / "part1.txt").read_text()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("program", "why"),
     [
@@ -57,6 +59,7 @@ def test_stage_that_fails_says_why_in_one_line(tmp_path: Path, program: str, why
     assert status == 1
 
 
+@pytest.mark.processes
 def test_stage_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.gpu.__main__.LEAST_SECONDS", 0.0)
     child = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
@@ -80,6 +83,7 @@ def test_stage_without_time_is_not_begun(tmp_path: Path) -> None:
     assert campaign.ends["it"].startswith("skipped: no time")
 
 
+@pytest.mark.processes
 def test_make_says_which_parts_there_are() -> None:
     done = subprocess.run(
         ["make", "--no-print-directory", "gpu"], cwd=report.ROOT, capture_output=True, text=True, timeout=60

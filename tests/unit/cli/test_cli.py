@@ -22,6 +22,8 @@ from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually
 from kvservice.transfer.nixl import nixl_available
 
+pytestmark = pytest.mark.processes
+
 HEAVY = ("ray", "vllm", "torch", "grpc", "nixl_cu12", "matplotlib", "numpy")
 
 

@@ -217,6 +217,7 @@ def test_a_registered_shard_that_died_is_a_problem() -> None:
     assert all(check.advice for check in checks)
 
 
+@pytest.mark.processes
 def test_every_part_of_a_running_service_has_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     with LocalCluster(nodes=2, transport="shm") as cluster:
         monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(cluster.root))

@@ -41,24 +41,28 @@ def test_a_model_of_the_hub_needs_the_machine_s_own_network() -> None:
     assert "hub" in str(why_not("HuggingFaceTB/SmolLM2-135M-Instruct"))
 
 
+@pytest.mark.processes
 @needs_root
 @needs_nixl
 def test_a_user_without_the_right_is_told_which_one() -> None:
     assert answer("stranger") == "network namespaces need root"
 
 
+@pytest.mark.processes
 @needs_root
 @needs_nixl
 def test_root_that_may_not_is_told_what_the_kernel_says() -> None:
     assert "does not permit" in answer("root", "setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin")
 
 
+@pytest.mark.processes
 @needs_root
 @needs_nixl
 def test_missing_programs_are_named(tmp_path: Path) -> None:
     assert "ip, mount, nsenter, setpriv, sh, unshare" in answer("root", PATH=str(tmp_path))
 
 
+@pytest.mark.processes
 @needs_root
 @needs_nixl
 def test_the_trial_leaves_neither_a_device_nor_another_network_behind() -> None:

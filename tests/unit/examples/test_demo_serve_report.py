@@ -108,6 +108,7 @@ print("afterwards")
 """
 
 
+@pytest.mark.processes
 def test_what_others_write_goes_into_the_log_and_results_to_stdout(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SPEAKING, str(tmp_path)],

@@ -69,6 +69,7 @@ def another_process(path: Path, geometry: Geometry = GEOMETRY) -> subprocess.Pop
     return child
 
 
+@pytest.mark.processes
 def test_an_engine_is_gone_only_when_each_of_its_holders_let_go(path: Path, shard: Segment) -> None:
     assert is_free(shard)
     mapped = Segment.attach(path, GEOMETRY)
@@ -97,6 +98,7 @@ def test_a_lock_outlives_its_mapping_and_the_descriptor_it_was_taken_through(pat
     assert is_free(shard)
 
 
+@pytest.mark.processes
 def test_the_next_boot_of_a_kept_segment_finds_the_locks_of_those_that_may_write(path: Path) -> None:
     first = Segment.create(path, GEOMETRY, "node")
     child = another_process(path)
@@ -171,6 +173,7 @@ def test_a_file_without_a_name_is_held_like_any_other() -> None:
     shard.close()
 
 
+@pytest.mark.processes
 def test_a_child_that_was_forked_keeps_its_engine_from_being_gone(path: Path, shard: Segment) -> None:
     """It has the mapping, too, and may write as its parent may: killed, the parent is not all of the engine."""
     ready, end = os.pipe(), os.pipe()

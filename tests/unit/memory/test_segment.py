@@ -49,6 +49,7 @@ def test_too_small_shared_memory_is_a_clear_error_with_numbers_and_a_way_out(pat
     assert not path.exists()
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
 def test_full_tmpfs_fails_at_start_and_not_with_sigbus_later(tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)], check=True)
@@ -67,6 +68,7 @@ def test_second_owner_is_refused_by_pid(path: Path) -> None:
     segment.close()
 
 
+@pytest.mark.processes
 def test_killed_owner_leaves_its_blocks_to_the_next_boot(path: Path) -> None:
     script = f"""
 import sys, time
@@ -214,6 +216,7 @@ def test_segment_with_holes_is_not_adopted(path: Path) -> None:
     segment.close()
 
 
+@pytest.mark.processes
 def test_nameless_memory_is_attached_through_its_process_and_goes_with_the_last_mapping(tmp_path: Path) -> None:
     directory = Path("/dev/shm")
     before, free = set(directory.iterdir()), os.statvfs(directory).f_bavail

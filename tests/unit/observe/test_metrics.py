@@ -177,6 +177,7 @@ logging.getLogger("kvservice.client").debug("nobody wants to know")
 """
 
 
+@pytest.mark.processes
 def test_in_an_engine_our_records_are_lines_of_its_logger_marked_as_ours() -> None:
     done = subprocess.run([sys.executable, "-c", IN_AN_ENGINE], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines() == [
@@ -200,6 +201,7 @@ raise RuntimeError("a bug")
 """
 
 
+@pytest.mark.processes
 def test_with_json_lines_whatever_anybody_logs_is_one_json_line_too() -> None:
     done = subprocess.run([sys.executable, "-c", OF_MANY], capture_output=True, text=True, timeout=60, check=False)
     lines = [json.loads(line) for line in (done.stdout + done.stderr).splitlines()]

@@ -187,6 +187,7 @@ def test_a_change_of_what_is_popular_is_followed() -> None:
     assert hits == 64
 
 
+@pytest.mark.processes
 def test_processes_answer_what_one_thread_answers_and_a_wrong_policy_is_named(trace: Trace) -> None:
     plan = Plan([50, 200], ("reuse", "belady"), nodes=2)
     found = play_all(trace, plan)

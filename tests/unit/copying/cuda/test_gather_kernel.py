@@ -61,10 +61,12 @@ def said_by(program: str, tmp_path: Path, **environment: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.processes
 def test_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     assert said_by(COMPILE, tmp_path) == "True"
 
 
+@pytest.mark.processes
 def test_kernel_moves_the_right_bytes(tmp_path: Path) -> None:
     assert said_by(INTERPRET, tmp_path, TRITON_INTERPRET="1") == "True"
 

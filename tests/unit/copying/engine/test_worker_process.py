@@ -17,6 +17,8 @@ from kvservice.copying.engine.worker_process import WorkerProcess
 from kvservice.copying.message import Kind, pack_json
 from kvservice.errors import Refused
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
