@@ -1,6 +1,6 @@
-"""Copy engines: do what descriptors say, between one engine's KV memory and one segment. This file: host memory.
+"""Copy engines: copy what descriptors describe between one engine's KV memory and one segment. Here: host memory.
 
-Used by one thread per direction at a time. A copy engine only moves bytes; whether they may be moved is `lanes`' part.
+One thread per direction uses a copy engine at a time. A copy engine only moves bytes; `lanes` decides whether it may.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from kvservice.memory.segment import Segment
 
 class CopyEngine(Protocol):
     def load(self, runs: Descriptors) -> None:
-        """Segment → engine. The bytes are there when this returns. Raises TransferError."""
+        """Copy segment → engine. Blocks until the bytes have arrived. Raises TransferError."""
         ...
 
     def store(self, runs: Descriptors) -> None:
-        """Engine → segment, like `load`."""
+        """Copy engine → segment. Blocks and raises as `load` does."""
         ...
 
     def close(self) -> None:
-        """Neither memory is touched any more."""
+        """Release both memories. The copy engine touches neither any more."""
         ...
 
 
 class HostCopies:
-    """By the processor, with the interpreter's lock released. Between two engines, `segment` is the memory of the
-    other."""
+    """Copies with the CPU, while the interpreter's lock is released. For copies between two engines, `segment` is the
+    memory of the other engine."""
 
     def __init__(self, kv: SharedMemory, segment: Segment | SharedMemory) -> None:
         self._kv = kv.address

@@ -1,6 +1,6 @@
-"""What a copy worker needs of its device: import an engine's KV memory, use a segment, copy between them.
+"""What a copy worker needs of its device: import an engine's KV memory, use a segment, copy between the two.
 
-`HostDevice` serves CPU engines, whose KV cache is a memfd. `cuda_device.CudaDevice` serves those of one GPU.
+`HostDevice` serves CPU engines, whose KV cache is a memfd. `cuda.device.CudaDevice` serves the engines of one GPU.
 """
 
 from __future__ import annotations
@@ -25,44 +25,48 @@ HOST = "cpu"
 
 
 class KVMemory(Protocol):
-    """An engine's KV memory as imported here."""
+    """An engine's KV memory, imported into this process."""
 
     def close(self) -> None:
         """Idempotent."""
         ...
 
     def wait_for(self, event: int, is_wanted: Callable[[], bool]) -> None:
-        """Return when copies may touch the memory: after the work of the engine that this event of it follows. Raises
-        TransferError once it is not wanted any more, as an engine that is gone ends no work."""
+        """Block until copies may touch the memory, which is when the engine's work before this event has ended.
+
+        Raises TransferError as soon as `is_wanted` returns False, because an engine that is gone ends no work.
+        """
         ...
 
 
 class Device(Protocol):
-    """One per worker. Called from the threads of its sessions."""
+    """The device of a worker; there is one. Called from the threads of its sessions."""
 
-    name: str  # "cpu", or the GPU's UUID
+    name: str  # "cpu" or the GPU's UUID
 
     def import_kv(self, memory: dict[str, Any], descriptors: Sequence[int], layout: RegionLayout) -> KVMemory:
-        """Takes the descriptors over. Raises InvalidRequest, SegmentError or UnsupportedLayout saying why not."""
+        """Import an engine's memory. Takes the descriptors over. Raises InvalidRequest, SegmentError or
+        UnsupportedLayout with the reason."""
         ...
 
     def adopt(self, segment: Segment) -> Callable[[], None]:
-        """Prepare for copies to and from this segment; does not wait for it. Returns what undoes it."""
+        """Prepare for copies to and from this segment, without blocking. Returns a function that undoes it."""
         ...
 
     def copies(self, kv: KVMemory, segment: Segment) -> CopyEngine: ...
 
     def direct(self, target: KVMemory, source: KVMemory) -> CopyEngine:
-        """Its `load` copies from one engine's memory (as `segment`) to the other's; it has no `store`."""
+        """A copy engine whose `load` copies from `source`, the memory of another engine, into `target`. It has no
+        `store`."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """For status output: progress of pinning, copy engine."""
+        """The state for status output: progress of pinning, kind of copy engine."""
         ...
 
     @property
     def lost(self) -> str:
-        """Why no copy of this process can succeed any more; empty while they can."""
+        """Why no copy of this process can succeed any more; "" while copies can."""
         ...
 
 
@@ -74,7 +78,7 @@ class HostKV:
         self.shared.close()
 
     def wait_for(self, event: int, is_wanted: Callable[[], bool]) -> None:
-        return  # a CPU engine asks for copies between two steps
+        return  # a CPU engine asks for copies between two steps, when it does not compute
 
 
 class HostDevice:
@@ -84,7 +88,7 @@ class HostDevice:
         if memory.get("kind") != MemoryKind.MEMFD.value or len(descriptors) != 1:
             for descriptor in descriptors:
                 os.close(descriptor)
-            raise InvalidRequest("a worker for CPU engines takes one memfd")
+            raise InvalidRequest("a copy worker for CPU engines needs one memfd")
         return HostKV(SharedMemory(descriptors[0], max(number(memory, "bytes"), layout.region_bytes)))
 
     def adopt(self, segment: Segment) -> Callable[[], None]:
@@ -114,7 +118,7 @@ class _Mapped:
 
 
 class Segments:
-    """Segments mapped by this process, one mapping each however many engines use it. Thread-safe."""
+    """The segments that this process has mapped, each once, however many engines use it. Thread-safe."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -122,21 +126,22 @@ class Segments:
         self._lock = threading.Lock()
 
     def take(self, path: str, geometry: Geometry, epoch: BootEpoch) -> Segment:
-        """Give it back with `give`. Raises SegmentError when the file is not this boot's segment."""
+        """Map the segment, or share its mapping. Return it with `give`. Raises SegmentError if the file is not this
+        boot's segment."""
         key = (path, geometry, epoch)
         with self._lock:
             if key not in self._mapped:
                 segment = Segment.attach(Path(path), geometry)
                 if segment.current_epoch() != epoch:
                     segment.close()
-                    raise SegmentError(f"{path} is of another boot of its shard than {epoch}")
+                    raise SegmentError(f"{path} belongs to another boot of its shard, not to {epoch}")
                 self._mapped[key] = _Mapped(segment, self._device.adopt(segment))
             self._mapped[key].users += 1
             return self._mapped[key].segment
 
     def give(self, segment: Segment) -> None:
-        """The caller copies nothing any more. Does not block: what was prepared is undone on a thread of its own. To
-        unpin hundreds of GiB takes half a minute, and no engine may wait for an answer so long."""
+        """Return a segment; the caller copies nothing any more. Does not block: preparations are undone in a thread of
+        their own. Unpinning hundreds of GiB takes half a minute, and no engine may wait that long for an answer."""
         with self._lock:
             key = (str(segment.path), segment.geometry, segment.epoch)
             mapped = self._mapped[key]

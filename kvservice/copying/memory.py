@@ -1,7 +1,7 @@
-"""Memory that two processes of one node share: a memfd that holds an engine's KV cache, and its mapping elsewhere.
+"""Memory that two processes of one node share: a memfd with an engine's KV cache, and its mapping in the other process.
 
-The engine makes it and sends the descriptor over the worker's socket; the kernel frees it when the last mapping goes,
-whatever way the processes end, so nothing is left in /dev/shm.
+The engine makes it and sends the descriptor over the worker's socket. The kernel frees it with the last mapping,
+however the processes end, so nothing stays in /dev/shm.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ class SharedMemory:
     """One mapping of a memfd. `address` is valid until `close`."""
 
     def __init__(self, descriptor: int, byte_count: int) -> None:
-        """Takes the descriptor over. Raises SegmentError when it is not memory of at least this size."""
+        """Map the descriptor and take it over. Raises SegmentError if it is not memory of at least this size."""
         try:
             size = os.fstat(descriptor).st_size
             if byte_count <= 0 or size < byte_count:
-                raise SegmentError(f"the engine's memory has {size} bytes, {byte_count} were promised")
+                raise SegmentError(f"the engine's memory has {size} bytes, but {byte_count} were promised")
             if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise SegmentError("the engine's memory can shrink, which would kill whoever has it mapped")
+                raise SegmentError(
+                    "the engine's memory can shrink, which would kill every process that maps it; it must be sealed"
+                )
             self.buffer = mmap.mmap(descriptor, byte_count)
-            self.buffer.madvise(mmap.MADV_DONTDUMP)  # a memfd has no name, so a core dump would hold its blocks
+            # a core dump would contain the blocks, because a memfd has no name by which to leave it out
+            self.buffer.madvise(mmap.MADV_DONTDUMP)
         except (OSError, ValueError) as error:
             os.close(descriptor)
             raise SegmentError(f"cannot map the engine's memory: {error}") from error
@@ -44,8 +47,7 @@ class SharedMemory:
 
     @classmethod
     def make(cls, byte_count: int) -> SharedMemory:
-        """New zeroed memory. Its pages are taken when first touched, as with any large allocation. Raises
-        SegmentError."""
+        """New zeroed memory. Its pages are allocated when first touched. Raises SegmentError."""
         try:
             descriptor = os.memfd_create("kvservice-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
@@ -59,10 +61,10 @@ class SharedMemory:
         return cls(descriptor, byte_count)
 
     def close(self) -> None:
-        """Unmap, once nobody holds a view. Idempotent."""
+        """Unmap, if nobody holds a view. May be called again."""
         if self._closed:
             return
         self._closed = True
         os.close(self.descriptor)
-        with contextlib.suppress(BufferError):  # a tensor still lies in it: unmapped when that is gone
+        with contextlib.suppress(BufferError):  # a tensor still uses it; it is unmapped with that
             self.buffer.close()

@@ -1,17 +1,17 @@
-"""What an engine and its copy worker say to each other over one Unix socket that keeps messages apart (SEQPACKET).
+"""The messages between an engine and its copy worker, over one Unix socket that keeps messages apart (SEQPACKET).
 
-    engine → worker   HELLO   the engine's KV memory: JSON, with its file descriptor where the memory is a memfd
+    engine → worker   HELLO   the engine's KV memory: JSON, with its file descriptor if the memory is a memfd
                       POOL    the segment to copy to and from: JSON
                       LEAVE   that segment is no longer used: JSON
                       COPIES  jobs, each an id, a direction and rows of (block, slot, generation, key): packed
-                      LEND    blocks that other engines may read, as the rows of one job; DONE when they are lent
-                      RECALL  (job id, id of the LEND): they may not any more; DONE when nobody reads them
-    worker → engine   ANSWER  to HELLO and POOL: JSON; `error` is null or says why not
-                      DONE    (job id, outcome, blocks copied from engines, bytes) of every job that ended: packed
-                      TAKEN   (id of the LEND): a reader has what it wanted of these blocks
-                      BYE     the last one: nothing is copied for this engine any more
+                      LEND    blocks that other engines may read, as the rows of one job; DONE when they can
+                      RECALL  (job id, id of the LEND): no one may read them any more; DONE when no one does
+    worker → engine   ANSWER  to HELLO and POOL: JSON; `error` is null or gives the reason
+                      DONE    (job id, outcome, blocks copied from engines, bytes) of every ended job: packed
+                      TAKEN   (id of the LEND): a reader has read what it wanted of these blocks
+                      BYE     the last message: nothing is copied for this engine any more
 
-Bytes from the other side are checked before use; nothing in here can run code.
+Bytes from the other process are checked before use. Nothing in here can run code.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import ConfigError, InvalidRequest, UnsupportedLayout
 from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex
 
-VERSION = 2
-MESSAGE_BYTES_MAX = 128 << 10  # below what a socket takes without settings of the system
-ROWS_MAX = 2048  # of one COPIES message
-NO_EVENT = 0xFFFF
-U64_MAX = (1 << 64) - 1
+VERSION = 2  # of these messages; a HELLO of another version is refused by name
+# what a socket takes without a change of the system's settings; a longer message is refused
+MESSAGE_BYTES_MAX = 128 << 10
+ROWS_MAX = 2048  # rows of one COPIES message; larger steps take several
+NO_EVENT = 0xFFFF  # names no event, so an engine has at most 65,535
+U64_MAX = (1 << 64) - 1  # what the formats' 64-bit fields hold
+# largest size of a segment that is believed, 64 PiB; computing with it cannot overflow 64 bits
 SEGMENT_BYTES_MAX = 1 << 56
 
-# A row of a copy job. The key is a void, because numpy's byte strings lose trailing zeros.
+# A row of a copy job. The key is a void type, because numpy's byte strings drop trailing zeros.
 ROW = np.dtype([("block", "<u4"), ("zero", "<u4"), ("slot", "<u8"), ("generation", "<u8"), ("key", "V16")])
 _ROW = struct.Struct("<IIQQ16s")
 _COPIES = struct.Struct("<BBHHH")  # kind, zero, jobs, event, zero
@@ -47,6 +49,8 @@ _DONE = struct.Struct("<BBHI")  # kind, zero, zero, count
 _ENDED = struct.Struct("<QBBHIQ")  # id, outcome, zeros, blocks copied from engines, bytes
 _LENT = struct.Struct("<BBHIQQ")  # kind, zeros, job id (0: none), id of the LEND
 assert ROW.itemsize == _ROW.size
+# A job of ROWS_MAX rows fits one message.
+assert _COPIES.size + _JOB.size + ROWS_MAX * ROW.itemsize <= MESSAGE_BYTES_MAX
 
 
 class Kind(IntEnum):
@@ -69,9 +73,9 @@ class Direction(IntEnum):
 
 class CopyOutcome(IntEnum):
     COPIED = 0
-    STALE = 1  # a slot was not what the row says: nothing more was copied for this job
-    FAILED = 2  # the copy itself failed
-    REFUSED = 3  # a row names no block or slot of this engine, or no pool is mapped
+    STALE = 1  # a slot did not hold what the row says; nothing more was copied for this job
+    FAILED = 2  # the copy failed
+    REFUSED = 3  # a row names a block or slot that this engine does not have, or no pool is mapped
 
 
 class MemoryKind(Enum):
@@ -81,8 +85,9 @@ class MemoryKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CopyRow:
-    """One block. `generation` and `key` are what the slot's header must say: a load's as sealed, a store's generation
-    as reserved (the key of a slot that is being written is its writer)."""
+    """One block to copy. `generation` and `key` are what the slot's header must say: for a load those of the sealed
+    block, for a store the reserved generation (the header of a slot that is being written has its writer in place of
+    the key)."""
 
     block: int
     slot: SlotIndex
@@ -94,8 +99,8 @@ class CopyRow:
 class CopyJob:
     job_id: int
     direction: Direction
-    rows: npt.NDArray[np.void]  # dtype ROW
-    may_borrow: bool = False  # a load: blocks that another engine lends are copied from there
+    rows: npt.NDArray[np.void]  # `(rows,)` of dtype ROW
+    may_borrow: bool = False  # for loads: blocks that another engine lends are copied from there
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +113,14 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class PoolSource:
-    """A segment as one engine uses it. `pool_id` tells the engine's POOL messages apart."""
+    """A segment as one engine uses it. `pool_id` tells the POOL messages of one engine apart."""
 
     pool_id: int
     segment_path: str
     geometry: Geometry
     epoch: BootEpoch
     slot: SlotLayout
-    engine_id: bytes  # whose slots are written: names the lock to hold
+    engine_id: bytes  # the engine whose slots are written; names the lock to hold
 
 
 def pack_rows(rows: Iterable[CopyRow]) -> bytes:
@@ -131,7 +136,7 @@ class PackedJob:
 
 
 def pack_copies(jobs: Sequence[PackedJob], event: int = NO_EVENT, kind: Kind = Kind.COPIES) -> bytes:
-    """Also LEND, whose jobs' directions mean nothing."""
+    """Pack COPIES, or LEND, whose jobs' directions mean nothing."""
     parts = [_COPIES.pack(kind, 0, len(jobs), event, 0)]
     for job in jobs:
         count = len(job.rows) // ROW.itemsize
@@ -140,20 +145,20 @@ def pack_copies(jobs: Sequence[PackedJob], event: int = NO_EVENT, kind: Kind = K
 
 
 def pack_lent(kind: Kind, lend_id: int, job_id: int = 0) -> bytes:
-    """RECALL and TAKEN."""
+    """Pack RECALL or TAKEN."""
     return _LENT.pack(kind, 0, 0, 0, job_id, lend_id)
 
 
 def parse_lent(data: bytes) -> tuple[int, int]:
     """(job id, id of the LEND). Raises InvalidRequest."""
     if len(data) != _LENT.size:
-        raise InvalidRequest(f"a message of {len(data)} bytes where {_LENT.size} belong")
+        raise InvalidRequest(f"the message has {len(data)} bytes instead of {_LENT.size}")
     _, _, _, _, job_id, lend_id = _LENT.unpack(data)
     return job_id, lend_id
 
 
 def parse_copies(data: bytes) -> tuple[list[CopyJob], int]:
-    """(jobs, index of the event to wait for or NO_EVENT). Raises InvalidRequest."""
+    """(jobs, number of the event to wait for or NO_EVENT). Raises InvalidRequest."""
     try:
         _, _, count, event, _ = _COPIES.unpack_from(data)
         jobs, at = [], _COPIES.size
@@ -194,7 +199,8 @@ def parse_json(data: bytes) -> dict[str, Any]:
     """Raises InvalidRequest."""
     try:
         fields = json.loads(data[1:])
-    except (ValueError, RecursionError) as error:  # the latter: nested a thousand times
+    # RecursionError comes from JSON that is nested a thousand levels deep
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise InvalidRequest("not a JSON object")
@@ -206,22 +212,22 @@ def kind_of(data: bytes) -> Kind:
     try:
         return Kind(data[0])
     except (IndexError, ValueError) as error:
-        raise InvalidRequest("a message of no known kind") from error
+        raise InvalidRequest("the message has an unknown kind") from error
 
 
 def number(fields: dict[str, Any], name: str) -> int:
     """Raises InvalidRequest."""
     value = fields.get(name)
     if type(value) is not int or not 0 <= value <= U64_MAX:
-        raise InvalidRequest(f"{name} is not a whole number of 64 bits: {_shown(value)}")
+        raise InvalidRequest(f"{name} must be a whole number of 64 bits, not {_shown(value)}")
     return value
 
 
 def text(fields: dict[str, Any], name: str) -> str:
     """Raises InvalidRequest."""
     value = fields.get(name)
-    if not isinstance(value, str) or "\0" in value or not _is_unicode(value):  # it may become a path
-        raise InvalidRequest(f"{name} is not a text: {_shown(value)}")
+    if not isinstance(value, str) or "\0" in value or not _is_unicode(value):  # the text may become a path
+        raise InvalidRequest(f"{name} must be text, not {_shown(value)}")
     return value
 
 
@@ -230,7 +236,7 @@ def _shown(value: object) -> str:
 
 
 def _is_unicode(value: str) -> bool:
-    """JSON can spell halves of surrogate pairs, which nothing else takes."""
+    """JSON can write halves of surrogate pairs, which nothing else accepts."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -274,7 +280,7 @@ def parse_pool(fields: dict[str, Any]) -> PoolSource:
     except (UnsupportedLayout, ConfigError) as error:
         raise InvalidRequest(error.message) from error
     if geometry.segment_bytes > SEGMENT_BYTES_MAX or geometry.slots_per_slab(slot.payload_bytes) == 0:
-        raise InvalidRequest(f"a slab of {geometry.slab_bytes} bytes holds no block of {slot.payload_bytes}")
+        raise InvalidRequest(f"a slab of {geometry.slab_bytes} bytes is too small for a block of {slot.payload_bytes}")
     return PoolSource(
         number(fields, "pool_id"),
         text(fields, "segment_path"),

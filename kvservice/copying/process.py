@@ -1,7 +1,8 @@
 """Runs a copy worker as a process of its own, for `kvservice copy-worker`. SIGTERM and Ctrl-C stop it cleanly.
 
-It ends with status 3 when a copy hangs, and with 4 when this process cannot use its GPU any more, so that whoever
-supervises it starts it anew."""
+It exits with status 3 when a copy hangs, and with 4 when this process can no longer use its GPU. In both cases the
+supervisor should start it again.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from kvservice.copying.worker.devices import device_named
 from kvservice.copying.worker.server import CopyWorker, CopyWorkerConfig
 from kvservice.observe.logs import say
 
-STATUS_WEDGED = 3
-STATUS_DEVICE_LOST = 4
-POLL_SECONDS = 0.2
+STATUS_WEDGED = 3  # any number above those that the command line uses; it tells a supervisor that a copy hung
+STATUS_DEVICE_LOST = 4  # likewise: this process lost its GPU
+POLL_SECONDS = 0.2  # between two looks at the worker's state: a stop or a failure is noticed this much later
 
 
 def run(config: CopyWorkerConfig, wanted: str) -> int:
     """Serve copies on the device `wanted` (cpu, or a GPU's UUID or index) until a signal. Blocks; call it on the main
-    thread. Returns the status that the process is to end with, or ends it itself. Raises KVServiceError when it cannot
+    thread. Returns the exit status for the process, or ends the process itself. Raises KVServiceError if it cannot
     start."""
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -32,7 +33,7 @@ def run(config: CopyWorkerConfig, wanted: str) -> int:
         if server.wedged.is_set():
             os._exit(STATUS_WEDGED)  # a thread that hangs cannot be joined
         if server.device_lost.is_set():
-            os._exit(STATUS_DEVICE_LOST)  # engines that wait for a last word take the end of the process for it
+            os._exit(STATUS_DEVICE_LOST)  # for engines that wait for a last word, the end of the process says the same
     stopping = threading.Thread(target=server.stop, daemon=True)
     stopping.start()
     stopping.join(config.wedge_seconds)

@@ -1,12 +1,12 @@
-"""Copy engine of one engine and one segment on a GPU. Has not run on a GPU yet.
+"""The copy engine of one engine and one segment on a GPU. It has not run on a GPU yet.
 
-Large runs: one `cuMemcpyBatchAsync` for all of them, or a `cuMemcpyAsync` each with an older driver or where the host
-memory is not pinned yet. Small runs (a layout that keeps tokens of one head apart): a kernel gathers them into a buffer
-on the GPU in the order of the slots, and few large copies carry that over; loads the other way round. Both directions
-have a stream of their own; ends are polled, the device is never synchronised as a whole.
+Large runs are copied by one `cuMemcpyBatchAsync`, or by a `cuMemcpyAsync` each if the driver is older or the host
+memory is not pinned yet. Small runs (a layout that separates the tokens of one head) are gathered by a kernel into a
+buffer on the GPU, in the order of the slots, and a few large copies take that across; loads go the other way. Each
+direction has its own stream. Ends are polled; the device is never synchronised as a whole.
 
-Copies by copy engine run beside the engine's kernels. The gather kernel does not: from another process it takes turns
-with them, whatever the priority of its stream. What that costs an engine has not been measured.
+Copies by the GPU's copy engines run beside the engine's kernels. The gather kernel does not: kernels of two processes
+take turns, whatever the priority of their streams. What that costs an engine has not been measured.
 """
 
 from __future__ import annotations
@@ -29,23 +29,26 @@ from kvservice.units import KiB, MiB
 
 log = logging.getLogger("kvservice.copying")
 
-# Below this mean run length the kernel is used: a guess, to be replaced by what benchmarks/gpu_copies.py measures.
+# If the mean run is shorter than this, the kernel is used. It is a guess, to be replaced by what
+# benchmarks/gpu_copies.py measures.
 SMALL_RUN_BYTES = 8 * KiB
+# The buffer on the GPU of each direction. Larger jobs go through it in rounds; it is small beside the GPU's memory.
 STAGING_BYTES = 64 * MiB
-WORD_BYTES = 4  # the kernel moves words
-POLL_SECONDS = 50e-6
+WORD_BYTES = 4  # the kernel moves words of this size; other runs are copied one by one
+POLL_SECONDS = 50e-6  # Between two looks at a copy's end: short beside a copy of a block, which takes some 100 µs.
 
-# (targets, sources, lengths in bytes, stream): moves runs within the device's memory, in stream order.
+# (targets, sources, lengths in bytes, stream), each array `(runs,)` uint64: moves runs within the device's memory, in
+# stream order.
 Gather: TypeAlias = Callable[[Offsets, Offsets, Offsets, int], None]
 
 
 class _DirectionState:
-    """What one direction owns; used by one thread at a time."""
+    """What one direction owns. One thread uses it at a time."""
 
     def __init__(self, driver: Driver) -> None:
         self.stream = driver.stream()
         self.event = driver.event()
-        self.staging = 0  # allocated when first needed
+        self.staging = 0  # device address of the buffer, allocated when first needed
 
 
 class CudaCopies:
@@ -75,7 +78,8 @@ class CudaCopies:
         self._copy(Direction.STORE, runs)
 
     def close(self) -> None:
-        with contextlib.suppress(TransferError):  # the context may be unusable: the process is about to be replaced
+        # the context may be unusable, because the process is about to be replaced
+        with contextlib.suppress(TransferError):
             self._driver.bind()
             for way in self._ways.values():
                 self._driver.destroy_event(way.event)
@@ -94,7 +98,7 @@ class CudaCopies:
             else:
                 self._across(direction, way, self._kv + runs.engine, runs)
         finally:
-            self._await(way)  # also after an error: nothing may run on when the job is called ended
+            self._await(way)  # also after an error: no copy may run on after its job was reported as ended
 
     def _should_gather(self, runs: Descriptors) -> bool:
         mean = runs.byte_count / runs.lengths.size
@@ -106,7 +110,7 @@ class CudaCopies:
         if not way.staging:
             way.staging = self._driver.allocate(STAGING_BYTES)
         for gathered, carried in through_staging(runs, STAGING_BYTES):
-            # Stream order keeps the next round from using the buffer before this one is through.
+            # Stream order keeps the next round from using the buffer before this round has left it.
             blocks, staged = self._kv + gathered.engine, way.staging + gathered.segment
             if direction is Direction.STORE:
                 self._gather(staged, blocks, gathered.lengths, way.stream)
@@ -116,11 +120,11 @@ class CudaCopies:
                 self._gather(blocks, staged, gathered.lengths, way.stream)
 
     def _across(self, direction: Direction, way: _DirectionState, device: Offsets, runs: Descriptors) -> None:
-        """Between these device addresses and the segment."""
+        """Copy between these device addresses, `(runs,)` uint64, and the segment."""
         host = self._segment + runs.segment
         targets, sources = (device, host) if direction is Direction.LOAD else (host, device)
         if self._driver.has_batch_copy and self._pinning.covers(int((runs.segment + runs.lengths).max())):
-            # A load's source is a sealed slot, which does not change; a store's may come from the gather kernel.
+            # A load reads a sealed slot, which does not change. A store may read what the gather kernel writes.
             order = ORDER_ANY if direction is Direction.LOAD else ORDER_STREAM
             to, come_from, sizes = (array.astype(np.uint64) for array in (targets, sources, runs.lengths))
             self._driver.copy_batch(to, come_from, sizes, order, way.stream)
@@ -133,8 +137,8 @@ class CudaCopies:
 
 
 class DirectCopies:
-    """From one engine's memory to another's on the GPUs of this node, both opened here: the kernel where it can be
-    used, for runs of any size, else a batched copy or one each."""
+    """Copies from one engine's memory to another's on the GPUs of this node; both are opened here. Uses the kernel if
+    it can, for runs of any size, else a batched copy or one copy per run."""
 
     def __init__(self, driver: Driver, target: int, source: int, gather: Gather | None) -> None:
         self._driver = driver
@@ -161,7 +165,7 @@ class DirectCopies:
             _await(self._driver, self._way)
 
     def store(self, runs: Descriptors) -> None:
-        raise NotImplementedError("engines only read each other's blocks")
+        raise NotImplementedError("engines read each other's blocks and never write them")
 
     def close(self) -> None:
         with contextlib.suppress(TransferError):
@@ -177,11 +181,11 @@ def _await(driver: Driver, way: _DirectionState) -> None:
 
 
 def gather_launcher(driver: Driver) -> Gather | None:
-    """The Triton kernel, compiled, or None where it cannot be used; copies then go run by run."""
+    """The compiled Triton kernel. None if it cannot be used; runs are then copied one by one."""
     try:
-        from kvservice.copying.cuda.gather_kernel import launcher  # torch and Triton, seconds to import
+        from kvservice.copying.cuda.gather_kernel import launcher  # imports torch and Triton, which takes seconds
 
         return launcher(driver.uuid)
     except Exception as error:  # noqa: BLE001  a probe: Triton fails in ways of its own, without a compiler for example
-        log.warning("no gather kernel, small runs are copied one by one: %s", error)
+        log.warning("there is no gather kernel, so small runs are copied one by one: %s", error)
         return None

@@ -1,6 +1,7 @@
-"""A copy worker's GPU: imports engines' KV memory by CUDA IPC, pins segments, makes copy engines. Has not run on a GPU.
+"""The GPU of a copy worker: imports engines' KV memory by CUDA IPC, pins segments, makes copy engines. It has not run
+on a GPU yet.
 
-The exporter's memory cannot be freed while it is open here: a session closes it as soon as its engine is gone.
+The exporter's memory cannot be freed while it is open here, so a session closes it as soon as its engine is gone.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from kvservice.core.segment.copy_runs import RegionLayout
 from kvservice.errors import InvalidRequest, SegmentError, TransferError
 from kvservice.memory.segment import Segment
 
+# Events that one engine may offer; engines offer 64 (offer.EVENTS). More are refused, because each takes driver memory.
 EVENTS_MAX = 1024
+# Between two looks at an engine's event. Short beside a step of an engine, which takes milliseconds.
 POLL_SECONDS = 50e-6
 
 
 class CudaKV:
-    """One engine's KV memory, opened here, and the events that say how far the engine is."""
+    """One engine's KV memory, opened in this process, and the events that say how far the engine is."""
 
     def __init__(self, driver: Driver, base: int, offset: int, events: list[int]) -> None:
         self._driver = driver
@@ -57,7 +60,7 @@ class CudaKV:
 
 
 class CudaDevice:
-    """Thread-safe: each call binds the context to its thread."""
+    """One GPU. Thread-safe: each call binds the context to its thread."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -68,28 +71,28 @@ class CudaDevice:
 
     @classmethod
     def find(cls, name: str) -> CudaDevice:
-        """A GPU by its UUID or index. Raises Unavailable."""
+        """The GPU with this UUID or index. Raises Unavailable."""
         return cls(Driver.of_device(name))
 
     def import_kv(self, memory: dict[str, Any], descriptors: Sequence[int], layout: RegionLayout) -> CudaKV:
         for descriptor in descriptors:
             os.close(descriptor)
         if memory.get("kind") != MemoryKind.CUDA_IPC.value:
-            raise InvalidRequest("a worker for a GPU takes memory with a CUDA IPC handle")
+            raise InvalidRequest("a copy worker for a GPU needs memory with a CUDA IPC handle")
         handles = memory.get("events")
         if not isinstance(handles, list) or len(handles) > EVENTS_MAX:
-            raise InvalidRequest("events is not a list of handles")
+            raise InvalidRequest("events must be a list of handles")
         offset, size = number(memory, "offset"), max(number(memory, "bytes"), layout.region_bytes)
         self._driver.bind()
         base, events = self._driver.open(_handle(text(memory, "handle"))), []
         try:
             _, available = self._driver.allocation_of(base)
             if offset + size > available:
-                raise SegmentError(f"the engine's allocation has {available} bytes, {offset + size} were promised")
+                raise SegmentError(f"the engine's allocation has {available} bytes, but {offset + size} were promised")
             for handle in handles:
                 events.append(self._driver.open_event(_handle(str(handle))))
         except BaseException:
-            CudaKV(self._driver, base, offset, events).close()  # without an error that would hide this one
+            CudaKV(self._driver, base, offset, events).close()  # suppresses its own error, which would hide this one
             raise
         return CudaKV(self._driver, base, offset, events)
 

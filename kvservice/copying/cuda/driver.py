@@ -1,7 +1,7 @@
-"""The few calls of the CUDA driver that copies need, through ctypes: no toolkit, no torch. Has not run on a GPU yet.
+"""The few calls of the CUDA driver that copies need, through ctypes: no toolkit, no torch. It has not run on a GPU yet.
 
-The driver library is looked up on first use, so that everything imports on machines without one. A thread binds the
-context before its first call (`bind`); every handle is a plain integer.
+The driver library is loaded on first use, so everything imports on machines without one. A thread binds the context
+before its first call (`bind`). Every handle is a plain integer.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 from kvservice.errors import TransferError, Unavailable, UnsupportedLayout
 
 LIBRARY = "libcuda.so.1"
-IPC_HANDLE_BYTES = 64
+IPC_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE, fixed by the driver
 
 NOT_READY = 600  # CUDA_ERROR_NOT_READY
-# Errors after which no call of this process succeeds: the context, or the whole driver, is unusable until it ends.
+# Errors after which no call of this process succeeds: the context, or the whole driver, is unusable until the process
+# ends.
 FATAL = frozenset(
     {
         4,  # deinitialized
@@ -38,17 +39,18 @@ FATAL = frozenset(
     }
 )
 _LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
-_LAZY_ENABLE_PEER_ACCESS = 1
-_STREAM_NON_BLOCKING = 1
-_EVENT_DISABLE_TIMING = 2
-_HOST_REGISTER_PORTABLE = 1
-_BATCH_VERSION = 12_080  # cuMemcpyBatchAsync came with CUDA 12.8; asked for by this version it keeps that signature
+_LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_EVENT_DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+_HOST_REGISTER_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
+# cuMemcpyBatchAsync came with CUDA 12.8; asking for this version gives it with the signature it had then
+_BATCH_VERSION = 12_080
 ORDER_STREAM = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: the source may be written by earlier work of the stream
 ORDER_ANY = 3  # the source does not change until the copy has ended
 
 
 class IpcHandle(ctypes.Structure):
-    """CUipcMemHandle and CUipcEventHandle: passed by value."""
+    """CUipcMemHandle and CUipcEventHandle, which are passed by value."""
 
     _fields_ = [("bytes", ctypes.c_ubyte * IPC_HANDLE_BYTES)]
 
@@ -71,7 +73,8 @@ class _Attributes(ctypes.Structure):
 
 
 class Driver:
-    """Bound to one device's primary context, which torch uses too."""
+    """The driver, bound to one device's primary context, which torch uses too. Calls raise TransferError unless they
+    say otherwise."""
 
     def __init__(self, library: Any, index: int) -> None:
         self._library = library
@@ -85,29 +88,30 @@ class Driver:
 
     @classmethod
     def of_device(cls, name: str) -> Driver:
-        """`name`: a GPU's UUID, or its index among those this process sees. Raises Unavailable."""
+        """The driver for the GPU with this UUID, or this index among those that the process sees. Raises
+        Unavailable."""
         library = load()
         found = visible()
         if name.isdecimal() and int(name) < len(found):
             return cls(library, int(name))
         if name in found:
             return cls(library, found.index(name))
-        raise Unavailable(f"no GPU {name} here; this process sees {', '.join(found) or 'none'}")
+        raise Unavailable(f"there is no GPU {name} here; this process sees {', '.join(found) or 'none'}")
 
     @property
     def has_batch_copy(self) -> bool:
         return self._batch is not None
 
     def bind(self) -> None:
-        """This thread uses the device's context from now on."""
+        """Make this thread use the device's context from now on."""
         self.call("cuCtxSetCurrent", self._context)
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Raises TransferError with the driver's words."""
+        """Call a function of the driver. Raises TransferError with the driver's words."""
         self._check(name, getattr(self._library, name)(*arguments))
 
     def _check(self, name: str, result: int, where: str = "") -> None:
-        """Raises TransferError, and remembers an error after which nothing succeeds any more."""
+        """Raise TransferError for an error. Remembers an error after which no call succeeds any more."""
         try:
             _check(self._library, name, result, where=where)
         except TransferError as error:
@@ -118,21 +122,21 @@ class Driver:
     # -- memory ----
 
     def allocation_of(self, pointer: int) -> tuple[int, int]:
-        """(base, bytes) of the allocation that the pointer lies in."""
+        """(base address, size in bytes) of the allocation that contains the pointer."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         self.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer))
         return base.value, size.value
 
     def export(self, pointer: int) -> tuple[bytes, int]:
-        """(handle of the allocation, offset of the pointer in it). Raises UnsupportedLayout for memory that has no
-        handle."""
+        """(handle of the allocation, offset of the pointer in it). Raises UnsupportedLayout for memory that cannot have
+        a handle."""
         capable = ctypes.c_uint(0)
         self.call(
             "cuPointerGetAttribute", ctypes.byref(capable), ctypes.c_int(_LEGACY_IPC_CAPABLE), ctypes.c_uint64(pointer)
         )
         if not capable.value:
             raise UnsupportedLayout(
-                "the KV cache lies in virtual-memory-managed GPU memory, which has no IPC handle: start the engine "
+                "the KV cache lies in virtual-memory-managed GPU memory, which has no IPC handle; start the engine "
                 "without expandable_segments:True in PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF and without sleep "
                 "mode, or set copier to in_process"
             )
@@ -142,7 +146,7 @@ class Driver:
         return bytes(handle.bytes), pointer - base
 
     def open(self, handle: bytes) -> int:
-        """Base address, here, of another process's allocation. Close it once for each time it was opened."""
+        """Open another process's allocation. Returns its base address here. Close it once for each open."""
         pointer = ctypes.c_uint64()
         self.call(
             "cuIpcOpenMemHandle_v2",
@@ -177,10 +181,11 @@ class Driver:
     # -- streams and events ----
 
     def stream(self) -> int:
-        """A stream that waits for no other, of the priority that every stream has by default.
+        """A stream that waits for no other stream, with the default priority.
 
-        A lower one does not exist, and priorities do not reach over processes: the GPU divides its time between those
-        whatever they are. Copies by copy engine run beside another process's kernels, a kernel takes turns with them.
+        There is no lower priority, and priorities do not count between processes: the GPU divides its time between
+        processes whatever they are. Copies by copy engines run beside another process's kernels; a kernel takes turns
+        with them.
         """
         stream = ctypes.c_void_p()
         self.call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_STREAM_NON_BLOCKING))
@@ -206,7 +211,7 @@ class Driver:
         self.call("cuEventRecord", ctypes.c_void_p(event), ctypes.c_void_p(stream))
 
     def has_passed(self, event: int) -> bool:
-        """Does not block. Raises TransferError when work before the event failed."""
+        """Whether the work before the event has ended. Does not block. Raises TransferError if that work failed."""
         result = self._library.cuEventQuery(ctypes.c_void_p(event))
         if result == NOT_READY:
             return False
@@ -216,7 +221,8 @@ class Driver:
     # -- copies ----
 
     def copy(self, target: int, source: int, byte_count: int, stream: int) -> None:
-        """Between any two memories. With pageable host memory the calling thread may wait for it."""
+        """Copy between any two memories. With pageable host memory the calling thread may block until the copy has
+        ended."""
         self.call(
             "cuMemcpyAsync",
             ctypes.c_uint64(target),
@@ -226,8 +232,12 @@ class Driver:
         )
 
     def copy_batch(self, targets: Any, sources: Any, lengths: Any, order: int, stream: int) -> None:
-        """One call for many copies between pinned host memory and the device; contiguous uint64 arrays of numpy. The
-        copies have no order among themselves."""
+        """Start many copies between pinned host memory and the device with one call; they have no order among
+        themselves.
+
+        Args:
+            targets, sources, lengths: contiguous numpy arrays `(copies,)` uint64; addresses, and bytes.
+        """
         assert self._batch is not None
         attributes, first, failed = _Attributes(source_order=order), ctypes.c_size_t(0), ctypes.c_size_t(0)
         result = self._batch(
@@ -249,17 +259,17 @@ class Driver:
 
 @functools.cache
 def load() -> Any:
-    """Raises Unavailable where there is no driver."""
+    """The driver library. Raises Unavailable if there is none."""
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError as error:
-        raise Unavailable(f"no CUDA driver here: {error}") from error
+        raise Unavailable(f"there is no CUDA driver here: {error}") from error
     _check(library, "cuInit", library.cuInit(ctypes.c_uint(0)), Unavailable)
     return library
 
 
 def visible() -> list[str]:
-    """UUIDs of the GPUs that this process sees, in their order. Raises Unavailable where there is no driver."""
+    """UUIDs of the GPUs that this process sees, in the driver's order. Raises Unavailable if there is no driver."""
     library = load()
     count = ctypes.c_int()
     _check(library, "cuDeviceGetCount", library.cuDeviceGetCount(ctypes.byref(count)), Unavailable)
@@ -272,7 +282,7 @@ def visible() -> list[str]:
 
 
 def is_present() -> bool:
-    """A GPU can be used here."""
+    """Whether this process can use a GPU."""
     try:
         return bool(visible())
     except Unavailable:
@@ -287,7 +297,7 @@ def _uuid_of(library: Any, device: ctypes.c_int) -> str:
 
 
 def _batch_copy(library: Any) -> Any:
-    """cuMemcpyBatchAsync with the arguments it had in CUDA 12.8; None with an older driver."""
+    """cuMemcpyBatchAsync with the arguments that it had in CUDA 12.8. None if the driver is older."""
     address_of = getattr(library, "cuGetProcAddress_v2", None)  # came with CUDA 12.0
     if address_of is None:
         return None

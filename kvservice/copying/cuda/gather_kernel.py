@@ -1,5 +1,7 @@
-"""Moves many small runs within a GPU's memory with one launch: Triton, on a stream of the driver's. Has not run on a
-GPU yet. Only imported where Triton is installed."""
+"""Moves many small runs within a GPU's memory with one launch of a Triton kernel, on a stream of the driver's.
+
+It has not run on a GPU yet. Imported only where Triton is installed.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,17 @@ import torch
 import triton
 import triton.language as tl
 
+# Words that one program copies at a time: 4 KiB, a power of two as Triton wants it.
 BLOCK_WORDS = 1024
 
 
-# Triton reads these annotations itself and knows no other type than its own. The table is the only argument because
-# Triton compiles anew for each alignment of a pointer: its first byte is always aligned, whatever the number of runs.
+# Triton reads these annotations itself and knows only its own types. The table is the only argument, because Triton
+# compiles again for each alignment of a pointer, and the first byte of a table is always aligned, however many runs it
+# has.
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _move_runs(table, block: tl.constexpr) -> None:  # type: ignore[no-untyped-def, unused-ignore]
-    """`table`: `[run, 3]` int64, the target's address, the source's address and the number of 4-byte words."""
+    """Copy one run per program. `table` is `(runs, 3)` int64: target address, source address, number of 4-byte
+    words."""
     row = table + 3 * tl.program_id(0)
     target = tl.load(row).to(tl.pointer_type(tl.int32))
     source = tl.load(row + 1).to(tl.pointer_type(tl.int32))
@@ -30,11 +35,15 @@ def _move_runs(table, block: tl.constexpr) -> None:  # type: ignore[no-untyped-d
 
 
 def launcher(device_uuid: str) -> Callable[[Any, Any, Any, int], None]:
-    """For the GPU of this UUID. Lengths are bytes, multiples of four, as are all addresses."""
+    """A function that launches the kernel on the GPU with this UUID; takes seconds, because it compiles the kernel.
+
+    Its arguments are targets, sources and lengths, each `(runs,)` integers, and a stream. Lengths are in bytes. Lengths
+    and addresses are multiples of four.
+    """
     names = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(torch.cuda.device_count())]
     device = torch.device("cuda", names.index(device_uuid))
-    # Torch keeps a pool of memory for each stream that it ever allocated on: tables come from one stream's, whichever
-    # engine's stream uses them, or a worker would grow with each engine that comes and goes.
+    # Torch keeps a pool of memory for each stream that it ever allocated on. All tables come from the pool of one
+    # stream, whichever engine's stream uses them; otherwise a worker would grow with each engine that comes and goes.
     home = torch.cuda.Stream(device)
 
     def launch(targets: Any, sources: Any, lengths: Any, stream: int) -> None:
@@ -44,12 +53,13 @@ def launcher(device_uuid: str) -> Callable[[Any, Any, Any, int], None]:
                 here = torch.empty(table.shape, dtype=torch.int64, device=device)
             used_by = torch.cuda.ExternalStream(stream, device=device)
             with torch.cuda.stream(used_by):
-                # From pageable memory: the call returns when the table is staged, so it may be dropped here.
+                # The source is pageable memory: the call returns when the table is staged, so the table may be dropped
+                # here.
                 here.copy_(table, non_blocking=True)
                 _move_runs[(len(lengths),)](here, block=BLOCK_WORDS)
                 here.record_stream(used_by)
 
-    # Compiled now: it takes seconds, in which a copy would look as if it hung.
+    # Compile now. It takes seconds, and the first copy would otherwise look as if it hung.
     scratch = torch.zeros(2, dtype=torch.int32, device=device)
     first = torch.cuda.Stream(device)
     first.wait_stream(torch.cuda.current_stream(device))

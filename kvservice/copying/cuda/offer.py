@@ -1,7 +1,8 @@
-"""An engine's KV memory on a GPU as it is offered to the worker of that GPU. Has not run on a GPU yet.
+"""An engine's KV memory on a GPU as it is offered to the copy worker of that GPU. It has not run on a GPU yet.
 
-One handle for the whole allocation, whatever tensors lie in it, and a ring of events between the processes: each
-message of copies names the event that the engine recorded before it, and the worker touches nothing before that passed.
+There is one handle for the whole allocation, whatever tensors lie in it, and a ring of events shared by the two
+processes. Each message of copies names the event that the engine recorded before it, and the worker touches nothing
+before that event has passed.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ from kvservice.copying.message import MemoryKind
 from kvservice.core.segment.copy_runs import RegionLayout
 from kvservice.errors import UnsupportedLayout
 
-EVENTS = 64  # an event is recorded again after so many messages: a worker that far behind waits for a later one
+# Events in the ring. One is recorded again after this many messages; a worker that is further behind waits for a later
+# event, which is safe.
+EVENTS = 64
 
 
 class CudaOffer:
-    """Made on the engine's main thread, whose current device is the tensors'. `offer` is what a link sends."""
+    """Make it on the engine's main thread, whose current device must be that of the tensors. `offer` is what a link
+    sends."""
 
     def __init__(self, tensor: torch.Tensor, layout: Callable[[int, int], RegionLayout]) -> None:
-        """`tensor` lies in the storage of all layers; `layout(address, bytes)` describes them there. Raises
-        UnsupportedLayout when it cannot be shared and says why."""
+        """`tensor` lies in the storage that all layers share, on a GPU. `layout(address, bytes)` describes them there.
+        Raises UnsupportedLayout, with the reason, if the memory cannot be shared."""
         storage = tensor.untyped_storage()
         self._device = tensor.device
         driver = Driver.of_device(f"GPU-{torch.cuda.get_device_properties(self._device).uuid}")
@@ -48,7 +52,7 @@ class CudaOffer:
         self.offer = KVOffer(driver.uuid, memory, fields)
 
     def mark(self) -> int:
-        """Record how far the engine is. Returns the event's number for the message. Does not block."""
+        """Record how far the engine is. Returns the number of the event for the message. Does not block."""
         self._last = (self._last + 1) % EVENTS
         self._events[self._last].record(torch.cuda.current_stream(self._device))
         return self._last

@@ -1,7 +1,7 @@
-"""Pins a segment for a GPU, piece by piece on a thread of its own, because pinning hundreds of GiB takes minutes.
+"""Pins a segment for a GPU, piece by piece in a thread of its own, because pinning hundreds of GiB takes minutes.
 
-Copies work meanwhile: those whose bytes are all pinned go asynchronously and at full speed, others through the
-driver's own buffers. A piece ends where a slab ends, so that no slot lies in two pieces.
+Copies work meanwhile. Those whose bytes are all pinned run asynchronously and at full speed; others go through the
+driver's own buffers. A piece ends where a slab ends, so no slot lies in two pieces.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from kvservice.units import MiB
 
 log = logging.getLogger("kvservice.copying")
 
+# Pinned by one call, which takes about 0.1 s: a stop waits no longer, and there are few calls.
 PIECE_BYTES = 256 * MiB
 
 
 class Pinning:
-    """`pin(address, bytes)` and `unpin(address)` are the driver's; `start` runs first on the thread."""
+    """The pinning of one segment. `pin(address, bytes)` and `unpin(address)` are the driver's calls; `start` runs first
+    on the thread."""
 
     def __init__(
         self,
@@ -34,24 +36,25 @@ class Pinning:
         self._total = geometry.segment_bytes
         self._pieces = list(pieces(geometry))
         self._pin, self._unpin, self._start = pin, unpin, start
-        self._pinned: list[int] = []  # addresses
-        self.unpin_failures = 0  # pieces that could not be unpinned: the context is unusable
-        self._until = 0  # bytes from the start of the segment
+        self._pinned: list[int] = []  # addresses of pieces
+        self.unpin_failures = 0  # pieces that could not be unpinned, because the context is unusable
+        self._until = 0  # bytes from the start of the segment that are pinned
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="kvservice-pinning", daemon=True)
         self._thread.start()
 
     @property
     def share(self) -> float:
-        """Of the segment that is pinned, 0 to 1."""
+        """The share of the segment that is pinned, 0 to 1."""
         return self._until / self._total
 
     def covers(self, end: int) -> bool:
-        """Everything before this offset of the segment is pinned."""
+        """Whether everything before this offset of the segment is pinned."""
         return end <= self._until
 
     def undo(self) -> None:
-        """Stop and unpin all. Blocks: hundreds of GiB take half a minute. No copy may be. Raises nothing."""
+        """Stop, and unpin everything. Blocks: hundreds of GiB take half a minute. No copy may be under way. Never
+        raises."""
         self._stopping.set()
         self._thread.join()
         self._until = 0
@@ -75,7 +78,7 @@ class Pinning:
                 self._until = offset + size
         except Exception as error:  # noqa: BLE001  torch's binding has errors of its own; copies work unpinned
             log.error(
-                "the pool's memory stays unpinned from %d of %d MiB on, copies there are slower: %s",
+                "the pool's memory stays unpinned from %d of %d MiB on, so copies there are slower: %s",
                 self._until // MiB,
                 self._total // MiB,
                 error,
@@ -83,9 +86,11 @@ class Pinning:
 
 
 class PinningOnUse:
-    """Pins once copies have been running here for `patience` seconds, without a pause as long as that. The engine's
-    process is the fallback of a copy worker, which has pinned the pool already: pinning it twice costs minutes of the
-    kernel's work and page tables."""
+    """Pins the pool once copies have run in this process for `patience` seconds without a pause as long as that.
+
+    The engine's process is the fallback of a copy worker, which has pinned the pool already. Pinning it twice costs
+    minutes of the kernel's time, and page tables.
+    """
 
     def __init__(
         self, begin: Callable[[], Pinning], patience: float, clock: Callable[[], float] = time.monotonic
@@ -97,23 +102,23 @@ class PinningOnUse:
         self._pinning: Pinning | None = None
 
     def used(self) -> None:
-        """A copy is about to run. Does not block."""
+        """Note that a copy is about to run. Does not block."""
         now = self._clock()
-        if now - self._used_last > self._patience:  # a worker had the copies meanwhile
+        if now - self._used_last > self._patience:  # a copy worker did the copies meanwhile
             self._used_since = now
         self._used_last = now
         if self._pinning is None and now - self._used_since >= self._patience:
             self._pinning = self._begin()
 
     def undo(self) -> None:
-        """Blocks as `Pinning.undo`."""
+        """Undo the pinning. Blocks as `Pinning.undo` does."""
         if self._pinning is not None:
             self._pinning.undo()
             self._pinning = None
 
 
 def pieces(geometry: Geometry, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, int]]:
-    """(offset, bytes) from the start of the segment to its end, each ending with a slab."""
+    """The pieces of the segment as (offset, bytes), in order. Each ends with a slab."""
     start, slabs_each = 0, max(piece_bytes // geometry.slab_bytes, 1)
     for slab in range(0, geometry.slab_count, slabs_each):
         end = geometry.slab_offset(min(slab + slabs_each, geometry.slab_count))

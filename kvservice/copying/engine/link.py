@@ -1,10 +1,10 @@
-"""The engine's end of a copy worker: hands it copies without ever waiting, and knows how each of them ended.
+"""The engine's connection to a copy worker: hands it copies without ever blocking, and knows how each of them ended.
 
-Two threads: the engine's, which submits and asks; and one of this link, which connects, reads answers and watches the
-clock. A copy that was handed over is over only when the worker said so, or when the worker is known to do nothing any
-more: it said so before it closed the connection, or it is dead. A worker that gives no sign of life is
-killed for that; a copy that was called failed and still ran would write into blocks that belong to somebody else by
-then. A worker that this process could not kill (another user or PID namespace) is therefore never used.
+There are two threads. The engine's thread submits and asks. The link's own thread connects, reads answers and watches
+the clock. A copy that was handed over has ended only when the worker said so, or when the worker is known to do nothing
+any more: it said BYE before it closed the connection, or it is dead. A worker that gives no sign of life is killed. If
+it were only given up, a copy could still run, and write into blocks that belong to another request by then. A worker
+that this process could not kill (another user or PID namespace) is therefore never used.
 """
 
 from __future__ import annotations
@@ -52,17 +52,25 @@ from kvservice.errors import InvalidRequest, KVServiceError, Unavailable
 log = logging.getLogger("kvservice.copying")
 
 CREDENTIALS = struct.Struct("3i")
+# For the connection and the answer to a greeting, which take milliseconds. Then the worker is tried again later.
 CONNECT_SECONDS = 5.0
 RETRY_SECONDS = 2.0  # between attempts to find a worker
+# The longest sleep of the link's thread, which looks at overdue copies after it. A quarter of `wedge_seconds` if that
+# is less.
 IDLE_SECONDS = 1.0
+# If a queue of the worker has not moved for this long, the worker is killed and its copies fail. A copy of a step takes
+# milliseconds.
 WEDGE_SECONDS = 10.0
+# Rows handed over and not ended, per direction. Beyond it `submit` returns None and the engine's process copies by
+# itself. Loads get more room, because requests wait for them.
 ROWS_OUTSTANDING_MAX = {Direction.LOAD: 16_384, Direction.STORE: 4096}
-SEND_BUFFER_BYTES = 1 << 20
+SEND_BUFFER_BYTES = 1 << 20  # Of the socket, for eight of the largest messages, so that `flush` rarely finds it full.
+assert min(ROWS_OUTSTANDING_MAX.values()) >= ROWS_MAX and MESSAGE_BYTES_MAX <= SEND_BUFFER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class KVOffer:
-    """An engine's KV memory as it is offered to a worker. `descriptor` is sent along; None for memory without one."""
+    """An engine's KV memory as it is offered to a worker. `descriptor` is sent with it; None for memory without one."""
 
     device: str
     memory: dict[str, Any]
@@ -71,14 +79,14 @@ class KVOffer:
 
 
 class Copies:
-    """Ticket of copies handed to a worker. Read by the engine's thread, ended by the link's."""
+    """A ticket for copies that were handed to a worker. The engine's thread reads it, the link's thread ends it."""
 
     __slots__ = ("_condition", "borrowed", "outcome", "parts", "submitted")
 
     def __init__(self, parts: int, condition: threading.Condition) -> None:
-        self.parts = parts  # still under way
+        self.parts = parts  # messages still under way
         self.outcome = CopyOutcome.COPIED
-        self.borrowed = 0  # blocks that came from another engine
+        self.borrowed = 0  # blocks that were copied from another engine
         self.submitted = time.monotonic()
         self._condition = condition
 
@@ -86,7 +94,7 @@ class Copies:
         return self.parts == 0
 
     def synchronize(self) -> None:
-        """Bounded: the link ends every ticket."""
+        """Block until the copies have ended. The time is bounded, because the link ends every ticket."""
         with self._condition:
             self._condition.wait_for(self.query)
 
@@ -95,20 +103,20 @@ class Copies:
 
 
 class Lent:
-    """Blocks lent to the other engines of a worker. They stay as they are until `is_over`, which follows a recall, or
-    the end of the worker. Read by the engine's thread, changed by the link's."""
+    """Blocks lent to the other engines of a worker. They must not change until `is_over`, which follows a recall or the
+    end of the worker. The engine's thread reads it, the link's thread changes it."""
 
     __slots__ = ("ids", "is_over", "is_taken", "lent", "returned")
 
     def __init__(self, ids: list[int], lent: Copies) -> None:
-        self.ids = ids  # of the LEND jobs
-        self.lent = lent  # ends when they can be read
-        self.returned: Copies | None = None  # of the recall
-        self.is_taken = False  # a reader has what it wanted
-        self.is_over = False  # nobody reads them, nor ever will
+        self.ids = ids  # ids of the LEND jobs
+        self.lent = lent  # ends when the blocks can be read
+        self.returned: Copies | None = None  # the ticket of the recall
+        self.is_taken = False  # a reader has read what it wanted
+        self.is_over = False  # nobody reads the blocks, now or later
 
 
-# What the worker works off in order: copies of a direction, or messages of a kind.
+# What the worker does in order: copies of one direction, or messages of one kind.
 _Queue: TypeAlias = "Direction | Kind"
 
 
@@ -122,23 +130,24 @@ class _JobUnderWay:
 
 
 class WorkerLink:
-    """One engine process and the worker of its device. `follow` names the pool; copies can be submitted while
-    `is_ready`. All public methods but `close` return at once."""
+    """Connects one engine process with the copy worker of its device. `follow` names the pool. Copies can be submitted
+    while `is_ready`. All public methods but `close` return at once."""
 
     def __init__(
         self, offer: KVOffer, wedge_seconds: float = WEDGE_SECONDS, *, worker_device: str | None = None
     ) -> None:
-        """`worker_device`: of a worker that copies nothing for this engine, but can be lent blocks."""
+        """`worker_device` is set for a worker of another device: it copies nothing for this engine, but blocks can be
+        lent to it."""
         self._offer = offer
         self._worker_device = worker_device or offer.device
         self._lends_only = worker_device is not None
         self._wedge_seconds = wedge_seconds
-        self._lock = threading.Lock()  # held for moments only
+        self._lock = threading.Lock()  # never held while anything blocks
         self._ended = threading.Condition(self._lock)
         self._jobs: dict[int, _JobUnderWay] = {}
         self._last_id = 0
         self._lent: dict[int, Lent] = {}  # by the id of its last LEND job, until it is over
-        self._rows = Counter[_Queue]()  # outstanding
+        self._rows = Counter[_Queue]()  # rows handed over and not ended
         self._progress: dict[_Queue, float] = {}
         self._batch: list[PackedJob] = []  # submitted since the last flush
         self._unsent: deque[bytes] = deque()
@@ -146,7 +155,7 @@ class WorkerLink:
         self._socket: socket.socket | None = None
         self._ready = False
         self._said_bye = False
-        self._problem = ""  # the last one that was logged
+        self._problem = ""  # the last problem that was logged
         self._closing = False
         self._else = f"nothing is lent to {worker_device}" if worker_device else "copies run in the engine's process"
         self._counters = Counter[str]()
@@ -161,20 +170,20 @@ class WorkerLink:
         return self._ready
 
     def follow(self, directory: Path, pool: PoolSource) -> None:
-        """Use the worker registered in this node directory, for copies to and from this pool."""
+        """Use the worker that is registered in this node directory, for copies to and from this pool."""
         with self._lock:
             self._wanted, self._ready = (directory, pool), False
         self._wake()
 
     def leave(self) -> None:
-        """No copies any more, until the next `follow`. None may be under way."""
+        """Stop using the pool until the next `follow`. No copy may be under way."""
         with self._lock:
             self._wanted, self._ready = None, False
         self._wake()
 
     def submit(self, direction: Direction, rows: Sequence[CopyRow], *, may_borrow: bool = False) -> Copies | None:
-        """Take these copies, to be sent with the next `flush`; None when there is no worker to take them, or too much
-        waits already. `may_borrow`: loads of blocks that another engine lends may come from there."""
+        """Take copies; the next `flush` sends them. Returns None if there is no worker for them, or if too many rows
+        are outstanding. With `may_borrow`, blocks that another engine lends may be loaded from there."""
         pieces = [rows[start : start + ROWS_MAX] for start in range(0, len(rows), ROWS_MAX)]
         with self._lock:
             if not self._ready:
@@ -191,7 +200,7 @@ class WorkerLink:
         return ticket
 
     def flush(self, event: int = NO_EVENT) -> None:
-        """Send what was submitted: one message for a step of ordinary size."""
+        """Send what was submitted. A step of ordinary size takes one message."""
         with self._lock:
             batch, self._batch = self._batch, []
             if self._socket is None or not batch:
@@ -203,8 +212,9 @@ class WorkerLink:
             self._wake()
 
     def lend(self, blocks: Sequence[CopyRow], event: int = NO_EVENT) -> Lent | None:
-        """Let the other engines of this worker copy these blocks, by their keys; slots and generations mean nothing.
-        They may not change until the loan is over. None, and nothing is lent, when there is no worker."""
+        """Let the other engines of this worker copy these blocks, which they find by key; slots and generations are
+        not used. The blocks must not change until the loan is over. Returns None if there is no worker; nothing is
+        lent then."""
         pieces = [pack_rows(blocks[start : start + ROWS_MAX]) for start in range(0, len(blocks), ROWS_MAX)]
         with self._lock:
             if not self._ready or self._socket is None or not pieces:
@@ -220,13 +230,15 @@ class WorkerLink:
         return lent
 
     def recall(self, lent: Lent) -> None:
-        """Ask for the end of this loan, which `is_over` tells. Copies under way are waited for, others do not start."""
+        """Ask for the end of this loan; `is_over` tells when it has come. Copies under way are waited for, others do
+        not start."""
         with self._lock:
             if lent.is_over or lent.returned is not None:
                 return
             lent.returned = Copies(len(lent.ids), self._ended)
             if self._socket is None:
-                return  # whoever gives the connection up ends the loan, once the worker does nothing any more
+                # the link's thread ends the loan when it gives the connection up and the worker does nothing any more
+                return
             for lend_id in lent.ids:
                 job_id = self._add_job(lent.returned, Kind.RECALL, lent)
                 self._unsent.append(pack_lent(Kind.RECALL, lend_id, job_id))
@@ -234,7 +246,7 @@ class WorkerLink:
         self._wake()
 
     def _add_job(self, ticket: Copies, kind: Kind, lent: Lent | None = None) -> int:
-        """Under the lock."""
+        """The caller holds the lock."""
         self._last_id += 1
         self._jobs[self._last_id] = _JobUnderWay(ticket, kind, 0, ticket.submitted, lent)
         return self._last_id
@@ -245,7 +257,7 @@ class WorkerLink:
         return dict(counters)
 
     def close(self) -> None:
-        """Blocks until nothing is under way; bounded, as every copy is."""
+        """Close the connection. Blocks until nothing is under way; bounded, as every copy is."""
         with self._lock:
             self._closing, self._ready = True, False
         self._wake()
@@ -256,11 +268,11 @@ class WorkerLink:
     # -- both ----
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: then it is awake
+        with contextlib.suppress(OSError):  # the pipe is full, so the thread is awake
             os.write(self._wake_writer, b"w")
 
     def _send_unsent(self) -> None:
-        """Under the lock. What the socket does not take stays for later."""
+        """Send as much as the socket takes; the rest stays for later. The caller holds the lock."""
         assert self._socket is not None
         while self._unsent:
             try:
@@ -268,7 +280,7 @@ class WorkerLink:
             except BlockingIOError:
                 return
             except OSError:
-                self._unsent.clear()  # the link's thread sees the end of the connection
+                self._unsent.clear()  # the link's thread notices the end of the connection
                 return
             self._unsent.popleft()
 
@@ -291,7 +303,7 @@ class WorkerLink:
                 self._note("copy_worker_absent", f"{self._else} until there is a worker: {error}")
             except (KVServiceError, OSError) as error:
                 self._note("copy_worker_refused", f"{self._else}: {error}")
-            except Exception:  # copies under way must be ended whatever happened here
+            except Exception:  # copies under way must be ended, whatever went wrong here
                 self._count("copy_worker_error")
                 log.exception("copy worker given up")
             finally:
@@ -299,7 +311,7 @@ class WorkerLink:
             self._sleep(RETRY_SECONDS)
 
     def _sleep(self, seconds: float | None) -> None:
-        """Until woken, or for so long."""
+        """Sleep until woken, or for this many seconds."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while not self._closing:
             left = None if deadline is None else deadline - time.monotonic()
@@ -317,7 +329,7 @@ class WorkerLink:
                 pass
 
     def _connect(self, directory: Path) -> tuple[socket.socket, WorkerProcess]:
-        """Raises Unavailable when there is no worker, Refused when it is none that may be used."""
+        """Connect to the worker. Raises Unavailable if there is none, Refused if it must not be used."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.settimeout(CONNECT_SECONDS)
@@ -325,7 +337,7 @@ class WorkerLink:
             try:
                 connection.connect(str(copy_worker_socket(directory, self._worker_device)))
             except OSError as error:
-                raise Unavailable(f"nobody listens in {directory}: {error}") from error
+                raise Unavailable(f"no copy worker listens in {directory}: {error}") from error
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
             pid, user, _ = CREDENTIALS.unpack(credentials)
             worker = WorkerProcess.of_peer(pid, user, in_host_memory=self._offer.descriptor is not None)
@@ -353,14 +365,15 @@ class WorkerLink:
         try:
             socket.send_fds(connection, [pack_json(Kind.HELLO, hello)], descriptors)
             answer = connection.recv(MESSAGE_BYTES_MAX)
-        except OSError as error:  # it hangs, or went away: to be tried again
+        except OSError as error:  # it hangs or went away, and is tried again
             raise Unavailable(f"the copy worker does not answer: {error}") from error
         if not answer:
             raise Unavailable("the copy worker went away")
         _check_answer(parse_json(answer))
 
     def _converse(self, connection: socket.socket, worker: WorkerProcess, wanted: tuple[Path, PoolSource]) -> None:
-        """Until the worker is lost or given up, or another one is wanted. Raises KVServiceError and OSError."""
+        """Talk to the worker until it is lost or given up, or until another pool is wanted. Raises KVServiceError and
+        OSError."""
         directory, asked = wanted[0], None
         asked_at = 0.0
         with self._lock:
@@ -386,13 +399,13 @@ class WorkerLink:
             if self._is_overdue():
                 self._note(
                     "copy_worker_wedged",
-                    f"the copy worker copied nothing for {self._wedge_seconds:.0f} s: it is killed",
+                    f"the copy worker copied nothing for {self._wedge_seconds:.0f} s, so it is killed",
                 )
                 worker.kill()
                 return
 
     def _exchange(self, connection: socket.socket, asked: PoolSource | None) -> bool:
-        """Wait for something to do, a second at most, and do it. False when the connection has ended."""
+        """Wait for something to do, at most IDLE_SECONDS, and do it. Returns False if the connection has ended."""
         with self._lock:
             self._send_unsent()
             writing = [connection.fileno()] if self._unsent else []
@@ -402,7 +415,7 @@ class WorkerLink:
             self._drain_wakes()
         if connection.fileno() not in readable:
             return True
-        while True:  # all there is: how late a copy is says something only afterwards
+        while True:  # read all there is first: only then can a copy be called late
             try:
                 data = connection.recv(MESSAGE_BYTES_MAX, socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -422,7 +435,7 @@ class WorkerLink:
         elif kind is Kind.ANSWER:
             fields = parse_json(data)
             if asked is None or fields.get("pool_id") != asked.pool_id:
-                return  # to an earlier question
+                return  # it answers an earlier question
             _check_answer(fields)
             with self._lock:
                 if self._wanted is not None and self._wanted[1] == asked and not self._closing:
@@ -432,7 +445,7 @@ class WorkerLink:
         elif kind is Kind.TAKEN:
             _, lend_id = parse_lent(data)
             with self._lock:
-                lent = self._lent.get(lend_id)  # a reader goes from the first piece to the last
+                lent = self._lent.get(lend_id)  # a reader reads a loan from its first piece to its last
                 if lent is not None:
                     lent.is_taken = True
         elif kind is Kind.BYE:
@@ -462,16 +475,16 @@ class WorkerLink:
             self._end_loan(job.lent)
 
     def _end_loan(self, lent: Lent) -> None:
-        """Under the lock."""
+        """The caller holds the lock."""
         self._lent.pop(lent.ids[-1], None)
         lent.is_over = True
 
     def _is_overdue(self) -> bool:
-        """A queue of the worker has not moved for too long."""
+        """Whether a queue of the worker has not moved for too long."""
         limit = time.monotonic() - self._wedge_seconds
         with self._lock:
             oldest: dict[_Queue, float] = {}
-            for job in self._jobs.values():  # in the order they were submitted
+            for job in self._jobs.values():  # in the order in which they were submitted
                 oldest.setdefault(job.queue, job.since)
             return any(max(since, self._progress.get(queue, since)) < limit for queue, since in oldest.items())
 
@@ -482,7 +495,7 @@ class WorkerLink:
             connection, self._socket = self._socket, None
             self._unsent.clear()
             self._batch.clear()
-            pending = bool(self._jobs or self._lent)  # a reader may be at what is lent
+            pending = bool(self._jobs or self._lent)  # a reader may be reading what is lent
         if worker is not None:
             if pending and connection is not None and not self._said_bye:
                 worker.await_last_copy(connection, self._wedge_seconds)
@@ -505,14 +518,14 @@ class WorkerLink:
             self._counters[name] += 1
 
     def _note(self, name: str, problem: str) -> None:
-        if problem != self._problem:  # it is tried again every few seconds
+        if problem != self._problem:  # the same problem comes again every few seconds
             self._count(name)
             log.warning("%s", problem)
         self._problem = problem
 
 
 def _messages(batch: Sequence[PackedJob], event: int) -> list[bytes]:
-    """As few messages as their size allows; a job is never larger than one."""
+    """As few messages as their size allows. One job always fits one message."""
     messages: list[bytes] = []
     part: list[PackedJob] = []
     size = 0
@@ -526,7 +539,7 @@ def _messages(batch: Sequence[PackedJob], event: int) -> list[bytes]:
 
 
 def _check_answer(fields: dict[str, Any]) -> None:
-    """Raises InvalidRequest with what the worker said."""
+    """Raises InvalidRequest with the error that the worker reported."""
     error = fields.get("error")
     if error is not None:
         message = error.get("message") if isinstance(error, dict) else error

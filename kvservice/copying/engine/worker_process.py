@@ -1,6 +1,6 @@
-"""The worker's process as an engine holds it: able to end it, and to know when it has done its last copy.
+"""The worker's process as an engine sees it: can kill it, and can tell when it has done its last copy.
 
-Linux only: a pidfd names one process for good, where a pid may be somebody else's by the time it is used.
+Linux only. A pidfd always names the same process, whereas a pid may belong to another process by the time it is used.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from kvservice.errors import Refused
 
 log = logging.getLogger("kvservice.copying")
 
-KILLED_SECONDS = 2.0  # a process that was killed runs no instruction of its own after this, even if it cannot end yet
-POLL_SECONDS = 0.1
-NAG_SECONDS = 10.0
+# This long after a kill a process runs no instruction of its own any more, even if the kernel cannot end it yet.
+KILLED_SECONDS = 2.0
+POLL_SECONDS = 0.1  # Between two looks at a worker that is ending.
+NAG_SECONDS = 10.0  # Between two log lines about a worker that does not end. A dead GPU can hold a process for minutes.
 
 
 class WorkerProcess:
-    """`in_host_memory`: its copies are its own instructions. Copies of a GPU may outlive those, so that only the end of
-    the process is the end of its copies."""
+    """One worker process. `in_host_memory` means that its copies are its own instructions. Copies of a GPU may outlive
+    those, so there only the end of the process is the end of its copies."""
 
     def __init__(self, pidfd: int, *, in_host_memory: bool) -> None:
         self._pidfd = pidfd
@@ -35,23 +36,23 @@ class WorkerProcess:
 
     @classmethod
     def of_peer(cls, pid: int, user: int, *, in_host_memory: bool) -> WorkerProcess:
-        """Raises Refused when this process could not end that one."""
+        """The process at the other end of a socket. Raises Refused if this process could not kill it."""
         if pid <= 0:
             raise Refused(
-                "the copy worker runs in another PID namespace, so that one that hangs could not be ended: let both "
+                "the copy worker runs in another PID namespace, so it could not be killed if it hung; let both "
                 "share one (hostPID, shareProcessNamespace), or set copier to in_process"
             )
         if user != os.getuid():
-            raise Refused(f"the copy worker runs as user {user}, the engine as {os.getuid()}: use one user for both")
+            raise Refused(f"the copy worker runs as user {user}, the engine as {os.getuid()}; run both as one user")
         try:
             pidfd = os.pidfd_open(pid)
         except OSError as error:
-            raise Refused(f"cannot hold the copy worker's process {pid}: {error.strerror}") from error
+            raise Refused(f"cannot open the copy worker's process {pid}: {error.strerror}") from error
         try:
-            signal.pidfd_send_signal(pidfd, 0)  # whether it could be ended
+            signal.pidfd_send_signal(pidfd, 0)  # signal 0 only checks the permission
         except OSError as error:
             os.close(pidfd)
-            raise Refused(f"the copy worker's process {pid} could not be ended: {error.strerror}") from error
+            raise Refused(f"this process may not kill the copy worker's process {pid}: {error.strerror}") from error
         return cls(pidfd, in_host_memory=in_host_memory)
 
     def kill(self) -> None:
@@ -61,8 +62,8 @@ class WorkerProcess:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def await_last_copy(self, connection: socket.socket, patience: float) -> None:
-        """Block until the worker has said BYE, which it does after its last copy for this engine, or is dead. Killed
-        when that takes longer than `patience` seconds. Not needed for a worker that said it before."""
+        """Block until the worker has said BYE, which it says after its last copy for this engine, or until it is dead.
+        Kills it after `patience` seconds. Not needed for a worker that said BYE before."""
         started = nagged = time.monotonic()
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
@@ -75,7 +76,7 @@ class WorkerProcess:
             if reading is not None and reading.fileno() in readable:
                 said = _last_words(reading)
                 if said is Words.BYE or (said is Words.NONE and self._in_host_memory):
-                    return  # without a word the kernel closed it, with the last thread of the process
+                    return  # it ended without a word: the kernel closes the socket with the last thread of the process
                 reading = reading if said is Words.OTHER else None
             now = time.monotonic()
             if self._killed is None and now - started > patience:
@@ -84,7 +85,7 @@ class WorkerProcess:
                 return
             if now - nagged > NAG_SECONDS:
                 nagged = now
-                log.error("the copy worker has not ended after %.0f s: is its GPU gone?", now - started)
+                log.error("the copy worker has not ended after %.0f s; its GPU may be gone", now - started)
 
     def forget(self) -> None:
         """Idempotent."""

@@ -1,4 +1,4 @@
-"""Which device a copy worker serves, by the name it is started with."""
+"""Finds the device that a copy worker serves by the name it was started with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvservice.copying.device import HOST, Device, HostDevice
 
 
 def device_named(name: str) -> Device:
-    """`cpu`, a GPU's UUID, or its index among those this process sees. Raises Unavailable when there is none."""
+    """The device: `cpu`, or a GPU by its UUID or its index in this process. Raises Unavailable if there is none."""
     if name == HOST:
         return HostDevice()
     from kvservice.copying.cuda.device import CudaDevice  # loads the driver

@@ -1,8 +1,8 @@
-"""Lanes: one ordered queue of copy jobs per direction and engine, each worked off by a thread of its own.
+"""Lanes: one ordered queue of copy jobs per direction and engine, each with a thread of its own.
 
-Every batch of blocks is checked against the slots' headers right before it is copied, because a job may have waited:
-a slot that is no longer reserved for the engine is never written. Loads are checked again afterwards. The engine
-checks on its own side as well; both have to agree before a block counts.
+Each batch of blocks is checked against the slots' headers right before it is copied, because a job may have waited: a
+slot that is no longer reserved for the engine is never written. Loads are checked again afterwards. The engine checks
+too, and a block counts only if both agree.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex
 
 log = logging.getLogger("kvservice.copying")
 
-BATCH_ROWS = 64  # blocks between two checks
+# Blocks between two checks of their slots. Few enough to end a stale or stopped job soon, many enough that a batch
+# fills the memory's bandwidth.
+BATCH_ROWS = 64
 Ready: TypeAlias = Callable[[Callable[[], bool]], None]
 BITS = SLOTS_PER_SLAB_MAX.bit_length() - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the copies of one engine go: the segment as promised, and the engine that copies."""
+    """Where the copies of one engine go: the segment as promised, and the copy engine."""
 
     segment: Segment
     epoch: BootEpoch
@@ -51,7 +53,7 @@ class Target:
 
 @dataclass(slots=True)
 class CopyTally:
-    """Of one job."""
+    """What was copied for one job."""
 
     byte_count: int = 0
     borrowed: int = 0  # blocks
@@ -68,23 +70,23 @@ class LaneCounts:
 
 
 class CopyLane:
-    """`on_ended` is called on the lane's thread, for jobs in the order they came."""
+    """One direction of one engine. `on_ended` is called on the lane's thread, for jobs in the order they came."""
 
     def __init__(self, name: str, on_ended: Callable[[Ended], None]) -> None:
         self._on_ended = on_ended
-        self._jobs: deque[tuple[Target | None, CopyJob, Ready, float]] = deque()  # with when they came
+        self._jobs: deque[tuple[Target | None, CopyJob, Ready, float]] = deque()  # with the time at which each came
         self._wake = threading.Condition()
         self._stopping = False
         self._active = False
-        self._busy_since: float | None = None  # monotonic
-        self._ended_at = 0.0  # the last job
+        self._busy_since: float | None = None  # monotonic seconds
+        self._ended_at = 0.0  # when the last job ended, in monotonic seconds
         self.counts = LaneCounts()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, target: Target | None, job: CopyJob, ready: Ready = lambda is_wanted: None) -> None:
-        """`ready` is called on the lane's thread first, with a question whether it still matters, and returns when the
-        engine's side may be touched. Never blocks."""
+        """Queue a job. Never blocks. On the lane's thread `ready` is called first, with a function that tells whether
+        the job is still wanted; `ready` returns when the engine's memory may be touched."""
         with self._wake:
             self._jobs.append((target, job, ready, time.monotonic()))
             self._wake.notify()
@@ -95,11 +97,11 @@ class CopyLane:
 
     @property
     def waits_since(self) -> float | None:
-        """Since when, on the monotonic clock, a batch has not ended or a job was not taken up; None when neither. Time
-        in which the engine is waited for does not count."""
+        """Since when a batch has not ended or a job was not begun, in monotonic seconds. None if neither. Time spent
+        waiting for the engine does not count."""
         if self._active:
             return self._busy_since
-        with contextlib.suppress(IndexError):  # taken just now
+        with contextlib.suppress(IndexError):  # it was begun just now
             return max(self._jobs[0][3], self._ended_at)
         return None
 
@@ -109,7 +111,7 @@ class CopyLane:
             self._wake.wait_for(lambda: self.is_idle or self._stopping)
 
     def stop(self) -> None:
-        """Drop what waits, end what runs at its next batch, and block until the thread has ended."""
+        """Drop the waiting jobs, end the running one after its batch, and block until the thread has ended."""
         with self._wake:
             self._stopping = True
             self._jobs.clear()
@@ -137,7 +139,7 @@ class CopyLane:
         outcome = CopyOutcome.REFUSED
         try:
             if target is not None:
-                ready(lambda: not self._stopping)  # as long as the engine computes, which is not a copy that hangs
+                ready(lambda: not self._stopping)  # waits while the engine computes, which is not a copy that hangs
                 self._busy_since = time.monotonic()
                 outcome = self._copy(target, job, tally)
                 if job.may_borrow:
@@ -147,7 +149,7 @@ class CopyLane:
         except KVServiceError as error:
             log.error("copy failed: %s", error.message)
             outcome = CopyOutcome.FAILED
-        except Exception:  # the engine waits for an outcome whatever happened here
+        except Exception:  # the engine waits for an outcome, whatever went wrong here
             log.exception("copy failed")
             outcome = CopyOutcome.FAILED
         self._count(job, outcome, tally)
@@ -165,7 +167,7 @@ class CopyLane:
             failpoint("copy_worker.copy")
             if job.direction is Direction.LOAD:
                 _load(target, rows, slots, tally, may_borrow=job.may_borrow)
-                # Also of blocks that came from an engine: the slot is what was promised.
+                # Also for blocks that came from an engine: the slot must have held what was promised.
                 if not _all_as_promised(target, job.direction, rows, slots):
                     return CopyOutcome.STALE
             else:
@@ -187,7 +189,8 @@ class CopyLane:
 def _load(
     target: Target, rows: npt.NDArray[np.void], slots: list[SlotIndex], tally: CopyTally, *, may_borrow: bool
 ) -> None:
-    """From engines that lend these blocks, and from the slots whatever they do not lend or took back meanwhile."""
+    """Load from engines that lend these blocks. Blocks that they do not lend, or took back meanwhile, come from the
+    slots."""
     blocks = rows["block"].astype(np.int64)
     if may_borrow:
         borrowed, size = target.direct.copy([key.tobytes() for key in rows["key"]], blocks.tolist())
@@ -206,7 +209,7 @@ def _offsets(target: Target, slots: list[SlotIndex]) -> npt.NDArray[np.int64]:
 
 
 def _check_range(target: Target, slots: Iterable[SlotIndex]) -> None:
-    """Raises InvalidRequest for a slot outside the segment: its header would be somebody's payload."""
+    """Raises InvalidRequest for a slot outside the segment, where a header would be another slot's payload."""
     geometry = target.segment.geometry
     per_slab = geometry.slots_per_slab(target.template.payload_bytes)
     for slot in slots:

@@ -1,7 +1,8 @@
-"""Blocks that one engine lends to the others of its device: copied from engine to engine, without a slot between.
+"""Blocks that one engine lends to the others of its device. They are copied from engine to engine, without a slot
+between.
 
-The lender keeps a lent block as it is until the worker says that nobody reads it any more. A copy counts only when
-the loan it read from was still good after it ended. Thread-safe; nothing in here copies under the lock.
+The lender keeps a lent block unchanged until the worker says that nobody reads it any more. A copy counts only if the
+loan it read from was still good after the copy ended. Thread-safe. Nothing in here copies while it holds the lock.
 
 Frozen: loans between engines have not run on the hardware that they are for, GPUs of one node. Nothing new builds on
 them until they have.
@@ -32,10 +33,10 @@ class Lender:
 
 @dataclass(slots=True, eq=False)
 class Lending:
-    """Blocks that were lent together, and end together."""
+    """Blocks that were lent together and end together."""
 
     lender: Lender
-    event: int  # of the lender: the blocks are whole when it has passed
+    event: int  # event of the lender; the blocks are complete when it has passed
     on_taken: Callable[[], None]
     keys: tuple[bytes, ...]
     readers: int = 0  # blocks that are being read
@@ -54,7 +55,7 @@ class Loans:
     def __init__(self) -> None:
         self._by_key: dict[bytes, list[BorrowedBlock]] = {}
         self._open: dict[tuple[Lender, int], Lending] = {}  # may be borrowed from
-        self._recalled: dict[tuple[Lender, int], Lending] = {}  # somebody still reads
+        self._recalled: dict[tuple[Lender, int], Lending] = {}  # still being read
         self._changed = threading.Condition()
 
     def lend(
@@ -65,8 +66,13 @@ class Loans:
         event: int = NO_EVENT,
         on_taken: Callable[[], None] = lambda: None,
     ) -> None:
-        """`blocks`: (key, block). `on_taken` is called once, when a reader has what it wanted of them. The same key may
-        be lent several times: each lending ends by itself. An id that is open already is not lent again."""
+        """Lend blocks. The same key may be lent several times, and each lending ends by itself. An id that is open is
+        not lent again.
+
+        Args:
+            blocks: (key, block) pairs.
+            on_taken: called once, when a reader has read what it wanted of them.
+        """
         with self._changed:
             if lender.is_gone or (lender, lending_id) in self._open:
                 return
@@ -76,7 +82,8 @@ class Loans:
                 self._by_key.setdefault(key, []).append(BorrowedBlock(lending, block))
 
     def recall(self, lender: Lender, lending_id: int, on_returned: Callable[[], None]) -> None:
-        """No copy of these starts any more. `on_returned` is called once nobody reads them, maybe at once."""
+        """End a lending: no copy of its blocks starts any more. `on_returned` is called once nobody reads them, maybe
+        at once."""
         where = (lender, lending_id)
         with self._changed:
             lending = self._open.pop(where, None)
@@ -92,7 +99,7 @@ class Loans:
             on_returned()
 
     def drop(self, lender: Lender) -> None:
-        """The lender is gone: what is being read from it does not count. Blocks until nobody reads."""
+        """Forget a lender that is gone. What is being read from it does not count. Blocks until nobody reads."""
         with self._changed:
             lender.is_gone = True
             mine = [one for one in self._open.values() if one.lender is lender]
@@ -105,13 +112,13 @@ class Loans:
             self._changed.wait_for(lambda: not any(lending.readers for lending in mine))
 
     def lenders_of(self, keys: Iterable[bytes], reader: Lender) -> set[Lender]:
-        """Who lends any of these, but the reader itself."""
+        """Who lends any of these keys, without the reader itself."""
         with self._changed:
             found = {loan.lending.lender for key in keys for loan in self._by_key.get(key, ())}
         return found - {reader}
 
     def borrow(self, keys: Sequence[bytes], lenders: Iterable[Lender]) -> list[BorrowedBlock | None]:
-        """A loan of each key from one of these, None where there is none. Give them back."""
+        """Borrow each key from one of these lenders; None for a key that none lends. Return them with `give_back`."""
         wanted = set(lenders)
         with self._changed:
             found = [
@@ -124,7 +131,7 @@ class Loans:
             return found
 
     def give_back(self, loans: Iterable[BorrowedBlock]) -> None:
-        """A loan counts if `is_good` of its lending is still true after this."""
+        """Return borrowed blocks. A copy of one counts if its lending is still `is_good` after this."""
         ended: list[Callable[[], None]] = []
         with self._changed:
             for loan in loans:
@@ -138,7 +145,7 @@ class Loans:
             on_returned()
 
     def taken(self, lendings: Iterable[Lending]) -> None:
-        """A reader has read what it wanted of each."""
+        """Tell the lenders that a reader has read what it wanted of each."""
         with self._changed:
             fresh = [one for one in lendings if one.is_good and not one.is_taken]
             for lending in fresh:
@@ -148,7 +155,7 @@ class Loans:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is lent and nothing read."""
+        """Whether nothing is lent and nothing is read."""
         with self._changed:
             return not (self._by_key or self._open or self._recalled)
 
@@ -162,18 +169,23 @@ class Loans:
 
 
 class DirectPath:
-    """Direct copies into one engine; used by the thread of its lane of loads."""
+    """Direct copies into one engine. Used by the thread of its load lane."""
 
     def __init__(self, loans: Loans, device: Device, reader: Lender) -> None:
         self._loans = loans
         self._device = device
         self.reader = reader
-        self._ways: dict[Lender, tuple[DirectTemplate, CopyEngine] | None] = {}  # None: the two hold different parts
-        self._read: dict[Lending, None] = {}  # by the job under way
+        # None: the two engines hold different parts of a block
+        self._ways: dict[Lender, tuple[DirectTemplate, CopyEngine] | None] = {}
+        self._read: dict[Lending, None] = {}  # read by the job under way
 
     def copy(self, keys: Sequence[bytes], blocks: Sequence[int]) -> tuple[list[bool], int]:
-        """(which of the blocks were copied from an engine that lends them, bytes). The others, if they were touched at
-        all, hold nothing of worth. Raises TransferError and InvalidRequest."""
+        """Copy blocks from engines that lend them. Returns which blocks were copied, and the bytes. The other blocks
+        may have been touched; their contents are worthless. Raises TransferError and InvalidRequest.
+
+        Args:
+            keys, blocks: of equal length.
+        """
         lenders = self._loans.lenders_of(keys, self.reader)
         self._forget_gone()
         ways = {lender: way for lender in lenders if (way := self._way_from(lender)) is not None}
@@ -195,7 +207,7 @@ class DirectPath:
         return [loan is not None and loan.lending.is_good for loan in borrowed], copied
 
     def job_ended(self) -> None:
-        """Tell the lenders that the reader has what it came for."""
+        """Tell the lenders that the reader has read what it wanted."""
         read, self._read = self._read, {}
         if read:
             self._loans.taken(read)
@@ -207,7 +219,7 @@ class DirectPath:
             except TransferError:
                 if lending.is_good:
                     raise
-                return 0  # the lender is gone: nothing was copied
+                return 0  # the lender is gone, and nothing was copied
         template, engine = way
         runs = template.expand([source for source, _ in rows], [target for _, target in rows])
         engine.load(runs)
@@ -218,7 +230,7 @@ class DirectPath:
             try:
                 template = DirectTemplate(lender.template, self.reader.template)
                 self._ways[lender] = (template, self._device.direct(self.reader.kv, lender.kv))
-            except UnsupportedLayout:  # other heads: a rank of the lender has others, which lends them too
+            except UnsupportedLayout:  # it has other heads; another rank of the lender has these
                 self._ways[lender] = None
         return self._ways[lender]
 

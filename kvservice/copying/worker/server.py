@@ -1,7 +1,7 @@
-"""The copy worker of one device: listens where engines of this node find it, and keeps an eye on its copies.
+"""The copy worker of one device: listens where the engines of this node find it, and watches its copies.
 
-Threads: one accepts, one watches; for each engine one reads and one a direction copies. `state` never waits for a copy,
-so a copy call that hangs does not stop health or metrics.
+Threads: one accepts, one watches; per engine one reads and one per direction copies. `state` never waits for a copy, so
+a copy that hangs does not stop health checks or metrics.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from kvservice.units import NodeId
 
 log = logging.getLogger("kvservice.copying")
 
+# Between two looks at the copies: a hang is noticed this much later than `wedge_seconds` say.
 WATCH_SECONDS = 0.25
 
 
@@ -42,7 +43,7 @@ class CopyWorkerConfig:
     service: str
     node_id: NodeId
     runtime_root: Path | None = None
-    wedge_seconds: float = 10.0  # a copy batch that takes longer hangs
+    wedge_seconds: float = 10.0  # a batch of copies that takes longer counts as hanging
 
 
 class CopyWorker:
@@ -59,11 +60,11 @@ class CopyWorker:
         self.record: CopyWorkerRecord | None = None
         self._stopping = threading.Event()
         self._started = time.monotonic()
-        self.wedged = threading.Event()  # set for good: a thread that hangs in a copy cannot be ended
+        self.wedged = threading.Event()  # set for good, because a thread that hangs in a copy cannot be ended
         self.device_lost = threading.Event()  # set for good: no copy of this process can succeed any more
 
     def start(self) -> CopyWorkerRecord:
-        """Listen and register. Raises ServiceConflict when another worker of this device listens."""
+        """Listen and register. Raises ServiceConflict if another worker of this device listens."""
         config = self._config
         directory = node_directory(config.service, config.node_id, config.runtime_root)
         make_directory(directory)
@@ -79,7 +80,7 @@ class CopyWorker:
         return record
 
     def state(self) -> dict[str, Any]:
-        """State and counters, for health and metrics. Never waits for a copy."""
+        """State and counters, for health checks and metrics. Never waits for a copy."""
         with self._lock:
             sessions, counters = list(self._sessions), dict(self._gone)
         for session in sessions:
@@ -94,7 +95,7 @@ class CopyWorker:
         }
 
     def stop(self) -> None:
-        """Deregister, end the batches under way, close. Blocks; for ever when a copy hangs, so watch `wedged`."""
+        """Deregister, end the batches under way, close. Blocks, and for ever if a copy hangs: watch `wedged`."""
         self._stopping.set()
         self._deregister()
         with self._lock:
@@ -119,9 +120,9 @@ class CopyWorker:
             except OSError:
                 return
             if peer_uid(connection) != os.geteuid():
-                connection.close()  # the directory is private, so this is a changed mode
+                connection.close()  # the directory is private, so somebody changed its mode
                 continue
-            # Of sends only: a receive that waits for ever is an engine with nothing to do.
+            # A timeout for sends only. A receive that waits for ever is an engine with nothing to do.
             seconds = struct.pack("ll", int(SEND_SECONDS), 0)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
             with self._lock:
@@ -135,7 +136,9 @@ class CopyWorker:
     def _watch(self) -> None:
         while not self._stopping.wait(WATCH_SECONDS):
             if self._device.lost and not self.device_lost.is_set():
-                log.error("the device is lost to this process: this worker must be replaced: %s", self._device.lost)
+                log.error(
+                    "this process can no longer use the device, so this worker must be replaced: %s", self._device.lost
+                )
                 self.device_lost.set()
             with self._lock:
                 lanes = [lane for session in self._sessions for lane in session.lanes.values()]
@@ -143,7 +146,7 @@ class CopyWorker:
             if any(since is not None and since < limit for since in (lane.waits_since for lane in lanes)):
                 if not self.wedged.is_set():
                     log.error(
-                        "a copy has not moved for %.1f s: this worker must be replaced", self._config.wedge_seconds
+                        "a copy has not moved for %.1f s, so this worker must be replaced", self._config.wedge_seconds
                     )
                 self.wedged.set()
 
@@ -173,14 +176,15 @@ def _add(total: dict[str, int], more: dict[str, int]) -> None:
 
 
 def _listen(path: Path) -> socket.socket:
-    """Raises ServiceConflict. A socket nobody listens on is a leftover and is replaced."""
+    """Listen on this socket. A socket that nobody listens on is a leftover and is replaced. Raises ServiceConflict if a
+    worker listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         try:
             probe.connect(str(path))
         except OSError:
             pass
         else:
-            raise ServiceConflict(f"another worker of this device listens at {path}: stop it first")
+            raise ServiceConflict(f"another worker of this device listens at {path}; stop it first")
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:

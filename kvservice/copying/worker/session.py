@@ -1,8 +1,8 @@
-"""One engine as its copy worker sees it: the connection, the imported KV memory, the segment, a lane a direction.
+"""One engine as its copy worker sees it: the connection, the imported KV memory, the segment, a lane per direction.
 
 A thread of its own reads the connection; the lanes' threads copy and answer. BYE is sent and the connection closed only
-after all lanes have ended and the engine's memory is closed: an engine that sees it knows that nothing is copied for it
-any more, and the next engine finds the GPU memory of this one free.
+after all lanes have ended and the engine's memory is closed. An engine that sees BYE knows that nothing is copied for
+it any more, and the next engine finds the GPU memory free.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from kvservice.memory.segment import Segment
 
 log = logging.getLogger("kvservice.copying")
 
-SEND_SECONDS = 5.0  # an engine that does not read its answers for so long is left
-DESCRIPTORS_MAX = 4
+SEND_SECONDS = 5.0  # If an engine does not read its answers for this long, its session ends.
+DESCRIPTORS_MAX = 4  # Files that one message may carry; a HELLO carries one. Further ones are closed by the kernel.
 
 
 class EngineSession:
@@ -71,7 +71,7 @@ class EngineSession:
         self._target: Target | None = None
         self._direct: DirectPath | None = None
         self._lock: LivenessLock | None = None
-        self._lends_only = False  # an engine of another device: its blocks are read here, and nothing is copied for it
+        self._lends_only = False  # an engine of another device: its blocks are read here, but nothing is copied for it
         self.lanes = {
             direction: CopyLane(f"kvservice-{direction.name.lower()}", self._ended) for direction in Direction
         }
@@ -80,7 +80,7 @@ class EngineSession:
         self._thread.start()
 
     def close(self) -> None:
-        """End the connection and block until nothing is copied for this engine any more."""
+        """End the connection. Blocks until nothing is copied for this engine any more."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RD)
         if threading.current_thread() is not self._thread:
@@ -104,7 +104,7 @@ class EngineSession:
             log.info("engine connection lost: %s", error)
         except KVServiceError as error:
             log.error("engine connection ended: %s", error.message)
-        except Exception:  # one engine's trouble is not the others'
+        except Exception:  # trouble with one engine must not reach the others
             log.exception("engine connection ended")
         finally:
             self._end()
@@ -154,7 +154,7 @@ class EngineSession:
                 raise InvalidRequest(f"this worker serves {self._device.name}, not {fields.get('device')}")
             memory, layout = fields.get("memory"), fields.get("layout")
             if self._kv is not None or not isinstance(memory, dict) or not isinstance(layout, dict):
-                raise InvalidRequest("an engine says hello once, with its memory and layout")
+                raise InvalidRequest("an engine sends HELLO once, with its memory and layout")
             region = RegionLayout.of(layout)
             taken = True
             self._kv, self._region = self._device.import_kv(memory, descriptors, region), region
@@ -166,7 +166,7 @@ class EngineSession:
         pool = parse_pool(fields)
         self._leave()
         if self._kv is None or self._region is None:
-            raise InvalidRequest("an engine says hello first")
+            raise InvalidRequest("an engine must send HELLO first")
         template = CopyTemplate(self._region, pool.slot)
         if self._lends_only:
             self._direct = DirectPath(self._loans, self._device, Lender(self._kv, template))
@@ -193,7 +193,7 @@ class EngineSession:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-        if self._lock is not None:  # before the memory: nothing is written any more
+        if self._lock is not None:  # unlock before the memory is closed: nothing is written any more
             self._lock.release()
             self._lock = None
         if self._segment is not None:
@@ -212,7 +212,7 @@ class EngineSession:
     def _lend(self, data: bytes) -> None:
         jobs, event = parse_copies(data)
         for job in jobs:
-            if self._direct is not None:  # nothing is lent without a pool
+            if self._direct is not None:  # without a pool nothing is lent
                 blocks = job.rows["block"].tolist()
                 if max(blocks, default=0) >= self._direct.reader.template.region.block_count:
                     raise InvalidRequest(f"block {max(blocks)} cannot be lent: the engine has no such block")
@@ -223,7 +223,7 @@ class EngineSession:
     def _recall(self, job_id: int, lend_id: int) -> None:
         done = partial(self._ended, Ended(job_id, CopyOutcome.COPIED, 0))
         if self._direct is None:
-            done()  # with the pool went all loans
+            done()  # all loans ended with the pool
         else:
             self._loans.recall(self._direct.reader, lend_id, done)
 
@@ -234,7 +234,7 @@ class EngineSession:
             self._leave()
             if self._kv is not None:
                 self._kv.close()
-        except Exception:  # whatever is left open: nothing is copied any more, and the engine waits to be told
+        except Exception:  # whatever stays open, nothing is copied any more, and the engine must be told
             log.exception("engine left")
         finally:
             self._send(pack_json(Kind.BYE, {}))
@@ -253,9 +253,9 @@ class EngineSession:
         with self._send_lock:
             try:
                 self._connection.send(data)
-            except OSError:  # gone, or it has not read for too long: the reading thread ends the session
+            except OSError:  # the engine is gone or has not read for too long; the reading thread ends the session
                 with contextlib.suppress(OSError):
-                    self._connection.shutdown(socket.SHUT_RD)  # the other half says that nothing is copied any more
+                    self._connection.shutdown(socket.SHUT_RD)  # only this direction: BYE must still go out
 
 
 def _close_all(descriptors: Sequence[int]) -> None:

@@ -31,11 +31,11 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 def test_worker_of_another_pid_namespace_or_user_is_refused_with_what_to_do(sleeper: subprocess.Popen[bytes]) -> None:
     with pytest.raises(Refused, match="hostPID"):
         WorkerProcess.of_peer(0, os.getuid(), in_host_memory=True)
-    with pytest.raises(Refused, match="one user for both"):
+    with pytest.raises(Refused, match="run both as one user"):
         WorkerProcess.of_peer(sleeper.pid, os.getuid() + 1, in_host_memory=True)
     sleeper.kill()
     sleeper.wait()
-    with pytest.raises(Refused, match="cannot hold"):
+    with pytest.raises(Refused, match="cannot open"):
         WorkerProcess.of_peer(sleeper.pid, os.getuid(), in_host_memory=True)
 
 
