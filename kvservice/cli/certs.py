@@ -1,6 +1,7 @@
-"""`kvservice certs`: a CA and a certificate, to try TLS out, and for small installations without an issuer.
+"""`kvservice certs`: makes a CA and a certificate, to try TLS out and for small installations without an issuer.
 
-Everything is in one directory, readable by its owner only. The CA's key is needed again to renew, and nowhere else.
+All files are in one directory that only its owner can read. The CA's key is needed again to renew, and for nothing
+else.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from typing import Any
 from kvservice.errors import ConfigError
 
 AUTHORITY_KEY_NAME = "ca.key"
+# Ten years: renewing a CA means to replace the files of every machine. After it nothing connects.
 AUTHORITY_DAYS = 3650
-LEAF_DAYS = 365
-BACKDATED = datetime.timedelta(minutes=5)  # clocks of other machines are not ours
+LEAF_DAYS = 365  # One year, the default of `--days`. After it nothing connects until the certificate is renewed.
+# certificates are valid this long before they are made, because clocks of other machines may be behind
+BACKDATED = datetime.timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """What signs certificates."""
+    """A CA: what signs certificates."""
 
     key: Any
     certificate: Any
@@ -33,7 +36,7 @@ class Authority:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whom a certificate is for: all nodes with one certificate, one node, or a client."""
+    """Who a certificate is for: all nodes, which share it, one node, or a client."""
 
     client: bool = False
     nodes: tuple[str, ...] = ()
@@ -41,10 +44,10 @@ class Owner:
 
     def __post_init__(self) -> None:
         if self.client and (self.nodes or self.addresses):
-            raise ConfigError("a client's certificate speaks for no node: leave --node and --address out")
+            raise ConfigError("a client's certificate is for no node; leave --node and --address out")
         for name in (*self.nodes, *self.addresses):
             if not name or not name.isascii() or not name.isprintable() or " " in name or "/" in name:
-                raise ConfigError(f"{name!r} cannot stand in a certificate: give a node's name or a host's address")
+                raise ConfigError(f"{name!r} cannot be part of a certificate; give a node's name or a host's address")
 
     @property
     def uris(self) -> list[str]:
@@ -54,9 +57,9 @@ class Owner:
 
 
 def run(directory: Path, days: int, *, renew: bool, owner: Owner | None = None, ca: Path | None = None) -> str:
-    """Write ca.crt, ca.key, tls.crt and tls.key; with `ca`, a folder that has a CA, all but the CA's key. With `renew`
-    only tls.crt and tls.key, for the owner that the old one was for. Returns what to do next. Raises ConfigError when
-    files would be lost, or there is no CA to sign with."""
+    """Write ca.crt, ca.key, tls.crt and tls.key. If `ca` names a folder with a CA, that CA signs and its key is not
+    copied. With `renew` only tls.crt and tls.key are written, for the owner of the old certificate. Returns text that
+    says what to do next. Raises ConfigError if files would be lost, or if there is no CA to sign with."""
     from kvservice.auth.tls import AUTHORITY_NAME, CERTIFICATE_NAME, KEY_NAME, open_tls
     from kvservice.private_files import write_private
 
@@ -67,7 +70,7 @@ def run(directory: Path, days: int, *, renew: bool, owner: Owner | None = None, 
         owner = owner or _read_owner(directory / CERTIFICATE_NAME)
     elif found:
         raise ConfigError(
-            f"{directory} has {' and '.join(found)} already: renew with --renew, or name another directory"
+            f"{directory} has {' and '.join(found)} already; renew with --renew, or name another directory"
         )
     else:
         authority = make_authority("kvservice CA") if ca is None else _read_authority(ca)
@@ -79,33 +82,33 @@ def run(directory: Path, days: int, *, renew: bool, owner: Owner | None = None, 
     certificate, key = issue(authority, days=days, owner=owner)
     write_private(directory / KEY_NAME, key)
     write_private(directory / CERTIFICATE_NAME, certificate, mode=0o644)
-    open_tls(directory)  # what was written is what the service will take
+    open_tls(directory)  # raises if the service would refuse what was written
     return _what_to_do(directory, days, owner)
 
 
 def _what_to_do(directory: Path, days: int, owner: Owner) -> str:
     from kvservice.auth.tls import AUTHORITY_NAME, CERTIFICATE_NAME, KEY_NAME
 
+    days_valid = f"{directory} has a certificate, valid for {days} days"
+    files = f"{CERTIFICATE_NAME}, {KEY_NAME} and {AUTHORITY_NAME}"
     if owner.client:
         return (
-            f"{directory} has a client's certificate for {days} days: routers and commands with KVSERVICE_TLS_DIR="
-            f"{directory} may ask, and change nothing. To make the next one, renew with the same --ca."
+            f"{days_valid}, for a client. Routers and commands that use it with KVSERVICE_TLS_DIR={directory} can ask "
+            "the service but change nothing. To renew it, give the same --ca."
         )
     if owner.uris:
         return (
-            f"{directory} has a certificate for {days} days, of {', '.join((*owner.nodes, *owner.addresses))} only. "
-            f"Copy {CERTIFICATE_NAME}, {KEY_NAME} and {AUTHORITY_NAME} to that node, to the folder that is "
-            "KVSERVICE_TLS_DIR on all of them."
+            f"{days_valid}, only for {', '.join((*owner.nodes, *owner.addresses))}. Copy {files} to that node, into "
+            "the folder that KVSERVICE_TLS_DIR names on every node."
         )
     return (
-        f"{directory} has a certificate for {days} days. Copy {CERTIFICATE_NAME}, {KEY_NAME} and {AUTHORITY_NAME}, but "
-        f"not {AUTHORITY_KEY_NAME}, to the same path on every node, and start all with KVSERVICE_TLS_DIR={directory}. "
-        "Running processes take renewed files within seconds."
+        f"{days_valid}. Copy {files}, but not {AUTHORITY_KEY_NAME}, to the same path on every node. Start every part "
+        f"with KVSERVICE_TLS_DIR={directory}. Running processes read renewed files within seconds."
     )
 
 
 def make_authority(name: str) -> Authority:
-    """A CA that signs itself, for ten years."""
+    """A self-signed CA that is valid for ten years."""
     x509, _, hashes, ec = _library()
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _name(name)
@@ -117,8 +120,9 @@ def make_authority(name: str) -> Authority:
 
 
 def for_ray(directory: Path, host: str) -> None:
-    """Write a CA and a certificate for a Ray of one machine at this IP address. Ray takes no renewed files while it
-    runs, so they are valid for ten years; nobody keeps the CA's key. Raises ConfigError without the library."""
+    """Write a CA and a certificate for a Ray cluster of one machine at this IP address. A running Ray does not read
+    renewed files, so they are valid for ten years. The CA's key is thrown away. Raises ConfigError if the library is
+    missing."""
     from kvservice.actors import ray_auth
     from kvservice.private_files import write_private
 
@@ -138,8 +142,14 @@ def issue(
     owner: Owner | None = None,
     hosts: tuple[str, ...] = (),
 ) -> tuple[bytes, bytes]:
-    """(certificate, key), PEM, for this owner, all nodes if None; `name` takes the place of the name of its role, and
-    `hosts` are IP addresses beside it. With negative `days` it ended that long ago."""
+    """Make a certificate. Returns (certificate, key) as PEM.
+
+    Args:
+        days: how long it is valid; negative means that it ended so long ago.
+        name: replaces the name of its role.
+        owner: who it is for; None means all nodes.
+        hosts: further IP addresses.
+    """
     from kvservice.auth.identity import CLIENT_NAME, NODE_NAME
 
     owner = owner or Owner()
@@ -223,14 +233,14 @@ def _key_pem(key: Any) -> bytes:
 
 
 def _library() -> tuple[Any, Any, Any, Any]:
-    """x509, serialization, hashes and ec of the one library for this; Ray and vLLM bring it along."""
+    """x509, serialization, hashes and ec of the `cryptography` library, which Ray and vLLM install as well."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "making certificates needs one more package: pip install 'kvservice[certs]'; or make them with openssl, as "
+            "making certificates needs one more package; pip install 'kvservice[certs]', or make them with openssl, as "
             "docs/security.md shows"
         ) from error
     return x509, serialization, hashes, ec

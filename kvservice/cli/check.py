@@ -1,6 +1,6 @@
-"""`kvservice check`: is the whole service there, asked from anywhere that reaches it? For `helm test`, for pipelines.
+"""`kvservice check`: asks from anywhere whether every part of a service is there. For `helm test` and pipelines.
 
-Unlike `status` it needs no shard on this machine, and it waits.
+Unlike `status` it needs no shard on this machine, and it can wait.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from typing import Any
 
 from kvservice.errors import ConfigError
 
-CALL_SECONDS = 3.0
-POLL_SECONDS = 1.0
+CALL_SECONDS = 3.0  # For one RPC. A part that takes longer counts as missing in this round.
+POLL_SECONDS = 1.0  # Between two rounds of questions while it waits.
+# RPCs and scrapes at once, so that a large service is asked in seconds without a burst of connections.
 ASKED_AT_ONCE = 16
 MEMORY_METRIC = "kvservice_segment_bytes{"
 
 
 def run(lookups: Sequence[str], metrics: Sequence[str], nodes: int, wait_seconds: float) -> tuple[list[str], str]:
-    """(what is wrong, or nothing; what was seen), as soon as nothing is wrong or when the time is over. Blocks."""
+    """Ask until nothing is wrong or the time is over; blocks. Returns (what is wrong, or nothing; what was seen)."""
     if not lookups and not metrics:
-        raise ConfigError("nothing to check: give --lookup HOST:PORT of every lookup partition, or --metrics HOST:PORT")
+        raise ConfigError(
+            "there is nothing to check; give --lookup HOST:PORT of every lookup partition, or --metrics HOST:PORT"
+        )
     deadline = time.monotonic() + wait_seconds
     while True:
         problems, seen = _round(lookups, metrics, nodes)
@@ -61,7 +64,7 @@ def _ask_directory(lookups: Sequence[str], nodes: int) -> tuple[list[str], str]:
             )
         alive = {node["node_id"] for node in row["nodes"] if node["alive"]}
         if not row["error"] and len(alive) < nodes:
-            problems.append(f"lookup partition {row['address']} knows {len(alive)} nodes, and {nodes} are expected")
+            problems.append(f"lookup partition {row['address']} knows {len(alive)} nodes, but {nodes} are expected")
     problems += [f"node {row['node_id']} is draining" for row in state["nodes"] if row["draining"]]
     pool = sum(row["segment_bytes"] for row in state["nodes"])
     return problems, f"{len(lookups)} lookup partitions, {len(state['nodes'])} cache shards, {pool >> 20} MiB"
@@ -83,12 +86,12 @@ def _ask_metrics(metrics: Sequence[str], nodes: int) -> tuple[list[str], str]:
     problems += [f"{address}: {answer}" for (address, _), answer in answers.items() if answer]
     good = list(answers.values()).count("")
     if good < nodes:
-        problems.append(f"the metrics of {good} shards answer, and {nodes} are expected")
+        problems.append(f"the metrics of {good} shards answer, but {nodes} are expected")
     return problems, f"metrics of {good} shards"
 
 
 def _scrape(place: tuple[str, int]) -> str:
-    """Nothing, or what is wrong with the shard's metrics at this address and port."""
+    """ "" or what is wrong with the shard's metrics at this address and port. Blocks."""
     address, port = place
     host = f"[{address}]" if ":" in address else address
     try:

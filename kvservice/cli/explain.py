@@ -1,6 +1,6 @@
-"""`kvservice explain REQUEST_ID`: asks every shard for the request, then every node what became of the missing blocks.
+"""`kvservice explain REQUEST_ID`: asks every shard for the request, and every node what became of its missing blocks.
 
-Needs no Ray. Nothing here is asked while requests run; shards keep records for some minutes.
+Needs no Ray. Requests that run are not slowed: shards record by themselves, and keep records for some minutes.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from rich.table import Table
 from kvservice.cli.status import plain
 from kvservice.errors import Unauthenticated, Unavailable
 
-CALL_SECONDS = 3.0
-ASKED_AT_ONCE = 16
-KEY_BYTES = 16
-PLAIN_WIDTH = 120
-LISTED_MAX = 16
+CALL_SECONDS = 3.0  # For one RPC. A shard that takes longer is listed as silent, and what it knows is missing.
+ASKED_AT_ONCE = 16  # RPCs at once, so that a large service is asked in seconds.
+KEY_BYTES = 16  # of a block's key, as kvservice.core.block.keys has it
+PLAIN_WIDTH = 120  # Characters a line if the output is no terminal, so that tables in files and pipes are not cut.
+LISTED_MAX = 16  # Items that one line lists; then it ends with the number of the others. More do not help a reader.
 _ENGINES_PART = re.compile(r"-[0-9a-f]{8}$")
 COLOURS = {"engine": "green", "local": "green", "fetched": "cyan", "missed": "yellow"}
 
 
 @dataclass(slots=True)
 class ShardAnswers:
-    """What the shards said about an id."""
+    """What the shards answered about an id."""
 
     replies: dict[str, Any]  # ExplainReply by node
-    heard_at: dict[str, float]  # when each came, on this machine's clock
+    heard_at: dict[str, float]  # when each answer came, on this machine's monotonic clock
     silent: list[str]
 
     def records(self) -> list[tuple[str, Any]]:
@@ -47,7 +47,8 @@ class ShardAnswers:
 
 
 def run(service: str, request_id: str, *, as_json: bool) -> bool:
-    """Prints. False when the request is not known, or not clearly one. Raises Unavailable when there is no service."""
+    """Print the diagnosis; blocks for RPCs. Returns False if the request is unknown, or if several begin with the id.
+    Raises Unavailable if there is no service."""
     state = explain(service, request_id)
     if as_json:
         print(json.dumps(state, indent=2))
@@ -57,7 +58,7 @@ def run(service: str, request_id: str, *, as_json: bool) -> bool:
 
 
 def explain(service: str, request_id: str) -> dict[str, Any]:
-    """Everything `show` prints, with stable keys. Blocks for RPCs."""
+    """Everything that `show` prints, with stable keys. Blocks for RPCs."""
     from kvservice.cli.members import find_members, unknown_service
 
     members = find_members(service)
@@ -95,8 +96,8 @@ def explain(service: str, request_id: str) -> dict[str, Any]:
 
 
 def choose(found: Sequence[str], wanted: str) -> tuple[list[str], set[str]]:
-    """(the requests that are meant, the engines' ids of them). vLLM adds a random part to the id of a request in each
-    engine that works on it, so ids that differ only there are one request."""
+    """The requests that are meant, and the engines' ids of them. vLLM adds a random part to the id of a request in each
+    engine that works on it, so ids that differ only in that part are one request."""
     if wanted in found:
         return [wanted], {wanted}
     requests: dict[str, set[str]] = {}
@@ -127,8 +128,8 @@ def _ask_shards(members: Any, request_id: str) -> ShardAnswers:
 def _ask_all(
     members: Any, addresses: dict[str, str], call: Callable[[grpc.Channel, Any], Any]
 ) -> dict[str, tuple[Any, float]]:
-    """(the answer of each or None, when it came). `call` gets the tenant's token as metadata. Raises Unauthenticated
-    when that is why nobody answers."""
+    """Call every address. Returns each answer, or None, and when it came. `call` gets the tenant's token as metadata.
+    Raises Unauthenticated if nobody answers because of the token."""
     from kvservice.auth.token import Token
     from kvservice.cli.members import note_hint
     from kvservice.wire.status import error_from_rpc
@@ -209,11 +210,11 @@ def _recorded_request(node: str, record: Any) -> Any:
     report = decode_report(record.report) if record.HasField("report") else None
     blocks = len(record.keys) // KEY_BYTES
     if not blocks and report is not None:
-        blocks = report.prompt_blocks  # it never asked
+        blocks = report.prompt_blocks  # the request never asked the shard
     try:
         miss = MissReason(record.miss)
     except ValueError:
-        miss = MissReason.NEVER_STORED  # of a newer shard
+        miss = MissReason.NEVER_STORED  # a reason of a newer shard
     runs = tuple(SourceRun(run.start, run.count, run.source) for run in record.runs)
     return RecordedRequest(
         node,
@@ -236,16 +237,16 @@ def _recorded_request(node: str, record: Any) -> Any:
 
 
 def _gather_evidence(members: Any, answers: ShardAnswers, node: str, record: Any, missing: Sequence[int]) -> Any:
-    """Ask every shard, and the directory, about the blocks that were missed."""
+    """Ask every shard, and the directory, about the blocks that were missed. Blocks."""
     from kvservice.core.explain.diagnosis import BlockHistory, Evidence
     from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
 
     packed = record.keys[missing[0] * KEY_BYTES :] if missing else b""
-    asked_at = answers.heard_at[node]  # ages of later answers are counted from when the record's age was told
+    asked_at = answers.heard_at[node]  # ages in later answers are counted from when the record's age was told
     entries: dict[int, list[BlockHistory]] = {}
     lost: dict[int, BlockHistory] = {}
     if packed:
-        age = record.age_seconds + time.monotonic() - asked_at  # by the time that this is asked
+        age = record.age_seconds + time.monotonic() - asked_at  # the record's age when this question is asked
         question = shard_pb2.BlockHistoryRequest(keys=packed, age_seconds=age)
         found = _ask_all(
             members,
@@ -282,7 +283,7 @@ def _gather_evidence(members: Any, answers: ShardAnswers, node: str, record: Any
 
 
 def _other_fingerprints(answers: ShardAnswers, node: str, record: Any) -> tuple[str, ...]:
-    """Nodes that serve the same model under another fingerprint, and in what it differs."""
+    """Nodes that serve the same model under another fingerprint, each with the difference."""
     from kvservice.core.block.fingerprint import Fingerprint
 
     def of(row: Any) -> Fingerprint:
@@ -304,16 +305,16 @@ def show(state: dict[str, Any]) -> None:
         _show_record(console, state["request_id"], row)
     if state["candidates"]:
         console.print(
-            f"several requests begin with {plain(repr(state['asked_for']))}; say more of the id:", highlight=False
+            f"several requests begin with {plain(repr(state['asked_for']))}; give more of the id:", highlight=False
         )
         for candidate in state["candidates"]:
             console.print(f"  {plain(candidate)}", highlight=False)
     elif not state["requests"]:
         minutes = state["keep_seconds"] / 60
         console.print(
-            f"no shard remembers a request {plain(repr(state['asked_for']))}. Records are kept for "
-            f"{minutes:.0f} minutes, the latest 4096 a node; a request appears when it asks for its prefix. The id is "
-            "the engine's: what the API returned, or its beginning.",
+            f"no shard remembers a request {plain(repr(state['asked_for']))}. A node keeps records for "
+            f"{minutes:.0f} minutes, and at most the latest 4096. A request is recorded when it asks for its prefix. "
+            "Give the engine's id: the one that the API returned, or its beginning.",
             highlight=False,
         )
         for refused in state["refused_engines"]:
@@ -323,7 +324,7 @@ def show(state: dict[str, Any]) -> None:
                 highlight=False,
             )
     for node in state["silent_nodes"]:
-        console.print(f"[red]node {plain(node)} did not answer: what it knows is missing here[/]", highlight=False)
+        console.print(f"[red]node {plain(node)} did not answer, so what it knows is missing here[/]", highlight=False)
     for address in state["silent_lookups"]:
         console.print(f"[red]lookup partition {plain(address)} did not answer[/]", highlight=False)
     for hint in state["hints"]:
@@ -348,7 +349,7 @@ def _show_record(console: Console, request_id: str, row: dict[str, Any]) -> None
         why = one["text"] if one["miss_cause"] is None else f"{one['miss_cause'].replace('_', ' ')}: {one['text']}"
         table.add_row(f"{span} ({one['count']})", outcome, plain(one["node"]), plain(why))
     console.print(table)
-    end = "" if row["finished"] else "; it has not ended yet, or its engine has not reported"
+    end = "" if row["finished"] else "; it has not ended yet, or its engine has not reported the end"
     console.print(
         f"{row['blocks_asked']} blocks asked: {blocks['engine']} in the engine, {blocks['local']} local, "
         f"{blocks['fetched']} fetched, {blocks['missed']} recomputed{end}",

@@ -1,4 +1,4 @@
-"""`kvservice up` and `down`, with Ray and without."""
+"""`kvservice up` and `kvservice down`, with Ray and without."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from rich.console import Console
 from kvservice.errors import ConfigError, Unavailable
 
 LOOPBACK = "127.0.0.1"
+# For `ray start --head`, which takes seconds; on a busy machine tens of seconds. Then `up` fails and names the log.
 RAY_START_SECONDS = 60.0
-RAY_STOP_SECONDS = 30.0
+RAY_STOP_SECONDS = 30.0  # For a Ray that this command started to end. Then its processes are killed.
 _ADDRESS = re.compile(r"--address=['\"]?([^'\"\s]+:\d+)")
 
 
 def up(config: Any, address: str | None) -> None:
-    """Start or find the service on a Ray cluster and wait until it is complete. What this call started is stopped
-    again when it fails."""
+    """Start the service on a Ray cluster, or find it, and wait until it is complete. If this fails, what this call
+    started is stopped again. Blocks."""
     from kvservice.actors import deploy, ray_auth
 
     console = Console(stderr=True)
@@ -36,7 +37,7 @@ def up(config: Any, address: str | None) -> None:
     found = started_ray or deploy.find(config.service) is not None
     try:
         if not started_ray and found:
-            console.print(f"service '{config.service}' is there already")
+            console.print(f"service '{config.service}' runs already")
         with console.status("starting") as progress:
             handle = deploy.up(config)
 
@@ -49,7 +50,7 @@ def up(config: Any, address: str | None) -> None:
             state = handle.wait_complete(on_progress=tell)
     except BaseException:
         if started_ray or not found:
-            console.print("not complete: what was started is stopped again")
+            console.print("the service is not complete; stopping what was started")
             deploy.down(config.service)
         if started_ray:
             _stop_head(ray_auth.head_record(config.service))
@@ -61,14 +62,14 @@ def up(config: Any, address: str | None) -> None:
     )
     if not config.tls_dir and not config.allow_plaintext:
         console.print(
-            "There are no certificates, so it listens on Unix sockets: machines that join later get no shard until it "
+            "There are no certificates, so it listens on Unix sockets. Machines that join later get no shard until it "
             "is started with KVSERVICE_TLS_DIR (`kvservice certs DIR`)."
         )
 
 
 def down(service: str, address: str | None) -> bool:
-    """Stop the service and remove what earlier ones left on this machine. False when there was neither. Raises
-    Unavailable when processes go on that were started without Ray: whoever started them ends them."""
+    """Stop the service, and remove what earlier ones left on this machine. Blocks. Returns False if there was neither.
+    Raises Unavailable if processes run that were started without Ray; they must be ended where they were started."""
     from kvservice.actors import deploy, ray_auth
     from kvservice.actors.leftovers import remove_leftovers
     from kvservice.cli.members import services_here
@@ -100,13 +101,13 @@ def down(service: str, address: str | None) -> bool:
         console.print(f"removed {path}, which an earlier service left behind")
     found = found or bool(removed)
     others = services_here()
-    there = f"; there is {', '.join(others)}: name it with --service" if others else ""
+    there = f"; there is {', '.join(others)}; name it with --service" if others else ""
     console.print(f"service '{service}' is down" if found else f"there is no service '{service}'{there}")
     return found
 
 
 def run_foreground(config: Any) -> None:
-    """One node: a lookup partition and a cache shard in this process until Ctrl-C or SIGTERM."""
+    """Run one node in this process: a lookup partition and a cache shard. Blocks until Ctrl-C or SIGTERM."""
     from kvservice.observe import logs
 
     logs.configure()
@@ -160,7 +161,7 @@ async def _foreground(config: Any) -> None:
 
 
 def _connect_or_start(service: str, address: str | None, console: Console) -> bool:
-    """Join a cluster; True when there was none and one was started."""
+    """Join a cluster, or start one. Returns whether one was started."""
     from kvservice.actors import deploy, ray_auth
 
     if address or os.environ.get("RAY_ADDRESS"):
@@ -169,14 +170,14 @@ def _connect_or_start(service: str, address: str | None, console: Console) -> bo
     try:
         deploy.connect(_recorded_address(ray_auth.head_record(service)))
     except Unavailable:
-        console.print("no Ray cluster on this machine: starting a local one; `kvservice down` stops it again")
+        console.print("there is no Ray cluster on this machine; starting a local one, which `kvservice down` stops")
         deploy.connect(_start_head(service, console))
         return True
     return False
 
 
 def _start_head(service: str, console: Console) -> str:
-    """`ray start --head` in a session of its own; its address."""
+    """Run `ray start --head` in a session of its own. Returns its address. Blocks."""
     from ray.util import get_node_ip_address
 
     from kvservice.actors import ray_auth
@@ -186,7 +187,7 @@ def _start_head(service: str, console: Console) -> str:
     make_directory(record.parent)
     ray = shutil.which("ray", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if ray is None:
-        raise ConfigError("the `ray` command is not installed: pip install 'kvservice[ray]', or use --no-ray")
+        raise ConfigError("the `ray` command is not installed; pip install 'kvservice[ray]', or use --no-ray")
     host = get_node_ip_address()
     auth = ray_auth.of_new_cluster(record.with_suffix(".token"))
     tls_dir = _certificates_for_ray(record.with_suffix(".tls"), host, console)
@@ -224,11 +225,12 @@ def _start_head(service: str, console: Console) -> str:
         process.wait(RAY_STOP_SECONDS)
     record.with_suffix(".token").unlink(missing_ok=True)
     shutil.rmtree(record.with_suffix(".tls"), ignore_errors=True)
-    raise Unavailable(f"a local Ray did not start; its words are in {words}")
+    raise Unavailable(f"a local Ray did not start; its output is in {words}")
 
 
 def _certificates_for_ray(directory: Path, host: str, console: Console) -> Path | None:
-    """None where the user has said what TLS Ray is to have, or certificates cannot be made."""
+    """The folder of certificates for the new Ray. None if the user has set Ray's TLS, or if certificates cannot be
+    made."""
     from kvservice.actors import ray_auth
     from kvservice.cli import certs
 
@@ -243,7 +245,7 @@ def _certificates_for_ray(directory: Path, host: str, console: Console) -> Path 
 
 
 def _stop_head(record: Path) -> None:
-    """End the Ray that `up` started, if it did."""
+    """Stop the Ray cluster that `up` started, if it did."""
     if not record.exists():
         return
     import ray
@@ -262,7 +264,8 @@ def _stop_head(record: Path) -> None:
 
 
 def _is_ray(pid: int) -> bool:
-    """The recorded process, not a later one with its number, and not a zombie (whose command line is empty)."""
+    """Whether this is the recorded process: not a later one with its number, and not a zombie, whose command line is
+    empty."""
     try:
         return b"ray" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -286,8 +289,8 @@ def _tell_of_access(service: str, console: Console, *, started: bool) -> None:
         )
     elif not started and not ray_auth.asks_for_token():
         console.print(
-            "warning: this Ray cluster asks for no token, so whoever reaches its ports can run code on it: start Ray "
-            f"with {ray_auth.MODE}=token and {ray_auth.TOKEN_PATH} on every node, see docs/security.md",
+            "warning: this Ray cluster asks for no token, so anyone who reaches its ports can run code on it; start "
+            f"Ray with {ray_auth.MODE}=token and {ray_auth.TOKEN_PATH} on every node (docs/security.md)",
             highlight=False,
             soft_wrap=True,
         )

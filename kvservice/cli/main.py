@@ -1,6 +1,6 @@
 """The command `kvservice`. Commands import what they need when they run, so that --help is instant.
 
-Exit codes: 0 all is well, 1 something is wrong, 2 wrong usage, 3 there is no service.
+Exit codes: 0 success, 1 something is wrong, 2 wrong usage, 3 there is no service.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import typer
 from kvservice.cli import tenants
 from kvservice.errors import ConfigError, KVServiceError
 
-EXIT_PROBLEM = 1
-EXIT_USAGE = 2
-EXIT_NO_SERVICE = 3
+EXIT_PROBLEM = 1  # something is wrong; also what Python exits with after an exception
+EXIT_USAGE = 2  # wrong usage, as click and most commands have it
+EXIT_NO_SERVICE = 3  # there is no service: a number of its own, so that a script can start one
 
 app = typer.Typer(
     help="A cluster-wide KV cache for LLM inference, on Ray or without it.",
@@ -26,17 +26,21 @@ app = typer.Typer(
 )
 app.add_typer(tenants.app, name="tenants")
 
-Service = Annotated[str | None, typer.Option("--service", help="Name of the installation. Default: 'default'.")]
-Address = Annotated[str | None, typer.Option("--address", help="Ray cluster to join. Default: this machine's.")]
+Service = Annotated[str | None, typer.Option("--service", help="Name of the service. Default: 'default'.")]
+Address = Annotated[
+    str | None, typer.Option("--address", help="Address of the Ray cluster to join. Default: the one of this machine.")
+]
 Config = Annotated[Path | None, typer.Option(help="TOML file with any of the settings.")]
-JsonLogs = Annotated[bool, typer.Option("--json-logs", help="One JSON object a line.")]
+JsonLogs = Annotated[bool, typer.Option("--json-logs", help="Write logs as one JSON object a line.")]
 LOOPBACK = "127.0.0.1"
 DEV_SHM = Path("/dev/shm")
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Any setting, see `kvservice settings`. Repeat for more."),
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="Set any setting; `kvservice settings` lists them. Repeat for more."
+    ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Machine-readable output with stable keys.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 
 def fail(error: KVServiceError) -> typer.Exit:
@@ -50,16 +54,20 @@ def fail(error: KVServiceError) -> typer.Exit:
 @app.command()
 def up(
     service: Service = None,
-    pool: Annotated[str | None, typer.Option(help="Shared memory each node gives, e.g. 64GiB. Default: 4GiB.")] = None,
+    pool: Annotated[
+        str | None, typer.Option(help="Shared memory that each node gives, e.g. 64GiB. Default: 4GiB.")
+    ] = None,
     lookup_partitions: Annotated[int | None, typer.Option(help="Number of lookup partitions. Default: 2.")] = None,
     transport: Annotated[str | None, typer.Option(help="auto, nixl or shm. Default: auto.")] = None,
-    slab: Annotated[str | None, typer.Option(help="Unit in which block sizes get memory. Default: chosen.")] = None,
+    slab: Annotated[
+        str | None, typer.Option(help="Unit in which memory is assigned to block sizes. Default: chosen by the shard.")
+    ] = None,
     config: Config = None,
     settings: Set = None,
     address: Address = None,
-    no_ray: Annotated[bool, typer.Option("--no-ray", help="One node in the foreground, without Ray.")] = False,
+    no_ray: Annotated[bool, typer.Option("--no-ray", help="Run one node in the foreground, without Ray.")] = False,
 ) -> None:
-    """Start the service: on every node of a Ray cluster, or with --no-ray in this process."""
+    """Start the service on every node of a Ray cluster, or with --no-ray in this process."""
     from kvservice.cli import lifecycle
     from kvservice.cli.settings import load
 
@@ -87,7 +95,8 @@ def down(service: Service = None, address: Address = None) -> None:
 
 @app.command()
 def status(service: Service = None, as_json: Json = False) -> None:
-    """Nodes, capacity by slot state, hits, bytes moved, lookup partitions. Run it on any node of the service."""
+    """Show nodes, capacity by slot state, hits, bytes moved and lookup partitions. Run it on any node of the
+    service."""
     from kvservice.cli import status as command
     from kvservice.cli.members import chosen_service, unknown_service
 
@@ -107,14 +116,16 @@ def status(service: Service = None, as_json: Json = False) -> None:
 @app.command()
 def drain(
     service: Service = None,
-    node: Annotated[str | None, typer.Option(help="Node whose shard leaves, or the beginning of its name.")] = None,
-    local: Annotated[bool, typer.Option("--local", help="The shards of this machine.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds until the shard ends, whatever is left to do.")] = 30.0,
-    no_handover: Annotated[bool, typer.Option("--no-handover", help="Announce that the blocks go, only.")] = False,
-    undo: Annotated[bool, typer.Option("--undo", help="Stay after all; while blocks are handed over.")] = False,
+    node: Annotated[
+        str | None, typer.Option(help="Node whose shard leaves; the beginning of its name is enough.")
+    ] = None,
+    local: Annotated[bool, typer.Option("--local", help="All shards of this machine leave.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds until the shard ends, even if blocks are left.")] = 30.0,
+    no_handover: Annotated[bool, typer.Option("--no-handover", help="Leave without handing blocks over.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Cancel a drain that is handing blocks over.")] = False,
     as_json: Json = False,
 ) -> None:
-    """A shard leaves: it hands its hottest blocks to other nodes, tells the directory, and ends. Engines go on."""
+    """Make a shard leave: it hands its hottest blocks to other nodes, tells the directory, and ends. Engines go on."""
     from kvservice.cli import drain as command
     from kvservice.cli.members import chosen_service
 
@@ -130,7 +141,7 @@ def drain(
 
 @app.command()
 def explain(request_id: str, service: Service = None, as_json: Json = False) -> None:
-    """Why a request hit what it hit: REQUEST_ID is what the API returned, or the beginning of it."""
+    """Explain why a request hit what it hit. REQUEST_ID is the id that the API returned, or its beginning."""
     from kvservice.cli import explain as command
     from kvservice.cli.members import chosen_service
 
@@ -145,29 +156,33 @@ def explain(request_id: str, service: Service = None, as_json: Json = False) -> 
 @app.command()
 def shard(
     node: Annotated[str, typer.Option(envvar="KVSERVICE_NODE", help="Name of this machine, unique in the service.")],
-    host: Annotated[str, typer.Option(help="Address other nodes reach this one by; bound and announced.")] = LOOPBACK,
+    host: Annotated[
+        str, typer.Option(help="Address on which this node listens and which it gives to other nodes.")
+    ] = LOOPBACK,
     port: Annotated[
         int,
         typer.Option(
-            min=0, max=65535, help="Port for them; 0: any free one, or a Unix socket on loopback without TLS."
+            min=0, max=65535, help="Port for other nodes. 0: any free one; on loopback without TLS a Unix socket."
         ),
     ] = 0,
     lookup_at: Annotated[
         list[str] | None,
-        typer.Option("--lookup", help="host:port or unix:/path of a lookup partition; repeat, in their order."),
+        typer.Option("--lookup", help="host:port or unix:/path of a lookup partition. Repeat for all, in their order."),
     ] = None,
     service: Service = None,
-    pool: Annotated[str | None, typer.Option(help="Shared memory to give, e.g. 64GiB. Default: 4GiB.")] = None,
+    pool: Annotated[str | None, typer.Option(help="Shared memory for blocks, e.g. 64GiB. Default: 4GiB.")] = None,
     config: Config = None,
     settings: Set = None,
-    segment_dir: Annotated[Path, typer.Option(help="Folder in memory for the pool; engines need the same.")] = DEV_SHM,
+    segment_dir: Annotated[
+        Path, typer.Option(help="Folder in memory for the pool; engines need the same path.")
+    ] = DEV_SHM,
     keep_blocks: Annotated[
-        bool, typer.Option("--keep-blocks", help="Leave the blocks in memory for the next start on this machine.")
+        bool, typer.Option("--keep-blocks", help="Keep the blocks in memory for the next start on this machine.")
     ] = False,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds for readers to finish when told to end.")] = 20.0,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that readers get to finish after SIGTERM.")] = 20.0,
     json_logs: JsonLogs = False,
 ) -> None:
-    """This machine's part of a service without Ray, in the foreground. SIGTERM drains it and ends it."""
+    """Run this machine's part of a service without Ray, in the foreground. SIGTERM drains it and ends it."""
     from kvservice.cli import processes
     from kvservice.cli.settings import load
     from kvservice.observe import logs
@@ -184,15 +199,15 @@ def shard(
 
 @app.command()
 def lookup(
-    partition: Annotated[int, typer.Option(min=0, help="Which lookup partition this is, from 0.")] = 0,
-    lookup_partitions: Annotated[int | None, typer.Option(help="How many there are. Default: 2.")] = None,
+    partition: Annotated[int, typer.Option(min=0, help="Number of this lookup partition, from 0.")] = 0,
+    lookup_partitions: Annotated[int | None, typer.Option(help="Number of lookup partitions. Default: 2.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = LOOPBACK,
     port: Annotated[
         int | None,
         typer.Option(
             min=0,
             max=65535,
-            help="0: any free one, printed at start. Default: 7400; on loopback without TLS a Unix socket instead.",
+            help="Port. 0: any free one, printed at start. Default: 7400; on loopback without TLS a Unix socket.",
         ),
     ] = None,
     service: Service = None,
@@ -200,7 +215,7 @@ def lookup(
     settings: Set = None,
     json_logs: JsonLogs = False,
 ) -> None:
-    """One lookup partition of a service without Ray, in the foreground, until SIGTERM."""
+    """Run one lookup partition of a service without Ray, in the foreground, until SIGTERM."""
     from kvservice.cli import processes
     from kvservice.cli.settings import load
     from kvservice.observe import logs
@@ -238,7 +253,7 @@ def copy_worker(
 
 @app.command(name="settings")
 def show_settings(as_json: Json = False) -> None:
-    """Every setting: what it does, which values it takes, and its default."""
+    """List every setting: what it does, which values it takes, and its default."""
     from kvservice.cli import settings as command
 
     command.show(as_json=as_json)
@@ -251,12 +266,13 @@ def check(
         typer.Option("--lookup", help="host:port or unix:/path of a lookup partition; repeat, in their order."),
     ] = None,
     metrics: Annotated[
-        list[str] | None, typer.Option(help="host:port of shards' metrics; every address of the name is asked. Repeat.")
+        list[str] | None,
+        typer.Option(help="host:port of shards' metrics; every address of the name is asked. Repeat for more."),
     ] = None,
-    nodes: Annotated[int, typer.Option(min=0, help="Cache shards that must be there.")] = 1,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to go on asking until all is well.")] = 0.0,
+    nodes: Annotated[int, typer.Option(min=0, help="Number of cache shards that must answer.")] = 1,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to keep asking until nothing is wrong.")] = 0.0,
 ) -> None:
-    """Ask every part of a service from outside whether it is there. Ends with 1 and the reasons when one is not."""
+    """Ask every part of a service, from anywhere, whether it is there. Exits with 1 and the reasons if one is not."""
     from kvservice.cli import check as command
 
     try:
@@ -272,13 +288,21 @@ def check(
 
 @app.command()
 def certs(
-    directory: Annotated[Path, typer.Argument(help="Folder to make, for KVSERVICE_TLS_DIR.")],
-    days: Annotated[int, typer.Option(min=1, max=3650, help="How long the certificate is valid.")] = 365,
-    renew: Annotated[bool, typer.Option("--renew", help="Another certificate of the CA that is there.")] = False,
-    role: Annotated[str, typer.Option(help="node: everything; client: ask, for routers and commands.")] = "node",
-    node: Annotated[list[str] | None, typer.Option(help="Of this node only; again for more names.")] = None,
-    address: Annotated[list[str] | None, typer.Option(help="For shards at this address only; again for more.")] = None,
-    ca: Annotated[Path | None, typer.Option(help="Folder of the CA that signs. Default: one is made.")] = None,
+    directory: Annotated[Path, typer.Argument(help="Folder to create; KVSERVICE_TLS_DIR names it.")],
+    days: Annotated[int, typer.Option(min=1, max=3650, help="Days that the certificate is valid.")] = 365,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="Make a new certificate with the CA that is in the folder.")
+    ] = False,
+    role: Annotated[
+        str, typer.Option(help="node: may do everything. client: may only ask, for routers and commands.")
+    ] = "node",
+    node: Annotated[
+        list[str] | None, typer.Option(help="Restrict the certificate to this node. Repeat for more.")
+    ] = None,
+    address: Annotated[
+        list[str] | None, typer.Option(help="Restrict it to shards at this address. Repeat for more.")
+    ] = None,
+    ca: Annotated[Path | None, typer.Option(help="Folder of the CA that signs. Default: a new CA is made.")] = None,
 ) -> None:
     """Make a CA and a certificate for TLS between nodes, or a certificate of one node or client."""
     from kvservice.cli import certs as command
@@ -306,7 +330,8 @@ def doctor(as_json: Json = False) -> None:
 
 @app.command()
 def demo() -> None:
-    """See one remote hit on this machine, in seconds: two cache shards, no engine, no model, nothing left behind."""
+    """See one remote hit on this machine, in seconds. It runs two cache shards, needs no engine and no model, and
+    leaves nothing behind."""
     from kvservice.cli import demo as command
 
     try:
@@ -320,30 +345,32 @@ def proxy(
     decode: Annotated[list[str], typer.Option(help="Decode server, e.g. http://host:8000. Repeat for more.")],
     prefill: Annotated[list[str] | None, typer.Option(help="Prefill server. Repeat for more.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one, named in the log.")] = 8080,
-    min_prefill_chars: Annotated[int, typer.Option(help="Shorter prompts go straight to decode.")] = 512,
-    in_flight: Annotated[int, typer.Option(help="Requests under way per server at most.")] = 256,
-    tries: Annotated[int, typer.Option(min=1, help="Servers that may fail under one request.")] = 2,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port. 0: any free one, named in the log.")] = 8080,
+    min_prefill_chars: Annotated[int, typer.Option(help="Prompts with fewer characters go straight to decode.")] = 512,
+    in_flight: Annotated[int, typer.Option(help="Most requests under way to one server.")] = 256,
+    tries: Annotated[int, typer.Option(min=1, help="Number of servers that one request may fail on.")] = 2,
     max_body: Annotated[str, typer.Option(help="Largest request body.")] = "32MiB",
     connect_timeout: Annotated[float, typer.Option(help="Seconds to connect to a server.")] = 5.0,
-    prefill_timeout: Annotated[float, typer.Option(help="Seconds for a prefill, then another server.")] = 120.0,
-    timeout: Annotated[float, typer.Option(help="Seconds for a request as a whole.")] = 900.0,
+    prefill_timeout: Annotated[
+        float, typer.Option(help="Seconds for a prefill; then another server is tried.")
+    ] = 120.0,
+    timeout: Annotated[float, typer.Option(help="Seconds for a whole request.")] = 900.0,
     check_interval: Annotated[float, typer.Option(help="Seconds between health checks of a server.")] = 5.0,
-    grace: Annotated[float, typer.Option(help="Seconds for requests under way when told to end.")] = 30.0,
+    grace: Annotated[float, typer.Option(help="Seconds that requests under way get after SIGTERM.")] = 30.0,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="KVSERVICE_PROXY_API_KEY", help="For the proxy's own probes; clients send their own."),
+        typer.Option(envvar="KVSERVICE_PROXY_API_KEY", help="Key for the proxy's own probes; clients send their own."),
     ] = None,
-    json_logs: Annotated[bool, typer.Option("--json-logs", help="One JSON object a line.")] = False,
+    json_logs: Annotated[bool, typer.Option("--json-logs", help="Write logs as one JSON object a line.")] = False,
 ) -> None:
-    """Prefill and decode on different vLLM servers, without Ray Serve: an OpenAI API in front of both."""
+    """Serve one OpenAI API in front of separate vLLM servers for prefill and decode, without Ray Serve."""
     from kvservice.observe import logs
 
     try:
         from kvservice.proxy.server import run
         from kvservice.proxy.settings import parse_settings
     except ModuleNotFoundError as error:
-        raise fail(ConfigError(f"the proxy needs {error.name}: pip install 'kvservice[proxy]'")) from error
+        raise fail(ConfigError(f"the proxy needs {error.name}; pip install 'kvservice[proxy]'")) from error
 
     logs.configure(json_lines=json_logs)
     try:
@@ -371,10 +398,14 @@ def proxy(
 
 @app.command()
 def sim(
-    seed: Annotated[int, typer.Option(help="Which schedule; the same number is the same story, always.")] = 0,
-    count: Annotated[int, typer.Option(min=1, help="Play so many, from --seed on, until one goes wrong.")] = 1,
-    processes: Annotated[int, typer.Option(min=1, help="Of a run of many schedules.")] = 2,
-    whole: Annotated[bool, typer.Option("--whole", help="Do not cut a failing schedule down.")] = False,
+    seed: Annotated[
+        int, typer.Option(help="Number of the schedule. The same number always plays the same events.")
+    ] = 0,
+    count: Annotated[
+        int, typer.Option(min=1, help="Number of schedules to play, from --seed on, until one fails.")
+    ] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="Worker processes when --count > 1.")] = 2,
+    whole: Annotated[bool, typer.Option("--whole", help="Show a failing schedule whole, without reducing it.")] = False,
 ) -> None:
     """Play random faults against the real core under simulated time, network and memory."""
     from kvservice.cli import simulate
@@ -386,18 +417,24 @@ def sim(
 @app.command(epilog="Example: kvservice replay trace.jsonl --nodes 8 --capacity 10000 --plot replay.png")
 def replay(
     trace: Annotated[Path, typer.Argument(help="JSON lines: timestamp, input_length, output_length, hash_ids.")],
-    nodes: Annotated[int, typer.Option(min=1, max=256, help="The same room on so many nodes; 1 leaves that out.")] = 8,
+    nodes: Annotated[
+        int, typer.Option(min=1, max=256, help="Also simulate this capacity split over N nodes (1 = skip).")
+    ] = 8,
     capacity: Annotated[
-        list[int] | None, typer.Option(min=1, help="Blocks of all nodes. Repeat it. Default: six.")
+        list[int] | None,
+        typer.Option(min=1, help="Capacity of all nodes, in blocks. Repeat for more. Default: six values."),
     ] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="reuse, lru, plain-lru, s3-fifo, belady. Repeat it.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Play only so many requests.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="reuse, lru, plain-lru, s3-fifo or belady. Repeat for more.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Play only the first N requests.")] = None,
     warm_up: Annotated[float, typer.Option(min=0, max=0.9, help="Share of the requests that is not counted.")] = 0.0,
-    processes: Annotated[int, typer.Option(min=1, max=256, help="Play so many passes at once.")] = 1,
-    plot: Annotated[Path | None, typer.Option(help="Draw it, too: a .png, .svg or .pdf file.")] = None,
+    processes: Annotated[int, typer.Option(min=1, max=256, help="Worker processes.")] = 1,
+    plot: Annotated[Path | None, typer.Option(help="Also draw a plot into this .png, .svg or .pdf file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """What the cache would have found of a request trace: real eviction, directory and routing on simulated nodes."""
+    """Show what the cache would have found of a request trace, with real eviction, directory and routing on simulated
+    nodes."""
     from kvservice.cli import replay as command
 
     try:

@@ -1,4 +1,4 @@
-"""Which nodes a service has and where their shards listen, from any machine of it. Needs no Ray. Blocks for RPCs."""
+"""Finds the nodes of a service and where their shards listen, from any machine of it. Needs no Ray. Blocks for RPCs."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ import grpc
 
 from kvservice.errors import ConfigError
 
-CALL_SECONDS = 3.0
-ASKED_AT_ONCE = 16
+CALL_SECONDS = 3.0  # For one RPC. A lookup partition that takes longer counts as silent.
+ASKED_AT_ONCE = 16  # RPCs at once, so that many lookup partitions are asked in seconds.
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Addresses are gRPC targets. A shard of this machine is reached by its socket."""
+    """The members of a service. Addresses are gRPC targets. A shard of this machine is reached by its socket."""
 
     shards: dict[str, str]  # by node
     local: tuple[str, ...]  # nodes whose shards are registered on this machine
     lookups: tuple[str, ...]
     silent: tuple[str, ...]  # lookup partitions that did not answer
-    tls: Any  # TlsFiles, or None where the service has no TLS
-    hints: dict[str, str] = field(default_factory=dict)  # why TLS kept us from an address, and what to do
+    tls: Any  # TlsFiles; None if the service has no TLS
+    hints: dict[str, str] = field(default_factory=dict)  # by address: why TLS made a call fail, and what to do
 
     def channel(self, address: str) -> grpc.Channel:
-        """To any of these addresses. Close it."""
+        """A channel to one of these addresses. The caller closes it."""
         from kvservice.auth.tls import open_blocking_channel
 
         return open_blocking_channel(address, self.tls)
 
 
 def services_here() -> list[str]:
-    """Names of the services that are registered on this machine."""
+    """The names of the services that are registered on this machine."""
     from kvservice.discovery import find_shards
 
     return sorted({record.service for record in find_shards(live_only=False)})
 
 
 def chosen_service(given: str | None) -> str:
-    """The service that a command asks: the one that is named, by option or KVSERVICE_SERVICE, else the only one of this
-    machine, whatever its name. Raises ConfigError when several could be meant."""
+    """The service that a command asks: the one named by option or KVSERVICE_SERVICE, else the only one of this machine.
+    Raises ConfigError if there are several."""
     from kvservice.config import load_config
 
     name = load_config(service=given).service
@@ -50,20 +50,20 @@ def chosen_service(given: str | None) -> str:
     if given is not None or "KVSERVICE_SERVICE" in os.environ or name in found or not found:
         return name
     if len(found) > 1:
-        raise ConfigError(f"several services are registered on this machine: choose --service {' or '.join(found)}")
+        raise ConfigError(f"several services are registered on this machine; choose --service {' or '.join(found)}")
     return found[0]
 
 
 def unknown_service(name: str) -> str:
-    """What to say when this machine knows no service of this name."""
+    """What to tell a user if this machine knows no service of this name."""
     found = services_here()
     if not found:
-        return "no service is registered on this machine: start one with `kvservice up`"
-    return f"no service {name!r} is registered on this machine; there is {', '.join(found)}: name it with --service"
+        return "no service is registered on this machine; start one with `kvservice up`"
+    return f"no service {name!r} is registered on this machine; there is {', '.join(found)}; name it with --service"
 
 
 def tls_beside(record: Any = None) -> Any:
-    """TlsFiles of KVSERVICE_TLS_DIR, else of the shard with this record; None where there is no TLS. Raises
+    """TlsFiles of KVSERVICE_TLS_DIR, else those of the shard with this record. None if there is no TLS. Raises
     ConfigError."""
     from kvservice.auth.tls import open_tls
     from kvservice.config import tls_of_environment
@@ -73,7 +73,8 @@ def tls_beside(record: Any = None) -> Any:
 
 
 def find_members(service: str) -> Members | None:
-    """None when this machine knows no such service. Raises ConfigError for TLS files that cannot be used."""
+    """The members of a service. None if this machine knows no such service. Blocks. Raises ConfigError if its TLS files
+    cannot be used."""
     from kvservice.auth.tls import open_blocking_channel
     from kvservice.discovery import find_shards
     from kvservice.private_files import is_listening
@@ -108,7 +109,7 @@ def find_members(service: str) -> Members | None:
 
 
 def note_hint(hints: dict[str, str], address: str, error: Any) -> None:
-    """Keep what to do about a failed call, when TLS is the reason."""
+    """Note what to do about a failed call, if TLS is the reason."""
     from kvservice.wire.status import connect_hint
 
     hint = connect_hint(str(error.details()) if isinstance(error, grpc.Call) else str(error))

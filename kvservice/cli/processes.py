@@ -1,5 +1,5 @@
-"""`kvservice shard` and `kvservice lookup`: the parts of a service as processes of their own, without Ray, for
-Kubernetes and systemd. Each runs in the foreground until SIGTERM."""
+"""`kvservice shard` and `kvservice lookup`: the parts of a service as single processes without Ray, for Kubernetes and
+systemd. Each runs in the foreground until SIGTERM."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ from typing import Any
 
 from kvservice.errors import ConfigError
 
-LOOKUP_PORT = 7400
+LOOKUP_PORT = 7400  # the default port of a lookup partition; two partitions on one host need two ports
 
 
 def run_shard(
     config: Any, node: str, host: str, port: int, segment_dir: Path, *, keep_blocks: bool, grace_seconds: float
 ) -> None:
-    """One node's shard. `config` is a ServiceConfig; `host` is bound and told to peers, `segment_dir` is the folder of
-    the pool. Blocks until a signal."""
+    """Run one node's shard; blocks until a signal.
+
+    Args:
+        config: a ServiceConfig.
+        host: the address that is bound and told to peers.
+        segment_dir: the folder of the pool.
+    """
     from kvservice.shard.process import serve
     from kvservice.shard.server import ShardServerConfig
     from kvservice.units import NodeId
 
     if not node or "/" in node or node.startswith("."):
-        raise ConfigError(f"node name {node!r}: give the name of this machine, without '/'")
+        raise ConfigError(f"{node!r} cannot be a node's name; give the name of this machine, without '/'")
     place = ShardServerConfig(
         config,
         NodeId(node),
@@ -36,7 +41,7 @@ def run_shard(
 
 
 def run_lookup(config: Any, partition: int, host: str, port: int | None) -> None:
-    """One lookup partition of `config.lookup_partitions`, at its Unix socket where it needs no port. Blocks until a
+    """Run one lookup partition of `config.lookup_partitions`, on a Unix socket if it needs no port. Blocks until a
     signal."""
     from kvservice.core.directory.membership import patience
     from kvservice.discovery import lookup_address
@@ -80,5 +85,5 @@ def run_lookup(config: Any, partition: int, host: str, port: int | None) -> None
 
 
 def bracketed(host: str) -> str:
-    """An IPv6 address as it stands before a port."""
+    """The host as it is written before a port: an IPv6 address gets brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host

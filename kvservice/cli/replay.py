@@ -1,4 +1,4 @@
-"""`kvservice replay`: what the service would have found of a trace's prompts, as a table, as JSON, as a plot."""
+"""`kvservice replay`: what the service would have found of a trace's prompts, as a table, as JSON or as a plot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def replay(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Blocks until everything was played. Raises KVServiceError for a file that is no trace, or wrong options."""
+    """Play everything and print it; blocks meanwhile. Raises KVServiceError if the file is not a trace or an option is
+    wrong."""
     from kvservice.replay.study import DEFAULT_POLICIES, OPTIMUM, Plan, default_capacities, play_all, report
     from kvservice.replay.trace import read_trace
 
@@ -63,7 +64,7 @@ def show(figures: dict[str, Any]) -> None:
     console.print(
         f"{figures['trace']}: {figures['requests']:,} requests in {figures['seconds'] / 60:.0f} min, "
         f"{figures['blocks']:,} blocks asked for, {figures['unique_blocks']:,} different ones; "
-        f"with room for all {figures['hit_rate_max']:.1%} are hits",
+        f"with room for all of them {figures['hit_rate_max']:.1%} are hits",
         markup=False,
     )
     title = "Share of prompt blocks that are hits, by capacity in blocks"
@@ -78,7 +79,7 @@ def show(figures: dict[str, Any]) -> None:
         table.add_row(label, *("" if rate is None else f"{rate:.1%}" for rate in cells))
     console.print(table)
     table = Table(title="Fetch or recompute, against an oracle", title_justify="left", title_style="")
-    for name in ("link", "decisions that differ", "time lost", "if always fetched", "if never"):
+    for name in ("link", "decisions that differ", "time lost", "if always fetched", "if never fetched"):
         table.add_column(name, justify="right")
     for row in figures["fetch_or_recompute"]:
         shares = [row[name] for name in ("differ_share", "lost_share", "always_lost_share", "never_lost_share")]
@@ -87,17 +88,18 @@ def show(figures: dict[str, Any]) -> None:
 
 
 def check_plot(path: Path) -> None:
-    """Before minutes of computing. Raises ConfigError."""
+    """Check the plot's path before minutes of computing. Raises ConfigError."""
     try:
         import matplotlib  # noqa: F401  it is wanted later
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib, or leave --plot out") from error
+        raise ConfigError("--plot needs matplotlib; pip install matplotlib, or leave --plot out") from error
     if path.suffix not in (".png", ".svg", ".pdf") or not path.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {path}: a .png, .svg or .pdf file in a directory that is there")
+        raise ConfigError(f"--plot {path}: give a .png, .svg or .pdf file in an existing directory")
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Hit rates over capacity, policies on the left and nodes on the right. `figures`: study.report's."""
+    """Draw hit rates over capacity, policies on the left and nodes on the right. `figures` are those of
+    study.report."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -120,7 +122,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
             axes.legend(fontsize=8)
     left.set_ylabel("share of prompt blocks that are hits")
     left.set_title(f"{figures['trace']}: policies, one pool")
-    right.set_title("the same room on several nodes")
+    right.set_title("the same capacity on several nodes")
     drawing.tight_layout()
     drawing.savefig(path, dpi=110)
     pyplot.close(drawing)

@@ -13,9 +13,10 @@ from kvservice.errors import ConfigError
 
 
 def load(config: Path | None, pairs: Sequence[str] | None, **options: object) -> Any:
-    """The ServiceConfig of file, environment, `--set` and a command's own options.
+    """The ServiceConfig from file, environment, `--set` and a command's own options.
 
-    Raises ConfigError, also for a setting that is given twice on the command line."""
+    Raises ConfigError, also if a setting is given twice on the command line.
+    """
     from kvservice.config import load_config
 
     given = {name: value for name, value in options.items() if value is not None}
@@ -24,13 +25,13 @@ def load(config: Path | None, pairs: Sequence[str] | None, **options: object) ->
         if not sign:
             raise ConfigError(f"--set {pair!r}: write NAME=VALUE, for example --set eviction=lru", key=name)
         if name in given:
-            raise ConfigError(f"{name} is given twice on the command line: give it once", key=name)
+            raise ConfigError(f"{name} is given twice on the command line; give it once", key=name)
         given[name] = value
     return load_config(config, None, **given)
 
 
 def show(*, as_json: bool) -> None:
-    """Print the definitions, for people or with stable keys."""
+    """Print the definitions for people, or as JSON with stable keys."""
     from kvservice.config import ENVIRONMENT_PREFIX, ServiceConfig, allowed, default_of
 
     rows = [

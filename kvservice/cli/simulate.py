@@ -1,4 +1,4 @@
-"""`kvservice sim`: play schedules of faults against the production core, and tell the story of one that goes wrong."""
+"""`kvservice sim`: plays schedules of faults against the production core, and shows what happened in one that fails."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 NUMBERS = (
     ("blocks stored", "blocks_stored"),
     ("blocks loaded", "blocks_loaded"),
-    ("blocks pulled from another node", "blocks_pulled"),
-    ("loads that a check refused", "loads_failed"),
+    ("blocks pulled from other nodes", "blocks_pulled"),
+    ("loads refused by a check", "loads_failed"),
     ("reads that did not end", "pulls_stuck"),
     ("messages lost", "messages_lost"),
 )
 
 
 def tell(seed: int, *, whole: bool) -> bool:
-    """One schedule as a story; True when nothing went wrong. A failing one is first cut down, unless `whole`."""
+    """Play one schedule and print its events. Returns whether nothing went wrong. A failing schedule is first reduced,
+    unless `whole`."""
     from kvservice.testing.sim.run import minimise, run_schedule
     from kvservice.testing.sim.schedule import make_schedule
 
@@ -63,5 +64,5 @@ def campaign(seed: int, count: int, processes: int) -> bool:
         return True
     first, what = min(tally.violations)
     console.print(f"VIOLATION at seed {first}: {what}", style="bold red", markup=False)
-    console.print(f"see it happen: kvservice sim --seed {first}")
+    console.print(f"to see what happened: kvservice sim --seed {first}")
     return False

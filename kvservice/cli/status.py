@@ -1,4 +1,4 @@
-"""`kvservice status`: asks the lookup partitions who there is, and every shard for its numbers. Needs no Ray."""
+"""`kvservice status`: asks the lookup partitions for the nodes, and every shard for its numbers. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from rich.table import Table
 
 from kvservice.units import format_bytes, printable
 
-CALL_SECONDS = 3.0
-ASKED_AT_ONCE = 16
-PLAIN_WIDTH = 120
+CALL_SECONDS = 3.0  # For one RPC. A part that takes longer is shown as a problem.
+ASKED_AT_ONCE = 16  # RPCs at once, so that a large service is asked in seconds.
+PLAIN_WIDTH = 120  # Characters a line if the output is no terminal, so that tables in files and pipes are not cut.
 STATES = ("free", "writing", "sealed", "leased", "quarantined")
 COLOURS = {"free": "green", "writing": "yellow", "sealed": "blue", "leased": "magenta", "quarantined": "red"}
-BAR_CHARS = 24
+BAR_CHARS = 24  # Of a bar that shows a node's slots; one character is about 4 %.
 FALLBACK = "mirror_fallback_"
 
 
 def collect(service: str) -> dict[str, Any] | None:
-    """Everything `show` prints, with stable keys; None when this machine knows no such service. Blocks for RPCs."""
+    """Everything that `show` prints, with stable keys. None if this machine knows no such service. Blocks for RPCs."""
     from kvservice.cli.members import tls_beside
     from kvservice.discovery import find_shards
     from kvservice.private_files import is_listening
 
-    local = find_shards(service, live_only=False)  # a shard that died is a problem to show, not a service to miss
+    local = find_shards(service, live_only=False)  # a dead shard is a problem to show; the service is still there
     if not local:
         return None
     newest = max(local, key=lambda record: (is_listening(record.socket), record.epoch))
@@ -40,8 +40,8 @@ def collect(service: str) -> dict[str, Any] | None:
 
 
 def read_state(service: str, lookup_addresses: Sequence[str], known: Mapping[str, str], tls: Any) -> dict[str, Any]:
-    """What these lookup partitions say, and every shard that they or `known` (node -> peer address) name. `tls` is
-    TlsFiles or None. Blocks for RPCs."""
+    """The answers of these lookup partitions, and of every shard that they or `known` (node -> peer address) name.
+    `tls` is TlsFiles or None. Blocks for RPCs."""
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
         lookups = list(pool.map(partial(_lookup_stats, tls), lookup_addresses))
         peers = dict(known)
@@ -108,12 +108,12 @@ def show(state: dict[str, Any], *, as_json: bool) -> None:
 
 
 def plain(text: str) -> str:
-    """Text of others as it is: neither Rich nor the terminal acts on it."""
+    """Text from others, unchanged, but neither Rich nor the terminal acts on it."""
     return escape(printable(text))
 
 
 def mirror_line(node_id: str, counters: Mapping[str, int]) -> str:
-    """How a node's mirror of the directory does."""
+    """One line about a node's mirror of the directory."""
     fallbacks = {name[len(FALLBACK) :]: count for name, count in sorted(counters.items()) if name.startswith(FALLBACK)}
     reasons = f" ({', '.join(f'{name} {count:,}' for name, count in fallbacks.items())})" if fallbacks else ""
     return (
@@ -141,7 +141,7 @@ def _node_cells(row: dict[str, Any]) -> list[str]:
 
 
 def _bar(slots: dict[str, int]) -> str:
-    """A bar of the slot states and the counts of those that are not zero."""
+    """A bar of the slot states, and the counts that are not zero."""
     total = sum(slots.values())
     if total == 0:
         return "(no slab in use)"
@@ -242,7 +242,7 @@ def _node_stats(tls: Any, node_id: str, address: str) -> dict[str, Any]:
 
 
 def pulled_bytes(counters: Mapping[str, int]) -> dict[str, int]:
-    """Bytes that arrived from other nodes, by the transport that carried them."""
+    """Bytes that arrived from other nodes, by transport."""
     from kvservice.observe.metrics import transport_of
 
     named = {transport_of(name): count for name, count in counters.items()}
@@ -250,7 +250,7 @@ def pulled_bytes(counters: Mapping[str, int]) -> dict[str, int]:
 
 
 def _short(error: grpc.RpcError) -> str:
-    """'unavailable', 'deadline exceeded': the code says more to an operator than gRPC's paragraph, unless that is about
+    """'unavailable' or 'deadline exceeded': the code says more to an operator than gRPC's text, unless that is about
     TLS."""
     from kvservice.wire.status import connect_hint
 

@@ -1,6 +1,6 @@
-"""`kvservice tenants`: who may use a service. Edits the tenants file, which shards read again when it changes.
+"""`kvservice tenants`: edits the file of tenants who may use a service. Shards read it again when it changes.
 
-The file is replaced as a whole, readable by its owner only; tokens are printed once and never kept.
+The file is replaced as a whole and only its owner can read it. Tokens are printed once and never kept.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ import typer
 from kvservice.errors import ConfigError, KVServiceError
 
 app = typer.Typer(
-    help="Who may use a service: tokens, quotas, public prompts.", no_args_is_help=True, rich_markup_mode=None
+    help="Edit who may use a service: tokens, quotas, public prompts.", no_args_is_help=True, rich_markup_mode=None
 )
 File = Annotated[Path, typer.Option("--file", envvar="KVSERVICE_TENANTS_FILE", help="The tenants file.")]
 Name = Annotated[str, typer.Argument(help="The tenant.")]
-Quota = Annotated[str | None, typer.Option(help="Most it may hold of each node's pool: 25% or 8GiB; '' = no limit.")]
-InFlight = Annotated[
-    int | None, typer.Option("--in-flight", min=0, help="Most slots reserved and fetched at once; 0 = no limit.")
+Quota = Annotated[
+    str | None, typer.Option(help="Most that it may hold of each node's pool: 25% or 8GiB; '' = no limit.")
 ]
-PublicRight = Annotated[str | None, typer.Option(help="Public blocks: no, read, or publish.")]
-Admin = Annotated[bool | None, typer.Option("--admin/--no-admin", help="May see what others' requests did.")]
+InFlight = Annotated[
+    int | None,
+    typer.Option("--in-flight", min=0, help="Most slots that it may reserve and fetch at once; 0 = no limit."),
+]
+PublicRight = Annotated[str | None, typer.Option(help="Right to public blocks: no, read, or publish.")]
+Admin = Annotated[bool | None, typer.Option("--admin/--no-admin", help="May see the requests of other tenants.")]
 TokenTo = Annotated[Path | None, typer.Option("--token-to", help="Write the token to this file, not to the terminal.")]
 
 
@@ -39,14 +42,14 @@ def add(
     admin: Admin = None,
     token_to: TokenTo = None,
 ) -> None:
-    """Add a tenant, and make the file if there is none. Prints its token."""
+    """Add a tenant and print its token. Makes the file if there is none."""
     from kvservice.auth.tenants import Tenant, Tenants, check_name, hash_token, new_secret, new_token
 
     token = new_token()
 
     def change(tenants: Any) -> None:
         if name in tenants.by_name:
-            raise ConfigError(f"there is a tenant {name} already: `kvservice tenants rotate` gives it another token")
+            raise ConfigError(f"there is a tenant {name} already; `kvservice tenants rotate` gives it another token")
         fresh = Tenant(check_name(name), (hash_token(token),), new_secret())
         tenants.by_name[name] = _with(fresh, quota, in_flight, public, admin)
 
@@ -56,7 +59,7 @@ def add(
 
 @app.command("list")
 def show(file: File, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
-    """Names and limits; nothing secret."""
+    """List names and limits; nothing secret."""
     from kvservice.auth.tenants import read_tenants
 
     try:
@@ -91,23 +94,23 @@ def set_limits(
     public: PublicRight = None,
     admin: Admin = None,
 ) -> None:
-    """Change what a tenant may hold or do. What is not given stays."""
+    """Change what a tenant may hold or do. Options that are not given stay as they are."""
 
     def change(tenants: Any) -> None:
         tenants.by_name[name] = _with(_known(tenants, name), quota, in_flight, public, admin)
 
     _edit(file, change)
-    typer.echo(f"{name} is changed; shards take it within seconds")
+    typer.echo(f"{name} is changed; shards apply it within seconds")
 
 
 @app.command()
 def rotate(
     name: Name,
     file: File,
-    retire: Annotated[bool, typer.Option("--retire", help="Make none, but end all tokens except the newest.")] = False,
+    retire: Annotated[bool, typer.Option("--retire", help="Make no token; end all tokens except the newest.")] = False,
     token_to: TokenTo = None,
 ) -> None:
-    """Give a tenant one more token; its blocks stay. Once all its engines have it, end the others with --retire."""
+    """Give a tenant one more token; its blocks stay. Once all its engines use it, end the others with --retire."""
     from dataclasses import replace
 
     from kvservice.auth.tenants import TOKENS_MAX, hash_token, new_token
@@ -118,26 +121,26 @@ def rotate(
         tenant = _known(tenants, name)
         tokens = tenant.tokens[-1:] if retire else (*tenant.tokens, hash_token(token))
         if len(tokens) > TOKENS_MAX:
-            raise ConfigError(f"{name} has {TOKENS_MAX} tokens: end the old ones with --retire first")
+            raise ConfigError(f"{name} has {TOKENS_MAX} tokens; end the old ones with --retire first")
         tenants.by_name[name] = replace(tenant, tokens=tokens)
 
     _edit(file, change)
     if retire:
-        typer.echo(f"{name} has one token left; engines with another are detached within seconds")
+        typer.echo(f"{name} has one token left; engines with another token are detached within seconds")
     else:
         _show_token(name, token, token_to)
 
 
 @app.command()
 def remove(name: Name, file: File) -> None:
-    """End a tenant: its engines are detached within seconds, and its blocks cannot be named any more."""
+    """Remove a tenant. Its engines are detached within seconds, and its blocks can no longer be asked for."""
 
     def change(tenants: Any) -> None:
         _known(tenants, name)
         del tenants.by_name[name]
 
     _edit(file, change)
-    typer.echo(f"{name} is removed; shards take it within seconds")
+    typer.echo(f"{name} is removed; shards apply it within seconds")
 
 
 def _with(tenant: Any, quota: str | None, in_flight: int | None, public: str | None, admin: bool | None) -> Any:
@@ -163,7 +166,7 @@ def _known(tenants: Any, name: str) -> Any:
 
 
 def _edit(path: Path, change: Callable[[Any], None], fresh: Any = None) -> None:
-    """Read, change, check and replace the file, alone. `fresh`: what it is where there is none."""
+    """Read, change, check and replace the file, under a lock. `fresh` is its content if there is no file."""
     from kvservice.auth.tenants import dump_tenants, parse_tenants, read_tenants
     from kvservice.private_files import write_private
 
@@ -185,7 +188,7 @@ def _edit(path: Path, change: Callable[[Any], None], fresh: Any = None) -> None:
 
 @contextlib.contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Two of these commands do not undo each other's changes."""
+    """Hold the lock, so that two of these commands do not undo each other's changes."""
     import fcntl
     import os
 
@@ -200,7 +203,9 @@ def _alone(directory: Path) -> Iterator[None]:
 def _show_token(name: str, token: str, token_to: Path | None) -> None:
     from kvservice.private_files import write_private
 
-    what = f"the token of {name}, shown this once: give its engines a file with it, KVSERVICE_TOKEN_FILE"
+    what = (
+        f"the token of {name}, shown only now; put it into a file and name that to its engines as KVSERVICE_TOKEN_FILE"
+    )
     if token_to is None:
         typer.echo(what, err=True)
         typer.echo(token)
@@ -211,7 +216,7 @@ def _show_token(name: str, token: str, token_to: Path | None) -> None:
         typer.echo(f"error: cannot write {token_to}: {error.strerror}. The token is shown instead.", err=True)
         typer.echo(token)
         raise typer.Exit(1) from error
-    typer.echo(f"the token of {name} is in {token_to}: start its engines with KVSERVICE_TOKEN_FILE={token_to}")
+    typer.echo(f"the token of {name} is in {token_to}; start its engines with KVSERVICE_TOKEN_FILE={token_to}")
 
 
 def _fail(error: KVServiceError) -> NoReturn:

@@ -14,7 +14,7 @@ from kvservice.copying.worker.devices import device_named
 from kvservice.copying.worker.server import CopyWorker, CopyWorkerConfig
 from kvservice.observe.logs import say
 
-STATUS_WEDGED = 3  # any number above those that the command line uses; it tells a supervisor that a copy hung
+STATUS_WEDGED = 3  # tells a supervisor that a copy hung; this command has no other use for 3
 STATUS_DEVICE_LOST = 4  # likewise: this process lost its GPU
 POLL_SECONDS = 0.2  # between two looks at the worker's state: a stop or a failure is noticed this much later
 

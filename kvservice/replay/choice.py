@@ -70,7 +70,7 @@ def compare_choices(
     prefill_tokens_per_second: float,
     seed: int = 1,
 ) -> Choices:
-    """One pass over all prefixes, through one link. The same seed meets the same link and engine at each speed."""
+    """Play all prefixes once, through one link. The same seed gives the same link and engine at every speed."""
     noise = random.Random(seed)
     estimate = FetchEstimate()
     reported = 0.0  # seconds a block, as the engine last reported

@@ -37,7 +37,7 @@ log = logging.getLogger("kvservice.copying")
 # fills the memory's bandwidth.
 BATCH_ROWS = 64
 Ready: TypeAlias = Callable[[Callable[[], bool]], None]
-BITS = SLOTS_PER_SLAB_MAX.bit_length() - 1
+BITS = SLOTS_PER_SLAB_MAX.bit_length() - 1  # of a slot index that count the slot within its slab
 
 
 @dataclass(frozen=True, slots=True)

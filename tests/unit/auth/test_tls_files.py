@@ -289,9 +289,9 @@ def test_certs_of_clients_and_nodes_are_signed_by_the_ca_that_is_named_and_renew
 @pytest.mark.parametrize(
     ("owner", "words"),
     [
-        ({"client": True, "nodes": ("a",)}, "speaks for no node"),
-        ({"nodes": ("a/b",)}, "cannot stand in a certificate"),
-        ({"addresses": ("",)}, "cannot stand in a certificate"),
+        ({"client": True, "nodes": ("a",)}, "is for no node"),
+        ({"nodes": ("a/b",)}, "cannot be part of a certificate"),
+        ({"addresses": ("",)}, "cannot be part of a certificate"),
     ],
 )
 def test_an_owner_that_cannot_be_is_refused(owner: dict[str, object], words: str) -> None:

@@ -145,7 +145,7 @@ def test_the_demo_stopped_half_way_leaves_nothing_behind(runtime: Path) -> None:
     assert process.stdout.readline().startswith("started")
     for _ in range(3):  # a terminal signals the whole group; an impatient user does it again
         os.killpg(process.pid, signal.SIGINT)
-    assert process.stdout.read().endswith("stopped:  all that was started is removed\n")
+    assert process.stdout.read().endswith("stopped:  everything that was started is removed\n")
     assert process.wait(30) == 130
     assert not list(runtime.iterdir())
     with pytest.raises(ProcessLookupError):
@@ -278,4 +278,4 @@ def test_check_names_the_part_that_does_not_answer(runtime: Path) -> None:
 def test_a_shard_with_a_wrong_setting_says_which(runtime: Path) -> None:
     result = command(runtime, "shard", "--node", "n0", "--lookup", "nowhere")
     assert result.returncode == 2 and "lookup_addresses has 'nowhere'" in result.stderr
-    assert "node name 'a/b'" in command(runtime, "shard", "--node", "a/b").stderr
+    assert "'a/b' cannot be a node's name" in command(runtime, "shard", "--node", "a/b").stderr
