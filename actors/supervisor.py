@@ -26,7 +26,7 @@ from kvservice.actors.lookup_node import LookupNode
 from kvservice.config import ServiceConfig
 from kvservice.copying.device import HOST
 from kvservice.copying.worker.server import CopyWorkerConfig
-from kvservice.core.recent import NODES_MAX
+from kvservice.core.bounded_table import NODES_MAX
 from kvservice.discovery import lookup_address
 from kvservice.errors import KVServiceError
 from kvservice.observe.failpoints import failpoint

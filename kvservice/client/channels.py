@@ -13,7 +13,7 @@ import grpc
 
 from kvservice.aio import end_tasks
 from kvservice.auth.tls import Options, TlsFiles, open_channel
-from kvservice.core.recent import NODES_MAX, Recent
+from kvservice.core.bounded_table import NODES_MAX, BoundedTable
 from kvservice.wire.serving import CHANNEL_OPTIONS
 
 RETIRED_SECONDS = 10.0  # for calls under way on a channel that is no longer used
@@ -28,7 +28,7 @@ class Channels:
         """`open_max`: the channel used longest ago is let go of when there are more."""
         self._tls = tls
         self._options = options
-        self._open: Recent[str, grpc.aio.Channel] = Recent(open_max, self._retire)
+        self._open: BoundedTable[str, grpc.aio.Channel] = BoundedTable(open_max, self._retire)
         self._version = 0
         self._retired: dict[asyncio.Task[None], grpc.aio.Channel] = {}
 

@@ -18,8 +18,8 @@ from kvservice.auth.tls import TlsFiles
 from kvservice.client.breaker import Breaker
 from kvservice.client.channels import Channels
 from kvservice.core.block.keys import pack_keys
+from kvservice.core.bounded_table import NODES_MAX, BoundedTable
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverItem, TakeOverResult
-from kvservice.core.recent import NODES_MAX, Recent
 from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import StaleEpoch, TransferError, Unavailable
 from kvservice.units import BlockKey, BootEpoch, HandoffId, LeaseId, NodeId
@@ -97,9 +97,10 @@ class PeerClient:
         # Of its own: gRPC shares connections of one address, and with them the pause after one that failed.
         options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
         self._channels = Channels(tls, options, open_max=NODES_MAX)
-        self._epochs: Recent[NodeId, BootEpoch] = Recent(NODES_MAX)  # the newest boot of each node that was called
-        self._infos: Recent[NodeId, PeerInfo] = Recent(NODES_MAX)
-        self._breakers: Recent[NodeId, Breaker] = Recent(NODES_MAX)
+        # The newest boot of each node that was called.
+        self._epochs: BoundedTable[NodeId, BootEpoch] = BoundedTable(NODES_MAX)
+        self._infos: BoundedTable[NodeId, PeerInfo] = BoundedTable(NODES_MAX)
+        self._breakers: BoundedTable[NodeId, Breaker] = BoundedTable(NODES_MAX)
 
     async def handshake(self, holder: Holder, timeout: float) -> PeerInfo:
         known = self._infos.get(holder.node_id)

@@ -22,6 +22,7 @@ from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.block.tenants import NOBODY, TenantLimits, TenantUsage
 from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX
+from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.context import ShardContext
 from kvservice.core.drain.receiver import TakeOvers
 from kvservice.core.drain.sender import DrainPhase, DrainProgress, Leaving
@@ -33,7 +34,6 @@ from kvservice.core.messages import (
     Handoff,
 )
 from kvservice.core.peer_calls import TIMEOUT_SECONDS_MAX, PeerCalls
-from kvservice.core.recent import Recent
 from kvservice.core.reconcile import Grants
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.store.admission import Admission
@@ -131,7 +131,8 @@ class ShardState:
         self._leaving = Leaving(shard)
         self._writes = Writes(shard, self._acquisitions)
         self._attached: dict[AttachmentId, _Attached] = {}
-        self._attempts: Recent[bytes, int] = Recent(ENGINES_REMEMBERED)  # of each engine the last that was answered
+        # Of each engine the last that was answered.
+        self._attempts: BoundedTable[bytes, int] = BoundedTable(ENGINES_REMEMBERED)
         self._next_attachment = (epoch << BOOT_ATTACHMENTS_BITS) + 1  # a number of an earlier boot names nothing
         self._handlers = self._handlers_with(PeerCalls(shard, self._handoffs, self._takeovers, self._leaving))
 

@@ -14,8 +14,8 @@ from typing import Protocol
 from kvservice.client.peer import PeerInfo, PeerPort
 from kvservice.core import actions as act
 from kvservice.core import events as ev
+from kvservice.core.bounded_table import NODES_MAX, BoundedTable
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverResult
-from kvservice.core.recent import NODES_MAX, Recent
 from kvservice.errors import Forbidden, KVServiceError, Refused
 from kvservice.lookup.client import LookupAnswer
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
@@ -78,8 +78,8 @@ class RemoteShards:
         self._peers = peers
         self._clock = clock
         self._counters = counters
-        self._peer_infos: Recent[NodeId, PeerInfo] = Recent(NODES_MAX)
-        self._writers: Recent[NodeId, Holder] = Recent(NODES_MAX)  # nodes whose hand-offs were followed
+        self._peer_infos: BoundedTable[NodeId, PeerInfo] = BoundedTable(NODES_MAX)
+        self._writers: BoundedTable[NodeId, Holder] = BoundedTable(NODES_MAX)  # nodes whose hand-offs were followed
 
     def peer_info(self, node_id: NodeId, epoch: BootEpoch) -> PeerInfo | None:
         """Of a peer that was asked before."""

@@ -20,8 +20,8 @@ from kvservice.auth.tls import TlsFiles, open_tls
 from kvservice.auth.token import Token
 from kvservice.client.engine_stats import EngineStatsReader, NodeEngineStats
 from kvservice.config import ServiceConfig, tls_of_environment
+from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.messages import EngineKind
-from kvservice.core.recent import Recent
 from kvservice.discovery import find_shards
 from kvservice.errors import KVServiceError
 from kvservice.lookup.client import LookupAnswer, LookupClient
@@ -104,7 +104,7 @@ class Holdings:
         self._clock = clock
         self._lookup: LookupClient | None = None
         self._engine_stats = EngineStatsReader()
-        self._answers: Recent[tuple[int, BlockKey], tuple[float, LookupAnswer]] = Recent(ANSWERS_MAX)
+        self._answers: BoundedTable[tuple[int, BlockKey], tuple[float, LookupAnswer]] = BoundedTable(ANSWERS_MAX)
         self._calls: set[asyncio.Task[LookupAnswer]] = set()
         self._addresses: tuple[str, ...] = ()
         self._doubted: tuple[str, ...] = ()

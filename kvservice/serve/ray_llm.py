@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError
 from kvservice.actors import names
 from kvservice.aio import within
 from kvservice.config import REQUEST_TRIES
-from kvservice.core.recent import Recent
+from kvservice.core.bounded_table import BoundedTable
 from kvservice.errors import ConfigError
 
 try:
@@ -83,7 +83,7 @@ class KVServiceBackend(BaseConnectorBackend):  # type: ignore[misc]
     def __init__(self, llm_config: Any) -> None:
         super().__init__(llm_config)
         # by id() of the request, which is kept alive
-        self._handoffs: Recent[int, tuple[Any, str]] = Recent(HANDOFFS_MAX)
+        self._handoffs: BoundedTable[int, tuple[Any, str]] = BoundedTable(HANDOFFS_MAX)
 
     def setup(self) -> None:
         """Called in the replica before its engine is made. Names the node's shard, since several may be registered on

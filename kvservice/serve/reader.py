@@ -15,8 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvservice.core.block.keys import DEFAULT_TENANT_KEY, block_keys
+from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.messages import EngineKind
-from kvservice.core.recent import Recent
 from kvservice.errors import KVServiceError
 from kvservice.serve.options import RouterOptions
 from kvservice.serve.prompt import PromptTokenizer, Question, Unknown
@@ -62,7 +62,7 @@ class PromptReader:
         self._loading: Future[None] | None = None
         self._load_again_at = 0.0
         self._loaded = False
-        self._refused: Recent[str, None] = Recent(REFUSED_MAX)  # the errors that were logged
+        self._refused: BoundedTable[str, None] = BoundedTable(REFUSED_MAX)  # the errors that were logged
 
     @classmethod
     def shared(cls, options: RouterOptions) -> PromptReader:

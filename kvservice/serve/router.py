@@ -31,8 +31,8 @@ from ray.serve.request_router import (
 
 from kvservice.aio import within
 from kvservice.auth.token import Token
+from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.messages import EngineKind, HolderRun
-from kvservice.core.recent import Recent
 from kvservice.serve.holdings import Holdings, KnownNodes, find_lookups, find_tls
 from kvservice.serve.load import LoadBook, SentPrefixes
 from kvservice.serve.meters import Meters
@@ -103,8 +103,8 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
         self._reader = PromptReader.shared(options)
         self._book = LoadBook()
         self._sent = SentPrefixes(options.engine_blocks, options.engine_seconds)
-        self._plans: Recent[str, _Plan] = Recent(PLANS_MAX)
-        self._counted: Recent[str, None] = Recent(REQUESTS_MAX)
+        self._plans: BoundedTable[str, _Plan] = BoundedTable(PLANS_MAX)
+        self._counted: BoundedTable[str, None] = BoundedTable(REQUESTS_MAX)
         self._meters = Meters(self._deployment_id.app_name, self._deployment_id.name)
         self._failures: Counter[str] = Counter()
         self._random = random.Random()

@@ -17,12 +17,12 @@ from kvservice.client.peer import PeerClient
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.block.keys import pack_keys
+from kvservice.core.bounded_table import NODES_MAX, BoundedTable
 from kvservice.core.directory.directory import Directory
 from kvservice.core.directory.membership import MEMBERS_MAX
 from kvservice.core.explain.evictions import NAMES_MAX
 from kvservice.core.explain.records import RECORDS_MAX
 from kvservice.core.messages import Holder
-from kvservice.core.recent import NODES_MAX, Recent
 from kvservice.core.store.reuse import GONE_MAX
 from kvservice.pool.remote import RemoteShards
 from kvservice.serve.load import LoadBook, SentPrefixes
@@ -80,10 +80,10 @@ class Unchecked(CoreHarness):
 
 
 def test_a_table_that_grows_is_seen() -> None:
-    table: Recent[int, int] = Recent(NODES_MAX + 1)
+    table: BoundedTable[int, int] = BoundedTable(NODES_MAX + 1)
     for name in range(NODES_MAX + 1):
         table.put(name, name)
-    with pytest.raises(AssertionError, match=r"Recent\._entries"):
+    with pytest.raises(AssertionError, match=r"BoundedTable\._entries"):
         assert_bounded(table)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvservice.core.bounded_table import NODES_MAX, BoundedTable
 from kvservice.core.messages import Holder, PeerSpeed
-from kvservice.core.recent import NODES_MAX, Recent
 from kvservice.units import NodeId
 
 WEIGHT = 0.3  # of the newest sample: follows a changed link within a handful of pulls
@@ -67,7 +67,7 @@ class FetchEstimates:
     """One estimate a peer, of those that were fetched from lately."""
 
     def __init__(self) -> None:
-        self._by_node: Recent[NodeId, FetchEstimate] = Recent(NODES_MAX)
+        self._by_node: BoundedTable[NodeId, FetchEstimate] = BoundedTable(NODES_MAX)
 
     def of(self, holder: Holder) -> FetchEstimate:
         return self._by_node.get(holder.node_id) or self._by_node.put(holder.node_id, FetchEstimate())

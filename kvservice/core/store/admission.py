@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvservice.core.recent import Recent
+from kvservice.core.bounded_table import BoundedTable
 from kvservice.units import BlockKey
 
 SAMPLE_STRIDE = 16  # one block in 16 of a chain is remembered: a 16th of the memory, exact for that sample
@@ -58,7 +58,8 @@ class Admission:
     def __init__(self, capacity: Callable[[], int], counters: Counter[str]) -> None:
         self._capacity = capacity
         self._counters = counters
-        self._reuse: Recent[str, _TenantReuse] = Recent(ACCOUNTS_MAX)  # by account; one that was dropped starts anew
+        # By account. One that was dropped starts anew.
+        self._reuse: BoundedTable[str, _TenantReuse] = BoundedTable(ACCOUNTS_MAX)
         self._open: dict[int, tuple[str, bool]] = {}  # by op: the account, and whether the chain is admitted
 
     def on_acquire(self, op: int, account: str, chain: Sequence[BlockKey]) -> None:

@@ -17,7 +17,7 @@ V = TypeVar("V")
 NODES_MAX = 1024
 
 
-class Recent(Generic[K, V]):
+class BoundedTable(Generic[K, V]):
     """At most `limit` entries. A new one replaces the entry used longest ago, and `on_drop` gets that one's value."""
 
     def __init__(self, limit: int, on_drop: Callable[[V], None] | None = None) -> None:
