@@ -5,8 +5,10 @@ Exit codes: 0 success, 1 something is wrong, 2 wrong usage, 3 there is no servic
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ParamSpec
 
 import typer
 
@@ -16,6 +18,8 @@ from kvservice.errors import ConfigError, KVServiceError
 EXIT_PROBLEM = 1  # something is wrong; also what Python exits with after an exception
 EXIT_USAGE = 2  # wrong usage, as click and most commands have it
 EXIT_NO_SERVICE = 3  # there is no service: a number of its own, so that a script can start one
+
+P = ParamSpec("P")
 
 app = typer.Typer(
     help="A cluster-wide KV cache for LLM inference, on Ray or without it.",
@@ -44,6 +48,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.
 
 
 def fail(error: KVServiceError) -> typer.Exit:
+    """Print the error for people, or log it where logs are JSON. Returns the exception that ends the command."""
     from kvservice.observe import logs
 
     if not logs.say_error(error.message):
@@ -51,7 +56,21 @@ def fail(error: KVServiceError) -> typer.Exit:
     return typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_PROBLEM)
 
 
+def reports_errors(command: Callable[P, None]) -> Callable[P, None]:
+    """Make a command print a KVServiceError as one line and exit with its code, instead of a traceback."""
+
+    @functools.wraps(command)
+    def reporting(*arguments: P.args, **options: P.kwargs) -> None:
+        try:
+            command(*arguments, **options)
+        except KVServiceError as error:
+            raise fail(error) from error
+
+    return reporting
+
+
 @app.command()
+@reports_errors
 def up(
     service: Service = None,
     pool: Annotated[
@@ -71,40 +90,33 @@ def up(
     from kvservice.cli import lifecycle
     from kvservice.cli.settings import load
 
-    try:
-        sizes = {"pool_bytes": pool, "lookup_partitions": lookup_partitions, "slab_bytes": slab}
-        loaded = load(config, settings, service=service, transport=transport, **sizes)
-        lifecycle.run_foreground(loaded) if no_ray else lifecycle.up(loaded, address)
-    except KVServiceError as error:
-        raise fail(error) from error
+    sizes = {"pool_bytes": pool, "lookup_partitions": lookup_partitions, "slab_bytes": slab}
+    loaded = load(config, settings, service=service, transport=transport, **sizes)
+    lifecycle.run_foreground(loaded) if no_ray else lifecycle.up(loaded, address)
 
 
 @app.command()
+@reports_errors
 def down(service: Service = None, address: Address = None) -> None:
     """Stop the service and remove everything it made. Blocks in shared memory are lost."""
     from kvservice.cli import lifecycle
     from kvservice.config import load_config
 
-    try:
-        found = lifecycle.down(load_config(service=service).service, address)
-    except KVServiceError as error:
-        raise fail(error) from error
+    found = lifecycle.down(load_config(service=service).service, address)
     if not found:
         raise typer.Exit(EXIT_NO_SERVICE)
 
 
 @app.command()
+@reports_errors
 def status(service: Service = None, as_json: Json = False) -> None:
     """Show nodes, capacity by slot state, hits, bytes moved and lookup partitions. Run it on any node of the
     service."""
     from kvservice.cli import status as command
     from kvservice.cli.members import chosen_service, unknown_service
 
-    try:
-        name = chosen_service(service)
-        state = command.collect(name)
-    except KVServiceError as error:
-        raise fail(error) from error
+    name = chosen_service(service)
+    state = command.collect(name)
     if state is None:
         typer.echo('{"service": null}' if as_json else unknown_service(name))
         raise typer.Exit(EXIT_NO_SERVICE)
@@ -114,6 +126,7 @@ def status(service: Service = None, as_json: Json = False) -> None:
 
 
 @app.command()
+@reports_errors
 def drain(
     service: Service = None,
     node: Annotated[
@@ -129,31 +142,27 @@ def drain(
     from kvservice.cli import drain as command
     from kvservice.cli.members import chosen_service
 
-    try:
-        seconds = command.check_timeout(timeout)
-        name = chosen_service(service)
-        left = command.run(name, node, local, seconds, not no_handover, undo, as_json)
-    except KVServiceError as error:
-        raise fail(error) from error
+    seconds = command.check_timeout(timeout)
+    name = chosen_service(service)
+    left = command.run(name, node, local, seconds, not no_handover, undo, as_json)
     if not left:
         raise typer.Exit(EXIT_PROBLEM)
 
 
 @app.command()
+@reports_errors
 def explain(request_id: str, service: Service = None, as_json: Json = False) -> None:
     """Explain why a request hit what it hit. REQUEST_ID is the id that the API returned, or its beginning."""
     from kvservice.cli import explain as command
     from kvservice.cli.members import chosen_service
 
-    try:
-        known = command.run(chosen_service(service), request_id, as_json=as_json)
-    except KVServiceError as error:
-        raise fail(error) from error
+    known = command.run(chosen_service(service), request_id, as_json=as_json)
     if not known:
         raise typer.Exit(EXIT_PROBLEM)
 
 
 @app.command()
+@reports_errors
 def shard(
     node: Annotated[str, typer.Option(envvar="KVSERVICE_NODE", help="Name of this machine, unique in the service.")],
     host: Annotated[
@@ -188,16 +197,12 @@ def shard(
     from kvservice.observe import logs
 
     logs.configure(json_lines=json_logs)
-    try:
-        loaded = load(config, settings, service=service, pool_bytes=pool, lookup_addresses=lookup_at or None)
-        processes.run_shard(
-            loaded, node, host, port, segment_dir.absolute(), keep_blocks=keep_blocks, grace_seconds=grace
-        )
-    except KVServiceError as error:
-        raise fail(error) from error
+    loaded = load(config, settings, service=service, pool_bytes=pool, lookup_addresses=lookup_at or None)
+    processes.run_shard(loaded, node, host, port, segment_dir.absolute(), keep_blocks=keep_blocks, grace_seconds=grace)
 
 
 @app.command()
+@reports_errors
 def lookup(
     partition: Annotated[int, typer.Option(min=0, help="Number of this lookup partition, from 0.")] = 0,
     lookup_partitions: Annotated[int | None, typer.Option(help="Number of lookup partitions. Default: 2.")] = None,
@@ -221,14 +226,12 @@ def lookup(
     from kvservice.observe import logs
 
     logs.configure(json_lines=json_logs)
-    try:
-        loaded = load(config, settings, service=service, lookup_partitions=lookup_partitions)
-        processes.run_lookup(loaded, partition, host, port)
-    except KVServiceError as error:
-        raise fail(error) from error
+    loaded = load(config, settings, service=service, lookup_partitions=lookup_partitions)
+    processes.run_lookup(loaded, partition, host, port)
 
 
 @app.command(name="copy-worker")
+@reports_errors
 def copy_worker(
     node: Annotated[str, typer.Option(envvar="KVSERVICE_NODE", help="Name of this machine: that of its shard.")],
     device: Annotated[str, typer.Option(help="cpu, or a GPU: its UUID, or its index here.")] = "cpu",
@@ -245,10 +248,7 @@ def copy_worker(
     from kvservice.units import NodeId
 
     logs.configure(json_lines=json_logs)
-    try:
-        raise typer.Exit(run(CopyWorkerConfig(service, NodeId(node), wedge_seconds=wedge_seconds), device))
-    except KVServiceError as error:
-        raise fail(error) from error
+    raise typer.Exit(run(CopyWorkerConfig(service, NodeId(node), wedge_seconds=wedge_seconds), device))
 
 
 @app.command(name="settings")
@@ -260,6 +260,7 @@ def show_settings(as_json: Json = False) -> None:
 
 
 @app.command()
+@reports_errors
 def check(
     lookup_at: Annotated[
         list[str] | None,
@@ -275,10 +276,7 @@ def check(
     """Ask every part of a service, from anywhere, whether it is there. Exits with 1 and the reasons if one is not."""
     from kvservice.cli import check as command
 
-    try:
-        problems, seen = command.run(lookup_at or [], metrics or [], nodes, wait)
-    except KVServiceError as error:
-        raise fail(error) from error
+    problems, seen = command.run(lookup_at or [], metrics or [], nodes, wait)
     for problem in problems:
         typer.secho(f"problem: {problem}", err=True, fg="red")
     typer.echo(seen)
@@ -287,6 +285,7 @@ def check(
 
 
 @app.command()
+@reports_errors
 def certs(
     directory: Annotated[Path, typer.Argument(help="Folder to create; KVSERVICE_TLS_DIR names it.")],
     days: Annotated[int, typer.Option(min=1, max=3650, help="Days that the certificate is valid.")] = 365,
@@ -307,14 +306,11 @@ def certs(
     """Make a CA and a certificate for TLS between nodes, or a certificate of one node or client."""
     from kvservice.cli import certs as command
 
-    try:
-        if role not in ("node", "client"):
-            raise ConfigError(f"role is {role!r}; choose node or client", key="role")
-        owner = command.Owner(role == "client", tuple(node or ()), tuple(address or ()))
-        given = owner if owner != command.Owner() or not renew else None
-        typer.echo(command.run(directory, days, renew=renew, owner=given, ca=ca))
-    except KVServiceError as error:
-        raise fail(error) from error
+    if role not in ("node", "client"):
+        raise ConfigError(f"role is {role!r}; choose node or client", key="role")
+    owner = command.Owner(role == "client", tuple(node or ()), tuple(address or ()))
+    given = owner if owner != command.Owner() or not renew else None
+    typer.echo(command.run(directory, days, renew=renew, owner=given, ca=ca))
 
 
 @app.command()
@@ -329,18 +325,17 @@ def doctor(as_json: Json = False) -> None:
 
 
 @app.command()
+@reports_errors
 def demo() -> None:
     """See one remote hit on this machine, in seconds. It runs two cache shards, needs no engine and no model, and
     leaves nothing behind."""
     from kvservice.cli import demo as command
 
-    try:
-        command.run()
-    except KVServiceError as error:
-        raise fail(error) from error
+    command.run()
 
 
 @app.command()
+@reports_errors
 def proxy(
     decode: Annotated[list[str], typer.Option(help="Decode server, e.g. http://host:8000. Repeat for more.")],
     prefill: Annotated[list[str] | None, typer.Option(help="Prefill server. Repeat for more.")] = None,
@@ -373,27 +368,24 @@ def proxy(
         raise fail(ConfigError(f"the proxy needs {error.name}; pip install 'kvservice[proxy]'")) from error
 
     logs.configure(json_lines=json_logs)
-    try:
-        run(
-            parse_settings(
-                prefill or [],
-                decode,
-                host=host,
-                port=port,
-                min_prefill_chars=min_prefill_chars,
-                in_flight_max=in_flight,
-                tries=tries,
-                max_body=max_body,
-                connect_seconds=connect_timeout,
-                prefill_seconds=prefill_timeout,
-                request_seconds=timeout,
-                check_seconds=check_interval,
-                grace_seconds=grace,
-                api_key=api_key,
-            )
+    run(
+        parse_settings(
+            prefill or [],
+            decode,
+            host=host,
+            port=port,
+            min_prefill_chars=min_prefill_chars,
+            in_flight_max=in_flight,
+            tries=tries,
+            max_body=max_body,
+            connect_seconds=connect_timeout,
+            prefill_seconds=prefill_timeout,
+            request_seconds=timeout,
+            check_seconds=check_interval,
+            grace_seconds=grace,
+            api_key=api_key,
         )
-    except KVServiceError as error:
-        raise fail(error) from error
+    )
 
 
 @app.command()
@@ -415,6 +407,7 @@ def sim(
 
 
 @app.command(epilog="Example: kvservice replay trace.jsonl --nodes 8 --capacity 10000 --plot replay.png")
+@reports_errors
 def replay(
     trace: Annotated[Path, typer.Argument(help="JSON lines: timestamp, input_length, output_length, hash_ids.")],
     nodes: Annotated[
@@ -437,20 +430,17 @@ def replay(
     nodes."""
     from kvservice.cli import replay as command
 
-    try:
-        command.replay(
-            trace,
-            nodes=nodes,
-            capacities=sorted(set(capacity or [])),
-            policies=policy or [],
-            limit=limit,
-            warm_up=warm_up,
-            processes=processes,
-            plot=plot,
-            as_json=as_json,
-        )
-    except KVServiceError as error:
-        raise fail(error) from error
+    command.replay(
+        trace,
+        nodes=nodes,
+        capacities=sorted(set(capacity or [])),
+        policies=policy or [],
+        limit=limit,
+        warm_up=warm_up,
+        processes=processes,
+        plot=plot,
+        as_json=as_json,
+    )
 
 
 if __name__ == "__main__":
