@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +105,3 @@ def test_limits_that_depend_on_each_other_fit() -> None:
     assert LEASE_SECONDS_MIN > LEASE_MARGIN_SECONDS, "a pull would have no time before its lease ends"
     smallest = load_config(None, {}, pool_bytes="4MiB")
     assert plan_geometry(smallest.pool_bytes).slab_count >= 1
-
-
-@pytest.mark.processes
-def test_reference_page_is_what_the_definitions_say() -> None:
-    done = subprocess.run([sys.executable, "scripts/settings_reference.py", "--check"], cwd=ROOT, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
