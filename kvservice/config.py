@@ -41,13 +41,13 @@ OTHER_VARIABLES: Mapping[str, str] = {
     "KVSERVICE_PROXY_API_KEY": "The key that `kvservice proxy` sends with its own health checks.",
 }
 _TEST_PREFIX = "KVSERVICE_TEST_"  # test runs mark their processes with such variables
-POOL_BYTES_MIN = 4 * MiB
+POOL_BYTES_MIN = 4 * MiB  # the fixed areas of a segment and a few small slabs; a smaller pool is refused
 LEASE_SECONDS_MIN = 2.0  # a pull stops one second before its lease ends, so a shorter lease leaves it no time
-LOOKUP_PARTITIONS_MAX = 64
-COPY_WORKERS_MAX = 64
-PORT_MAX = 65_535
-MIRROR_BYTES = 512 * MiB  # ten million blocks
-REQUEST_TRIES = 2  # servers that get one request, which may be what ends them; for whatever sends requests again
+LOOKUP_PARTITIONS_MAX = 64  # each shard keeps a stream to every partition; more would cost without spreading load
+COPY_WORKERS_MAX = 64  # more than the GPUs of any node
+PORT_MAX = 65_535  # of TCP
+MIRROR_BYTES = 512 * MiB  # room for ten million blocks; it takes only the memory that it uses
+REQUEST_TRIES = 2  # servers that get one request. The request may be what ends them, so it is not sent to a third.
 _ADDRESS = re.compile(r"(dns:///)?([A-Za-z0-9_.-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}|unix:/[^,]+")
 
 
@@ -335,13 +335,15 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def tls_of_environment() -> tuple[str, bool]:
-    """(`tls_dir`, `allow_plaintext`) of KVSERVICE_TLS_DIR and KVSERVICE_ALLOW_PLAINTEXT, for processes that take
-    nothing else from the environment. Raises ConfigError."""
+    """(`tls_dir`, `allow_plaintext`) from KVSERVICE_TLS_DIR and KVSERVICE_ALLOW_PLAINTEXT.
+
+    For processes that read no other setting from the environment. Raises ConfigError.
+    """
     names = (f"{ENVIRONMENT_PREFIX}TLS_DIR", f"{ENVIRONMENT_PREFIX}ALLOW_PLAINTEXT")
     config = load_config(environment={name: os.environ[name] for name in names if name in os.environ})
     return config.tls_dir, config.allow_plaintext
 
 
 def token_of_environment() -> tuple[str, str]:
-    """(KVSERVICE_TOKEN, KVSERVICE_TOKEN_FILE) of a tenant's engine or command; the file wins."""
+    """(KVSERVICE_TOKEN, KVSERVICE_TOKEN_FILE) of an engine or a command; the file takes precedence."""
     return os.environ.get(f"{ENVIRONMENT_PREFIX}TOKEN", ""), os.environ.get(f"{ENVIRONMENT_PREFIX}TOKEN_FILE", "")

@@ -1,12 +1,13 @@
-"""Circuit breaker: a peer that does not answer costs nothing until it is worth another try. `now` is passed in."""
+"""Circuit breaker: a peer that does not answer is not asked again for a while. `now` is passed in. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-FAILURES_TO_OPEN = 3
-OPEN_SECONDS_FIRST = 1.0
-OPEN_SECONDS_MAX = 10.0
+FAILURES_TO_OPEN = 3  # in a row: a single lost call says little about a peer
+OPEN_SECONDS_FIRST = 1.0  # how long the peer is not asked at first; it doubles with each further failure
+OPEN_SECONDS_MAX = 10.0  # by default at most, so that a peer that is back is found soon
+assert OPEN_SECONDS_FIRST <= OPEN_SECONDS_MAX
 
 
 @dataclass(slots=True)
@@ -23,8 +24,8 @@ class Breaker:
         self.open_until = 0.0
 
     def failed(self, now: float) -> None:
-        """Opens after three failures in a row, for a time that doubles with each further one."""
+        """Count a failure. After three in a row the breaker opens, for a time that doubles with each further one."""
         self.failures += 1
         if self.failures >= FAILURES_TO_OPEN:
-            seconds = OPEN_SECONDS_FIRST * 2 ** min(self.failures - FAILURES_TO_OPEN, 16)  # 2 ** 1024 is no float
+            seconds = OPEN_SECONDS_FIRST * 2 ** min(self.failures - FAILURES_TO_OPEN, 16)  # a float holds no 2 ** 1024
             self.open_until = now + min(seconds, self.open_seconds_max)

@@ -1,7 +1,7 @@
-"""Open channels to other parts of the service, one an address, for whoever calls over TCP.
+"""Open channels to other processes of the service, one per address, for callers over TCP.
 
-A channel keeps the certificate it was made with. When the files change, every channel is replaced at its next use, and
-calls on the old one may finish: what reconnects after a rotation shows what is valid then. Used on one event loop.
+A channel keeps the certificate that it was made with. When the files change, each channel is replaced at its next use,
+and calls on the old one may finish. So connections made after a rotation use the new certificate. Used on one loop.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from kvservice.auth.tls import Options, TlsFiles, open_channel
 from kvservice.core.bounded_table import NODES_MAX, BoundedTable
 from kvservice.wire.serving import CHANNEL_OPTIONS
 
-RETIRED_SECONDS = 10.0  # for calls under way on a channel that is no longer used
+RETIRED_SECONDS = 10.0  # a channel that was replaced is closed after this; calls on it have ended or are cancelled
 
 
 class Channels:
-    """Channels are made on first use, in the loop that runs then."""
+    """Channels are made on first use, on the loop that runs then."""
 
     def __init__(
         self, tls: TlsFiles | None = None, options: Options = CHANNEL_OPTIONS, open_max: int = NODES_MAX
     ) -> None:
-        """`open_max`: the channel used longest ago is let go of when there are more."""
+        """With more than `open_max` channels, the one used longest ago is closed."""
         self._tls = tls
         self._options = options
         self._open: BoundedTable[str, grpc.aio.Channel] = BoundedTable(open_max, self._retire)
@@ -33,7 +33,7 @@ class Channels:
         self._retired: dict[asyncio.Task[None], grpc.aio.Channel] = {}
 
     def get(self, address: str) -> grpc.aio.Channel:
-        """The same object until the TLS files change or the address is dropped."""
+        """The channel of an address: the same object until the TLS files change or the address is dropped."""
         if self._tls is not None:
             version, _ = self._tls.current()
             if version != self._version:
@@ -45,24 +45,24 @@ class Channels:
         return channel
 
     def keep_only(self, addresses: Container[str]) -> None:
-        """Let go of all others. Returns at once; calls under way may still finish."""
+        """Close the channels of all other addresses. Returns at once; calls under way may still finish."""
         for address in [address for address in self._open if address not in addresses]:
             self.drop(address)
 
     def drop(self, address: str) -> None:
-        """Let go of this one, if it is open, in the same way."""
+        """Close the channel of this address, if there is one, in the same way."""
         channel = self._open.pop(address)
         if channel is not None:
             self._retire(channel)
 
     def _retire(self, channel: grpc.aio.Channel) -> None:
-        """With time to finish: ending a call under way would look like a cancellation of the caller's own task."""
+        """Close the channel later: to end its calls now would look like a cancellation of their callers' tasks."""
         task = asyncio.get_running_loop().create_task(channel.close(RETIRED_SECONDS))
         self._retired[task] = channel
         task.add_done_callback(lambda done: self._retired.pop(done, None))
 
     async def close(self) -> None:
-        """Ends what is under way."""
+        """Close all channels. Ends the calls under way."""
         retired, self._retired = self._retired, {}
         await end_tasks(retired)
         channels = [*retired.values(), *(channel for _, channel in self._open.items())]

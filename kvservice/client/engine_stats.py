@@ -1,7 +1,7 @@
-"""Asks every node of the service who is attached and how fast things are there; for routers, every few seconds.
+"""Asks every node of the service which engines are attached and how fast they are; for routers, every few seconds.
 
-One call to a lookup partition names the nodes, then one to each node's shard. Everything runs on the caller's loop;
-nothing raises for a part that is away.
+A call to a lookup partition names the nodes, then each node's shard gets one call. Everything runs on the caller's
+loop. Nothing is raised when a process does not answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvservice.units import NodeId
 from kvservice.wire.codec import decode_engine_stats, decode_holder
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
 
-AT_ONCE_MAX = 32
+AT_ONCE_MAX = 32  # nodes asked in parallel, so that a router of a large cluster opens few calls at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +32,20 @@ class NodeEngineStats:
 
 
 class EngineStatsReader:
-    """Channels stay open between readings; those of nodes that are gone are closed."""
+    """Channels stay open between two readings; those of nodes that are gone are closed."""
 
     def __init__(self, tls: TlsFiles | None = None, token: Token | None = None) -> None:
-        """`token`: of the tenant whose engines are looked for; without one, everybody's."""
+        """`token` is of the tenant whose engines are read; without one, all engines are."""
         self._channels = Channels(tls)
         self._encrypted = tls is not None
         self._token = token or Token()
         self.counters: Counter[str] = Counter()
 
     async def read(self, lookup_addresses: Sequence[str], timeout: float) -> dict[NodeId, NodeEngineStats] | None:
-        """Every live node that answered; None when no lookup partition did. At most `timeout` seconds for the lookup
-        partitions one after the other, and as long for the nodes, together."""
+        """The statistics of every live node that answered; None when no lookup partition did.
+
+        Takes at most `timeout` seconds for each lookup partition that is tried, and `timeout` for all nodes together.
+        """
         nodes = await self._nodes(lookup_addresses, timeout)
         if nodes is None:
             return None

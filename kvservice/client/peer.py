@@ -1,7 +1,7 @@
-"""Talks to the shards of other nodes: handshake once per epoch, locate and release per fetch.
+"""Talks to the shards of other nodes: one handshake per epoch, one Locate and one release per fetch.
 
-All coroutines run on the shard's loop. A peer that fails three times in a row is skipped for a second and longer, so
-that a dead node does not cost every request its connect time.
+All coroutines run on the shard's loop. A peer that fails three times in a row is not asked for a second or longer, so
+that a dead node does not cost every request a connection timeout.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
-    """What a reader must know of a peer's segment in one of its epochs."""
+    """What a reader must know of a peer's segment in one of its boot epochs."""
 
     epoch: BootEpoch
     geometry: Geometry
@@ -43,7 +43,7 @@ class PeerInfo:
 
 
 class PeerPort(Protocol):
-    """Raises KVServiceError when the peer does not answer or refuses."""
+    """Calls to peers. Each raises KVServiceError when the peer does not answer or refuses."""
 
     async def handshake(self, holder: Holder, timeout: float) -> PeerInfo: ...
 
@@ -79,8 +79,10 @@ class PeerPort(Protocol):
 
 
 class PeerClient:
-    """PeerPort over gRPC. `transport` is the name of our own transport: both ends must use the same kind. Peers keep
-    leases for the reader with this `secret`."""
+    """PeerPort over gRPC. `transport` is the name of our own transport: both ends must use the same kind.
+
+    With `secret` this node proves who it is, so that peers keep its leases apart from others'.
+    """
 
     def __init__(
         self,
@@ -94,10 +96,10 @@ class PeerClient:
         self._proofs = proofs_of(secret)
         self._reader = reader
         self._clock = clock
-        # Of its own: gRPC shares connections of one address, and with them the pause after one that failed.
+        # A subchannel pool of its own: gRPC shares connections to one address, and their pause after a failure.
         options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
         self._channels = Channels(tls, options, open_max=NODES_MAX)
-        # The newest boot of each node that was called.
+        # The newest epoch of each node that was called.
         self._epochs: BoundedTable[NodeId, BootEpoch] = BoundedTable(NODES_MAX)
         self._infos: BoundedTable[NodeId, PeerInfo] = BoundedTable(NODES_MAX)
         self._breakers: BoundedTable[NodeId, Breaker] = BoundedTable(NODES_MAX)
@@ -165,8 +167,11 @@ class PeerClient:
         return decode_taken(reply, len(items))
 
     async def room(self, holder: Holder, timeout: float) -> Peer:
-        """How much a node could take in. Room in slots of other sizes than they are asked for counts as well: an
-        estimate, which the node itself corrects when it is offered blocks."""
+        """How many bytes a node could take over.
+
+        This is an estimate, because it includes room in slots of other sizes. The node itself corrects it when blocks
+        are offered.
+        """
         stub = shard_pb2_grpc.AdminServiceStub(self._channels.get(holder.peer_address))
         try:
             stats = await stub.Stats(shard_pb2.StatsRequest(), timeout=timeout)
@@ -191,7 +196,7 @@ class PeerClient:
         try:
             reply = await call(self._stub(holder.peer_address))
         except grpc.aio.AioRpcError as error:
-            # A refusal is an answer: only silence opens the breaker.
+            # A refusal is an answer. Only a peer that does not answer opens the breaker.
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 breaker.failed(self._clock())
             raise error_from_rpc(error, f"{what} at node {holder.node_id}") from error
@@ -199,7 +204,7 @@ class PeerClient:
         return reply
 
     def _follow_boot(self, holder: Holder) -> None:
-        """A node that has started again is dialled at once: nothing that its last boot failed at counts."""
+        """Call a node that has restarted at once: failures of its previous boot do not count."""
         if holder.epoch <= (self._epochs.get(holder.node_id) or 0):
             return
         self._epochs.put(holder.node_id, holder.epoch)

@@ -1,7 +1,7 @@
 """The shard of this node as an engine sees it: PoolPort over gRPC on a Unix socket.
 
-All coroutines run on the caller's loop. The attach stream is the engine's sign of life: when it ends, the shard knows
-at once, and so does the engine (`on_lost`).
+All coroutines run on the caller's loop. The attach stream shows that both ends live: when it ends, the shard and the
+engine (`on_lost`) know at once.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 log = logging.getLogger("kvservice.client")
 
 END_OF_STREAM = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
-CALL_SECONDS = 5.0
-SEAL_SECONDS = 30.0  # digests of many large blocks
-ACQUIRE_SLACK_SECONDS = 0.5  # the shard answers by the request's own timeout; this covers the way there and back
-ATTACH_SECONDS = 10.0
-STREAM_SILENCE_SECONDS = 15.0  # the shard sends a heartbeat every 2 s; a stopped process sends none
+CALL_SECONDS = 5.0  # calls that the shard answers from memory; without an answer by then the engine goes on without it
+SEAL_SECONDS = 30.0  # the shard digests up to thousands of large blocks first
+ACQUIRE_SLACK_SECONDS = 0.5  # the shard answers within the request's own timeout; this is for the network
+ATTACH_SECONDS = 10.0  # a shard that starts may still be adopting blocks; then attaching fails and is tried again
+STREAM_SILENCE_SECONDS = 15.0  # the shard sends a heartbeat every 2 s; after this silence it counts as stopped
 
 
 class ShardClient:
     """Satisfies pool.port.PoolPort. One instance serves one engine; `attach` may be called again after a loss."""
 
     def __init__(self, socket_path: str, token: Token | None = None) -> None:
-        """`token`: of the tenant that the engine belongs to; by default as the environment says. Raises ConfigError."""
+        """`token` is of the engine's tenant; by default the environment's. Raises ConfigError."""
         self._socket_path = socket_path
         self._token = token or Token.of_environment()
         self._channel: grpc.aio.Channel | None = None
@@ -76,7 +76,7 @@ class ShardClient:
             stream.cancel()
             raise Unavailable(f"the shard at {self._socket_path} did not answer within {ATTACH_SECONDS} s") from error
         except asyncio.CancelledError:
-            stream.cancel()  # it may have attached all the same
+            stream.cancel()  # the engine may be attached, and must not stay so
             raise
         if event is END_OF_STREAM or not event.HasField("attached"):
             raise Unavailable(f"the shard at {self._socket_path} closed the stream without attaching")
@@ -166,14 +166,14 @@ class ShardClient:
         for attachment in list(self._readers):
             try:
                 await self.detach(attachment)
-            except KVServiceError:  # the shard notices the end of the stream by itself
+            except KVServiceError:  # the shard notices the end of the stream anyway
                 log.debug("detach_failed", exc_info=True)
         if self._channel is not None:
             channel, self._channel = self._channel, None
             await channel.close(None)
 
     async def _follow(self, attachment: AttachmentId, stream: Any, on_lost: Callable[[str], None]) -> None:
-        """Read heartbeats until the stream ends, then say so once."""
+        """Read heartbeats until the stream ends, then report that once."""
         reason = "the shard closed the stream"
         try:
             while await within(STREAM_SILENCE_SECONDS, stream.read()) is not END_OF_STREAM:

@@ -1,7 +1,7 @@
-"""Copies many runs between two regions of this process's memory in one call, without holding up other threads.
+"""Copies many runs between two regions of this process's memory in one call, without blocking other threads.
 
-A run is a few KiB where every layer has a tensor of its own: one call of Python for each costs as much as its bytes.
-Compiled where the installation could; the same with ctypes otherwise.
+When every layer has a tensor of its own, a run has a few KiB, and one call of Python for each would cost as much as its
+bytes. Compiled if the installation had a compiler; otherwise the same with ctypes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ Offsets = npt.NDArray[np.int64]
 _compiled: Callable[[int, int, Offsets, Offsets, Offsets], None] | None
 try:
     from kvservice.memory._runs import copy
-except ImportError:  # no compiler when it was installed
+except ImportError:  # there was no compiler at the installation
     _compiled = None
 else:
     _compiled = copy
 
 
 def copy_runs(target: int, source: int, targets: Offsets, sources: Offsets, lengths: Offsets) -> None:
-    """`lengths[i]` bytes from address `source + sources[i]` to `target + targets[i]`, contiguous int64 arrays of one
-    size. Runs must lie in memory that is the caller's, and targets not overlap sources. Blocks until all is copied.
-    Raises ValueError for arrays that do not fit each other."""
+    """Copy `lengths[i]` bytes from address `source + sources[i]` to `target + targets[i]`, for each i.
+
+    `targets`, `sources` and `lengths` are contiguous int64 arrays of one size. All runs must be in memory that belongs
+    to the caller, and targets must not overlap sources. Blocks until all is copied; other threads run meanwhile.
+    Raises ValueError for arrays that do not fit each other.
+    """
     if _compiled is not None:
         _compiled(target, source, targets, sources, lengths)
         return

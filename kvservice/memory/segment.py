@@ -1,17 +1,17 @@
 """A shard's segment: one named file in shared memory with a control page, slot headers and payloads (core.segment).
 
-The shard creates it and holds an exclusive lock on it for its life; engines attach by path. The file outlives a killed
+The shard creates it and locks it exclusively for its whole life; engines attach by path. The file outlives a killed
 shard, so that the next boot can adopt its blocks. Control page, 64 bytes, little endian:
 
     0   8  magic "KVSSEG01"      8  8  slab bytes      16  8  slab count     24  8  boot epoch
     32 24  SHA-256 prefix of the node id                56  4  slot version   60  4  crc32 of bytes 0..59
 
-The slot version is that of the headers (core.header). A segment of another one is replaced, never adopted: headers that
-nobody can read would hide who still writes where.
+The slot version is that of the headers (core.segment.header). A segment with another version is replaced, never
+adopted: headers that cannot be read would hide which engine still writes where.
 
-A slab header is 64 bytes: u64 magic, u64 payload bytes, u32 crc32 of both, zeros. Headers are written with one 64-byte
-copy; x86-64 and ARM64 do not tear aligned words, and the header's CRC turns any other mixture into "no block". Single
-writer per header by construction: the shard. No lock is needed to read.
+A slab header has 64 bytes: u64 magic, u64 payload bytes, u32 crc32 of both, zeros. Headers are written with one 64-byte
+copy. x86-64 and ARM64 do not tear aligned words, and the header's CRC turns any other mixture into "no block". Only the
+shard writes headers, so no lock is needed to read them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvservice.private_files import user_name
 from kvservice.units import BootEpoch, SlotIndex, format_bytes
 
 SEGMENT_MAGIC = b"KVSSEG01"
-SLAB_MAGIC = 0x4B565353_4C414230
+SLAB_MAGIC = 0x4B565353_4C414230  # "KVSSLAB0": tells a slab's header from whatever else was in memory
 _CONTROL = struct.Struct("<8sQQQ24sI")
 _CRC = struct.Struct("<I")
 _SLAB = struct.Struct("<QQ")
@@ -52,10 +52,10 @@ class Segment:
     def __init__(self, path: Path, geometry: Geometry, descriptor: int) -> None:
         self.path = path
         self.geometry = geometry
-        self.existed = False  # create() found blocks of an earlier boot
+        self.existed = False  # True when create() found blocks of an earlier boot
         self._descriptor = descriptor
         self._map = mmap.mmap(descriptor, geometry.segment_bytes)
-        self._map.madvise(mmap.MADV_DONTDUMP)  # core dumps go elsewhere, and memory without a name would be in them
+        self._map.madvise(mmap.MADV_DONTDUMP)  # a core dump would contain prompts, and is stored elsewhere
         self.buffer = memoryview(self._map)
         self._anchor = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(self._anchor)
@@ -66,11 +66,11 @@ class Segment:
 
     @classmethod
     def create(cls, path: Path, geometry: Geometry, node_id: str, *, epoch_floor: int = 1) -> Segment:
-        """Open the segment of this node for adoption, or make a new one; the boot epoch grows either way.
+        """Open this node's segment for adoption, or make a new one. The boot epoch grows in either case.
 
-        All memory is reserved now, so that no later access can fail with SIGBUS. Blocks for as long as the kernel
-        needs to reserve it. Raises SegmentError (too little space, naming how to get more; not a plain file of this
-        user) and ServiceConflict (another process owns it).
+        All memory is reserved now, so that no later access can fail with SIGBUS. Blocks as long as the kernel needs for
+        that. Raises SegmentError when there is too little space (and says how to get more) or the file is not a regular
+        file of this user, and ServiceConflict when another process owns it.
         """
         descriptor = open_locked(path)
         try:
@@ -83,7 +83,7 @@ class Segment:
                 try:
                     _reserve(descriptor, path.parent, geometry.segment_bytes)
                 except SegmentError:
-                    path.unlink(missing_ok=True)  # it is new, and nothing is left of a start that failed
+                    path.unlink(missing_ok=True)  # the file is new, and a failed start must leave nothing behind
                     raise
             segment = cls(path, geometry, descriptor)
         except BaseException:
@@ -97,9 +97,11 @@ class Segment:
 
     @classmethod
     def nameless(cls, directory: Path, geometry: Geometry, node_id: str) -> Segment:
-        """New memory in this directory's file system under no name: the kernel frees it when nobody has it mapped any
-        more, whatever way the processes end. Others attach by a path that leads through this process's descriptor,
-        as its user and in its PID namespace. Reserves and raises as `create` does.
+        """New memory without a name, in the file system of `directory`.
+
+        The kernel frees it when no process maps it any more, however the processes end. Others attach by a path that
+        leads through this process's descriptor, as the same user and in the same PID namespace. Reserves memory and
+        raises as `create` does.
         """
         try:
             descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -111,15 +113,18 @@ class Segment:
         except BaseException:
             os.close(descriptor)
             raise
-        # Random, so that a process that finds another one under this path cannot take its memory for ours.
+        # Random, so that a process that finds other memory at this path cannot take it for ours.
         segment.epoch = BootEpoch(1 + int.from_bytes(os.urandom(6), "big"))
         segment.write_control(node_id)
         return segment
 
     @classmethod
     def attach(cls, path: Path, geometry: Geometry) -> Segment:
-        """Map an existing segment read-write. Raises SegmentError with the numbers when it is not what was promised,
-        and VersionMismatch when its slots have headers of another version."""
+        """Map an existing segment for reading and writing.
+
+        Raises SegmentError with the numbers when it is not what was promised, and VersionMismatch when its slot headers
+        have another version.
+        """
         descriptor = open_private(path, os.O_RDWR)
         try:
             found = _read_control(descriptor)
@@ -141,12 +146,12 @@ class Segment:
         return segment
 
     def close(self) -> None:
-        """Unmap. Idempotent. Memory views that callers still hold keep the mapping alive until they are dropped."""
+        """Unmap. Idempotent. Views that callers still hold keep the memory mapped until they are dropped."""
         if self._closed:
             return
         self._closed = True
         del self._anchor
-        with contextlib.suppress(BufferError):  # somebody still copies through a view: unmapped when that is gone
+        with contextlib.suppress(BufferError):  # a view is still in use: the memory is unmapped when that is dropped
             self.buffer.release()
             self._map.close()
         os.close(self._descriptor)
@@ -156,7 +161,7 @@ class Segment:
         return self._descriptor
 
     def reopen(self) -> int:
-        """A new description of the same inode, also once its name is gone. The caller closes it."""
+        """A new open file description of the same inode, even after the file was removed. The caller closes it."""
         try:
             return os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -165,7 +170,7 @@ class Segment:
             ) from error
 
     def is_linked(self) -> bool:
-        """Whether its path still names this memory: somebody may have removed or replaced the file."""
+        """Whether the path still names this memory; the file may have been removed or replaced."""
         try:
             named, mine = self.path.stat(), os.fstat(self._descriptor)
         except OSError:
@@ -173,13 +178,13 @@ class Segment:
         return (named.st_dev, named.st_ino) == (mine.st_dev, mine.st_ino)
 
     def unlink(self) -> None:
-        """Remove the file. Mappings stay valid. Idempotent."""
+        """Remove the file. Mappings of it stay valid. Idempotent."""
         self.path.unlink(missing_ok=True)
 
     # -- contents ----
 
     def payload(self, slot: SlotIndex, payload_bytes: int) -> memoryview:
-        """The slot's bytes, writable. Valid until close; nothing stops the owner from reusing the slot."""
+        """The slot's bytes, writable. Valid until `close`; the owner may reuse the slot at any time."""
         start = self.geometry.payload_offset(slot, payload_bytes)
         return self.buffer[start : start + payload_bytes]
 
@@ -187,7 +192,7 @@ class Segment:
         return unpack_header(self.header_bytes(slot))
 
     def header_bytes(self, slot: SlotIndex) -> bytes:
-        """As they are now, whatever they say."""
+        """The 64 bytes of the slot's header at this moment, valid or not."""
         start = self.geometry.header_offset(slot)
         return self._map[start : start + HEADER_BYTES]
 
@@ -200,7 +205,7 @@ class Segment:
         self.buffer[start : start + HEADER_BYTES] = _EMPTY_HEADER
 
     def slab_payload_bytes(self, slab: int) -> int:
-        """Payload size the slab is given to; 0 when it is unassigned or its header is not valid for this geometry."""
+        """The payload size assigned to the slab; 0 when it has none or its header is not valid for this geometry."""
         data = self._slab_header(slab)
         magic, payload_bytes = _SLAB.unpack_from(data)
         if (
@@ -217,7 +222,7 @@ class Segment:
         return self._map[start : start + _SLAB_BYTES]
 
     def assign_slab(self, slab: int, payload_bytes: int) -> None:
-        """Give the slab to a payload size (0: to none). Old headers go first, so that none survives in a new role."""
+        """Assign the slab to a payload size (0: to none). Its old headers are cleared first, so none counts again."""
         start = self.geometry.slab_offset(slab)
         slots = self.geometry.slots_per_slab(payload_bytes) if payload_bytes else 0
         self.buffer[start : start + _SLAB_BYTES] = bytes(_SLAB_BYTES)
@@ -226,7 +231,7 @@ class Segment:
             self.buffer[start : start + _SLAB_BYTES] = _pack_slab(payload_bytes)
 
     def scan(self) -> Iterator[tuple[SlotIndex, int, SlotHeader]]:
-        """(slot, payload bytes, header) of every whole header, stable or being written, for adoption."""
+        """(slot, payload bytes, header) for every whole header, stable or being written, for adoption."""
         for slab in range(self.geometry.slab_count):
             payload_bytes = self.slab_payload_bytes(slab)
             if not payload_bytes:
@@ -238,8 +243,10 @@ class Segment:
                     yield slot, payload_bytes, header
 
     def is_understood(self) -> bool:
-        """Whether everything in it reads as free, as a block or as being written. Otherwise something was damaged, and
-        may have said that somebody writes there."""
+        """Whether every slot reads as free, as a block or as being written.
+
+        Otherwise something was damaged, and it may have said that an engine writes there.
+        """
         for slab in range(self.geometry.slab_count):
             payload_bytes = self.slab_payload_bytes(slab)
             if not payload_bytes:
@@ -253,13 +260,12 @@ class Segment:
         return True
 
     def current_epoch(self) -> BootEpoch:
-        """The owner's boot epoch as it is now: an engine whose attachment has another one must not write."""
+        """The owner's present boot epoch. An engine whose attachment has another one must not write."""
         found = _parse_control(bytes(self.buffer[:HEADER_BYTES]))
         return BootEpoch(0) if found is None else found[1]
 
     def retire(self) -> None:
-        """Tell whoever has it mapped that it is nobody's segment any more: they let it go at their next step, and its
-        memory is free then."""
+        """Mark the segment as nobody's. Processes that map it unmap it at their next step, and its memory is freed."""
         self.buffer[:HEADER_BYTES] = bytes(HEADER_BYTES)
 
     def write_control(self, node_id: str) -> None:
@@ -279,7 +285,7 @@ def segment_path(service: str, node_id: str, directory: Path = Path("/dev/shm"))
 
 
 def remove_stale(directory: Path, prefix: str) -> list[Path]:
-    """Unlink segments with this name prefix that no process owns any more. Returns which."""
+    """Remove the segments with this name prefix that no process owns any more. Returns their paths."""
     removed: list[Path] = []
     for path in sorted(directory.glob(f"{prefix}*")):
         try:
@@ -291,7 +297,7 @@ def remove_stale(directory: Path, prefix: str) -> list[Path]:
         except BlockingIOError:
             continue
         else:
-            path.unlink(missing_ok=True)  # still under the lock: nobody can become its owner in between
+            path.unlink(missing_ok=True)  # under the lock, so no process can become its owner in between
             removed.append(path)
         finally:
             os.close(descriptor)
@@ -299,7 +305,7 @@ def remove_stale(directory: Path, prefix: str) -> list[Path]:
 
 
 def open_private(path: Path, flags: int) -> int:
-    of_process = _OF_PROCESS.fullmatch(str(path)) is not None  # the kernel's link to an open file, not somebody's
+    of_process = _OF_PROCESS.fullmatch(str(path)) is not None  # the kernel's link to an open file, not a user's link
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC | (0 if of_process else os.O_NOFOLLOW), 0o600)
     except OSError as error:
@@ -307,17 +313,17 @@ def open_private(path: Path, flags: int) -> int:
             "; the workers of an engine with a pool of its own need its user and PID namespace" if of_process else ""
         )
         raise SegmentError(f"cannot open the segment {path}: {error.strerror}{advice}", path=path) from error
-    except ValueError as error:  # a zero byte in it, or what no file name can say
-        raise SegmentError(f"{str(path)!a} is no path of a segment", path=ascii(str(path))) from error
+    except ValueError as error:  # a zero byte, or characters that a file name cannot have
+        raise SegmentError(f"{str(path)!a} is not a valid path of a segment", path=ascii(str(path))) from error
     owner = os.fstat(descriptor).st_uid
     if owner != os.geteuid():
         os.close(descriptor)
-        raise SegmentError(f"the segment {path} belongs to {user_name(owner)}: remove it, or ask him to", path=path)
+        raise SegmentError(f"the segment {path} belongs to {user_name(owner)}: remove it, or ask them to", path=path)
     return descriptor
 
 
 def open_locked(path: Path) -> int:
-    """The file of this name, locked; once more when it was removed between opening and locking."""
+    """Open and lock the file at this path; again, if it was removed between opening and locking."""
     while True:
         descriptor = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -331,8 +337,11 @@ def open_locked(path: Path) -> int:
 
 
 def replace_locked(descriptor: int, path: Path) -> int:
-    """Put an empty, locked file in the place of the one we own. Engines of an earlier boot may have the old one mapped:
-    emptied in place it would kill them with SIGBUS, and refilled they would write into blocks that are not theirs."""
+    """Put an empty, locked file in place of the one that we own.
+
+    Engines of an earlier boot may still map the old file. Truncating it would kill them with SIGBUS, and reusing it
+    would let them write into blocks that are not theirs.
+    """
     path.unlink(missing_ok=True)
     fresh = open_locked(path)
     os.close(descriptor)
@@ -340,7 +349,7 @@ def replace_locked(descriptor: int, path: Path) -> int:
 
 
 def _is_whole(descriptor: int, geometry: Geometry) -> bool:
-    """Of the right size, without holes that would need memory later."""
+    """Whether the file has the right size and no holes, which would need memory later."""
     status = os.fstat(descriptor)
     return status.st_size == geometry.segment_bytes <= status.st_blocks * 512
 
@@ -356,7 +365,7 @@ def _lock(descriptor: int, path: Path) -> None:
 
 
 def _owner_hint(path: Path) -> str:
-    """' (process 123)' when /proc/locks tells, for the error text only."""
+    """' (process 123)' if /proc/locks says so; for the error text only."""
     try:
         inode = str(path.stat().st_ino)
         for line in Path("/proc/locks").read_text().splitlines():
@@ -369,7 +378,7 @@ def _owner_hint(path: Path) -> str:
 
 
 def _reserve(descriptor: int, directory: Path, size: int) -> None:
-    """posix_fallocate: on tmpfs it takes the pages now, where a bare ftruncate would fail later with SIGBUS."""
+    """Reserve the memory with posix_fallocate. On tmpfs it takes the pages now; a later failure would be SIGBUS."""
     status = os.fstatvfs(descriptor)
     free = status.f_bavail * status.f_frsize
     problem: OSError | None = None
@@ -395,7 +404,7 @@ def _read_control(descriptor: int) -> tuple[Geometry, BootEpoch, bytes] | None:
 
 
 def _not_ours(descriptor: int, path: Path) -> KVServiceError:
-    """Why this file, of which _read_control says nothing, is not mapped."""
+    """The reason why a file whose control page cannot be read is not mapped."""
     data = os.pread(descriptor, HEADER_BYTES, 0)
     if len(data) == HEADER_BYTES and data.startswith(SEGMENT_MAGIC):
         version = _CONTROL.unpack_from(data)[-1]

@@ -1,4 +1,4 @@
-"""Digests of slots, on threads of their own: of what an engine sealed, and of what an earlier boot left behind."""
+"""Digests of slots, computed on threads: of blocks that an engine sealed, and of blocks that an earlier boot left."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from kvservice.observe.failpoints import failpoint
 from kvservice.pool.runtime_ports import MemoryPort
 from kvservice.units import BlockKey, SlotIndex
 
-THREADS = 2
+THREADS = 2  # xxh3 reads at memory speed, so two threads use what a node can spare beside its engines
 T = TypeVar("T")
 
 
 class Digests:
-    """Called on the loop; what it returns is awaited there."""
+    """Made and called on the pool's event loop. The coroutines that it returns are awaited there."""
 
     def __init__(self, segment: MemoryPort) -> None:
         self._segment = segment
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvservice-digest")
 
     def of(self, digests: list[Digest]) -> list[Coroutine[None, None, list[ev.Digested]]]:
-        """A piece of the work for each thread; None for a digest where the segment was closed meanwhile."""
+        """One coroutine for each thread's part of the work. A digest is None when the segment was closed meanwhile."""
         return [self._piece(batch) for batch in _shares(digests)]
 
     async def _piece(self, batch: list[Digest]) -> list[ev.Digested]:
@@ -39,7 +39,7 @@ class Digests:
         return await in_thread(compute, self._threads)
 
     async def verified(self) -> list[ev.Adopt]:
-        """Every block in the segment, and whether its bytes are what its header says."""
+        """Every block in the segment, and whether its bytes match its header. Takes seconds for a large pool."""
         found = await asyncio.to_thread(lambda: list(self._segment.scan()))
 
         def verify(part: list[tuple[SlotIndex, int, SlotHeader]]) -> list[ev.Adopt]:
@@ -57,13 +57,13 @@ class Digests:
         return [event for part in parts for event in part]
 
     def shutdown(self) -> None:
-        """Waits for what is being computed."""
+        """Wait for the digests that are being computed. Blocks."""
         self._threads.shutdown()
 
     def _of(self, slot: SlotIndex, payload_bytes: int, key: BlockKey) -> int | None:
         try:
             return digest_payload(self._segment.payload(slot, payload_bytes), key)
-        except (ValueError, BufferError):  # the segment was closed under us: shutdown
+        except (ValueError, BufferError):  # the segment was closed while this ran: the pool is shutting down
             return None
 
 

@@ -1,4 +1,4 @@
-"""Finds the eviction policy that a pool is configured with: one of ours, or one of another package."""
+"""Finds the eviction policy that a pool is configured with: one of ours, or one that another package installs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ METHODS = tuple(name for name, what in vars(EvictionPolicy).items() if callable(
 
 
 def find_policy(name: str) -> Callable[[], EvictionPolicy]:
-    """What makes the policy of this name, for each pool a new one. Raises ConfigError, also when a policy of another
-    package lacks a method."""
+    """A factory of the policy with this name; a pool calls it once.
+
+    Raises ConfigError for an unknown name, and for a policy of another package that fails or lacks a method.
+    """
     if name in POLICIES:
         return POLICIES[name]
     factory = load(EVICTION, name)
     try:
         policy = factory()
-    except Exception as error:  # other people's code
+    except Exception as error:  # code of other packages
         raise ConfigError(f"eviction policy {name!r} cannot be made: {type(error).__name__}: {error}") from error
     missing = [method for method in METHODS if not callable(getattr(policy, method, None))]
     if missing:

@@ -1,4 +1,4 @@
-"""Opens the memory of a pool on a thread: reserving it takes seconds."""
+"""Opens the memory of a pool on a thread, because reserving it takes seconds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ log = logging.getLogger("kvservice.pool")
 
 
 async def open_segment(path: Path | None, directory: Path, geometry: Geometry, node_id: str, epoch: int) -> Segment:
-    """The segment at `path`, in a boot epoch of `epoch` at least; without a path memory without a name in `directory`.
-    Raises as Segment.create does. Leaves nothing when it is cancelled."""
+    """The segment at `path`, with a boot epoch of at least `epoch`. Without a path: unnamed memory in `directory`.
+
+    Raises what Segment.create raises. Leaves nothing behind when it is cancelled.
+    """
 
     def make() -> Segment:
         if path is None:
@@ -23,7 +25,7 @@ async def open_segment(path: Path | None, directory: Path, geometry: Geometry, n
         segment = Segment.create(path, geometry, node_id, epoch_floor=epoch)
         if not segment.existed or not has_writers(segment) or segment.is_understood():
             return segment
-        # Which slots they write is not known for sure: they keep the old memory, and write into nobody's block.
+        # It is not known which slots engines still write. They keep the old memory, so they write into no new block.
         log.warning("damaged_segment_replaced", extra={"path": str(path)})
         segment.retire()
         segment.unlink()
@@ -34,7 +36,7 @@ async def open_segment(path: Path | None, directory: Path, geometry: Geometry, n
     try:
         return await asyncio.shield(making)
     except asyncio.CancelledError:
-        making.add_done_callback(_discard)  # the thread goes on, and nobody else would hear of what it made
+        making.add_done_callback(_discard)  # the thread continues, and only this callback sees what it made
         raise
 
 
@@ -44,7 +46,7 @@ def _discard(making: asyncio.Future[Segment]) -> None:
 
 
 def close_new(segment: Segment) -> None:
-    """After a start that failed: unmap, and remove it unless it has blocks of an earlier boot."""
+    """Close the segment after a start that failed. Remove it, unless it has blocks of an earlier boot."""
     segment.close()
     if not segment.existed:
         segment.unlink()

@@ -1,6 +1,6 @@
-"""Asks other nodes what the shard's core wants to know: the directory, and the shards of peers.
+"""Asks other nodes what the shard's core needs to know: the lookup service, and the shards of peers.
 
-Runs on the pool's loop. Each question is one action of the core and ends in one event, also when nobody answers.
+Runs on the pool's loop. Each question is one action of the core and ends in one event, even when nobody answers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from kvservice.client.peer import PeerInfo, PeerPort
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.bounded_table import NODES_MAX, BoundedTable
+from kvservice.core.drain.sender import FIND_SECONDS as TAKERS_SECONDS
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverResult
 from kvservice.errors import Forbidden, KVServiceError, Refused
 from kvservice.lookup.client import LookupAnswer
@@ -22,15 +23,16 @@ from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 
 log = logging.getLogger("kvservice.pool")
 
-RELEASE_SECONDS = 2.0
-FIND_NODE_SECONDS = 0.5
-FOLLOW_SLACK_SECONDS = 1.0  # for the way there and back
-FIND_SECONDS = 2.0  # for each of its questions
-OFFER_SLACK_SECONDS = 1.0
+RELEASE_SECONDS = 2.0  # a release is not needed: without it the peer's lease expires
+FIND_NODE_SECONDS = 0.5  # a writer's node is looked up within this; else the acquisition asks the directory for blocks
+FOLLOW_SLACK_SECONDS = 1.0  # for the network, beyond what the peer may wait
+FIND_SECONDS = 2.0  # for each of the two steps in which a leaving node finds takers; the core waits a little longer
+OFFER_SLACK_SECONDS = 1.0  # for the network, beyond what the taker may wait
+assert FIND_SECONDS < TAKERS_SECONDS, "the core must not give up before the first answer can come"
 
 
 class LookupPort(Protocol):
-    """Who has what: questions to the lookup service, each answered within `timeout` seconds. Raises KVServiceError."""
+    """Questions to the lookup service, each answered within `timeout` seconds. Raises KVServiceError."""
 
     async def resolve(
         self, chain: Sequence[BlockKey], start: int, timeout: float, exclude: NodeId | None = None
@@ -46,7 +48,7 @@ class LookupPort(Protocol):
 
 
 class DirectoryPort(Protocol):
-    """The lookup service as a shard needs it: `lookup` asks, the rest announces. Nothing but `leave` waits."""
+    """The lookup service as a shard needs it: `lookup` asks, the rest announces. Only `leave` waits."""
 
     @property
     def lookup(self) -> LookupPort: ...
@@ -63,7 +65,7 @@ class DirectoryPort(Protocol):
 
 
 class RemoteShards:
-    """`directory` and `peers` are None in the embedded mode."""
+    """`directory` and `peers` are None in an embedded pool."""
 
     def __init__(
         self,
@@ -82,12 +84,12 @@ class RemoteShards:
         self._writers: BoundedTable[NodeId, Holder] = BoundedTable(NODES_MAX)  # nodes whose hand-offs were followed
 
     def peer_info(self, node_id: NodeId, epoch: BootEpoch) -> PeerInfo | None:
-        """Of a peer that was asked before."""
+        """What a peer's handshake said, if this epoch of the peer was asked before."""
         info = self._peer_infos.get(node_id)
         return info if info is not None and info.epoch == epoch else None
 
     async def perform(self, action: act.Outgoing) -> ev.Event | None:
-        """The event that answers the action; None for what is only told."""
+        """Perform an action. Returns the event that answers it; None for an action without an answer."""
         match action:
             case act.Resolve():
                 return await self._resolve(action)
@@ -138,7 +140,7 @@ class RemoteShards:
             followed = await self._follow_at(action, known)
             if followed.result is not None:
                 return followed
-            self._writers.pop(writer)  # it may have restarted since: the directory knows better
+            self._writers.pop(writer)  # it may have restarted since, and the directory knows its new address
         found = await self._find_writer(writer)
         if found is None or found == known:
             return ev.Followed(action.follow, action.op, None, None, self._clock())
@@ -164,17 +166,17 @@ class RemoteShards:
         return ev.Followed(action.follow, action.op, holder, result, sent_at)
 
     async def _find_takers(self, action: act.FindTakers) -> ev.Event:
-        """Nodes that do not answer are left out."""
+        """The other nodes with their room. Nodes that do not answer are left out."""
         directory, ports = self._directory, self._peers
         if directory is None or ports is None:
             return ev.TakersFound((), {})
-        members = [one for one in await directory.lookup.members(FIND_SECONDS) if one.node_id != self._node_id]
-        asked = asyncio.gather(*[ports.room(one, FIND_SECONDS) for one in members], return_exceptions=True)
+        members = [node for node in await directory.lookup.members(FIND_SECONDS) if node.node_id != self._node_id]
+        asked = asyncio.gather(*[ports.room(node, FIND_SECONDS) for node in members], return_exceptions=True)
         holders = await directory.lookup.holders_of(action.blocks, FIND_SECONDS)
         peers = tuple(answer for answer in await asked if isinstance(answer, Peer))
         self._counters["find_takers_failed"] += len(members) - len(peers)
-        others = {key: tuple(h for h in of if h.node_id != self._node_id) for key, of in holders.items()}
-        return ev.TakersFound(peers, {key: of for key, of in others.items() if of})
+        others = {key: tuple(h for h in found if h.node_id != self._node_id) for key, found in holders.items()}
+        return ev.TakersFound(peers, {key: found for key, found in others.items() if found})
 
     async def _offer(self, action: act.Offer) -> ev.Event:
         result: TakeOverResult | None = None
@@ -190,9 +192,11 @@ class RemoteShards:
         return ev.Offered(action.offer, result)
 
     async def leaver(self, claimed: Holder) -> Holder:
-        """The node as the directory knows it: no address that a caller gives is ever connected to. Raises Refused when
-        it is not a live member, or of another epoch, Forbidden when it does not say itself that it leaves, and what
-        `room` raises."""
+        """The node as the directory knows it, so that no address given by a caller is ever connected to.
+
+        Raises Refused when the node is not a live member or has another epoch, Forbidden when it says itself that it
+        does not leave, and what `room` raises.
+        """
         found = None
         if self._directory is not None:
             found = await self._directory.lookup.find_node(claimed.node_id, FIND_NODE_SECONDS)
@@ -201,7 +205,7 @@ class RemoteShards:
             raise Refused(f"node {claimed.node_id} in epoch {claimed.epoch} is not a member of this service")
         if self._peers is None or not (await self._peers.room(found, FIND_SECONDS)).draining:
             self._counters["takeover_forged"] += 1
-            raise Forbidden(f"node {claimed.node_id} says that it does not leave: it has offered nothing")
+            raise Forbidden(f"node {claimed.node_id} says that it does not leave, so it has offered nothing")
         return found
 
     async def _farewell(self) -> None:
@@ -214,7 +218,7 @@ class RemoteShards:
         try:
             await self._peers.release(action.holder, action.epoch, action.lease_id, RELEASE_SECONDS)
         except KVServiceError:
-            self._counters["remote_release_failed"] += 1  # the peer's lease ends by itself
+            self._counters["remote_release_failed"] += 1  # the peer's lease expires
 
     async def close(self) -> None:
         if self._peers is not None:

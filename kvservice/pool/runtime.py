@@ -1,8 +1,8 @@
-"""Performs what the shard's core decides: headers, digests, lookups, pulls and announcements. No gRPC server here.
+"""Performs what the shard's core decides: headers, digests, lookups, pulls and announcements. It serves no gRPC.
 
-PoolRuntime satisfies pool.port.PoolPort. The shard service puts it behind RPCs; the embedded mode calls it in the
-engine's process. Everything runs on the event loop that opened it, except digests (two threads) and the puller (its
-own thread); both come back to the loop as events, so the state has a single writer.
+PoolRuntime satisfies pool.port.PoolPort. The shard service serves it by RPCs; the embedded mode calls it in the
+engine's process. Everything runs on the event loop that opened it, except digests (two threads) and the puller (its own
+thread). Both return to the loop as events, so the state has a single writer.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseI
 
 log = logging.getLogger("kvservice.pool")
 
-LIVENESS_POLL_SECONDS = 0.5
-CHECK_SECONDS = 5.0
-CHECK_SLOTS_MAX = 20_000  # a full check of more slots would hold the loop for too long
+LIVENESS_POLL_SECONDS = 0.5  # between two looks whether a vanished engine still writes: a file lock has no event
+CHECK_SECONDS = 5.0  # between two checks of the core's invariants in production; a broken one fences the pool
+CHECK_SLOTS_MAX = 20_000  # a pool with more slots is not checked: a check would block the loop for too long
 
 
 class PoolRuntime:
-    """Use `open`, or `begin` with parts of your own; every method must be called on the loop that made it."""
+    """Make one with `open`, or with parts of your own and `begin`. Call every method on the loop that made it."""
 
     def __init__(
         self,
@@ -94,14 +94,14 @@ class PoolRuntime:
         self._digests = Digests(self._segment)
         self._calls: dict[int, tuple[asyncio.Future[Any], AttachmentId | None]] = {}
         self._lost: dict[AttachmentId, Callable[[str], None]] = {}
-        self._tasks: dict[asyncio.Task[None], None] = {}  # in the order in which they began
+        self._tasks: dict[asyncio.Task[None], None] = {}  # in the order of their start
         self._watched: set[bytes] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._next_op = 1
         self._fenced: str | None = None
         self._closed = False
         self._opened_at = clock()
-        self.drained = asyncio.Event()  # a drain with a timeout is over: nothing is read here any more
+        self.drained = asyncio.Event()  # a drain with a timeout has ended: nothing here is read any more
         self.adopt_seconds = 0.0
 
     @classmethod
@@ -114,9 +114,9 @@ class PoolRuntime:
         peers: PeerPort | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> PoolRuntime:
-        """Open or create the segment, re-adopt what an earlier boot left in it, and start.
+        """Open or create the segment, adopt the blocks that an earlier boot left in it, and start.
 
-        Raises SegmentError when the memory cannot be had, ServiceConflict when another process owns the segment,
+        Raises SegmentError when the memory cannot be reserved, ServiceConflict when another process owns the segment,
         TransferError when the transport cannot start.
         """
         segment = await open_segment(
@@ -137,14 +137,14 @@ class PoolRuntime:
         return runtime
 
     async def begin(self) -> None:
-        """Take up what an earlier boot left, and start the checks. `open` has done it."""
+        """Adopt the blocks that an earlier boot left, and start the checks. `open` does this itself."""
         await self._adopt()
         self._spawn(self._check_forever())
 
     # -- PoolPort ----
 
     async def attach(self, spec: EngineSpec, on_lost: Callable[[str], None], account: str = NOBODY) -> Attachment:
-        """`account`: the tenant that the engine's channel says."""
+        """`account` is the tenant that the engine's channel names."""
         reply: AttachReply = await self._call(lambda op: ev.Attach(op, spec, account), None)
         for attachment in reply.replaced:
             if (end := self._lost.pop(attachment, None)) is not None:
@@ -199,15 +199,15 @@ class PoolRuntime:
         await self._call(lambda op: ev.CloseHandoff(op, attachment, handoff), attachment)
 
     async def close(self) -> None:
-        """Stop. Leaves the segment file in place, so that the next boot adopts its blocks; see `unlink`."""
+        """Stop. The segment file stays, so that the next boot adopts its blocks; see `unlink`."""
         if self._closed:
             return
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        while self._tasks:  # one that ends may begin another
+        while self._tasks:  # a task that ends may start another
             await end_tasks(self._tasks)
-            await asyncio.sleep(0)  # they leave the set a turn later
+            await asyncio.sleep(0)  # a task leaves the set one turn after its end
         for future, _ in self._calls.values():
             if not future.done():
                 future.set_exception(Unavailable("the pool is shutting down"))
@@ -244,8 +244,8 @@ class PoolRuntime:
     async def take_over(
         self, epoch: BootEpoch, leaver: Holder, payload_bytes: int, items: tuple[TakeOverItem, ...], wait_seconds: float
     ) -> TakeOverResult:
-        """Read these blocks of a node that leaves, as far as there is room. Raises Refused for a stranger, Forbidden
-        for a node that does not leave."""
+        """Read blocks of a leaving node, as many as there is room for. Raises Refused for a node that is not a
+        member, Forbidden for a node that does not leave."""
         member = await self._remote.leaver(leaver)
         result: TakeOverResult = await self._call(
             lambda op: ev.PeerTakeOver(op, epoch, member, payload_bytes, items, wait_seconds), None
@@ -253,12 +253,12 @@ class PoolRuntime:
         return result
 
     def count(self, name: str) -> None:
-        """Something that happened to a caller, for the counters of `stats`."""
+        """Count something that happened to a caller, for the counters of `stats`."""
         self._state.counters[name] += 1
 
     def drain(self, undo: bool = False, timeout_seconds: float = 0.0, handover: bool = True) -> DrainProgress:
-        """Take no more writes or fetches (or take them again); with a timeout, also leave within it. Returns at once
-        with how far it is: see `drained`."""
+        """Stop accepting writes and fetches, or (`undo`) accept them again; with a timeout, also leave within it.
+        Returns the progress at once: see `drained`."""
         self._dispatch(ev.Drain(undo, timeout_seconds, handover))
         return self.drain_progress()
 
@@ -268,20 +268,20 @@ class PoolRuntime:
     def explain(
         self, request_id: str, account: str | None = None
     ) -> tuple[Explanation, list[tuple[str, str, Fingerprint, int]], float]:
-        """(what is known of the request, attached models as in ShardState.models, the time of its clock). With an
-        account, of that tenant only."""
+        """(what is known of the request, attached models as in ShardState.models, the time on its clock).
+        With an account, only of that tenant."""
         now = self._clock()
         return self._state.explain(request_id, now, account), self._state.models(account), now
 
     def block_history(self, keys: tuple[BlockKey, ...], age_seconds: float) -> tuple[tuple[HistoryEntry, ...], float]:
-        """(what became of these blocks here, as far as it tells about a moment so long ago; the time of its clock).
-        Takes milliseconds: for people."""
+        """(what became of these blocks here, for a moment `age_seconds` ago, the time on its clock).
+        Takes milliseconds: only for questions of people."""
         now = self._clock()
         return self._state.block_history(keys, now, now - age_seconds), now
 
     @property
     def state(self) -> ShardState:
-        """To look at, not to change."""
+        """The core's state, to look at and not to change."""
         return self._state
 
     @property
@@ -312,7 +312,7 @@ class PoolRuntime:
         return b"" if self._puller is None else self._puller.describe()
 
     def inventory(self) -> list[tuple[BlockKey, SpanRoute]]:
-        """Every sealed block, for a full announcement."""
+        """Every sealed block with its route, for a full announcement."""
         return [(block.key, block.route) for block in self._state.blocks()]
 
     def stats(self) -> PoolStats:
@@ -341,7 +341,7 @@ class PoolRuntime:
         return self._state.engine_stats(account)
 
     def set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
-        """These are the tenants from now on."""
+        """Replace the tenants and their limits."""
         self._dispatch(ev.SetTenants(limits))
 
     def accounting(self) -> tuple[dict[str, int], int, str, int, int]:
@@ -360,19 +360,19 @@ class PoolRuntime:
 
     @property
     def is_new(self) -> bool:
-        """No earlier boot left anything here."""
+        """Whether no earlier boot left anything here."""
         return not self._segment.existed
 
     def is_linked(self) -> bool:
-        """Whether engines that attach find this pool's memory under its path."""
+        """Whether engines that attach find this pool's memory at its path."""
         return self._segment.is_linked()
 
     def retire(self) -> None:
-        """The memory will not be used again: engines let go of it at their next step."""
+        """Mark the memory as unused: engines unmap it at their next step."""
         self._segment.retire()
 
     def unlink(self) -> None:
-        """Remove the segment file: nothing is left to adopt."""
+        """Remove the segment file, so that the next boot finds nothing to adopt."""
         self._segment.unlink()
 
     # -- events in, actions out ----
@@ -395,13 +395,13 @@ class PoolRuntime:
             raise
 
     def _dispatch(self, event: ev.Event) -> None:
-        """Hand one event to the core and perform what it asks, including what follows at once from that."""
+        """Pass one event to the core and perform its actions, and the events that these cause at once."""
         if self._fenced is not None:
             return
         try:
             performed = self._state.handle(event, self._clock())
             self._perform(performed)
-        except Exception as error:  # noqa: BLE001  mailbox boundary: half-performed actions must not be built upon
+        except Exception as error:  # noqa: BLE001  mailbox boundary: nothing may build on half-performed actions
             self._fence(f"fenced after an internal error: {type(error).__name__}: {error}")
             return
         if self._directory is not None and any(isinstance(a, act.Announce | act.Retract) for a in performed):
@@ -438,7 +438,7 @@ class PoolRuntime:
 
     def _answer(self, action: act.Reply | act.Refuse) -> None:
         failpoint("shard.answer")
-        future, attachment = self._calls.pop(action.op, (None, None))  # None: cancelled
+        future, attachment = self._calls.pop(action.op, (None, None))  # None: the call was cancelled
         if future is not None and not future.done():
             if isinstance(action, act.Reply):
                 future.set_result(action.value)
@@ -448,11 +448,11 @@ class PoolRuntime:
         self._take_back(action.value if isinstance(action, act.Reply) else None, attachment)
 
     def _take_back(self, value: object, attachment: AttachmentId | None) -> None:
-        """The caller gave up: what it was promised would stay leased as long as the engine lives."""
+        """Give back what a call was promised after its caller gave up; it would stay leased while the engine lives."""
         if isinstance(value, AcquireResult) and value.lease_id and attachment is not None:
             self._spawn(self.release(attachment, [value.lease_id]))
         elif isinstance(value, LocateResult | FollowResult):
-            self._state.counters["locate_abandoned"] += 1  # ends with its lease
+            self._state.counters["locate_abandoned"] += 1  # its lease expires
         elif isinstance(value, list) and value and isinstance(value[0], BlockRef) and attachment is not None:
             self._spawn(self.abort(attachment, value))
 
@@ -474,7 +474,7 @@ class PoolRuntime:
             self._timer = self._loop.call_later(max(due - self._clock(), 0.0) + 0.001, self._dispatch, ev.Tick())
 
     def _fence(self, reason: str) -> None:
-        """Stop serving: a state that contradicts itself could hand out a wrong block."""
+        """Stop serving: a state that contradicts itself could promise a wrong block."""
         log.critical("pool_fenced", extra={"reason": reason, "node": self._config.node_id}, exc_info=True)
         self._fenced = reason
         for future, _ in self._calls.values():
@@ -542,7 +542,7 @@ class PoolRuntime:
                 try:
                     if self._end_engine(engine_id):
                         return
-                except KVServiceError as error:  # the machine is out of locks, say: then its slots rest a while longer
+                except KVServiceError as error:  # for example no file locks left: the slots stay quarantined longer
                     log.log(level, "engine_end_unknown", extra={"reason": error.message})
                     level = logging.DEBUG
                 await asyncio.sleep(LIVENESS_POLL_SECONDS)
@@ -550,8 +550,8 @@ class PoolRuntime:
             self._watched.discard(engine_id)
 
     def _end_engine(self, engine_id: bytes) -> bool:
-        """Take back what this engine may have been writing, unless it still may. Look and act under one lock: a worker
-        that comes in between waits, and then finds its slots gone."""
+        """Take back what this engine may have been writing, unless it still may. Returns whether that was done. It
+        happens under one lock: a worker that starts in between waits, and then finds its slots gone."""
         with self._claim(engine_id) as is_free:
             if is_free:
                 self._dispatch(ev.EngineGone(engine_id))
@@ -560,7 +560,7 @@ class PoolRuntime:
     # -- start, checks, tasks ----
 
     async def _adopt(self) -> None:
-        """Verify every block an earlier boot left in the segment and take it over."""
+        """Verify every block that an earlier boot left in the segment, and adopt it."""
         started = self._clock()
         found = await self._digests.verified()
         for event in found:

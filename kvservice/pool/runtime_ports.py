@@ -1,5 +1,5 @@
-"""What a pool's runtime is made of, as far as it cares: its settings, the memory of the slots, the reader of peers'
-blocks, and who asks whether an engine still writes."""
+"""The parts of a pool's runtime as it sees them: its settings, the memory of the slots, the reader of peers' blocks,
+and the check whether an engine still writes."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ class PullerPort(Protocol):
     def close(self) -> None: ...
 
 
-Claim = Callable[[bytes], AbstractContextManager[bool]]  # of an engine id; see memory.liveness.claim
+Claim = Callable[[bytes], AbstractContextManager[bool]]  # takes an engine id; see memory.liveness.claim
 
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
     node_id: NodeId
-    segment_path: Path | None  # None: memory without a name in `directory`, gone with the processes that map it
+    segment_path: Path | None  # None: unnamed memory in `directory`, freed when no process maps it any more
     geometry: Geometry
     lease_seconds: float = 10.0
     directory: Path = Path("/dev/shm")
-    epoch_floor: int = 1  # the boot epoch is at least this; lets a lost segment still get a newer epoch
-    tenants: Mapping[str, TenantLimits] = field(default_factory=dict)  # at start; see PoolRuntime.set_tenants
+    epoch_floor: int = 1  # the boot epoch is at least this, so that it grows even after the segment was lost
+    tenants: Mapping[str, TenantLimits] = field(default_factory=dict)  # at the start; see PoolRuntime.set_tenants
     eviction: Callable[[], EvictionPolicy] = LeafFirstReuse  # makes the policy of this pool; see pool.eviction

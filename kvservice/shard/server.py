@@ -29,7 +29,8 @@ from kvservice.auth.authenticator import Authenticator, room_of
 from kvservice.auth.tenants import open_tenants
 from kvservice.auth.tls import TlsFiles, check_listener, is_bound, is_loopback, listen, local_or_tcp, open_tls
 from kvservice.client.peer import PeerClient
-from kvservice.config import POOL_BYTES_MIN, ServiceConfig
+from kvservice.config import LEASE_SECONDS_MIN, POOL_BYTES_MIN, ServiceConfig
+from kvservice.core.acquire.pulls import LEASE_MARGIN_SECONDS
 from kvservice.core.drain.sender import DrainPhase, DrainProgress
 from kvservice.core.messages import Holder, PoolStats
 from kvservice.core.segment.geometry import CONTROL_BYTES, SCRATCH_BYTES, SLAB_BYTES_MIN, plan_geometry
@@ -64,6 +65,7 @@ POOL_END_SECONDS = 8.0  # it waits for digests under way and closes the transpor
 TELL_SECONDS = 2.0  # after a drain the process waits this long for the operator's next question
 assert EPOCH_MAX << BOOT_ATTACHMENTS_BITS < 1 << 63, "an attachment id must fit into 64 bits on the wire"
 assert FAREWELL_SECONDS < DIRECTORY_END_SECONDS
+assert LEASE_SECONDS_MIN > LEASE_MARGIN_SECONDS, "a pull would have no time before its lease ends"
 assert POOL_BYTES_MIN >= CONTROL_BYTES + SCRATCH_BYTES + SLAB_BYTES_MIN, "the smallest pool must hold a slab"
 DEV_SHM = Path("/dev/shm")
 
