@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
+import re
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import yaml
 
+from kvservice.cli import main
 from kvservice.cli.settings import load
 from kvservice.config import LEASE_SECONDS_MIN, ServiceConfig, load_config, shown
 from kvservice.connector.options import ConnectorOptions
@@ -19,7 +24,9 @@ from kvservice.core.segment.geometry import plan_geometry
 from kvservice.core.store.eviction import LeafFirstLru
 from kvservice.errors import ConfigError
 from kvservice.pool.runtime import PoolRuntime
+from kvservice.proxy.settings import ProxySettings
 from kvservice.serve.section import parse_section
+from kvservice.units import parse_bytes
 from tests.integration.engine import spec
 
 ROOT = Path(__file__).parent.parent.parent
@@ -105,3 +112,32 @@ def test_limits_that_depend_on_each_other_fit() -> None:
     assert LEASE_SECONDS_MIN > LEASE_MARGIN_SECONDS, "a pull would have no time before its lease ends"
     smallest = load_config(None, {}, pool_bytes="4MiB")
     assert plan_geometry(smallest.pool_bytes).slab_count >= 1
+
+
+@pytest.mark.parametrize("command", [main.up, main.shard, main.lookup], ids=lambda command: command.__name__)
+def test_help_names_the_default_of_the_setting(command: Callable[..., None]) -> None:
+    """Options for the settings that are used most have a help of their own, so that --help imports no definitions."""
+    settings = {"service": "service", "pool": "pool_bytes", "transport": "transport"}
+    settings |= {"lookup_partitions": "lookup_partitions"}
+    hints = get_type_hints(command, include_extras=True)
+    said = {settings[name]: hints[name].__metadata__[0].help for name in hints if name in settings}
+    assert said
+    for name, text in said.items():
+        (default,) = re.findall(r"Default: '?([\w.]+?)'?\.$", text)
+        assert getattr(load(None, [f"{name}={default}"]), name) == getattr(ServiceConfig(), name)
+
+
+def test_proxy_has_the_defaults_of_its_settings() -> None:
+    own = {field.name: field.default for field in fields(ProxySettings)}
+    names = {
+        "in_flight": "in_flight_max",
+        "connect_timeout": "connect_seconds",
+        "prefill_timeout": "prefill_seconds",
+        "timeout": "request_seconds",
+        "check_interval": "check_seconds",
+        "grace": "grace_seconds",
+    }
+    typed = {names.get(name, name): each.default for name, each in inspect.signature(main.proxy).parameters.items()}
+    assert parse_bytes(typed.pop("max_body")) == own["body_bytes_max"]
+    shared = set(typed) & set(own) - {"prefill", "decode"}
+    assert len(shared) == 11 and {name: typed[name] for name in shared} == {name: own[name] for name in shared}
