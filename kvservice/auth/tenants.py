@@ -7,6 +7,8 @@
 The file holds secrets: whoever reads it can name every tenant's blocks. It holds no token. A file that is broken never
 takes the place of one that works. Nothing of a token or a secret is ever in an error or a log. `TenantsFile.look` reads
 the file and may be called from any thread; `current` is a plain read. A token travels as `authorization: Bearer ...`.
+
+The file is JSON, because Python reads and writes that. Of TOML it has a reader only.
 """
 
 from __future__ import annotations

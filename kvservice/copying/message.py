@@ -11,7 +11,8 @@
                       TAKEN   (id of the LEND): a reader has read what it wanted of these blocks
                       BYE     the last message: nothing is copied for this engine any more
 
-Bytes from the other process are checked before use. Nothing in here can run code.
+Packed rows over SEQPACKET and not gRPC: a descriptor must travel along, a send must never wait, and the end of the
+process must show at once. Bytes from the other process are checked before use. Nothing in here can run code.
 """
 
 from __future__ import annotations

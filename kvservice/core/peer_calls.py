@@ -67,6 +67,7 @@ class PeerCalls:
 
     def _release(self, event: ev.PeerRelease, now: float) -> None:
         self._check_epoch(event.epoch)
+        # The reader is its name and proof: nothing is remembered of readers, so nobody can take a name first.
         if self._shard.leases.is_of_another(event.lease_id, ("peer", event.reader)):
             self._shard.counters["peer_forbidden"] += 1
             raise Forbidden(f"lease {event.lease_id} is not this reader's")

@@ -1,7 +1,8 @@
 """Reads the node's mirror of the directory, which its shard keeps in shared memory: lookups without a call.
 
 It serves the shard itself and other processes of the node. Used by one thread at a time. It blocks only to open a file,
-at most once a second. Whatever is wrong with a mirror, the lookup partitions are asked instead.
+at most once a second. Whatever is wrong with a mirror, the lookup partitions are asked instead. It answers misses, too:
+most lookups of a cold workload are misses.
 """
 
 from __future__ import annotations

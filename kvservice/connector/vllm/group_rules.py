@@ -118,6 +118,7 @@ def describe(index: int, group: KVCacheGroupSpec) -> str:
     """`KV cache group 1 (sliding_window of 512 tokens, 22 layers: model.layers.0, model.layers.1, …)`."""
     spec = group.kv_cache_spec
     kind = get_kv_cache_spec_kind(spec)
+    # No subclass: they free, move or fill blocks by rules of their own, and vLLM lets platforms register more.
     plain = type(spec) in (FullAttentionSpec, MLAAttentionSpec)
     name = kind.value if plain or kind not in FULL_KINDS | {KVCacheSpecKind.UNKNOWN} else type(spec).__name__
     window = getattr(spec, "sliding_window", None)

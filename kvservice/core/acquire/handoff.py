@@ -31,6 +31,7 @@ HANDOFF_ID_BYTES = 16
 OPEN_MAX = 4096  # of one shard, open and closed; of the closed ones the oldest go first
 OPEN_OF_ONE_MAX = 1024  # of one attachment, so that none keeps all others out
 OPEN_SECONDS = 120.0  # without a word from its writer: longer than a pause from which an engine goes on
+# Readers ask and are answered late. If news were pushed to them, nobody would notice that one of them is gone.
 FOLLOWS_MAX = 4096
 CLOSED_SECONDS = 30.0  # a reader that comes later than this hears "unknown"
 APPEAR_SECONDS = 3.0  # a reader may ask before the writer has opened; then it is not coming any more

@@ -61,7 +61,10 @@ class WindowGroup:
 
 
 def group_key(key: BlockKey, group: int) -> BlockKey:
-    """The key of a window group's block, from the chain's key at the same position. `group` is 1 or more."""
+    """The key of a window group's block, from the chain's key at the same position. `group` is 1 or more.
+
+    Whoever has the chain can make it, so an Acquire stays one chain whatever the number of groups.
+    """
     salt = group.to_bytes(2, "little")
     return BlockKey(hashlib.blake2b(key, digest_size=KEY_BYTES, salt=salt, person=b"kvservice/group").digest())
 

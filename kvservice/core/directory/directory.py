@@ -160,7 +160,7 @@ class Directory:
         swept = self._holders.sweep(limit)
         if swept is None:
             return 0
-        for key, bit in swept.lost:
+        for key, bit in swept.lost:  # noted here, because the sweep touches each of them anyway
             node_id, cause, at = self._lost_bits[bit]
             self._lost.add(key, cause, node_id, at)
         if swept.freed:

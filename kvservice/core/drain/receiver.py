@@ -150,6 +150,7 @@ class TakeOvers:
             self._store.abort(slot)
             self._store.make_primary(item.key)
         else:
+            # It counts as used now, not when the leaver used it: a receiver has one clock and one order.
             self._store.seal(
                 slot, item.key, item.parent, item.position, item.route, handle.digest, now, is_secondary=False
             )

@@ -32,7 +32,10 @@ class HeadShare:
     replica_count: int = 1
 
     def writes(self, slot: int) -> bool:
-        """Whether this rank writes its heads into this slot. Of the ranks with the same heads exactly one does."""
+        """Whether this rank writes its heads into this slot. Of the ranks with the same heads exactly one does.
+
+        Taking turns by slot needs no word between the ranks, and each has the same work.
+        """
         return slot % self.replica_count == self.replica
 
 
