@@ -557,7 +557,7 @@ async def test_nothing_that_happens_to_prefill_servers_is_ever_seen_by_a_client(
 
     async def client(stream: bool) -> int:
         count = 0
-        while time.monotonic() < ends_at:
+        while time.monotonic() < ends_at or count < 4:  # a slow machine does few in two seconds
             status, body = await proxy.post({"prompt": LONG, "stream": stream})
             assert status == 200, body
             good = body == b"".join(decode[0].events(COMPLETIONS)) if stream else json.loads(body)["choices"]
@@ -570,7 +570,7 @@ async def test_nothing_that_happens_to_prefill_servers_is_ever_seen_by_a_client(
         index = chance.randrange(2)
         prefill[index] = await disturb(lab, prefill[index], chance)
         await asyncio.sleep(chance.random() / 20)
-    assert sum([await each for each in clients]) > 20
+    assert sum([await each for each in clients]) >= 24
     await proxy.idle()
     alone = [seen.params is None for server in decode for seen in server.seen]
     assert any(alone) and not all(alone)  # both kinds were met
