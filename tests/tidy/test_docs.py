@@ -17,7 +17,7 @@ LINE_CHARS_MAX = 120
 FIGURES = re.compile(r"<!-- figures:.*?<!-- /figures -->", re.DOTALL)  # written by `make figures`
 MADE = ("settings.md", "states.md")  # by `make docs-reference`
 # Written later, or a label in a hash.
-MADE_UP = re.compile(r"^benchmarks/results/(gpu|local)/|^tests/plugins/|^kvservice/(group|[a-z-]+/\d)$")
+MADE_UP = re.compile(r"^benchmarks/results/(gpu|local)/|^kvservice/(group|[a-z-]+/\d)$")
 CODE_PATH = re.compile(r"`((?:kvservice|actors|protos|tests|helm|benchmarks|examples|scripts)/[\w/.-]*)`")
 
 
