@@ -1,0 +1,65 @@
+"""What a mirror does with nodes that it has no room for. Its other rules are in tests/property/test_mirror.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvservice.core.block.keys import pack_keys
+from kvservice.core.directory import mirror
+from kvservice.core.directory.mirror import Feed, MirrorEvent, MirrorReader, MirrorWriter, mirror_bytes
+from kvservice.core.messages import Holder
+from kvservice.testing.builders import make_chain, make_holder
+from kvservice.units import BootEpoch, NodeId
+
+CHAIN = make_chain(2)
+ROWS = 64
+
+
+@pytest.fixture
+def memory() -> memoryview:
+    return memoryview(bytearray(mirror_bytes(ROWS)))
+
+
+def live_writer(memory: memoryview, partition_count: int = 1) -> MirrorWriter:
+    writer = MirrorWriter(memory, partition_count, epoch=1)
+    writer.allow_rows(ROWS)
+    for partition in range(partition_count):
+        writer.begin(partition)
+        writer.apply(partition, MirrorEvent(snapshot_end=True), 0.0)
+    return writer
+
+
+def test_more_nodes_than_it_has_numbers_make_a_part_full(memory: memoryview, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lookup partition is asked instead, for that part alone."""
+    monkeypatch.setattr(mirror, "NODES_MAX", 3)
+    writer = live_writer(memory, partition_count=2)
+    for number in range(3):
+        writer.apply(0, MirrorEvent(make_holder(f"n{number}"), pack_keys(CHAIN), reset=True), 1.0)
+    assert [writer.feed(partition) for partition in (0, 1)] == [Feed.LIVE, Feed.LIVE]
+    writer.apply(0, MirrorEvent(make_holder("one too many"), pack_keys(CHAIN), reset=True), 1.0)
+    assert [writer.feed(partition) for partition in (0, 1)] == [Feed.FULL, Feed.LIVE]
+    writer.check_invariants()
+
+
+def test_a_node_whose_names_are_too_long_is_not_named(memory: memoryview) -> None:
+    """Its blocks are a miss here, and others are found as before."""
+    writer = live_writer(memory)
+    long = Holder(NodeId("n" * mirror.NODE_BYTES), "a:1", BootEpoch(1))
+    writer.apply(0, MirrorEvent(long, pack_keys(CHAIN[:1]), reset=True), 1.0)
+    writer.apply(0, MirrorEvent(make_holder("n1"), pack_keys(CHAIN[1:]), reset=True), 1.0)
+    assert writer.counters["mirror_names_too_long"] == 1
+    runs = MirrorReader(memory.toreadonly()).resolve(pack_keys(CHAIN))
+    assert runs is not None and [(run.start, run.count) for run in runs] == [(1, 1)]
+
+
+def test_a_mirror_says_how_much_of_it_is_in_use(memory: memoryview) -> None:
+    """Whoever reserves its memory keeps ahead of what the next event may need."""
+    writer = live_writer(memory)
+    assert 0 < writer.rows_needed <= writer.rows_ahead <= writer.rows_allowed == ROWS
+    writer.apply(0, MirrorEvent(make_holder("n1"), pack_keys(CHAIN), reset=True), 1.0)
+    reader = MirrorReader(memory.toreadonly())
+    assert writer.key_count == reader.key_count == len(CHAIN)
+    assert mirror.TABLE_AT < reader.used_bytes <= len(memory)
+    assert writer.age(0, 3.5) == 2.5
+    reader.close()
+    writer.close()
