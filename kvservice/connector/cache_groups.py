@@ -1,10 +1,10 @@
-"""Which of the engine's blocks belong to a position of a request, when the model has one KV cache group or several.
+"""Which of the engine's blocks belong to a position of a request, if the model has one KV cache group or several.
 
 Engine-neutral and pure; used on the scheduler's thread. A *group* is what the pool stores together: group 0 has full
-attention, every other one a window (core.block.window_groups). The engine may have cut it into several KV cache groups
-of its own, with an index each: these are *engine groups*. A *table* is what the engine knows of a request's blocks.
-With one engine group it is the list of block ids, with several one list for each. NULL_BLOCK in it stands for a block
-that a window has left.
+attention, every other group a window (core.block.window_groups). The engine may have cut a group into several KV cache
+groups of its own, each with an index: these are *engine groups*. A *table* is what the engine knows of a request's
+blocks: with one engine group the list of block ids, with several a list for each. NULL_BLOCK in a table stands for a
+block that a window has left.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvservice.core.messages import AcquireResult
 from kvservice.core.segment.refs import BlockRef
 from kvservice.units import BlockKey
 
-NULL_BLOCK = 0
+NULL_BLOCK = 0  # the id that vLLM gives to its null block; it never holds a request's data
 Table: TypeAlias = "Sequence[Any]"  # of block ids, or of lists of them
 
 
@@ -30,7 +30,7 @@ class Grouping(Protocol):
     def window_groups(self) -> tuple[WindowGroup, ...]: ...
 
     def length(self, table: Table) -> int:
-        """How many positions the table has."""
+        """The number of positions in the table."""
         ...
 
     def needed_from(self, group: int, end: int) -> int:
@@ -38,11 +38,12 @@ class Grouping(Protocol):
         ...
 
     def stored(self, table: Table, group: int, position: int) -> list[tuple[int, int, int]] | None:
-        """(engine group, part, block id) of all that goes into one slot. None when some of it is gone."""
+        """(engine group, part, block id) of everything that goes into one slot. None if some of it is gone."""
         ...
 
     def loaded(self, table: Table, group: int, position: int, end: int) -> list[tuple[int, int, int]]:
-        """What of a slot a hit up to `end` needs. AssertionError when the engine has no block for some of it."""
+        """The parts of a slot that a hit up to `end` needs. Raises AssertionError if the engine has no block for some
+        of them."""
         ...
 
 
@@ -64,9 +65,10 @@ class OneGroup:
 
 @dataclass(frozen=True, slots=True)
 class EngineGroup:
-    """One KV cache group of the engine. `parts` of its blocks lie in one slot: some have smaller blocks than others."""
+    """One KV cache group of the engine. `parts` of its blocks lie in one slot, because groups may have blocks of
+    different sizes."""
 
-    group: int  # of the pool, that it is a part of
+    group: int  # the pool's group that it belongs to
     parts: int = 1
 
 
@@ -74,7 +76,7 @@ class EngineGroup:
 class SeveralGroups:
     engine_groups: tuple[EngineGroup, ...]  # by the engine's index
     window_groups: tuple[WindowGroup, ...]  # groups 1, 2, …
-    block_tokens: int  # of a position
+    block_tokens: int  # tokens of a position
 
     def length(self, table: Table) -> int:
         return min(len(ids) // one.parts for ids, one in zip(table, self.engine_groups, strict=True))
@@ -116,8 +118,8 @@ def entries_of(places: Sequence[tuple[int, int, int]], ref: BlockRef, key: Block
 def load_entries(
     grouping: Grouping, chains: Sequence[Sequence[BlockKey]], result: AcquireResult, table: Table, local: int
 ) -> list[CopyEntry]:
-    """All copies that fill the engine's blocks from position `local` to the end of the hit. `chains`: the keys of
-    each group. Raises AssertionError when promise and table do not fit."""
+    """All copies that fill the engine's blocks from position `local` to the end of the hit. `chains` has the keys of
+    each group. Raises AssertionError if promise and table do not fit."""
     end = len(result.blocks)
     entries: list[CopyEntry] = []
     for group, refs in enumerate((result.blocks, *result.window_blocks)):
@@ -130,7 +132,7 @@ def load_entries(
 
 
 def is_whole(grouping: Grouping, result: AcquireResult) -> bool:
-    """Every window group has what the promised prefix needs."""
+    """Whether every window group has what the promised prefix needs."""
     end = len(result.blocks)
     return not end or [len(refs) for refs in result.window_blocks] == [
         end - grouping.needed_from(group, end) for group in range(1, len(grouping.window_groups) + 1)

@@ -15,10 +15,11 @@ from kvservice.connector.weights import VERSION_CHARS_MAX, is_version
 from kvservice.errors import ConfigError
 from kvservice.units import GiB, MiB, format_bytes
 
+# Size of an embedded pool. Room for some long prompts, and small beside the memory of a machine that runs a model.
 EMBEDDED_BYTES_DEFAULT = 4 * GiB
-EMBEDDED_SHARE_DEFAULT = 0.25  # of what is free in /dev/shm
+EMBEDDED_SHARE_DEFAULT = 0.25  # Share of what is free in /dev/shm that an embedded pool takes at most.
 DEV_SHM = Path("/dev/shm")
-MEMORY_MIN = 4 * MiB
+MEMORY_MIN = 4 * MiB  # A smaller pool holds no prompt; it is refused.
 MEMORY = (
     f"a size of at least {format_bytes(MEMORY_MIN)}, such as 8GiB; to run without a cache, start the engine without "
     "--kv-transfer-config"
@@ -35,36 +36,37 @@ def _version(text: str) -> str:
 
 
 class Mode(Enum):
-    AUTO = "auto"  # the service when one is registered on this machine at start, else embedded
+    AUTO = "auto"  # the service if one is registered on this machine at start, else embedded
     SERVICE = "service"
     EMBEDDED = "embedded"
 
 
 class Offload(Enum):
-    EAGER = "eager"  # store every block as soon as it is full: other replicas see it at once
+    EAGER = "eager"  # store each block as soon as it is full: other replicas see it at once
     LAZY = "lazy"  # store when the request ends: fewer copies, later hits
 
 
 class Verify(Enum):
-    SAMPLED = "sampled"  # digest of one loaded block in sixteen
+    SAMPLED = "sampled"  # check the digest of one loaded block in sixteen
     FULL = "full"
     OFF = "off"
 
 
 class CopierChoice(Enum):
-    AUTO = "auto"  # in the engine's process, until a benchmark shows a kind of machine where the worker is better
+    AUTO = "auto"  # in the engine's process, until a benchmark shows a kind of machine on which the worker is better
     IN_PROCESS = "in_process"
     WORKER = "worker"  # in a copy worker's process; in the engine's while there is none
 
 
 class HandoffLoans(Enum):
-    AUTO = "auto"  # on a GPU: there it saves both ways over the bus, on a CPU a slot is as near as another engine
+    AUTO = "auto"  # on for GPUs, where it saves two copies over the bus; on a CPU a slot is as near as another engine
     ON = "on"
     OFF = "off"
 
 
 class Layerwise(Enum):
-    """What is copied layer by layer during the forward that needs or computes it; the rest goes as whole blocks."""
+    """What is copied layer by layer during the forward that needs or computes it. The rest is copied as whole
+    blocks."""
 
     OFF = "off"
     LOAD = "load"
@@ -84,7 +86,7 @@ class AdapterFiles(Enum):
     """Which LoRA adapters are cached."""
 
     CHECKED = "checked"  # those whose files have not changed since before the engine started
-    IMMUTABLE = "immutable"  # all: the operator's word that files at one path never change once they are there
+    IMMUTABLE = "immutable"  # all: the operator says that files at one path never change
 
 
 class ConnectorOptions(Settings):

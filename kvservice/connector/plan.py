@@ -1,4 +1,4 @@
-"""What the scheduler half tells the workers to do in one step, and what they answer. Plain values, no tensors."""
+"""What the scheduler half tells the workers to do in one step, and what they answer. Plain values without tensors."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ K = TypeVar("K")
 
 @dataclass(frozen=True, slots=True)
 class PoolInfo:
-    """Where the pool's memory is; workers map it when it changes."""
+    """Where the pool's memory is. Workers map it when it changes."""
 
     segment_path: str
     geometry: Geometry
     epoch: BootEpoch
     layout: SlotLayout
-    engine_id: bytes  # names the lock that whoever writes holds
-    node_directory: str = ""  # where copy workers register; "" when the engine owns the pool
+    engine_id: bytes  # names the lock that a writer of slots holds
+    node_directory: str = ""  # where copy workers register; "" if the engine owns the pool
 
 
 @dataclass(frozen=True, slots=True)
 class CopyEntry:
-    """One block between the engine's cache and a slot."""
+    """One block to copy between the engine's cache and a slot."""
 
     block_id: int  # row of the engine's KV tensors
     ref: BlockRef
     key: BlockKey
-    engine_group: int = 0  # index of the engine's KV cache group that the block is of
-    part: int = 0  # of the slot, where it holds several blocks of this engine group
+    engine_group: int = 0  # index of the engine's KV cache group that the block belongs to
+    part: int = 0  # of the slot, if it holds several blocks of this engine group
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """`layered`: copied layer by layer during the forward of this very step, which computes the rest of the request."""
+    """One request's load. `layered` means that it is copied layer by layer during the forward of this step, which
+    computes the rest of the request."""
 
     request_id: str
     entries: tuple[CopyEntry, ...]
@@ -49,7 +50,8 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """`store_id` names the plan in the workers' reports. The engine keeps its blocks until all have reported."""
+    """One store. `store_id` names it in the workers' reports. The engine keeps the blocks until all workers have
+    reported."""
 
     store_id: int
     entries: tuple[CopyEntry, ...]
@@ -57,7 +59,7 @@ class StorePlan:
 
 @dataclass(frozen=True, slots=True)
 class LendPlan:
-    """Blocks that stay as they are until all workers have reported `loan_id` as returned."""
+    """Blocks that do not change until all workers have reported `loan_id` as returned."""
 
     loan_id: int
     blocks: tuple[tuple[int, BlockKey], ...]  # (row of the engine's KV tensors, key)
@@ -70,18 +72,19 @@ class StepPlan:
     stores: list[StorePlan] = field(default_factory=list)
     lends: list[LendPlan] = field(default_factory=list)
     recalls: list[int] = field(default_factory=list)  # ids of loans
-    invalid_blocks: list[int] = field(default_factory=list)  # of the engine: promised for this step, and not loaded
+    invalid_blocks: list[int] = field(default_factory=list)  # of the engine: promised for this step but not loaded
 
 
 @dataclass(slots=True)
 class StepReport:
-    """Of one worker, or merged over several. Counts say how many workers reported a plan."""
+    """The report of one worker, or of several merged. Counts say how many workers reported a plan."""
 
     stored: dict[int, int] = field(default_factory=dict)  # store_id -> workers that copied all of it
     failed: dict[int, int] = field(default_factory=dict)  # store_id -> workers that did not
     counters: dict[str, int] = field(default_factory=dict)
-    suspects: set[BlockRef] = field(default_factory=set)  # did not hold what was promised
-    returned: set[tuple[int, int]] = field(default_factory=set)  # (loan id, worker): nobody reads it there any more
+    suspects: set[BlockRef] = field(default_factory=set)  # slots that did not hold what was promised
+    # (loan id, worker): nobody reads the loan at this worker any more
+    returned: set[tuple[int, int]] = field(default_factory=set)
     layered: dict[str, int] = field(default_factory=dict)  # request -> workers whose layered load was sound
     layered_failed: dict[str, int] = field(default_factory=dict)
 

@@ -1,8 +1,8 @@
-"""What an engine's weights are called: by all of their bytes, or by what their operator says. Imports no engine.
+"""The name of an engine's weights: all of their bytes, or what the operator says. Imports no engine.
 
-A folder's files are read once, by several threads, and their digests kept in a cache folder, so that a restart reads
-nothing. XXH3-128 tells files apart that differ by accident; somebody who makes two files of one digest on purpose can
-also name his weights as he likes.
+Several threads read a folder's files once, and their digests are kept in a cache folder, so that a restart reads
+nothing. XXH3-128 tells files apart that differ by accident. It is no protection against somebody who makes two files
+with one digest; he could name his weights as he likes anyway.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from kvservice.units import GiB, MiB, format_bytes
 log = logging.getLogger("kvservice.connector")
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors"})
-# Whatever else lies beside the weights is part of the name: code, what is done to images, which files are loaded.
-# These are not, with the reason.
+# All other files beside the weights are part of the name: code, what is done to images, which files are loaded. These
+# are not, with the reason.
 LEFT_OUT_NAMES: Mapping[str, str] = {
     r"config\.json|generation_config\.json|params\.json": "named as the engine has resolved them",
     r"tokenizer.*|vocab.*|merges\.txt|special_tokens_map\.json|added_tokens\.json|tekken\.json|.*\.tiktoken|spiece\.model"
@@ -41,16 +41,19 @@ LEFT_OUT_NAMES: Mapping[str, str] = {
     r"\..*|.*\.(md|rst|pdf|png|jpe?g|gif|svg|log|lock)|(LICENSE|NOTICE|USE_POLICY).*": "words and pictures",
     r".*\.(onnx|onnx_data|h5|msgpack|ot|tflite)": "weights for others than engines",
 }
+# What one thread reads at a time. Large enough to keep a disk busy, small enough to share a file between threads.
 PIECE_BYTES = 32 * MiB
-BUFFER_BYTES = MiB  # of each thread: what the processor's own cache holds
-THREADS_MAX = 8
-PROGRESS_SECONDS = 10.0
-TALKATIVE_BYTES = GiB  # from here on the reading is announced
-TERM_BYTES = 16
-VERSION_CHARS_MAX = 256
-SETTLED_SECONDS = 2.0  # a file that was written later may be written again without its times telling
-WAIT_SECONDS = 600.0  # for another engine that reads the same files; then this one reads them, too
-POLL_SECONDS = 0.2
+BUFFER_BYTES = MiB  # of each thread; it fits the processor's own cache
+THREADS_MAX = 8  # threads that read; more do not make a disk faster
+PROGRESS_SECONDS = 10.0  # between two log lines about a long read
+TALKATIVE_BYTES = GiB  # a read of this many bytes or more is logged, because it takes seconds
+TERM_BYTES = 16  # 128 random bits of a term: no two engines choose the same
+VERSION_CHARS_MAX = 256  # of a version's name in the fingerprint; a longer one is refused
+# A file written less than this before it was read may be written again without its times showing it, so its digest is
+# not kept.
+SETTLED_SECONDS = 2.0
+WAIT_SECONDS = 600.0  # for another engine that reads the same files; then this one reads them too
+POLL_SECONDS = 0.2  # between two looks at what the other engine found
 # File systems whose kernel sets ctime, here or on the server. Images (squashfs, erofs) bring it along, also under an
 # overlay, and programs (FUSE) make it up, so that another model may have the same.
 KEEPERS_OF_CTIME = frozenset(
@@ -79,15 +82,16 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def cache_folder() -> Path:
-    """Where digests are kept: $XDG_CACHE_HOME/kvservice, or ~/.cache/kvservice."""
+    """The folder where digests are kept: $XDG_CACHE_HOME/kvservice, or ~/.cache/kvservice."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "kvservice"
 
 
 def weights_identity(model: str, revision: str | None, commit: str | None = None, cache: Path | None = None) -> str:
-    """A file or a folder by all of its bytes; a model of a hub by its commit, which names all of its bytes as well.
+    """The identity of the weights: of a file or a folder by all of its bytes, of a hub's model by its commit, which
+    also names all bytes.
 
-    May read for minutes, with progress in the log. Raises UnnamedWeights when nothing says which bytes they are.
+    May read for minutes and logs progress. Raises UnnamedWeights if nothing says which bytes they are.
     """
     path = Path(model)
     try:
@@ -95,13 +99,13 @@ def weights_identity(model: str, revision: str | None, commit: str | None = None
             return _named([path], cache)
         if path.is_dir():
             if not (files := weight_files(path)):
-                raise UnnamedWeights(f"{model} has no weight files: {_ADVICE}")
+                raise UnnamedWeights(f"{model} has no weight files; {_ADVICE}")
             return _named(files, cache)
     except OSError as error:
-        raise UnnamedWeights(f"the weights in {model} cannot be read ({error}): {_ADVICE}") from error
+        raise UnnamedWeights(f"the weights in {model} cannot be read ({error}); {_ADVICE}") from error
     found = commit or _downloaded_commit(model, revision)
     if found is None:
-        raise UnnamedWeights(f"nothing says which commit of {model} the engine has loaded: {_ADVICE}")
+        raise UnnamedWeights(f"nothing says which commit of {model} the engine has loaded; {_ADVICE}")
     return f"{model}@{found}"
 
 
@@ -109,7 +113,7 @@ _ADVICE = 'name the weights yourself with "weights_version" in kv_connector_extr
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Everything in it that an engine may compute with; empty without weights."""
+    """All files of the folder that an engine may compute with. Empty if there are no weights."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     if not any(path.suffix in WEIGHT_SUFFIXES for path in files):
         return []
@@ -129,7 +133,7 @@ def _named(files: Sequence[Path], cache: Path | None) -> str:
 
 
 def _downloaded_commit(model: str, revision: str | None) -> str | None:
-    """What the hub's own cache says; asks no network."""
+    """The commit that the hub's own cache names. Uses no network."""
     if revision and _COMMIT.fullmatch(revision):
         return revision
     from huggingface_hub import snapshot_download
@@ -147,7 +151,8 @@ def _downloaded_commit(model: str, revision: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Stamp:
-    """A file that still has all of these has not been written since: no program can set ctime back."""
+    """What identifies the content of a file. A file that still has all of it has not been written since, because no
+    program can set ctime back."""
 
     path: str  # resolved
     inode: int
@@ -158,13 +163,13 @@ class _Stamp:
     @classmethod
     def of(cls, path: Path) -> _Stamp:
         real = path.resolve(strict=True)
-        with real.open("rb") as file:  # opening asks the server, where looking believes what it heard a minute ago
+        with real.open("rb") as file:  # opening asks a file server, while looking uses what it said up to a minute ago
             stat = os.fstat(file.fileno())
         return cls(str(real), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 def keeps_ctime(path: str, mounts: str) -> bool:
-    """Whether a kernel sets the times of change at this resolved path. `mounts`: what MOUNTS says."""
+    """Whether a kernel sets the times of change at this resolved path. `mounts` is the text of MOUNTS."""
     found, kind = "", ""
     for line in mounts.splitlines():
         words, _, rest = line.partition(" - ")
@@ -175,8 +180,8 @@ def keeps_ctime(path: str, mounts: str) -> bool:
 
 
 class FileDigests:
-    """Digests of whole files, kept in `folder`, one small file each. A folder that cannot be used, or that somebody
-    else can write, only costs time."""
+    """Digests of whole files, kept in `folder` as one small file each. A folder that cannot be used, or that others can
+    write, is not trusted and costs only time."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder.absolute() / "weights"
@@ -184,7 +189,8 @@ class FileDigests:
         self._clock = clock
 
     def of(self, files: Sequence[Path]) -> list[str]:
-        """In the order of `files`. Raises OSError; UnnamedWeights when a file changes while it is read."""
+        """The digests in the order of `files`; reads what is not known. Raises OSError, or UnnamedWeights if a file
+        changes while it is read."""
         with self._one_reader():
             stamps = [_Stamp.of(path) for path in files]
             mounts = _read_mounts()
@@ -194,7 +200,7 @@ class FileDigests:
             read = dict(zip(to_read, self._read_all(to_read), strict=True))
             for path, stamp in zip(files, stamps, strict=True):
                 if _Stamp.of(path) != stamp:
-                    raise UnnamedWeights(f"{path} changes while it is read: {_ADVICE}")
+                    raise UnnamedWeights(f"{path} changes while it is read; {_ADVICE}")
             settled = time.time_ns() - int(SETTLED_SECONDS * 1e9)
             for stamp, digest in read.items():
                 if stamp in may_keep and max(stamp.mtime_ns, stamp.ctime_ns) < settled:
@@ -237,7 +243,7 @@ class FileDigests:
         return self._folder / f"{hashlib.sha256(stamp.path.encode()).hexdigest()[:32]}.json"
 
     def _load(self, stamp: _Stamp) -> str | None:
-        """None for whatever is not exactly what `_save` wrote of this file as it is now."""
+        """The kept digest. None if it is not exactly what `_save` wrote for this file as it is now."""
         try:
             with os.fdopen(open_own(self._entry(stamp)), "rb") as file:
                 found = json.loads(file.read())
@@ -255,10 +261,10 @@ class FileDigests:
                 json.dump(entry, file)
             Path(file.name).replace(self._entry(stamp))
         except OSError as error:
-            log.warning("the digest of %s is not kept (%s): the next start reads it again", stamp.path, error)
+            log.warning("the digest of %s is not kept (%s); the next start reads the file again", stamp.path, error)
 
     def _forget_gone(self) -> None:
-        """Files that are not there any more, so that the folder does not grow for ever."""
+        """Remove the digests of files that are gone, so that the folder does not grow for ever."""
         with contextlib.suppress(OSError):
             for entry in self._folder.glob("*.json"):
                 try:
@@ -270,12 +276,13 @@ class FileDigests:
 
     @contextlib.contextmanager
     def _one_reader(self) -> Iterator[None]:
-        """Engines that start together on one machine: the first reads, the others find what it kept."""
+        """Lock, so that of engines that start together on one machine the first reads and the others use what it
+        kept."""
         try:
             make_directory(self._folder)
             file = (self._folder / "lock").open("w")
         except (OSError, ConfigError) as error:
-            log.warning("digests of weights are not kept (%s): every start reads the files", error)
+            log.warning("digests of weights are not kept (%s); every start reads the files", error)
             yield
             return
         self._is_usable = True
@@ -284,7 +291,8 @@ class FileDigests:
             yield
 
     def _wait_for(self, file: IO[str]) -> None:
-        """Of those that read at once each only loses time, so one that stands still keeps nobody else from starting."""
+        """Wait for the lock, but not for ever. Reading at the same time costs only time, so an engine that hangs keeps
+        no other from starting."""
         deadline = self._clock() + WAIT_SECONDS
         is_told = False
         while True:
@@ -292,18 +300,18 @@ class FileDigests:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if self._clock() >= deadline:
-                    log.warning("naming the weights: the other engine does not come to an end, reading beside it")
+                    log.warning("naming the weights: the other engine does not finish, so this one reads too")
                     return
                 if not is_told:
                     is_told = True
-                    log.info("naming the weights: another engine is at it, waiting for what it finds")
+                    log.info("naming the weights: another engine reads them, waiting for it")
                 time.sleep(POLL_SECONDS)
             else:
                 return
 
 
 def _read_mounts() -> str:
-    """Empty, so that nothing is believed, where it cannot be read."""
+    """The text of MOUNTS. Empty if it cannot be read, so that nothing is trusted."""
     try:
         return MOUNTS.read_text()
     except (OSError, ValueError):
@@ -311,12 +319,12 @@ def _read_mounts() -> str:
 
 
 def _seal(stamp: _Stamp, digest: str) -> str:
-    """Tells an entry whose digest was damaged."""
+    """A checksum that shows whether an entry was damaged."""
     return xxhash.xxh3_64(f"{stamp}{digest}".encode()).hexdigest()
 
 
 def _piece(path: str, start: int) -> tuple[bytes, int]:
-    """Digest of up to PIECE_BYTES from there on, and how many they are."""
+    """The digest of up to PIECE_BYTES from `start` on, and how many bytes that were."""
     hasher, done = xxhash.xxh3_128(), 0
     view = memoryview(bytearray(min(BUFFER_BYTES, PIECE_BYTES)))
     with Path(path).open("rb", buffering=0) as file:
@@ -333,42 +341,45 @@ def _piece(path: str, start: int) -> tuple[bytes, int]:
 
 
 class Terms:
-    """Names the weights of an engine whose weights are changed in place: by a random term, which nobody shares, or by
-    what the operator wrote into a file, which everybody with the same words shares."""
+    """Names the weights of an engine whose weights are changed in place: by a random term, which no other engine has,
+    or by the text that the operator wrote into a file, which all engines with the same text share."""
 
     def __init__(self, version_file: Path | None) -> None:
         self._file = version_file
-        self._read: _Stamp | None = None  # the file as it was read last
+        self._read: _Stamp | None = None  # the file as it was last read
 
     def first(self) -> bytes:
-        """Of the weights that the engine was started with: empty, because the fingerprint names them. What the file
-        says by then is of weights that an engine had before, for example this one before it crashed."""
+        """The term of the weights that the engine was started with: empty, because the fingerprint names them. The text
+        in the file at that time belongs to weights that an engine had before, for example this one before it
+        crashed."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._read = _Stamp.of(self._file)
         return b""
 
     def next(self) -> bytes:
-        """Of the weights that the engine has from now on. Reads one small file."""
+        """The term of the weights that the engine has from now on. Reads one small file."""
         if (version := self._version()) is None:
             return os.urandom(TERM_BYTES)
         log.info("the weights are version %r from here on", version)
         return version_term(version)
 
     def _version(self) -> str | None:
-        """None where the file says nothing new: the version from before is not that of weights that may have changed
-        since."""
+        """The version in the file. None if the file was not written again: the old version is not that of weights that
+        may have changed since."""
         if self._file is None:
             return None
         try:
             stamp = _Stamp.of(self._file)
             version = self._file.read_text().strip()
         except (OSError, ValueError) as error:
-            log.warning("weights_version_file cannot be read (%s): this engine shares with nobody until a reset", error)
+            log.warning(
+                "weights_version_file cannot be read (%s); this engine shares with nobody until the next reset", error
+            )
             return None
         if stamp == self._read or not is_version(version):
             log.warning(
-                "weights_version_file %s was not written anew with a version: this engine shares with nobody until it "
+                "weights_version_file %s was not written again with a version; this engine shares with nobody until it "
                 "is, before a reset",
                 self._file,
             )
@@ -378,5 +389,5 @@ class Terms:
 
 
 def is_version(text: str) -> bool:
-    """1 to 256 printable characters."""
+    """Whether the text is 1 to 256 printable characters."""
     return 0 < len(text) <= VERSION_CHARS_MAX and text.isprintable()

@@ -26,13 +26,6 @@ EXPLAINED_LATER = frozenset({
     "kvservice/core/shard.py",
     "kvservice/core/writes.py",
     #
-    "kvservice/connector/cache_groups.py",
-    "kvservice/connector/options.py",
-    "kvservice/connector/scheduler/handoff.py",
-    "kvservice/connector/scheduler/pool_session.py",
-    "kvservice/connector/vllm/lora.py",
-    "kvservice/connector/weights.py",
-    "kvservice/connector/worker/peer_copy_workers.py",
     "kvservice/testing/directory_contract.py",
     "kvservice/testing/eviction_contract.py",
     "kvservice/testing/pool_port_contract.py",

@@ -1,11 +1,11 @@
-"""Scheduler half: what to promise the engine, what to load, what to store. Engine-neutral and without I/O.
+"""Scheduler half: decides what to promise the engine, what to load and what to store. Engine-neutral and without I/O.
 
-Runs on the engine's scheduler thread; time comes in as `now`. It talks to the pool only through a Session (commands
-out, answers in) and to the workers only through plans and reports. A request walks through
+Runs on the engine's scheduler thread; the caller passes `now`. It talks to the pool only through a Session (commands
+out, answers in), and to the workers only through plans and reports. A request goes through
 
     NEW -> ASKED -> ANSWERED -> LOADING -> RUNNING -> ENDED
 
-and every lease and every reserved slot it took ends exactly once, whichever way it leaves that path.
+Every lease and every reserved slot that it takes ends exactly once, however it leaves that path.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ from kvservice.units import AttachmentId, BlockHash, HandoffId, LeaseId
 
 log = logging.getLogger("kvservice.connector")
 
-SUSPECTS_MAX = 4096  # slots; beyond, only the newest report's are kept, and an older one fails once more
+# Slots. Beyond it only those of the newest report are kept, and a load from an older one fails once more.
+SUSPECTS_MAX = 4096
 IDLE_SECONDS = 0.002  # a step with nothing to compute waits this long for the pool instead of busy-polling
-IDLE_SECONDS_HANDOFF = 0.01  # a prompt that is computed elsewhere takes longer than a lookup
+# like IDLE_SECONDS for a hand-off: a prompt that is computed elsewhere takes longer than a lookup
+IDLE_SECONDS_HANDOFF = 0.01
 
 BlockIds = Callable[[], Table]
 
@@ -73,10 +75,10 @@ class SchedulerHalf:
         self._fetch_timeout = fetch_timeout_seconds
         self._handoff_timeout = handoff_timeout_seconds
         self._pins: BlockPins | None = None
-        self._paused = False  # a reset could not be done: nothing is read or stored until one is
+        self._paused = False  # a reset was not possible, so nothing is read or stored until one is
         self._requests: dict[str, EngineRequest] = {}
         self._known = KnownKeys()
-        self._suspects: set[BlockRef] = set()  # of this attachment: did not hold what was promised
+        self._suspects: set[BlockRef] = set()  # slots of this attachment that did not hold what was promised
         self._speed = PrefillSpeed()
         self._handoffs = WriterHandoffs(session.close_handoff)
         self._loads = Loads(session, self._grouping, worker_count, self.counters, borrows=loan_seconds > 0)
@@ -92,12 +94,13 @@ class SchedulerHalf:
         self._loans = LoanBook(loan_seconds, worker_count, self.counters)
 
     def pin_with(self, pins: BlockPins) -> None:
-        """Call it before the first request; without it blocks must stay as they are until they are reported."""
+        """Give it the engine's pins. Call it before the first request. Without pins, blocks must not change until they
+        are reported."""
         self._pins = pins
         self._stores.pin_with(pins)
         self._loans.pin_with(pins)
 
-    # -- requests come and ask ----
+    # -- requests arrive and ask ----
 
     def on_new_request(
         self,
@@ -112,9 +115,14 @@ class SchedulerHalf:
         public_tokens: int = 0,
         adapter: bytes = b"",
     ) -> None:
-        """Start asking for the whole prefix at once; the engine's own hit is known only later. `wants`: it is computed
-        for another engine (with an id), or by another one. `tokens`: of the prompt; only with several KV cache groups.
-        `public_tokens`: of its beginning, shared with other tenants if this one may. `adapter`: its identity."""
+        """Start to ask for the whole prefix at once; the engine's own hit becomes known later. Returns at once.
+
+        Args:
+            wants: the request is computed for another engine (with an id), or by another one.
+            tokens: length of the prompt; needed only with several KV cache groups.
+            public_tokens: leading tokens that other tenants may share, if this tenant may.
+            adapter: identity of the adapter.
+        """
         if request_id in self._requests:
             return
         request = self._requests[request_id] = EngineRequest(request_id, [], tokens=tokens, public_tokens=public_tokens)
@@ -139,12 +147,14 @@ class SchedulerHalf:
         self.counters["handoffs_written"] += 1
 
     def _ask(self, request: EngineRequest, now: float) -> bool:
-        """Post an acquire for the whole chain. False when there is nothing to ask, or nobody, or it may not read."""
+        """Post an acquire for the whole chain. False if there is nothing to ask, no pool, or the request may not
+        read."""
         if not request.may_read:
             return False
         keys = request.keys[:KEYS_PER_REQUEST_MAX]
         if self._grouping.window_groups:
-            # The engine computes at least the last token itself: a window that ends behind it may lack its first one.
+            # The engine computes at least the last token itself, so a window that ends behind it may lack its first
+            # block.
             keys = keys[: max(request.tokens - 1, 0) // self._block_tokens]
         if not keys or self._paused or not self._keyring.is_current(request, self._session.attachment):
             return False
@@ -152,7 +162,7 @@ class SchedulerHalf:
         timeout = self._fetch_timeout
         if per_block:
             timeout = min(timeout, per_block * len(keys))
-        handoff, request.reads = request.reads, None  # asked about again, its writer is done
+        handoff, request.reads = request.reads, None  # if it asks again later, its writer is done
         request.waits_for_writer = handoff is not None
         if handoff is not None:
             timeout = self._handoff_timeout
@@ -169,7 +179,7 @@ class SchedulerHalf:
         return True
 
     def matched(self, request_id: str, computed_tokens: int, total_tokens: int, now: float) -> Wait | Promise:
-        """What can be promised beyond `computed_tokens` (a multiple of the block size). Changes no ownership: may be
+        """What can be promised beyond `computed_tokens`, a multiple of the block size. Changes no ownership: it may be
         called any number of times before `allocated`."""
         self.take_answers()
         if self.must_wait(request_id, computed_tokens):
@@ -192,24 +202,26 @@ class SchedulerHalf:
         if request.state is not RequestState.ANSWERED or request.result is None or self._paused:
             return Promise(0)
         if not self._is_current(request.attachment):
-            return Promise(0)  # the pool that promised is gone
+            return Promise(0)  # the pool that made the promise is gone
         request.local_blocks = computed_tokens // self._block_tokens
         blocks = len(request.result.blocks) - request.local_blocks
         blocks = min(blocks, total_tokens // self._block_tokens - request.local_blocks)
         tokens = max(blocks, 0) * self._block_tokens
-        # Without anything to compute there is nothing to load under; a hand-off waits for its stores, not for a load.
+        # A layered load needs something to compute meanwhile. A request that is handed off waits for its stores, not
+        # for a load.
         hides = min(tokens, total_tokens - computed_tokens - tokens) > 0 and request.writes is None
         request.layered = hides and self._layerwise and self._pins is not None and not self._grouping.window_groups
         return Promise(tokens, request.layered)
 
     def must_wait(self, request_id: str, computed_tokens: int) -> bool:
-        """The engine's own hit of this request may hold blocks that are loaded in the step being planned."""
+        """Whether the engine's own hit of this request may include blocks that are loaded in the step being planned."""
         request = self._requests.get(request_id)
         hit = computed_tokens // self._block_tokens
         return hit > 0 and self._loads.layered.conceals(None if request is None else request.keys[:hit])
 
     def allocated(self, request_id: str, block_ids: Table, external_tokens: int) -> None:
-        """The engine gave the request blocks: the promise is taken up (external_tokens > 0) or not needed."""
+        """Note that the engine gave the request blocks. With external_tokens > 0 it takes the promise, otherwise it
+        does not need it."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -234,7 +246,7 @@ class SchedulerHalf:
         self._loads.plan(request, attachment, taken, block_ids, first)
 
     def hit_sources(self, request_id: str, tokens: int) -> tuple[int, int]:
-        """(tokens from this node's pool, tokens fetched from another node) of a promise that was taken up."""
+        """(tokens from this node's pool, tokens fetched from another node) of a promise that was taken."""
         request = self._requests.get(request_id)
         remote = 0 if request is None else min(request.fetched_blocks * self._block_tokens, tokens)
         return tokens - remote, remote
@@ -263,12 +275,12 @@ class SchedulerHalf:
     # -- each step ----
 
     def begin_step(self, plan: StepPlan, now: float, *, is_idle: bool = False) -> None:
-        """Fill in the loads of this step, and what requests that ended have left to store and to lend. `is_idle`: the
+        """Fill in the loads of this step, and the stores and loans of requests that ended. `is_idle` means that the
         engine found nothing to compute."""
         self._loads.begin_step(plan)
         self._stores.begin_step(plan, now)
         attachment = self._session.attachment
-        if attachment is not None:  # otherwise the workers still have the old mapping, and its headers tell
+        if attachment is not None:  # otherwise the workers keep the old mapping, and its headers show that it is void
             plan.pool = self._pool_info(attachment)
         self.take_answers()
         runnable = (RequestState.ANSWERED, RequestState.RUNNING)
@@ -276,8 +288,12 @@ class SchedulerHalf:
         self._loans.begin_step(plan, now, is_starved=is_starved)
 
     def plan_stores(self, plan: StepPlan, scheduled: Iterable[tuple[str, Sequence[BlockHash], int, BlockIds]]) -> None:
-        """Add the stores of this step. `scheduled`: (request id, its block hashes so far, tokens computed when the
-        step ends, how to get the ids of its blocks). Steps that fill no block cost next to nothing."""
+        """Add the stores of this step. Steps that fill no block cost next to nothing.
+
+        Args:
+            scheduled: per request its id, its block hashes so far, its computed tokens at the end of the step, and how
+            to get the ids of its blocks.
+        """
         attachment = self._session.attachment
         if attachment is None or plan.pool is None or not self._may_write or self._lazy or self._paused:
             return
@@ -310,7 +326,8 @@ class SchedulerHalf:
         computed_tokens: int,
         block_ids: Table,
     ) -> StorePlan | None:
-        """Plan the copies of what is full and not in the pool; what finds no slot is tried again at the next step."""
+        """Plan the copies of blocks that are full and not in the pool. Blocks that find no slot are tried again in the
+        next step."""
         self._extend_keys(request, hashes, attachment)
         full = min(computed_tokens // self._block_tokens, len(request.keys), self._grouping.length(block_ids))
         self._follow(attachment.attachment_id)
@@ -319,7 +336,7 @@ class SchedulerHalf:
         return self._stores.plan(attachment.attachment_id, request, hashes, full, block_ids)
 
     def _extend_keys(self, request: EngineRequest, hashes: Sequence[BlockHash], attachment: Attachment | None) -> None:
-        """Keys of the blocks that have got a hash since."""
+        """Add keys for the blocks that have got a hash since the last call."""
         if not self._keyring.is_current(request, attachment):
             self._stores.expect(request, -request.expected)
         new = self._keyring.extend(request, hashes, attachment)
@@ -327,7 +344,8 @@ class SchedulerHalf:
             self._stores.expect(request, new)
 
     def reported(self, report: StepReport) -> None:
-        """Copies are done in some workers; a block is sealed when all of them have copied their part."""
+        """Note the copies that some workers have finished. A block is sealed when all workers have copied their part of
+        it."""
         self._suspects |= report.suspects
         if len(self._suspects) > SUSPECTS_MAX:
             self._suspects = set(report.suspects)
@@ -349,13 +367,13 @@ class SchedulerHalf:
             self.loaded(load.request_id, failed=not sound)
 
     def unplanned(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """A step computes on a promise that is not in its plan, because something failed: the load must not follow."""
+        """A step computes on a promise that is not in its plan, because something failed. Drop the load."""
         self._loads.unplanned(request_id)
         if self._pins is not None:
             self._pins.forget(block_ids)
 
     def loaded(self, request_id: str, *, failed: bool) -> None:
-        """All workers are done with the load of this request."""
+        """Note that all workers are done with the load of this request."""
         self._loads.done(request_id)
         request = self._requests.get(request_id)
         if request is None or request.state is not RequestState.LOADING:
@@ -368,7 +386,7 @@ class SchedulerHalf:
             self._known.forget(chain.from_iterable(request.chains))
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A step computed so many tokens in so long: the speed that fetching has to beat."""
+        """Note how many tokens a step computed in how many seconds: a fetch has to be faster."""
         self._speed.add(tokens, seconds)
 
     # -- requests leave ----
@@ -382,8 +400,8 @@ class SchedulerHalf:
         *,
         store_rest: bool,
     ) -> HandoffId | None:
-        """The request ended. What is left to store is copied in the next step, from blocks that are pinned until then.
-        Returns the hand-off that it was computed for.
+        """Note that the request ended. Its remaining blocks are copied in the next step; they are pinned until then.
+        Returns the hand-off that the request was computed for.
 
         A load under way keeps its lease until the workers are done with it.
         """
@@ -413,29 +431,29 @@ class SchedulerHalf:
         return request.writes
 
     def has_pending_work(self, now: float) -> bool:
-        """Steps are needed even without requests, to start copies and loans and to hear how they ended."""
+        """Whether steps are needed even without requests, to start copies and loans and to learn how they ended."""
         return self._loans.is_pending(now) or self._stores.is_pending(now)
 
     def idle_seconds(self) -> float:
-        """How long an engine with nothing to compute may wait for an answer of the pool, or for the end of a loan; 0
-        when none is due."""
+        """How many seconds an engine with nothing to compute may wait for an answer of the pool, or for the end of a
+        loan. 0 if none is due."""
         waiting = [request for request in self._requests.values() if request.state is RequestState.ASKED]
         if not waiting:
             return 0.0 if self._loans.is_empty or not self._stores.is_empty else IDLE_SECONDS
         return IDLE_SECONDS_HANDOFF if all(request.waits_for_writer for request in waiting) else IDLE_SECONDS
 
     def take_stored(self) -> list[StoredBlock]:
-        """Blocks sent to be sealed since the last call; empty unless `remember_stored`."""
+        """The blocks sent to be sealed since the last call. Empty unless `remember_stored`."""
         return self._stores.take_stored()
 
     def may_reattach(self) -> bool:
-        """No worker can still write a slot of an earlier attachment."""
+        """Whether no worker can write a slot of an earlier attachment any more."""
         return self._stores.is_quiet
 
     def reset(self, term: bytes | None) -> None:
-        """The engine's weights change, between two steps: nothing from before is promised, sealed, lent or handed off,
-        and new blocks have the names of this term. None: the engine still holds blocks from before, so nothing is read
-        or stored until a reset with a term."""
+        """The engine's weights change between two steps. Nothing from before is promised, sealed, lent or handed off,
+        and new blocks get the names of this term. With None the engine still holds blocks from before, so nothing is
+        read or stored until a reset with a term."""
         self._paused = True
         self.take_answers()
         self._stores.void()
@@ -451,7 +469,7 @@ class SchedulerHalf:
 
     def _forget_promise(self, request: EngineRequest) -> None:
         request.reads = request.writes = request.asked = None
-        request.stored = request.kept_out  # it is computed again from its start, if it goes on
+        request.stored = request.kept_out  # if it goes on, it is computed again from its start
         self._stores.expect(request, -request.expected)
         if request.state is RequestState.ASKED:  # its answer is given back when it comes
             request.move(RequestEvent.GIVE_UP)

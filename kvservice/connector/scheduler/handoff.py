@@ -5,14 +5,14 @@ A proxy gives each prompt a random 16-byte id and sends it to two engines, at th
     prefill   {"kvservice": {"version": 1, "role": "prefill", "handoff": "<32 hex digits>"}}
     decode    {"kvservice": {"version": 1, "role": "decode", "handoff": "<the same>", "node": "<node of the prefill>"}}
 
-The prefill engine's answer carries the second form, so a proxy that asks one after the other passes it on as it is.
-`{"do_remote_decode": true}` alone, which proxies made for other connectors send, means prefill with an id of our own.
+The prefill engine's answer contains the second form, so a proxy that asks one after the other passes it on unchanged.
+`{"do_remote_decode": true}` alone, which proxies for other connectors send, means prefill with an id of our own.
 
-A prompt's first N tokens may be public, alone or beside a hand-off: tenants that may use public blocks share those.
+A prompt's first N tokens may be public, with or without a hand-off. Tenants that may use public blocks share them:
 
     {"kvservice": {"version": 1, "public_tokens": N}}
 
-Everything else in the parameters is ignored; what is there under "kvservice" comes from outside and is checked in full.
+Other keys of the parameters are ignored. What is under "kvservice" comes from outside and is checked in full.
 """
 
 from __future__ import annotations
@@ -26,30 +26,31 @@ from kvservice.errors import InvalidRequest
 from kvservice.units import AttachmentId, HandoffId, NodeId
 
 NAME = "kvservice"
-VERSION = 1
-NODE_CHARS_MAX = 512
-PUBLIC_TOKENS_MAX = 1 << 24
+VERSION = 1  # of these parameters; another version is refused by name
+NODE_CHARS_MAX = 512  # A longer name of a node is refused. It is more than any real name has.
+PUBLIC_TOKENS_MAX = 1 << 24  # 16 million tokens, more than any context; a larger number is refused
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute the prompt for another engine. `handoff_id` None: nobody knows of it yet, any fresh id will do."""
+    """Compute the prompt for another engine. With `handoff_id` None nobody knows of the hand-off yet, so any fresh id
+    will do."""
 
     handoff_id: HandoffId | None = None
 
 
 def parse_transfer_params(params: object) -> Prefill | Handoff | None:
-    """What the request asks for; None for an ordinary one. Raises InvalidRequest naming what is wrong."""
+    """What the request asks for; None for an ordinary one. Raises InvalidRequest that names what is wrong."""
     if params is None:
         return None
     if not isinstance(params, Mapping):
-        raise InvalidRequest(f"kv_transfer_params is a {type(params).__name__}, not an object")
+        raise InvalidRequest(f"kv_transfer_params must be an object, not a {type(params).__name__}")
     ours = params.get(NAME)
     if ours is None:
         return Prefill() if params.get("do_remote_decode") is True else None
     if not isinstance(ours, Mapping):
-        raise InvalidRequest(f"kv_transfer_params.{NAME} is a {type(ours).__name__}, not an object")
+        raise InvalidRequest(f"kv_transfer_params.{NAME} must be an object, not a {type(ours).__name__}")
     if ours.get("version") != VERSION:
         raise InvalidRequest(
             f"kv_transfer_params.{NAME}.version is {ours.get('version')!r:.40}, and this engine knows {VERSION} only"
@@ -58,29 +59,29 @@ def parse_transfer_params(params: object) -> Prefill | Handoff | None:
         return None
     given = ours.get("handoff")
     if not isinstance(given, str) or not _ID.fullmatch(given):
-        raise InvalidRequest(f"kv_transfer_params.{NAME}.handoff is not 32 lower-case hexadecimal digits")
+        raise InvalidRequest(f"kv_transfer_params.{NAME}.handoff must be 32 lower-case hexadecimal digits")
     handoff_id = HandoffId(bytes.fromhex(given))
     role = ours.get("role")
     if role == "prefill":
         return Prefill(handoff_id)
     if role != "decode":
-        raise InvalidRequest(f'kv_transfer_params.{NAME}.role is neither "prefill" nor "decode"')
+        raise InvalidRequest(f'kv_transfer_params.{NAME}.role must be "prefill" or "decode"')
     node = ours.get("node")
     if not isinstance(node, str) or not 0 < len(node) <= NODE_CHARS_MAX or not node.isprintable():
         raise InvalidRequest(
-            f"kv_transfer_params.{NAME}.node is not a node's id: 1 to {NODE_CHARS_MAX} printable characters"
+            f"kv_transfer_params.{NAME}.node must be a node's id of 1 to {NODE_CHARS_MAX} printable characters"
         )
     return Handoff(handoff_id, NodeId(node))
 
 
 def parse_public_tokens(params: object) -> int:
-    """How many leading tokens of the prompt are public; 0 for none. Raises InvalidRequest."""
+    """The number of leading tokens of the prompt that are public; 0 for none. Raises InvalidRequest."""
     ours = params.get(NAME) if isinstance(params, Mapping) else None
     if not isinstance(ours, Mapping) or "public_tokens" not in ours:
         return 0
     count = ours["public_tokens"]
     if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= PUBLIC_TOKENS_MAX:
-        raise InvalidRequest(f"kv_transfer_params.{NAME}.public_tokens is not a number of tokens")
+        raise InvalidRequest(f"kv_transfer_params.{NAME}.public_tokens must be a number of tokens")
     if ours.get("version") != VERSION:
         raise InvalidRequest(
             f"kv_transfer_params.{NAME}.version is {ours.get('version')!r:.40}, and this engine knows {VERSION} only"
@@ -89,7 +90,7 @@ def parse_public_tokens(params: object) -> int:
 
 
 def decode_params(handoff: Handoff) -> dict[str, object]:
-    """For the engine that continues; the last two are what proxies made for other connectors look for."""
+    """The parameters for the engine that continues. The last two keys are for proxies made for other connectors."""
     ours = {"version": VERSION, "role": "decode", "handoff": handoff.handoff_id.hex(), "node": handoff.node_id}
     return {NAME: ours, "do_remote_prefill": True, "do_remote_decode": False}
 
@@ -98,11 +99,11 @@ def decode_params(handoff: Handoff) -> dict[str, object]:
 class _Writing:
     attachment: AttachmentId
     open_stores: int = 0
-    has_ended: bool = False  # the request, not the copies
+    has_ended: bool = False  # the request has ended; its copies may not have
 
 
 class WriterHandoffs:
-    """The hand-offs that this engine writes for: each is closed once its request has ended and its last store too."""
+    """The hand-offs that this engine writes for. Each is closed once its request and its last store have ended."""
 
     def __init__(self, close: Callable[[AttachmentId, HandoffId], None]) -> None:
         self._close = close
@@ -126,7 +127,7 @@ class WriterHandoffs:
             self._settle(handoff)
 
     def end_all(self) -> None:
-        """Nothing more is stored for any of them: whoever follows one computes the rest."""
+        """Store nothing more for any of them. An engine that follows one computes the rest."""
         for handoff, writing in self._open.items():
             self._close(writing.attachment, handoff)
         self._open.clear()

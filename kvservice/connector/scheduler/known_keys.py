@@ -1,6 +1,7 @@
-"""Keys that are known to be in the pool, so that their blocks are not copied into it once more. Pure; without I/O.
+"""Keys that are known to be in the pool, so that their blocks are not copied into it again. Pure; without I/O.
 
-What is known is a hint: the pool may have evicted a block since. A missed ask tells, and so does the next attachment.
+What is known is a hint: the pool may have evicted a block since. An ask that misses it corrects that, and so does the
+next attachment.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from collections.abc import Iterable
 
 from kvservice.units import AttachmentId, BlockKey
 
-KNOWN_KEYS_MAX = 1 << 17  # some 16 MiB; the keys that were learnt first are forgotten first
+# It takes some 16 MiB. Beyond it the keys that were learnt first are forgotten; their blocks are then copied again.
+KNOWN_KEYS_MAX = 1 << 17
 
 
 class KnownKeys:
-    """Of one attachment's pool. Used on the scheduler's thread."""
+    """The known keys of one attachment's pool. Used on the scheduler's thread."""
 
     def __init__(self) -> None:
         self._learnt: OrderedDict[BlockKey, int] = OrderedDict()  # -> how many asks had been posted by then
@@ -30,7 +32,8 @@ class KnownKeys:
         return self._asks
 
     def follow(self, attachment: AttachmentId) -> bool:
-        """Keep keys of this attachment's pool from now on. True when they were of another one, and are forgotten."""
+        """Keep keys of this attachment's pool from now on. Returns whether they were of another pool and were
+        forgotten."""
         if self._attachment == attachment:
             return False
         self._learnt.clear()
@@ -38,7 +41,7 @@ class KnownKeys:
         return True
 
     def learn(self, keys: Iterable[BlockKey]) -> None:
-        """These are in the pool, or on their way to it."""
+        """Note keys that are in the pool, or on their way to it."""
         for key in keys:
             self._learnt[key] = self._asks
             self._learnt.move_to_end(key)
@@ -46,8 +49,8 @@ class KnownKeys:
             self._learnt.popitem(last=False)
 
     def not_found(self, keys: Iterable[BlockKey], ask_number: int) -> None:
-        """The ask with this number did not find these. What was learnt before it was posted has been evicted since;
-        what was learnt later is still there."""
+        """The ask with this number did not find these keys. What was learnt before it was posted has been evicted
+        since; what was learnt later is still in the pool."""
         for key in keys:
             if self._learnt.get(key, ask_number) < ask_number:
                 del self._learnt[key]

@@ -1,7 +1,7 @@
-"""Loads of promised blocks into the engine, from the plan of a step to the workers' last word. Without I/O.
+"""Loads of promised blocks into the engine, from the plan of a step to the last report of the workers. Without I/O.
 
-Every load holds one lease from its planning until all workers are done with it, or until nobody will copy it any more;
-the lease then ends exactly once. Used on the scheduler's thread.
+Every load holds one lease from its planning until all workers are done with it, or until nobody will copy it any more.
+The lease then ends exactly once. Used on the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Loads:
     def __init__(
         self, session: SessionPort, grouping: Grouping, worker_count: int, counters: Counter[str], *, borrows: bool
     ) -> None:
-        """`borrows`: a load that waited for its writer may take blocks that the writer's engine lends."""
+        """With `borrows`, a load that waited for its writer may use blocks that the writer's engine lends."""
         self._session = session
         self._grouping = grouping
         self._counters = counters
@@ -35,13 +35,13 @@ class Loads:
     def plan(
         self, request: EngineRequest, attachment: AttachmentId, taken: AcquireResult, table: Table, first: int
     ) -> None:
-        """Copy the blocks of `taken` from position `first` on with the next step. Takes over its lease."""
+        """Copy the blocks of `taken` from position `first` on with the next step. Takes over the lease of `taken`."""
         count = len(taken.blocks) - first
         entries = load_entries(self._grouping, request.chains, taken, table, first)
         borrows = self._borrows and request.waits_for_writer
         self._planned.append(LoadPlan(request.request_id, tuple(entries), borrows, request.layered))
         if request.layered:
-            mine = cast("Sequence[int]", table)  # of one group, or it would not be layered
+            mine = cast("Sequence[int]", table)  # there is one group, or the load would not be layered
             self.layered.begin(request.request_id, request.keys[first : first + count], mine[first:])
         self._leases[request.request_id] = (attachment, taken.lease_id)
         request.fetched_blocks = min(taken.fetched_count, count)
@@ -51,21 +51,21 @@ class Loads:
         self._counters["load_blocks_remote"] += request.fetched_blocks
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Put what was planned into the step."""
+        """Put the planned loads into the step."""
         plan.loads, self._planned = self._planned, []
         self.layered.begin_step()
 
     def unplanned(self, request_id: str) -> None:
-        """A step computes on a promise that is not in its plan, because something failed: the load must not follow."""
+        """A step computes on a promise that is not in its plan, because something failed. Drop the load."""
         self._planned = [load for load in self._planned if load.request_id != request_id]
-        self.layered.begin_step()  # its end finds no report
+        self.layered.begin_step()  # its end will find no report
 
     def end_step(self, report: StepReport | None) -> list[LayeredLoad]:
         """The layer-wise loads of the step that ended."""
         return self.layered.end_step(report)
 
     def done(self, request_id: str) -> None:
-        """No worker copies for this request any more. Idempotent."""
+        """No worker copies for this request any more: end its lease. May be called again."""
         if (lease := self._leases.pop(request_id, None)) is not None:
             attachment, lease_id = lease
             if lease_id:

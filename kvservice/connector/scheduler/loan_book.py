@@ -1,9 +1,9 @@
 """Which of the engine's blocks are lent to the reader of a hand-off, and until when. Scheduler side, without I/O.
 
-A lent block is pinned from before the workers hear of the loan until every one of them has said that nobody reads it
-any more. The reader needs no word of it: it was promised slots, and its copy worker takes what is lent from here. So a
-loan may end at any time: when the reader has taken it (the workers end it themselves), after its lease, when the engine
-runs short of blocks, or with the copy worker.
+A lent block is pinned from before the workers hear of the loan until every worker has said that nobody reads it any
+more. The reader need not know of the loan: it was promised slots, and its copy worker uses lent blocks where it can. So
+a loan may end at any time: when the reader has taken the blocks (the workers end it themselves), after its time, when
+the engine runs short of blocks, or with the copy worker.
 
 Frozen: loans between engines have not run on the hardware that they are for, GPUs of one node. Nothing new builds on
 them until they have.
@@ -19,24 +19,27 @@ from typing import Protocol
 from kvservice.connector.plan import LendPlan, StepPlan
 from kvservice.units import BlockKey
 
-FREE_SHARE_MIN = 0.125  # of the engine's blocks: below, it needs them more than a reader does
-REPORT_SECONDS_MAX = 30.0  # a loan that no worker gives back by then keeps no idle engine stepping
+# Free blocks as a share of the engine's blocks. With fewer, the engine needs the lent blocks more than a reader does,
+# so they are recalled.
+FREE_SHARE_MIN = 0.125
+# Seconds. A loan that no worker has given back by then no longer keeps an idle engine stepping.
+REPORT_SECONDS_MAX = 30.0
 
 
 class BlockPins(Protocol):
-    """The engine's blocks that copies or other engines read: kept from being freed or overwritten, also when their
-    request is gone."""
+    """Pins on the engine's blocks that copies or other engines read. A pinned block is neither freed nor overwritten,
+    even if its request is gone."""
 
     def pin(self, block_ids: Sequence[int]) -> None: ...
 
     def unpin(self, block_ids: Sequence[int]) -> None: ...
 
     def forget(self, block_ids: Sequence[int]) -> None:
-        """Their contents are wrong: nobody shall hit them."""
+        """Make the engine's own cache forget these blocks, because their contents are wrong."""
         ...
 
     def free_share(self) -> float:
-        """Free blocks over all blocks."""
+        """Free blocks divided by all blocks."""
         ...
 
 
@@ -50,21 +53,21 @@ class _BookedLoan:
 
 class LoanBook:
     def __init__(self, seconds: float, worker_count: int, counters: Counter[str]) -> None:
-        """`seconds` of a loan; 0 = lend nothing."""
+        """`seconds` is the length of a loan; 0 means that nothing is lent."""
         self._seconds = seconds
         self._worker_count = worker_count
         self._counters = counters
         self._pins: BlockPins | None = None
-        self._loans: dict[int, _BookedLoan] = {}  # told to the workers
-        self._fresh: list[LendPlan] = []  # to be told with the next step
+        self._loans: dict[int, _BookedLoan] = {}  # those that the workers know
+        self._fresh: list[LendPlan] = []  # those that the workers are told with the next step
         self._last_id = 0
 
     def pin_with(self, pins: BlockPins) -> None:
-        """Without it nothing is lent."""
+        """Give it the engine's pins. Without them nothing is lent."""
         self._pins = pins
 
     def lend(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
-        """`block_ids[i]` holds the whole block `keys[i]`, and its request has ended."""
+        """Lend blocks: `block_ids[i]` holds the whole block `keys[i]`, and its request has ended."""
         blocks = tuple(zip(block_ids, keys, strict=False))
         if not self._seconds or self._pins is None or not blocks:
             return
@@ -76,7 +79,7 @@ class LoanBook:
         self._fresh.append(LendPlan(self._last_id, blocks))
 
     def begin_step(self, plan: StepPlan, now: float, *, is_starved: bool) -> None:
-        """Fill in what is lent and what is recalled. `is_starved`: a request may be waiting for blocks."""
+        """Fill in what is lent and what is recalled. `is_starved` means that a request may be waiting for blocks."""
         if not self._fresh and not self._loans:
             return
         for lending in self._fresh:
@@ -89,11 +92,11 @@ class LoanBook:
             self.recall_all()
         for loan in self._loans.values():
             loan.is_recalled = loan.is_recalled or loan.until <= now
-        # Again with each step until the workers have answered: a step may fail before they hear of it.
+        # Repeat it with each step until the workers have answered, because a step may fail before they see it.
         plan.recalls = [loan_id for loan_id, loan in self._loans.items() if loan.is_recalled]
 
     def recall_all(self) -> None:
-        """Ask for every block back with the next step; what nobody was told of yet is not lent."""
+        """Recall every block with the next step. Blocks that no worker was told of are not lent."""
         for lending in self._fresh:
             assert self._pins is not None
             self._pins.unpin([block_id for block_id, _ in lending.blocks])
@@ -103,7 +106,7 @@ class LoanBook:
             loan.is_recalled = True
 
     def returned(self, reports: Iterable[tuple[int, int]]) -> None:
-        """(loan, worker): this worker's share of the loan is read by nobody any more."""
+        """Note (loan, worker) pairs: nobody reads this worker's share of the loan any more."""
         for loan_id, worker in reports:
             loan = self._loans.get(loan_id)
             if loan is None:
@@ -120,7 +123,7 @@ class LoanBook:
         return not self._loans and not self._fresh
 
     def is_pending(self, now: float) -> bool:
-        """Steps are needed to lend, and to hear of the end of loans."""
+        """Whether steps are needed, to lend blocks or to learn of the end of loans."""
         return bool(self._fresh) or any(now < loan.until + REPORT_SECONDS_MAX for loan in self._loans.values())
 
     def _is_short(self) -> bool:

@@ -1,4 +1,4 @@
-"""Which pool an engine uses: the shard of its node, or one of its own in this process."""
+"""Chooses the pool that an engine uses: the shard of its node, or a pool of its own in this process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("kvservice.connector")
 
 @dataclass(frozen=True, slots=True)
 class PoolChoice:
-    """How to open the pool, and the engine's spec with its id filled in."""
+    """How to open the pool, and the engine's spec with its id."""
 
     mode: Mode  # SERVICE or EMBEDDED
     spec: EngineSpec
@@ -34,30 +34,30 @@ class PoolChoice:
 
 
 def choose_pool(options: ConnectorOptions, spec: EngineSpec) -> PoolChoice:
-    """Decided once, at engine start. Raises ConfigError when several shards fit."""
+    """Choose once, at engine start. Raises ConfigError if several shards fit."""
     spec = replace(spec, engine_id=os.urandom(16))
     mode = options.mode
     if mode is Mode.AUTO:
         found = options.socket is not None or choose_shard(options.service, options.node) is not None
         mode = Mode.SERVICE if found else Mode.EMBEDDED
     if mode is Mode.SERVICE:
-        log.info("mode service: uses this node's shard")
+        log.info("mode service: using this node's shard")
         return PoolChoice(mode, spec, lambda: _open_service(options))
     return _embedded(options, spec)
 
 
 async def _open_service(options: ConnectorOptions) -> PoolPort:
-    """The shard may not be up yet, or may come back at another place: looked up at every attempt."""
+    """Looked up at every attempt, because the shard may not be up yet, or may come back in another place."""
     socket = options.socket
     try:
         if socket is None:
             record = choose_shard(options.service, options.node)
             if record is None:
-                raise Unavailable("no shard is registered on this machine: start the service with `kvservice up`")
+                raise Unavailable("no shard is registered on this machine; start the service with `kvservice up`")
             socket = record.socket
         if not is_listening(socket):
-            raise Unavailable(f"no shard listens at {socket}: start the service with `kvservice up`")
-    except ConfigError as error:  # several fit, or another user's process listens there
+            raise Unavailable(f"no shard listens at {socket}; start the service with `kvservice up`")
+    except ConfigError as error:  # several shards fit, or another user's process listens there
         raise Unavailable(error.message) from error
     return ShardClient(socket, Token.of_environment(options.token_file))
 
@@ -65,10 +65,10 @@ async def _open_service(options: ConnectorOptions) -> PoolPort:
 def _embedded(options: ConnectorOptions, spec: EngineSpec) -> PoolChoice:
     geometry = plan_geometry(options.embedded_bytes())
     eviction = find_policy(options.eviction)
-    log.info("mode embedded: a pool of %s of this engine's own", format_bytes(geometry.segment_bytes))
+    log.info("mode embedded: using a pool of %s in this process", format_bytes(geometry.segment_bytes))
 
     async def open_pool() -> PoolPort:
-        # Without a name, so that no end of this engine leaves it behind.
+        # The segment has no name, so nothing is left behind however this engine ends.
         return await PoolRuntime.open(PoolConfig(NodeId(spec.engine_id.hex()[:12]), None, geometry, eviction=eviction))
 
     return PoolChoice(Mode.EMBEDDED, spec, open_pool)

@@ -1,8 +1,8 @@
-"""The engine's line to its pool: a thread of its own with an event loop, so that the scheduler never waits for an RPC.
+"""The engine's session with its pool. It has a thread with an event loop, so that the scheduler never waits for an RPC.
 
-The scheduler half posts commands and takes results; neither blocks. The session attaches, heartbeats, keeps a stock of
-reserved slots so that no RPC is needed per block, and attaches again after a loss. While it is not attached everything
-answers at once: nothing is found, nothing is stored.
+The scheduler half posts commands and takes results; neither blocks. The session attaches, sends heartbeats, keeps a
+stock of reserved slots so that no RPC is needed per block, and attaches again after a loss. While it is not attached it
+answers at once: nothing is found and nothing is stored.
 """
 
 from __future__ import annotations
@@ -35,21 +35,26 @@ from kvservice.units import AttachmentId, HandoffId, LeaseId, format_bytes
 
 log = logging.getLogger("kvservice.connector")
 
+# Before the second attempt to attach; it doubles with each attempt. A restarted shard is back within a second.
 RETRY_SECONDS_FIRST = 0.2
-RETRY_SECONDS_MAX = 5.0
-REFUSED_RETRY_SECONDS = 15.0  # another engine with another fingerprint may leave
-STOCK_MIN = 8
-STOCK_MAX = 1024
-TICK_SECONDS = 1.0
-CLOSE_SECONDS = 5.0
-HEARTBEAT_SECONDS_MAX = 10.0  # however long leases are: what was lost on the way is made good by heartbeats
-REPORTS_MAX = 1024  # of requests that ended, between two renewals; more are not remembered
+RETRY_SECONDS_MAX = 5.0  # The most between two attempts: a shard that comes back is used at most this much later.
+# After a refusal because of the fingerprint. The engine with the other fingerprint may leave.
+REFUSED_RETRY_SECONDS = 15.0
+STOCK_MIN = 8  # Slots held ready without requests, so that the first blocks find room at once.
+STOCK_MAX = 1024  # The most slots held ready. A step that fills more blocks stores the rest in the next step.
+TICK_SECONDS = 1.0  # Between two looks at the stock and the requests' reports.
+CLOSE_SECONDS = 5.0  # For detaching. Then the session ends without it, and the shard notices the closed stream.
+# However long leases are: heartbeats also repair what was lost on the way, and that should not take longer.
+HEARTBEAT_SECONDS_MAX = 10.0
+# Reports of ended requests between two renewals. Beyond it the oldest are dropped; `kvservice explain` then lacks them.
+REPORTS_MAX = 1024
+# a report reaches the shard this much later at most, so that `kvservice explain` knows a request at once
 REPORT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class AcquireAnswer:
-    """Result of one acquire. `result` is None when there was no pool to ask."""
+    """The result of one acquire. `result` is None if there was no pool to ask."""
 
     request_id: str
     attachment: AttachmentId
@@ -58,7 +63,7 @@ class AcquireAnswer:
 
 
 class Session:
-    """All public methods may be called from the scheduler's thread and return at once, but for start and close."""
+    """All public methods but `start` and `close` return at once. Call them on the scheduler's thread."""
 
     def __init__(
         self,
@@ -68,28 +73,30 @@ class Session:
         stock_min: int = STOCK_MIN,
         rng: random.Random | None = None,
     ) -> None:
-        """`stock_min`: slots held ready while nothing is known of requests to come. `rng` spreads its attempts."""
+        """`stock_min` is the number of slots held ready while no requests are known. `rng` spreads the attempts to
+        attach."""
         self._open_pool = open_pool
         self._spec = spec
-        self._losses: list[str] = []  # of the current attachment: why it ended
+        self._losses: list[str] = []  # why the current attachment ended
         self._may_reattach = may_reattach
         self._stock_min = min(max(stock_min, STOCK_MIN), STOCK_MAX)
         self._rng = rng or random.Random()
         self._lock = threading.Lock()
         self._layouts = (spec.layout, *(group.layout for group in spec.window_groups))
         self._stocks: list[deque[BlockRef]] = [deque() for _ in self._layouts]  # by KV cache group
-        self._expected = 0  # blocks that requests in flight will want to store
+        self._expected = 0  # blocks that the requests in flight will want to store
         self._answers: deque[AcquireAnswer] = deque()
         self._answered = threading.Condition(self._lock)
         self._pending: Counter[str] = Counter()  # acquires under way, by request
-        self._acquires: dict[str, asyncio.Future[AcquireResult]] = {}  # the loop's own
-        self._seals: set[asyncio.Task[Any]] = set()  # the loop's own
+        self._acquires: dict[str, asyncio.Future[AcquireResult]] = {}  # used on the loop only
+        self._seals: set[asyncio.Task[Any]] = set()  # used on the loop only
         self._reports: deque[RequestReport] = deque(maxlen=REPORTS_MAX)
-        self._leases: set[LeaseId] = set()  # delivered and not released: only these are renewed
+        self._leases: set[LeaseId] = set()  # delivered and not released; only these are renewed
         self._ledger = Ledger()  # what each heartbeat states
-        self._abandoned: set[str] = set()  # requests that ended meanwhile: what is promised to them is given back here
+        # requests that ended while they asked; what they are promised is given back here
+        self._abandoned: set[str] = set()
         self._attachment: Attachment | None = None
-        self._attempts = 0  # to attach
+        self._attempts = 0  # attempts to attach
         self._pool: PoolPort | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
@@ -103,7 +110,8 @@ class Session:
     # -- the scheduler's thread ----
 
     def start(self, wait_seconds: float) -> Attachment | None:
-        """Start the thread and wait for the first attempt to attach, so that early requests profit already."""
+        """Start the thread and wait for the first attempt to attach, so that early requests can hit already. Blocks for
+        at most `wait_seconds`. Returns the attachment, or None."""
         self._thread.start()
         self._first_attempt.wait(wait_seconds)
         return self.attachment
@@ -115,7 +123,8 @@ class Session:
             return self._attachment
 
     def acquire(self, request_id: str, request: AcquireRequest) -> AttachmentId | None:
-        """Ask for a prefix; the answer shows up in `answers`. None, and no answer, when there is no pool."""
+        """Ask for a prefix. The result appears in `answers`. Returns None, and there is no answer, if there is no
+        pool."""
         attachment = self.attachment
         if attachment is None:
             return None
@@ -127,7 +136,7 @@ class Session:
         return None
 
     def abandon(self, request_id: str) -> None:
-        """The request ended: nobody waits for it any more; an answer that comes nevertheless is given back."""
+        """The request ended and waits no more. An answer that still comes is given back."""
         with self._lock:
             pending = self._pending[request_id] > 0
             if pending:
@@ -138,8 +147,8 @@ class Session:
             self._call(self._cancel, request_id)
 
     def wait_for_answer(self, seconds: float) -> None:
-        """Give this session's thread the interpreter until an answer is there, for an engine with nothing else to do:
-        one that asks again without a pause slows down the very answer it waits for."""
+        """Give the interpreter to this session's thread until an answer is there or the time is over. For an engine
+        with nothing else to do: asking again without a pause would slow down the very answer it waits for."""
         with self._answered:
             if seconds and not self._answers:
                 self._answered.wait(seconds)
@@ -151,14 +160,15 @@ class Session:
         return found
 
     def expect(self, count: int) -> None:
-        """So many more blocks will want slots soon (negative: they will not)."""
+        """`count` more blocks will want slots soon. A negative count takes that back."""
         with self._lock:
             self._expected = max(0, self._expected + count)
         if count > 0:
             self._poke()
 
     def take_slots(self, attachment: AttachmentId, count: int, group: int = 0) -> list[BlockRef]:
-        """Up to `count` reserved slots of this attachment for a KV cache group; the caller seals or aborts each."""
+        """Up to `count` reserved slots of this attachment for a KV cache group. The caller seals or aborts each of
+        them."""
         with self._lock:
             if not self._is_current(attachment):
                 return []
@@ -177,7 +187,7 @@ class Session:
         self._post(self._with_pool(attachment, "abort", lambda pool: pool.abort(attachment, list(refs))))
 
     def open_handoff(self, handoff: HandoffId) -> AttachmentId | None:
-        """Others may follow what is stored for it. None when there is no pool."""
+        """Let other engines follow what is stored for this hand-off. Returns None if there is no pool."""
         with self._lock:
             if self._attachment is None:
                 return None
@@ -187,7 +197,7 @@ class Session:
         return wanted
 
     def close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
-        """Once everything that was sent to be sealed before is."""
+        """Close the hand-off once everything that was sent to be sealed before is sealed."""
         self._post(self._close_handoff(attachment, handoff))
 
     def release(self, attachment: AttachmentId, lease_id: LeaseId) -> None:
@@ -197,12 +207,12 @@ class Session:
         self._post(self._with_pool(attachment, "release", lambda pool: pool.release(attachment, [lease_id])))
 
     def report(self, report: RequestReport) -> None:
-        """Of a request that ended; travels with the next renewal, within a second."""
+        """Report an ended request. It travels with the next renewal, within a second."""
         with self._lock:
             self._reports.append(report)
 
     def close(self) -> None:
-        """Detach and end the thread. Blocks for a moment. Idempotent."""
+        """Detach and end the thread. Blocks for at most CLOSE_SECONDS. May be called again."""
         self._stopping = True
         self._poke()
         if self._thread.is_alive():
@@ -222,7 +232,8 @@ class Session:
             self._first_attempt.set()
 
     async def serve(self) -> None:
-        """What the thread of `start` does, on the loop that runs: until `close`, and a moment for what is under way."""
+        """What the thread of `start` runs: attaches again and again, until `close` and a moment longer for what is
+        under way."""
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         delay = RETRY_SECONDS_FIRST
@@ -233,7 +244,7 @@ class Session:
             except KVServiceError as error:
                 self._report_failure(error)
                 delay = REFUSED_RETRY_SECONDS if isinstance(error, Refused) else min(delay * 2, RETRY_SECONDS_MAX)
-            except Exception as error:  # thread boundary: the next attempt may go well
+            except Exception as error:  # thread boundary: the next attempt may succeed
                 self._report_failure(KVServiceError(f"unexpected {type(error).__name__}: {error}"))
                 log.debug("session_failed", exc_info=True)
                 delay = RETRY_SECONDS_MAX
@@ -248,16 +259,16 @@ class Session:
         """Attach and keep the attachment going until it is lost or the session closes."""
         if self._pool is None:
             self._pool = await self._open_pool()
-        # An old plan may still be in a worker's hands: attaching again would free the slots it writes.
+        # A worker may still have an old plan. Attaching again would free the slots that it writes.
         while not self._may_reattach():
-            if self._stopping:  # nobody attaches just to leave
+            if self._stopping:  # do not attach just to leave
                 return
             await asyncio.sleep(0.05)
         self._losses = lost = []
 
         def on_lost(reason: str) -> None:
             lost.append(reason)
-            if self._losses is not lost:  # an earlier attachment, whose end is heard of late
+            if self._losses is not lost:  # the end of an earlier attachment, heard of late
                 return
             self._forget()
             if self._wake is not None:
@@ -276,10 +287,10 @@ class Session:
         finally:
             unused = self._forget()
         if lost:
-            log.warning("the pool is gone (%s): serving without the cache until it is back", lost[0])
+            log.warning("the pool is gone (%s); serving without the cache until it is back", lost[0])
             self.counters["lost"] += 1
         elif self._stopping:
-            if unused:  # what a worker was told to write comes back when the workers have ended
+            if unused:  # slots that a worker was told to write come back when the workers have ended
                 with contextlib.suppress(KVServiceError):
                     await self._pool.abort(attachment.attachment_id, unused)
             await self._pool.detach(attachment.attachment_id)
@@ -309,7 +320,7 @@ class Session:
             await is_set_within(min(TICK_SECONDS, max(renew_at - self._loop.time(), 0.01)), self._wake)
 
     def _renewer(self, attachment: Attachment) -> Callable[[PoolPort], Awaitable[None]]:
-        # A lease whose answer was lost on the way is not among them and ends by itself.
+        # A lease whose answer was lost on the way is not among them, so it expires.
         with self._lock:
             leases, statement = sorted(self._leases), self._ledger.state()
             reports = list(self._reports)
@@ -317,12 +328,12 @@ class Session:
         return lambda pool: pool.renew(attachment.attachment_id, leases, reports, statement)
 
     async def _restock(self, attachment: Attachment, group: int) -> None:
-        """Top the stock up in one call, or give back what an idle engine need not hold."""
+        """Fill the stock up with one call, or give back slots that an idle engine need not hold."""
         assert self._pool is not None
         geometry = attachment.geometry
         payload_bytes = self._layouts[group].payload_bytes
         slots = geometry.slab_count * geometry.slots_per_slab(payload_bytes)
-        if attachment.quota_bytes:  # slots held ready take the place of its tenant's own blocks
+        if attachment.quota_bytes:  # slots held ready take the room of the tenant's own blocks
             slots = min(slots, attachment.quota_bytes // payload_bytes)
         slots //= len(self._stocks)
         with self._lock:
@@ -342,7 +353,8 @@ class Session:
             log.debug("reserve failed: %s", error.message)
 
     async def _reserve(self, attachment: Attachment, group: int, count: int) -> None:
-        """Put so many slots into stock. What comes too late is not used: the next heartbeat has denied it."""
+        """Reserve this many slots for the stock. Slots that arrive too late are not used, because a heartbeat has
+        already denied them."""
         assert self._pool is not None
         with self._lock:
             call = self._ledger.begin_call()
@@ -392,7 +404,7 @@ class Session:
         await self._with_pool(attachment, "close_handoff", lambda pool: pool.close_handoff(attachment, handoff))
 
     def _is_abandoned(self, request_id: str) -> bool:
-        """One acquire of this request is done; True when nobody wants its result any more."""
+        """Note that one acquire of this request is done. Returns whether nobody wants its result any more."""
         with self._lock:
             abandoned = request_id in self._abandoned
             self._pending[request_id] -= 1
@@ -429,7 +441,7 @@ class Session:
     ) -> None:
         pool = self._pool
         if pool is None or not self._is_current(attachment):
-            return  # the attachment is gone, and with it what it held
+            return  # the attachment is gone, and what it held with it
         try:
             await call(pool)
         except KVServiceError as error:
@@ -438,7 +450,7 @@ class Session:
 
     @property
     def held(self) -> frozenset[BlockRef]:
-        """Slots that this engine may write, in stock, in plans, with its workers or being sealed."""
+        """The slots that this engine may write: in stock, in plans, at its workers or being sealed."""
         with self._lock:
             return self._ledger.slots
 
@@ -455,7 +467,7 @@ class Session:
         return False
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> bool:
-        """On the loop, soon. False when it has ended, or not begun."""
+        """Call a function on the loop soon. False if the loop has ended or not begun."""
         loop = self._loop
         if loop is None:
             return False
@@ -475,7 +487,7 @@ class Session:
             self._call(self._wake.set)
 
     async def _pause(self, seconds: float) -> None:
-        """Sleep, but end early when the session closes."""
+        """Sleep, but wake early if the session closes."""
         assert self._loop is not None and self._wake is not None
         until = self._loop.time() + seconds
         while not self._stopping and self._loop.time() < until:
@@ -483,7 +495,7 @@ class Session:
             await is_set_within(min(0.25, max(until - self._loop.time(), 0.001)), self._wake)
 
     def _forget(self) -> list[BlockRef]:
-        """Returns the slots that nobody was told to write."""
+        """Forget the attachment. Returns the slots that no worker was told to write."""
         with self._lock:
             self._attachment = None
             unused = [ref for stock in self._stocks for ref in stock]
@@ -495,6 +507,6 @@ class Session:
 
     def _report_failure(self, error: KVServiceError) -> None:
         self.counters[f"attach_{error.reason.lower()}"] += 1
-        if error.message != self._refusal:  # once, not at every retry
+        if error.message != self._refusal:  # log it once, not at every retry
             self._refusal = error.message
             log.error("serving without the cache: %s", error.message)

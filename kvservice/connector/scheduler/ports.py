@@ -13,7 +13,7 @@ from kvservice.units import AttachmentId, BlockHash, HandoffId, LeaseId
 
 
 class SessionPort(Protocol):
-    """What this half needs of a Session. Nothing blocks."""
+    """What the scheduler half needs of a Session. Nothing blocks."""
 
     @property
     def attachment(self) -> Attachment | None: ...
@@ -43,20 +43,20 @@ class SessionPort(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Ask again at the next step."""
+    """Ask again in the next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """So many tokens beyond the engine's own hit are local, verified and leased; 0 = nothing."""
+    """This many tokens beyond the engine's own hit are on this node, verified and leased; 0 means nothing."""
 
     tokens: int
-    layered: bool = False  # the engine computes the rest in the step that loads them
+    layered: bool = False  # the engine computes the rest in the step that loads these tokens
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """For the engine's event stream, in its own names."""
+    """A stored block for the engine's event stream, under the engine's own names."""
 
     block_hash: BlockHash
     parent: BlockHash | None

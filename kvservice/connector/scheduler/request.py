@@ -21,7 +21,7 @@ class RequestState(Enum):
 
 class RequestEvent(Enum):
     ASK = "ask"
-    SKIP = "skip"  # nothing to ask, or nobody
+    SKIP = "skip"  # there is nothing to ask, or no pool
     ANSWER = "answer"
     GIVE_UP = "give_up"  # the deadline passed
     LOAD = "load"
@@ -42,14 +42,14 @@ TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
     (RequestState.ANSWERED, RequestEvent.END): RequestState.ENDED,
     (RequestState.LOADING, RequestEvent.LOADED): RequestState.RUNNING,
     (RequestState.LOADING, RequestEvent.END): RequestState.ENDED,
-    (RequestState.RUNNING, RequestEvent.ASK): RequestState.ASKED,  # preempted: its blocks may come back from the pool
+    (RequestState.RUNNING, RequestEvent.ASK): RequestState.ASKED,  # preempted; its blocks may come back from the pool
     (RequestState.RUNNING, RequestEvent.END): RequestState.ENDED,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """What the names of blocks derive from, as an attachment says it. Secret."""
+    """What the names of blocks derive from, as an attachment gives it. Secret."""
 
     tenant_key: bytes = field(default=DEFAULT_TENANT_KEY, repr=False)
     public_key: bytes = field(default=b"", repr=False)
@@ -60,7 +60,7 @@ class Naming:
         return cls(attachment.tenant_key or DEFAULT_TENANT_KEY, attachment.public_key, attachment.may_publish)
 
     def under(self, term: bytes) -> Naming:
-        """The same in a term of the engine's weights; without one, the weights are as they were loaded."""
+        """The same naming in a term of the engine's weights. Without a term, the weights are as they were loaded."""
         if not term:
             return self
         public = term_key(self.public_key, term) if self.public_key else b""
@@ -71,32 +71,32 @@ class Naming:
 class EngineRequest:
     request_id: str
     keys: list[BlockKey]
-    window_keys: list[list[BlockKey]] = field(default_factory=list)  # of each window group, position by position
-    tokens: int = 0  # of its prompt, or of all it has so far
+    window_keys: list[list[BlockKey]] = field(default_factory=list)  # keys of each window group, position by position
+    tokens: int = 0  # of its prompt, or all tokens that it has so far
     state: RequestState = RequestState.NEW
-    attachment: AttachmentId | None = None  # that holds the lease
+    attachment: AttachmentId | None = None  # the attachment that holds the lease
     deadline: float = 0.0
     ask_number: int = 0
     asked: AcquireRequest | None = None  # the one ask whose answer counts
     result: AcquireResult | None = None
-    prompt_blocks: int = 0  # full ones, when it came
-    engine_blocks: int = 0  # the engine's own hit, when it was first asked about
-    layered: bool = False  # what is promised is loaded layer by layer, in the step that computes the rest
+    prompt_blocks: int = 0  # full blocks of the prompt when the request came
+    engine_blocks: int = 0  # the engine's own hit when the request was first asked about
+    layered: bool = False  # the promise is loaded layer by layer, in the step that computes the rest
     local_blocks: int = 0  # the engine's own hit when the promise was made
     loaded_blocks: int = 0
     salted: bool = False
-    gave_up: bool = False  # the pool's answer was not waited for
-    stored: int = 0  # blocks [0, stored) are in the pool, under way to it, or given up
-    public_tokens: int = 0  # leading ones of its prompt that tenants may share, as far as the request says
-    naming: Naming = field(default_factory=Naming)  # that its keys were made with
-    adapter: bytes = b""  # connector.adapters' identity of its adapter; empty = computed without one
-    admitted: bool = True  # False: the pool says that nothing is reused here, so its blocks are not stored
+    gave_up: bool = False  # the request did not wait for the pool's answer
+    stored: int = 0  # blocks [0, stored) are in the pool, on their way to it, or given up
+    public_tokens: int = 0  # leading tokens of its prompt that tenants may share, as the request says
+    naming: Naming = field(default_factory=Naming)  # the naming that its keys were made with
+    adapter: bytes = b""  # identity of its adapter (vllm.lora); empty means computed without one
+    admitted: bool = True  # False: the pool sees no reuse, so the blocks are not stored
     kept_out: int = 0  # leading blocks that are never stored: public ones of a tenant that may only read them
     expected: int = 0  # slots announced to the session and not taken yet
     fetched_blocks: int = 0
-    may_read: bool = True  # False: neither its engine's role nor the request itself allows it, at any time
-    scheduled: bool = False  # the engine has given it blocks; asked about again, it was preempted
-    load_failed: bool = False  # nothing is promised to it again, or it could fail for ever
+    may_read: bool = True  # False: the engine's role or the request itself never allows it
+    scheduled: bool = False  # the engine has given it blocks; if it is asked about again, it was preempted
+    load_failed: bool = False  # nothing is promised to it again, because it could fail for ever
     reads: Handoff | None = None  # another engine computes its prompt
     waits_for_writer: bool = False
     writes: HandoffId | None = None  # it is computed for another engine
@@ -112,7 +112,7 @@ class EngineRequest:
         self.state = target
 
     def report(self) -> RequestReport:
-        """What became of it, once it has ended."""
+        """The report about the request, once it has ended."""
         loaded = 0 if self.load_failed else self.loaded_blocks
         engine = min(self.engine_blocks, self.prompt_blocks)
         computed = max(self.prompt_blocks - engine - loaded, 0)

@@ -1,7 +1,7 @@
 """Names the blocks of requests with the keys of the tenant that the engine is attached as. Pure; without I/O.
 
-A request's first blocks may be public: named with the key that tenants share, if this tenant may use it. What it may
-read and not publish is looked for there, and never stored.
+A request's first blocks may be public: they are named with the key that tenants share, if this tenant may use it.
+Blocks that it may read but not publish are looked up under that key and never stored.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from kvservice.core.block.window_groups import group_key
 from kvservice.core.messages import Attachment
 from kvservice.units import BlockHash, BlockKey
 
-# (hashes, the key that their names derive from) -> names
+# (hashes, the key that the names derive from) -> names
 MakeKeys = Callable[[Sequence[BlockHash], bytes], list[BlockKey]]
 
 
 class Keyring:
-    """The keys of every request so far, by the attachment and the term that were current when they were made."""
+    """Names the blocks of every request with the attachment and the term that are current."""
 
     def __init__(self, make_keys: MakeKeys, block_tokens: int, term: bytes = b"") -> None:
-        """`term`: of the engine's weights. Empty while they are what the fingerprint names."""
+        """`term` is that of the engine's weights; empty while they are those that the fingerprint names."""
         self._make_keys = make_keys
         self._block_tokens = block_tokens
         self._term = term
@@ -30,22 +30,22 @@ class Keyring:
         self._read: tuple[Attachment | None, Naming] = (None, self._naming)
 
     def begin_term(self, term: bytes) -> None:
-        """The engine's weights changed: from here on every block has another name, also of requests it has already."""
+        """The engine's weights changed. From here on every block has another name, also those of requests under way."""
         self._term = term
         attachment = self._read[0]
         self._naming = (Naming() if attachment is None else Naming.of(attachment)).under(term)
         self._read = attachment, self._naming
 
     def is_current(self, request: EngineRequest, attachment: Attachment | None) -> bool:
-        """Whether the request's keys are of this attachment."""
+        """Whether the request's keys belong to this attachment."""
         if attachment is None:
             return True
         naming = self._naming_of(attachment)
         return request.naming is naming or request.naming == naming
 
     def extend(self, request: EngineRequest, hashes: Sequence[BlockHash], attachment: Attachment | None) -> int:
-        """Give the request a key for each hash. Keys of another naming are made anew: as another tenant, or with
-        another secret, its blocks have other names. Returns how many of the new ones may be stored."""
+        """Give the request a key for each hash. Keys of another naming are made again, because under another tenant or
+        secret its blocks have other names. Returns how many of the new keys may be stored."""
         if attachment is not None:
             self._naming = self._naming_of(attachment)
         if request.naming is not self._naming and request.naming != self._naming:
@@ -68,7 +68,7 @@ class Keyring:
         return len(hashes) - max(begin, min(request.kept_out, len(hashes)))
 
     def _naming_of(self, attachment: Attachment) -> Naming:
-        """Asked for every request of every step: read once for each attachment."""
+        """Called for every request of every step, so it is read once per attachment."""
         if self._read[0] is not attachment:
             self._read = attachment, Naming.of(attachment).under(self._term)
         return self._read[1]

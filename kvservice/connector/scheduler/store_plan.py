@@ -1,4 +1,4 @@
-"""Which blocks of a request are stored next, and into which slots. Engine-neutral; without I/O but for taking slots."""
+"""Chooses the blocks of a request that are stored next, and their slots. Engine-neutral; no I/O except taking slots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvservice.core.messages import SealItem
 from kvservice.core.segment.refs import BlockRef
 from kvservice.units import AttachmentId, BlockKey, HandoffId
 
-TakeSlots = Callable[[int, int], Sequence[BlockRef]]  # (count, group) -> at most so many
+TakeSlots = Callable[[int, int], Sequence[BlockRef]]  # (count, group) -> at most `count` slots
 
 
 @dataclass(slots=True)
@@ -23,14 +23,14 @@ class PlannedStore:
     items: list[SealItem] = field(default_factory=list)
     entries: list[CopyEntry] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)  # of group 0's blocks among them
-    done: int = 0  # everything before it is stored, known or gone
+    done: int = 0  # everything before this position is stored, known or gone
     put_off: int = 0  # blocks that found no slot
     unused: list[BlockRef] = field(default_factory=list)  # slots to give back
 
 
 @dataclass(slots=True)
 class OpenStore:
-    """Under copy; sealed once every worker has reported."""
+    """A store that is being copied. It is sealed once every worker has reported."""
 
     attachment: AttachmentId
     items: list[SealItem]
@@ -39,7 +39,7 @@ class OpenStore:
     planned_at: float
     handoff: HandoffId | None
     reports: Counter[str] = field(default_factory=Counter)
-    is_void: bool = False  # the weights changed meanwhile: its blocks are given back, not sealed
+    is_void: bool = False  # the weights changed meanwhile, so its slots are given back instead of sealed
 
 
 def plan_store(
@@ -51,9 +51,9 @@ def plan_store(
     known: Container[BlockKey],
     take_slots: TakeSlots,
 ) -> PlannedStore:
-    """Blocks of the positions [begin, end) whose keys are not `known`, position by position up to the first that does
-    not find all its slots. A block that a window has left is passed over. `chains`: the keys of each group,
-    group 0 first."""
+    """Plan the blocks of positions [begin, end) whose keys are not `known`, position by position, up to the first that
+    does not find all its slots. A block that a window has left is skipped. `chains` has the keys of each group, group 0
+    first."""
     planned = PlannedStore(done=begin)
     wanted: list[tuple[int, int, list[tuple[int, int, int]]]] = []  # (position, group, places)
     for position in range(begin, end):
@@ -87,7 +87,8 @@ def plan_store(
 
 
 def _first_without(wanted: Sequence[tuple[int, int, object]], slots: Sequence[Sequence[BlockRef]]) -> int:
-    """The first position that does not get a slot for each of its blocks; behind all of them if there is none."""
+    """The first position that does not get a slot for each of its blocks; the position behind all of them if there is
+    none."""
     left = [len(one) for one in slots]
     for position, group, _ in wanted:
         if not left[group]:

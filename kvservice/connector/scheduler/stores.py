@@ -1,4 +1,4 @@
-"""Stores of computed blocks into the pool, from the plan of a step to Seal or Abort. Without I/O but for the session.
+"""Stores of computed blocks into the pool, from the plan of a step to Seal or Abort. No I/O except through the session.
 
 Every slot that is taken is sealed or given back exactly once. A block is sealed when all workers have copied their part
 of it; the engine's blocks are pinned until then. Used on the scheduler's thread.
@@ -20,8 +20,9 @@ from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.connector.scheduler.store_plan import OpenStore, plan_store
 from kvservice.units import AttachmentId, BlockHash
 
-IN_FLIGHT_MAX = 4096  # blocks; beyond, stores are put off
-REPORT_SECONDS_MAX = 30.0  # a store that no worker has reported by then keeps no idle engine stepping
+IN_FLIGHT_MAX = 4096  # Blocks. Beyond it stores are put off, so that copies do not pin the engine's whole cache.
+# Seconds. A store that no worker has reported by then no longer keeps an idle engine stepping.
+REPORT_SECONDS_MAX = 30.0
 
 
 class Stores:
@@ -36,7 +37,7 @@ class Stores:
         *,
         remember: bool,
     ) -> None:
-        """`remember`: what was sent to be sealed is kept for `take_stored`."""
+        """With `remember`, what was sent to be sealed is kept for `take_stored`."""
         self._session = session
         self._grouping = grouping
         self._known = known
@@ -45,7 +46,7 @@ class Stores:
         self._counters = counters
         self._remember = remember
         self._pins: BlockPins | None = None
-        self._queued: list[StorePlan] = []  # of requests that ended: for the next step
+        self._queued: list[StorePlan] = []  # of requests that ended; for the next step
         self._open: dict[int, OpenStore] = {}
         self._last_id = 0
         self._step_began = 0.0
@@ -54,10 +55,10 @@ class Stores:
     def pin_with(self, pins: BlockPins) -> None:
         self._pins = pins
 
-    # -- what will be wanted ----
+    # -- expected stores ----
 
     def expect(self, request: EngineRequest, count: int) -> None:
-        """The request will want so many more slots soon (negative: it will not), and never fewer than none."""
+        """The request will want `count` more slots soon (negative: fewer), but never fewer than none."""
         change = max(count, -request.expected)
         request.expected += change
         self._session.expect(change)
@@ -77,12 +78,12 @@ class Stores:
         full: int,
         table: Table,
     ) -> StorePlan | None:
-        """Take slots for the blocks before position `full` that are not in the pool, and plan their copies. What finds
-        no slot is tried again at the next step. None when there is nothing to copy."""
+        """Take slots for the blocks before position `full` that are not in the pool, and plan their copies. Blocks that
+        find no slot are tried again in the next step. Returns None if there is nothing to copy."""
         if request.stored >= full or self._blocks_in_flight() >= IN_FLIGHT_MAX:
             return None
-        # What was evicted since is only noticed by asking; for a hand-off from an engine that never asks, a duplicate
-        # costs a copy and a gap costs the reader the rest.
+        # Whether a known block was evicted since is noticed only by asking. A hand-off from an engine that never asks
+        # therefore stores everything: a duplicate costs a copy, but a gap costs the reader the whole rest.
         known = self._known if request.writes is None or request.ask_number else ()
         take_slots = partial(self._session.take_slots, attachment)
         planned = plan_store(self._grouping, request.chains, table, request.stored, full, known, take_slots)
@@ -107,13 +108,13 @@ class Stores:
         return StorePlan(self._last_id, tuple(planned.entries))
 
     def queue(self, store: StorePlan) -> None:
-        """Copy it with the next step: its request has ended."""
+        """Copy this store with the next step; its request has ended."""
         self._queued.append(store)
 
     # -- reports ----
 
     def reported(self, report: StepReport) -> None:
-        """Some workers are done with some stores."""
+        """Note that some workers are done with some stores."""
         for outcome, counts in (("stored", report.stored), ("failed", report.failed)):
             for store_id, count in counts.items():
                 store = self._open.get(store_id)
@@ -122,7 +123,7 @@ class Stores:
                     self._finish(store_id, store)
 
     def fail(self, store: StorePlan) -> None:
-        """No worker will copy it: its slots are given back."""
+        """No worker will copy this store: give its slots back."""
         self.reported(StepReport(failed={store.store_id: self._worker_count}))
 
     def _finish(self, store_id: int, store: OpenStore) -> None:
@@ -142,30 +143,30 @@ class Stores:
         self._handoffs.store_ended(store.handoff)
 
     def void(self) -> None:
-        """The engine's weights changed: what is under copy is given back when its copies end, and not sealed."""
+        """The engine's weights changed: what is being copied is given back when its copies end, and not sealed."""
         for store in self._open.values():
             store.is_void, store.handoff = True, None
         self._stored.clear()
 
     def take_stored(self) -> list[StoredBlock]:
-        """Blocks sent to be sealed since the last call; empty unless `remember`."""
+        """The blocks sent to be sealed since the last call. Empty unless `remember`."""
         found, self._stored = self._stored, []
         return found
 
-    # -- what is open ----
+    # -- state ----
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is queued, and no worker copies anything."""
+        """Whether nothing is queued and no worker copies anything."""
         return not self._open and not self._queued
 
     @property
     def is_quiet(self) -> bool:
-        """No worker can still write a slot."""
+        """Whether no worker can write a slot any more."""
         return not self._open
 
     def is_pending(self, now: float) -> bool:
-        """Steps are needed to start copies, or to hear how they ended."""
+        """Whether steps are needed, to start copies or to learn how they ended."""
         return bool(self._queued) or any(now - it.planned_at < REPORT_SECONDS_MAX for it in self._open.values())
 
     def _blocks_in_flight(self) -> int:

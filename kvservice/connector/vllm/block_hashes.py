@@ -1,7 +1,7 @@
-"""Names the blocks of a prompt as a vLLM engine elsewhere will, from its token ids and what its fingerprint says.
+"""Names the blocks of a prompt as a vLLM engine elsewhere names them, from token ids and the engine's fingerprint.
 
-For routers: they have the prompt and no engine. vLLM's own hash functions are used, so that they can differ only where
-its chaining does, which a test compares. Whatever adds to the hash (LoRA, images, prompt embeddings) is not covered.
+For routers, which have the prompt but no engine. It uses vLLM's own hash functions, so only the chaining could differ,
+and a test compares that. Everything else that enters the hash (LoRA, images, prompt embeddings) is not covered.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Namer = Callable[[Sequence[int]], list[BlockHash]]
 
 
 def block_namer(fields: Mapping[str, str], cache_salt: str = "") -> Namer:
-    """Token ids -> hashes of their full blocks, for engines whose fingerprint has these fields.
+    """A function from token ids to the hashes of their full blocks, for engines whose fingerprint has these fields.
 
-    Raises UnsupportedLayout when this process cannot make the same hashes.
+    Raises UnsupportedLayout if this process cannot make the same hashes.
     """
     algorithm, seed = fields.get("hash", ""), fields.get("hash_seed", "")
     block_tokens = int(fields.get("block_tokens", "0"))
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     if fields.get("hash_python", python) != python:
         raise UnsupportedLayout(
-            f"the engines name blocks with {algorithm!r} on Python {fields['hash_python']}, this is {python}: use the "
-            "same Python, or start vLLM with --prefix-caching-hash-algo sha256_cbor"
+            f"the engines name blocks with {algorithm!r} on Python {fields['hash_python']}, but this is {python}; use "
+            "the same Python, or start vLLM with --prefix-caching-hash-algo sha256_cbor"
         )
     try:
         function = get_hash_fn_by_name(algorithm)
@@ -46,14 +46,14 @@ def block_namer(fields: Mapping[str, str], cache_salt: str = "") -> Namer:
         for start in range(0, len(token_ids) - block_tokens + 1, block_tokens):
             parent = function((parent, tuple(token_ids[start : start + block_tokens]), extra))
             names.append(BlockHash(parent))
-            extra = None  # a salt is only in the first block
+            extra = None  # only the first block has a salt
         return names
 
     return name
 
 
 def template_wants_parts(chat_template: str) -> bool:
-    """Does this template go over a message's content as a list of parts? vLLM then gives it lists instead of text."""
+    """Whether this template reads a message's content as a list of parts. vLLM then gives it lists instead of text."""
     from vllm.renderers import hf
 
     detect = getattr(hf, "_detect_content_format", None)

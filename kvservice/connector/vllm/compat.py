@@ -1,6 +1,6 @@
-"""Everything that depends on how vLLM is built inside: identity of the model, hash settings, KV cache groups.
+"""Everything that depends on how vLLM is built inside: the model's identity, hash settings, KV cache groups.
 
-Written against vLLM 0.32, the only version tested. Other versions differ here first.
+Written for vLLM 0.32, the only version tested. Adapt this file first for another version.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MEDIUM = "CPU"  # what vLLM's own offloading calls host memory in its events
 
 
 def check(vllm_config: Any, cache_config: KVCacheConfig) -> None:
-    """Raises UnsupportedLayout or RandomHashSeed, saying what to change."""
+    """Check that this engine is supported. Raises UnsupportedLayout or RandomHashSeed that says what to change."""
     supported(vllm_config, cache_config)
     hash_fields(vllm_config)
 
@@ -53,9 +53,10 @@ def engine_spec(
     weights: str | None = None,
     weights_cache: Path | None = None,
 ) -> EngineSpec:
-    """Who this engine is to the pool. `weights`: what they are called, where their files need not be read.
+    """The engine's identity towards the pool. `weights` is their name, if their files need not be read.
 
-    May read all files of the model. Raises UnsupportedLayout, RandomHashSeed or UnnamedWeights, saying what to change.
+    May read all files of the model, which takes minutes. Raises UnsupportedLayout, RandomHashSeed or UnnamedWeights
+    that says what to change.
     """
     check(vllm_config, cache_config)
     found = supported(vllm_config, cache_config)
@@ -92,26 +93,26 @@ def engine_spec(
 
 
 def slot_layout(vllm_config: Any, cache_config: KVCacheConfig) -> SlotLayout:
-    """Of KV cache group 0. Raises UnsupportedLayout, naming the group or the setting."""
+    """The layout of KV cache group 0. Raises UnsupportedLayout that names the group or the setting."""
     found = supported(vllm_config, cache_config)
     return _layout_of(vllm_config, cache_config, found, found.groups[0])
 
 
 def supported(vllm_config: Any, cache_config: KVCacheConfig) -> StoredGroups:
-    """What is stored of this engine. Raises UnsupportedLayout, naming the KV cache group or the setting."""
+    """What is stored of this engine. Raises UnsupportedLayout that names the KV cache group or the setting."""
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
-        raise UnsupportedLayout("pipeline parallelism is not supported: start the engine with one pipeline stage")
+        raise UnsupportedLayout("pipeline parallelism is not supported; start the engine with one pipeline stage")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            raise UnsupportedLayout(f"context parallelism is not supported: leave {name} at 1")
+            raise UnsupportedLayout(f"context parallelism is not supported; leave {name} at 1")
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.use_eagle():
-        # Its draft layers lag a token behind, so the last block of every hit would be wrong for them.
+        # Its draft layers are one token behind, so the last block of every hit would be wrong for them.
         raise UnsupportedLayout("speculative decoding with a draft head (EAGLE, MTP) is not supported yet")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise UnsupportedLayout(
-            "KV scales calculated at run time differ between replicas: start the engine without --calculate-kv-scales"
+            "KV scales calculated at run time differ between replicas; start the engine without --calculate-kv-scales"
         )
     found = stored_groups(cache_config)
     hash_block = cache_config.hash_block_size
@@ -129,20 +130,20 @@ def supported(vllm_config: Any, cache_config: KVCacheConfig) -> StoredGroups:
 
 
 def _layout_of(vllm_config: Any, cache_config: KVCacheConfig, found: StoredGroups, group: StoredGroup) -> SlotLayout:
-    """One position of a group: all layers of its engine groups, in their order."""
+    """The layout of one position of a group: all layers of its engine groups, in their order."""
     spec = group.spec
     heads = int(spec.num_heads)
     return SlotLayout(
         layer_count=sum(len(cache_config.kv_cache_groups[index].layer_names) for index in group.engine_groups),
         kv_head_count=heads * _shard_count(vllm_config, spec),
-        # Without the padding that vLLM may put behind a page.
+        # vLLM may add padding behind a page; it is left out.
         cell_bytes=int(spec.unpadded_page_size_bytes) // heads * found.parts(group),
         block_tokens=found.block_tokens,
     )
 
 
 def grouping(vllm_config: Any, cache_config: KVCacheConfig, spec: EngineSpec) -> tuple[Grouping, int]:
-    """How the scheduler half finds the blocks of a position, and how many of the engine's hashes a position has."""
+    """How the scheduler half finds the blocks of a position, and how many of the engine's hashes one position has."""
     found = supported(vllm_config, cache_config)
     if len(cache_config.kv_cache_groups) == 1:
         return OneGroup(), 1
@@ -152,7 +153,7 @@ def grouping(vllm_config: Any, cache_config: KVCacheConfig, spec: EngineSpec) ->
 
 
 def rank_share(vllm_config: Any, cache_config: KVCacheConfig) -> HeadShare:
-    """The kv heads of the model that this worker's tensor-parallel rank holds, and whom it shares them with."""
+    """The kv heads of the model that this worker's tensor-parallel rank holds, and the ranks it shares them with."""
     found = supported(vllm_config, cache_config)
     return _share(vllm_config, cache_config, found, found.groups[0])
 
@@ -167,7 +168,7 @@ def _share(vllm_config: Any, cache_config: KVCacheConfig, found: StoredGroups, g
 def grouped_block_copiers(
     vllm_config: Any, cache_config: KVCacheConfig, tensors: Mapping[str, torch.Tensor]
 ) -> GroupedBlockCopiers:
-    """For a model of several KV cache groups."""
+    """The block copiers of a model with several KV cache groups."""
     found = supported(vllm_config, cache_config)
     block_copiers: dict[int, tuple[BlockCopier, SlotLayout]] = {}
     for group in found.groups:
@@ -193,29 +194,32 @@ def grouped_block_copiers(
 def ordered_layers(
     vllm_config: Any, cache_config: KVCacheConfig, tensors: Mapping[str, torch.Tensor], engine_group: int = 0
 ) -> Sequence[torch.Tensor]:
-    """KV tensors in the order of the engine group, which is the order of layers in a slot."""
+    """KV tensors in the order of the engine group, which is the order of layers in a slot. Each is `[block, ...]`, as
+    vLLM allocated it."""
     found = [tensors[name] for name in cache_config.kv_cache_groups[engine_group].layer_names]
     rows = found[0].shape[0]
     if rows != cache_config.num_blocks:
         where = f"{cache_config.num_blocks} blocks in {rows} kernel blocks"
         if vllm_config.device_config.device_type == "cpu":
             # The CPU kernels keep K and V apart within a kernel block, so its size would be part of the format.
-            raise UnsupportedLayout(f"{where} are not supported on CPU: use a --block-size of 32 or 128")
+            raise UnsupportedLayout(f"{where} are not supported on CPU; use a --block-size of 32 or 128")
         if _is_packed(cache_config.kv_cache_groups[engine_group].kv_cache_spec):
-            raise UnsupportedLayout(f"{where} are not supported for a KV format that spans tokens: lower --block-size")
+            raise UnsupportedLayout(
+                f"{where} are not supported for a KV format that spans tokens; use a smaller --block-size"
+            )
     return [group_kernel_blocks(tensor, cache_config.num_blocks) for tensor in found]
 
 
 def layerwise_for(vllm_config: Any, options: ConnectorOptions, group_count: int) -> Layerwise:
-    """What of the option this engine can do; the rest is copied as whole blocks, which is logged."""
+    """The part of the option that this engine can do. The rest is copied as whole blocks, which is logged."""
     wanted = options.layerwise
     if wanted is Layerwise.OFF:
         return wanted
     if options.copier is CopierChoice.WORKER:
-        log.warning("layerwise %r is not used: with a copy worker, copies are whole blocks", wanted.value)
+        log.warning("layerwise %r is not used, because a copy worker copies whole blocks", wanted.value)
         return Layerwise.OFF
     if group_count > 1:
-        log.warning("layerwise %r is not used: the model has %d KV cache groups", wanted.value, group_count)
+        log.warning("layerwise %r is not used, because the model has %d KV cache groups", wanted.value, group_count)
         return Layerwise.OFF
     reasons = []
     if vllm_config.scheduler_config.async_scheduling:
@@ -223,34 +227,36 @@ def layerwise_for(vllm_config: Any, options: ConnectorOptions, group_count: int)
     if vllm_config.speculative_config is not None:
         reasons.append("speculative decoding")
     if wanted.loads and reasons:
-        # The next step would already compute on what the last check of this one refuses.
+        # The next step would already compute on blocks that the last check of this one may refuse.
         log.warning("blocks are loaded whole, not layer by layer, because of %s", " and ".join(reasons))
         return Layerwise.SAVE if wanted.saves and vllm_config.speculative_config is None else Layerwise.OFF
     if vllm_config.speculative_config is not None:
-        log.warning("layerwise %r is not used: a draft model's layers are written after the forward", wanted.value)
+        log.warning(
+            "layerwise %r is not used, because a draft model's layers are written after the forward", wanted.value
+        )
         return Layerwise.OFF
     return wanted
 
 
 def hash_fields(vllm_config: Any) -> dict[str, object]:
-    """How the engine names blocks. Raises RandomHashSeed when another process would name them differently."""
+    """How the engine names blocks. Raises RandomHashSeed if another process would name them differently."""
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     seed = os.environ.get("PYTHONHASHSEED")
     if algorithm.startswith("xxhash") and seed is None:
         raise RandomHashSeed(
             f"prefix caching hash {algorithm!r} is seeded at random in every process, so no two replicas would ever "
-            "share a block: start vLLM with --prefix-caching-hash-algo sha256_cbor, or set PYTHONHASHSEED to the same "
+            "share a block; start vLLM with --prefix-caching-hash-algo sha256_cbor, or set PYTHONHASHSEED to the same "
             "number for all replicas"
         )
     fields: dict[str, object] = {"hash": algorithm, "hash_seed": seed if seed is not None else get_none_hash_seed()}
     if not algorithm.endswith("_cbor"):
-        # These hash a pickle, whose bytes belong to the Python version.
+        # These hash a pickle, whose bytes depend on the Python version.
         fields["hash_python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
     return fields
 
 
 def _shard_count(vllm_config: Any, spec: Spec) -> int:
-    """Different parts that the tensor-parallel ranks hold; ranks beyond them hold copies."""
+    """The number of different parts that the tensor-parallel ranks hold. Further ranks hold copies."""
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     if spec.max_tp_shards is not None:  # a latent (MLA) is not divided
         return min(ranks, int(spec.max_tp_shards))
@@ -267,15 +273,16 @@ def _shard_count(vllm_config: Any, spec: Spec) -> int:
 
 
 def _is_packed(spec: Any) -> bool:
-    """A cell is not simply K‖V of one head and token, or a latent: what it holds is the attention backend's secret."""
+    """Whether a cell is something other than K‖V of one head and token, or a latent. Only the attention backend knows
+    what such a cell holds."""
     if isinstance(spec, MLAAttentionSpec) and spec.cache_dtype_str == "fp8_ds_mla":
         return False  # 656 bytes a token, scales among them
     return spec.num_head_slots is not None or spec.state_content_bytes is not None
 
 
 def _packing_fields(vllm_config: Any, cache_config: KVCacheConfig, spec: Spec) -> dict[str, object]:
-    """What else the bytes depend on. FlashInfer's NVFP4, for one, puts all K heads of a rank before its V heads, so the
-    same number of equal cells has another order at each degree."""
+    """What else the bytes depend on. FlashInfer's NVFP4, for example, puts all K heads of a rank before its V heads, so
+    the same number of equal cells has another order at each degree."""
     fields: dict[str, object] = {}
     if isinstance(spec, MLAAttentionSpec):
         fields["latent"] = f"{spec.head_size} {spec.cache_dtype_str}"
@@ -317,7 +324,7 @@ def _weights(model_config: Any, cache: Path | None) -> str:
     """Raises UnnamedWeights."""
     if getattr(model_config, "model_weights", ""):
         raise UnnamedWeights(
-            f"the weights come from {model_config.model_weights}, whose bytes are not read here: name them yourself "
+            f"the weights come from {model_config.model_weights}, whose bytes are not read here; name them yourself "
             'with "weights_version" in kv_connector_extra_config'
         )
     commit = getattr(model_config.hf_config, "_commit_hash", None)
@@ -325,17 +332,18 @@ def _weights(model_config: Any, cache: Path | None) -> str:
 
 
 def _cell_format(vllm_config: Any) -> str:
-    """How K and V lie within one head's cell: the attention backend's choice, on CPU also the instruction set's."""
+    """How K and V lie within one head's cell. The attention backend chooses it, on CPU together with the instruction
+    set."""
     backend = getattr(vllm_config.attention_config, "backend", None)
     if vllm_config.device_config.device_type == "cpu":
         amx = " amx" if torch.cpu._is_amx_tile_supported() else ""  # noqa: SLF001  vLLM packs K and V by this
         return f"{backend or 'cpu'} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}{amx}"
-    # Without a choice vLLM takes a backend by the kind of device.
+    # If none is chosen, vLLM takes a backend by the kind of device.
     return str(backend or f"default {current_platform.get_device_name()}")
 
 
 def block_stored(block_hash: bytes, parent: bytes | None, block_tokens: int) -> KVCacheEvent:
-    """One block has a copy in host memory. Its tokens were in the event of the engine's own cache."""
+    """The event that one block has a copy in host memory. Its tokens were in the event of the engine's own cache."""
     return BlockStored(
         block_hashes=[maybe_convert_block_hash(BlockHash(block_hash))],
         parent_block_hash=None if parent is None else maybe_convert_block_hash(BlockHash(parent)),
@@ -353,7 +361,7 @@ def publishes_events(vllm_config: Any) -> bool:
 
 
 def prefer_recompute(vllm_config: Any) -> None:
-    """vLLM's default policy fails a request whose load fails; ours is that it is recomputed."""
+    """Set vLLM's load failure policy to recompute. Its default fails a request whose load fails."""
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_load_failure_policy != "recompute":
         transfer.kv_load_failure_policy = "recompute"

@@ -1,10 +1,10 @@
 """KVServiceConnector: the class that vLLM talks to. It builds a scheduler half or a worker half and decides nothing.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVServiceConnector",
-        "kv_connector_module_path": "kvservice.connector.vllm", "kv_role": "kv_both"}'
+    "kv_connector_module_path": "kvservice.connector.vllm", "kv_role": "kv_both"}'
 
-Nothing in here raises into the engine but a wrong option at start: every entry is guarded, failures are counted and
-logged once per kind, and the engine goes on as if the cache had nothing.
+Only a wrong option at start raises into the engine. Every entry is guarded: failures are counted, logged once per kind,
+and the engine goes on as if the cache had nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvservice.connector")
 
 T = TypeVar("T")
-ATTACH_WAIT_SECONDS = 15.0  # of engine start: a large embedded pool takes a while to reserve
+# At engine start: a large embedded pool takes a while to reserve. Then the engine starts without the cache and attaches
+# later.
+ATTACH_WAIT_SECONDS = 15.0
 STORABLE = frozenset({RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED})
 
 
@@ -90,7 +92,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
 
 def guarded(neutral: Callable[[], Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """An exception in this entry is counted and logged once per kind; the engine gets the neutral answer."""
+    """Guard an entry: an exception is counted and logged once per kind, and the engine gets the neutral answer."""
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
         @functools.wraps(function)
@@ -107,15 +109,15 @@ def guarded(neutral: Callable[[], Any]) -> Callable[[Callable[..., T]], Callable
 
 
 class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
-    """One instance per role. `_scheduler` or `_worker` is None for the other role, and both when the engine's model or
-    settings are not supported: the connector is then inert."""
+    """One instance per role. `_scheduler` or `_worker` is None for the other role. Both are None if the engine's model
+    or settings are not supported; the connector then does nothing."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         logs.speak_through("vllm")
         super().__init__(vllm_config, role, kv_cache_config)
         self._options = ConnectorOptions.parse(self._kv_transfer_config.kv_connector_extra_config or {})
         self._config = kv_cache_config
-        self._stride = 1  # hashes of the engine a position
+        self._stride = 1  # hashes of the engine per position
         self._scheduler: SchedulerHalf | None = None
         self._session: Session | None = None
         self._pool: PoolChoice | None = None
@@ -141,7 +143,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
                 compat.check(vllm_config, kv_cache_config)
                 self._is_supported = True
         except ConfigError:
-            raise  # the user's typo: say so at start instead of running without a cache for months
+            raise  # a wrong option: fail at start instead of running without a cache for months
         except KVServiceError as error:
             log.error("serving without the cache: %s", error.message)
 
@@ -155,7 +157,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             weights_cache=_path(self._options.cache_folder),
         )
         self._pool = choose_pool(self._options, self._spec)
-        # A prompt that is handed off is waited for: the blocks of its first step find their slots at once.
+        # A prompt that is handed off is waited for, so the blocks of its first step must find slots at once.
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens or 0
         step_blocks = step_tokens // self._spec.layout.block_tokens
         device = vllm_config.device_config.device_type
@@ -200,7 +202,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contextlib.contextmanager
     def _guard(self, entry: str) -> Iterator[None]:
-        """An exception inside is counted and logged once per kind; the code after the block runs all the same."""
+        """Guard a block: an exception inside is counted and logged once per kind. The code after the block runs in any
+        case."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  the engine's loop must go on whatever happens here
@@ -217,7 +220,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._live[request.request_id] = request
             if (adapter := self._adapter(request)) is None:
-                return  # what the engine asks about it later is not known, and answered with nothing
+                return  # later questions about it are answered with nothing
             may_read = self._kv_transfer_config.is_kv_consumer and not request.skip_reading_prefix_cache
             self._scheduler.on_new_request(
                 request.request_id,
@@ -232,21 +235,22 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def _adapter(self, request: Request) -> bytes | None:
-        """None: which weights it is computed with is not known."""
+        """The adapter's identity. None if it is not known which weights the request is computed with."""
         lora = request.lora_request
         return b"" if lora is None else self._adapters.of(lora.lora_path, lora.lora_int_id)
 
     def _hashes(self, request: Request) -> Any:
-        """One a position: with several KV cache groups vLLM may hash in smaller steps."""
+        """One hash per position. With several KV cache groups vLLM may hash in smaller steps."""
         hashes = request.block_hashes
         return hashes if self._stride == 1 else hashes[self._stride - 1 :: self._stride]
 
     def _table(self, block_ids: tuple[list[int], ...]) -> Table:
-        """As the scheduler half takes it."""
+        """The block ids in the form that the scheduler half takes."""
         return block_ids[0] if len(self._config.kv_cache_groups) == 1 else block_ids
 
     def _wanted(self, request: Request) -> Prefill | Handoff | None:
-        """What the request's parameters ask for; nonsense in them is an ordinary request."""
+        """What the request's parameters ask for. Parameters that make no sense are logged, and the request is an
+        ordinary one."""
         try:
             wanted = parse_transfer_params(request.kv_transfer_params)
         except KVServiceError as error:
@@ -260,7 +264,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             return parse_public_tokens(request.kv_transfer_params)
         except KVServiceError as error:
             self._failures["public_params_refused"] += 1
-            log.warning("request %s shares nothing: %s", request.request_id, error.message)
+            log.warning("request %s shares no public blocks: %s", request.request_id, error.message)
             return 0
 
     @guarded(lambda: (0, False))
@@ -305,7 +309,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             with self._guard("build_connector_meta"):
                 self._plan_step(self._scheduler, plan, scheduler_output)
-            # Whatever failed above: what is in the plan by now is done, and everything else is answered.
+            # Whatever failed above, what is in the plan by now is done, and everything else is answered.
             for request_id, block_ids in self._planning.complete(plan).items():
                 with self._guard("build_connector_meta"):
                     self._scheduler.unplanned(request_id, block_ids)
@@ -378,14 +382,14 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         answer = None
         if done and handoff is not None and attachment is not None:
             answer = decode_params(Handoff(handoff, attachment.node_id))
-        return False, answer  # what is still to be copied is pinned
+        return False, answer  # blocks that are still to be copied are pinned
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
     @guarded(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Blocks that went into the pool. What the pool evicts later is its own affair and is not in this stream."""
+        """Blocks that went into the pool. Blocks that the pool evicts later are not in this stream."""
         if self._scheduler is None:
             return ()
         return [
@@ -399,11 +403,11 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: False)
     def reset_cache(self) -> bool | None:
-        """The weights are, or are about to be, others: blocks from before are not served again, and those from now on
-        have names of their own. vLLM calls it between two steps, after it has emptied its own cache.
+        """The weights have changed or are about to: blocks from before are not served again, and new blocks get names
+        of their own. vLLM calls it between two steps, after it has emptied its own cache.
 
-        False while the engine holds blocks, because what is computed on them is of both weights. Nothing is read or
-        stored then until a reset succeeds.
+        Returns False while the engine holds blocks, because what is computed on them mixes both weights. Nothing is
+        read or stored then until a reset succeeds.
         """
         if self._scheduler is None:
             return True
@@ -411,8 +415,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.reset(None)
             self._failures["resets_refused"] += 1
             log.error(
-                "the cache is not reset while requests or copies hold blocks: serving without the cache until it is. "
-                "Pause the engine, or reset again when it is idle"
+                "the cache cannot be reset while requests or copies hold blocks; serving without the cache until it "
+                "is. Pause the engine, or reset again when it is idle"
             )
             return False
         self._scheduler.reset(None)  # whatever fails below, nothing from before is served
@@ -459,7 +463,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: None)
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads of whole blocks have ended before their request is scheduled, and are not waited for."""
+        """Loads of whole blocks have ended before their request is scheduled, so they are not waited for here."""
         if self._copying.has_layered and self._worker is not None:
             self._worker.begin_layer(layer_name)
 
@@ -474,7 +478,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         return bool(extra_config.get("layerwise", Layerwise.OFF.value) != Layerwise.OFF.value)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Of requests that this step computed on, and whose blocks are not surely what was promised."""
+        """Blocks of requests that this step computed on and that may not be what was promised."""
         plan = self._plan()
         invalid = set() if plan is None else set(plan.invalid_blocks)
         sound: set[str] = set()

@@ -1,6 +1,6 @@
-"""Which of vLLM's KV cache groups can be stored, and what to say of the others.
+"""Decides which of vLLM's KV cache groups can be stored, and explains why others cannot.
 
-Written against vLLM 0.32. Called once when an engine attaches; pure.
+Written for vLLM 0.32. Called once when an engine attaches; pure.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ FULL_KINDS = frozenset({KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTE
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """vLLM's KV cache groups of one spec, which the pool stores as one group. What a hit needs of one of them it needs
-    of all, so one slot holds the blocks of all of them."""
+    """vLLM's KV cache groups of one spec, which the pool stores as one group. A hit that needs a block of one of them
+    needs it of all, so one slot holds the blocks of all."""
 
     spec: Spec
     engine_groups: tuple[int, ...]  # vLLM's indices
@@ -52,8 +52,8 @@ class StoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class StoredGroups:
-    """Group 0, with full attention, then the window groups. All are cut every `block_tokens`, the least common multiple
-    of their block sizes, which is where vLLM's hits end, too."""
+    """Group 0, with full attention, then the window groups. A position of each has `block_tokens`, the least common
+    multiple of their block sizes; vLLM's hits end there, too."""
 
     groups: tuple[StoredGroup, ...]
     block_tokens: int
@@ -68,7 +68,7 @@ class StoredGroups:
         return int(self.block_tokens // group.spec.block_size)
 
     def engine_groups(self) -> tuple[EngineGroup, ...]:
-        """What each of vLLM's groups is a part of, by vLLM's index."""
+        """The pool's group that each of vLLM's groups belongs to, by vLLM's index."""
         found = {
             index: EngineGroup(number, self.parts(group))
             for number, group in enumerate(self.groups)
@@ -78,9 +78,10 @@ class StoredGroups:
 
 
 def stored_groups(cache_config: KVCacheConfig) -> StoredGroups:
-    """What of the model is stored together.
+    """Which groups of the model are stored together.
 
-    Raises UnsupportedLayout for a model that is not stored, naming the group, its kind and layers, why, and what to do.
+    Raises UnsupportedLayout if the model cannot be stored. The error names the group, its kind and layers, the reason,
+    and what to do.
     """
     groups = cache_config.kv_cache_groups
     if not groups:
@@ -115,7 +116,7 @@ def _window(spec: Spec) -> Window | None:
 
 
 def describe(index: int, group: KVCacheGroupSpec) -> str:
-    """`KV cache group 1 (sliding_window of 512 tokens, 22 layers: model.layers.0, model.layers.1, …)`."""
+    """For example `KV cache group 1 (sliding_window of 512 tokens, 22 layers: model.layers.0, model.layers.1, …)`."""
     spec = group.kv_cache_spec
     kind = get_kv_cache_spec_kind(spec)
     # No subclass: they free, move or fill blocks by rules of their own, and vLLM lets platforms register more.
@@ -144,14 +145,14 @@ def _why_not(cache_config: KVCacheConfig, group: KVCacheGroupSpec, *, several: b
     spec = group.kv_cache_spec
     tensors = sum(1 for tensor in cache_config.kv_cache_tensors if set(tensor.layers) & set(group.layer_names))
     if isinstance(spec, UniformTypeKVCacheSpecs) or tensors > 1:
-        # The scheduler half is shown the first layer's spec only, but places of all.
+        # The scheduler half is shown only the first layer's spec, but the places of all.
         return "its layers have pages of different shapes"
     kind = get_kv_cache_spec_kind(spec)
     if kind in LOCAL_KINDS and not several:
         return "vLLM gives up blocks that have left the window, and without another group there is no prefix to find"
     if kind is KVCacheSpecKind.MAMBA:
         return "its state is not a block of tokens"
-    # Subclasses free, move or rewrite blocks by rules of their own.
+    # Other subclasses free, move or rewrite blocks by rules of their own.
     known = (FullAttentionSpec, MLAAttentionSpec, *((SlidingWindowSpec, ChunkedLocalAttentionSpec) if several else ()))
     if not isinstance(spec, AttentionSpec) or type(spec) not in known:
         names = " and ".join(one.__name__ for one in known)

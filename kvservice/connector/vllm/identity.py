@@ -1,7 +1,7 @@
 """vLLM's resolved configuration as named fields of a fingerprint: everything that may change the bytes of a block.
 
-Only settings that differ from vLLM's default are named, since the version of vLLM is a field as well. What is left out
-is in `identity_tables`, by name and with the reason.
+Only settings that differ from vLLM's default are named, because the version of vLLM is a field too. `identity_tables`
+lists what is left out, by name and with the reason.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from kvservice.connector.vllm.identity_tables import (
     SECTIONS_LEFT_OUT,
 )
 
-TEXT_CHARS_MAX = 160  # longer values are digests
-HF_FIELDS_MAX = 300  # beyond, parts of a configuration are one digest each
+TEXT_CHARS_MAX = 160  # Longer values are replaced by a digest, so that the fingerprint's text stays readable.
+HF_FIELDS_MAX = 300  # Fields of one configuration. If there are more, each part of it is one digest.
 MODELS = "vllm.model_executor.models."
 
 
 def config_fields(vllm_config: Any) -> dict[str, object]:
-    """Names are those of vLLM's settings, or `hf.` and the entry of the model's configuration."""
+    """The fields by name: names of vLLM's settings, or `hf.` and the entry of the model's configuration."""
     model = vllm_config.model_config
     fields = _settings(vllm_config)
     fields |= hf_fields(model)
@@ -56,7 +56,7 @@ def _settings(vllm_config: Any) -> dict[str, object]:
 
 
 def model_fields(model_config: Any, name: str) -> dict[str, object]:
-    """Of a second model in the same engine, for example a draft."""
+    """The fields of a second model in the same engine, for example a draft."""
     found = _of_setting("model_config", model_config, None)
     found |= hf_fields(model_config) | length_fields(model_config) | generation_fields(model_config)
     return {f"{name}.{key}": value for key, value in found.items()}
@@ -80,7 +80,7 @@ def _names(config: Any) -> Iterator[str]:
 
 
 def _default(config: Any, name: str) -> object:
-    """As vLLM declares it; None where it declares none."""
+    """The default that vLLM declares; None if it declares none."""
     field = next(field for field in dataclasses.fields(config) if field.name == name)
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
@@ -96,7 +96,7 @@ def _default(config: Any, name: str) -> object:
 
 
 def hf_fields(model_config: Any) -> dict[str, object]:
-    """The configuration as the engine uses it, overrides included; long lists as digests."""
+    """The configuration that the engine uses, overrides included. Long lists are digests."""
     whole = _kept(model_config.hf_config.to_dict())
     fields = _flat("hf", whole)
     text = model_config.hf_text_config
@@ -115,7 +115,7 @@ def _kept(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def _parts(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
-    """The configurations inside a configuration, at any depth, and itself."""
+    """The configuration itself, and the configurations inside it at any depth."""
     yield config
     for value in config.values():
         if isinstance(value, Mapping):
@@ -141,8 +141,8 @@ def _entries(prefix: str, config: Mapping[str, object]) -> Iterator[tuple[str, s
 
 
 def length_fields(model_config: Any) -> dict[str, object]:
-    """`rope_context` where max_model_len chooses between two sets of angles, `max_model_len` where a model reads it in
-    another way or nobody knows, nothing where it changes no byte."""
+    """`rope_context` if max_model_len chooses between two sets of angles. `max_model_len` if a model reads it in
+    another way, or if nobody knows. Nothing if it changes no byte."""
     fields: dict[str, object] = {}
     length = getattr(model_config, "max_model_len", None)
     parts = [_kept(model_config.hf_config.to_dict()), _kept(model_config.hf_text_config.to_dict())]
@@ -173,14 +173,15 @@ def _first(parts: Sequence[Mapping[str, object]], name: str) -> object:
 
 
 def module_of(model_config: Any) -> str | None:
-    """vLLM's module that computes the model; None for code from elsewhere, which may read anything."""
+    """The module of vLLM that computes the model. None for code from elsewhere, which may read anything."""
     registered = ModelRegistry.models.get(str(getattr(model_config, "architecture", "")))
     name = str(getattr(registered, "module_name", ""))
     return name.removeprefix(MODELS).split(".")[0] if name.startswith(MODELS) else None
 
 
 def generation_fields(model_config: Any) -> dict[str, object]:
-    """Of the generation config, for models that read it while they are built: all but what only sampling reads."""
+    """Fields of the generation config, for models that read it while they are built. What only sampling reads is left
+    out."""
     module = module_of(model_config)
     if module is not None and module not in GENERATION_MODULES:
         return {}
@@ -193,7 +194,7 @@ def generation_fields(model_config: Any) -> dict[str, object]:
 
 
 def text_of(value: object) -> str:
-    """The same text in every process for the same value; a digest of it when it is long."""
+    """A text that every process makes for the same value. A long text becomes a digest."""
     text = json.dumps(_plain(value), sort_keys=True)
     if len(text) <= TEXT_CHARS_MAX:
         return text

@@ -1,14 +1,14 @@
 """Which of vLLM's settings are part of a block's identity, and which are not, with the reason. Data only.
 
-Everything is hashed unless it is listed here as left out. A setting of vLLM that is in no table is hashed as well, and
-fails a test, so that somebody decides. Written against vLLM 0.32.
+Every setting is hashed unless it is listed here as left out. A setting that is in no table is hashed too, and fails a
+test, so that somebody decides about it. Written for vLLM 0.32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Reasons that hold for many settings.
+# Reasons that apply to many settings.
 ROUNDING = "the same function, summed in another order, as it is from one batch to the next within one engine"
 PLACE = "where weights, blocks or buffers lie, and how many there are"
 WHEN = "when and beside what a token is computed"
@@ -19,7 +19,7 @@ NAMED = "a field of its own in the fingerprint"
 DERIVED = "follows from other settings, which are hashed"
 WIRING = "processes, addresses, start-up"
 
-# Of VllmConfig: sections of which nothing is hashed.
+# Sections of VllmConfig of which nothing is hashed.
 SECTIONS_LEFT_OUT: Mapping[str, str] = {
     "scheduler_config": WHEN,
     "device_config": NAMED + ": cell_format",
@@ -154,7 +154,7 @@ LEFT_OUT: Mapping[str, Mapping[str, str]] = {
         "_block_size_resolved": DERIVED,
     },
     "parallel_config": {
-        # A slot holds the heads of all ranks, so engines of different degrees share on purpose.
+        # A slot holds the heads of all ranks, so engines of different degrees share blocks on purpose.
         **dict.fromkeys(
             (
                 "pipeline_parallel_size",
@@ -269,7 +269,7 @@ LEFT_OUT: Mapping[str, Mapping[str, str]] = {
     "diffusion_config": {},
 }
 
-# What is hashed by a decision rather than because nobody has decided yet.
+# Settings that somebody decided to hash. Others are hashed because nobody has decided yet.
 HASHED: Mapping[str, frozenset[str]] = {
     "model_config": frozenset(
         {
@@ -293,7 +293,7 @@ HASHED: Mapping[str, frozenset[str]] = {
             "video_pruning_rate",
             "video_pruning_method",
             "mm_encoder_fp8_scale_path",
-            # vLLM hashes what a request says of these, not what its command line does.
+            # vLLM's hash covers what a request says of these, but not what its command line says.
             "media_io_kwargs",
             "mm_processor_kwargs",
         }
@@ -352,7 +352,7 @@ HASHED: Mapping[str, frozenset[str]] = {
     "diffusion_config": frozenset({"canvas_length", "max_denoising_steps"}),
 }
 
-# Of a model's own configuration: names and words that no layer computes with.
+# Entries of a model's own configuration that no layer computes with: names and words.
 HF_LEFT_OUT = frozenset(
     {"_name_or_path", "transformers_version", "_commit_hash", "id2label", "label2id", "problem_type"}
 )
@@ -403,10 +403,10 @@ LENGTH_MODULES: Mapping[str, str] = {
     ),
 }
 
-# Modules that read the generation config while they build the model. gemma4 only takes which tokens to suppress.
+# Modules that read the generation config while they build the model. gemma4 reads only which tokens to suppress.
 GENERATION_MODULES = frozenset({"llama4", "mllama4", "diffusion_gemma", "gemma4_mm", "gemma4_mtp", "gemma4_unified"})
 
-# Of a generation config: what only sampling reads.
+# Entries of a generation config that only sampling reads.
 SAMPLING = frozenset(
     {
         "temperature",
@@ -426,7 +426,7 @@ SAMPLING = frozenset(
     }
 )
 
-# Environment variables that choose another arithmetic or other weights, hashed where they are set.
+# Environment variables that choose another arithmetic or other weights. They are hashed if they are set.
 ENVIRONMENT_HASHED = (
     r"VLLM_FLOAT32_MATMUL_PRECISION|VLLM_BATCH_INVARIANT|VLLM_CPU_INT4_W4A8|VLLM_MXFP[48]_.*|VLLM_ROCM_.*"
     r"|VLLM_MARLIN_.*|VLLM_HUMMING_.*|VLLM_DEEPEPLL_NVFP4_DISPATCH|VLLM_(MOE_)?USE_DEEP_GEMM.*"

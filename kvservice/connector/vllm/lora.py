@@ -1,11 +1,11 @@
-"""What a LoRA adapter is, by its bytes: two replicas may have different weights at one path.
+"""The identity of a LoRA adapter: a digest of its bytes, because two replicas may have different weights at one path.
 
-vLLM names an adapter's blocks with its name and path. The content's digest is mixed into their keys here, so that an
-adapter that was trained again has blocks of its own. Files are read by a thread; until it is through, and for an
-adapter whose files changed while the engine may still have the old ones loaded, requests run without the cache.
+vLLM names an adapter's blocks with its name and path. The digest of its content is mixed into their keys here, so that
+an adapter that was trained again has blocks of its own. A thread reads the files. Requests run without the cache until
+it is done, and also if the files changed while the engine may still have the old ones loaded.
 
-vLLM tells nobody when it loads an adapter, and that may be long before the first request. Files that have not changed
-since before the engine could load anything are those that it has loaded. Others are only believed if the operator says
+vLLM does not say when it loads an adapter, and that may be long before the first request. Files that have not changed
+since before the engine could load anything are those that it has loaded. Others are trusted only if the operator says
 that files at one path never change.
 """
 
@@ -22,13 +22,14 @@ from pathlib import Path
 
 log = logging.getLogger("kvservice.connector")
 
-LOOK_SECONDS = 1.0  # how late a change of the files is seen
-RETRY_SECONDS = 5.0  # the engine may only be downloading it
+LOOK_SECONDS = 1.0  # Between two looks at the files: a change is noticed at most this much later.
+RETRY_SECONDS = 5.0  # Until files that could not be read are read again; the engine may still be downloading them.
 WEIGHTS = frozenset({".safetensors", ".bin", ".pt"})
 CONFIG_NAME = "adapter_config.json"
-PIECE_BYTES = 1 << 20
-ADAPTERS_MAX = 10_000
-CLOCK_SECONDS = 2.0  # by which the clock of a file system may be behind this machine's
+PIECE_BYTES = 1 << 20  # Bytes read at once: few calls, and little memory
+ADAPTERS_MAX = 10_000  # Beyond it the adapters used longest ago are forgotten; each is read again when it is used.
+# By how much the clock of a file system may be behind this machine's. A file changed within it counts as changed.
+CLOCK_SECONDS = 2.0
 
 Stamp = tuple[tuple[str, int, int], ...]  # of each file: name, bytes, time of change in ns
 
@@ -40,11 +41,12 @@ class _Adapter:
     identity: bytes | None = None
     look_at: float = 0.0
     changed: bool = False
-    is_in_doubt: bool = False  # it may have been loaded before its files became what they are
+    is_in_doubt: bool = False  # it may have been loaded before its files became what they are now
 
 
 class Adapters:
-    """`of` is called by one thread and never waits; `locate` finds the folder of a path or of a name on a hub."""
+    """The identities of adapters. One thread calls `of`, which never blocks. `locate` finds the folder of a path or of
+    a hub's name."""
 
     def __init__(
         self,
@@ -54,22 +56,22 @@ class Adapters:
         since: float | None = None,
         files_stay: bool = False,
     ) -> None:
-        """`since`: no adapter was loaded before, in seconds of the wall clock; None = now. `files_stay`: the operator's
-        word that the files of a path never change."""
+        """`since` is a time before any adapter was loaded, in seconds of the wall clock; None means now. `files_stay`
+        is the operator's statement that the files of a path never change."""
         self._locate = locate
         self._clock = clock
         self._since_ns = None if files_stay else int(((time.time() if since is None else since) - CLOCK_SECONDS) * 1e9)
-        self._paths: dict[int, str] = {}  # vLLM's number of an adapter -> where it was when it was first asked for
+        self._paths: dict[int, str] = {}  # vLLM's number of an adapter -> its path when it was first asked for
         self._adapters: dict[str, _Adapter] = {}
         self._reader = ThreadPoolExecutor(1, "kvservice-adapters")  # its thread starts with the first adapter
         self.counters: Counter[str] = Counter()
 
     def of(self, path: str, number: int = 0) -> bytes | None:
-        """32 bytes; None as long as it is not known, counted with the reason. `number`: vLLM's own, by which it finds
-        what it has loaded, whatever path a later request gives."""
+        """The adapter's identity, 32 bytes. None as long as it is not known; the reason is counted. `number` is vLLM's
+        own: vLLM finds a loaded adapter by it, whatever path a later request gives."""
         now = self._clock()
         if number and len(self._paths) < ADAPTERS_MAX and self._paths.setdefault(number, path) != path:
-            self._paths[number] = ""  # equal to no path: either may be loaded
+            self._paths[number] = ""  # equal to no path, because either may be loaded
         if number and self._paths.get(number) != path:
             self.counters["adapter_ambiguous"] += 1
             return None
@@ -106,8 +108,8 @@ class Adapters:
         elif adapter.identity is None and not found[1]:
             adapter.is_in_doubt = True
             log.warning(
-                "adapter %s may have changed since the engine loaded it: its requests run without the cache until the "
-                'engine is restarted. If files at one path never change, say so: "adapter_files": "immutable"',
+                "adapter %s may have changed since the engine loaded it, so its requests run without the cache until "
+                'the engine is restarted. If files at one path never change, say so: "adapter_files": "immutable"',
                 path,
             )
         elif adapter.identity is None:
@@ -117,13 +119,14 @@ class Adapters:
             adapter.look_at = now + LOOK_SECONDS
         if adapter.changed:
             log.error(
-                "the files of adapter %s changed while it is in use: its requests run without the cache until the "
+                "the files of adapter %s changed while it is in use, so its requests run without the cache until the "
                 "engine is restarted; give new weights a path of their own",
                 path,
             )
 
     def _read(self, path: str, known: Stamp | None) -> tuple[Stamp, bytes] | None:
-        """On the thread. Reads the bytes only when nothing is known yet. No identity: it is in doubt."""
+        """Runs on the reader's thread. Reads the bytes only if nothing is known yet. Returns an empty identity if it is
+        in doubt."""
         try:
             folder = self._locate(path)
             stamp = None if folder is None else stamp_of(folder)
@@ -145,14 +148,14 @@ def _files(folder: Path) -> list[Path]:
 
 
 def stamp_of(folder: Path) -> Stamp:
-    """Empty where there is no adapter. Raises OSError."""
+    """The stamp of the folder; empty if it has no adapter. Raises OSError."""
     found = [(path.name, path.stat()) for path in _files(folder)]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
 def changed_ns(path: str, folder: Path) -> int:
-    """When anything last changed of what the path leads to: links on the way, the folder, its files. No program can set
-    these times back. Raises OSError."""
+    """When anything that the path leads to was last changed: links on the way, the folder, its files. No program can
+    set these times back. Raises OSError."""
     given = Path(path).expanduser().absolute()
     links = [step for step in (given, *given.parents) if step.is_symlink()]
     files = _files(folder)
@@ -161,7 +164,7 @@ def changed_ns(path: str, folder: Path) -> int:
 
 
 def identity_of(folder: Path) -> bytes:
-    """SHA-256 over configuration and weights, every byte of them. Raises OSError."""
+    """SHA-256 over the configuration and all bytes of the weights. Raises OSError."""
     hasher = hashlib.sha256()
     for path in _files(folder):
         hasher.update(f"{path.name}:{path.stat().st_size}:".encode())
@@ -172,7 +175,7 @@ def identity_of(folder: Path) -> bytes:
 
 
 def located(path: str) -> Path | None:
-    """The folder itself, or what the engine has downloaded of this name from a hub. Asks no network."""
+    """The folder itself, or the one where the engine has stored its download of this name. Uses no network."""
     folder = Path(path).expanduser()  # as vLLM does
     if folder.is_dir():
         return folder

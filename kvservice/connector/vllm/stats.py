@@ -1,4 +1,4 @@
-"""Counters of the connector in vLLM's own metrics: its log line and its /metrics endpoint."""
+"""The connector's counters in vLLM's own metrics: its log line and its /metrics endpoint."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-# Name in /metrics -> what it counts. Everything else that is counted shows up under kvservice_connector_events_total.
+# Counter -> help text. Counters that are not listed are exported under kvservice_connector_events_total.
 DESCRIBED = {
     "load_blocks": "blocks promised to the engine and loaded from the pool",
-    "load_blocks_remote": "of these, blocks that came from another node for the request",
+    "load_blocks_remote": "loaded blocks that came from another node for the request",
     "loaded_blocks_slot": "blocks that workers copied from the pool's memory into the engine",
-    "loaded_blocks_engine": "blocks that workers copied from another engine's KV cache instead",
+    "loaded_blocks_engine": "blocks that workers copied from another engine's KV cache",
     "loads_failed": "loads that failed after the promise and were recomputed",
-    "store_blocks_planned": "blocks copied from the engine towards the pool",
+    "store_blocks_planned": "blocks whose copy from the engine to the pool was planned",
     "stored_blocks": "blocks sealed in the pool",
-    "store_blocks_put_off": "blocks that found no free slot at their step",
+    "store_blocks_put_off": "blocks that found no free slot in their step",
 }
 
 
 @dataclass
 class ConnectorStats(KVConnectorStats):
-    """`data`: counter name -> increase since the last report."""
+    """Counters of one interval. `data` maps a counter's name to its increase since the last report."""
 
     def reset(self) -> None:
         self.data: dict[str, int] = {}
@@ -42,7 +42,7 @@ class ConnectorStats(KVConnectorStats):
 
 
 class ConnectorPromMetrics(KVConnectorPromMetrics):
-    """One counter with an `event` label per engine; made through vLLM's own metric classes, which may be Ray's."""
+    """One counter with an `event` label per engine, made through vLLM's own metric classes, which may be Ray's."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         }
         self._events = metric_types[Counter](
             name="vllm:kvservice_connector_events",
-            documentation="everything else the connector counts, by event",
+            documentation="all other counters of the connector, by event",
             labelnames=[*labelnames, "event"],
         )
 

@@ -1,12 +1,12 @@
-"""Block copies between engine KV tensors and slots, for whatever strides the engine chose.
+"""Copies blocks between engine KV tensors and slots, for any strides that the engine chose.
 
-The engine gives one view per layer, `[block, kv head, token, K‖V]`; where its kernels use smaller blocks than its
-manager, `[block, part, kv head, token of the part, K‖V]`. When the layers of a block lie at regular
-distances in one storage (vLLM's standard layouts), all of them are one view and a block is one strided copy;
-otherwise it is one copy a layer.
+The engine gives one view per layer, `[block, kv head, token, K‖V]`. If its kernels use smaller blocks than its manager,
+the view is `[block, part, kv head, token of the part, K‖V]`. If the layers of a block lie at regular distances in one
+storage (vLLM's standard layouts), all layers are one view and a block is one strided copy. Otherwise there is one copy
+per layer.
 
-Tensors on another device go through a buffer there in the order of the slot, so that what crosses between the devices
-are contiguous runs: only those are copied without a detour, and without the calling thread waiting for them.
+Tensors on another device go through a buffer there that has the order of the slot, so that contiguous runs cross
+between the devices. Only those are copied directly, and without blocking the calling thread.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ class BlockCopiers(Protocol):
 
 
 class BlockCopier:
-    """Owned by one worker. `heads` is this rank's range of the model's kv heads. `staged`: use the buffer; by default
-    where the tensors are not in host memory. `first_layer`, `layers_behind` and `slot_parts`: where a slot holds
-    more than one block, of other engine groups and of this one."""
+    """Copies the blocks of one engine group. One worker owns it. The dtype is the engine's; bytes are copied
+    unchanged."""
 
     def __init__(
         self,
@@ -48,7 +47,17 @@ class BlockCopier:
         layers_behind: int = 0,
         slot_parts: int = 1,
     ) -> None:
-        """Raises UnsupportedLayout when the tensors are not alike."""
+        """Args:
+            layers: KV tensors `[block, kv head, token, K‖V]` or `[block, part, kv head, token of the part, K‖V]`, all
+            of one shape, dtype and device, in the order of the slot.
+            heads: this rank's range of the model's kv heads.
+            staged: whether to use the buffer; by default if the tensors are not in host memory.
+            first_layer, layers_behind: layers of other engine groups before and after these in a slot.
+            slot_parts: blocks of this engine group in a slot.
+
+        Raises:
+            UnsupportedLayout: the tensors are not alike.
+        """
         layers = [layer.unsqueeze(1) if layer.dim() == 4 else layer for layer in layers]
         first = layers[0]
         if first.dim() != 5 or any(t.shape != first.shape or t.dtype != first.dtype for t in layers):
@@ -61,7 +70,7 @@ class BlockCopier:
         self._slot_parts = slot_parts
         self._staged = first.device.type != "cpu" if staged is None else staged
         self._together = _one_view(layers)
-        self._slots: torch.Tensor | None = None  # the segment's bytes
+        self._slots: torch.Tensor | None = None  # the segment's bytes, `(segment bytes,)` uint8
         self._layout: SlotLayout | None = None
 
     @property
@@ -75,7 +84,7 @@ class BlockCopier:
 
     @property
     def slots(self) -> torch.Tensor | None:
-        """The bytes of the segment in use."""
+        """The bytes of the segment in use, `(segment bytes,)` uint8; None while there is none."""
         return self._slots
 
     @property
@@ -84,29 +93,29 @@ class BlockCopier:
 
     @property
     def fills_slots(self) -> bool:
-        """A slot holds one block, all layers of this block copier and nothing else."""
+        """Whether a slot holds exactly one block: all layers of this block copier and nothing else."""
         assert self._layout is not None
         return self._slot_parts == 1 and self._slot_layers == slice(0, self._layout.layer_count)
 
     @property
     def layout(self) -> SlotLayout:
-        """Of the slots it is bound to."""
+        """The layout of the slots that it is bound to."""
         assert self._layout is not None
         return self._layout
 
     @property
     def payload_bytes(self) -> int:
-        """Of the slots it is bound to."""
+        """The payload size of the slots that it is bound to, in bytes."""
         assert self._layout is not None
         return self._layout.payload_bytes
 
     def of(self, engine_group: int) -> BlockCopier:
-        """The one that copies the blocks of this KV cache group of the engine."""
+        """The copier of the blocks of this engine group."""
         return self
 
     def bind(self, segment: memoryview, layout: SlotLayout) -> torch.Tensor:
-        """Use this segment from now on. Returns its bytes. Raises UnsupportedLayout when a slot and the tensors do not
-        fit."""
+        """Use this segment from now on. Returns its bytes, `(segment bytes,)` uint8. Raises UnsupportedLayout if a slot
+        and the tensors do not fit."""
         _, parts, head_count, tokens, width = self._layers[0].shape
         cell_bytes = self._slot_parts * parts * tokens * width * self._layers[0].element_size()
         found = (self._slot_layers.stop + self._layers_behind, head_count, cell_bytes)
@@ -118,11 +127,12 @@ class BlockCopier:
         return self._slots
 
     def unbind(self) -> None:
-        """Let go of the segment, which can be unmapped then."""
+        """Release the segment, which can then be unmapped."""
         self._slots = None
 
     def store(self, block_id: int, payload_offset: int, part: int = 0) -> None:
-        """Engine block -> slot: done when this returns, or ordered on the current stream of the engine's device."""
+        """Copy an engine block to a slot. The copy has ended when this returns, or it is ordered on the current stream
+        of the engine's device."""
         slot = self._slot_view(payload_offset, part)
         if self._staged:
             staging = self._staging_like(slot)
@@ -135,7 +145,7 @@ class BlockCopier:
             layers.copy_(block)
 
     def load(self, payload_offset: int, block_id: int, part: int = 0) -> None:
-        """Slot -> engine block, like `store`."""
+        """Copy a slot to an engine block, like `store`."""
         slot = self._slot_view(payload_offset, part)
         if self._staged:
             staging = self._staging_like(slot)
@@ -158,13 +168,13 @@ class BlockCopier:
         return torch.empty(slot.shape, dtype=slot.dtype, device=self.device)
 
     def _blocks(self, block_id: int) -> list[torch.Tensor]:
-        """The engine's views of a block, dimensions as in the slot: one for all layers, or one a layer."""
+        """The engine's views of a block, with the dimensions of the slot: one view of all layers, or one per layer."""
         if self._together is not None:
             return [self._together[block_id].transpose(1, 2)]
         return [layer[block_id].transpose(0, 1) for layer in self._layers]
 
     def _per_view(self, slot: torch.Tensor) -> Sequence[torch.Tensor]:
-        """A slot's share cut as `_blocks` cuts a block."""
+        """A slot's share, cut in the way that `_blocks` cuts a block."""
         return [slot] if self._together is not None else slot.unbind(0)
 
 
@@ -182,7 +192,7 @@ class GroupedBlockCopiers:
         return self._block_copiers[engine_group][0]
 
     def bind(self, segment: memoryview, layout: SlotLayout) -> torch.Tensor:
-        """Like BlockCopier's; each engine group has a layout of its own."""
+        """Like BlockCopier.bind; each engine group has its own layout."""
         bound = [block_copier.bind(segment, own) for block_copier, own in self._block_copiers]
         return bound[0]
 
@@ -192,7 +202,8 @@ class GroupedBlockCopiers:
 
 
 def _runs(slot: torch.Tensor, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Contiguous pieces of one rank's share: all of it, or one a layer when other ranks' heads lie between them."""
+    """Contiguous pieces of one rank's share: the whole share, or one piece per layer if other ranks' heads lie
+    between."""
     if slot.is_contiguous():
         yield slot, staging
     else:
@@ -200,7 +211,7 @@ def _runs(slot: torch.Tensor, staging: torch.Tensor) -> Iterator[tuple[torch.Ten
 
 
 def _one_view(layers: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """`[block, layer, part, head, token, K‖V]` over the storage of all layers, or None when there is no such view."""
+    """`[block, layer, part, head, token, K‖V]` over the storage of all layers, or None if there is no such view."""
     first = layers[0]
     if any(
         t.stride() != first.stride() or t.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()

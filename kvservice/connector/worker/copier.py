@@ -1,9 +1,8 @@
 """The copier: where and when blocks are copied between the engine and slots.
 
-At once, on a CUDA stream of their own, or in a copy worker (`remote_copier`).
-
-Owned by one worker and used from its main thread only. Decides no contents: the plan says which blocks and slots, and
-whether they may be copied is the worker half's part.
+Copies run at once, on a CUDA stream of their own, or in a copy worker (`remote_copier`). One worker owns a copier and
+uses it from its main thread only. A copier decides nothing about contents: the plan says which blocks and slots, and
+the worker half decides whether they may be copied.
 """
 
 from __future__ import annotations
@@ -25,70 +24,72 @@ from kvservice.memory.runs import copy_runs
 from kvservice.observe.failpoints import failpoint
 from kvservice.units import BlockKey
 
-HOST_BATCH = 64  # blocks of one call
-FALLBACK_PIN_SECONDS = 5.0  # a worker that connects, or is replaced, takes less
+HOST_BATCH = 64  # Blocks copied by one call: enough to make calling cheap, few enough to return often.
+# For a worker to connect or to be replaced, which takes less. If copies run here for longer, the pool is pinned here
+# too.
+FALLBACK_PIN_SECONDS = 5.0
 
 
 class Ticket(Protocol):
-    """Copies that were started."""
+    """A ticket for copies that were started."""
 
     def query(self) -> bool:
-        """They have all ended: nothing more is read or written for them."""
+        """Whether all of them have ended: nothing more is read or written for them. Does not block."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until they have."""
+        """Block until they have ended."""
         ...
 
     def succeeded(self) -> bool:
-        """Once they have ended: all bytes are where they should be."""
+        """Once they have ended: whether all bytes arrived."""
         ...
 
     @property
     def borrowed(self) -> int:
-        """Once they have ended: blocks that came from another engine's KV cache instead of their slots."""
+        """Once they have ended: how many blocks came from another engine's KV cache instead of their slots."""
         ...
 
 
 class LentBlocks(Protocol):
-    """Blocks of this engine that others may copy."""
+    """Blocks of this engine that other engines may copy."""
 
     @property
     def is_taken(self) -> bool:
-        """A reader has what it wanted of them."""
+        """Whether a reader has read what it wanted of them."""
         ...
 
     @property
     def is_over(self) -> bool:
-        """Nobody reads them, nor ever will."""
+        """Whether nobody reads them, now or later."""
         ...
 
 
 class Copier(Protocol):
     def adopt(self, memory: torch.Tensor, pool: PoolInfo) -> None:
-        """Copies will run between the engine and this host memory of the pool, until `release`."""
+        """Use this host memory of the pool, `(segment bytes,)` uint8, until `release`."""
         ...
 
     def release(self) -> None:
-        """The memory is about to be unmapped; no copy is under way."""
+        """Stop using the memory, which is about to be unmapped. No copy may be under way."""
         ...
 
     def run(self, direction: Direction, entries: Sequence[CopyEntry], *, may_borrow: bool = False) -> Ticket:
-        """Copy these blocks, after everything that the engine has started so far. They may wait for `flush`.
-        `may_borrow`: loads, of which other engines may lend the blocks; the slots hold the same."""
+        """Copy these blocks, after everything that the engine has started so far. The copies may wait for `flush`. With
+        `may_borrow`, other engines may lend the blocks of loads; the slots hold the same."""
         ...
 
     def flush(self) -> None:
-        """Start what `run` was given. Once a step and direction; does not block."""
+        """Start what `run` was given. Called once per step and direction; does not block."""
         ...
 
     def lend(self, blocks: Sequence[tuple[int, BlockKey]]) -> LentBlocks | None:
-        """Let other engines copy these (block id, key), after everything that this engine has started so far. None, and
-        nothing is lent, where there is no way."""
+        """Let other engines copy these (block id, key), after everything that this engine has started so far. Returns
+        None if that is not possible; nothing is lent then."""
         ...
 
     def recall(self, loan: LentBlocks) -> None:
-        """Ask for the end of a loan of this copier. Does not block; idempotent."""
+        """Ask for the end of a loan of this copier. Does not block; may be called again."""
         ...
 
     def take_counters(self) -> dict[str, int]:
@@ -96,12 +97,12 @@ class Copier(Protocol):
         ...
 
     def close(self) -> None:
-        """The engine ends. After `release`."""
+        """The engine ends. Call it after `release`."""
         ...
 
 
 class Done:
-    """Ticket of copies that have ended."""
+    """A ticket for copies that have already ended."""
 
     borrowed = 0
 
@@ -119,7 +120,7 @@ class Done:
 
 
 class InlineCopier:
-    """Copies end before `run` returns: for KV tensors in host memory."""
+    """Copies that have ended when `run` returns, for KV tensors in host memory."""
 
     def __init__(self, block_copiers: BlockCopiers) -> None:
         self._block_copiers = block_copiers
@@ -155,12 +156,13 @@ class InlineCopier:
 
 
 class HostCopier(InlineCopier):
-    """The same with a copy of runs instead of a view for every layer and block, where the tensors allow it: their bytes
-    are copied by the processor in one call for many blocks."""
+    """Like InlineCopier, but one call of the processor copies the runs of many blocks, if the tensors allow it.
+    InlineCopier needs a view for every layer and block."""
 
     def __init__(self, block_copiers: BlockCopiers) -> None:
         super().__init__(block_copiers)
-        self._regions: dict[int, tuple[int, CopyTemplate] | None] = {}  # by engine group: address, and what a block is
+        # by engine group: address, and the runs of a block
+        self._regions: dict[int, tuple[int, CopyTemplate] | None] = {}
         self._memory = 0
 
     def adopt(self, memory: torch.Tensor, pool: PoolInfo) -> None:
@@ -178,7 +180,8 @@ class HostCopier(InlineCopier):
         return Done()
 
     def region_of(self, engine_group: int) -> tuple[int, CopyTemplate] | None:
-        """Where the tensors of this engine group lie, and what a block is in them; None where that cannot be said."""
+        """Where the tensors of this engine group lie, and the runs of a block in them. None if they cannot be
+        described."""
         if engine_group not in self._regions:
             self._regions[engine_group] = _host_region(self._block_copiers.of(engine_group))
         return self._regions[engine_group]
@@ -201,7 +204,8 @@ class HostCopier(InlineCopier):
 
 
 def _host_region(block_copier: BlockCopier) -> tuple[int, CopyTemplate] | None:
-    """None where blocks go through the block copier: tensors that cannot be described so, slots that blocks share."""
+    """None if blocks must go through the block copier: their tensors cannot be described by runs, or blocks share
+    slots."""
     if not block_copier.fills_slots:
         return None
     layers = block_copier.layers
@@ -233,14 +237,14 @@ class _Recorded:
 
 
 class CudaCopier(InlineCopier):
-    """Copies run on a stream of their own. They start when the forwards launched so far have ended, so a block is never
-    copied before it is written, nor overwritten while an earlier forward reads it; the next forward does not wait.
+    """Copies on a CUDA stream of its own. They start when the forwards launched so far have ended, so a block is never
+    copied before it is written, nor overwritten while an earlier forward reads it. The next forward does not wait.
 
-    Has not run on a GPU yet.
+    It has not run on a GPU yet.
     """
 
     def __init__(self, block_copiers: BlockCopiers, pin_after: float = 0.0) -> None:
-        """`pin_after`: seconds that copies have to run here before the pool's memory is pinned."""
+        """`pin_after` is how many seconds copies must have run here before the pool's memory is pinned."""
         super().__init__(block_copiers)
         self._device = block_copiers.device
         self._stream = torch.cuda.Stream(self._device)
@@ -263,7 +267,7 @@ class CudaCopier(InlineCopier):
 
     def run(self, direction: Direction, entries: Sequence[CopyEntry], *, may_borrow: bool = False) -> Ticket:
         assert self._pool is not None and self._pinning is not None
-        # Until its memory is pinned, a copy goes through a buffer of the driver's and holds up the calling thread.
+        # Until its memory is pinned, a copy goes through a buffer of the driver and blocks the calling thread.
         self._pinning.used()
         computed = torch.cuda.Event()
         computed.record(torch.cuda.current_stream(self._device))
@@ -284,7 +288,7 @@ def _unpin(address: int) -> None:
 
 
 def _check(name: str, result: Any) -> None:
-    error = int(getattr(result, "value", result))  # an enum, of which kind depends on torch
+    error = int(getattr(result, "value", result))  # an enum whose type depends on torch
     if error:
         raise TransferError(f"{name}: CUDA error {error}")
 
@@ -292,7 +296,8 @@ def _check(name: str, result: Any) -> None:
 def copy_entries(
     block_copiers: BlockCopiers, pool: PoolInfo, direction: Direction, entries: Sequence[CopyEntry]
 ) -> None:
-    """Block by block, through its engine_group's block copier; see its `store` and `load` for when that has ended."""
+    """Copy block by block through the block copier of each engine group; `store` and `load` say when such a copy has
+    ended."""
     for entry in entries:
         own = block_copiers.of(entry.engine_group)
         offset = pool.geometry.payload_offset(entry.ref.slot, own.payload_bytes)
@@ -304,8 +309,8 @@ def copy_entries(
 
 
 def in_process_copier(block_copiers: BlockCopiers, *, is_fallback: bool = False) -> InlineCopier:
-    """`is_fallback`: a copy worker is wanted, which will have most of the copies. Raises nothing for a device that it
-    does not know: copies go through its tensors then."""
+    """The copier for the engine's device. `is_fallback` means that a copy worker is wanted and will do most copies.
+    Never raises for an unknown device; its blocks are copied through the tensors."""
     if block_copiers.device.type == "cuda":
         return CudaCopier(block_copiers, FALLBACK_PIN_SECONDS if is_fallback else 0.0)
     return HostCopier(block_copiers) if block_copiers.device.type == "cpu" else InlineCopier(block_copiers)

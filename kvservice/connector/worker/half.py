@@ -1,8 +1,8 @@
-"""Worker half: copies blocks between the engine's KV tensors and the pool's slots, and says what it did.
+"""Worker half: copies blocks between the engine's KV tensors and the pool's slots, and reports what it did.
 
-Runs on the worker's main thread, between two forwards. It only ever touches slots it was told to, and checks the
-header around every copy: a slot that is not what was promised is a failed load, never a wrong block. A copier says
-when copies run; nothing is reported before they have ended.
+Runs on the worker's main thread, between two forwards. It touches only slots that it was told to, and checks the header
+before and after every copy: a slot that is not what was promised is a failed load, never a wrong block. A copier
+decides when copies run; nothing is reported before they have ended.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from kvservice.memory.segment import Segment
 log = logging.getLogger("kvservice.connector")
 
 T = TypeVar("T")
-SAMPLE_ONE_IN = 16  # loaded blocks per digest check under Verify.SAMPLED
+# Loaded blocks per digest check under Verify.SAMPLED. The checks then cost little, and memory that goes bad shows
+# within seconds of load.
+SAMPLE_ONE_IN = 16
 
 
 @dataclass(slots=True)
@@ -51,12 +53,13 @@ class WritingStore:
 
 
 class WorkerHalf:
-    """`start_loads` and `store` start copies; what has ended since is found by `take_loaded` and `take_report`."""
+    """Copies for one worker. `start_loads` and `store` start copies; `take_loaded` and `take_report` return what has
+    ended since."""
 
     def __init__(
         self, block_copiers: BlockCopiers, verify: Verify, copier: Copier | None = None, share: HeadShare | None = None
     ) -> None:
-        """`share`: whom this rank takes turns with in writing; None when it alone holds its heads."""
+        """`share` names the ranks with which this one takes turns in writing; None if it alone holds its heads."""
         self._share = share
         self._block_copiers = block_copiers
         self._verify = verify
@@ -75,7 +78,7 @@ class WorkerHalf:
         self._unexpected = 0
 
     def start_loads(self, plan: StepPlan) -> set[str]:
-        """Returns the requests of the plan's loads, each of which `take_loaded` will name once."""
+        """Start the plan's loads. Returns their requests; `take_loaded` will name each of them once."""
         self._follow_pool(plan)
         self._lent.follow(plan)
         for load in plan.loads:
@@ -89,17 +92,17 @@ class WorkerHalf:
         return {load.request_id for load in plan.loads}
 
     def begin_layer(self, name: str) -> None:
-        """The forward is about to read this layer: see LayerwiseWorker."""
+        """The forward is about to read this layer; see LayerwiseWorker."""
 
     def end_layer(self, name: str, plan: StepPlan) -> None:
-        """The forward has written this layer: see LayerwiseWorker."""
+        """The forward has written this layer; see LayerwiseWorker."""
 
     def end_layered(self) -> set[str]:
-        """Requests whose layered load was sound; here none is done so."""
+        """Requests whose layered load was sound. This class loads nothing by layers."""
         return set()
 
     def store(self, plan: StepPlan) -> set[int]:
-        """Returns the ids of the plan's stores, each of which some later report will name once."""
+        """Start the plan's stores. Returns their ids; some later report will name each of them once."""
         for store in plan.stores:
             started = self._attempt(partial(self._start_store, store))
             if started is None:
@@ -117,7 +120,7 @@ class WorkerHalf:
         return loaded, failed
 
     def take_report(self) -> StepReport | None:
-        """What was stored since the last call; None when there is nothing to say."""
+        """What was stored since the last call; None if there is nothing to report."""
         self._poll_stores()
         self._lent.report(self._report)
         for name, count in self._copier.take_counters().items():
@@ -126,7 +129,7 @@ class WorkerHalf:
         return None if report == StepReport() else report
 
     def close(self) -> None:
-        """The engine ends. Waits for the copies under way."""
+        """The engine ends. Blocks until the copies under way have ended."""
         self._unmap()
         self._copier.close()
 
@@ -136,7 +139,7 @@ class WorkerHalf:
         headers = self._promised_headers(load)
         if headers is None:
             return None
-        # What came from an engine is not what the digests are of.
+        # Digests are of what lies in slots, so blocks that come from an engine cannot be checked.
         may_borrow = load.may_borrow and self._verify is not Verify.FULL
         return Copying(load, headers, self._copier.run(Direction.LOAD, load.entries, may_borrow=may_borrow))
 
@@ -146,7 +149,8 @@ class WorkerHalf:
         return WritingStore(store, self._copier.run(Direction.STORE, self._to_write(store)))
 
     def _attempt(self, step: Callable[[], T | None]) -> T | None:
-        """None also when it raised: one plan that fails must not leave another, already started, without an answer."""
+        """Run a step. None also if it raised: one plan that fails must not leave another one, already started, without
+        an answer."""
         try:
             return step()
         except Exception as error:  # the engine waits for an answer about each plan
@@ -157,7 +161,7 @@ class WorkerHalf:
             return None
 
     def _unmap(self) -> None:
-        """Waits for the copies under way; their outcome is still reported."""
+        """Unmap the pool. Blocks until the copies under way have ended; their outcome is still reported."""
         for ticket in [load.ticket for load in self._loads] + [store.ticket for store in self._stores]:
             ticket.synchronize()
         self._poll_loads()
@@ -173,8 +177,8 @@ class WorkerHalf:
             self._lock = None
 
     def _follow_pool(self, plan: StepPlan) -> None:
-        """Map the pool's memory when it is new; the shard of this node may have been restarted. Let it go when it is of
-        no boot any more, or of another one: a new segment may need the room."""
+        """Map the pool's memory if it is new, because the shard of this node may have been restarted. Unmap it if its
+        boot has ended or another one has begun, because a new segment may need the room."""
         segment, pool = self._segment, self._pool
         if segment is not None and pool is not None and segment.current_epoch() != pool.epoch:
             self._pool = None
@@ -187,7 +191,7 @@ class WorkerHalf:
             self._segment = Segment.attach(Path(plan.pool.segment_path), plan.pool.geometry)
             self._lock = hold(self._segment, plan.pool.engine_id, plan.pool.epoch)
             self._copier.adopt(self._block_copiers.bind(self._segment.buffer, plan.pool.layout), plan.pool)
-        except Unavailable:  # for a moment: the next plan tries again
+        except Unavailable:  # for a moment only: the next plan tries again
             self._tried = None
             self._count("map_refused")
             self._unmap()
@@ -200,7 +204,8 @@ class WorkerHalf:
         self._pool = plan.pool
 
     def _promised_headers(self, load: LoadPlan) -> list[bytes] | None:
-        """None unless every slot holds what was promised: the engine then computes the whole promise again."""
+        """The headers of the slots. None unless every slot holds what was promised; the engine then computes the whole
+        promise again."""
         segment, pool = self._segment, self._pool
         if segment is None or pool is None:
             self._count("load_unmapped")
@@ -227,7 +232,7 @@ class WorkerHalf:
                 self._loads.append(load)
 
     def _is_sound(self, load: Copying) -> bool:
-        """The slots did not change while they were copied, and hold what was once sealed."""
+        """Whether the slots did not change while they were copied, and hold what was sealed."""
         segment = self._segment
         assert segment is not None
         if not load.ticket.succeeded():
@@ -258,7 +263,7 @@ class WorkerHalf:
             self._failed.add(load.request_id)
 
     def _may_write(self, store: StorePlan) -> bool:
-        """Every slot is still reserved for this engine, by this boot of the pool."""
+        """Whether every slot is still reserved for this engine, by this boot of the pool."""
         segment, pool = self._segment, self._pool
         if segment is None or pool is None:
             self._count("store_unmapped", len(store.entries))
@@ -274,7 +279,8 @@ class WorkerHalf:
         return True
 
     def _to_write(self, store: StorePlan) -> list[CopyEntry]:
-        """Every rank with the same heads reports every store, but only one of them writes each block."""
+        """The entries that this rank writes. Every rank with the same heads reports every store, but only one of them
+        writes each block."""
         return [entry for entry in store.entries if self._share is None or self._share.writes(entry.ref.slot)]
 
     def _poll_stores(self) -> None:

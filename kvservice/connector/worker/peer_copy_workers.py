@@ -1,6 +1,6 @@
-"""The other copy workers of a node, to which an engine lends blocks so that engines of other devices can copy them.
+"""The other copy workers of a node. An engine lends them blocks, so that engines of other devices can copy them.
 
-Used by the worker's main thread; each link has a thread of its own. Nothing is copied for this engine by these workers.
+Used by the worker's main thread; each link has a thread of its own. These workers copy nothing for this engine.
 
 Frozen: loans between engines have not run on the hardware that they are for, GPUs of one node. Nothing new builds on
 them until they have.
@@ -19,8 +19,8 @@ from kvservice.copying.engine.link import KVOffer, Lent, WorkerLink
 from kvservice.copying.message import CopyRow, PoolSource
 from kvservice.discovery import find_copy_workers
 
-LOOK_SECONDS = 5.0  # between two looks for workers
-LINKS_MAX = 16
+LOOK_SECONDS = 5.0  # Between two looks for workers; a worker that comes later is used at most this much later.
+LINKS_MAX = 16  # More than a node has GPUs. Further workers get no loans.
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class SpreadLoan:
 
 
 def lend(links: Sequence[WorkerLink], rows: Sequence[CopyRow], event: int) -> SpreadLoan | None:
-    """Through every link that has a worker; None when none has."""
+    """Lend through every link that has a worker. None if none has."""
     parts = tuple((link, lent) for link in links if (lent := link.lend(rows, event)) is not None)
     return SpreadLoan(parts) if parts else None
 
@@ -53,7 +53,7 @@ class PeerCopyWorkers:
         self._offer = offer
         self._links: dict[str, WorkerLink] = {}  # by device
         self._wanted: tuple[Path, PoolSource] | None = None
-        self._look_at = 0.0  # monotonic
+        self._look_at = 0.0  # monotonic seconds
 
     def follow(self, directory: Path, pool: PoolSource) -> None:
         """Lend blocks of this pool's layout to the workers registered in this node directory."""
@@ -69,7 +69,7 @@ class PeerCopyWorkers:
             link.leave()
 
     def links(self) -> list[WorkerLink]:
-        """Now and then this looks for workers that came; those take part once their link is ready."""
+        """The links to use. Looks for new workers now and then; they take part once their link is ready."""
         now = time.monotonic()
         if self._wanted is not None and now >= self._look_at:
             self._look_at = now + LOOK_SECONDS
@@ -80,7 +80,8 @@ class PeerCopyWorkers:
         return list(self._links.values())
 
     def _is_peer(self, device: str) -> bool:
-        """One that can read this engine's memory: a GPU's worker that of a GPU."""
+        """Whether the worker of this device can read this engine's memory: only a GPU's worker can read that of a
+        GPU."""
         same_kind = device.startswith(HOST) == self._offer.device.startswith(HOST)
         return same_kind and device != self._offer.device and device not in self._links
 
@@ -93,7 +94,7 @@ class PeerCopyWorkers:
         return dict(found)
 
     def close(self) -> None:
-        """Blocks until they do nothing any more for this engine; bounded."""
+        """Block until these workers do nothing for this engine any more; bounded."""
         for link in self._links.values():
             link.close()
         self._links.clear()

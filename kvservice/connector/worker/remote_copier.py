@@ -1,4 +1,4 @@
-"""Copies in a copy worker's process, with the engine's own process as the place where they run when there is none."""
+"""Copies in a copy worker's process, or in the engine's own process while there is no worker."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def _no_event() -> int:
 
 
 class RemoteCopier:
-    """Hands copies to the worker of this engine's device on this node; runs them itself while there is none, and loads
-    also while the worker has too much to do. `mark` names the device event that copies must wait for."""
+    """Hands copies to the worker of this engine's device on this node. Runs them itself while there is no worker; loads
+    also while the worker has too much to do. `mark` returns the device event that copies must wait for."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class RemoteCopier:
         mark: Callable[[], int] = _no_event,
         peers: PeerCopyWorkers | None = None,
     ) -> None:
-        """`peers`: the workers of other devices, to which blocks are lent too."""
+        """`peers` are the workers of other devices, to which blocks are lent too."""
         self._link = link
         self._peers = peers
         self._fallback = fallback
@@ -52,9 +52,7 @@ class RemoteCopier:
         self._fallback.adopt(memory, pool)
         if not pool.node_directory:
             self._counters["copy_worker_absent"] += 1
-            log.warning(
-                "copies run in the engine's process: a pool of its own has no worker, which belongs to a service"
-            )
+            log.warning("copies run in the engine's process, because an embedded pool has no copy worker")
             return
         self._pools += 1
         source = PoolSource(self._pools, pool.segment_path, pool.geometry, pool.epoch, pool.layout, pool.engine_id)
@@ -79,7 +77,7 @@ class RemoteCopier:
                 return ticket
             if direction is Direction.STORE and self._link.is_ready:
                 self._counters["copy_dropped_blocks"] += len(rows)
-                return Done(copied=False)  # the worker is behind: a dropped store is only a later miss
+                return Done(copied=False)  # the worker is behind; a dropped store is only a later miss
         self._counters["copy_in_process_blocks"] += len(entries)
         return self._fallback.run(direction, entries)
 
@@ -123,8 +121,8 @@ def copier_for(
     *,
     lends: bool = False,
 ) -> Copier:
-    """Where the copies of this engine run. Whatever keeps a worker from being used is said once, and counted. `lends`:
-    it lends blocks, which engines of the node's other devices can have as well."""
+    """The copier of this engine. If a worker cannot be used, the reason is logged once and counted. With `lends` it
+    lends blocks, which engines of the node's other devices can use as well."""
     fallback = in_process_copier(block_copier, is_fallback=choice is CopierChoice.WORKER)
     if choice is not CopierChoice.WORKER:
         return fallback
@@ -145,19 +143,20 @@ def copier_for(
 
 
 def copier_for_groups(choice: CopierChoice, block_copiers: BlockCopiers) -> Copier:
-    """For a model of several KV cache groups: a worker knows one layout only, so copies run in the engine's process."""
+    """The copier for a model of several KV cache groups. A worker knows only one layout, so copies run in the engine's
+    process."""
     copier = in_process_copier(block_copiers)
     if choice is CopierChoice.WORKER:
-        log.warning("copies run in the engine's process: a copy worker does not take models of several KV cache groups")
+        log.warning("copies run in the engine's process, because a copy worker cannot copy several KV cache groups")
         copier.counters["copy_worker_not_shared"] += 1
     return copier
 
 
 def _host_offer(layers: Sequence[torch.Tensor], heads: range, shared: SharedKV | None) -> KVOffer:
-    """Raises UnsupportedLayout when the KV cache is not in shared memory."""
+    """How the KV cache is offered to a worker. Raises UnsupportedLayout if it is not in shared memory."""
     memory = None if shared is None else shared.memory
     if memory is None:
-        raise UnsupportedLayout("the engine did not allocate its KV cache where it could be shared")
+        raise UnsupportedLayout("the engine did not allocate its KV cache in memory that can be shared")
     layout = region_layout(layers, heads, memory.address, memory.byte_count)
     fields = {"kind": MemoryKind.MEMFD.value, "bytes": memory.byte_count}
     return KVOffer(HOST, fields, layout.fields(), memory.descriptor)

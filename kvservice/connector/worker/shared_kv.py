@@ -1,8 +1,8 @@
-"""Places a CPU engine's KV cache in memory that a copy worker can map too, without the engine knowing.
+"""Places a CPU engine's KV cache in memory that a copy worker can map too, without the engine's knowledge.
 
-vLLM allocates the whole KV cache of a CPU worker with one `torch.zeros(bytes, dtype=torch.int8)` while the connector's
-`get_mem_pool_context` is entered. That one allocation is answered from a memfd; everything else is left alone. Whether
-it happened is seen afterwards, from where the KV tensors lie.
+vLLM allocates the whole KV cache of a CPU worker with one `torch.zeros(bytes, dtype=torch.int8)` inside the connector's
+`get_mem_pool_context`. That one allocation gets its memory from a memfd; all others are left alone. Where the KV
+tensors lie shows afterwards whether it worked.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvservice.units import MiB
 
 log = logging.getLogger("kvservice.connector")
 
-BYTES_MIN = 1 * MiB  # a KV cache is not smaller
+BYTES_MIN = 1 * MiB  # A smaller allocation is no KV cache and is left alone.
 
 
 class SharedKV(TorchFunctionMode):
-    """Entered around the engine's allocation, on its main thread. `memory` is what it got, None when it asked for
+    """Entered around the engine's allocation, on its main thread. `memory` is what the engine got; None if it asked for
     nothing that looks like a KV cache."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class SharedKV(TorchFunctionMode):
             try:
                 self.memory = SharedMemory.make(args[0])
             except SegmentError as error:
-                log.error("the KV cache stays in private memory: %s", error.message)
+                log.error("the KV cache is in private memory, so no copy worker can use it: %s", error.message)
             else:
                 return torch.frombuffer(self.memory.buffer, dtype=torch.int8)
         return func(*args, **kwargs)
@@ -59,8 +59,8 @@ def _is_kv_cache(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 def region_layout(layers: Sequence[torch.Tensor], heads: range, address: int, byte_count: int) -> RegionLayout:
-    """How these layers (as BlockCopier takes them) lie in the memory at `address`. Raises UnsupportedLayout when they
-    are not in it, or not alike."""
+    """How these layers, shaped as BlockCopier takes them, lie in the memory at `address`. Raises UnsupportedLayout if
+    they are not in it, or are not alike."""
     layers = [layer.unsqueeze(1) if layer.dim() == 4 else layer for layer in layers]
     first = layers[0]
     if first.dim() != 5 or any(t.shape != first.shape or t.stride() != first.stride() for t in layers):

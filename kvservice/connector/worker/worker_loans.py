@@ -1,6 +1,6 @@
 """The worker half's loans: lends what the plan says through its copier, and reports when nobody reads it any more.
 
-Used by the worker's main thread. A loan that was never made, whatever the reason, is reported like one that is over.
+Used by the worker's main thread. A loan that was never made, for whatever reason, is reported like one that is over.
 
 Frozen: loans between engines have not run on the hardware that they are for, GPUs of one node. Nothing new builds on
 them until they have.
@@ -20,7 +20,8 @@ log = logging.getLogger("kvservice.connector")
 class WorkerLoans:
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
-        self._worker = int.from_bytes(os.urandom(8), "big")  # one loan is reported by several workers, and maybe twice
+        # several workers report one loan, and one worker may report it twice
+        self._worker = int.from_bytes(os.urandom(8), "big")
         self._loans: dict[int, LentBlocks] = {}
         self._over: set[int] = set()
 
@@ -39,7 +40,7 @@ class WorkerLoans:
         loan: LentBlocks | None = None
         try:
             loan = self._copier.lend(lending.blocks)
-        except Exception:  # the engine goes on: a loan is only a shortcut
+        except Exception:  # the engine goes on, because a loan is only a shortcut
             log.warning("blocks of a hand-off were not lent", exc_info=True)
         if loan is None:
             self._over.add(lending.loan_id)
@@ -51,7 +52,7 @@ class WorkerLoans:
             self._copier.recall(loan)
 
     def report(self, report: StepReport) -> None:
-        """Add what ended since the last call; ask back what its reader has taken."""
+        """Add the loans that ended since the last call. Recall those that a reader has taken."""
         for loan_id, loan in list(self._loans.items()):
             if loan.is_over:
                 del self._loans[loan_id]

@@ -409,7 +409,7 @@ def test_the_log_says_attached_lost_and_attached_again(bench: Bench, caplog: pyt
     eventually(lambda: len(caplog.records) >= 3, "three log records")
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0].startswith("attached to ") and "fingerprint" in lines[0] and "tokens" in lines[0]
-    assert lines[1] == "the pool is gone (it restarted): serving without the cache until it is back"
+    assert lines[1] == "the pool is gone (it restarted); serving without the cache until it is back"
     assert lines[2].startswith("attached again to ")
 
 
