@@ -1,6 +1,6 @@
-"""What other shards ask of this one: leases on blocks to read, blocks as they are sealed, and to take blocks over.
+"""The calls of other shards: they lease blocks to read, follow blocks as they are sealed, and offer blocks. Pure.
 
-Part of core.shard, which routes the events here; each ends in one Reply, or raises what the caller is refused with.
+Part of core.shard, which routes the events here. Each ends in one Reply, or raises the error that the caller gets.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from kvservice.core.acquire.handoff import Handoffs, check_handoff_id
 from kvservice.core.actions import Reply
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, check_keys
 from kvservice.core.context import ShardContext
-from kvservice.core.drain.receiver import ITEMS_MAX, TakeOvers
+from kvservice.core.drain.receiver import ITEMS_MAX, WAIT_SECONDS_MAX, TakeOvers
 from kvservice.core.drain.sender import DrainPhase, Leaving
 from kvservice.errors import Forbidden, InvalidRequest, StaleEpoch, Unavailable, UnsupportedLayout
 from kvservice.units import BootEpoch
 
-TIMEOUT_SECONDS_MAX = 600.0
+TIMEOUT_SECONDS_MAX = 600.0  # ten minutes, as long as the longest lease; a longer timeout is a mistake and refused
+assert WAIT_SECONDS_MAX <= TIMEOUT_SECONDS_MAX
 
 
 class PeerCalls:

@@ -1,8 +1,8 @@
 """One shard's decisions: `handle(event, now) -> actions`. Pure; the only writer of everything below it.
 
-Owns who is attached, and routes events to the block store, the leases and the acquisitions. `now` is seconds on the
-caller's monotonic clock and never goes back. Nothing here raises for what the world does: callers get a Refuse with a
-typed error. An AssertionError is a bug; the performer fences the shard when it sees one.
+Owns the attachments, and routes events to the block store, the leases and the acquisitions. `now` is seconds on the
+caller's monotonic clock and never goes back. Nothing is raised for faults of others: callers get a Refuse with a typed
+error. An AssertionError is a bug; the performer fences the shard when it sees one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvservice.core.acquire.pulls import Pulls
 from kvservice.core.acquire.windowed import WindowedAcquisitions
 from kvservice.core.actions import Action, Announce, Refuse, Reply
 from kvservice.core.block.fingerprint import Fingerprint
-from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
+from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX
 from kvservice.core.block.tenants import NOBODY, TenantLimits, TenantUsage
 from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX
 from kvservice.core.bounded_table import BoundedTable
@@ -53,22 +53,24 @@ from kvservice.errors import (
 )
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, NodeId, SlotIndex, format_bytes
 
-ENGINE_ID_BYTES = 16
-ATTACHMENTS_MAX = 256
-ENGINES_REMEMBERED = 4 * ATTACHMENTS_MAX  # also some that left: a late message of theirs may still come
+ENGINE_ID_BYTES = 16  # as long as a key, because the header of a slot being written has the engine's id in its place
+ATTACHMENTS_MAX = 256  # engines of one node: far more than it has GPUs. Another one is refused with Exhausted.
+ENGINES_REMEMBERED = 4 * ATTACHMENTS_MAX  # includes some that left, because late messages of theirs may still come
 assert ENGINES_REMEMBERED > ATTACHMENTS_MAX
-BOOT_ATTACHMENTS_BITS = 20
-ATTACHMENTS_OF_TENANT_MAX = 128  # so that none keeps all others out
+BOOT_ATTACHMENTS_BITS = 20  # of an attachment id, after the epoch: a million attachments in one boot
+ATTACHMENTS_OF_TENANT_MAX = 128  # so that no tenant uses up all attachments; more are refused with Exhausted
+assert ENGINE_ID_BYTES == KEY_BYTES
+assert ATTACHMENTS_OF_TENANT_MAX < ATTACHMENTS_MAX < 1 << BOOT_ATTACHMENTS_BITS
 
 
 @dataclass(frozen=True, slots=True)
 class AttachReply:
-    """What `Attach` answers; the performer adds the addresses that core does not know."""
+    """The answer of `Attach`. The performer adds the addresses, which the core does not know."""
 
     attachment: AttachmentId
     epoch: BootEpoch
     lease_seconds: float
-    replaced: tuple[AttachmentId, ...] = ()  # earlier ones of the same engine, which are over now
+    replaced: tuple[AttachmentId, ...] = ()  # earlier attachments of the same engine, which have ended now
 
 
 @dataclass(slots=True)
@@ -76,12 +78,12 @@ class _Attached:
     attachment: AttachmentId
     spec: EngineSpec
     account: str  # the tenant that it belongs to
-    seconds_per_block: float = 0.0  # of prefill, as the engine said last
+    seconds_per_block: float = 0.0  # of prefill, as the engine reported it last
     grants: Grants = field(default_factory=Grants)
 
 
 class ShardState:
-    """`has_directory` False is the embedded pool: no peers, no announcements wanted."""
+    """The state of one shard. Without `has_directory` it is an embedded pool: no peers and no announcements."""
 
     def __init__(
         self,
@@ -131,9 +133,9 @@ class ShardState:
         self._leaving = Leaving(shard)
         self._writes = Writes(shard, self._acquisitions)
         self._attached: dict[AttachmentId, _Attached] = {}
-        # Of each engine the last that was answered.
+        # The last attempt of each engine that was answered.
         self._attempts: BoundedTable[bytes, int] = BoundedTable(ENGINES_REMEMBERED)
-        self._next_attachment = (epoch << BOOT_ATTACHMENTS_BITS) + 1  # a number of an earlier boot names nothing
+        self._next_attachment = (epoch << BOOT_ATTACHMENTS_BITS) + 1  # no id of an earlier boot is valid
         self._handlers = self._handlers_with(PeerCalls(shard, self._handoffs, self._takeovers, self._leaving))
 
     def _handlers_with(self, peers: PeerCalls) -> dict[type, Callable[..., None]]:
@@ -169,7 +171,7 @@ class ShardState:
     # -- the one entry ----
 
     def handle(self, event: ev.Event, now: float) -> list[Action]:
-        """Changes the state and returns what to do, in order. Does not block."""
+        """Change the state and return what to do, in order. Does not block. Never raises KVServiceError."""
         assert not self._actions
         try:
             self._handlers[type(event)](event, now)
@@ -177,7 +179,7 @@ class ShardState:
             assert isinstance(event, ev.Call), f"{event} was refused but nobody waits for it"
             self._actions.append(Refuse(event.op, error))
         for action in self._actions[:]:
-            if isinstance(action, Announce):  # exactly the blocks that can be read from now on
+            if isinstance(action, Announce):  # exactly the blocks that have become readable
                 self._handoffs.sealed(action.key, now)
         self._leaving.look(len(self._leases), now)
         actions = list(self._actions)
@@ -185,7 +187,7 @@ class ShardState:
         return actions
 
     def next_deadline(self) -> float | None:
-        """When a Tick is due, on the clock of `now`."""
+        """When the next Tick is due, on the clock of `now`; None when none is."""
         parts = (self._leases, self._acquisitions, self._pulls, self._handoffs, self._takeovers, self._leaving)
         return min((t for t in (part.next_deadline() for part in parts) if t is not None), default=None)
 
@@ -198,7 +200,7 @@ class ShardState:
         return self._store.table.counts()
 
     def reserved_slots(self) -> set[SlotIndex]:
-        """Those that some engine may write. Slow: for checks."""
+        """Slots that an engine may write. Slow: only for checks."""
         slots = self._store.table.all_slots()
         return {slot.index for slot in slots if slot.state is SlotState.WRITING and slot.owner != NO_KEY}
 
@@ -223,7 +225,7 @@ class ShardState:
         return len(self._attached)
 
     def models(self, account: str | None = None) -> list[tuple[str, str, Fingerprint, int]]:
-        """(namespace, model, fingerprint, attached engines), sorted; with an account, of its engines."""
+        """(namespace, model, fingerprint, attached engines), sorted; with an account, only of its engines."""
         rows: Counter[tuple[str, str, Fingerprint]] = Counter(
             (a.spec.namespace, a.spec.model, a.spec.fingerprint) for a in self._engines_of(account)
         )
@@ -238,13 +240,13 @@ class ShardState:
         return self._leaving.progress(len(self._leases), now)
 
     def explain(self, request_id: str, now: float, account: str | None = None) -> Explanation:
-        """What is known of the request with this id, or of those whose id begins so."""
+        """What is known of the request with this id, or of all whose id begins with it."""
         return self.records.find(request_id, now, account)
 
     def block_history(
         self, keys: tuple[BlockKey, ...], now: float, as_of: float | None = None
     ) -> tuple[HistoryEntry, ...]:
-        """What became of these blocks here, as far as it tells about `as_of` (None: now). Slow: for people."""
+        """What became of these blocks here, for the moment `as_of` (None: now). Slow: only for questions of people."""
         blocks = [self._store.get(key) for key in keys]
         held = {block.key: (block.sealed_at, name_engine(block.stored_by)) for block in blocks if block is not None}
         sealing = {key: name_engine(engine_id) for key, engine_id in self._writes.sealing().items()}
@@ -254,7 +256,7 @@ class ShardState:
         return [attached for attached in self._attached.values() if account is None or attached.account == account]
 
     def engine_stats(self, account: str | None = None) -> EngineStats:
-        """What a router wants to know, sorted; with an account, of its engines."""
+        """What a router needs to know, sorted; with an account, only of its engines."""
         kinds: dict[tuple[str, str, Fingerprint], list[_Attached]] = {}
         for attached in self._engines_of(account):
             spec = attached.spec
@@ -266,7 +268,7 @@ class ShardState:
         return EngineStats(tuple(engines), self._acquisitions.peer_speeds(), self.draining)
 
     def account_of(self, attachment: AttachmentId) -> str:
-        """The tenant of an attachment; NOBODY for one that is not known."""
+        """The tenant of an attachment; NOBODY for an unknown one."""
         attached = self._attached.get(attachment)
         return NOBODY if attached is None else attached.account
 
@@ -306,7 +308,7 @@ class ShardState:
         if any(a.spec.engine_id == spec.engine_id and a.account != event.account for a in self._attached.values()):
             raise InvalidRequest("this engine id belongs to another engine: make a random one")
         if 0 < spec.attempt <= (self._attempts.get(spec.engine_id) or 0):
-            # A later one of this engine has been answered, and its workers may write what it reserved since.
+            # A later attach of this engine has been answered, and its workers may write slots reserved since then.
             self.counters["attach_overtaken"] += 1
             raise NotAttached("a later attach of this engine has overtaken this one")
         self._refuse_other_fingerprint(spec, event.account, now)
@@ -314,7 +316,7 @@ class ShardState:
         replaced = [a for a in self._attached.values() if a.spec.engine_id == spec.engine_id]
         for attached in replaced:
             self._end_attachment(attached, now)
-        # The engine attaches again only once none of its processes can write an old reservation (PoolPort.attach).
+        # An engine attaches again only when none of its processes can write an old reservation (PoolPort.attach).
         self._writes.free(spec.engine_id)
         attachment = AttachmentId(self._next_attachment)
         self._next_attachment += 1
@@ -327,7 +329,7 @@ class ShardState:
         )
 
     def _refuse_other_fingerprint(self, spec: EngineSpec, account: str, now: float) -> None:
-        """Within a tenant: others' engines share nothing with it, and are none of its business."""
+        """Only within a tenant: engines of other tenants share no blocks with it and stay unknown to it."""
         for attached in self._engines_of(account):
             other = attached.spec
             same_place = (other.model, other.namespace) == (spec.model, spec.namespace)
@@ -391,7 +393,7 @@ class ShardState:
         if handoff is not None:
             check_handoff_id(handoff.handoff_id)
         self.records.asked(event.op, attached.spec, request, now, attached.account)
-        if self._leaving.promises_nothing:  # nothing new is promised
+        if self._leaving.promises_nothing:
             self._answers.refuse(event.op, now)
             return
         attached.seconds_per_block = request.recompute_seconds_per_block or attached.seconds_per_block
@@ -406,7 +408,7 @@ class ShardState:
             self._watch(event.op, handoff, now)
 
     def _watch(self, op: int, handoff: Handoff, now: float) -> None:
-        """An acquisition follows a writer: hear of its end when it is on this node."""
+        """An acquisition follows a writer. If the writer is on this node, report the end of its hand-off."""
         if handoff.node_id == self.node_id:
             self._handoffs.watch(op, handoff.handoff_id, now)
 
@@ -467,7 +469,7 @@ class ShardState:
         self._store.adopt(event.slot, event.payload_bytes, event.header, now, verified=event.verified)
 
     def watch_list(self) -> set[bytes]:
-        """Engines of an earlier boot that may still be writing quarantined slots."""
+        """Engines of an earlier boot that may still write quarantined slots."""
         return {
             slot.owner
             for slot in self._store.table.all_slots()
@@ -495,7 +497,7 @@ class ShardState:
         self._leaving.tick(len(self._leases), now)
 
     def check_invariants(self) -> None:
-        """Everything that must always hold. O(slots); raises AssertionError naming what does not."""
+        """Check everything that must always hold. O(slots). Raises AssertionError that names what does not hold."""
         self._store.check_invariants()
         self._leases.check_invariants()
         self._pulls.check_invariants()

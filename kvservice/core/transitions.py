@@ -1,4 +1,4 @@
-"""How a literal table of transitions is followed. Each table stands beside the states that it is about."""
+"""Follows a literal table of transitions. Each table is beside the states that it is about. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ E = TypeVar("E", bound=Enum)
 
 
 class InvalidTransition(AssertionError):
-    """A bug: something was asked for a change that its state does not allow."""
+    """A bug: the state does not allow the change that was asked for."""
 
 
 def step(table: Mapping[tuple[S, E], S], state: S, event: E, what: object) -> S:

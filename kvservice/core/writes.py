@@ -1,7 +1,7 @@
 """Slots that engines write: reserved, then sealed or given back. Pure; a part of ShardState.
 
-A slot that an engine reserved is the engine's until it says that it writes it no more: by Seal, by Abort, or because
-none of its processes is left. Until then nobody else gets it.
+A reserved slot belongs to its engine until the engine gives it up with Seal or Abort, or until none of its processes is
+left. Until then nobody else gets the slot.
 """
 
 from __future__ import annotations
@@ -12,26 +12,29 @@ from kvservice.core import events as ev
 from kvservice.core.acquire.acquisitions import Acquisitions
 from kvservice.core.actions import Digest, Reply, WatchEngine
 from kvservice.core.block.keys import check_keys
+from kvservice.core.block.window_groups import WINDOW_BIT
 from kvservice.core.context import ShardContext
 from kvservice.core.messages import EngineSpec, SealItem, SealStatus, Statement
-from kvservice.core.reconcile import Grants
+from kvservice.core.reconcile import STATED_SLOTS_MAX, Grants
 from kvservice.core.segment.refs import BlockRef
 from kvservice.core.store.blocks import Want
 from kvservice.core.store.slots import Slot, SlotState
 from kvservice.errors import InvalidRequest
 from kvservice.units import BlockKey
 
-RESERVE_COUNT_MAX = 4096
-U32_COUNT = 1 << 32  # positions and routes are 32 bits wide in a slot header
+RESERVE_COUNT_MAX = 4096  # slots in one call; an engine that needs more calls again
+U32_COUNT = 1 << 32  # positions and routes have 32 bits in a slot header; larger ones are refused
+assert RESERVE_COUNT_MAX <= STATED_SLOTS_MAX, "a statement must have room for a reservation"
+assert 2 * WINDOW_BIT == U32_COUNT, "the bit of a window group's block is the highest of its position"
 
 
 @dataclass(slots=True)
 class _SealBatch:
-    """One Seal call: answered when the last of its digests is known."""
+    """One Seal call. It is answered when the last of its digests is known."""
 
     op: int
     statuses: list[SealStatus | None]
-    open_count: int = 0  # digests not known yet
+    open_count: int = 0  # digests that are not known yet
 
 
 @dataclass(slots=True)
@@ -132,8 +135,8 @@ class Writes:
         self._emit(Reply(event.op, None))
 
     def reconcile(self, statement: Statement, grants: Grants, engine_id: bytes) -> None:
-        """Free what the engine says it does not hold. What was sealed or given back since is not its any more, and a
-        slot being digested ends with its digest."""
+        """Free the slots that the engine says it does not hold. Slots that it sealed or gave back since are not its own
+        any more, and a slot whose digest is being computed is settled by that."""
         for ref in grants.denied(statement):
             slot = self._store.written_by(ref, engine_id)
             if slot is not None and slot.index not in self._sealing:
@@ -141,8 +144,8 @@ class Writes:
                 self._counters["slots_reconciled"] += 1
 
     def quarantine(self, engine_id: bytes) -> None:
-        """Its attachment ended, and some process of this engine may be in the middle of a copy: what it reserved and
-        did not give back rests until none can write. Slots being digested end with their digest."""
+        """Quarantine what the engine reserved and did not give back, until none of its processes can write. Its
+        attachment has ended, but one of them may still be copying. Slots being digested are settled by that."""
         for slot in self._store.slots_of(engine_id, SlotState.WRITING):
             if slot.index not in self._sealing:
                 self._store.quarantine(slot)
@@ -150,7 +153,7 @@ class Writes:
             self._emit(WatchEngine(engine_id))
 
     def free(self, engine_id: bytes) -> None:
-        """Nothing can write this engine's reservations any more. Slots being digested end with their digest."""
+        """No process can write this engine's reservations any more. Slots being digested are settled by that."""
         for slot in self._store.slots_of(engine_id, SlotState.WRITING):
             if slot.index not in self._sealing:
                 self._store.abort(slot)
@@ -158,7 +161,7 @@ class Writes:
             self._store.end_quarantine(slot)
 
     def sealing(self) -> dict[BlockKey, bytes]:
-        """The engine of each block whose digest is being computed."""
+        """For each block whose digest is being computed, the engine that stored it."""
         return {sealing.item.key: sealing.slot.owner for sealing in self._sealing.values()}
 
     def check_invariants(self) -> None:

@@ -1,4 +1,4 @@
-"""One Acquire call, and one fetch from a peer under way. `acquisitions` decides what becomes of them."""
+"""The state of one Acquire call, and of one fetch from a peer. `acquisitions` decides what becomes of them. Pure."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kvservice.units import AttachmentId, BlockKey, NodeId, SlotIndex
 
 class AcquisitionState(Enum):
     STARTING = "starting"
-    WATCHING = "watching"  # a writer on this node computes what is missing: its blocks are seen as they are sealed
-    ASKING = "asking"  # a writer on another node computes it, and that node is asked for blocks as they are sealed
-    RESOLVING = "resolving"  # the directory is asked who holds what is missing
-    WAITING = "waiting"  # nothing more is looked for: what is missing is on its way, or does not come
+    WATCHING = "watching"  # a writer on this node computes the missing blocks; they are seen when they are sealed
+    ASKING = "asking"  # a writer on another node computes them; that node is asked for blocks as they are sealed
+    RESOLVING = "resolving"  # the directory is asked which nodes hold the missing blocks
+    WAITING = "waiting"  # nothing more is looked for: each missing block is on its way, or does not come
     OVER = "over"
 
 
 class AcquisitionEvent(Enum):
     WATCH = "watch"
-    ASK = "ask"  # also once more, for the blocks behind
+    ASK = "ask"  # also again, for the next blocks
     RESOLVE = "resolve"
     WAIT = "wait"
     ANSWER = "answer"
@@ -57,52 +57,52 @@ FOLLOWING = frozenset((AcquisitionState.WATCHING, AcquisitionState.ASKING))
 class Acquisition:
     op: int
     attachment: AttachmentId
-    account: str  # who is charged for what is fetched
+    account: str  # the tenant that is charged for fetched blocks
     request: AcquireRequest
     payload_bytes: int
     deadline: float
     started: float
-    break_at: int  # index of the first block known not to come
+    break_at: int  # index of the first block that is known not to come
     state: AcquisitionState = AcquisitionState.STARTING
     reason: MissReason = MissReason.NONE
     base: int = 0  # position of the first key
-    then: Then | None = None  # part of a larger acquisition, which takes over what is pinned
-    question: int = 0  # the one that is out while ASKING; 0 = none
+    then: Then | None = None  # called in place of an answer, when this is a part of a larger acquisition
+    question: int = 0  # the number of the question that is open while ASKING; 0 = none
     held: dict[int, SlotIndex] = field(default_factory=dict)  # pinned by this acquisition, by index in the chain
-    pending: set[int] = field(default_factory=set)  # indices on their way
+    pending: set[int] = field(default_factory=set)  # indices of blocks on their way
     fetched: set[int] = field(default_factory=set)
-    origins: dict[int, NodeId] = field(default_factory=dict)  # which node each of `fetched` came from
-    sought: int = 0  # blocks before this index had a holder, said the directory
-    handed_from: int | None = None  # the first block that a hand-off was waited for
-    blamed: str = ""  # the node that was asked in vain for the block at break_at
+    origins: dict[int, NodeId] = field(default_factory=dict)  # the node that each of `fetched` came from
+    sought: int = 0  # the directory knew a holder of each block before this index
+    handed_from: int | None = None  # index of the first block that it waited for in a hand-off
+    blamed: str = ""  # the node that was asked for the block at break_at and did not deliver it
 
     def end(self, index: int, reason: MissReason, blamed: str = "") -> None:
         if index < self.break_at:
             self.break_at, self.reason, self.blamed = index, reason, blamed
 
 
-# In place of an answer: (the part, slots pinned for it from `skip` on, how many were fetched, now).
+# Called in place of an answer: (the part, slots pinned for it from `skip` on, how many were fetched, now).
 Then = Callable[[Acquisition, list[SlotIndex], int, float], None]
 
 
 @dataclass(slots=True)
 class Fetch:
-    """One pull for acquisitions. The blocks that it does not bring are asked of the next holder."""
+    """One pull for acquisitions. The blocks that it does not bring are requested from the next holder."""
 
     number: int  # of its pull
     holder: Holder
-    alternates: list[Holder]  # not tried yet
+    alternates: list[Holder]  # other holders, not tried yet
     chain: tuple[BlockKey, ...]
-    indices: list[int]  # positions in the chain
+    indices: list[int]  # of the blocks in the chain
     payload_bytes: int
     base: int = 0  # position of chain[0]
-    account: str = NOBODY  # who is charged for its blocks
+    account: str = NOBODY  # the tenant that is charged for its blocks
     started: float = 0.0
-    give_up_at: float = 0.0  # nobody waits for its blocks longer than this, even if no answer ever comes
+    give_up_at: float = 0.0  # waiting for its blocks ends here, even if its answer never comes
 
 
 def holders_by_index(runs: Sequence[HolderRun], end: int, own: NodeId) -> dict[int, tuple[Holder, ...]]:
-    """Which other nodes have each block before `end`, in the directory's order. Blocks that none has are left out."""
+    """The other nodes that have each block before `end`, in the directory's order. Blocks without one are left out."""
     by_index: dict[int, tuple[Holder, ...]] = {}
     for run in runs:
         others = tuple(dict.fromkeys(holder for holder in run.holders if holder.node_id != own))
@@ -114,7 +114,7 @@ def holders_by_index(runs: Sequence[HolderRun], end: int, own: NodeId) -> dict[i
 def longest_run(
     wanted: list[int], start: int, end_max: int, holders: dict[int, tuple[Holder, ...]]
 ) -> tuple[Holder, int]:
-    """The holder that has the most consecutive wanted blocks from `wanted[start]` on, and where its run ends."""
+    """The holder with the most consecutive wanted blocks from `wanted[start]` on, and the end of its run."""
     best: tuple[Holder, int] | None = None
     for holder in holders[wanted[start]]:
         end = start + 1

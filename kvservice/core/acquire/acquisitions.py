@@ -1,12 +1,12 @@
-"""Acquisitions: make a prefix local and promise it, fetching from peers what is missing.
+"""Acquisitions: make a prefix local and promise it, fetching missing blocks from peers. Pure.
 
-One acquisition per Acquire call, one fetch per (peer, run of blocks), one arrival per block however many acquisitions
-wait for it. An acquisition only ever promises blocks that are sealed here, which means verified; it answers when its
-prefix is complete, when the first gap is certain, or at its deadline, whichever is first. Fetches go on after a
-deadline: the blocks are there for the next request.
+There is one acquisition per Acquire call, one fetch per (peer, run of blocks), and one arrival per block, however many
+acquisitions wait for it. An acquisition promises only blocks that are sealed here, and so verified. It answers when its
+prefix is complete, when its first gap is certain, or at its deadline. Fetches continue after the deadline, for the next
+request.
 
-With a hand-off, the acquisition first follows the writer: blocks are fetched as they are sealed over there. What is
-still missing when the hand-off is over is looked for in the directory, as always.
+With a hand-off, the acquisition first follows the writer, and blocks are fetched as they are sealed on the writer's
+node. When the hand-off has ended, the directory is asked for what is still missing.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from kvservice.core.acquire.acquisition import (
 from kvservice.core.acquire.answers import Answers
 from kvservice.core.acquire.arrivals import DIGESTING, Arrivals
 from kvservice.core.acquire.estimate import FetchEstimates
-from kvservice.core.acquire.handoff import APPEAR_SECONDS
-from kvservice.core.acquire.pulls import PULL_BLOCKS_MAX, Pulls
+from kvservice.core.acquire.handoff import APPEAR_SECONDS, WAIT_SECONDS_MAX
+from kvservice.core.acquire.pulls import LOCATE_SECONDS_MAX, PULL_BLOCKS_MAX, Pulls
 from kvservice.core.actions import Follow, ReleaseRemote, Resolve
 from kvservice.core.block.keys import span_route
 from kvservice.core.context import ShardContext
@@ -53,10 +53,12 @@ from kvservice.core.store.slots import Slot
 from kvservice.core.transitions import step
 from kvservice.units import AttachmentId, BlockKey, NodeId, SlotIndex
 
-LOOKUP_SECONDS_MAX = 0.25  # an absent directory may not use up the engine's deadline
-LOCATE_GIVE_UP_SECONDS = 3.0  # connecting and asking each have LOCATE_SECONDS_MAX; then nobody is answering any more
-FOLLOW_WAIT_SECONDS = 1.0  # a writer's node that dies is noticed after one unanswered question at the latest
-PULL_GRACE_SECONDS = 5.0  # a pull is reported by its deadline; this long after it, waiting for it is pointless
+LOOKUP_SECONDS_MAX = 0.25  # a directory that does not answer must not use up the engine's deadline
+LOCATE_GIVE_UP_SECONDS = 3.0  # connecting and asking take LOCATE_SECONDS_MAX each; after this no answer will come
+FOLLOW_WAIT_SECONDS = 1.0  # for one question to a writer's node: its death is noticed after one without an answer
+PULL_GRACE_SECONDS = 5.0  # a pull is reported by its deadline; this long after it, its blocks are given up
+assert LOCATE_GIVE_UP_SECONDS > 2 * LOCATE_SECONDS_MAX
+assert FOLLOW_WAIT_SECONDS <= WAIT_SECONDS_MAX, "the writer's node would answer earlier than asked"
 MISS_OF = {
     PullResult.STALE: MissReason.STALE,
     PullResult.CORRUPT: MissReason.CORRUPT,
@@ -93,8 +95,8 @@ class Acquisitions:
         base: int = 0,
         then: Then | None = None,
     ) -> None:
-        """`account`: the tenant that is charged for what is fetched. `base`: position of the first key. `then` gets the
-        outcome, pinned, instead of the caller of `op`."""
+        """Begin one. `account` is charged for fetched blocks; `base` is the position of the first key. With `then`, the
+        outcome goes there, pinned, instead of to the caller of `op`."""
         count, deadline = len(request.keys), now + request.timeout_seconds
         acquisition = Acquisition(
             op, attachment, account, request, payload_bytes, deadline, now, count, base=base, then=then
@@ -116,7 +118,7 @@ class Acquisitions:
             self._answer(acquisition, now)
 
     def cancel(self, op: int) -> bool:
-        """Nobody waits for this one any more. Its fetches go on."""
+        """Nobody waits for this acquisition any more. Its fetches continue."""
         acquisition = self._open.get(op)
         if acquisition is None:
             return False
@@ -131,7 +133,7 @@ class Acquisitions:
     # -- what the performer reports ----
 
     def followed(self, event: Followed, now: float) -> None:
-        """What the writer's node said to the question that is out."""
+        """The writer's node has answered the open question."""
         acquisition = self._open.get(event.op)
         if acquisition is None or acquisition.question != event.follow:
             if event.holder is not None and event.result is not None:
@@ -145,7 +147,7 @@ class Acquisitions:
     def _follow_on(
         self, acquisition: Acquisition, holder: Holder, result: FollowResult, sent_at: float, now: float
     ) -> None:
-        """Fetch what is sealed over there, and ask for the blocks behind it."""
+        """Fetch the blocks that are sealed on the writer's node, and ask for the next ones."""
         before = self._next_followed(acquisition)
         self._fetch_followed(acquisition, holder, result.located, sent_at, now)
         if acquisition.state is AcquisitionState.OVER:
@@ -159,7 +161,7 @@ class Acquisitions:
             self._ask_writer(acquisition, start)
 
     def handoff_over(self, op: int, now: float) -> None:
-        """The writer on this node seals nothing more for this acquisition."""
+        """The writer on this node will seal nothing more for this acquisition."""
         acquisition = self._open.get(op)
         if acquisition is not None and acquisition.state in FOLLOWING:
             self._end_following(acquisition, now)
@@ -167,7 +169,7 @@ class Acquisitions:
     def resolved(self, op: int, runs: Sequence[HolderRun], complete: bool, now: float) -> None:
         acquisition = self._open.get(op)
         if acquisition is None or acquisition.state is not AcquisitionState.RESOLVING:
-            return  # answered at its deadline already
+            return  # it was answered at its deadline
         self._move(acquisition, AcquisitionEvent.WAIT)
         holders = holders_by_index(runs, acquisition.break_at, self._shard.node_id)
         wanted: list[int] = []
@@ -199,7 +201,7 @@ class Acquisitions:
         self._pull(fetch, result, sent_at, now)
 
     def _pull(self, fetch: Fetch, result: LocateResult, sent_at: float, now: float) -> None:
-        """Read what the peer has leased; as far as it matches what was asked, and there is room for it."""
+        """Read the blocks that the peer leased, if they are what was requested and there is room for them."""
         handles: list[BlockHandle] = []
         for index, handle in zip(fetch.indices, result.handles, strict=False):
             if handle is None or handle.key != fetch.chain[index] or handle.length != fetch.payload_bytes:
@@ -249,7 +251,7 @@ class Acquisitions:
     # -- blocks written on this node ----
 
     def sealing(self, key: BlockKey) -> None:
-        """A written block's digest is being computed: acquisitions may wait for it."""
+        """The digest of a written block is being computed: acquisitions may wait for it."""
         if key not in self._arrivals:
             self._arrivals.expect(key, DIGESTING)
 
@@ -298,7 +300,7 @@ class Acquisitions:
             del self._open[acquisition.op]
 
     def _look_elsewhere(self, acquisition: Acquisition, start: int, seconds: float) -> None:
-        """Ask the directory who holds the blocks from `start` on, if they may be fetched at all."""
+        """Ask the directory for holders of the blocks from `start` on, if those may be fetched at all."""
         if self._shard.is_draining():
             acquisition.end(start, MissReason.DRAINING)
         elif not self._shard.has_directory:
@@ -311,7 +313,7 @@ class Acquisitions:
         self._move(acquisition, AcquisitionEvent.WAIT)
 
     def _take_local(self, acquisition: Acquisition, indices: range) -> int | None:
-        """Pin what is here, wait for what is coming. The first index that is neither, or None."""
+        """Pin blocks that are here, and wait for blocks on their way. The first index that is neither, or None."""
         first_missing: int | None = None
         for index in indices:
             key = acquisition.request.keys[index]
@@ -328,7 +330,7 @@ class Acquisitions:
     # -- hand-offs ----
 
     def _begin_following(self, acquisition: Acquisition, handoff: Handoff) -> None:
-        """Wait for all that is missing, whoever brings it; ask the writer's node for it."""
+        """Wait for every missing block, whoever brings it, and ask the writer's node for them."""
         for index in range(acquisition.request.skip, len(acquisition.request.keys)):
             if index not in acquisition.held and index not in acquisition.pending:
                 self._await(acquisition, index)
@@ -350,7 +352,7 @@ class Acquisitions:
         self._emit(Follow(acquisition.question, acquisition.op, handoff, keys, FOLLOW_WAIT_SECONDS))
 
     def _next_followed(self, acquisition: Acquisition) -> int | None:
-        """The first block that is awaited and not on its way."""
+        """The index of the first block that is awaited and not on its way."""
         keys = acquisition.request.keys
         return min((i for i in acquisition.pending if keys[i] not in self._arrivals), default=None)
 
@@ -387,7 +389,7 @@ class Acquisitions:
         self._settle(acquisition, now)
 
     def _forget_waits(self, acquisition: Acquisition) -> None:
-        """Stop waiting for blocks that are not on their way; nobody would ever report them."""
+        """Stop waiting for blocks that are not on their way, because nothing would ever report them."""
         for index in [i for i in acquisition.pending if acquisition.request.keys[i] not in self._arrivals]:
             acquisition.pending.discard(index)
             self._arrivals.forget(acquisition.request.keys[index], acquisition.op, index)
@@ -454,7 +456,7 @@ class Acquisitions:
     def _end_fetch(self, fetch: Fetch, from_position: int, reason: MissReason, now: float) -> None:
         """The blocks from this position on did not come: ask the next holder, or fail their waiters.
 
-        Blocks that did come are not arriving any more and are skipped by both ways.
+        Blocks that did come are not expected any more, so both ways skip them.
         """
         left = [i for i in fetch.indices[from_position:] if self._arrivals.is_brought_by(fetch.chain[i], fetch.number)]
         self._counters["fetches_failed"] += 1
@@ -462,25 +464,25 @@ class Acquisitions:
         self._ask_next(fetch, left, reason, now)
 
     def _ask_next(self, fetch: Fetch, left: list[int], reason: MissReason, now: float) -> None:
-        """What this holder did not give is fetched from the next one, or does not come."""
+        """Fetch from the next holder what this one did not give; without a next holder it does not come."""
         if not left or not fetch.alternates:
             self._fail_indices(fetch, left, reason, now)
             return
         holder, *others = fetch.alternates
-        # An id names one Pull: a late WritesEnded of the old one must not touch the new one's slots.
+        # An id names one pull: a late WritesEnded of the old pull must not touch the slots of the new one.
         number = self._pulls.open(self, holder, fetch.payload_bytes)
         again = Fetch(number, holder, others, fetch.chain, left, fetch.payload_bytes, fetch.base, fetch.account)
         self._register(again)
         self._locate(again, now)
 
     def _give_up(self, fetch: Fetch, now: float) -> None:
-        """Its performer owes an answer that does not come: the blocks may be fetched anew, by whoever wants them."""
+        """The performer's answer does not come: whoever wants the blocks may fetch them again."""
         self._counters["fetches_overdue"] += 1
         if self._pulls.is_locating(fetch.number):
             self._pulls.drop(fetch.number)
             self._end_fetch(fetch, 0, MissReason.PEER_FAILED, now)
             return
-        fetch.give_up_at = math.inf  # its slots stay reserved until Pulled: the transport may still write them
+        fetch.give_up_at = math.inf  # its slots stay reserved until Pulled, because the transport may still write them
         self._fail_indices(fetch, fetch.indices, MissReason.DEADLINE, now)
 
     def _fail_indices(self, fetch: Fetch, indices: Sequence[int], reason: MissReason, now: float) -> None:
@@ -493,7 +495,7 @@ class Acquisitions:
         found: list[tuple[Acquisition, int]] = []
         for op, index in self._arrivals.take_waiters(key):
             acquisition = self._open.get(op)
-            # An op id may be used again after its answer: the key tells whether this is still the call that waited.
+            # An op id may be used again after its answer. The key shows whether this is still the call that waited.
             if acquisition is not None and index in acquisition.pending and acquisition.request.keys[index] == key:
                 found.append((acquisition, index))
         return found
@@ -545,12 +547,12 @@ class Acquisitions:
         return self._estimates.speeds()
 
     def pinned(self) -> Counter[SlotIndex]:
-        """Slots pinned by open acquisitions, for the pin count check of the shard."""
+        """Slots pinned by open acquisitions, for the shard's check of pin counts."""
         return Counter(index for acquisition in self._open.values() for index in acquisition.held.values())
 
     @property
     def is_idle(self) -> bool:
-        """Nobody waits, and nothing comes."""
+        """Whether nobody waits and nothing is on its way."""
         return not (self._open or self._fetches) and self._arrivals.is_idle
 
     def check_invariants(self) -> None:

@@ -1,4 +1,4 @@
-"""Answers of Acquire: the one place where they are made, counted and remembered."""
+"""Answers of Acquire: the one place that makes, counts and records them. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Answers:
         now: float,
         windows: Sequence[Sequence[SlotIndex]] = (),
     ) -> None:
-        """Lease the promised blocks, which are pinned, and answer the call. `main`: the acquisition of its chain."""
+        """Lease the promised blocks, which are pinned, and answer the call. `main` is the acquisition of its chain."""
         owner = ("engine", int(main.attachment))
         lease = self._shard.lease(owner, [*promised, *(slot for window in windows for slot in window)], now)
         self._count(main, len(promised), fetched, reason)
@@ -36,7 +36,7 @@ class Answers:
         self._reply(op, lease, promised, fetched, reason, windows)
 
     def refuse(self, op: int, now: float) -> None:
-        """This node leaves and promises nothing any more: an empty answer, which is not counted."""
+        """Answer with nothing, because this node is leaving. The answer is not counted."""
         self._shard.records.answered(op, 0, {}, MissReason.DRAINING, str(self._shard.node_id), now)
         self._reply(op, LeaseId(0), (), 0, MissReason.DRAINING, ())
 

@@ -1,14 +1,14 @@
-"""Blocks on their way to this node: each comes once, however many acquisitions wait for it (single flight)."""
+"""Blocks on their way to this node: each comes once, however many acquisitions wait for it (single flight). Pure."""
 
 from __future__ import annotations
 
 from kvservice.units import BlockKey
 
-DIGESTING = 0  # in place of a pull's number: an engine of this node wrote the block, and its digest is being computed
+DIGESTING = 0  # stands for a pull's number: an engine of this node wrote the block, and its digest is being computed
 
 
 class Arrivals:
-    """Who brings each block, and who waits for it. A waiter is a call and the index of the block in its chain."""
+    """Which pull brings each block, and who waits for it. A waiter is (op, index of the block in its chain)."""
 
     def __init__(self) -> None:
         self._bringer: dict[BlockKey, int] = {}  # number of a pull, or DIGESTING
@@ -18,14 +18,14 @@ class Arrivals:
         return key in self._bringer
 
     def expect(self, key: BlockKey, bringer: int) -> None:
-        """This one brings it from now on."""
+        """From now on `bringer` brings this block."""
         self._bringer[key] = bringer
 
     def is_brought_by(self, key: BlockKey, bringer: int) -> bool:
         return self._bringer.get(key) == bringer
 
     def end(self, key: BlockKey, bringer: int) -> bool:
-        """This one brought the block, or failed to. False, without effect, when it is not the one."""
+        """`bringer` brought the block or failed to. False, without effect, when another one brings it."""
         if self._bringer.get(key) != bringer:
             return False
         del self._bringer[key]
@@ -35,7 +35,7 @@ class Arrivals:
         self._waiters.setdefault(key, []).append((op, index))
 
     def forget(self, key: BlockKey, op: int, index: int) -> None:
-        """This one waits no longer."""
+        """This waiter waits no longer."""
         waiters = [waiter for waiter in self._waiters.get(key, ()) if waiter != (op, index)]
         if waiters:
             self._waiters[key] = waiters
@@ -47,13 +47,13 @@ class Arrivals:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing comes, and nobody waits."""
+        """Whether nothing is on its way and nobody waits."""
         return not (self._bringer or self._waiters)
 
     def waiters(self) -> set[tuple[int, int]]:
-        """Everybody who waits, for checks."""
+        """All waiters, for checks."""
         return {waiter for waiters in self._waiters.values() for waiter in waiters}
 
     def bringers(self) -> set[int]:
-        """Everybody who brings something, for checks."""
+        """All bringers, for checks."""
         return set(self._bringer.values())

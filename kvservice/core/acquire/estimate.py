@@ -1,4 +1,7 @@
-"""Is fetching worth it? Measured bandwidth and overhead against the engine's own speed of recomputing."""
+"""Decides whether fetching is faster than computing, from measured bandwidth and overhead and the engine's own speed.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,22 @@ from kvservice.core.bounded_table import NODES_MAX, BoundedTable
 from kvservice.core.messages import Holder, PeerSpeed
 from kvservice.units import NodeId
 
-WEIGHT = 0.3  # of the newest sample: follows a changed link within a handful of pulls
-# After refusals a little is fetched whatever the estimate says: without samples it would never change again. As soon as
-# that costs no more than this share of the time that was spent on recomputing since, or after so many refusals.
+WEIGHT = 0.3  # of the newest sample in an average: it follows a changed link within a handful of pulls
+# After refusals a little is fetched whatever the estimate says, because an estimate without samples never changes. That
+# happens once such a probe costs at most PROBE_SHARE of the time spent on computing since, or after REFUSALS_MAX.
 PROBE_SHARE = 0.03
-PROBE_BYTES = 64 << 20  # enough to measure a bandwidth by
-REFUSALS_MAX = 32
+PROBE_BYTES = 64 << 20  # size of a probe: enough to measure a bandwidth
+REFUSALS_MAX = 32  # refusals in a row before a probe is made at any cost
 
 
 @dataclass(slots=True)
 class FetchEstimate:
-    """Moving averages of one peer. Unknown (None) until the first sample: then fetching is tried."""
+    """Moving averages of one peer. They are None until the first sample; until then fetching is tried."""
 
     bytes_per_second: float | None = None
     overhead_seconds: float | None = None
-    refusals: int = 0  # in a row
-    recomputed_seconds: float = 0.0  # because of them
+    refusals: int = 0  # consecutive ones
+    recomputed_seconds: float = 0.0  # spent on computing because of them
 
     def observe_pull(self, byte_count: int, seconds: float) -> None:
         if byte_count > 0 and seconds > 0:
@@ -33,7 +36,7 @@ class FetchEstimate:
         self.overhead_seconds = _blend(self.overhead_seconds, max(seconds, 0.0))
 
     def worthwhile(self, block_count: int, block_bytes: int, recompute_seconds: float, remaining_seconds: float) -> int:
-        """How many of the first `block_count` blocks to fetch: all, as many as fit the time left, or none.
+        """How many of the first `block_count` blocks to fetch: all, as many as fit into the time left, or none.
 
         `recompute_seconds` is the engine's time for one block; 0 when it has not measured any yet.
         """
@@ -64,7 +67,7 @@ class FetchEstimate:
 
 
 class FetchEstimates:
-    """One estimate a peer, of those that were fetched from lately."""
+    """One estimate for each peer that was fetched from lately."""
 
     def __init__(self) -> None:
         self._by_node: BoundedTable[NodeId, FetchEstimate] = BoundedTable(NODES_MAX)

@@ -1,14 +1,14 @@
-"""Hand-offs: a prompt that one engine computes for another one. This side is the node where it is computed.
+"""Hand-offs: a prompt that one engine computes for another one. This is the part of the writer's node. Pure.
 
-The writer's engine opens a hand-off when the request arrives and closes it when everything it will store is sealed, or
-when it stops. Readers follow it: they name the blocks they want and hear of them as they are sealed, without asking
-again for each. A hand-off promises nothing: a reader only ever gets blocks that are sealed, under a lease, and when the
-writer dies, aborts or evicts, it hears at once that no more will come.
+The writer's engine opens a hand-off when the request arrives. It closes the hand-off when everything that it will store
+is sealed, or when it stops. Readers follow it: they name the blocks that they want and get them as they are sealed. A
+hand-off promises nothing: a reader only gets sealed blocks, under a lease. When the writer dies, aborts or evicts, the
+reader is told at once that no more will come.
 
-An Open or a Close may be lost, late, doubled or overtaken by the other (core.reconcile). Closed is final: a Close that
-comes first leaves a mark that the Open finds. The statements of the writer's engine open what they name, keep it open,
-and close what they deny. A writer that says nothing at all, but whose attachment lives, is waited for no longer than
-OPEN_SECONDS.
+An Open or a Close may be lost, late, duplicated or overtaken by the other (core.reconcile). Closed is final: a Close
+that comes first leaves a mark that the Open finds. Statements of the writer's engine open the hand-offs that they name,
+keep them open, and close those that they deny. Of a writer that sends nothing, but whose attachment lives, a hand-off
+stays open for OPEN_SECONDS at most.
 """
 
 from __future__ import annotations
@@ -21,26 +21,30 @@ from enum import Enum
 from kvservice.core.actions import Reply
 from kvservice.core.context import ShardContext
 from kvservice.core.messages import FollowResult, HandoffState, Statement
-from kvservice.core.reconcile import is_settled
+from kvservice.core.reconcile import STATED_HANDOFFS_MAX, is_settled
 from kvservice.core.store.blocks import Block
 from kvservice.core.transitions import step
 from kvservice.errors import Exhausted, InvalidRequest
 from kvservice.units import AttachmentId, BlockKey, HandoffId, NodeId
 
-HANDOFF_ID_BYTES = 16
-OPEN_MAX = 4096  # of one shard, open and closed; of the closed ones the oldest go first
-OPEN_OF_ONE_MAX = 1024  # of one attachment, so that none keeps all others out
-OPEN_SECONDS = 120.0  # without a word from its writer: longer than a pause from which an engine goes on
-# Readers ask and are answered late. If news were pushed to them, nobody would notice that one of them is gone.
+HANDOFF_ID_BYTES = 16  # random, so that no two are equal; other lengths are refused
+OPEN_MAX = 4096  # entries of one shard, open and closed. At the limit closed ones go first, then Exhausted is raised.
+OPEN_OF_ONE_MAX = 1024  # of one attachment, so that none of them uses up all entries
+OPEN_SECONDS = 120.0  # without a message of its writer: longer than any pause that an engine survives. Then it closes.
+# Readers ask and are answered late. If news were pushed to them, nobody would notice that one of them is gone. A reader
+# has one question for each request that follows a writer; above this limit Exhausted is raised.
 FOLLOWS_MAX = 4096
-CLOSED_SECONDS = 30.0  # a reader that comes later than this hears "unknown"
-APPEAR_SECONDS = 3.0  # a reader may ask before the writer has opened; then it is not coming any more
-GATHER_SECONDS = 0.01  # blocks of one step are sealed one after the other: they go out together
-WAIT_SECONDS_MAX = 10.0
+CLOSED_SECONDS = 30.0  # a closed hand-off is forgotten after this, and later readers are told "unknown"
+APPEAR_SECONDS = 3.0  # a reader may ask before the writer has opened; after this the hand-off will not appear
+GATHER_SECONDS = 0.01  # blocks of one engine step are sealed within this, and are answered together
+WAIT_SECONDS_MAX = 10.0  # an answer comes no later, even when the reader allows more; it then asks again
+assert OPEN_OF_ONE_MAX <= STATED_HANDOFFS_MAX, "a statement must have room for every open hand-off"
+assert OPEN_OF_ONE_MAX < OPEN_MAX
+assert APPEAR_SECONDS < WAIT_SECONDS_MAX < OPEN_SECONDS
 
 
 def check_handoff_id(handoff: bytes) -> HandoffId:
-    """Raises InvalidRequest for anything but 16 bytes."""
+    """The id, checked. Raises InvalidRequest when it does not have 16 bytes."""
     if len(handoff) != HANDOFF_ID_BYTES:
         raise InvalidRequest(f"a hand-off id is {HANDOFF_ID_BYTES} bytes, not {len(handoff)}", length=len(handoff))
     return HandoffId(handoff)
@@ -62,13 +66,13 @@ HANDOFF_TRANSITIONS: dict[tuple[HandoffState, HandoffEvent], HandoffState] = {
 
 
 class FollowState(Enum):
-    WAITING = "waiting"  # nothing of what was asked is sealed
-    GATHERING = "gathering"  # something is: what is sealed within GATHER_SECONDS goes out with it
+    WAITING = "waiting"  # none of the requested blocks is sealed
+    GATHERING = "gathering"  # some are; those sealed within GATHER_SECONDS are answered together with them
     OVER = "over"
 
 
 class FollowEvent(Enum):
-    SEALED = "sealed"  # the next block that was asked for
+    SEALED = "sealed"  # the next requested block
     ANSWER = "answer"  # all blocks are there, the hand-off is closed, or time is up
     CANCEL = "cancel"  # the reader is gone
 
@@ -87,35 +91,35 @@ FOLLOW_TRANSITIONS: dict[tuple[FollowState, FollowEvent], FollowState] = {
 class _Handoff:
     attachment: AttachmentId
     state: HandoffState
-    until: float  # an open one is closed then, a closed one is forgotten
-    call: int  # of the Open, as far as it is known: no statement composed before it says anything about this one
+    until: float  # an open one is closed then; a closed one is forgotten
+    call: int  # number of the Open, as far as it is known; statements composed before that call do not count here
     is_heard: bool  # the Open itself has arrived
 
 
 @dataclass(slots=True)
 class _Follow:
-    """A reader's question that is not answered yet."""
+    """A reader's question that has not been answered yet."""
 
     op: int
     reader: NodeId
     handoff: HandoffId
     keys: tuple[BlockKey, ...]
-    due: float  # answered then, whatever there is
+    due: float  # it is answered then, with whatever is there
     have: int = 0  # leading keys that are sealed
     state: FollowState = FollowState.WAITING
 
 
 @dataclass(slots=True)
 class _Watch:
-    """A reader on this very node: it sees the blocks by itself and only needs to hear of the end."""
+    """A reader on this node. It sees the blocks itself and only needs to be told of the end."""
 
     handoff: HandoffId
-    until: float  # a hand-off that is still unknown then is not coming
+    until: float  # a hand-off that is unknown at this time will not appear
 
 
 class Handoffs:
     def __init__(self, shard: ShardContext, ended: Callable[[int, float], None]) -> None:
-        """`ended(op, now)`: the hand-off that this watcher waited for is over."""
+        """`ended(op, now)` is called when the hand-off that this watcher waits for has ended."""
         self._shard = shard
         self._store = shard.store
         self._counters = shard.counters
@@ -132,7 +136,7 @@ class Handoffs:
     # -- the writer ----
 
     def open(self, handoff: HandoffId, attachment: AttachmentId, call: int, now: float) -> None:
-        """Once, or the same call again; one that was closed before stays closed."""
+        """Open a hand-off. A repetition of the same call has no effect, and a closed hand-off stays closed."""
         known = self._enter(handoff, attachment, call, now)
         if known is None:
             raise Exhausted(f"{OPEN_MAX} hand-offs are open already, or {OPEN_OF_ONE_MAX} of this engine")
@@ -142,7 +146,7 @@ class Handoffs:
         self._move(known, HandoffEvent.OPEN, now)
 
     def close(self, handoff: HandoffId, attachment: AttachmentId, now: float) -> None:
-        """Nothing more will be sealed for it. Those of others are counted and ignored."""
+        """The writer will seal nothing more for it. Closing another engine's hand-off is counted and ignored."""
         known = self._enter(handoff, attachment, 0, now)
         if known is None or known.attachment != attachment:
             self._counters["handoff_close_ignored"] += 1
@@ -150,9 +154,9 @@ class Handoffs:
         self._close(handoff, known, now)
 
     def reconcile(self, statement: Statement, attachment: AttachmentId, now: float) -> None:
-        """The writer says which of its hand-offs are open."""
+        """Take over which of its hand-offs the writer says are open."""
         for handoff in statement.handoffs:
-            # Its Open may be on the way. Statements that were composed before it have lower numbers than this one.
+            # Its Open may still be on the way. Statements composed before it have lower numbers than this one.
             known = self._enter(handoff, attachment, statement.calls, now)
             if known is not None and known.attachment == attachment:
                 self._move(known, HandoffEvent.OPEN, now)
@@ -164,14 +168,14 @@ class Handoffs:
                 self._close(handoff, known, now)
 
     def _enter(self, handoff: HandoffId, attachment: AttachmentId, call: int, now: float) -> _Handoff | None:
-        """What is known of it, or a new entry that is moved on at once. None when there is no room for one."""
+        """The known entry, or a new one whose state the caller changes at once. None when there is no room."""
         known = self._handoffs.get(handoff)
         if known is None and self._has_room(attachment):
             known = self._handoffs[handoff] = _Handoff(attachment, HandoffState.UNKNOWN, now, call, is_heard=False)
         return known
 
     def _has_room(self, attachment: AttachmentId) -> bool:
-        """For one more. The closed one that was to be forgotten first goes for it."""
+        """Make room for one more entry, by forgetting the closed one that is due first. False when there is none."""
         if len(self._handoffs) < OPEN_OF_ONE_MAX:
             return True
         is_open = [known for known in self._handoffs.values() if known.state is HandoffState.OPEN]
@@ -200,14 +204,14 @@ class Handoffs:
             self._end_watch(op, now)
 
     def end_attachment(self, attachment: AttachmentId, now: float) -> None:
-        """The writer is gone."""
+        """The writer is gone: close all its hand-offs."""
         for handoff, known in list(self._handoffs.items()):
             if known.attachment == attachment and known.state is HandoffState.OPEN:
                 self._counters["handoffs_broken"] += 1
                 self._close(handoff, known, now)
 
     def sealed(self, key: BlockKey, now: float) -> None:
-        """A block can be read from now on."""
+        """A block has become readable."""
         for op in self._next_key.pop(key, ()):
             follow = self._follows[op]
             self._advance(follow)
@@ -222,8 +226,8 @@ class Handoffs:
     def follow(
         self, op: int, reader: NodeId, handoff: HandoffId, keys: tuple[BlockKey, ...], wait_seconds: float, now: float
     ) -> None:
-        """Answered by a FollowResult with the leading keys that are sealed: as soon as there are any, when the
-        hand-off is closed, or after `wait_seconds`."""
+        """Answer with a FollowResult of the leading keys that are sealed: as soon as there are any, when the hand-off
+        is closed, or after `wait_seconds`. Raises Exhausted when too many readers follow."""
         if len(self._follows) >= FOLLOWS_MAX:
             raise Exhausted(f"{FOLLOWS_MAX} readers follow hand-offs here already")
         follow = _Follow(op, reader, handoff, keys, now + min(wait_seconds, WAIT_SECONDS_MAX))
@@ -234,13 +238,13 @@ class Handoffs:
             self._answer(follow, now)
 
     def watch(self, op: int, handoff: HandoffId, now: float) -> None:
-        """Say `ended(op)` once when this hand-off is over, or did not appear in time."""
+        """Call `ended(op)` once, when this hand-off has ended or did not appear in time."""
         self._watches[op] = _Watch(handoff, now + APPEAR_SECONDS)
         if self._state(handoff) is HandoffState.CLOSED:
             self._end_watch(op, now)
 
     def cancel(self, op: int) -> bool:
-        """The caller of `follow`, or the reader that watches, went away."""
+        """The caller of `follow`, or the reader that watches, is gone."""
         watched = self._watches.pop(op, None) is not None
         follow = self._follows.get(op)
         if follow is not None:

@@ -1,8 +1,8 @@
-"""Pulls: blocks of other nodes are leased, read into reserved slots of this one and verified, or it fails.
+"""Pulls: lease blocks of other nodes, read them into reserved slots of this node and verify them, or fail. Pure.
 
-Fetches (core.acquire.acquisitions) and take-overs (core.drain.receiver) are made of pulls. They decide which blocks and
-which slots; here is what each must get right: no slot is used again while a transfer may still write it, bytes that
-failed verification rest, and a peer's lease goes back when nothing reads under it any more.
+Fetches (core.acquire.acquisitions) and take-overs (core.drain.receiver) consist of pulls. They decide which blocks and
+which slots. This module keeps the rules common to both: no slot is used again while a transfer may still write it;
+slots with bytes that failed verification are quarantined; a peer's lease is released when nothing reads under it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Protocol
 
 from kvservice.core.actions import Locate, Pull, ReleaseRemote
+from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.context import ShardContext
 from kvservice.core.events import PullResult
 from kvservice.core.messages import Holder, LocateResult
@@ -22,26 +23,28 @@ from kvservice.core.store.slots import Slot, SlotState
 from kvservice.core.transitions import step
 from kvservice.units import BlockKey
 
-LOCATE_SECONDS_MAX = 1.0  # a peer answers from memory: one that takes longer is asked in vain
-PULL_BLOCKS_MAX = 512  # of one pull: bounds remote leases and the headers in flight
-PULL_SECONDS_MAX = 60.0  # whatever lease a peer claims to give
-LEASE_MARGIN_SECONDS = 1.0  # reading stops this long before the peer's lease ends
-SUSPECT_SECONDS = 60.0  # a slot whose bytes failed verification rests this long
+LOCATE_SECONDS_MAX = 1.0  # a peer answers from memory in milliseconds; after this it counts as failed
+PULL_BLOCKS_MAX = 512  # of one pull: bounds remote leases and headers in flight; longer runs are several pulls
+PULL_SECONDS_MAX = 60.0  # a pull ends after this even if the peer's lease is longer
+LEASE_MARGIN_SECONDS = 1.0  # reading stops this long before the peer's lease ends, so clocks need not run equally fast
+SUSPECT_SECONDS = 60.0  # a slot whose bytes failed verification is not used for this long, if something still writes it
+assert PULL_BLOCKS_MAX <= KEYS_PER_REQUEST_MAX, "a Locate must have room for a pull"
+assert LEASE_MARGIN_SECONDS < PULL_SECONDS_MAX
 
 
 class PullState(Enum):
     LOCATING = "locating"  # the peer is asked for a lease
     PULLING = "pulling"  # the transport reads into slots that are reserved for it
-    STUCK = "stuck"  # it is over, but some of its slots may still be written
+    STUCK = "stuck"  # it has ended, but some of its slots may still be written
     OVER = "over"
 
 
 class PullEvent(Enum):
     BEGIN = "begin"  # blocks are leased, and there are slots for them
-    DROP = "drop"  # there is nothing to read, or nobody waits for it any longer
-    FINISH = "finish"  # each slot was kept or given back
-    STICK = "stick"  # so were some, the others may still be written
-    WRITES_END = "writes end"  # nothing writes them any more
+    DROP = "drop"  # there is nothing to read, or nobody waits for it any more
+    FINISH = "finish"  # each slot was sealed or given back
+    STICK = "stick"  # some slots were, and the others may still be written
+    WRITES_END = "writes end"  # nothing writes those any more
 
 
 TRANSITIONS: dict[tuple[PullState, PullEvent], PullState] = {
@@ -54,18 +57,18 @@ TRANSITIONS: dict[tuple[PullState, PullEvent], PullState] = {
 
 
 class PullOwner(Protocol):
-    """Who wants the blocks of a pull."""
+    """The part of the core that wants the blocks of a pull."""
 
     def located(self, number: int, result: LocateResult | None, sent_at: float, now: float) -> None:
-        """The peer's answer, None when it failed. The owner begins the pull or drops it."""
+        """The peer's answer; None when it failed. The owner must begin the pull or drop it."""
         ...
 
     def arrived(self, number: int, position: int, handle: BlockHandle, slot: Slot, now: float) -> None:
-        """This block is in its slot and verified. The owner seals the slot, or aborts it."""
+        """This block is in its slot and verified. The owner must seal the slot or abort it."""
         ...
 
     def pulled(self, number: int, results: tuple[PullResult, ...], now: float) -> None:
-        """The pull is over, one result a handle. What did not arrive was discarded."""
+        """The pull has ended, with one result for each handle. Slots that got no block have been discarded."""
         ...
 
 
@@ -77,13 +80,13 @@ class PeerPull:
     payload_bytes: int
     state: PullState = PullState.LOCATING
     leased: LocateResult | None = None
-    handles: tuple[BlockHandle, ...] = ()  # what is being read
-    slots: tuple[Slot, ...] = ()  # where to, one a handle
+    handles: tuple[BlockHandle, ...] = ()  # the blocks being read
+    slots: tuple[Slot, ...] = ()  # their targets, one for each handle
     stuck: list[Slot] = field(default_factory=list)
 
 
 class Pulls:
-    """Every pull that is not over, whoever owns it."""
+    """Every pull that has not ended, of all owners."""
 
     def __init__(self, shard: ShardContext) -> None:
         self._shard = shard
@@ -94,14 +97,14 @@ class Pulls:
     # -- what owners ask ----
 
     def open(self, owner: PullOwner, holder: Holder, payload_bytes: int) -> int:
-        """The number of a new pull; `locate` follows, or `begin` when blocks are leased already."""
+        """Make a pull and return its number. Call `locate` next, or `begin` when the blocks are leased already."""
         number = self._next_number
         self._next_number += 1
         self._open[number] = PeerPull(number, owner, holder, payload_bytes)
         return number
 
     def locate(self, number: int, keys: tuple[BlockKey, ...]) -> None:
-        """Ask the peer to lease these blocks; `located` of the owner gets the answer."""
+        """Ask the peer to lease these blocks. The owner's `located` gets the answer."""
         self._shard.emit(Locate(number, self._open[number].holder, keys, LOCATE_SECONDS_MAX))
 
     def begin(
@@ -113,8 +116,8 @@ class Pulls:
         sent_at: float,
         until: float = math.inf,
     ) -> float:
-        """Read leased blocks, each into its reserved slot. `sent_at`: local clock before the lease was asked for.
-        Returns the time at which the transport must have ended it, `until` at the latest."""
+        """Read leased blocks, each into its reserved slot. `sent_at` is the local clock before the lease was requested.
+        Returns the time by which the transport must have ended, which is at most `until`."""
         pull = self._open[number]
         self._move(pull, PullEvent.BEGIN)
         pull.leased, pull.handles, pull.slots = leased, tuple(handles), tuple(slots)
@@ -124,7 +127,7 @@ class Pulls:
         return deadline
 
     def drop(self, number: int, leased: LocateResult | None = None) -> None:
-        """Nothing will be read. What was leased goes back."""
+        """End a pull without reading. Releases what was leased."""
         pull = self._open[number]
         self._move(pull, PullEvent.DROP)
         self._release(pull.holder, leased)
@@ -137,11 +140,11 @@ class Pulls:
     def located(self, number: int, result: LocateResult | None, sent_at: float, now: float) -> None:
         pull = self._open.get(number)
         if pull is None or pull.state is not PullState.LOCATING:
-            return  # too late: a lease that came with it ends by itself
+            return  # too late: a lease that came with the answer expires
         pull.owner.located(number, result, sent_at, now)
 
     def pulled(self, number: int, results: Sequence[PullResult], now: float) -> None:
-        """What a result is missing for may still be written."""
+        """Take the transport's results. A slot without a result may still be written."""
         pull = self._open.get(number)
         if pull is None or pull.state is not PullState.PULLING:
             return
@@ -200,13 +203,13 @@ class Pulls:
             del self._open[pull.number]
 
     def owned_by(self, owner: PullOwner) -> set[int]:
-        """Numbers of the pulls that this owner still hears of, for checks."""
+        """Numbers of the pulls that this owner will still hear of, for checks."""
         states = (PullState.LOCATING, PullState.PULLING)
         return {pull.number for pull in self._open.values() if pull.owner is owner and pull.state in states}
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is being read, and no slot rests."""
+        """Whether nothing is being read and no slot is quarantined."""
         return not (self._open or self._suspects)
 
     def check_invariants(self) -> None:

@@ -1,9 +1,9 @@
-"""Acquisitions of models with window groups: a prefix of group 0, and of each window group the blocks that it needs.
+"""Acquisitions of models with window groups: a prefix of group 0, and the blocks that each window group needs. Pure.
 
-Made of plain acquisitions, one after the other: first of the chain of group 0, then of each window group's blocks
-before the end that was found. A gap there moves the end to the left, and what is missing there is looked for, elsewhere
-too, but only so many times: then the longest prefix counts that is complete on this node. What was pinned on the way is
-leased together, or let go.
+They consist of plain acquisitions, one after the other: first the chain of group 0, then each window group's blocks
+before the end of the hit. A gap there makes the hit shorter, and the blocks that the shorter hit lacks are looked for,
+also on other nodes. After SHORTER_HITS_MAX such steps, the longest prefix that is complete on this node counts. The
+pinned blocks that belong to the result are leased together, the others unpinned.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from kvservice.core.messages import AcquireRequest, EngineSpec, Handoff, MissRea
 from kvservice.core.transitions import step
 from kvservice.units import AttachmentId, SlotIndex
 
-SHORTER_HITS_MAX = 2  # that are looked for on other nodes
+SHORTER_HITS_MAX = 2  # hits that are tried on other nodes after a gap; each costs a lookup and a fetch
 
 
 class HitState(Enum):
     FULL = "full"  # the chain of group 0 is being acquired
-    WINDOWS = "windows"  # what window groups need at its end is looked for, on other nodes too
-    LOCAL = "local"  # enough was tried: the longest prefix counts that is complete on this node
-    DETACHED = "detached"  # its engine is gone: nothing is promised any more
+    WINDOWS = "windows"  # the blocks that window groups need at its end are looked for, also on other nodes
+    LOCAL = "local"  # enough was tried: the longest prefix that is complete on this node counts
+    DETACHED = "detached"  # its engine is gone: nothing is promised
     OVER = "over"
 
 
 class HitEvent(Enum):
-    FOUND = "found"  # the acquisition of group 0 is over
-    SETTLE = "settle"  # too many gaps, or too late
+    FOUND = "found"  # the acquisition of group 0 has ended
+    SETTLE = "settle"  # there were too many gaps, or the deadline has passed
     DETACH = "detach"
     ANSWER = "answer"
     CANCEL = "cancel"  # nobody waits for the answer any more
@@ -64,15 +64,15 @@ class _Hit:
     request: AcquireRequest
     spec: EngineSpec
     deadline: float
-    end: int  # of the prefix that may still be promised
+    end: int  # of the prefix that can still be promised
     state: HitState = HitState.FULL
-    part: int = 0  # the plain acquisition under way
-    full: list[SlotIndex] = field(default_factory=list)  # pinned of group 0, from `skip` on
-    windows: list[dict[int, SlotIndex]] = field(default_factory=list)  # pinned of each window group, by position
+    part: int = 0  # number of the plain acquisition under way
+    full: list[SlotIndex] = field(default_factory=list)  # pinned slots of group 0, from `skip` on
+    windows: list[dict[int, SlotIndex]] = field(default_factory=list)  # pinned slots of each window group, by position
     fetched: int = 0
     shortened: int = 0
     reason: MissReason = MissReason.NONE
-    chain: Acquisition | None = None  # of group 0, once it is over
+    chain: Acquisition | None = None  # of group 0, once it has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class _Missing:
 
 
 class WindowedAcquisitions:
-    """Shares the parts of `Acquisitions`. `watch(op, handoff, now)` is called for parts that follow a writer."""
+    """Uses `Acquisitions` for its parts. `watch(op, handoff, now)` is called for parts that follow a writer."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class WindowedAcquisitions:
         self._begin(hit, request, spec.layout.payload_bytes, 0, partial(self._full_done, hit), now)
 
     def cancel(self, op: int) -> int:
-        """Nobody waits for this one any more. Returns the part that was under way, 0 if there was none."""
+        """Nobody waits for this hit any more. Returns the number of the part under way; 0 when there is none."""
         hit = self._open.get(op)
         if hit is None:
             return 0
@@ -124,13 +124,13 @@ class WindowedAcquisitions:
         return hit.part
 
     def drop_attachment(self, attachment: AttachmentId) -> None:
-        """Before Acquisitions hears of it, which ends the parts."""
+        """Call it before `Acquisitions` hears of the loss and ends the parts."""
         for hit in self._open.values():
             if hit.attachment == attachment:
                 self._move(hit, HitEvent.DETACH)
 
     def pinned(self) -> Counter[SlotIndex]:
-        """Slots pinned here, for the pin count check of the shard."""
+        """Slots pinned here, for the shard's check of pin counts."""
         return Counter(
             slot
             for hit in self._open.values()
@@ -197,7 +197,7 @@ class WindowedAcquisitions:
             return
         base = missing.start - missing.start % SPAN_BLOCKS
         keys = tuple(group_key(key, missing.group + 1) for key in hit.request.keys[base : missing.end])
-        # A chain that ended short was waited for already.
+        # The wait for the hand-off is over when the chain ended short.
         handoff = hit.request.handoff if hit.reason is MissReason.NONE else None
         request = AcquireRequest(keys, missing.start - base, max(hit.deadline - now, 0.0), 0.0, handoff)
         then = partial(self._window_done, hit, missing)
@@ -205,8 +205,8 @@ class WindowedAcquisitions:
         self._begin(hit, request, payload_bytes, WINDOW_BIT | base, then, now)
 
     def _first_missing(self, hit: _Hit) -> _Missing | None:
-        """From the first block that is needed and not pinned. Those behind it are not pinned either, unless an earlier,
-        longer end needed them: they are let go."""
+        """The first run of blocks that is needed and not pinned. Blocks after it may be pinned if an earlier, longer
+        end needed them; they are unpinned."""
         if hit.end <= hit.request.skip:
             return None
         for index, held in enumerate(hit.windows):
@@ -236,7 +236,7 @@ class WindowedAcquisitions:
             self._cut(hit, end)
 
     def _cut(self, hit: _Hit, end: int) -> None:
-        """Promise no more than the blocks before `end`."""
+        """Shorten the hit to the blocks before `end`."""
         hit.end = max(min(hit.end, end), hit.request.skip)
         for slot in hit.full[hit.end - hit.request.skip :]:
             self._store.unpin(slot)

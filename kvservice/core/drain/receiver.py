@@ -1,8 +1,8 @@
-"""The receiving side of a drain: blocks that a leaving node offers are read, verified and kept as primary copies.
+"""The receiving side of a drain: blocks that a leaving node offers are read, verified and kept as primary copies. Pure.
 
-One TakeOver call is one pull, as in core.acquire, but for blocks that no engine here has asked for: they may take free
-room, and the room of blocks that were used less recently than they were, and nothing else. The call is answered when
-all of it is decided, or when its time is up; what arrives after that is kept all the same.
+One TakeOver call is one pull, as in core.acquire, but for blocks that no engine here has requested. So they get only
+free room, and the room of blocks that were used less recently. The call is answered when every block is decided, or
+when its time is up. Blocks that arrive later are kept.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from kvservice.core.transitions import step
 from kvservice.errors import Exhausted
 from kvservice.units import BlockKey
 
-TAKES_MAX = 16  # at once, of all leaving nodes
-WAIT_SECONDS_MAX = 30.0
+TAKES_MAX = 16  # take-overs at once, of all leaving nodes; more are refused with Exhausted and offered again
+WAIT_SECONDS_MAX = 30.0  # an answer comes no later, even when the leaving node allows more
 ITEMS_MAX = PULL_BLOCKS_MAX
 
 
 class TakeOverState(Enum):
     LOCATING = "locating"  # the leaving node is asked for a lease
     READING = "reading"
-    ANSWERED = "answered"  # its time was up: what is being read is kept, what is leased only now goes back
+    ANSWERED = "answered"  # its time was up: blocks being read are kept; blocks leased only now are released
     OVER = "over"
 
 
 class TakeOverEvent(Enum):
     READ = "read"  # blocks are leased, and there is room for some
-    ANSWER = "answer"  # its time is up, or the leaving node asks no more
+    ANSWER = "answer"  # its time is up, or the leaving node has given up
     END = "end"  # each block is decided
 
 
@@ -60,7 +60,7 @@ class _Take:
     items: tuple[TakeOverItem, ...]
     until: float
     kept: list[bool]
-    wanted: list[int]  # positions in `items` that are asked for, then those that are being pulled
+    wanted: list[int]  # positions in `items` of the requested blocks, then of those being read
     asked_at: float
     state: TakeOverState = TakeOverState.LOCATING
     full: bool = False
@@ -68,7 +68,7 @@ class _Take:
 
 class TakeOvers:
     def __init__(self, shard: ShardContext, pulls: Pulls, sealed: Callable[[BlockKey, float], None]) -> None:
-        """`sealed(key, now)`: a block can be read here from now on."""
+        """`sealed(key, now)` is called when a block has become readable here."""
         self._store = shard.store
         self._emit = shard.emit
         self._counters = shard.counters
@@ -85,7 +85,8 @@ class TakeOvers:
         wait_seconds: float,
         now: float,
     ) -> None:
-        """Answered by a TakeOverResult within `wait_seconds`. Raises Exhausted when too many are under way."""
+        """Read and keep offered blocks; answers with a TakeOverResult within `wait_seconds`. Raises Exhausted when too
+        many take-overs are under way."""
         if len(self._takes) >= TAKES_MAX:
             raise Exhausted(f"{TAKES_MAX} take-overs are under way already: offer these blocks again later")
         kept = [item.key in self._store for item in items]
@@ -118,7 +119,7 @@ class TakeOvers:
         self._pulls.begin(number, result, handles, slots, sent_at, take.until)
 
     def _take_room(self, take: _Take, result: LocateResult, now: float) -> tuple[list[BlockHandle], list[Slot]]:
-        """Slots for as many of the leased blocks as are worth it."""
+        """Slots for those leased blocks that are worth them."""
         positions: list[int] = []
         handles: list[BlockHandle] = []
         slots: list[Slot] = []
@@ -126,12 +127,12 @@ class TakeOvers:
         for position, handle in zip(take.wanted, result.handles, strict=False):
             item = take.items[position]
             if handle is None or handle.key != item.key or handle.length != take.payload_bytes:
-                continue  # gone over there meanwhile
+                continue  # the leaving node does not have it any more
             account = self._store.accounts.account_of(item.account_tag)
             used_at = take.asked_at - item.idle_seconds
             slot = self._store.reserve_for_handover(used_at, Want(take.payload_bytes, now, account, room_for))
             if slot is None and self._store.accounts.over_quota(account, take.payload_bytes):
-                continue  # others may have room for theirs
+                continue  # blocks of other tenants may still get room
             if slot is None:
                 take.full = True
                 break
@@ -150,7 +151,7 @@ class TakeOvers:
             self._store.abort(slot)
             self._store.make_primary(item.key)
         else:
-            # It counts as used now, not when the leaver used it: a receiver has one clock and one order.
+            # It counts as used now, not when the leaving node used it: a receiver has one clock and one order.
             self._store.seal(
                 slot, item.key, item.parent, item.position, item.route, handle.digest, now, is_secondary=False
             )
@@ -175,7 +176,7 @@ class TakeOvers:
         return min((take.until for take in self._unanswered()), default=None)
 
     def cancel(self, op: int) -> None:
-        """The leaving node asks no more: what is on its way is kept all the same."""
+        """The leaving node has given up. Blocks on their way are kept."""
         for take in self._unanswered():
             if take.op == op:
                 self._move(take, TakeOverEvent.ANSWER)

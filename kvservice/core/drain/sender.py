@@ -1,12 +1,13 @@
-"""A shard that leaves: what it hands to whom, and when it may go. Pure; core.drain.receiver is the receiving side.
+"""A shard that leaves: which blocks it hands to which node, and when it may go. Pure; the other side is the receiver.
 
-Finding takers and handing over still serve everything but writes. Settling promises nothing new: the directory has been
-told that the node leaves, and what is leased is read to its end. A drain that is undone before settling never happened.
+While it finds takers and hands over, the shard still serves everything but writes. When it settles, it promises nothing
+new: the directory has been told that the node leaves, and readers finish. A drain that is undone before it settles has
+no effect.
 
-Who gets what (`plan`): the hottest blocks first. A block follows its parent as long as the parent's node is not far
-above its share, so that a prefix stays one run on one node; the first block of a chain goes to the node furthest
-from its share. Shares are by room, and grow with a shard's age: one that has just joined has the most room of all and
-would otherwise be given everything at once. Where it is the only other node, it is.
+`plan` decides which node gets what, the most recently used blocks first. A block follows its parent as long as the
+parent's node is not far above its share, so that a prefix stays together on one node. The first block of a chain goes
+to the node furthest below its share. Shares are by room and grow with a shard's age: a shard that has just joined has
+the most room, and would otherwise get everything at once. If it is the only other node, it gets everything.
 """
 
 from __future__ import annotations
@@ -20,25 +21,29 @@ from enum import Enum
 from kvservice.core.actions import Farewell, FindTakers, Offer
 from kvservice.core.block.tenants import tag_of
 from kvservice.core.context import ShardContext
+from kvservice.core.drain.receiver import ITEMS_MAX, WAIT_SECONDS_MAX
 from kvservice.core.messages import Holder, Peer, TakeOverItem, TakeOverResult
 from kvservice.core.store.blocks import Block
 from kvservice.core.transitions import step
 from kvservice.units import BlockKey, NodeId
 
-RAMP_SECONDS = 300.0  # until a shard that joined is given its whole share
-RAMP_FLOOR = 0.1  # of its share, from the first moment
-OCCUPIED_WEIGHT = 0.25  # of room that is in use: only blocks colder than the offered ones give way
-OFFER_BLOCKS_MAX = 64
-OFFER_BYTES_MAX = 64 << 20  # of one offer: it is read within seconds also over a slow link
-OFFERS_PER_PEER = 2  # one is read while the next is on its way
-OFFER_SECONDS_MAX = 10.0
-FIND_SECONDS = 3.0
-SETTLE_SHARE = 0.3  # of the time for a drain is kept for readers to finish
-LOOKED_UP_MAX = 262_144  # blocks that are looked up; a drain of more hands over the hottest of them
+RAMP_SECONDS = 300.0  # until a shard that joined gets its whole share: it must serve its own engines meanwhile
+RAMP_FLOOR = 0.1  # the part of its share that it gets at first, so that it takes part at all
+OCCUPIED_WEIGHT = 0.25  # of occupied room against free room: only blocks that are older than the offered ones make way
+OFFER_BLOCKS_MAX = 64  # of one offer, so that a failed one costs little; more blocks are further offers
+OFFER_BYTES_MAX = 64 << 20  # of one offer: it is read within seconds even over a slow link
+OFFERS_PER_PEER = 2  # one is being read while the next is on its way
+OFFER_SECONDS_MAX = 10.0  # for a peer to read one offer; without an answer, other nodes are asked
+FIND_SECONDS = 3.0  # for finding takers; then the shard leaves without handing over
+SETTLE_SHARE = 0.3  # the part of a drain's time that is kept for readers to finish
+LOOKED_UP_MAX = 262_144  # blocks that are looked up; of more, only the most recently used are handed over
+assert OFFER_BLOCKS_MAX <= ITEMS_MAX, "the receiver would refuse the offer"
+assert OFFER_SECONDS_MAX <= WAIT_SECONDS_MAX, "the receiver would answer earlier than asked"
+assert 0 < RAMP_FLOOR <= 1 and 0 < SETTLE_SHARE < 1
 
 
 class DrainPhase(Enum):
-    """The states of a drain. `TRANSITIONS` says what leads from one to the next."""
+    """The states of a drain."""
 
     SERVING = "serving"
     CLOSED = "closed"  # takes no writes, and stays
@@ -49,9 +54,9 @@ class DrainPhase(Enum):
 
 
 class DrainEvent(Enum):
-    CLOSE = "close"  # take no writes any more
-    BEGIN = "begin"  # leave, and hand over what is hot
-    FOUND = "found"  # who stays, and what they hold already
+    CLOSE = "close"  # stop accepting writes
+    BEGIN = "begin"  # leave, and hand over hot blocks
+    FOUND = "found"  # the nodes that stay, and which blocks they hold already
     SETTLE = "settle"  # nothing more is handed over
     LEAVE = "leave"  # nothing is read here any more, or time is up
     UNDO = "undo"
@@ -77,7 +82,7 @@ TRANSITIONS: dict[tuple[DrainPhase, DrainEvent], DrainPhase] = {
 
 @dataclass(frozen=True, slots=True)
 class DrainProgress:
-    """How far it is. Blocks are counted once: handed over, elsewhere anyway, or lost when it is gone."""
+    """The progress of a drain. Each block counts once: as handed over, held elsewhere anyway, or lost."""
 
     phase: DrainPhase
     leases: int = 0
@@ -91,7 +96,7 @@ class DrainProgress:
 
     @property
     def blocks_lost(self) -> int:
-        """What nobody else has, so far."""
+        """Blocks that no other node has, so far."""
         return self.blocks_total - self.blocks_handed - self.blocks_elsewhere
 
 
@@ -107,12 +112,12 @@ class _Share:
 
 
 def ramp(age_seconds: float) -> float:
-    """How much of its share a shard of this age is given, between RAMP_FLOOR and 1."""
+    """The part of its share that a shard of this age gets, between RAMP_FLOOR and 1."""
     return min(1.0, max(RAMP_FLOOR, age_seconds / RAMP_SECONDS))
 
 
 def weights(peers: Sequence[Peer]) -> list[float]:
-    """Shares of what is handed over, summing to 1; all 0 when nobody may be given anything."""
+    """Each peer's share of what is handed over. The sum is 1, or all are 0 when no peer may be given anything."""
     raw: list[float] = []
     for peer in peers:
         occupied = max(peer.capacity_bytes - peer.free_bytes, 0)
@@ -125,11 +130,12 @@ def weights(peers: Sequence[Peer]) -> list[float]:
 def plan(
     blocks: Sequence[Block], parents: Mapping[BlockKey, BlockKey | None], shares: Sequence[tuple[NodeId, float, int]]
 ) -> dict[NodeId, list[Block]]:
-    """Who is offered what. `blocks`: hottest first; `shares`: (node, weight, bytes it can hold at most)."""
+    """Which blocks each node is offered. `blocks` begin with the most recently used one. `shares` holds (node, weight,
+    bytes that it can hold at most)."""
     left = {node: room for node, _, room in shares}
     given: dict[NodeId, int] = {node: 0 for node, _, _ in shares}
     weight = {node: max(part, 1e-9) for node, part, _ in shares}
-    # A chain may take its node a little over its share, or no chain would stay whole.
+    # A chain may take its node a little above its share; otherwise no chain would stay together.
     total = sum(block.payload_bytes for block in blocks)
     cap = {node: 1.25 * weight[node] * total for node in left}
     place: dict[BlockKey, NodeId] = {}
@@ -151,7 +157,7 @@ def plan(
 
 
 class Leaving:
-    """One drain of this shard, from its begin to its end."""
+    """One drain of this shard, from beginning to end."""
 
     def __init__(self, shard: ShardContext) -> None:
         self._shard = shard
@@ -161,9 +167,9 @@ class Leaving:
         self.phase = DrainPhase.SERVING
         self._began = 0.0
         self._deadline = math.inf
-        self._step_until = math.inf  # of finding takers, then of the hand-over
+        self._step_until = math.inf  # the end of finding takers, then of handing over
         self._total = 0
-        self._used_at: dict[BlockKey, float] = {}  # when it began: being read by a receiver is no use
+        self._used_at: dict[BlockKey, float] = {}  # at the beginning: a receiver's read must not count as a use
         self._elsewhere: set[BlockKey] = set()
         self._handed: set[BlockKey] = set()
         self._handed_bytes = 0
@@ -175,7 +181,7 @@ class Leaving:
 
     @property
     def is_open(self) -> bool:
-        """May still be undone."""
+        """Whether the drain may still be undone."""
         return self.phase in (DrainPhase.CLOSED, DrainPhase.FINDING_TAKERS, DrainPhase.HANDING_OVER)
 
     @property
@@ -192,7 +198,7 @@ class Leaving:
         self._step_until = self._deadline = math.inf
 
     def begin(self, timeout_seconds: float, handover: bool, now: float) -> None:
-        """A second begin only brings the end nearer."""
+        """Begin to leave. A second call can only shorten the time."""
         if self.phase is DrainPhase.GONE:
             return
         if self.phase not in (DrainPhase.SERVING, DrainPhase.CLOSED):
@@ -218,7 +224,7 @@ class Leaving:
         self._emit(FindTakers(tuple((block.key, block.route) for block in blocks)))
 
     def takers_found(self, peers: Sequence[Peer], holders: Mapping[BlockKey, tuple[Holder, ...]], now: float) -> None:
-        """`holders`: which other nodes hold what was asked about, as far as the directory knows."""
+        """`holders` are the other nodes that hold each of the blocks, as far as the directory knows."""
         if self.phase is not DrainPhase.FINDING_TAKERS:
             return
         self._move(DrainEvent.FOUND)
@@ -237,7 +243,7 @@ class Leaving:
             keeper = next((one for one in holders.get(block.key, ()) if one.node_id in staying), None)
             if keeper is None:
                 unheld.append(block)
-            else:  # offered there all the same: a secondary copy becomes primary, and nothing is read
+            else:  # offered there anyway: its secondary copy becomes primary, and nothing is read
                 self._elsewhere.add(block.key)
                 self._shares[keeper.node_id].queue.append(block)
         self._distribute(unheld)
@@ -253,7 +259,7 @@ class Leaving:
         kept = () if result is None else result.kept
         for block, held in zip(blocks, kept, strict=False):
             if not held:
-                self._elsewhere.discard(block.key)  # the directory was behind
+                self._elsewhere.discard(block.key)  # the directory was out of date
             elif block.key not in self._elsewhere and block.key not in self._handed:
                 self._handed.add(block.key)
                 self._handed_bytes += block.payload_bytes
@@ -271,7 +277,7 @@ class Leaving:
         self.look(lease_count, now)
 
     def look(self, lease_count: int, now: float) -> None:
-        """Readers may have finished."""
+        """Check whether readers have finished."""
         if self.phase is DrainPhase.SETTLING and (lease_count == 0 or now >= self._deadline):
             if lease_count:
                 self._notes.append(f"{lease_count} leases were still out")
@@ -304,7 +310,7 @@ class Leaving:
         self.phase = step(TRANSITIONS, self.phase, event, "the drain")
 
     def _distribute(self, blocks: list[Block]) -> None:
-        """Queue blocks for those peers that may still have room for them, each size for itself."""
+        """Queue blocks for the peers that may still have room for them, separately for each size."""
         parents = {block.key: self._store.parent_of(block) for block in blocks if block.key in self._store}
         for size in sorted({block.payload_bytes for block in blocks}):
             part = [block for block in blocks if block.payload_bytes == size and block.key in parents]
@@ -318,7 +324,7 @@ class Leaving:
                 self._shares[node].left_bytes -= len(mine) * size
 
     def _ask_others(self, share: _Share, rest: list[Block], *, failed: bool) -> None:
-        """What this peer did not take, and would not, is offered to the others."""
+        """Offer to the other peers what this one did not take and will not take."""
         node, size = share.peer.holder.node_id, rest[0].payload_bytes if rest else 0
         if failed:
             note = f"node {node} did not answer"
@@ -361,7 +367,7 @@ class Leaving:
             self._settle()
 
     def _next_batch(self, share: _Share) -> tuple[Block, ...]:
-        """Blocks of one size that are still here, from the front of its queue."""
+        """Blocks of one size that are still here, from the front of the peer's queue."""
         batch: list[Block] = []
         size = 0
         while share.queue and len(batch) < OFFER_BLOCKS_MAX:
