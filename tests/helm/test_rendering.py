@@ -89,7 +89,7 @@ def test_installing_tells_what_to_do_next(values: str) -> None:
     assert f"helm test {RELEASE} --namespace {NAMESPACE}" in notes
     assert "<no value>" not in done.stdout and "%!" not in done.stdout
     if values.startswith("standalone"):
-        snippet = notes.split("lines in its Deployment:")[1].split("What the shards see:")[0]
+        snippet = notes.split("lines in its Deployment:")[1].split("See the state of the service:")[0]
         parsed = yaml.safe_load(snippet)["spec"]
         shard = find(rendered(values), "DaemonSet")["spec"]["template"]["spec"]
         paths = {volume["hostPath"]["path"] for volume in parsed["volumes"]}

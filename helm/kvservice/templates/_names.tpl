@@ -11,7 +11,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* What selects pods: never changes over upgrades. */}}
+{{/* Labels that select pods. They never change in an upgrade. */}}
 {{- define "kvservice.selector" -}}
 app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride | trunc 63 }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -37,7 +37,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- end }}
 {{- end -}}
 
-{{/* What selects Ray pods. The operator labels them too: app.kubernetes.io/name is left to it. */}}
+{{/* Labels that select Ray pods. The operator labels them too, and sets app.kubernetes.io/name itself. */}}
 {{- define "kvservice.raySelector" -}}
 app.kubernetes.io/instance: {{ .Release.Name }}
 kvservice/ray-node: "true"
@@ -70,7 +70,7 @@ default
 {{- end -}}
 {{- end -}}
 
-{{/* host:port of every lookup partition, in partition order, with commas. */}}
+{{/* host:port of every lookup partition, in partition order, separated by commas. */}}
 {{- define "kvservice.lookupAddresses" -}}
 {{- $name := printf "%s-lookup" (include "kvservice.fullname" .) -}}
 {{- $found := list -}}

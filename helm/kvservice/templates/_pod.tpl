@@ -18,7 +18,7 @@ capabilities:
   {{- end }}
 {{- end -}}
 
-{{/* Requests and limits; dict "root" $ "cpu" "memory" "extra" "gpus" "devices". Limits of memory are what is given. */}}
+{{/* Requests and limits; dict "root" $ "cpu" "memory" "extra" "gpus" "devices". The memory limit is the given memory. */}}
 {{- define "kvservice.resources" -}}
 {{- $values := .root.Values -}}
 {{- $fixed := dict -}}

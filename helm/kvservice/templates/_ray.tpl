@@ -6,7 +6,7 @@
 {{- with include "kvservice.tlsEnv" . }}{{ . | nindent 0 }}{{ end }}
 {{- with include "kvservice.tokenEnv" . }}{{ . | nindent 0 }}{{ end }}
 {{- if eq .Values.ray.auth.mode "disabled" }}
-# With `token` the operator sets this and the token; without, some of Ray's commands would turn it on by themselves.
+# With `token` the operator sets this and the token. Without it, some of Ray's commands would turn tokens on by themselves.
 - {name: RAY_AUTH_MODE, value: disabled}
 {{- end }}
 {{- if .Values.rdma.enabled }}
@@ -47,7 +47,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Ray's parameters of every node. The object store is given a size: left alone, it takes a third of the memory. */}}
+{{/* Ray's parameters of every node. The object store gets a size, because by default it takes a third of the memory. */}}
 {{- define "kvservice.rayStart" -}}
 object-store-memory: {{ mul 1048576 (include "kvservice.mib" .Values.ray.objectStore | int) | quote }}
 {{- end -}}
@@ -66,7 +66,7 @@ securityContext: {{- include "kvservice.podSecurity" .root | nindent 2 }}
 {{- $labels := printf "%s\napp.kubernetes.io/component: %s" (include "kvservice.raySelector" .root) .component }}
 {{- include "kvservice.spread" (dict "constraints" .spread "labels" $labels) }}
 initContainers:
-  # Volumes can be written by everybody, and the sockets below this folder are believed only where nobody else can.
+  # Everybody can write to volumes, and sockets are trusted only in a folder that nobody else can write to.
   - name: private-home
     image: {{ include "kvservice.image" .root }}
     imagePullPolicy: {{ .root.Values.image.pullPolicy }}
@@ -90,7 +90,7 @@ preStop:
       - kvservice drain --local --timeout {{ .Values.cache.drainSeconds }}; ray stop --grace-period {{ .Values.cache.graceSeconds }}
 {{- end -}}
 
-{{/* The raylet is asked, not the cache: an engine serves without one. */}}
+{{/* The probe asks the raylet and not the cache, because an engine serves without the cache too. */}}
 {{- define "kvservice.raylet" -}}
 httpGet: {path: /api/local_raylet_healthz, port: 52365}
 {{- end -}}
@@ -153,8 +153,8 @@ headGroupSpec:
             - {name: metrics, containerPort: 8080}
             - {name: cache-metrics, containerPort: {{ .Values.cache.metricsPort }}}
           lifecycle:
-            # Every head brings the service up, also one that was restarted or that an upgrade made. It goes on trying in
-            # the background, because the cluster is only there after this hook; its words are in the head's log.
+            # Every head starts the service, also after a restart or an upgrade. It keeps trying in the background, because
+            # the cluster exists only after this hook. Its output is in the head's log.
             postStart:
               exec:
                 command:
@@ -219,7 +219,7 @@ workerGroupSpecs:
               failureThreshold: 12
             readinessProbe:
               {{- if $.Values.ray.serve.enabled }}
-              # Serve's proxy runs where replicas run: elsewhere the pod takes no requests.
+              # Serve's proxy runs only where replicas run. Other pods take no requests.
               httpGet: {path: /-/healthz, port: 8000}
               {{- else }}
               {{- include "kvservice.raylet" $ | nindent 14 }}

@@ -2,7 +2,7 @@
 {{- define "kvservice.tenantsDir" -}}/etc/kvservice-tenants{{- end -}}
 {{- define "kvservice.tokenDir" -}}/etc/kvservice-token{{- end -}}
 
-{{/* Each of these is nothing without its secret. */}}
+{{/* Each of these is empty without its secret. */}}
 {{- define "kvservice.tenantsMount" -}}
 {{- if .Values.tenants.secretName -}}
 - {name: tenants, mountPath: {{ include "kvservice.tenantsDir" . }}, readOnly: true}

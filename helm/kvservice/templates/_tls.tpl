@@ -1,7 +1,7 @@
 {{/* Where the secret is mounted in every pod. */}}
 {{- define "kvservice.tlsDir" -}}/etc/kvservice-tls{{- end -}}
 
-{{/* The Secret: the one that is given, else the chart's own; nothing with `allowPlaintext` alone. */}}
+{{/* Name of the Secret: the given one, else the chart's own. Empty with `allowPlaintext` alone. */}}
 {{- define "kvservice.tlsSecret" -}}
 {{- if .Values.tls.secretName -}}
 {{- .Values.tls.secretName -}}
@@ -10,7 +10,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Each of these is nothing without a secret. The variable is for commands in the pod and for routers. */}}
+{{/* Each of these is empty without a secret. The variable is for commands in the pod and for routers. */}}
 {{- define "kvservice.tlsEnv" -}}
 {{- if include "kvservice.tlsSecret" . -}}
 - {name: KVSERVICE_TLS_DIR, value: {{ include "kvservice.tlsDir" . }}}
@@ -30,7 +30,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* What a probe asks: dict "root" "port" "service". The kubelet's gRPC speaks no TLS, so with it the metrics are asked. */}}
+{{/* What a probe asks: dict "root" "port" "service". The kubelet's gRPC probe has no TLS, so with TLS the probe asks the metrics. */}}
 {{- define "kvservice.health" -}}
 {{- if include "kvservice.tlsSecret" .root -}}
 httpGet: {path: /metrics, port: {{ .root.Values.cache.metricsPort }}}
