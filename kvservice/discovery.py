@@ -52,6 +52,8 @@ RECORD_BYTES_MAX = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
+    """A registered shard, as its record file describes it."""
+
     service: str
     node_id: NodeId
     socket: str  # path of the Unix socket
@@ -64,6 +66,8 @@ class ShardRecord:
 
 @dataclass(frozen=True, slots=True)
 class CopyWorkerRecord:
+    """A registered copy worker, as its record file describes it."""
+
     service: str
     node_id: NodeId
     device: str  # "cpu", or the UUID of a GPU

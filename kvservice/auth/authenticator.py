@@ -54,6 +54,8 @@ class _Bound:
 
 
 class Authenticator:
+    """Names callers by their tokens, and revokes attachments. `files` is None for a service without tenants."""
+
     def __init__(self, files: TenantsFile | None, pool: TenantPool) -> None:
         self._files = files
         self._pool = pool

@@ -60,11 +60,13 @@ class Public(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
+    """One tenant, as the file describes it."""
+
     name: str
     tokens: tuple[bytes, ...] = field(repr=False)  # SHA-256 of each token, the newest last
     secret: bytes = field(repr=False)
-    quota: str = ""
-    in_flight: int = 0
+    quota: str = ""  # a share of each node's pool ("25%") or bytes ("8GiB"); "" = no quota
+    in_flight: int = 0  # slots of one node reserved or being fetched at once; 0 = no limit
     public: Public = Public.NO
     admin: bool = False  # sees what other tenants' requests did
 
@@ -111,6 +113,8 @@ class Tenants:
 
 
 class TenantsFile:
+    """The tenants file, and the last contents of it that were valid."""
+
     def __init__(self, path: Path) -> None:
         """Raises ConfigError for a file that is missing or wrong."""
         self.path = path
@@ -294,7 +298,7 @@ def _parse_tenant(row: object, place: int) -> Tenant:
         raise ValueError(f"in_flight of tenant {name} is no number of slots")
     if not isinstance(admin, bool):
         raise ValueError(f"admin of tenant {name} is neither true nor false")
-    if not isinstance(quota, str) or row.get("public", "no") not in [one.value for one in Public]:
+    if not isinstance(quota, str) or row.get("public", "no") not in [right.value for right in Public]:
         raise ValueError(f"quota of tenant {name} is no text, or public is not one of no, read, publish")
     try:
         quota_bytes(quota, 1)

@@ -12,6 +12,8 @@ assert OPEN_SECONDS_FIRST <= OPEN_SECONDS_MAX
 
 @dataclass(slots=True)
 class Breaker:
+    """The failures of one peer, and until when it is not asked."""
+
     failures: int = 0
     open_until: float = 0.0
     open_seconds_max: float = OPEN_SECONDS_MAX

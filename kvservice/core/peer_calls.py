@@ -22,6 +22,8 @@ assert WAIT_SECONDS_MAX <= TIMEOUT_SECONDS_MAX
 
 
 class PeerCalls:
+    """Handlers for the events that calls of other shards cause. A handler raises KVServiceError to refuse."""
+
     def __init__(self, shard: ShardContext, handoffs: Handoffs, takeovers: TakeOvers, leaving: Leaving) -> None:
         self._shard = shard
         self._handoffs = handoffs

@@ -287,10 +287,10 @@ class ShardState:
         if self.draining:
             raise Unavailable(f"shard {self.node_id} is draining: attach to another node, or wait until it is back")
         others = [a for a in self._attached.values() if a.spec.engine_id != spec.engine_id]
-        mine = sum(a.account == event.account for a in others)
-        if len(others) >= ATTACHMENTS_MAX or (event.account and mine >= ATTACHMENTS_OF_TENANT_MAX):
+        of_tenant = sum(a.account == event.account for a in others)
+        if len(others) >= ATTACHMENTS_MAX or (event.account and of_tenant >= ATTACHMENTS_OF_TENANT_MAX):
             raise Exhausted(
-                f"{len(others)} engines are attached to shard {self.node_id} already, {mine} of this tenant"
+                f"{len(others)} engines are attached to shard {self.node_id} already, {of_tenant} of this tenant"
             )
         count = len(spec.window_groups)
         if count > WINDOW_GROUPS_MAX:

@@ -46,6 +46,8 @@ class _Sealing:
 
 
 class Writes:
+    """Handles Reserve, Seal, Abort and statements, and what happens to reservations when an engine ends."""
+
     def __init__(self, shard: ShardContext, acquisitions: Acquisitions) -> None:
         self._is_draining = shard.is_draining
         self._store = shard.store

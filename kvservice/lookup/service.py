@@ -38,6 +38,8 @@ _OUTCOMES = {
 
 
 class LookupServicer:
+    """LookupService. Each coroutine is one RPC; KVServiceError becomes its status (wire.serving)."""
+
     def __init__(
         self,
         directory: Directory,

@@ -23,6 +23,8 @@ SNAPSHOT_KEYS = 4096  # keys read from the directory between two turns of the lo
 
 
 class Subscriber:
+    """The queue of one watch stream."""
+
     def __init__(self) -> None:
         self._events: deque[lookup_pb2.WatchEvent] = deque()
         self._queued_bytes = 0

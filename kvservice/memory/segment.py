@@ -172,10 +172,10 @@ class Segment:
     def is_linked(self) -> bool:
         """Whether the path still names this memory; the file may have been removed or replaced."""
         try:
-            named, mine = self.path.stat(), os.fstat(self._descriptor)
+            named, mapped = self.path.stat(), os.fstat(self._descriptor)
         except OSError:
             return False
-        return (named.st_dev, named.st_ino) == (mine.st_dev, mine.st_ino)
+        return (named.st_dev, named.st_ino) == (mapped.st_dev, mapped.st_ino)
 
     def unlink(self) -> None:
         """Remove the file. Mappings of it stay valid. Idempotent."""

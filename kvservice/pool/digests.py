@@ -34,7 +34,9 @@ class Digests:
     async def _piece(self, batch: list[Digest]) -> list[ev.Digested]:
         def compute() -> list[ev.Digested]:
             failpoint("shard.digest")
-            return [ev.Digested(one.slot, one.key, self._of(one.slot, one.payload_bytes, one.key)) for one in batch]
+            return [
+                ev.Digested(work.slot, work.key, self._of(work.slot, work.payload_bytes, work.key)) for work in batch
+            ]
 
         return await in_thread(compute, self._threads)
 

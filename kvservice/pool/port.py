@@ -24,6 +24,8 @@ from kvservice.units import AttachmentId, HandoffId, LeaseId
 
 
 class PoolPort(Protocol):
+    """The calls of an engine. See the module for threads, blocking and errors."""
+
     async def attach(self, spec: EngineSpec, on_lost: Callable[[str], None]) -> Attachment:
         """Join the pool.
 

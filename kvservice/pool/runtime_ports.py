@@ -64,6 +64,8 @@ Claim = Callable[[bytes], AbstractContextManager[bool]]  # takes an engine id; s
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
+    """The settings of one pool."""
+
     node_id: NodeId
     segment_path: Path | None  # None: unnamed memory in `directory`, freed when no process maps it any more
     geometry: Geometry

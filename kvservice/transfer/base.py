@@ -46,6 +46,8 @@ class TransferOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
+    """The end of one transfer. `detail` says why it failed."""
+
     transfer: TransferId
     outcome: TransferOutcome
     detail: str = ""

@@ -76,7 +76,7 @@ def main() -> None:
             backends[name] = type(error).__name__
     maps = [mmap.mmap(-1, PROBE_BYTES) for _ in agents]
     maps[1][:] = os.urandom(PROBE_BYTES)
-    bases = [ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in maps]
+    bases = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in maps]
     for agent, base in zip(agents, bases, strict=True):
         agent.register_memory([(base, PROBE_BYTES, 0, "")], "DRAM")
     name = agents[0].add_remote_agent(agents[1].get_agent_metadata())

@@ -56,12 +56,16 @@ WritesEndedCallback = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class PullItem:
+    """One block to read, and the local slot that it is read into."""
+
     handle: BlockHandle
     destination: SlotIndex
 
 
 @dataclass(frozen=True, slots=True)
 class PullJob:
+    """Blocks of one peer to read and verify."""
+
     job_id: int
     peer: NodeId
     peer_epoch: BootEpoch

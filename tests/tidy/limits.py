@@ -59,7 +59,8 @@ def constants(node: ast.stmt) -> list[str]:
         return []
     if node.value is None or not is_number(node.value):
         return []
-    return [target.id for target in targets if isinstance(target, ast.Name) and CONSTANT.fullmatch(target.id)]
+    names = [name for target in targets for name in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    return [name.id for name in names if isinstance(name, ast.Name) and CONSTANT.fullmatch(name.id)]
 
 
 def is_number(node: ast.expr) -> bool:
@@ -72,6 +73,8 @@ def is_number(node: ast.expr) -> bool:
             return is_number(operand)
         case ast.BinOp(left=left, right=right):
             return is_number(left) or is_number(right)
+        case ast.Tuple(elts=elements):
+            return bool(elements) and all(is_number(element) for element in elements)
         case _:
             return False
 

@@ -116,6 +116,7 @@ FAULTS = [
     ("words", "docs/x.md", "Each lookup shard holds a part.\n"),
     ("type_names", "kvservice/cli/x.py", "class Known: ...\n"),
     ("limits", "kvservice/core/newcomer.py", "WAIT_SECONDS_MAX = 30.0\n"),
+    ("limits", "kvservice/cli/x.py", "WAIT_MIN, WAIT_MAX = 1, 1 << 3\n"),
     ("limits", "actors/x.py", "_PEERS_MAX: int = -(1 << 10)  # noqa: E501\n"),
     ("names_of_tests", "tests/test_x.py", LONG_NAMES),
     ("tests_mirror_the_product", "tests/unit/newcomer/test_x.py", "assert 1\n"),

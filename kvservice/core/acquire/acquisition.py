@@ -55,6 +55,8 @@ FOLLOWING = frozenset((AcquisitionState.WATCHING, AcquisitionState.ASKING))
 
 @dataclass(slots=True)
 class Acquisition:
+    """One Acquire call, or a part of one. Mutable: `Acquisitions` keeps it until its answer."""
+
     op: int
     attachment: AttachmentId
     account: str  # the tenant that is charged for fetched blocks

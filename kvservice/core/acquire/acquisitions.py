@@ -68,6 +68,8 @@ MISS_OF = {
 
 
 class Acquisitions:
+    """All open acquisitions and their fetches. Results go out as actions, and as answers through `answers`."""
+
     def __init__(self, shard: ShardContext, pulls: Pulls, answers: Answers) -> None:
         self._shard = shard
         self._store = shard.store

@@ -13,6 +13,8 @@ from kvservice.units import LeaseId, SlotIndex
 
 
 class Answers:
+    """Leases what was promised, replies, counts and records."""
+
     def __init__(self, shard: ShardContext) -> None:
         self._shard = shard
 

@@ -118,6 +118,8 @@ class _Watch:
 
 
 class Handoffs:
+    """The hand-offs whose writers are on this node, and everybody who follows them."""
+
     def __init__(self, shard: ShardContext, ended: Callable[[int, float], None]) -> None:
         """`ended(op, now)` is called when the hand-off that this watcher waits for has ended."""
         self._shard = shard

@@ -74,6 +74,8 @@ class PullOwner(Protocol):
 
 @dataclass(slots=True)
 class PeerPull:
+    """One pull. Mutable: it is the record that `Pulls` keeps."""
+
     number: int  # names it in Locate, Pull and their answers; never used again
     owner: PullOwner
     holder: Holder

@@ -46,6 +46,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class NodeSummary:
+    """One node of the directory, for statistics."""
+
     node: Holder
     state: MemberState
     block_count: int

@@ -24,6 +24,8 @@ __all__ = ["HolderTable", "Swept", "bits_of", "number_runs"]
 
 @dataclass(frozen=True, slots=True)
 class Swept:
+    """What one call of `sweep` did."""
+
     looked_at: int  # keys visited; at least 1 while something is left to do
     lost: list[tuple[BlockKey, int]]  # keys without a holder now, each with one of the bits that held it
     freed: tuple[int, ...] = ()  # bits that no key has any more

@@ -66,6 +66,7 @@ _KEY = struct.Struct("<QQ")
 _M64 = (1 << 64) - 1  # keeps a product to 64 bits, as uint64 does
 _K1 = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, odd (Knuth's multiplicative hashing)
 _NK1, _N32 = np.uint64(_K1), np.uint64(32)
+# Odd constants of 64 well mixed bits. A table that is filled in the order of another one needs the second.
 MIXER, OTHER_MIXER = 0xD6E8FEB86659FD93, 0xC2B2AE3D27D4EB4F
 MIXER_AT = 2  # index of the mixer in the header, in u64
 

@@ -67,6 +67,8 @@ class _Take:
 
 
 class TakeOvers:
+    """The take-overs under way at this node."""
+
     def __init__(self, shard: ShardContext, pulls: Pulls, sealed: Callable[[BlockKey, float], None]) -> None:
         """`sealed(key, now)` is called when a block has become readable here."""
         self._store = shard.store

@@ -124,7 +124,7 @@ def weights(peers: Sequence[Peer]) -> list[float]:
         room = peer.free_bytes + OCCUPIED_WEIGHT * occupied
         raw.append(0.0 if peer.draining else room * ramp(peer.age_seconds))
     total = sum(raw)
-    return [one / total if total else 0.0 for one in raw]
+    return [weight / total if total else 0.0 for weight in raw]
 
 
 def plan(
@@ -145,15 +145,15 @@ def plan(
         parent = parents.get(block.key)
         node = None if parent is None else place.get(parent)
         if node is None or left[node] < size or given[node] + size > max(cap[node], size):
-            open_nodes = [one for one in left if left[one] >= size]
+            open_nodes = [other for other in left if left[other] >= size]
             if not open_nodes:
                 break
-            node = min(open_nodes, key=lambda one: ((given[one] + size) / weight[one], one))
+            node = min(open_nodes, key=lambda other: ((given[other] + size) / weight[other], other))
         place[block.key] = node
         found[node].append(block)
         left[node] -= size
         given[node] += size
-    return {node: mine for node, mine in found.items() if mine}
+    return {node: offered for node, offered in found.items() if offered}
 
 
 class Leaving:
@@ -240,7 +240,7 @@ class Leaving:
         blocks = self._store.by_heat()[:LOOKED_UP_MAX]
         self._used_at = {block.key: now - self._store.idle_seconds(block, now) for block in blocks}
         for block in blocks:
-            keeper = next((one for one in holders.get(block.key, ()) if one.node_id in staying), None)
+            keeper = next((holder for holder in holders.get(block.key, ()) if holder.node_id in staying), None)
             if keeper is None:
                 unheld.append(block)
             else:  # offered there anyway: its secondary copy becomes primary, and nothing is read
@@ -319,9 +319,9 @@ class Leaving:
                 for node, share in self._shares.items()
                 if not share.failed and size not in share.full
             ]
-            for node, mine in plan(part, parents, shares).items():
-                self._shares[node].queue += mine
-                self._shares[node].left_bytes -= len(mine) * size
+            for node, offered in plan(part, parents, shares).items():
+                self._shares[node].queue += offered
+                self._shares[node].left_bytes -= len(offered) * size
 
     def _ask_others(self, share: _Share, rest: list[Block], *, failed: bool) -> None:
         """Offer to the other peers what this one did not take and will not take."""

@@ -155,23 +155,23 @@ class Diagnosis:
 
     def continues(self, after: Diagnosis) -> bool:
         """Evictions are merged when their cause and `caused_by` are equal. The first block's times are told."""
-        one, other = (
+        ours, theirs = (
             (d.outcome, d.node, d.miss_cause, d.eviction_cause, d.caused_by, "" if d.eviction_cause else d.text)
             for d in (self, after)
         )
-        return one == other
+        return ours == theirs
 
 
 def diagnose(request: RecordedRequest, evidence: Evidence) -> tuple[Diagnosis, ...]:
     """Explain every block of the request, in order; consecutive blocks with the same explanation are merged."""
     diagnoses: list[Diagnosis] = []
     for index in range(request.block_count):
-        one = _diagnose_block(request, evidence, index)
+        diagnosis = _diagnose_block(request, evidence, index)
         last = diagnoses[-1] if diagnoses else None
-        if last is not None and one.continues(last):
+        if last is not None and diagnosis.continues(last):
             diagnoses[-1] = replace(last, count=last.count + 1)
         else:
-            diagnoses.append(one)
+            diagnoses.append(diagnosis)
     return tuple(diagnoses)
 
 

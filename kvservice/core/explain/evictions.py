@@ -47,6 +47,8 @@ class Eviction:
 
 
 class EvictionHistory:
+    """A ring of `capacity` evictions. Entries older than `keep_seconds` are not found."""
+
     def __init__(self, capacity: int = EVICTIONS_MAX, keep_seconds: float = KEEP_SECONDS) -> None:
         assert capacity > 0
         self._capacity = capacity

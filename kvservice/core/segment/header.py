@@ -51,15 +51,17 @@ class SlotFlags(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class SlotHeader:
+    """The fields of a slot's header: see the table above."""
+
     epoch: BootEpoch
     generation: Generation
     key: BlockKey
-    length: int
+    length: int  # payload bytes
     route: SpanRoute
-    digest: int
+    digest: int  # xxh3_64; 0 while writing
     position: int
     flags: SlotFlags = SlotFlags.NONE
-    account_tag: int = 0
+    account_tag: int = 0  # 0 to TAG_MAX
 
     @property
     def is_stable(self) -> bool:

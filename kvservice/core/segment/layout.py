@@ -41,6 +41,8 @@ class HeadShare:
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
+    """The shape of a slot's payload. Raises UnsupportedLayout for sizes that are not positive."""
+
     layer_count: int
     kv_head_count: int  # of the whole model, over all tensor-parallel ranks
     cell_bytes: int  # bytes of one kv head of one layer of one block: tokens × (K + V) × head size × item size

@@ -103,7 +103,7 @@ class _KnownBlock:
 
 
 _Heap = list[tuple[_Rank, BlockKey]]
-_NO_CREDITS = (0,) * KINDS
+_NO_CREDITS = (0,) * KINDS  # in ticks; a policy without a memory gives none
 
 
 class LeafFirst:

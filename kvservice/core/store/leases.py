@@ -21,6 +21,8 @@ LeaseOwner = tuple[str, int | str]
 
 @dataclass(slots=True)
 class Lease:
+    """One lease. Mutable: it is the table's own record."""
+
     lease_id: LeaseId
     holder: LeaseOwner
     slots: tuple[SlotIndex, ...]
@@ -28,6 +30,8 @@ class Lease:
 
 
 class LeaseTable:
+    """All leases of one shard, by id, holder and deadline."""
+
     def __init__(self) -> None:
         self._leases: dict[LeaseId, Lease] = {}
         self._by_holder: dict[LeaseOwner, set[LeaseId]] = {}
@@ -105,9 +109,9 @@ class LeaseTable:
 
     def _drop(self, lease: Lease) -> None:
         del self._leases[lease.lease_id]
-        mine = self._by_holder[lease.holder]
-        mine.discard(lease.lease_id)
-        if not mine:
+        left = self._by_holder[lease.holder]
+        left.discard(lease.lease_id)
+        if not left:
             del self._by_holder[lease.holder]
 
     def check_invariants(self) -> None:
