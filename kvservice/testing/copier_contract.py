@@ -22,6 +22,7 @@ from kvservice.memory.segment import Segment
 from kvservice.testing.eventually import eventually
 from kvservice.units import BlockKey, Generation, MiB, SlotIndex, SpanRoute
 
+# Small, and all different from 1, so that a stride that is mixed up with another copies wrong bytes.
 LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 2, 6, 2, 256, 128
 LAYOUT = SlotLayout(LAYERS, HEADS, TOKENS * WIDTH * 2, TOKENS)
 GEOMETRY = Geometry(slab_bytes=4 * MiB, slab_count=1)
