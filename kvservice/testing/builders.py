@@ -1,7 +1,7 @@
-"""Builders for specs, chains and peers, and `CoreHarness`: a shard's core over a dictionary instead of a segment.
+"""Builders for specs, chains and peers, and `CoreHarness`: a shard's core over dictionaries instead of a segment.
 
-The harness performs what the core asks for in memory at once (headers, slabs, announcements) and keeps what has an
-answer (digests, lookups, leases of peers, pulls) until the test gives one. Time is a number that the test moves.
+The harness performs at once what the core asks for in memory (headers, slabs, announcements). What has an answer
+(digests, lookups, leases of peers, pulls) it keeps until the test answers it. Time is a number that the test advances.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from kvservice.units import (
     SlotIndex,
 )
 
-SMALL = 250 * KiB  # 4 of them fit a slab of 1 MiB
-LARGE = 500 * KiB  # 2
+SMALL = 250 * KiB  # four of them fit a slab of 1 MiB
+LARGE = 500 * KiB  # two of them fit a slab of 1 MiB
 
 
 def make_layout(payload_bytes: int = SMALL) -> SlotLayout:
@@ -67,13 +67,13 @@ def make_spec(
 
 
 def make_chain(length: int, tag: str = "prompt", model: str = "model") -> tuple[BlockKey, ...]:
-    """Keys of a chain of blocks; chains of one tag share their prefix."""
+    """The keys of a chain of blocks. Chains with the same tag share their prefix."""
     digest = Fingerprint.of({"model": model}).digest
     return tuple(block_keys(digest, chain_hashes(range(16 * length), 16, tag.encode())))
 
 
 def content_of(key: BlockKey) -> bytes:
-    """The only bytes that are right under this key. Short: the harness does not store whole payloads."""
+    """The only bytes that are right under this key. They are short: the harness stores no whole payloads."""
     return b"bytes of " + key
 
 
@@ -93,13 +93,14 @@ def make_handle(key: BlockKey, slot: int = 0, *, length: int = SMALL, generation
 def make_located(
     keys: Sequence[BlockKey | None], *, length: int = SMALL, epoch: int = 1, lease: int = 7, lease_seconds: float = 10.0
 ) -> LocateResult:
-    """A peer's answer; None for a block it does not hold."""
+    """A peer's answer to Locate. A key of None stands for a block that the peer does not hold."""
     handles = tuple(None if key is None else make_handle(key, slot, length=length) for slot, key in enumerate(keys))
     return LocateResult(BootEpoch(epoch), LeaseId(lease), lease_seconds, handles)
 
 
 class CoreHarness:
-    """Every event goes through `send`, which checks all invariants and that no call is answered twice."""
+    """A shard's core with everything around it simulated. Send every event through `send`, which checks all invariants
+    and that no call is answered twice."""
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class CoreHarness:
         self.farewells = 0
 
     def restart(self, *, boots: int = 1) -> list[act.Action]:
-        """The shard dies and comes back over the same memory. Returns what adopting made it do."""
+        """Restart the shard over the same memory. Returns the actions that adopting caused."""
         for _ in range(boots):
             self._boot()
         found = sorted((slot, header) for slot, header in self.headers.items() if slab_of(slot) in self.slabs)
@@ -176,7 +177,7 @@ class CoreHarness:
                 self.headers.pop(slot, None)
             case act.AssignSlab(slab, payload_bytes):
                 self.slabs[slab] = payload_bytes
-                # The slots lie elsewhere in the slab now.
+                # The slots now lie elsewhere in the slab.
                 self.headers = {slot: kept for slot, kept in self.headers.items() if slab_of(slot) != slab}
                 self.contents = {slot: kept for slot, kept in self.contents.items() if slab_of(slot) != slab}
             case act.Announce(key):
@@ -187,7 +188,7 @@ class CoreHarness:
                 self._keep(action)
 
     def _keep(self, action: act.Digest | act.Pull | act.WatchEngine | act.Outgoing) -> None:
-        """What is answered later, when the test says so."""
+        """Keep what the test will answer later."""
         match action:
             case act.Digest():
                 self.digests.append(action)
@@ -217,7 +218,7 @@ class CoreHarness:
         return self._next_op
 
     def reply(self, op: int) -> object:
-        """The value of an answered call; raises the error it was refused with."""
+        """The value of an answered call. Raises the error that it was refused with."""
         answer = self.answers[op]
         if isinstance(answer, act.Refuse):
             raise answer.error
@@ -232,7 +233,7 @@ class CoreHarness:
         return op not in self.answers
 
     def advance(self, seconds: float) -> list[act.Action]:
-        """Time passes, then a Tick."""
+        """Let time pass, then send a Tick."""
         self.now += seconds
         return self.send(ev.Tick())
 
@@ -257,7 +258,7 @@ class CoreHarness:
         return value
 
     def write(self, ref: BlockRef, key: BlockKey) -> None:
-        """An engine's worker copies the block of this key into the slot."""
+        """Copy the block of this key into the slot, as an engine's worker does."""
         self.contents[ref.slot] = content_of(key)
 
     def items(self, refs: Sequence[BlockRef], chain: Sequence[BlockKey], start: int = 0) -> tuple[SealItem, ...]:
@@ -267,7 +268,7 @@ class CoreHarness:
         )
 
     def begin_seal(self, attachment: AttachmentId, items: tuple[SealItem, ...]) -> int:
-        """Ask to seal; the digests wait in `digests`."""
+        """Ask to seal. The digests wait in `digests`."""
         op = self.next_op()
         self.send(ev.Seal(op, attachment, items))
         return op
@@ -321,7 +322,7 @@ class CoreHarness:
         self.send(ev.Release(op, attachment, lease_ids))
         self.reply(op)
 
-    # -- what peers and the directory answer ----
+    # -- answers of peers and the directory ----
 
     def resolved(self, op: int, *runs: HolderRun, complete: bool = True) -> list[act.Action]:
         return self.send(ev.Resolved(op, runs, complete))
@@ -332,12 +333,12 @@ class CoreHarness:
     def followed(
         self, follow: act.Follow, count: int, *, state: HandoffState = HandoffState.OPEN, holder: Holder | None = None
     ) -> list[act.Action]:
-        """The writer's node has the first `count` blocks that were asked for."""
+        """Answer that the writer's node has the first `count` blocks that were asked for."""
         result = FollowResult(state, make_located(follow.keys[:count], lease=7 if count else 0))
         return self.send(ev.Followed(follow.follow, follow.op, holder or make_holder(), result, self.now))
 
     def pulled(self, pull: act.Pull, *results: ev.PullResult) -> list[act.Action]:
-        """Blocks that are OK land with their right bytes. One result stands for all."""
+        """Answer a pull. Blocks that are OK arrive with their right bytes. One result stands for all."""
         each = results * len(pull.items) if len(results) == 1 else results
         for (handle, slot), result in zip(pull.items, each, strict=False):
             if result is ev.PullResult.OK:
@@ -345,13 +346,13 @@ class CoreHarness:
         return self.send(ev.Pulled(pull.job, each))
 
     def fetch_all(self, op: int, chain: Sequence[BlockKey], start: int = 0, *, length: int = SMALL) -> None:
-        """One peer has the chain from `start` on, and everything works."""
+        """Let one peer have the chain from `start` on, and let everything succeed."""
         self.resolved(op, run_of(start, len(chain) - start))
         locate = self.locates[-1]
         self.located(locate, make_located(locate.keys, length=length))
         self.pulled(self.pulls[-1], ev.PullResult.OK)
 
-    # -- what is there ----
+    # -- state ----
 
     def slots(self, state: str) -> int:
         return self.state.slot_counts()[state]

@@ -38,11 +38,12 @@ from kvservice.testing.eventually import eventually
 from kvservice.units import BlockKey, MiB, NodeId
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
 
-START_SECONDS = 120.0  # a loaded machine of two cores starts a process in tens of seconds
+# For a process to start. A loaded machine of two cores takes tens of seconds. Then the test fails and shows the log.
+START_SECONDS = 120.0
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago on loopback."""
+    """A TCP port on loopback that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -155,7 +156,7 @@ class LocalCluster:
         )
 
     def wait_for_shard(self, node: str) -> ShardRecord:
-        """Blocks until this very process of the shard is registered and listening."""
+        """Block until this very process of the shard is registered and listening."""
         pid = self._processes[node].pid
         self._await_start(lambda: any(r.pid == pid for r in self._records(node)), f"shard {node}", node)
         return self.record(node)
@@ -170,21 +171,21 @@ class LocalCluster:
         return self._processes[name].pid
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to 'n0', 'lookup1', …; SIGKILL and SIGTERM also wait for the end."""
+        """Send a signal to 'n0', 'lookup1', …. SIGKILL and SIGTERM also wait for the end of the process."""
         process = self._processes[name]
         process.send_signal(number)
         if number in (signal.SIGKILL, signal.SIGTERM):
             process.wait(15)
 
     def exit_code(self, name: str, seconds: float = 15.0) -> int:
-        """Blocks until this process has ended."""
+        """Block until this process has ended. Returns its exit code."""
         return self._processes[name].wait(seconds)
 
     def log(self, name: str) -> Path:
         return self.root / f"{name}.log"
 
     def channel(self, address: str) -> grpc.Channel:
-        """To a part of this cluster, as its own parts would make one. Close it."""
+        """A channel to a part of this cluster, made as its own parts make one. The caller closes it."""
         return open_blocking_channel(address, self._tls)
 
     def stats(self, node: str) -> shard_pb2.StatsReply:
@@ -202,7 +203,7 @@ class LocalCluster:
             return reply
 
     def known(self, keys: Sequence[BlockKey]) -> int:
-        """How many of these keys the lookup partitions, all together, know a live holder of."""
+        """The number of these keys for which the lookup partitions know a live holder."""
         found = 0
         for address in self.lookup_addresses:
             with self.channel(address) as channel:
@@ -212,7 +213,7 @@ class LocalCluster:
         return found
 
     def known_to_mirrors(self, keys: Sequence[BlockKey]) -> int:
-        """How many of these keys each node would find; of nodes that ask the lookup partitions nothing is known, so
+        """The number of these keys that each node would find in its mirror. A node without a mirror counts as knowing
         all."""
         found = [len(keys)]
         for node in self.nodes:
@@ -227,12 +228,13 @@ class LocalCluster:
         return min(found)
 
     def wait_until_known(self, keys: Sequence[BlockKey], seconds: float = 10.0) -> None:
-        """To the lookup partitions, and to the nodes' mirrors, which hear of them a moment later."""
+        """Block until the lookup partitions, and the nodes' mirrors, which learn of keys a moment later, know all these
+        keys."""
         what = f"{len(keys)} keys in the directory"
         eventually(lambda: min(self.known(keys), self.known_to_mirrors(keys)) >= len(keys), what, seconds)
 
     def wait_until_announced(self, node: str, seconds: float = 20.0) -> None:
-        """Blocks until the lookup partitions, all together, know as many blocks of this node as it holds."""
+        """Block until the lookup partitions know as many blocks of this node as it holds."""
 
         def announced() -> bool:
             slots = self.accounting(node).slots
@@ -242,7 +244,7 @@ class LocalCluster:
         eventually(announced, f"the blocks of {node} in the directory", seconds)
 
     def directory_size(self) -> int:
-        """Blocks that the lookup partitions, all together, know."""
+        """The number of blocks that the lookup partitions know."""
         return sum(stats.key_count for stats in self._lookup_stats())
 
     def _lookup_stats(self) -> list[lookup_pb2.LookupStatsReply]:
@@ -263,7 +265,7 @@ class LocalCluster:
             )
 
     def _await_start(self, is_there: Callable[[], bool], what: str, name: str) -> None:
-        """Raises ChildProcessError when the process has ended before it was there, NotInTime when it takes too long."""
+        """Wait for a process to start. Raises ChildProcessError if it ended first, NotInTime if it takes too long."""
 
         def said() -> str:
             return self.log(name).read_text(errors="replace")[-2000:]

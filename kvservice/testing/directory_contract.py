@@ -1,8 +1,8 @@
-"""What every DirectoryPort must do. Subclass, give it a `bench` fixture with two nodes that were started, and pytest
+"""The rules that every DirectoryPort must keep. Subclass, give it a `bench` fixture with two started nodes, and pytest
 runs the rules against it.
 
-`DirectoryContract` is what a shard needs to find blocks. `HandoverDirectoryContract` adds what a leaving shard asks.
-A directory is soft: it may hear of a change later, so that every rule waits for it.
+`DirectoryContract` is what a shard needs to find blocks. `HandoverDirectoryContract` adds what a leaving shard asks. A
+directory is soft: it may learn of a change later, so every rule waits for it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from kvservice.testing.builders import make_chain
 from kvservice.testing.eventually import eventually_async
 from kvservice.units import BlockKey, NodeId, SpanRoute
 
-TIMEOUT_SECONDS = 2.0
+TIMEOUT_SECONDS = 2.0  # For one lookup, which takes milliseconds. Then the rule fails.
 CHAIN = make_chain(8)
 
 
 @dataclass(slots=True)
 class DirectoryNode:
-    """A node and what it holds. `held` is its inventory, from which a directory that forgot it is told again."""
+    """A node and what it holds. `held` is its inventory, from which it tells a directory that forgot it."""
 
     holder: Holder
     directory: DirectoryPort
     held: dict[BlockKey, SpanRoute] = field(default_factory=dict)
 
     def announce(self, chain: Sequence[BlockKey], *positions: int) -> None:
-        """The blocks of the chain at these positions, or all of them, are here from now on."""
+        """The blocks of the chain at these positions, or all of them, are now here."""
         for position in positions or range(len(chain)):
             route = self.held[chain[position]] = span_route(chain, position)
             self.directory.announce(chain[position], route)
@@ -47,7 +47,7 @@ class DirectoryNode:
         return await self.directory.lookup.resolve(chain, start, TIMEOUT_SECONDS, exclude)
 
     async def finds(self, wanted: Sequence[HolderRun], chain: Sequence[BlockKey], start: int = 0) -> None:
-        """Waits until exactly these runs are known."""
+        """Wait until exactly these runs are known."""
         answer: LookupAnswer | None = None
 
         async def are_known() -> bool:
@@ -62,7 +62,7 @@ class DirectoryNode:
 class DirectoryBench:
     here: DirectoryNode
     there: DirectoryNode
-    play: Callable[[Coroutine[Any, Any, None]], None]  # to its end, on the loop that both nodes live on
+    play: Callable[[Coroutine[Any, Any, None]], None]  # runs a coroutine to its end on the loop that both nodes use
 
 
 class DirectoryContract:
@@ -74,7 +74,7 @@ class DirectoryContract:
         bench.play(bench.here.finds([HolderRun(0, 8, (bench.there.holder,))], CHAIN))
 
     def test_indices_of_an_answer_are_those_of_the_chain(self, bench: DirectoryBench) -> None:
-        """Whatever index the question began at."""
+        """Whatever index the lookup began at."""
         bench.there.announce(CHAIN)
         bench.play(bench.here.finds([HolderRun(3, 5, (bench.there.holder,))], CHAIN, start=3))
 
@@ -93,7 +93,7 @@ class DirectoryContract:
         bench.play(scenario())
 
     def test_a_node_that_is_excluded_is_not_named(self, bench: DirectoryBench) -> None:
-        """A shard asks who else has its blocks."""
+        """A shard asks which other nodes have its blocks."""
 
         async def scenario() -> None:
             bench.here.announce(CHAIN, 0, 1, 2)
@@ -161,7 +161,7 @@ class HandoverDirectoryContract(DirectoryContract):
         bench.play(scenario())
 
     def test_a_node_that_left_is_forgotten_at_once(self, bench: DirectoryBench) -> None:
-        """Before its heartbeats would be missed."""
+        """It does not wait until heartbeats are missed."""
 
         async def scenario() -> None:
             bench.there.announce(CHAIN)

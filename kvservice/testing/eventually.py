@@ -1,6 +1,6 @@
-"""Waits until something becomes true, and says what was awaited when it does not.
+"""Waits until something becomes true, and says what it waited for if that does not happen.
 
-Every wait of the tests and the benchmarks goes through here, so that one environment variable makes all of them longer
+Every wait of the tests and the benchmarks uses this module, so that one environment variable makes all of them longer
 on a slow machine: KVSERVICE_TEST_PATIENCE=3 gives each wait three times its seconds.
 """
 
@@ -18,15 +18,15 @@ Read = TypeVar("Read")
 PATIENCE_VARIABLE = "KVSERVICE_TEST_PATIENCE"
 DEADLINE_SECONDS = 120.0  # of a wait that names none: what Ray and engines may take on a busy machine of two cores
 PAUSE_SECONDS_MIN = 0.001  # after the first look: most waits end within milliseconds
-PAUSE_SECONDS_MAX = 0.05  # between the looks of a long wait: they take processor time from what is awaited
+PAUSE_SECONDS_MAX = 0.05  # between the looks of a long wait: each look takes processor time from what is awaited
 
 
 class NotInTime(AssertionError):
-    """What a test waited for did not come true before its deadline."""
+    """What a test waited for did not become true before its deadline."""
 
 
 def patience() -> float:
-    """The factor that KVSERVICE_TEST_PATIENCE puts on every deadline; 1 where it is not set."""
+    """The factor that KVSERVICE_TEST_PATIENCE puts on every deadline; 1 if it is not set."""
     return float(os.environ.get(PATIENCE_VARIABLE, "") or 1.0)
 
 
@@ -80,7 +80,7 @@ async def eventually_async(
     *,
     detail: Callable[[], object] | None = None,
 ) -> Any:
-    """As `eventually`, for a coroutine: other tasks run between the looks. `read` may be a coroutine function."""
+    """Like `eventually`, for a coroutine: other tasks run between the looks. `read` may be a coroutine function."""
     for pause in _pauses(what, seconds, detail):
         found = read()
         if inspect.isawaitable(found):
@@ -92,7 +92,7 @@ async def eventually_async(
 
 
 def _pauses(what: str, seconds: float, detail: Callable[[], object] | None) -> Iterator[float]:
-    """How long to pause after each look, a little longer each time; raises NotInTime when the time is over."""
+    """The pause after each look, a little longer each time. Raises NotInTime when the time is over."""
     begun = time.monotonic()
     allowed = seconds * patience()
     pause, is_over = PAUSE_SECONDS_MIN, False

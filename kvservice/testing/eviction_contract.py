@@ -1,7 +1,8 @@
-"""What every EvictionPolicy must do. Subclass, give it a `policy` fixture, and pytest runs the rules against it.
+"""The rules that every EvictionPolicy must keep. Subclass, give it a `policy` fixture, and pytest runs the rules
+against it.
 
-`EvictionContract` holds for any policy. A policy that a shard uses must keep the rules of `ChainEvictionContract` too:
-it knows which block hangs on which, and it is asked for victims of one size or of some accounts only.
+`EvictionContract` holds for any policy. A policy that a shard uses must also keep the rules of `ChainEvictionContract`:
+it knows which block depends on which, and it is asked for victims of one size or of some accounts only.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import pytest
 from kvservice.core.store.eviction import EvictionPolicy
 from kvservice.units import BlockKey
 
+# the only size class of these tests; any number would do
 SIZE = 1
 
 
@@ -23,7 +25,7 @@ def key(number: int) -> BlockKey:
 def add_chain(
     policy: EvictionPolicy, first: int, count: int, now: float = 0.0, size_class: int = SIZE, account: str = ""
 ) -> list[BlockKey]:
-    """A prompt of `count` blocks, its first one without a parent. Returns the keys in the order of the chain."""
+    """Add a prompt of `count` blocks; the first has no parent. Returns the keys in the order of the chain."""
     chain = [key(first + position) for position in range(count)]
     for position, block in enumerate(chain):
         parent = chain[position - 1] if position else None
@@ -32,7 +34,7 @@ def add_chain(
 
 
 def drain(policy: EvictionPolicy, size_class: int | None = None) -> list[BlockKey]:
-    """Evicts until nothing may go. Returns the victims in the order in which they went."""
+    """Evict until nothing is left to evict. Returns the victims in order."""
     gone: list[BlockKey] = []
     while (victim := policy.victim(size_class)) is not None:
         assert victim not in gone, "a block is evicted once"

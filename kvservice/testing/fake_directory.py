@@ -1,6 +1,6 @@
-"""A directory in this process: what one node announces, every node of the same `FakeLookup` finds at once. For tests.
+"""A directory in this process, for tests: what one node announces, every node of the same `FakeLookup` finds at once.
 
-No RPC, no heartbeat, no partition. `is_down` makes it answer like a lookup service that nobody reaches.
+No RPC, no heartbeat, no partition. `is_down` makes it answer like a lookup service that nobody can reach.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class FakeLookup:
         """Sorted by name, so that runs of the same holders are equal."""
         return tuple(self._nodes[node] for node in sorted(self._blocks.get(key, ())))
 
-    # -- what its nodes say ----
+    # -- called by its nodes ----
 
     def join(self, node: Holder) -> None:
         self._nodes[node.node_id] = node
 
     def add(self, key: BlockKey, node: Holder) -> None:
-        """Nothing is known of a node that left."""
+        """Ignored for a node that left."""
         if node.node_id in self._nodes:
             self._blocks.setdefault(key, set()).add(node.node_id)
 

@@ -1,7 +1,7 @@
-"""An in-process PoolPort over a real segment: dictionaries instead of the shard's state machine. For tests.
+"""A PoolPort in this process over a real segment, with dictionaries instead of the shard's state machine. For tests.
 
-Keeps the promises of the port that an engine can see (leases, odd and even generations, digests, what a loss voids) and
-counts what it would otherwise forgive, so that a test can demand that nothing was left over or given back twice.
+It keeps the promises of the port that an engine can see (leases, odd and even generations, digests, what a loss voids).
+It also counts what a real pool would forgive, so that a test can demand that nothing is left over or given back twice.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from kvservice.units import (
 
 
 class FakePool:
-    """One engine at a time. `latency` is what every call takes; `refuse` makes calls fail until it is cleared."""
+    """A pool for one engine at a time. `latency` is how long every call takes; `refuse` makes calls fail until it is
+    cleared."""
 
     def __init__(self, path: Path, geometry: Geometry, lease_seconds: float = 10.0) -> None:
         self.segment = Segment.create(path, geometry, "fake")
@@ -57,7 +58,7 @@ class FakePool:
         self.reserved: dict[SlotIndex, Generation] = {}
         self.renewed: list[LeaseId] = []  # by the last heartbeat
         self.reported: list[RequestReport] = []
-        self.handoffs: dict[HandoffId, bool] = {}  # -> is open
+        self.handoffs: dict[HandoffId, bool] = {}  # -> whether it is open
         self._handoff_calls: dict[HandoffId, int] = {}
         self._grants = Grants()
         self._payload_bytes = 0
@@ -188,7 +189,7 @@ class FakePool:
         self.closed = True
         self.segment.close()
 
-    # -- what tests do to it ----
+    # -- called by tests ----
 
     def lose(self, reason: str) -> None:
         """End the attachment as a dying shard would. Call it on the pool's loop."""

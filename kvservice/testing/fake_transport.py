@@ -1,5 +1,7 @@
-"""A transport between segments of one process, with faults that a test switches on. Deterministic: nothing happens
-before `poll`, and each poll completes one transfer, oldest first."""
+"""A transport between segments of one process, with faults that a test switches on.
+
+Deterministic: nothing happens before `poll`, and each poll completes one transfer, the oldest first.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,18 @@ from kvservice.transfer.base import Completion, Copy, PeerHandle, TransferId, Tr
 
 @dataclass(slots=True)
 class Faults:
-    """What goes wrong from now on; a test changes it while transfers run."""
+    """The faults from now on. A test changes it while transfers run."""
 
-    hold: bool = False  # transfers do not complete, as with a wedged link
-    holds: Callable[[Sequence[Copy]], bool] | None = None  # transfers for which it is true do not complete
+    hold: bool = False  # transfers do not complete, as on a link that hangs
+    holds: Callable[[Sequence[Copy]], bool] | None = None  # transfers for which it returns True do not complete
     newest_first: bool = False  # no transport promises an order
-    fail: bool = False  # transfers end as FAILED, without having moved a byte
+    fail: bool = False  # transfers end as FAILED without having moved a byte
     refuse: bool = False  # post_read raises
     corrupt: bool = False  # one byte of every run arrives wrong
     duplicate: bool = False  # completions are reported twice, against the contract
-    delay_polls: int = 0  # this many polls bring nothing before each completion
+    delay_polls: int = 0  # this many polls return nothing before each completion
     poll_error: Exception | None = None  # poll raises it, against the contract
-    before_copy: Callable[[], None] | None = None  # runs right before bytes are read: rewrites the source, say
+    before_copy: Callable[[], None] | None = None  # runs right before bytes are read, for example to rewrite the source
 
 
 @dataclass(slots=True)

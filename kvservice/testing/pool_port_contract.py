@@ -1,7 +1,7 @@
-"""What every PoolPort must do, as an engine sees it. Subclass, give it an async `pool` fixture with an empty pool of a
-few slots of `builders.SMALL` bytes, and pytest runs the rules against it.
+"""The rules that every PoolPort must keep, as an engine sees it. Subclass, give it an async `pool` fixture with an
+empty pool of a few slots of `builders.SMALL` bytes, and pytest runs the rules against it.
 
-The engine of these tests has one process and holds no liveness lock, so that the pool knows at once that it has let go.
+The engine of these tests has one process and holds no liveness lock, so the pool knows at once that it has gone.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvservice.testing.builders import SMALL, make_chain, make_spec
 from kvservice.testing.eventually import eventually_async
 from kvservice.units import BlockKey, HandoffId, LeaseId
 
-TIMEOUT_SECONDS = 10.0
+TIMEOUT_SECONDS = 10.0  # For one acquire, which takes milliseconds; a busy machine gets more. Then the rule fails.
 MORE_THAN_ALL = 1000  # slots: a small pool has fewer
 CHAIN = make_chain(3)
 
 
 class PortEngine:
-    """Attached to the pool under test, with its segment mapped."""
+    """An engine that is attached to the pool under test, with its segment mapped."""
 
     def __init__(self, pool: PoolPort, attachment: Attachment, lost: list[str]) -> None:
         self.pool, self.attachment, self.lost = pool, attachment, lost
@@ -44,7 +44,7 @@ class PortEngine:
         return await self.pool.reserve(self.attachment.attachment_id, count, call=call)
 
     async def seal(self, refs: Sequence[BlockRef], keys: Sequence[BlockKey], start: int = 0) -> list[SealStatus]:
-        """Writes these blocks of the chain into the slots, and seals them."""
+        """Write these blocks of the chain into the slots, and seal them."""
         items = []
         for position, ref in enumerate(refs, start):
             self.segment.payload(ref.slot, SMALL)[:] = _payload(keys[position])
@@ -73,7 +73,7 @@ class PortEngine:
         await self.pool.detach(self.attachment.attachment_id)
 
     def holds(self, ref: BlockRef, key: BlockKey) -> bool:
-        """The slot's header is as promised, and its bytes are those of this block."""
+        """Whether the slot's header is as promised, and its bytes are those of this block."""
         header = self.segment.header_bytes(ref.slot)
         is_right = bytes(self.segment.payload(ref.slot, SMALL)) == _payload(key)
         return is_right and is_as_promised(header, self.attachment.epoch, ref, key, SMALL)
@@ -136,7 +136,7 @@ class PoolPortContract:
         assert result.lease_id == 0 and result.blocks == ()
 
     async def test_the_second_block_of_one_key_is_a_duplicate(self, engine: PortEngine) -> None:
-        """The first one wins, and the slot of the second goes back."""
+        """The first one stays, and the slot of the second is free again."""
         await engine.store(CHAIN[:1])
         refs = await engine.reserve(1)
         assert await engine.seal(refs, CHAIN) == [SealStatus.DUPLICATE]
@@ -165,7 +165,7 @@ class PoolPortContract:
             await engine.abort(refs)
 
     async def test_a_statement_frees_what_it_denies(self, engine: PortEngine) -> None:
-        """Of calls up to its own number: what a later call was given stays the engine's."""
+        """Only of calls up to its own number: what a later call got stays the engine's."""
         refs, later = await engine.reserve(2, call=1), await engine.reserve(1, call=2)
         attachment = engine.attachment.attachment_id
         await engine.pool.renew(attachment, [], statement=Statement(1, (), (refs[1].slot,), ()))
@@ -180,7 +180,7 @@ class PoolPortContract:
         assert not taken & {ref.slot for ref in result.blocks}
 
     async def test_a_handoff_is_opened_and_closed(self, engine: PortEngine) -> None:
-        """Closing comes first where the Open is late, and twice where an answer was lost."""
+        """A Close may come before a late Open, and twice if an answer was lost."""
         attachment, handoffs = engine.attachment.attachment_id, [HandoffId(bytes([n]) * 16) for n in (1, 2)]
         await engine.pool.open_handoff(attachment, handoffs[0], call=1)
         for handoff in (*handoffs, *handoffs):
@@ -206,7 +206,7 @@ class PoolPortContract:
             await engine.seal(refs, CHAIN)
 
     async def test_slots_of_an_engine_that_left_come_back(self, pool: PoolPort) -> None:
-        """What it held in reserve is free once nobody can write it any more."""
+        """What it held in reserve is free once nobody can write into it any more."""
         first = await PortEngine.attach(pool, "first")
         count = len(await first.reserve(MORE_THAN_ALL))
         await first.leave()
@@ -221,7 +221,8 @@ class PoolPortContract:
         second.segment.close()
 
     async def test_an_engine_that_attaches_again_starts_anew(self, engine: PortEngine) -> None:
-        """Under the same id, as after a restart: the attachment before is void, and its loss is told at most once."""
+        """Under the same id, as after a restart: the attachment before is void, and its loss is reported at most
+        once."""
         await engine.store(CHAIN)
         again = await PortEngine.attach(engine.pool)
         assert again.attachment.attachment_id != engine.attachment.attachment_id

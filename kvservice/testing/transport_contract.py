@@ -1,4 +1,5 @@
-"""What every Transport must do. Subclass, give it a `pair` fixture, and pytest runs the rules against it."""
+"""The rules that every Transport must keep. Subclass, give it a `pair` fixture, and pytest runs the rules against
+it."""
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ from kvservice.errors import TransferError
 from kvservice.memory.segment import Segment
 from kvservice.transfer.base import Completion, Copy, PeerHandle, TransferOutcome, Transport
 
+# For a transfer, which takes milliseconds; a busy machine gets more. Then the rule fails.
 WAIT_SECONDS = 10.0
 
 
 @dataclass(slots=True)
 class Pair:
-    """A reader with its own segment, and the segment and transport of the peer it reads from."""
+    """A reader with its own segment, and the segment and transport of the peer that it reads from."""
 
     reader: Transport
     reader_segment: Segment
@@ -37,7 +39,7 @@ class Pair:
 
 
 class TransportContract:
-    """Offsets used lie past the first MiB, where a fresh segment holds only payload space."""
+    """Offsets lie past the first MiB, where a fresh segment holds only payload space."""
 
     start = 2 << 20
 

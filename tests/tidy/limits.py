@@ -19,18 +19,6 @@ FOR_TOOLS = re.compile(r"#\s*(noqa|type:|fmt:|ruff:|pragma)")
 # fmt: off
 EXPLAINED_LATER = frozenset({
     #
-    "kvservice/testing/directory_contract.py",
-    "kvservice/testing/eviction_contract.py",
-    "kvservice/testing/pool_port_contract.py",
-    "kvservice/testing/sim/campaign.py",
-    "kvservice/testing/sim/engine.py",
-    "kvservice/testing/sim/lookup.py",
-    "kvservice/testing/sim/memory.py",
-    "kvservice/testing/sim/node.py",
-    "kvservice/testing/sim/run.py",
-    "kvservice/testing/sim/schedule.py",
-    "kvservice/testing/sim/worker.py",
-    "kvservice/testing/transport_contract.py",
 })
 # fmt: on
 

@@ -1,7 +1,7 @@
-"""Calls from one simulated process to the pool of a node: what gRPC is to the real ones, with everything it can do.
+"""Calls from one simulated process to the pool of a node, with everything that gRPC can do to real ones.
 
-A request and its answer are messages: they are lost, late, doubled and overtaken. The caller's deadline goes with the
-call, and past it the callee is told that nobody waits, in its own time.
+A request and its answer are messages: they are lost, late, doubled and overtaken. The caller's deadline travels with
+the call. After it the callee is told that nobody waits, on its own clock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvservice.testing.sim.parts import NodeParts
 from kvservice.testing.sim.world import Process
 
 T = TypeVar("T")
-REFUSED_SECONDS = 0.05  # until a refused connection shows
+REFUSED_SECONDS = 0.05  # Until a caller notices a refused connection: one round trip.
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class _Call:
 
 
 class SimCaller:
-    """`address` names the caller's end of the links."""
+    """Makes calls for one process. `address` names the caller's end of the links."""
 
     def __init__(self, process: Process, address: str) -> None:
         self._process = process
@@ -39,7 +39,8 @@ class SimCaller:
         self._open: dict[_Call, NodeParts] = {}
 
     async def call(self, node: NodeParts, seconds: float, work: Callable[[PoolRuntime], Awaitable[T]]) -> T:
-        """What `work` returns over there. Raises what it raises, Unavailable when there is no answer in time."""
+        """Run `work` on the node's pool. Returns and raises what it does, or raises Unavailable if no answer comes in
+        time."""
         loop = asyncio.get_running_loop()
         if node.runtime is None:
             await asyncio.sleep(REFUSED_SECONDS * self._world.random.random())
@@ -59,7 +60,7 @@ class SimCaller:
                 self._world.send(self._address, node.name, node.receive, self._end, call)
 
     def cut(self, node: NodeParts) -> None:
-        """The connection broke: whoever waits for an answer of it hears so."""
+        """The connection broke: fail every call that waits for an answer over it."""
         for call in [call for call, callee in self._open.items() if callee is node]:
             self._fail(call, f"the connection to {node.name} broke")
 

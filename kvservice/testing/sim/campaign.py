@@ -1,4 +1,4 @@
-"""Many schedules over several processes, stopping at the first that goes wrong."""
+"""Plays many schedules in several processes, and stops at the first one that fails."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kvservice.testing.sim.run import run_schedule
 from kvservice.testing.sim.schedule import make_schedule
 
+# Schedules that one process plays before it reports: seconds of work, so a failure stops the others soon.
 CHUNK = 50
 
 
@@ -30,7 +31,7 @@ class CampaignTally:
 
 
 def run_seeds(seeds: range) -> CampaignTally:
-    """In this process, one after the other."""
+    """Play these schedules in this process, one after the other."""
     tally = CampaignTally()
     for seed in seeds:
         outcome = run_schedule(make_schedule(seed))
@@ -45,11 +46,11 @@ def run_seeds(seeds: range) -> CampaignTally:
 def run_campaign(
     first: int, count: int, processes: int, on_progress: Callable[[CampaignTally], None] | None = None
 ) -> CampaignTally:
-    """Blocks until all schedules have run, or the first violation. Processes are started anew, not forked, so that none
+    """Play the schedules; blocks until all have run or one fails. Processes are started fresh, not forked, so that none
     inherits a lock."""
     tally = CampaignTally()
     context = multiprocessing.get_context("spawn")
-    # Pure computing, for minutes: whatever else the machine does goes first.
+    # It computes for minutes, so everything else on the machine goes first.
     with ProcessPoolExecutor(processes, context, initializer=os.nice, initargs=(19,)) as pool:
         for part in pool.map(run_seeds, _chunks(first, count)):
             tally.add(part)

@@ -1,7 +1,7 @@
-"""One simulated engine: the production scheduler half and session, with a simulated worker and a scheduler around them.
+"""One simulated engine: the production scheduler half and session, with a simulated worker and scheduler around them.
 
-An engine has two processes, as vLLM does: the one with the scheduler, and the worker, which may live on for a moment
-when the first is killed, and then still writes what it was told to write.
+An engine has two processes, as vLLM does: the scheduler's and the worker's. The worker may live on for a moment after
+the scheduler was killed, and still writes what it was told to write.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ from kvservice.testing.sim.worker import SimWorker
 from kvservice.testing.sim.world import Violation, World
 from kvservice.units import BlockHash, BlockKey
 
+# A step that computes: the middle of what real engines take.
 STEP_SECONDS = 0.01
-WAITING_SECONDS = 0.025  # of a step that computes nothing: it waits for answers and copies
-BLOCKS_PER_STEP = 2  # that a request computes
+WAITING_SECONDS = 0.025  # A step that computes nothing: it waits for answers and copies.
+BLOCKS_PER_STEP = 2  # blocks that a request computes in one step, so that requests take several steps
+# vLLM's default. Only the names of blocks depend on it.
 BLOCK_TOKENS = 16
+# Short beside the connector's default, so that faults of a schedule often reach it.
 FETCH_TIMEOUT_SECONDS = 0.5
+# Longer than any schedule delays a prefill, so that reaching it is a fault.
 HANDOFF_TIMEOUT_SECONDS = 5.0
-STOP_SECONDS = 20.0  # of virtual time: the longest that a session that is closed may take
-RESET_SECONDS = 0.05  # between two tries
+STOP_SECONDS = 20.0  # Virtual seconds. A session that takes longer to close is a violation.
+RESET_SECONDS = 0.05  # between two tries of a reset
 
 
 @dataclass(slots=True)
@@ -53,7 +57,7 @@ class SimRequest:
 
 
 class Engine(EngineParts):
-    """`spec` names the engine; a restarted one gets another id. `verifies_loads` is verify_load=full."""
+    """One engine. `spec` names it; a restarted one gets another id. `verifies_loads` stands for verify_load=full."""
 
     node: Node
 
@@ -73,7 +77,7 @@ class Engine(EngineParts):
         self.spec = spec
         self.tenant = tenant
         self.tenant_key = tenant_key(b"simulated secret", tenant) if tenant else b""
-        self._term = b""  # of its weights
+        self._term = b""  # the term of its weights
         self._changes = 0
         self.verifies_loads = verifies_loads
         self.copy_delay = copy_delay
@@ -84,7 +88,7 @@ class Engine(EngineParts):
         self._pins: dict[int, int] = {}
         self._next_block = 1
         self.on_store: Callable[[], None] | None = None  # called once, when the worker has begun to copy
-        self.pause_at_answer = 0.0  # seconds: the moment between a promise and its load
+        self.pause_at_answer = 0.0  # seconds between a promise and its load
         self.worker = SimWorker(self)
         self.line = Line(self)
         self.loop = ProcessLoop(self)
@@ -156,7 +160,7 @@ class Engine(EngineParts):
         return found
 
     def check_loaded(self, load: LoadPlan) -> None:
-        """The promise of the whole service: what an engine was given is what was computed."""
+        """Check the promise of the whole service: an engine is given exactly what was computed."""
         request = self.requests[load.request_id]
         self.world.counters["blocks_loaded"] += len(load.entries)
         for entry in load.entries:
@@ -165,10 +169,10 @@ class Engine(EngineParts):
                 raise Violation(f"{self.name} was given wrong bytes for block {position} of {load.request_id}")
 
     def check_promised(self, request: AcquireRequest, result: AcquireResult) -> None:
-        """What is promised lies in its slot, under its own key, at the moment it is promised."""
+        """Check that what is promised lies in its slot, under its own key, when it is promised."""
         for key, ref in zip(request.keys[request.skip :], result.blocks, strict=False):
             header = self.node.memory.read_header(ref.slot)
-            if header is not None and header.key != key:  # None: its bits were flipped, and no load takes it
+            if header is not None and header.key != key:  # None: its bits were flipped, and no load accepts it
                 raise Violation(f"{self.name} was promised slot {ref.slot:#x} for another block than it asked for")
 
     def _right(self, request: SimRequest, position: int) -> bytes:
@@ -176,14 +180,15 @@ class Engine(EngineParts):
 
     @property
     def _contents(self) -> bytes:
-        """What the bytes of a block depend on beside its prompt; tenants, to tell their blocks apart."""
+        """What the bytes of a block depend on besides its prompt. With tenants also the tenant, to tell their blocks
+        apart."""
         return self.tenant.encode() + self.spec.fingerprint.digest + self._term
 
     # -- weights ----
 
     def change_weights(self) -> None:
-        """As a trainer does: every request that runs is preempted, the cache is reset, and the weights are others from
-        here on. While blocks are held the reset is refused, and tried again."""
+        """Change the weights as a trainer does: every running request is preempted, the cache is reset, and new weights
+        apply from here on. While blocks are held the reset is refused, and tried again."""
         if not self.alive or self._stopped_at is not None:
             return
         for request in self.unfinished.values():
@@ -207,13 +212,13 @@ class Engine(EngineParts):
         self.waiting.append(request.request_id)
 
     def _free(self, block_ids: Sequence[int]) -> None:
-        """The engine uses them for something else now, unless they are being copied."""
+        """The engine now uses these blocks for something else, unless they are being copied."""
         for block in block_ids:
             if block not in self._pins:
                 self._blocks[block][:] = b"\xee" * len(self._blocks[block])
 
     def _name(self, request: SimRequest) -> None:
-        """Its blocks, as this tenant calls them with these weights."""
+        """Name the request's blocks as this tenant does with these weights."""
         key = self.tenant_key or DEFAULT_TENANT_KEY
         if self._term:
             key = term_key(key, self._term)
@@ -333,7 +338,7 @@ class Engine(EngineParts):
     # -- death ----
 
     def stop(self, ended: Callable[[], None]) -> None:
-        """The engine is told to end: its scheduler steps no more, and its session detaches."""
+        """Tell the engine to end: its scheduler steps no more, and its session detaches."""
         self.world.note(self.name, "is told to stop")
         self._stopped_at = self.world.now
         self.session.close()
@@ -347,7 +352,7 @@ class Engine(EngineParts):
         self._serving.add_done_callback(over)
 
     def check(self) -> None:
-        """Raises AssertionError when it contradicts itself, or does not end."""
+        """Raises AssertionError if the engine contradicts itself, or does not end."""
         stopped_at = self._stopped_at
         if self.alive:
             self.half.check_invariants()
@@ -355,7 +360,7 @@ class Engine(EngineParts):
                 raise Violation(f"{self.name} was told to stop at {stopped_at:.2f}, and its session does not end")
 
     def crash(self) -> None:
-        """kill -9 of the scheduler's process; the worker ends what it is at, holding its lock."""
+        """Kill the scheduler's process with -9. The worker finishes what it is doing, and holds its lock until then."""
         self.world.note(self.name, "crashed")
         self.die()
 

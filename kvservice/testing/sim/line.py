@@ -1,7 +1,7 @@
-"""The line between a session and the pool of its node: PoolPort over calls that misbehave.
+"""The connection between a session and the pool of its node: a PoolPort over calls that misbehave.
 
-What client.shard and the shard's EngineServicer are to the real ones: deadlines, the stream whose end is the end of an
-attachment, on both sides, and the check that a call is of this boot.
+It does what client.shard and the shard's EngineServicer do for real processes: deadlines, the stream whose end is the
+end of an attachment, on both sides, and the check that a call belongs to this boot.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from kvservice.testing.sim.parts import EngineParts
 from kvservice.units import AttachmentId, BootEpoch, HandoffId, LeaseId
 
 T = TypeVar("T")
-HEARTBEAT_SECONDS = 2.0  # of the stream, as shard.service has it
-CLOSED_SECONDS = 0.001  # until the other side of a broken stream notices
+HEARTBEAT_SECONDS = 2.0  # Heartbeats of the stream, at the interval that shard.service has.
+CLOSED_SECONDS = 0.001  # Until the other side of a broken stream notices: a local socket.
 
 
 @dataclass(slots=True, eq=False)
 class _AttachmentStream:
-    """Of one attachment, both ends."""
+    """The stream of one attachment, with both ends."""
 
     on_lost: Callable[[str], None]
     attachment: Attachment | None = None  # once the engine has heard of it
@@ -155,7 +155,7 @@ class Line:
         attachment = replace(given, tenant_key=engine.tenant_key, quota_bytes=node.quota_of(engine.tenant))
 
         async def tell() -> None:
-            """Heartbeats, until either side is gone."""
+            """Send heartbeats until either side is gone."""
             while not lost.is_set() and not stream.is_over and engine.life == life:
                 self._world.send(node.name, engine.name, self._hear, life, stream, attachment)
                 await is_set_within(HEARTBEAT_SECONDS / 4, lost)
@@ -183,7 +183,7 @@ class Line:
             await asyncio.sleep(STREAM_SILENCE_SECONDS - silent + 0.001)
 
     def node_died(self) -> None:
-        """Every connection to it broke."""
+        """The node died: every connection to it broke."""
         self._caller.cut(self._node)
         for stream in list(self._streams.values()):
             self._lose(stream, "the connection broke")

@@ -1,4 +1,4 @@
-"""Simulated lookup partitions, and the two sides of a node that talk to them: what it announces, what it asks."""
+"""Simulated lookup partitions, and the two parts of a node that talk to them: one announces, one asks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from kvservice.testing.sim.world import Process, World
 from kvservice.units import BlockKey, NodeId
 from kvservice.wire.v1 import lookup_pb2
 
+# Heartbeats of a node: the production default.
 HEARTBEAT_SECONDS = 1.0
+# For one lookup. Then the answer is incomplete.
 CALL_SECONDS = 0.5
+# Between two sweeps of silent nodes: as often as heartbeats.
 SWEEP_SECONDS = 1.0
 _OUTCOMES = {
     AnnounceOutcome.APPLIED: lookup_pb2.AnnounceReply.OUTCOME_APPLIED,
@@ -28,7 +31,7 @@ _OUTCOMES = {
 
 
 class LookupPartition(Process):
-    """One partition of the directory; its state is lost with it."""
+    """One partition of the directory. Its state is lost when it restarts."""
 
     def __init__(self, world: World, partition: int) -> None:
         super().__init__(world, f"lookup{partition}", f"lookup{partition}")
@@ -49,7 +52,7 @@ class LookupPartition(Process):
         self.after(SWEEP_SECONDS, self._sweep)
 
     def keys_of(self, node_id: NodeId) -> set[BlockKey]:
-        """All that this node holds."""
+        """All keys that this node holds."""
         keys: set[BlockKey] = set()
         row: int | None = 0
         while row is not None:
@@ -78,7 +81,7 @@ class LookupPartition(Process):
 
 
 class Herald(AnnouncePump):
-    """Carries a node's announcements: the production pump, over the simulated network."""
+    """Carries a node's announcements: the production pump over the simulated network."""
 
     def __init__(
         self,
@@ -123,7 +126,8 @@ def ask_directory(
     exclude: NodeId | None,
     answer: Callable[[tuple[HolderRun, ...], bool], None],
 ) -> None:
-    """One lookup of a chain that is shorter than a span, so one shard knows all of it. `answer` comes exactly once."""
+    """Look up a chain that is shorter than a span, so one partition knows all of it. `answer` is called exactly
+    once."""
     lookup = lookups[partition_of(route_of_head(chain[0]), len(lookups))]
     answered = False
 

@@ -1,4 +1,5 @@
-"""An event loop of one simulated process: its time is the process's clock, and what is due waits in the world's heap.
+"""The event loop of one simulated process: its time is the process's clock, and calls that are due wait in the world's
+heap.
 
 So asyncio code of several processes runs in one thread, in one order, and a process that is paused or dead runs none of
 it. Work for threads is done in the loop, a moment later. One loop is one life of its process.
@@ -18,14 +19,14 @@ from kvservice.errors import KVServiceError
 from kvservice.testing.sim.world import Process, Violation
 
 T = TypeVar("T")
-TIMER_SECONDS_MIN = 1e-6  # no clock is finer: a shorter wait would not move the time
-THREAD_SECONDS = 0.001  # at most, until a thread has done what it was given
-EXPECTED = (KVServiceError, asyncio.TimeoutError, OSError)  # what a task may end with
+TIMER_SECONDS_MIN = 1e-6  # No clock is finer, so a shorter wait would not advance the time.
+THREAD_SECONDS = 0.001  # The longest that simulated threads take for their work.
+EXPECTED = (KVServiceError, asyncio.TimeoutError, OSError)  # what a task may end with; anything else is a violation
 
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """One call to come."""
+    """One call that is to be made."""
 
     callback: Callable[..., object]
     arguments: tuple[Any, ...]
@@ -36,21 +37,21 @@ class Handle:
         self.is_cancelled = True
 
     def drop(self) -> None:
-        """It will never run."""
+        """The call will never be made."""
         for argument in self.arguments:
             if inspect.iscoroutine(argument):  # it would have become a task
                 argument.close()
 
 
 class ProcessLoop:
-    """What asyncio asks of a loop, as long as the process lives. Nobody runs it: the world steps."""
+    """What asyncio needs of a loop, while the process lives. Nobody runs it: the world steps."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
         self._world = process.world
         self._life = process.life
         self._failure: BaseException | None = None
-        self._tasks: dict[asyncio.Task[Any], None] = {}  # that have not ended
+        self._tasks: dict[asyncio.Task[Any], None] = {}  # tasks that have not ended
         self._world.loops.append(self)
         self._as_loop: Any = self  # its type is not a subclass: most of asyncio's loop is about sockets
 
@@ -109,17 +110,17 @@ class ProcessLoop:
         return not self.is_running()
 
     def call_exception_handler(self, context: Any) -> None:
-        """Said of tasks that a dead process left behind, and of errors that `create_task` has seen already."""
+        """Called for tasks that a dead process left behind, and for errors that `create_task` has already seen."""
 
     # -- the world's side ----
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run a coroutine from outside of any."""
+        """Run a coroutine from outside of any task."""
         task: asyncio.Task[Any] = self.create_task(work)
         return task
 
     def bury(self) -> None:
-        """After the run: end what its tasks left open, in order and not whenever memory is collected."""
+        """After the run: end what its tasks left open, in order, and not when memory happens to be collected."""
         for task in self._tasks:
             coroutine = task.get_coro()
             if not task.done() and inspect.iscoroutine(coroutine):
@@ -136,7 +137,7 @@ class ProcessLoop:
             return
         assert handle.context is not None
         self._world.counters["turns"] += 1
-        # Private by its name only: it is there for those who write loops.
+        # It is private only by its name: it exists for event loops.
         asyncio._set_running_loop(self._as_loop)  # noqa: SLF001
         try:
             handle.context.run(handle.callback, *handle.arguments)

@@ -1,6 +1,7 @@
-"""The segment of one node as bytes that outlive processes: real packed headers, short payloads for long ones.
+"""The segment of one node, as bytes that outlive processes: real packed headers, and short payloads in place of long
+ones.
 
-A payload has two halves, written at different moments, so that a reader can find one half new and one half old.
+A payload has two halves that are written at different moments, so that a reader can find one half new and one half old.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from kvservice.core.segment.geometry import Geometry, slab_of
 from kvservice.core.segment.header import SlotHeader, pack_header, unpack_header
 from kvservice.units import BlockHash, BlockKey, BootEpoch, SlotIndex
 
-PAYLOAD_BYTES = 32  # of a simulated payload, whatever the slot's real size
-HALF = PAYLOAD_BYTES // 2
+PAYLOAD_BYTES = 32  # Of a simulated payload, whatever the slot's real size: enough to tell any two payloads apart.
+HALF = PAYLOAD_BYTES // 2  # of a payload; the two halves are written at different moments
 BLANK = bytes(PAYLOAD_BYTES)
 
 
 def content_of(model: bytes, block_hash: BlockHash) -> bytes:
-    """The only bytes that are right for this block of this model, whatever key it goes under."""
+    """The only bytes that are right for this block of this model, under any key."""
     return hashlib.blake2b(model + block_hash, digest_size=PAYLOAD_BYTES).digest()
 
 
@@ -30,19 +31,19 @@ class SegmentMemory:
         self.epoch = BootEpoch(0)
         self.path = Path("simulated")
         self.existed = True
-        self.writers: set[bytes] = set()  # engines whose liveness lock is held: it lives in the memory
-        self.claimed: set[bytes] = set()  # those whose slots the shard takes back just now
+        self.writers: set[bytes] = set()  # engines whose liveness lock is held; the lock lives in the memory
+        self.claimed: set[bytes] = set()  # engines whose slots the shard is taking back
         self._headers: dict[SlotIndex, bytes] = {}
         self._payloads: dict[SlotIndex, bytearray] = {}
         self._slabs: dict[int, int] = {}
 
     def boot(self) -> BootEpoch:
-        """A shard takes the segment over."""
+        """Let a new boot of the shard take the segment over."""
         self.epoch = BootEpoch(self.epoch + 1)
         return self.epoch
 
     def lose(self) -> None:
-        """The host restarted: only that it existed is known (the epoch grows with time in production)."""
+        """The host restarted: the content is gone, and only the epoch goes on, as it grows with time in production."""
         self.writers.clear()
         self._headers.clear()
         self._payloads.clear()
@@ -80,7 +81,7 @@ class SegmentMemory:
         return digest_payload(self.read(slot), key)
 
     def close(self) -> None:
-        """Stays as it is: the next boot maps it again."""
+        """Does nothing: the next boot maps the memory again."""
 
     def unlink(self) -> None:
         self.lose()
@@ -89,7 +90,7 @@ class SegmentMemory:
         return True
 
     def retire(self) -> None:
-        """Engines look at the epoch: the next boot has another one."""
+        """Does nothing: engines look at the epoch, and the next boot has another one."""
 
     def scan(self) -> list[tuple[SlotIndex, int, SlotHeader]]:
         found = []
@@ -104,7 +105,7 @@ class SegmentMemory:
         return dict(self._slabs)
 
     def flip(self, slot: SlotIndex, bit: int) -> None:
-        """A bit of a payload changes by itself."""
+        """Flip a bit of a payload, as failing memory does."""
         payload = self._payloads.setdefault(slot, bytearray(BLANK))
         payload[bit // 8 % PAYLOAD_BYTES] ^= 1 << bit % 8
 
@@ -114,19 +115,19 @@ class SegmentMemory:
         self._headers[slot] = bytes(data)
 
     def swap(self, one: SlotIndex, other: SlotIndex) -> None:
-        """Two whole payloads change places: each is sound, under the wrong key."""
+        """Swap two whole payloads: each is intact, but under the wrong key."""
         first, second = self.read(one), self.read(other)
         self._payloads[one], self._payloads[other] = bytearray(second), bytearray(first)
 
     def transplant(self, one: SlotIndex, other: SlotIndex) -> None:
-        """The whole of another block, digest included, under this one's key: sound but for the name."""
+        """Put all of another block, with its digest, under this slot's key: everything is intact except the name."""
         mine, theirs = self.read_header(one), self.read_header(other)
         if mine is not None and theirs is not None:
             self._payloads[one] = bytearray(self.read(other))
             self.write_header(one, replace(mine, digest=theirs.digest))
 
     def sealed(self) -> list[SlotIndex]:
-        """Slots whose digest is known: what happens to bytes before that, nobody could notice."""
+        """Slots whose digest is known. Nobody could notice what happens to bytes before that."""
         found = []
         for slot in sorted(self._headers):
             header = self.read_header(slot)

@@ -1,4 +1,4 @@
-"""One simulated node: the production pool runtime on simulated memory, and a network and a clock that misbehave."""
+"""One simulated node: the production pool runtime on simulated memory, with a network and a clock that misbehave."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from kvservice.testing.sim.remote import SimDirectory, SimPeers
 from kvservice.testing.sim.world import Violation, World
 from kvservice.units import AttachmentId, BlockKey, NodeId, SpanRoute
 
+# Short, so that leases end within a schedule.
 LEASE_SECONDS = 2.0
-STOP_SECONDS = 10.0  # of virtual time: the longest that a runtime that is closed may take
+STOP_SECONDS = 10.0  # Virtual seconds. A runtime that takes longer to close is a violation.
 
 
 class Node(NodeParts):
@@ -40,8 +41,8 @@ class Node(NodeParts):
         self.node_id = NodeId(name)
         self.memory = memory
         self.peers = {}
-        self.runtime: PoolRuntime | None = None  # while it serves
-        self.hang_seconds = 0.0  # of the next read
+        self.runtime: PoolRuntime | None = None  # None while it does not serve
+        self.hang_seconds = 0.0  # how long the next read hangs
         self.garbles = False  # the next read
         self._lookups = lookups
         self._tenants = tenants
@@ -84,7 +85,7 @@ class Node(NodeParts):
             self.memory.lose()
 
     def stop(self, ended: Callable[[], None]) -> None:
-        """SIGTERM. `ended` is called once it is over."""
+        """SIGTERM. `ended` is called when the node has stopped."""
         runtime, self.runtime = self.runtime, None
         if runtime is None:
             return
@@ -100,7 +101,7 @@ class Node(NodeParts):
         self.loop.start(close())
 
     def stop_at_news(self, turns: int, ended: Callable[[], None]) -> None:
-        """As `stop`, so many turns of the loop after there is something to announce."""
+        """Like `stop`, but so many turns of the loop after there is something to announce."""
 
         def later(turns: int) -> None:
             if turns:
@@ -111,7 +112,7 @@ class Node(NodeParts):
         self._on_news = partial(later, turns)
 
     def kick(self) -> None:
-        """There is something to announce."""
+        """Note that there is something to announce."""
         self._herald.kick()
         if self._on_news is not None:
             call, self._on_news = self._on_news, None
@@ -124,7 +125,7 @@ class Node(NodeParts):
         self._stopped_at = None
 
     def check(self) -> None:
-        """Raises AssertionError when it contradicts itself, or does not end."""
+        """Raises AssertionError if the node contradicts itself, or does not end."""
         stopped_at = self._stopped_at
         if stopped_at is not None and self.world.now - max(stopped_at, self.paused_until) > STOP_SECONDS:
             raise Violation(f"{self.name} was told to stop at {stopped_at:.2f}, and stop() does not return")
@@ -139,12 +140,12 @@ class Node(NodeParts):
         return None if self.runtime is None else self.runtime.state
 
     def wedge(self, seconds: float) -> None:
-        """The next read that this node posts does not end for a while."""
+        """Make the next read that this node posts hang for a while."""
         self.hang_seconds = seconds
         self.world.note(self.name, f"its next read hangs for {seconds:.2f} s")
 
     def garble(self) -> None:
-        """The next bytes that this node reads arrive with an error."""
+        """Make the next bytes that this node reads arrive with an error."""
         self.garbles = True
 
     def holder(self) -> Holder:
@@ -174,7 +175,7 @@ class Node(NodeParts):
 
     @contextlib.contextmanager
     def quotas_kept(self, attachment: AttachmentId) -> Iterator[None]:
-        """What a tenant reserves meanwhile costs no other one that holds no more than its quota."""
+        """Check that what a tenant reserves meanwhile takes no block of another tenant that is within its quota."""
         state = self.state
         before = {} if state is None else {row.name: row.used_bytes for row in state.tenants()}
         yield

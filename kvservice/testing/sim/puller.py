@@ -1,5 +1,5 @@
-"""One-sided reads of one simulated node: each half of each payload, then the headers, at different moments, without
-asking whether the other process still runs."""
+"""One-sided reads of one simulated node. Each half of each payload is read, then the headers, at different moments,
+without asking whether the other process still runs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvservice.testing.sim.parts import NodeParts
 from kvservice.transfer.puller import DoneCallback, PullJob, WritesEndedCallback
 from kvservice.units import BootEpoch, SlotIndex
 
-LATE_SECONDS = 2.0  # a transfer that was given up may write so long
-READ_SECONDS = 0.02  # at most, for half a block: slow enough for something to happen meanwhile
+LATE_SECONDS = 2.0  # a transfer that was given up may still write for this long
+READ_SECONDS = 0.02  # the longest that reading half a block takes: slow enough for something to happen meanwhile
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class _Pull:
 
 
 class SimPuller:
-    """PullerPort. One is one life of its node."""
+    """A PullerPort. Each one belongs to one life of its node."""
 
     def __init__(self, node: NodeParts) -> None:
         self._node = node
@@ -56,7 +56,7 @@ class SimPuller:
         self._read(pull, 0, 0)
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """Stop: nothing is written any more."""
         self._is_closed = True
 
     @property
@@ -68,7 +68,7 @@ class SimPuller:
         return self._world.is_cut(me, peer) or self._world.is_cut(peer, me)
 
     def _read(self, pull: _Pull, index: int, half: int) -> None:
-        """One half of one payload lands; then the next, and in the end the headers."""
+        """Let one half of one payload arrive, then the next, and in the end the headers."""
         if pull.is_decided or not self._writes:
             return
         items, memory = pull.job.items, self._node.memory
@@ -124,7 +124,7 @@ class SimPuller:
             self._broken(pull, landed_late=True)
 
     def _broken(self, pull: _Pull, landed_late: bool) -> None:
-        """The transfer did not end: what it writes may still come, and only then is the slot free of it."""
+        """The transfer did not end. What it writes may still arrive, and the slot is free only after that."""
         pull.is_decided = True
         stuck = ev.PullResult.STUCK if landed_late else ev.PullResult.FAILED
         self._node.after(0.001, pull.on_done, pull.job.job_id, (stuck,) * len(pull.job.items))

@@ -1,4 +1,4 @@
-"""What a simulated node sees of the others: the directory and the shards of peers, as pool.remote asks for them."""
+"""What a simulated node sees of others: the directory and the shards of peers, as pool.remote asks for them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SimLookup:
         return await answer
 
     async def members(self, timeout: float) -> list[Holder]:
-        return []  # nobody is offered anything: hand-overs of leaving shards are not simulated
+        return []  # no node is offered anything: drains are not simulated here
 
     async def holders_of(
         self, blocks: Sequence[tuple[BlockKey, SpanRoute]], timeout: float
@@ -77,7 +77,7 @@ class SimDirectory:
         self._node.kick()
 
     async def leave(self) -> None:
-        """The heartbeat timeout does the same, later."""
+        """Does nothing: missed heartbeats have the same effect, later."""
 
     def self_holder(self) -> Holder | None:
         return self._node.holder()
@@ -91,7 +91,7 @@ class SimPeers:
         self._caller = SimCaller(node, node.host)
 
     async def handshake(self, holder: Holder, timeout: float) -> PeerInfo:
-        """What it says is known for as long as the epoch lasts, so nobody is asked."""
+        """A peer's description is fixed for its epoch, so nobody is asked."""
         memory = self._node.peers[holder.node_id].memory
         if memory.epoch != holder.epoch:
             raise StaleEpoch(f"{holder.node_id} restarted: epoch {memory.epoch}, the directory said {holder.epoch}")
@@ -132,7 +132,7 @@ class SimPeers:
         raise Unavailable("hand-overs of leaving shards are not simulated")
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Nothing to close."""
 
     async def _call(self, holder: Holder, timeout: float, work: Callable[[PoolRuntime], Awaitable[T]]) -> T:
         return await self._caller.call(self._node.peers[holder.node_id], timeout, work)

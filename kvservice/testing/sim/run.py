@@ -1,6 +1,6 @@
-"""Plays a schedule: first safety under faults, then liveness once everything is healed.
+"""Plays a schedule: first checks safety under faults, then liveness once everything is healed.
 
-Safety, at every event: no engine is given a wrong byte, no state contradicts itself. Liveness, after healing: every
+Safety, at every event: no engine is given a wrong byte, and no state contradicts itself. Liveness, after healing: every
 request ends, no lease and no slot stays taken, and the directory says what the shards hold.
 """
 
@@ -28,8 +28,10 @@ from kvservice.testing.sim.schedule import FAULTS_SECONDS, FROZEN_SECONDS_MAX, A
 from kvservice.testing.sim.world import Process, Violation, World
 from kvservice.units import HandoffId, MiB, NodeId
 
-CONVERGE_SECONDS = 40.0  # of virtual time, after healing and the last pause
-CHECK_EVERY = 150  # events between full checks of all states
+# Virtual seconds after healing and the last pause. What has not converged by then is a violation.
+CONVERGE_SECONDS = 40.0
+CHECK_EVERY = 150  # Events between full checks of all states: they are slow, and a contradiction does not go away.
+# More than the busiest schedule has. A run with more has a loop, which is a violation.
 EVENTS_MAX = 400_000
 BITES = {"flip", "flip_header", "swap", "transplant"}  # need engines that verify what they load
 
@@ -37,14 +39,14 @@ BITES = {"flip", "flip_header", "swap", "transplant"}  # need engines that verif
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
     seed: int
-    violation: str  # "" when nothing went wrong
+    violation: str  # "" if nothing went wrong
     counters: Counter[str]
     story: list[str]
     virtual_seconds: float
 
 
 def limits_of(schedule: Schedule) -> dict[str, TenantLimits]:
-    """The tenants of a run; none where everybody is one."""
+    """The tenants of a run. Empty if all engines belong to one."""
     if schedule.tenants == 1:
         return {}
     quota = schedule.slabs * (MiB // SMALL) // 2 * SMALL
@@ -66,7 +68,7 @@ class SimulatedRun:
             node.peers = {other.name: other for other in self.nodes}
         self.verifies = any(fault.kind in BITES for fault in schedule.faults)
         self.engines: list[Engine] = []
-        self.gone: list[Engine] = []  # killed ones, whose workers may live on
+        self.gone: list[Engine] = []  # killed engines whose workers may live on
         for i in range(schedule.engines):
             self.engines.append(self._make_engine(i, 0))
         self._asked = 0
@@ -107,13 +109,15 @@ class SimulatedRun:
         self._until(self._all_run_at() + 4 * LEASE_SECONDS, lambda: False)
         bytes_were_wrong = self.verifies or self.world.counters["fault_garble"]
         if bytes_were_wrong and any(node.state and node.state.slot_counts().get("quarantined") for node in self.nodes):
-            self._until(self.world.now + SUSPECT_SECONDS, lambda: False)  # a slot that failed a check rests so long
+            # a slot that failed a check rests for this long
+            self._until(self.world.now + SUSPECT_SECONDS, lambda: False)
         # A Seal whose answer was lost is waited for as long as it may take.
         self._until(self.world.now + SEAL_SECONDS + LEASE_SECONDS, lambda: not self._unequal())
         self._check_end()
 
     def _unequal(self) -> list[str]:
-        """Where a shard and the engines of its node do not agree about what these may write, or have open."""
+        """Where a shard and the engines of its node disagree about slots that these may write, or hand-offs that are
+        open."""
         found = []
         for node in self.nodes:
             engines = [engine for engine in self.engines if engine.node is node]
@@ -132,11 +136,11 @@ class SimulatedRun:
             if count % CHECK_EVERY == 0:
                 self._check()
             if count > EVENTS_MAX:
-                raise Violation("too many events: something goes in a circle")
+                raise Violation("too many events: there is an endless loop")
         self._check()
 
     def _all_run_at(self) -> float:
-        """When nobody is paused any more."""
+        """The time when no process is paused any more."""
         processes: list[Process] = [*self.nodes, *self.engines, *self.lookups]
         return max(self.world.now, *(process.paused_until for process in processes))
 
@@ -152,7 +156,7 @@ class SimulatedRun:
             engine.check()
 
     def _audit(self, node: Node) -> None:
-        """A block that can be read holds the bytes of its key, whether anybody reads it or not."""
+        """Check that every readable block holds the bytes of its key, whether anybody reads it or not."""
         for block in [] if node.state is None else node.state.blocks():
             if node.memory.read(block.slot) != self.world.right[block.key]:
                 raise Violation(f"{node.name} holds wrong bytes in slot {block.slot:#x}, as block {block.position}")
@@ -180,7 +184,7 @@ class SimulatedRun:
                     f"{len(said - held)} too many, {len(held - said)} missing"
                 )
 
-    # -- what the schedule says ----
+    # -- events of the schedule ----
 
     def _ask(self, number: int, ask: Ask) -> None:
         hashes = hashes_of(ask)
@@ -223,7 +227,7 @@ class SimulatedRun:
         elif kind == "crash_at_store":
             self.engines[engine_index].on_store = partial(self._crash_engine, engine_index, fault.seconds)
         elif kind == "pause_engine":
-            self.engines[engine_index].pause(2 * fault.seconds)  # longer than a lease, sometimes
+            self.engines[engine_index].pause(2 * fault.seconds)  # sometimes longer than a lease
         elif kind == "pause_at_answer":
             self.engines[engine_index].pause_at_answer = LEASE_SECONDS + fault.seconds
         elif kind == "crash_lookup":
@@ -244,7 +248,7 @@ class SimulatedRun:
         elif kind == "stop_engine":
             if fault.number % 2:
                 self._stop_engine(engine_index, fault.seconds)
-            else:  # when its worker has a plan in hand, and has not begun
+            else:  # when its worker has a plan and has not begun it
                 worker = self.engines[engine_index].worker
                 worker.late_seconds = fault.seconds / 4
                 worker.on_late = partial(self._stop_engine, engine_index, fault.seconds)
@@ -379,11 +383,11 @@ class SimulatedRun:
 
 
 def run_schedule(schedule: Schedule, tell: bool = False) -> RunOutcome:
-    """Never raises for what the simulated system does; an AssertionError of it is a violation."""
+    """Play a schedule. Never raises for what the simulated system does: an AssertionError in it is a violation."""
     violation = ""
     logger = logging.getLogger("kvservice")
     level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)  # what is logged of simulated faults helps nobody
+    logger.setLevel(logging.CRITICAL + 1)  # logs of simulated faults help nobody
     run = SimulatedRun(schedule, tell)
     try:
         run.play()
@@ -400,7 +404,7 @@ def run_schedule(schedule: Schedule, tell: bool = False) -> RunOutcome:
 
 
 def minimise(schedule: Schedule, runs_max: int = 400) -> Schedule:
-    """The smallest schedule found, by leaving things out, that still goes wrong."""
+    """The smallest schedule that still fails, found by leaving parts out."""
     runs = 0
     shrunk = True
     while shrunk and runs < runs_max:

@@ -1,4 +1,4 @@
-"""What happens in one run, as plain values: made from a seed, printed, cut down, played again.
+"""What happens in one run, as plain values: made from a seed, printed, reduced, played again.
 
 A schedule is data, so the shortest one that still fails can be found by leaving parts of it out.
 """
@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from kvservice.units import BlockHash
 
-FAULTS_SECONDS = 3.0  # after this everything is healed
-PROMPTS = 3  # that requests begin with
+FAULTS_SECONDS = 3.0  # Virtual seconds with faults. After them everything is healed.
+PROMPTS = 3  # Prompts that requests begin with: few, so that many requests share blocks.
+# Few blocks already lead to every state, and short runs can be played by the thousand.
 PROMPT_BLOCKS_MAX = 8
 
 # kind -> how often, relative to the others
@@ -48,18 +49,19 @@ FAULTS: dict[str, int] = {
     "line_loss": 4,
     "line_twice": 3,
     "line_slow": 4,
-    "reset": 0,  # drawn apart
+    "reset": 0,  # drawn separately
 }
+# Far longer than the leases of the simulation.
 FROZEN_SECONDS_MAX = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request, and for a hand-off its two halves: `decode_at` is the engine that continues."""
+    """One request. For a hand-off it is both halves: `decode_at` is the engine that continues."""
 
     at: float
     engine: int
-    prompt: int  # that it begins with
+    prompt: int  # the prompt that it begins with
     branch_at: int  # blocks shared with the other requests of this prompt
     branch: int
     blocks: int
@@ -74,7 +76,7 @@ class Fault:
     target: int
     other: int
     seconds: float
-    number: int  # which slot, bit, request
+    number: int  # which slot, bit or request
 
     def __str__(self) -> str:
         return f"{self.at:.3f} {self.kind} target={self.target} other={self.other} for {self.seconds:.2f} s"
@@ -90,9 +92,9 @@ class Schedule:
     asks: tuple[Ask, ...]
     faults: tuple[Fault, ...]
     models: int  # engine i serves model i mod models
-    copy_delay: float  # of stores
+    copy_delay: float  # seconds that stores are delayed
     rates: tuple[float, ...]  # clock rate of each node
-    tenants: int = 1  # 2: engines belong to them in turn, and the first one has a quota
+    tenants: int = 1  # 2: engines belong to them in turn, and the first tenant has a quota
 
 
 def make_schedule(seed: int) -> Schedule:
@@ -142,7 +144,8 @@ def make_schedule(seed: int) -> Schedule:
     )
     if seed % 5 != 4:
         return made
-    # An engine's weights are changed in place. Drawn last, so that nothing else of the schedule changes with it.
+    # An engine's weights are changed in place. This is drawn last, so that nothing else of the schedule changes with
+    # it.
     resets = [
         Fault(round(_moment(rng, asks), 4), "reset", rng.randrange(12), 0, 0.0, 0) for _ in range(rng.choice((1, 1, 2)))
     ]
@@ -150,14 +153,14 @@ def make_schedule(seed: int) -> Schedule:
 
 
 def _moment(rng: random.Random, asks: list[Ask]) -> float:
-    """Mostly shortly after a request, when there is something to hurt."""
+    """A moment, mostly shortly after a request, when there is something to break."""
     if rng.random() < 0.25:
         return rng.random() * FAULTS_SECONDS
     return rng.choice(asks).at + 0.5 * rng.random() ** 2
 
 
 def hashes_of(ask: Ask) -> list[BlockHash]:
-    """The chained hashes of an ask's prompt: equal up to `branch_at` for requests of one prompt."""
+    """The chained hashes of an ask's prompt. Requests of one prompt have the same up to `branch_at`."""
     found: list[BlockHash] = []
     parent = bytes([ask.prompt])
     for position in range(ask.blocks):

@@ -12,30 +12,30 @@ from kvservice.testing.sim.parts import EngineParts
 from kvservice.testing.sim.world import Violation
 from kvservice.units import BootEpoch
 
-COPY_SECONDS = 0.02
+COPY_SECONDS = 0.02  # the longest that one copy takes: some steps, so that things happen meanwhile
 
 
 class SimWorker:
-    """Copies between slots and the engine's blocks, half by half; survives its scheduler for a moment."""
+    """Copies between slots and the engine's blocks, half by half. It survives its scheduler for a moment."""
 
     def __init__(self, engine: EngineParts) -> None:
         self._engine = engine
         self.alive = True
-        self.busy = 0  # plans that it was given and has not ended
-        self.late_seconds = 0.0  # it stands still for so long before it begins with the next store
-        self.on_late: Callable[[], None] | None = None  # called once, when it stands still
+        self.busy = 0  # plans that it was given and has not finished
+        self.late_seconds = 0.0  # seconds that it pauses before the next store
+        self.on_late: Callable[[], None] | None = None  # called once, when it pauses
         self.report = StepReport()
         self.loaded: set[str] = set()
         self.failed: set[str] = set()
 
     def die(self) -> None:
-        """With its host: nothing of it writes any more."""
+        """It dies with its host: nothing of it writes any more."""
         self.alive = False
         self.busy = 0
         self._let_go()
 
     def scheduler_died(self) -> None:
-        """It ends what it is at, holding its lock, and then itself."""
+        """The scheduler died: finish what is under way, holding the lock, then end."""
         if not self.busy:
             self._let_go()
 
@@ -45,7 +45,7 @@ class SimWorker:
             self.scheduler_died()
 
     def _hold(self, epoch: BootEpoch) -> bool:
-        """As memory.liveness.hold; kept as long as the worker lives."""
+        """Hold the lock as memory.liveness.hold does, while the worker lives."""
         memory, engine_id = self._engine.node.memory, self._engine.spec.engine_id
         if memory.epoch != epoch or engine_id in memory.claimed:
             return False

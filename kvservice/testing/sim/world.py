@@ -1,6 +1,6 @@
 """Virtual time, a network that misbehaves, and processes that stop, pause and die. One thread; no real clock.
 
-Everything random comes from one generator, in the order of events, so that a run is a function of its schedule.
+Everything random comes from one generator, in the order of events, so a run is a function of its schedule.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 
 class Violation(AssertionError):
-    """Something happened that must never happen; the message names the rule."""
+    """Something happened that must never happen. The message names the rule."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Dropped(Protocol):
 @dataclass(slots=True)
 class World:
     random: random.Random
-    tell: bool = False  # keep the story, not only the outcome
+    tell: bool = False  # keep all events, not only the outcome
     now: float = 0.0
     story: list[str] = field(default_factory=list)
     counters: Counter[str] = field(default_factory=Counter)
@@ -50,7 +50,7 @@ class World:
     _links: dict[tuple[str, str], SimLink] = field(default_factory=dict)
 
     def at(self, delay: float, call: Callable[..., None], *arguments: object) -> None:
-        """Run `call` so many seconds from now; calls of one moment run in the order they were asked for."""
+        """Run `call` this many seconds from now. Calls of one moment run in the order in which they were asked for."""
         self.at_moment(self.now + delay, call, *arguments)
 
     def at_moment(self, moment: float, call: Callable[..., None], *arguments: object) -> None:
@@ -58,7 +58,7 @@ class World:
         self._next += 1
 
     def step(self, until: float) -> bool:
-        """Run the next call; False when there is none up to `until`, which is then the time."""
+        """Run the next call. Returns False if there is none up to `until`, which is then the time."""
         if not self._heap or self._heap[0][0] > until:
             self.now = max(self.now, until)
             return False
@@ -110,7 +110,7 @@ class World:
 
 
 class Process:
-    """Runs calls while it lives: a dead one drops what was meant for it, a paused one gets it when it goes on."""
+    """Runs calls while it lives. A dead process drops calls meant for it; a paused one gets them when it goes on."""
 
     def __init__(self, world: World, name: str, host: str) -> None:
         self.world = world
@@ -120,14 +120,14 @@ class Process:
         self.life = 0  # grows with every death
         self._paused_until = 0.0
         self._skew = 1.0
-        self._asleep = (0.0, 0.0)  # from when to when its clock stood still last
-        self._slept = 0.0  # before that, in all
+        self._asleep = (0.0, 0.0)  # when its clock last stood still, from and to
+        self._slept = 0.0  # in all, before that
 
     def set_clock_rate(self, rate: float) -> None:
         self._skew = rate
 
     def clock(self) -> float:
-        """This host's monotonic clock: it runs a little fast or slow, and never goes back."""
+        """This host's monotonic clock. It runs a little fast or slow, and never goes back."""
         since, until = self._asleep
         asleep = self._slept + max(min(self.world.now, until) - since, 0.0)
         return (self.world.now - asleep) * self._skew
@@ -136,7 +136,7 @@ class Process:
         self.world.at(delay, self._guarded, self.life, call, arguments)
 
     def receive(self, call: Callable[..., None], *arguments: object) -> None:
-        """A message that arrives now: for whichever life there is."""
+        """A message arrives now, for whichever life there is."""
         self._guarded(self.life, call, arguments)
 
     def _guarded(self, life: int, call: Callable[..., None], arguments: tuple[object, ...]) -> None:
@@ -152,7 +152,7 @@ class Process:
         self.world.note(self.name, f"paused for {seconds:.2f} s")
 
     def suspend(self, seconds: float) -> None:
-        """As the host of a virtual machine does: nothing runs, and its clock stands still."""
+        """Suspend the process as the host of a virtual machine does: nothing runs, and its clock stands still."""
         since, until = self._asleep
         if self.world.now >= until:
             self._slept += until - since
