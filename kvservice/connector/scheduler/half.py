@@ -242,8 +242,9 @@ class SchedulerHalf:
         if self._grouping.window_groups:
             assert first + count == len(result.blocks), "the engine takes less than was promised, with another window"
         taken = replace(result, blocks=result.blocks[: first + count])
-        request.move(RequestEvent.LOAD)
+        # First what can fail: a request that stays ANSWERED keeps its lease, and gives it back when it ends.
         self._loads.plan(request, attachment, taken, block_ids, first)
+        request.move(RequestEvent.LOAD)
 
     def hit_sources(self, request_id: str, tokens: int) -> tuple[int, int]:
         """(tokens from this node's pool, tokens fetched from another node) of a promise that was taken."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from kvservice.connector.plan import StepPlan, StepReport
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill
@@ -112,6 +114,19 @@ def test_abort_during_a_load_keeps_the_lease_until_the_workers_are_done() -> Non
     scheduler.finished("r", chain, 0, [1, 2, 3], store_rest=False)
     assert line.leases, "the workers still read these slots"
     scheduler.loaded("r", failed=False)
+    assert not line.leases
+
+
+def test_load_that_cannot_be_planned_gives_its_lease_back() -> None:
+    line, chain = Line(), hashes(1, 2)
+    scheduler = half(line)
+    scheduler.on_new_request("r", chain, 0.0)
+    line.answer(2)
+    scheduler.matched("r", 0, 33, 0.1)
+    with pytest.raises(IndexError):
+        scheduler.allocated("r", [1], 2 * BLOCK)  # fewer blocks than were promised
+    scheduler.check_invariants()
+    scheduler.finished("r", chain, 0, [1], store_rest=False)
     assert not line.leases
 
 
