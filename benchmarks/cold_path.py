@@ -66,7 +66,7 @@ class Sample:
 
 
 def measure(engine: Replica, prompts: list[str]) -> Sample:
-    """Prefill and a few tokens each, in one batch; the prompts are the same for all engines of a round."""
+    """Run a prefill and a few tokens for each prompt, in one batch. All engines of a round get the same prompts."""
     before = cpu_seconds(engine.pid)
     answer = engine.ask_all(prompts, GENERATED_TOKENS)
     after = cpu_seconds(engine.pid)
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def admission(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Stored share of each round's blocks: while nothing comes twice, and while every prompt does."""
+    """The share of each round's blocks that is stored: while no prompt comes twice, and while every prompt does."""
     shares: dict[str, list[float]] = {"nothing_comes_twice": [], "every_prompt_comes_twice": []}
     with tempfile.TemporaryDirectory() as folder:
         model = make_shallow(Path(tempfile.mkdtemp(dir=folder)), options.model, layers=2)
@@ -129,7 +129,7 @@ def admission(options: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def stored_share(engine: Replica, tokens: int, times: int) -> float:
-    """Of the new blocks of eight new prompts, each asked so many times."""
+    """The stored share of the new blocks of eight new prompts, each asked this many times."""
     prompts = [prompt(tokens) for _ in range(8)]
     before = engine.counters()["stored_blocks"]
     for _ in range(times):
@@ -150,7 +150,7 @@ def figures(rounds: list[dict[str, Sample]], counters: dict[str, int]) -> dict[s
 
 
 def ratios(rounds: list[dict[str, Sample]], figure: Callable[[Sample], float]) -> dict[str, float]:
-    """With the connector to without it, per round, and what repeating "without" alone makes of that ratio."""
+    """The ratio of runs with the connector to runs without, per round, and the same ratio of two runs without."""
     cost = [2 * figure(r["with"]) / (figure(r["without"]) + figure(r["without_again"])) for r in rounds]
     noise = [figure(r["without_again"]) / figure(r["without"]) for r in rounds]
     return {
@@ -165,10 +165,10 @@ def ratios(rounds: list[dict[str, Sample]], figure: Callable[[Sample], float]) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=2, help="per round, in one batch")
-    parser.add_argument("--tokens", type=int, default=512, help="of each prompt, about")
+    parser.add_argument("--prompts", type=int, default=2, help="prompts per round, sent in one batch")
+    parser.add_argument("--tokens", type=int, default=512, help="approximate tokens of each prompt")
     parser.add_argument(
-        "--pool", default="256MiB", help="small enough that it evicts, as a cold workload would make it"
+        "--pool", default="256MiB", help="size of the pool; small enough that it evicts, as with a cold workload"
     )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")

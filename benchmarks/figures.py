@@ -1,4 +1,4 @@
-"""Writes the figures of README.md and docs/performance.md from the results that are there.
+"""Writes the figures of README.md and docs/performance.md from the committed results.
 
     python -m benchmarks.figures
 
@@ -28,7 +28,7 @@ Figures = dict[str, Any]
 
 
 class Unclean(Exception):
-    """A result of a tree that nobody can check out again."""
+    """A result of a tree with uncommitted changes, which nobody can check out again."""
 
     def __init__(self, command: str) -> None:
         super().__init__(f"{AGAIN}: `{command}`")
@@ -39,7 +39,7 @@ class Results:
         self._folder = folder
 
     def document(self, name: str) -> Figures:
-        """Raises Unclean when it may not be cited."""
+        """The result, if it may be cited. Raises Unclean if not."""
         found: Figures = json.loads((self._folder / f"{name}.json").read_text())
         if not is_clean(found):
             raise Unclean(_command(name, found))
@@ -51,7 +51,7 @@ class Results:
 
 
 def _command(name: str, document: Figures) -> str:
-    """That measures this result again."""
+    """The command that measures this result again."""
     command = re.sub(r" --out \S+", "", document["command"])
     return command if name == document["benchmark"] else f"{command} --out benchmarks/results/{name}.json"
 
@@ -184,7 +184,7 @@ ONE_AND_TWO = {"1 partition": "one lookup partition", "2 partitions": "two"}
 
 
 def _lookup(name: str) -> Callable[[Results], Seen]:
-    """Both numbers of lookup partitions; met where both meet it."""
+    """The figures for both numbers of lookup partitions. A goal is met if both meet it."""
 
     def seen(results: Results) -> Seen:
         texts, missed = [], []
@@ -361,7 +361,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
 
 
 def rendered(text: str, results: Results) -> str:
-    """The page with every block as the results have it."""
+    """The text of the page, with every block written again from the results."""
 
     def block(match: re.Match[str]) -> str:
         try:

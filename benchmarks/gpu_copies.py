@@ -141,7 +141,7 @@ def worker_link(device: str, offer: KVOffer, segment: Segment, slot: SlotLayout)
 def through(
     link: WorkerLink, direction: Direction, rows: list[CopyRow], mark: Callable[[], int] = lambda: NO_EVENT
 ) -> float:
-    """One step's copies by the worker. Returns the seconds that the engine's thread was busy with them."""
+    """Let the worker do the copies of one step. Returns the seconds that the engine's thread was busy with them."""
     started = time.perf_counter()
     ticket = link.submit(direction, rows)
     if ticket is None:
@@ -278,7 +278,7 @@ def gpu_figures() -> list[dict[str, Any]]:
 
 
 class _WithoutBatch:
-    """The driver as before CUDA 12.8."""
+    """The driver without what came with CUDA 12.8."""
 
     has_batch_copy = False
 
@@ -348,7 +348,7 @@ def show(figures: list[dict[str, Any]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--host", action="store_true", help="measure a CPU engine's memory")
+    parser.add_argument("--host", action="store_true", help="measure the memory of a CPU engine")
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
     if not given.host and not is_present():

@@ -55,7 +55,7 @@ IN_FLIGHT = 32
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Of one node."""
+    """The load that one node makes."""
 
     prompts_per_second: float
     prompt_blocks: int
@@ -65,7 +65,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a core, or bytes. Those by number of nodes are dictionaries."""
+    """Measured costs, in seconds of a core or in bytes. Costs that depend on the number of nodes are dictionaries."""
 
     bytes_per_key: dict[int, float]
     add_per_key: dict[int, float]
@@ -92,7 +92,7 @@ def resident_bytes() -> int:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds of a core, so that a busy machine does not count."""
+    """Processor seconds, so that other load on the machine does not count."""
     begun = time.process_time()
     work()
     return time.process_time() - begun
@@ -153,7 +153,7 @@ def measure_announcer(keys: list[BlockKey], partitions: int) -> tuple[float, flo
 
 
 async def measure_calls(address: str, pid: int) -> tuple[float, float]:
-    """Processor seconds of a lookup process for one sign of life, and for a lookup of no key."""
+    """Processor seconds of a lookup process for one heartbeat, and for a lookup without keys."""
     channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     stub = lookup_pb2_grpc.LookupServiceStub(channel)
     nodes = [encode_holder(node) for node in holders(IN_FLIGHT)]
@@ -227,7 +227,7 @@ def measure(key_count: int) -> Costs:
 def load_of_partition(
     nodes: int, lookups: int, load: Load, costs: Costs, fan_out: dict[int, float]
 ) -> dict[str, float]:
-    """Cores that one lookup partition keeps busy, by what for."""
+    """The cores that one lookup partition keeps busy, by kind of work."""
     beats = 1 / load.heartbeat_seconds
     spans = 2 * load.new_blocks_per_second / SPAN_BLOCKS / lookups
     changes = 2 * load.new_blocks_per_second / lookups
@@ -244,7 +244,7 @@ def load_of_partition(
 
 
 def judge(nodes: int, blocks: int, load: Load, costs: Costs, fan_out: dict[int, float]) -> dict[str, object]:
-    """The fewest lookup partitions that carry it, and what it costs then; what gives way, if none do."""
+    """The fewest lookup partitions that carry the load, and what it costs then; or what fails first if none do."""
     broken: list[str] = []
     lookups = LOOKUPS[-1]
     for lookups in LOOKUPS:
@@ -318,11 +318,16 @@ def draw(rows: list[dict[str, object]], costs: Costs, load: Load, fan_out: dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keys", type=int, default=400_000, help="in the directory that is measured")
-    parser.add_argument("--prompts", type=float, default=4.0, help="a second and node")
-    parser.add_argument("--prompt-blocks", type=int, default=512, help="of 16 tokens")
-    parser.add_argument("--new-blocks", type=float, default=500.0, help="a second and node: 8,000 tokens of prefill")
-    parser.add_argument("--heartbeat", type=float, default=1.0, help="seconds between signs of life")
+    parser.add_argument("--keys", type=int, default=400_000, help="keys in the directory that is measured")
+    parser.add_argument("--prompts", type=float, default=4.0, help="prompts per second and node")
+    parser.add_argument("--prompt-blocks", type=int, default=512, help="blocks of a prompt, of 16 tokens each")
+    parser.add_argument(
+        "--new-blocks",
+        type=float,
+        default=500.0,
+        help="new blocks per second and node; 500 are 8,000 tokens of prefill",
+    )
+    parser.add_argument("--heartbeat", type=float, default=1.0, help="seconds between heartbeats")
     parser.add_argument("--out", type=Path, default=default_out("growth"))
     given = parser.parse_args()
     load = Load(given.prompts, given.prompt_blocks, given.new_blocks, given.heartbeat)

@@ -46,7 +46,7 @@ InlineCopier.run = _paced_blocks  # type: ignore[method-assign]
 
 
 class KVServiceConnector(Plain):
-    """As it is; what it copies with is paced."""
+    """The connector unchanged, except that its copies are slowed down to the speed of the link."""
 
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
         if self._worker is not None and (plan := self._plan()) is not None and plan.loads:

@@ -151,7 +151,7 @@ async def of_size(socket: str, block_bytes: int, total: int, rounds: int) -> dic
 async def stores(
     engine: Engine, worker: Worker, layout: SlotLayout, count: int, rounds: int, own: int
 ) -> dict[str, dict[str, float]]:
-    """Each time to fresh slots: a block that is there already is not written again."""
+    """Store into new slots each time, because a block that the pool holds is not written again."""
     size = layout.payload_bytes
     pairs: dict[str, list[tuple[float, float]]] = {"store": [], "store, sealed": []}
     for number in range(rounds + 1):

@@ -85,7 +85,7 @@ async def time_calls(call: Callable[[], Awaitable[object]], count: int) -> dict[
 
 
 async def time_lookups(client: LookupClient, chains: list[list[BlockKey]], size: int, count: int) -> dict[str, float]:
-    """A new random prompt for each call; longer ones than a chain are several chains put together."""
+    """A new random prompt for each call. One that is longer than a chain is made of several chains."""
     noise = random.Random(2)
     prompts: list[list[BlockKey]] = []
     for _ in range(count):
@@ -159,7 +159,7 @@ async def measure_throughput(client: LookupClient, chains: list[list[BlockKey]],
 
 
 def measure_directory(inventory: Inventory, chains: list[list[BlockKey]]) -> dict[str, object]:
-    """What one resolve costs inside the lookup partition, without gRPC: parse the keys and build the runs."""
+    """Measure one resolve inside the lookup partition, without gRPC: parse the keys and build the runs."""
     directory = Directory()
     keys = [key for key, _ in inventory]
     resident = _resident_bytes()

@@ -32,7 +32,7 @@ NODE = "mirror0"
 
 
 def make_chain(number: int) -> list[BlockKey]:
-    """The same in every process, so that none needs all of them."""
+    """The same keys in every process, so that no process needs all of them."""
     block = random.Random(number).randbytes(16 * CHAIN_KEYS)
     return [BlockKey(block[i : i + 16]) for i in range(0, len(block), 16)]
 
@@ -43,7 +43,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def measure_mirror(addresses: list[str], key_count: int, calls: int) -> dict[str, object]:
-    """With one reader and with eight at once. Blocks."""
+    """Measure with one reader and with eight at once. Blocks."""
     service = f"bench-{uuid.uuid4().hex[:8]}"
     with tempfile.TemporaryDirectory(prefix="kvs-") as root:
         command = [sys.executable, "-m", "kvservice.cli.main", "shard", "--service", service, "--node", NODE]
@@ -75,7 +75,7 @@ def _wait_until_fed(
     used = 0.0
     while time.monotonic() < deadline:
         if shard.poll() is not None:
-            raise RuntimeError(f"the shard ended with {shard.returncode}: see its words above")
+            raise RuntimeError(f"the shard ended with {shard.returncode}: see its output above")
         mirror = find_mirror(addresses, service, root) if find_shards(service, root) else None
         now = time.monotonic()
         reader = None if mirror is None else mirror.reader(now)
@@ -111,7 +111,7 @@ def _read(
 
 
 def _together(readers: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """The median of the readers' medians, the worst of their tails."""
+    """The median of the readers' medians, and the worst of their tails."""
     return {
         size: {
             "p50_us": percentile([reader[size]["p50_us"] for reader in readers], 0.5),

@@ -1,4 +1,4 @@
-"""What faults cost: how long a dead node is believed in, memory stays stranded, a directory takes to come back, …
+"""What faults cost: how long a dead node is still named, memory stays stranded, a directory takes to come back, …
 
     python -m benchmarks.reliability [--only NAME ...] [--rounds 20] [--out PATH]
 
@@ -398,8 +398,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[section.__name__ for section in SECTIONS])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--blocks", type=int, default=1_000_000, help="of the directory that is rebuilt")
-    parser.add_argument("--pool", type=int, default=GiB, help="bytes of the shard that is taken up again")
+    parser.add_argument("--blocks", type=int, default=1_000_000, help="blocks of the directory that is rebuilt")
+    parser.add_argument("--pool", type=int, default=GiB, help="pool bytes of the shard whose blocks are adopted")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
     parser.add_argument("--hold", help=argparse.SUPPRESS)
     parser.add_argument("--flood", help=argparse.SUPPRESS)

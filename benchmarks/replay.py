@@ -62,7 +62,7 @@ def main() -> None:
         # The same nodes under LRU: what the policy is worth where blocks are copied from node to node.
         figures[f"{trace.name}, nodes with lru"] = study(trace, given.nodes, given.processes, (), "lru")
     else:
-        print(f"{given.trace} is not there: only made-up traces were played")
+        print(f"{given.trace} does not exist, so only synthetic traces were played")
     print(write_report("replay", figures, given.out))
 
 

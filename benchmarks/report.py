@@ -1,4 +1,4 @@
-"""Writes the figures of a benchmark as JSON, together with what one needs to judge and repeat them.
+"""Writes the figures of a benchmark as JSON, with everything that is needed to judge and repeat them.
 
 Machine, versions, commit and command go into every report; a figure without them proves nothing.
 """
@@ -64,7 +64,7 @@ def commit() -> str:
 
 
 def command_line() -> str:
-    """The command to repeat this run with, from the root of the project."""
+    """The command that repeats this run, from the root of the project."""
     main = sys.modules["__main__"].__spec__
     program = ["python", "-m", main.name] if main is not None and main.name else ["python", Path(sys.argv[0]).name]
     return shlex.join([*program, *sys.argv[1:]])

@@ -160,7 +160,7 @@ class Cluster:
         return chosen
 
     def runs(self, hashes: tuple[BlockHash, ...]) -> tuple[HolderRun, ...]:
-        """As the lookup service answers."""
+        """The answer that the lookup service would give."""
         found: list[HolderRun] = []
         holders = [(leading(r.pool, hashes), Holder(r.node, f"{r.node}:1", BootEpoch(1))) for r in self.replicas]
         ends = sorted({end for end, _ in holders if end})
@@ -231,13 +231,13 @@ def simulate(model: Model, policy: str, requests: list[Request], seed: int) -> d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=120.0, help="of simulated time")
-    parser.add_argument("--rate", type=float, default=24.0, help="requests a second, all together")
+    parser.add_argument("--seconds", type=float, default=120.0, help="seconds of simulated time")
+    parser.add_argument("--rate", type=float, default=24.0, help="requests per second, of all users together")
     parser.add_argument("--users", type=int, default=400)
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--fan-out", type=int, default=10, help="requests at once, of agents")
-    parser.add_argument("--tokens-per-second", type=float, default=8000.0, help="of prefill, one replica")
-    parser.add_argument("--block-kib", type=int, default=2048, help="one block of 16 tokens")
+    parser.add_argument("--fan-out", type=int, default=10, help="requests that an agent sends at once")
+    parser.add_argument("--tokens-per-second", type=float, default=8000.0, help="prefill speed of one replica")
+    parser.add_argument("--block-kib", type=int, default=2048, help="size of a block of 16 tokens")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=default_out("routing"))
     given = parser.parse_args()

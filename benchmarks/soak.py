@@ -140,7 +140,7 @@ class Soak:
         self._cluster.kill(name, signal.SIGCONT)
 
     async def _watch(self, end: float) -> None:
-        """Once a second: the books of every shard that answers, and memory."""
+        """Check once a second the books of every shard that answers, and memory."""
         while time.monotonic() < end:
             await asyncio.sleep(1.0)
             for node in self._cluster.nodes:
@@ -187,7 +187,7 @@ class Soak:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--rate", type=float, default=6.0, help="requests a second of each of the six engines")
+    parser.add_argument("--rate", type=float, default=6.0, help="requests per second of each of the six engines")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=default_out("soak"))
     options = parser.parse_args()

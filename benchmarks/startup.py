@@ -26,7 +26,7 @@ ROUNDS = 3
 
 
 def segment_seconds(size: int) -> float:
-    """Until a segment of this size is there, all of its memory reserved."""
+    """Seconds until a segment of this size exists with all of its memory reserved."""
     path = segment_path(f"startup{uuid.uuid4().hex[:6]}", NodeId("n"))
     geometry = plan_geometry(size)
     started = time.perf_counter()
@@ -38,7 +38,7 @@ def segment_seconds(size: int) -> float:
 
 
 async def attach_seconds(count: int) -> list[float]:
-    """Attach, map the segment, take the liveness lock: what an engine does before its first lookup."""
+    """Do what an engine does before its first lookup: attach, map the segment, take the liveness lock."""
     found = []
     with LocalCluster(nodes=1, lookup_partitions=1, pool_bytes=256 * MiB) as cluster:
         for _ in range(count):
@@ -53,7 +53,7 @@ async def attach_seconds(count: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--segment-gib", type=float, default=8.0)
-    parser.add_argument("--pool-gib", type=float, default=4.0, help="of the shard that takes blocks up again")
+    parser.add_argument("--pool-gib", type=float, default=4.0, help="pool of the shard that adopts blocks, in GiB")
     parser.add_argument("--attaches", type=int, default=200)
     parser.add_argument("--out", type=Path, default=default_out("startup"))
     options = parser.parse_args()

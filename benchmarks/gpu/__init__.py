@@ -1,1 +1,1 @@
-"""The campaign for a machine with a GPU: what to run there, in what time, and what it writes. See `__main__`."""
+"""The campaign for a machine with a GPU: what runs there, how long it takes, and what it writes. See `__main__`."""

@@ -82,7 +82,7 @@ class Campaign:
         self._end(stage, status, self._how(stage, status, is_late, time.monotonic() - started, allowed))
 
     def _process(self, stage: Planned, allowed: float) -> tuple[int, bool]:
-        """(exit status, whether it was ended). All that the stage started ends with it."""
+        """Run a stage. Returns (exit status, whether it was killed). Everything that the stage started ends with it."""
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         more = {VARIABLE: str(self.lines), "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
         self.log.write(f"== {stage.name}, at most {allowed:.0f} s ==\n")
@@ -130,7 +130,7 @@ class Campaign:
         return lines[-1] if lines else "it said nothing"
 
     def findings(self) -> dict[str, dict[str, Any]]:
-        """By stage and what was looked at. A stage that was killed may have left half a line."""
+        """The findings by stage and subject. A stage that was killed may have left half a line."""
         found: dict[str, dict[str, Any]] = {}
         for line in self.lines.read_text().splitlines():
             try:
@@ -153,14 +153,14 @@ class Campaign:
 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:
-    """Everything that the stage left running, then the stage itself."""
+    """Kill everything that the stage left running, then the stage itself."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # the number belongs to the group as long as a process is in it
     process.wait()
 
 
 def missing() -> str:
-    """Why there is no GPU; empty when there is one."""
+    """Why there is no GPU; "" if there is one."""
     try:
         return "" if cuda_driver.visible() else "the driver knows no GPU"
     except Unavailable as error:
@@ -170,7 +170,7 @@ def missing() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", type=int, choices=sorted(PARTS), required=True)
-    parser.add_argument("--stages", nargs="+", help="only these of the part")
+    parser.add_argument("--stages", nargs="+", help="run only these stages of the part")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu", help="a folder")
     given = parser.parse_args(arguments)
     stages = [stage for stage in PARTS[given.part] if given.stages is None or stage.name in given.stages]

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu.carry`: what a machine without a network needs, for `make gpu` there.
+"""`python -m benchmarks.gpu.carry`: prepares what `make gpu` needs on a machine without a network.
 
 `.whl` gets NIXL's wheel without what the service does not use, `.gpu` the commit, which a copy of the files without
 `.git` cannot tell. Both are ignored by git. Run it last, on the tree that is taken along.
@@ -24,7 +24,7 @@ LEFT_OUT = re.compile(r"^nixl_ep[_/]|libucx_perftest|\.scripts/|libplugin_(GPUNE
 
 
 def slim(wheel: Path, folder: Path) -> Path:
-    """The wheel without what is left out, under the same name, so that pip installs it. Returns where it is."""
+    """Write the wheel without the files of LEFT_OUT, under the same name, so that pip installs it. Returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / wheel.name
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new:
@@ -39,7 +39,7 @@ def slim(wheel: Path, folder: Path) -> Path:
 
 
 def wanted() -> str:
-    """NIXL as the CUDA image has it."""
+    """The version of NIXL that the CUDA image has."""
     [line] = [line for line in REQUIREMENTS.read_text().splitlines() if line.startswith("nixl-cu13==")]
     return line
 
@@ -55,7 +55,7 @@ def download(requirement: str, python: str, folder: str) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", default="3.12", help="version of the other machine's interpreter")
+    parser.add_argument("--python", default="3.12", help="Python version of the other machine")
     given = parser.parse_args()
     shutil.rmtree(FOLDER, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:

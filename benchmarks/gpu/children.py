@@ -1,4 +1,4 @@
-"""Programs that the stages start as processes of their own: `python -m benchmarks.gpu.children NAME …`.
+"""Programs that the stages start in processes of their own: `python -m benchmarks.gpu.children NAME …`.
 
 Each owns something that must be another process's (memory behind an IPC handle), or ends in a state that no process
 should go on in (a dead context, a broken capture).
@@ -33,7 +33,7 @@ def _driver() -> Driver:
 
 
 def exporter(size: str) -> None:
-    """Says handle, offset and the handle of an event that follows a copy, and holds them until its input ends."""
+    """Print handle, offset and the handle of an event that follows a copy, and keep them valid until the input ends."""
     driver = _driver()
     base = driver.allocate(int(size))
     handle, offset = driver.export(base + OFFSET)
@@ -48,7 +48,7 @@ def exporter(size: str) -> None:
 
 
 def expandable() -> None:
-    """Whether memory of torch has an IPC handle, under the settings of the environment."""
+    """Print whether memory of torch has an IPC handle, under the settings of the environment."""
     import torch
 
     tensor = torch.zeros(1 << 22, device="cuda")
@@ -61,7 +61,7 @@ def expandable() -> None:
 
 
 def capture(deed: str) -> None:
-    """Does this on another thread while a CUDA graph is captured in torch's default mode, which is vLLM's too."""
+    """Do this in another thread while a CUDA graph is captured in torch's default mode, which vLLM uses too."""
     import torch
 
     torch.cuda.init()
@@ -161,7 +161,7 @@ def dead_context() -> None:
 
 
 def vram(size: str) -> None:
-    """NIXL reads host memory into GPU memory."""
+    """Let NIXL read host memory into GPU memory."""
     from kvservice.transfer.nixl import load_nixl, make_agent
 
     api, _ = load_nixl()

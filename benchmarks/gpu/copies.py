@@ -1,4 +1,4 @@
-"""Stage copies: GB/s of every way of copying scattered runs, beside one large copy of the same bytes.
+"""Stage copies: GB/s of every way to copy scattered runs, beside one large copy of the same bytes.
 
 `--small` moves little, to try the stage where nothing can be measured.
 """
@@ -63,7 +63,7 @@ class Bench:
         self.theirs = driver.open(bytes.fromhex(self.other.stdout.readline().split()[0]))
 
     def measure(self, name: str, byte_count: int, submit: Callable[[], object], runs: int = 1) -> float:
-        """GB/s, 0 when it fails. Also how long the calling thread is busy."""
+        """Measure GB/s, 0 if the copy fails, and how long the calling thread is busy."""
         handed: list[float] = []
 
         def work() -> None:
@@ -97,7 +97,7 @@ def _gather(driver: Driver) -> Gather | None:
 
 
 def _loop() -> Any:
-    """A loop over copies without the interpreter between them; None without a compiler."""
+    """A compiled loop over copies, without the interpreter between them. None if there is no compiler."""
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "loop.c"), Path(folder, "loop.so")
         source.write_text(LOOP)
@@ -110,7 +110,7 @@ def _loop() -> Any:
 
 
 def limits(bench: Bench) -> dict[str, float]:
-    """One large copy each way: what scattered runs are compared with."""
+    """One large copy in each direction, to compare scattered runs with."""
     driver, stream, size = bench.driver, bench.stream, bench.byte_count
     host, device = bench.host.ctypes.data, bench.device
     found = {
@@ -161,7 +161,7 @@ def ways(bench: Bench, name: str, to: Any, come_from: Any, sizes: Any, order: in
 
 
 def gathered(bench: Bench, name: str, device: Any, sizes: Any, *, is_load: bool) -> None:
-    """The kernel and one large copy: the product's way with small runs."""
+    """The kernel and one large copy, which is how the product copies small runs."""
     assert bench.gather is not None
     driver, stream, total, gather = bench.driver, bench.stream, int(sizes.sum()), bench.gather
     host, staging = bench.host.ctypes.data, bench.device + bench.byte_count
@@ -208,7 +208,7 @@ def scattered(bench: Bench, size: int) -> None:
 
 
 def round_trip(bench: Bench) -> bool:
-    """Scattered runs are the same after a load and a store."""
+    """Check that scattered runs are the same after a load and a store."""
     count, size = 64, 64 * KiB
     sizes = np.full(count, size)
     before = bench.host[: count * size].copy()

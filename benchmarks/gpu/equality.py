@@ -1,4 +1,4 @@
-"""Stage equality: a transformer says the same tokens when its KV cache went through a worker and the pool.
+"""Stage equality: a transformer generates the same tokens if its KV cache went through a worker and the pool.
 
 Without vLLM, which such a machine may not have. The cache of a Llama with random weights is laid out in blocks as vLLM
 lays it out, stored by a real copy worker, wiped, loaded into other blocks and used again. `--cpu` does the same on host
@@ -88,7 +88,7 @@ def pairs(cache: Any) -> list[tuple[Any, Any]]:
 
 
 class Blocks:
-    """A paged KV cache in this physical order of its dimensions, and how a worker gets at it."""
+    """A paged KV cache with its dimensions in this physical order, and how a worker reaches it."""
 
     def __init__(self, torch: Any, order: str, device: str) -> None:
         self.torch = torch
@@ -113,7 +113,7 @@ class Blocks:
         return held.offer, held.mark
 
     def put(self, cache: Any, blocks: list[int]) -> None:
-        """Returns before the GPU has done it: a store has to wait for it."""
+        """Returns before the GPU has finished, so a store has to wait for it."""
         for layer, (keys, values) in enumerate(pairs(cache)):
             both = self.torch.cat([keys[0], values[0]], -1).view(HEADS, len(blocks), TOKENS, 2 * WIDTH)
             for index, block in enumerate(blocks):

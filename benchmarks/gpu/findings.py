@@ -1,4 +1,4 @@
-"""What the stages of the campaign share: findings that are kept at once, a driver or a clear word that there is none.
+"""What the stages of the campaign share: findings that are written at once, and a driver, or the reason for none.
 
 A finding is one line of JSON in the file that KVSERVICE_GPU_FINDINGS names, so that a stage that is killed has said
 what it found until then.
@@ -42,7 +42,7 @@ class Stage:
         print(f"{self.name}: {what} = {value}", flush=True)
 
     def attempt(self, what: str, work: Callable[[], Any]) -> Any:
-        """Record what it returns. That it fails is a finding too, and keeps no other from being made."""
+        """Record what the work returns. A failure is a finding too, and the next work still runs."""
         try:
             value = work()
         except Exception as error:  # noqa: BLE001  this is where what a machine can do is found out
@@ -55,7 +55,7 @@ class Stage:
         sys.exit(SKIPPED)
 
     def driver(self) -> Driver:
-        """The driver of the first GPU, bound to this thread; skips the stage where there is none."""
+        """The driver of the first GPU, bound to this thread. Skips the stage if there is none."""
         try:
             found = Driver.of_device("0")
         except KVServiceError as error:
@@ -75,7 +75,7 @@ class Stage:
 
 
 def words_of(work: Callable[[], Any]) -> Any:
-    """What it returns, or how it fails: for findings of several parts."""
+    """What the work returns, or how it fails. For findings of several parts."""
     try:
         return work()
     except Exception as error:  # noqa: BLE001  see `attempt`
@@ -93,7 +93,7 @@ def wait_for(stream: int) -> None:
 
 
 def batch(driver: Driver, to: Any, come_from: Any, sizes: Any, order: int, stream: int, flags: int = 0) -> None:
-    """As `Driver.copy_batch`, with flags that the product does not set."""
+    """Like `Driver.copy_batch`, with flags that the product does not set."""
     if not flags:
         driver.copy_batch(to, come_from, sizes, order, stream)
         return
@@ -140,7 +140,7 @@ def child(name: str, *arguments: str, before: tuple[str, ...] = ()) -> subproces
 
 
 def said_by(name: str, *arguments: str, seconds: float = 60.0, **environment: str) -> str:
-    """What a program of `children` says, in one line: its output, or the end of its complaint."""
+    """What a program of `children` prints, in one line: its output, or the end of its errors."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu.children", name, *arguments],
         capture_output=True,

@@ -34,7 +34,7 @@ WIDTH, DEPTH, LARGE = 4096, 32, 8192
 
 
 class CopyLoop:
-    """Copies scattered runs between pinned host memory and device memory, over and over."""
+    """Copies scattered runs between pinned host memory and device memory, again and again."""
 
     def __init__(self, driver: Driver, base: int, way: str) -> None:
         self.driver, self.base, self.way = driver, base, way

@@ -20,7 +20,7 @@ MOVED_BYTES = 64 << 20
 
 
 def install(folder: str) -> None:
-    """The carried wheels, for this process and those it starts."""
+    """Use the carried wheels in this process and in those that it starts."""
     wheels = sorted(map(str, WHEELS.glob("nixl*.whl")))
     if not wheels:
         STAGE.skip("NIXL is not here: run `make gpu-carry` where there is a network, and take .whl along")
@@ -35,7 +35,7 @@ def install(folder: str) -> None:
 
 
 def cuda_modules() -> list[str]:
-    """Of UCX: what it could use to reach GPU memory."""
+    """What UCX could use to reach GPU memory."""
     folders = [Path(folder, f"{package}.libs", "ucx") for folder in sys.path for package in ("nixl_cu12", "nixl_cu13")]
     names = {path.name for folder in folders if folder.is_dir() for path in folder.iterdir()}
     return sorted(name for name in names if "cuda" in name or "gdr" in name)

@@ -1,4 +1,4 @@
-"""Stage probe: what this machine's driver does with each thing that the product relies on."""
+"""Stage probe: checks everything that the product relies on with this machine's driver."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def imported(driver: Driver, *, kill: bool = False, before: tuple[str, ...] = ()
 
 
 def apart(driver: Driver) -> None:
-    """Engine and worker in different containers: which namespaces must they share? Each answer is fine."""
+    """Find out which namespaces an engine and a worker in different containers must share. No answer is a failure."""
     other_shm = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
     for what, before in {
         "IPC namespaces": ("unshare", "--ipc"),
@@ -92,7 +92,7 @@ def shared_memory(size: int) -> mmap.mmap:
 
 
 def pinning(driver: Driver) -> dict[str, Any]:
-    """Speed, and how long a call of another thread stalls meanwhile."""
+    """Measure the speed, and how long a call of another thread stalls meanwhile."""
     room = os.statvfs("/dev/shm")
     size, piece = (2 * GiB, 256 * MiB) if room.f_bavail * room.f_frsize > 3 * GiB else (32 * MiB, 16 * MiB)
     memory = shared_memory(size)

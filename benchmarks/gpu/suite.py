@@ -1,4 +1,4 @@
-"""Stages that run what the project has anyway: `tests/gpu`, a part of it under compute-sanitizer, and the benchmark.
+"""Stages that run existing tests: `tests/gpu`, a part of it under compute-sanitizer, and the benchmark.
 
 The tests leave out equality of tokens through vLLM: the stage equality stands for it.
 """
@@ -31,7 +31,7 @@ def pytest_command(*arguments: str) -> list[str]:
 
 
 def run(stage: Stage, command: list[str]) -> int:
-    """Its output goes to the log as it comes; what pytest says at its end is a finding."""
+    """Run it. Its output goes to the log at once, and the last line of pytest is a finding."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     assert process.stdout is not None
     lines = []

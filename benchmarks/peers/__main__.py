@@ -46,7 +46,7 @@ def environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def server(*command: str, port: int) -> Iterator[None]:
-    """Running, and listening at this port of loopback."""
+    """Run a program until it listens at this port of loopback."""
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
 
@@ -179,7 +179,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--total", type=int, default=128 * MiB, help="bytes of each read and write")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--keys", type=int, default=100_000, help="keys known to those who are asked for keys")
+    parser.add_argument(
+        "--keys", type=int, default=100_000, help="keys that each system knows when it is asked for keys"
+    )
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument("--out", type=Path, default=default_out("peers"))
     options = parser.parse_args()
