@@ -21,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Model = Annotated[str | None, typer.Option(help="Model folder or hub id. Default: a small one, prepared.")]
+Model = Annotated[str | None, typer.Option(help="Model folder or hub id. Default: a small prepared model.")]
 Out = Annotated[Path, typer.Option(help="Folder for the table and the plot.")]
 OUT = Path("demo-output")
 
@@ -30,9 +30,9 @@ OUT = Path("demo-output")
 def remote_hit(
     model: Model = None,
     out: Out = OUT,
-    questions: Annotated[int, typer.Option(min=1, max=5, help="How many questions about the document.")] = 3,
+    questions: Annotated[int, typer.Option(min=1, max=5, help="Number of questions about the document.")] = 3,
 ) -> None:
-    """A prefix that one vLLM replica computed is hit by another on another node, measured and plotted."""
+    """Let a vLLM replica hit a prefix that a replica on another node computed; measured and plotted."""
     from examples.demo.remote_hit import run
 
     try:
@@ -45,9 +45,9 @@ def remote_hit(
 def pd(
     model: Model = None,
     out: Out = OUT,
-    prompts: Annotated[int, typer.Option(min=1, max=5, help="How many prompts are handed off.")] = 2,
+    prompts: Annotated[int, typer.Option(min=1, max=5, help="Number of prompts that are handed off.")] = 2,
 ) -> None:
-    """One vLLM engine prefills, another on another node decodes, measured and plotted."""
+    """Let one vLLM engine prefill and another on another node decode; measured and plotted."""
     from examples.demo.pd import run
 
     try:
@@ -60,8 +60,8 @@ def pd(
 def serve(
     model: Model = None,
     out: Out = OUT,
-    users: Annotated[int, typer.Option(min=2, max=64, help="How many conversations.")] = 10,
-    turns: Annotated[int, typer.Option(min=2, max=8, help="How many turns each has.")] = 6,
+    users: Annotated[int, typer.Option(min=2, max=64, help="Number of conversations.")] = 10,
+    turns: Annotated[int, typer.Option(min=2, max=8, help="Number of turns of each conversation.")] = 6,
 ) -> None:
     """Conversations through Ray Serve: without the cache, with it, and routed to where it is; measured and plotted."""
     from examples.demo.conversation import Shape

@@ -29,7 +29,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answered request. Tokens are of its prompt, as the server counted them."""
+    """One answered request. Tokens are those of its prompt, as the server counted them."""
 
     user: int
     turn: int
@@ -69,7 +69,7 @@ async def play(base_url: str, model: str, document: str, shape: Shape) -> list[T
 
 
 async def warm(base_url: str, model: str, count: int) -> None:
-    """The first requests of an engine and of a router pay for their lazy parts."""
+    """Send the first requests, which are slow because engine and router load parts of themselves lazily."""
     from openai import AsyncOpenAI
 
     async with AsyncOpenAI(base_url=base_url, api_key="none", timeout=REQUEST_SECONDS) as client:
@@ -79,7 +79,7 @@ async def warm(base_url: str, model: str, count: int) -> None:
 
 
 def _question(document: str, user: int, turn: int) -> str:
-    """A passage of the document of this user's own."""
+    """A passage of the document that only this user asks about."""
     size = FIRST_CHARS if turn == 0 else NEXT_CHARS
     start = (SYSTEM_CHARS + user * 1733 + turn * 4099) % max(len(document) - size, 1)
     return f"Visitor {user}, question {turn}. What does this passage say?\n\n{document[start : start + size]}"

@@ -52,14 +52,14 @@ class Crossing:
 
 
 class NamespaceLink:
-    """As seen from this process, which is at one end."""
+    """The link as this process sees it, at one end."""
 
     def __init__(self, far: int) -> None:
         """`far`: a process at the other end. `over_there` stands before a command that is to run there."""
         self.over_there = ["nsenter", "--target", str(far), "--net", "--mount", f"--wd={Path.cwd()}"]
 
     def carried_bytes(self) -> int:
-        """In both directions."""
+        """The bytes that crossed, in both directions."""
         counters = Path(f"/sys/class/net/{DEVICE}/statistics")
         return sum(int((counters / name).read_text()) for name in ("rx_bytes", "tx_bytes"))
 

@@ -57,7 +57,7 @@ def _engine_memory() -> set[Path]:
 
 
 def _mapped() -> str:
-    """What all processes that can be looked at have mapped."""
+    """The files that all processes we may inspect have mapped."""
     found = []
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # ended meanwhile

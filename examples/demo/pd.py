@@ -1,4 +1,4 @@
-"""`make demo-pd`: one vLLM engine prefills, another on the other node decodes, blocks cross meanwhile.
+"""`make demo-pd`: one vLLM engine prefills and another on the other node decodes, while blocks cross.
 
 Both engines get a prompt at the same moment, with a fresh hand-off id; the shards' own counters, sampled meanwhile, say
 what was sealed on one node and pulled to the other at each moment.
@@ -40,7 +40,7 @@ PLAIN_WIDTH = 120
 
 
 def run(model: str | None, out: Path, prompt_count: int) -> None:
-    """Raises KVServiceError when a step fails; everything is cleaned up by then."""
+    """Run the demo. Raises KVServiceError if a step fails; everything is cleaned up by then."""
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     started = time.perf_counter()
     with performance(console) as (stack, stops):

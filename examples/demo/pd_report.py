@@ -68,7 +68,7 @@ def show(found: list[HandedOff], crossing: Crossing, console: Console) -> None:
 
 
 def save(found: list[HandedOff], folder: Path, crossing: Crossing) -> list[Path]:
-    """demo-pd.json and demo-pd.png in the folder."""
+    """Write demo-pd.json and demo-pd.png into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     data, picture = folder / "demo-pd.json", folder / "demo-pd.png"
     data.write_text(json.dumps({"crossing": asdict(crossing), "prompts": [asdict(one) for one in found]}, indent=2))

@@ -1,4 +1,4 @@
-"""`make demo`: the main job on one machine. Two Ray nodes, a shard on each, two vLLM replicas, one document.
+"""`make demo`: a remote hit on one machine. Two Ray nodes, a shard on each, two vLLM replicas, one document.
 
 Whatever happens (Ctrl-C, SIGTERM, a failing step), everything that was started is stopped and removed.
 """
@@ -37,7 +37,7 @@ PLAIN_WIDTH = 120
 
 
 def run(model: str | None, out: Path, question_count: int) -> None:
-    """Raises KVServiceError when a step fails; everything is cleaned up by then."""
+    """Run the demo. Raises KVServiceError if a step fails; everything is cleaned up by then."""
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     started = time.perf_counter()
     with performance(console) as (stack, stops):
@@ -102,7 +102,7 @@ def _measure(
 
 
 def _compare(rows: list[Row], console: Console) -> bool:
-    """Is every answer of B what B says with the cache off?"""
+    """Whether every answer of B equals its answer without the cache."""
     wanted = {row.question: row for row in rows if row.kind == "recompute"}
     answers = [row for row in rows if row.replica.startswith("B") and row.kind != "recompute"]
     different = [row for row in answers if row.token_ids != wanted[row.question].token_ids]
@@ -122,7 +122,7 @@ def _forget(replica: Any) -> None:
 
 
 def _wait_for_announcements() -> None:
-    """Until every block that A's shard has sealed is in the directory: seconds at most, usually milliseconds."""
+    """Wait until the directory has every block that A's shard sealed. Usually milliseconds, at most seconds."""
     from kvservice.cli.status import collect
 
     deadline = time.monotonic() + SETTLE_SECONDS

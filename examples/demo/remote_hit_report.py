@@ -78,7 +78,7 @@ def show_table(rows: list[Row], crossing: str, console: Console) -> None:
 
 
 def show_gain(rows: list[Row], console: Console) -> None:
-    """The one number of the demo: a prompt that this replica never saw, computed by another one."""
+    """The main figure of the demo: a prompt that this replica never saw, computed by another replica."""
     reference = {row.question: row.first_token_seconds for row in rows if row.kind == "recompute"}
     for row in rows:
         if row.kind == "remote" and row.question in reference:
@@ -91,7 +91,7 @@ def show_gain(rows: list[Row], console: Console) -> None:
 
 
 def show_transfers(nodes: list[tuple[str, dict[str, Any]]], console: Console) -> None:
-    """What the shards counted themselves."""
+    """The counters of the shards."""
     for name, node in nodes:
         counters = node["counters"]
         moved = " + ".join(f"{format_bytes(size)} by {kind.upper()}" for kind, size in node["pulled_bytes"].items())
@@ -104,7 +104,7 @@ def show_transfers(nodes: list[tuple[str, dict[str, Any]]], console: Console) ->
 
 
 def save(rows: list[Row], nodes: list[tuple[str, dict[str, Any]]], crossing: Crossing, folder: Path) -> list[Path]:
-    """demo.json and demo.png in the folder."""
+    """Write demo.json and demo.png into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "demo.json"
     shards = {name: {k: node[k] for k in ("transport", "pulled_bytes", "counters")} for name, node in nodes}

@@ -20,7 +20,7 @@ ENVIRONMENT = {
 
 
 class DemoReplica:
-    """`socket` None is an engine without the cache. `batch_tokens`: most tokens that a step computes."""
+    """A `socket` of None means an engine without the cache. `batch_tokens` is the most tokens of one step."""
 
     def __init__(self, model: str, socket: str | None, role: str = "kv_both", batch_tokens: int | None = None) -> None:
         from vllm import LLM

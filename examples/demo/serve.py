@@ -56,7 +56,7 @@ def run(model: str | None, out: Path, shape: Shape) -> None:
     document, _ = shipped_document(1)
     log = out / "demo-serve.log"
     with output_into(log) as console:
-        console.print(f"what Ray, Serve and vLLM write goes into {log}", highlight=False)
+        console.print(f"the output of Ray, Serve and vLLM goes into {log}", highlight=False)
         load, cores = os.getloadavg()[0], os.cpu_count() or 1
         if load > cores / 2:
             console.print(
@@ -79,7 +79,7 @@ def run(model: str | None, out: Path, shape: Shape) -> None:
 
 
 def worse_apps(found: list[Played]) -> list[str]:
-    """What is not as it should be; empty when the cache is better than none and routing costs no hits."""
+    """The problems. Empty if the cache is better than no cache and routing costs no hits."""
     without, plain, routed = found
     faults = {plain.name: shortfalls(without, plain), routed.name: shortfalls(without, routed)}
     faults[routed.name] += routing_shortfall(plain, routed)
@@ -148,7 +148,7 @@ def _measure(
 
 
 def quiet() -> None:
-    """Only the demo speaks: Serve and vLLM make this process log every deployment and every HTTP request."""
+    """Show only the demo's output. Serve and vLLM make this process log every deployment and every HTTP request."""
     for name in ("ray", "ray.serve", "ray.llm", "httpx", "vllm", "kvservice"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -175,7 +175,7 @@ def serve_running() -> Iterator[str]:
 
 @contextlib.contextmanager
 def deployed(folder: str, router: str | None, settings: dict[str, Any]) -> Iterator[None]:
-    """One app, until its replicas answer; gone at the end, with its cache."""
+    """Start one app and wait until its replicas answer. It is removed at the end, with its cache."""
     from ray import serve
 
     from kvservice.actors import deploy

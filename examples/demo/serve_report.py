@@ -43,11 +43,11 @@ class Played:
 
     @property
     def later(self) -> dict[tuple[int, int], Turn]:
-        """By user and turn, without the first turns."""
+        """The requests by user and turn, without the first turns."""
         return {(turn.user, turn.turn): turn for turn in self.turns if turn.turn > 0}
 
     def first_token_seconds(self, quantile: float) -> float:
-        """Of the later turns."""
+        """The figures of the later turns."""
         ordered = sorted(turn.first_token_seconds for turn in self.later.values())
         return ordered[min(int(quantile * len(ordered)), len(ordered) - 1)]
 
@@ -85,7 +85,7 @@ class Pairs:
 
     @property
     def chance(self) -> float:
-        """That as many or more would be faster if each were so by the toss of a coin."""
+        """The probability that as many or more would be faster if each were decided by the toss of a coin."""
         return sum(math.comb(self.count, k) for k in range(self.faster, self.count + 1)) / (1 << self.count)
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class Pairs:
 
 
 def shortfalls(without: Played, with_cache: Played) -> list[str]:
-    """In what an app with the cache is not better than the one without; empty when it is in everything."""
+    """Where an app with the cache is not better than the app without. Empty if it is better everywhere."""
     found = []
     if with_cache.hit_rate <= without.hit_rate * (1 + SLACK):
         found.append(f"hit rate {with_cache.hit_rate:.1%}, without the cache {without.hit_rate:.1%}")
@@ -145,7 +145,7 @@ def show(found: list[Played], console: Console) -> None:
 
 
 def save(found: list[Played], shape: Shape, folder: Path) -> list[Path]:
-    """demo-serve.json and demo-serve.png in the folder."""
+    """Write demo-serve.json and demo-serve.png into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     data, picture = folder / "demo-serve.json", folder / "demo-serve.png"
     rows = [

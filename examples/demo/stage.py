@@ -1,4 +1,4 @@
-"""What the demos play on: a Ray cluster of two nodes on this machine, the cache service, vLLM replicas, a document.
+"""What the demos run on: a Ray cluster of two nodes on this machine, the cache service, vLLM replicas, a document.
 
 The nodes have a network between them where this process may make one, see `network`.
 Everything that is entered here is left again, whatever happens: Ctrl-C, SIGTERM, a failing step.
@@ -44,7 +44,7 @@ class Stops:
         self.signal: int | None = None  # the one that ended the demo
 
     def watch(self) -> None:
-        """Again after `ray.init`, which takes SIGTERM for itself."""
+        """Install the handlers again after `ray.init`, which replaces that of SIGTERM."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._stop)
 
@@ -91,7 +91,7 @@ def performance(console: Console) -> Iterator[tuple[contextlib.ExitStack, Stops]
             yield stack, stops
     except BaseException as error:
         if stops.signal is not None:
-            console.print("stopped; everything that was started is gone again")
+            console.print("stopped; everything that was started is removed")
             raise SystemExit(128 + stops.signal) from None
         raise _readable(error) from error
 
@@ -129,7 +129,7 @@ SERVICE = f"demo-{os.getpid()}"
 
 @dataclass(frozen=True, slots=True)
 class TwoNodes:
-    """Of Ray, the head first."""
+    """The nodes of Ray, the head first."""
 
     ids: list[str]
     link: NamespaceLink | None
@@ -137,7 +137,7 @@ class TwoNodes:
 
     @property
     def has_own_network(self) -> bool:
-        """Nobody else is on it: the service may be plaintext there."""
+        """Whether the network is private, so that the service may use plaintext on it."""
         return self.link is not None
 
     def crossing(self) -> Crossing:
@@ -193,7 +193,7 @@ def _raylets(stops: Stops, link: NamespaceLink | None) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _raylet_over_there(link: NamespaceLink, head: str, settings: dict[str, Any]) -> Iterator[None]:
-    """Joined to the head at the other end of the link."""
+    """Start a node that joins the head at the other end of the link."""
     import ray
 
     command = [
@@ -253,7 +253,7 @@ def cache_service(step: Any, cluster: TwoNodes) -> Iterator[list[str]]:
 def running_replica(
     model: str, ray_node: str, socket: str | None, role: str = "kv_both", batch_tokens: int | None = None
 ) -> Iterator[Any]:
-    """A replica that starts loading now; killed at the end."""
+    """Start a replica, which begins to load. It is killed at the end."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
