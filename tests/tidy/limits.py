@@ -15,20 +15,11 @@ from tests.tidy.rules import parse, sources
 CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*")
 FOR_TOOLS = re.compile(r"#\s*(noqa|type:|fmt:|ruff:|pragma)")
 
-# Files whose numbers are not explained yet. The list only shrinks.
-# fmt: off
-EXPLAINED_LATER = frozenset({
-    #
-})
-# fmt: on
 
-
-def limits(root: Path, later: frozenset[str] = EXPLAINED_LATER) -> list[str]:
+def limits(root: Path) -> list[str]:
     findings: list[str] = []
     for path in sources(root, "kvservice", "actors"):
         name = path.relative_to(root).as_posix()
-        if name in later:
-            continue
         lines = path.read_text(encoding="utf-8").splitlines()
         for node in parse(path).body:
             for constant in constants(node):

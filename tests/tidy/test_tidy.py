@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.tidy import rules
-from tests.tidy.limits import EXPLAINED_LATER, limits
+from tests.tidy.limits import limits
 from tests.tidy.rules import FILE_LINES_MAX, FUNCTION_LINES_MAX, LONG_TEST_NAMES, SOURCE_FOLDERS, TEST_NAME_CHARS_MAX
 from tests.tidy.words import ALLOWED, type_names, words
 
@@ -162,8 +162,3 @@ def test_every_exception_to_the_words_is_still_needed() -> None:
         if not any(finding.startswith(place) and f"{word!r}: say" in finding for finding in findings)
     ]
     assert not unneeded
-
-
-def test_every_file_that_explains_its_numbers_later_still_has_some() -> None:
-    findings = limits(ROOT, later=frozenset())
-    assert not [name for name in EXPLAINED_LATER if not any(finding.startswith(name) for finding in findings)]
