@@ -305,7 +305,7 @@ class ServiceConfig(Settings):
 
 
 def load_config(
-    path: Path | None = None, environment: Mapping[str, str] | None = None, **overrides: object
+    path: Path | None = None, environment: Mapping[str, str] | None = None, /, **overrides: object
 ) -> ServiceConfig:
     """Read file and environment, then apply overrides that are not None. Raises ConfigError naming key and value."""
     values = {} if path is None else read_file(path)
@@ -340,7 +340,7 @@ def tls_of_environment() -> tuple[str, bool]:
     For processes that read no other setting from the environment. Raises ConfigError.
     """
     names = (f"{ENVIRONMENT_PREFIX}TLS_DIR", f"{ENVIRONMENT_PREFIX}ALLOW_PLAINTEXT")
-    config = load_config(environment={name: os.environ[name] for name in names if name in os.environ})
+    config = load_config(None, {name: os.environ[name] for name in names if name in os.environ})
     return config.tls_dir, config.allow_plaintext
 
 

@@ -32,6 +32,12 @@ def test_an_unknown_variable_is_an_error_too() -> None:
         load_config(None, {"KVSERVICE_POOL_BYTE": "1GiB"})
 
 
+@pytest.mark.parametrize("name", ["path", "environment", "self"])
+def test_a_name_of_no_setting_is_refused_whatever_it_is(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown setting '{name}'"):
+        load_config(None, {}, **{name: "x"})
+
+
 @pytest.mark.parametrize("name", ["KVSERVICE_NODE", "KVSERVICE_TEST_SESSION", "OTHER_POOL"])
 def test_variables_that_configure_no_service_are_left_alone(name: str) -> None:
     assert load_config(None, {name: "x"}) == ServiceConfig()
@@ -91,14 +97,14 @@ def test_the_settings_stay_few() -> None:
 
 @pytest.mark.parametrize("value", ["auto", "off", "0", "8"])
 def test_copy_workers_may_be_a_word_or_a_number(value: str) -> None:
-    assert load_config(environment={"KVSERVICE_COPY_WORKERS": value}).copy_workers == value
-    assert load_config(environment={}, copy_workers=int(value) if value.isdecimal() else value).copy_workers == value
+    assert load_config(None, {"KVSERVICE_COPY_WORKERS": value}).copy_workers == value
+    assert load_config(None, {}, copy_workers=int(value) if value.isdecimal() else value).copy_workers == value
 
 
 @pytest.mark.parametrize("value", ["yes", "-1", "65", ""])
 def test_copy_workers_says_what_is_allowed(value: str) -> None:
     with pytest.raises(ConfigError, match="auto, off, or a number"):
-        load_config(environment={"KVSERVICE_COPY_WORKERS": value})
+        load_config(None, {"KVSERVICE_COPY_WORKERS": value})
 
 
 def test_lookup_partitions_elsewhere_are_addresses_in_their_order() -> None:

@@ -193,6 +193,6 @@ def test_a_token_goes_where_nobody_listens() -> None:
 
 def test_the_setting_is_a_path_and_tokens_are_no_settings() -> None:
     variables = {"KVSERVICE_TENANTS_FILE": "/etc/t.json", "KVSERVICE_TOKEN": "x", "KVSERVICE_TOKEN_FILE": "y"}
-    assert load_config(environment=variables).tenants_file == "/etc/t.json"
+    assert load_config(None, variables).tenants_file == "/etc/t.json"
     with pytest.raises(ConfigError, match="absolute"):
-        load_config(environment={"KVSERVICE_TENANTS_FILE": "t.json"})
+        load_config(None, {"KVSERVICE_TENANTS_FILE": "t.json"})

@@ -204,9 +204,9 @@ async def test_a_plaintext_port_is_refused_or_said(
 
 
 def test_tls_is_set_like_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(environment={"KVSERVICE_TLS_DIR": "/a", "KVSERVICE_ALLOW_PLAINTEXT": "1"})
+    config = load_config(None, {"KVSERVICE_TLS_DIR": "/a", "KVSERVICE_ALLOW_PLAINTEXT": "1"})
     assert (config.tls_dir, config.allow_plaintext) == ("/a", True)
-    assert load_config(environment={}, allow_plaintext=False).allow_plaintext is False
+    assert load_config(None, {}, allow_plaintext=False).allow_plaintext is False
     monkeypatch.setenv("KVSERVICE_TLS_DIR", "/b")
     monkeypatch.setenv("KVSERVICE_ALLOW_PLAINTEXT", "no")
     monkeypatch.setenv("KVSERVICE_NONSENSE", "1")
@@ -216,7 +216,7 @@ def test_tls_is_set_like_everything_else(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("wrong", [{"tls_dir": "relative"}, {"allow_plaintext": "maybe"}, {"allow_plaintext": 2}])
 def test_a_wrong_tls_setting_is_named(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        load_config(environment={}, **wrong)
+        load_config(None, {}, **wrong)
 
 
 # -- certificates ----
