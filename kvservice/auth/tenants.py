@@ -42,6 +42,7 @@ TOKEN_BYTES_MAX = 512  # ours have 47 characters; the rest is for other issuers'
 TOKEN_PREFIX = "kvs_"
 METADATA_KEY = "authorization"
 _SCHEME = "Bearer "
+_BEARER_BYTES_MAX = len(_SCHEME) + TOKEN_BYTES_MAX  # a longer value holds no token that a client may have
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _SHARE = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3})?%")
@@ -178,7 +179,7 @@ def bearer_of(metadata: Sequence[tuple[str, str | bytes]] | None, tenants: Tenan
     if not given:
         raise Unauthenticated(f"this service has tenants, and the call has no token: {WHAT_TO_DO}")
     value = given[0]
-    if len(given) > 1 or not isinstance(value, str) or not value.startswith(_SCHEME) or len(value) > TOKEN_BYTES_MAX:
+    if len(given) > 1 or not isinstance(value, str) or not value.startswith(_SCHEME) or len(value) > _BEARER_BYTES_MAX:
         raise Unauthenticated(f"the call's token is malformed: {WHAT_TO_DO}")
     caller = tenants.of_token(value[len(_SCHEME) :])
     if caller is None:

@@ -26,9 +26,9 @@ log = logging.getLogger("kvservice.pool")
 RELEASE_SECONDS = 2.0  # a release is not needed: without it the peer's lease expires
 FIND_NODE_SECONDS = 0.5  # a writer's node is looked up within this; else the acquisition asks the directory for blocks
 FOLLOW_SLACK_SECONDS = 1.0  # for the network, beyond what the peer may wait
-FIND_SECONDS = 2.0  # for each of the two steps in which a leaving node finds takers; the core waits a little longer
+FIND_SECONDS = 1.2  # for each of the two steps in which a leaving node finds takers; the core waits a little longer
 OFFER_SLACK_SECONDS = 1.0  # for the network, beyond what the taker may wait
-assert FIND_SECONDS < TAKERS_SECONDS, "the core must not give up before the first answer can come"
+assert 2 * FIND_SECONDS < TAKERS_SECONDS, "the core must not give up before both answers can come"
 
 
 class LookupPort(Protocol):

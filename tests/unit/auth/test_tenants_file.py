@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvservice.auth.tenants import (
+    TOKEN_BYTES_MAX,
     Public,
     Tenants,
     TenantsFile,
@@ -148,6 +149,13 @@ def test_callers_are_named_by_their_token_only() -> None:
         with pytest.raises(Unauthenticated) as refused:
             bearer_of(metadata, tenants)
         assert token not in refused.value.message
+
+
+def test_the_longest_token_of_a_client_is_taken_by_a_shard() -> None:
+    """Both ends bound the token itself, not the header value that carries it."""
+    token = "x" * TOKEN_BYTES_MAX
+    tenants = parse_tenants(whole(row(tokens=[hash_token(token).hex()])))
+    assert bearer_of(token_metadata(token), tenants).tenant.name == "a"
 
 
 def test_keys_of_tenants_differ_and_outlive_their_tokens() -> None:
