@@ -196,7 +196,7 @@ def tls() -> Iterator[Check]:
     try:
         files = tls_beside(next((record for record in find_shards() if record.tls_dir), None))
     except ConfigError as error:
-        yield Check("tls", PROBLEM, error.message, "`run `kvservice certs DIR --renew`, or correct KVSERVICE_TLS_DIR")
+        yield Check("tls", PROBLEM, error.message, "run `kvservice certs DIR --renew`, or correct KVSERVICE_TLS_DIR")
         return
     if files is None:
         if tls_of_environment()[1]:

@@ -48,7 +48,7 @@ def run(service: str, node: str | None, local: bool, timeout: float, handover: b
             for one in [one for one in chosen if not one.done]:
                 _ask(one, timeout, handover)
                 if time.monotonic() > deadline and not one.done:
-                    one.done, one.error = True, f"it is it is still {one.phase} after {timeout + SLACK_SECONDS:.0f} s"
+                    one.done, one.error = True, f"it is still {one.phase} after {timeout + SLACK_SECONDS:.0f} s"
             progress.update("; ".join(_progress_line(one) for one in chosen))
             if not all(one.done for one in chosen):
                 time.sleep(POLL_SECONDS)
