@@ -19,7 +19,7 @@ from kvservice.core.acquire.pulls import Pulls
 from kvservice.core.acquire.windowed import WindowedAcquisitions
 from kvservice.core.actions import Action, Announce, Refuse, Reply
 from kvservice.core.block.fingerprint import Fingerprint
-from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX
+from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX, check_keys
 from kvservice.core.block.tenants import NOBODY, TenantLimits, TenantUsage
 from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX
 from kvservice.core.bounded_table import BoundedTable
@@ -385,6 +385,7 @@ class ShardState:
             raise InvalidRequest(
                 f"{count} keys with skip {request.skip}: 1 to {KEYS_PER_REQUEST_MAX} keys, skip within"
             )
+        check_keys(request.keys)
         if len(set(request.keys)) != count:
             raise InvalidRequest("a key appears twice in one chain")
         if not 0 <= request.timeout_seconds <= TIMEOUT_SECONDS_MAX:

@@ -288,9 +288,10 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if self._scheduler is None:
             return
-        block_ids = blocks.get_block_ids()
-        waits = self._planning.take_promise(request.request_id, block_ids[0], num_external_tokens)
+        waits = True
         try:
+            block_ids = blocks.get_block_ids()
+            waits = self._planning.take_promise(request.request_id, block_ids[0], num_external_tokens)
             self._scheduler.allocated(request.request_id, self._table(block_ids), num_external_tokens)
         except Exception as error:  # noqa: BLE001  the engine's loop must go on whatever happens here
             self.note_failure("update_state_after_alloc", error)

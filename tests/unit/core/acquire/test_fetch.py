@@ -125,6 +125,8 @@ def bad_requests() -> list[AcquireRequest]:
         AcquireRequest(CHAIN, -1, 1.0),
         AcquireRequest(CHAIN, 5, 1.0),
         AcquireRequest((CHAIN[0], CHAIN[0]), 0, 1.0),
+        AcquireRequest((CHAIN[0], BlockKey(b"short")), 0, 1.0),
+        AcquireRequest((BlockKey(b""),), 0, 1.0),
         AcquireRequest(CHAIN, 0, -1.0),
         AcquireRequest(CHAIN, 0, TIMEOUT_SECONDS_MAX + 1),
         AcquireRequest(CHAIN, 0, float("nan")),
