@@ -251,7 +251,7 @@ def test_pods_with_a_secret_serve_each_other_and_nobody_in_plaintext() -> None:
         assert done.returncode == 0 and "1 lookup partitions, 1 cache shards" in done.stdout, done.stdout + done.stderr
         del process.environment["KVSERVICE_TLS_DIR"]
         without = process.run([*command, "--wait=0"])
-        assert without.returncode == 1 and "it wants TLS" in without.stderr
+        assert without.returncode == 1 and "it requires TLS" in without.stderr
         shard = cluster.shards[NODES[1]]
         drained = shard.run(shard.container["lifecycle"]["preStop"]["exec"]["command"])
         assert drained.returncode == 0, drained.stderr
