@@ -111,14 +111,14 @@ class SimulatedRun:
         if bytes_were_wrong and any(node.state and node.state.slot_counts().get("quarantined") for node in self.nodes):
             # a slot that failed a check rests for this long
             self._until(self.world.now + SUSPECT_SECONDS, lambda: False)
-        # A Seal whose answer was lost is waited for as long as it may take.
+        # A Seal whose answer was lost, or an Attach that was, is waited for as long as it may take.
         self._until(self.world.now + SEAL_SECONDS + LEASE_SECONDS, lambda: not self._unequal())
         self._check_end()
 
     def _unequal(self) -> list[str]:
-        """Where a shard and the engines of its node disagree about slots that these may write, or hand-offs that are
-        open."""
-        found = []
+        """Where a shard and the engines of its node disagree: an engine is not attached, about slots that it may write,
+        or about hand-offs that are open."""
+        found = [f"{engine.name} is not attached" for engine in self.engines if engine.session.attachment is None]
         for node in self.nodes:
             engines = [engine for engine in self.engines if engine.node is node]
             held = {ref.slot for engine in engines for ref in engine.session.held}
