@@ -88,9 +88,12 @@ def test_engines_whose_length_chooses_other_angles_share_nothing(
             Replica(model, {**extra, "namespace": name}, logs / f"{name}.log", max_model_len=length)
             for name, length in (("long", 1024), ("short", 512))
         )
-        other = Replica(model, {**extra, "namespace": "long"}, logs / "other.log", max_model_len=512)
+        replicas = [long, short]
         try:
             stored = long.ready().ask(NUMBERS)
+            # Whoever attaches first has the namespace: this one must come second.
+            other = Replica(model, {**extra, "namespace": "long"}, logs / "other.log", max_model_len=512)
+            replicas.append(other)
             long.reset()
             assert long.ask_warm(NUMBERS, 8, cached_tokens=384)["token_ids"] == stored["token_ids"]
             answer = short.ready().ask(NUMBERS)
@@ -99,4 +102,4 @@ def test_engines_whose_length_chooses_other_angles_share_nothing(
             assert other.ready().ask(NUMBERS)["token_ids"] == answer["token_ids"]
             assert other.counters()["attach_fingerprint"], "two lengths in one namespace were not refused"
         finally:
-            close_all((long, short, other))
+            close_all(replicas)
