@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from kvservice.actors import names
 from kvservice.aio import end_tasks
 from kvservice.auth.tls import TlsFiles, open_tls
 from kvservice.auth.token import Token
@@ -34,8 +35,6 @@ log = logging.getLogger("kvservice.serve")
 ENGINE_STATS_SECONDS = 2.0
 # Lookup answers that are remembered, one per prompt. Each is good for less than a second, so more would never be used.
 ANSWERS_MAX = 1024
-# characters of a Ray node's id that name the node, when the service runs on Ray; as kvservice.actors.names has it
-NODE_ID_CHARS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +46,8 @@ class KnownNodes:
     def node_of(self, ray_node: str | None, host: str | None) -> NodeId | None:
         """The node whose shard an engine uses: the one that Ray placed on this Ray node, or the only one of the host.
         None if it is not known."""
-        if ray_node and NodeId(ray_node[:NODE_ID_CHARS]) in self.nodes:
-            return NodeId(ray_node[:NODE_ID_CHARS])
+        if ray_node and names.node_id(ray_node) in self.nodes:  # the service runs on Ray
+            return names.node_id(ray_node)
         if ray_node and NodeId(ray_node) in self.nodes:
             return NodeId(ray_node)
         here = [node for node, found in self.nodes.items() if found.node.peer_address.rpartition(":")[0] == host]

@@ -19,6 +19,7 @@ from ray.exceptions import RayActorError
 from kvservice.actors import names
 from kvservice.aio import within
 from kvservice.config import REQUEST_TRIES
+from kvservice.connector.scheduler.handoff import VERSION
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.errors import ConfigError
 
@@ -53,7 +54,6 @@ log = logging.getLogger("kvservice.serve")
 
 CONNECTOR = "KVServiceConnector"
 BACKEND = "kvservice.serve.ray_llm:KVServiceBackend"
-VERSION = 1  # of the hand-off's parameters, as in kvservice.connector.scheduler.handoff; engines ignore another version
 # Hand-offs between their two requests, more than a replica has in flight. A forgotten one is computed by the decode
 # replica.
 HANDOFFS_MAX = 4096

@@ -357,7 +357,7 @@ class SchedulerHalf:
 
     def end_layered(self, report: StepReport | None) -> None:
         """A step has ended; no worker reads a slot for its layered loads any more. Call it with every step's report."""
-        for load in self._loads.end_step(report):
+        for load in self._loads.layered.end_step(report):
             sound = load.state is LayeredState.SOUND
             if not sound and self._pins is not None:
                 self._pins.forget(load.block_ids)

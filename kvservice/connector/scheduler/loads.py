@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import cast
 
 from kvservice.connector.cache_groups import Grouping, Table, load_entries
-from kvservice.connector.plan import LoadPlan, StepPlan, StepReport
-from kvservice.connector.scheduler.pending_layer_loads import LayeredLoad, LayeredLoads
+from kvservice.connector.plan import LoadPlan, StepPlan
+from kvservice.connector.scheduler.pending_layer_loads import LayeredLoads
 from kvservice.connector.scheduler.ports import SessionPort
 from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.core.messages import AcquireResult
@@ -59,10 +59,6 @@ class Loads:
         """A step computes on a promise that is not in its plan, because something failed. Drop the load."""
         self._planned = [load for load in self._planned if load.request_id != request_id]
         self.layered.begin_step()  # its end will find no report
-
-    def end_step(self, report: StepReport | None) -> list[LayeredLoad]:
-        """The layer-wise loads of the step that ended."""
-        return self.layered.end_step(report)
 
     def done(self, request_id: str) -> None:
         """No worker copies for this request any more: end its lease. May be called again."""

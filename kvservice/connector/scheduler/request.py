@@ -7,6 +7,7 @@ from enum import Enum
 
 from kvservice.core.block.keys import DEFAULT_TENANT_KEY, term_key
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, Handoff, RequestReport
+from kvservice.core.transitions import step
 from kvservice.units import AttachmentId, BlockKey, HandoffId
 
 
@@ -107,9 +108,7 @@ class EngineRequest:
         return [self.keys, *self.window_keys]
 
     def move(self, event: RequestEvent) -> None:
-        target = TRANSITIONS.get((self.state, event))
-        assert target is not None, f"request {self.request_id} is {self.state.value}, cannot {event.value}"
-        self.state = target
+        self.state = step(TRANSITIONS, self.state, event, f"request {self.request_id}")
 
     def report(self) -> RequestReport:
         """The report about the request, once it has ended."""
