@@ -174,7 +174,6 @@ def shards_that_left() -> list[str]:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.slow
 def test_no_request_fails_while_ray_takes_a_node_away(apps: Serving) -> None:
     """Serve starts the node's replicas on another one first, and its shard hands its blocks over."""
     cluster = apps.cluster

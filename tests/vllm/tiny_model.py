@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 # Standard deviation of every matrix: wider than at the start of a training, so that the likeliest token depends on the
 # whole prompt and leads by far more than the rounding of two engines differs.
@@ -51,10 +52,7 @@ def make_llama(folder: Path, tokenizer: Path, *, attention_heads: int, kv_heads:
         pad_token_id=2,
         initializer_range=SPREAD,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    for name in TOKENIZER:
-        shutil.copy(tokenizer / name, folder / name)
-    return folder
+    return saved(LlamaForCausalLM(config), folder, tokenizer)
 
 
 def make_phi3(folder: Path, tokenizer: Path, *, original_context: int) -> Path:
@@ -86,10 +84,7 @@ def make_phi3(folder: Path, tokenizer: Path, *, original_context: int) -> Path:
             "long_factor": [1.0 + 0.5 * i for i in range(half)],
         },
     )
-    Phi3ForCausalLM(config).save_pretrained(folder)
-    for name in TOKENIZER:
-        shutil.copy(tokenizer / name, folder / name)
-    return folder
+    return saved(Phi3ForCausalLM(config), folder, tokenizer)
 
 
 def make_gemma3(folder: Path, tokenizer: Path, *, window: int, layers: int = 7) -> Path:
@@ -118,7 +113,12 @@ def make_gemma3(folder: Path, tokenizer: Path, *, window: int, layers: int = 7) 
         initializer_range=SPREAD,
         tie_word_embeddings=False,
     )
-    Gemma3ForCausalLM(config).save_pretrained(folder)
+    return saved(Gemma3ForCausalLM(config), folder, tokenizer)
+
+
+def saved(model: Any, folder: Path, tokenizer: Path) -> Path:
+    """Write the model, with the tokenizer's files beside it. Returns `folder`."""
+    model.save_pretrained(folder)
     for name in TOKENIZER:
         shutil.copy(tokenizer / name, folder / name)
     return folder

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from kvservice.connector.plan import LoadPlan, StepPlan, StepReport
@@ -9,26 +11,15 @@ from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.units import HandoffId
-from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
+from tests.unit.connector.line import BLOCK, Line, hashes
+from tests.unit.connector.scheduler.test_scheduler import half as scheduler_half
 from tests.unit.connector.scheduler.test_scheduler import plan_step, run_step
 
 TOTAL = 4 * BLOCK + 3
 IDS = [11, 12, 13, 14, 15]
 
 
-def half(line: Line, *, workers: int = 1) -> SchedulerHalf:
-    made = SchedulerHalf(
-        line,
-        keys_of,
-        pool_info,
-        block_tokens=BLOCK,
-        worker_count=workers,
-        lazy=False,
-        fetch_timeout_seconds=2.0,
-        layerwise=True,
-    )
-    made.pin_with(line.pins)
-    return made
+half = partial(scheduler_half, layerwise=True)
 
 
 def loading(line: Line, scheduler: SchedulerHalf, computed: int = BLOCK) -> StepPlan:

@@ -16,7 +16,9 @@ from kvservice.units import BlockHash, HandoffId
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
 
 
-def half(line: Line, *, workers: int = 1, lazy: bool = False, loan_seconds: float = 0.0) -> SchedulerHalf:
+def half(
+    line: Line, *, workers: int = 1, lazy: bool = False, loan_seconds: float = 0.0, layerwise: bool = False
+) -> SchedulerHalf:
     made = SchedulerHalf(
         line,
         keys_of,
@@ -26,6 +28,7 @@ def half(line: Line, *, workers: int = 1, lazy: bool = False, loan_seconds: floa
         lazy=lazy,
         fetch_timeout_seconds=2.0,
         loan_seconds=loan_seconds,
+        layerwise=layerwise,
     )
     made.pin_with(line.pins)
     return made
