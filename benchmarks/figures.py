@@ -1,4 +1,4 @@
-"""Writes the figures of README.md and docs/performance.md from the committed results.
+"""Writes the figures of README.md and of the pages in PAGES from the committed results.
 
     python -m benchmarks.figures
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from benchmarks.peers.__main__ import bandwidth_rows, lookup_rows
 from benchmarks.report import RESULTS, ROOT
 from benchmarks.summary import LOOKUP_GOALS_MS
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "growth.md")
 AGAIN = "to be measured again"
 SIZES = {65536: "64 KiB", 737280: "720 KiB", 2097152: "2 MiB"}
 MORE_IN_FLIGHT = "7745369e8af1"  # of this commit's peers.json: 96 MiB of a pull were in flight, 24 may be now
@@ -341,6 +341,90 @@ def goals(results: Results) -> str:
     return "\n".join(lines)
 
 
+def _row(what: str, cells: Iterable[str]) -> str:
+    return f"| {what} | {' | '.join(cells)} |"
+
+
+def growth_units(results: Results) -> str:
+    """What one key, call and announcement costs, by the number of nodes."""
+    document = results.document("growth")
+    costs = document["figures"]["unit_costs_in_seconds_of_a_core_and_bytes"]
+    nodes = sorted(costs["bytes_per_key"], key=int)
+
+    def micros(name: str) -> list[str]:
+        return [f"{costs[name][count] * 1e6:.2f}" for count in nodes]
+
+    return "\n".join(
+        [
+            f"Measured at commit {document['commit'][:7]} (`growth.json`).\n",
+            f"| | {nodes[0]} nodes | {' | '.join(f'{int(count):,}' for count in nodes[1:])} |",
+            "|---" * (len(nodes) + 1) + "|",
+            _row("directory, bytes a key", [f"{costs['bytes_per_key'][count]:.0f}" for count in nodes]),
+            _row("key announced, in announcements of 64, µs of a core", micros("add_per_key")),
+            _row("key announced again with all of its node, µs", micros("rebuild_per_key")),
+            _row("key looked up, µs", micros("resolve_per_key")),
+            _row(
+                "first lookup of 512 keys after a node came or went, ms",
+                [f"{costs['first_resolve'][count] * 1e3:.1f}" for count in nodes],
+            ),
+            f"\nA call to a lookup partition costs it {costs['resolve_call'] * 1e3:.2f} ms of a core before its first "
+            f"key (gRPC in Python, 32 callers\nat once), a sign of life {costs['heartbeat_call'] * 1e3:.2f} ms.",
+        ]
+    )
+
+
+def growth_scales(results: Results) -> str:
+    """The load of one lookup partition at each scale, and what gives way first."""
+    scales = results.figures("growth")["scales"][1:]
+
+    def each(cell: Callable[[Figures], str]) -> list[str]:
+        return [cell(scale) for scale in scales]
+
+    def cores(scale: Figures) -> str:
+        return " / ".join(f"{value:.2f}" for value in scale["cores_of_a_lookup_partition"].values())
+
+    def megabytes(name: str) -> list[str]:
+        return [_megabytes(scale[name] / 1e6) for scale in scales]
+
+    return "\n".join(
+        [
+            _row("", each(lambda s: f"{s['nodes']:,} nodes, {s['blocks'] // 1_000_000:,} M blocks")),
+            "|---" * (len(scales) + 1) + "|",
+            _row("lookup partitions", each(lambda s: str(s["lookup_partitions"]))),
+            _row("cores of one: signs of life / updates / lookups", each(cores)),
+            _row("its keys in memory, MB", megabytes("directory_bytes_of_a_lookup_partition")),
+            _row("announced to it, MB/s", megabytes("announced_bytes_per_second_of_a_lookup_partition")),
+            _row("calls of one prompt's lookup, without a mirror", each(lambda s: f"{s['fan_out']:.1f}")),
+            _row(
+                "lookups a second and core over gRPC, all partitions together",
+                each(lambda s: f"{s['lookups_per_second_and_core']:,}"),
+            ),
+            _row(
+                "it restarts: keys come back after, s of its core",
+                each(lambda s: f"{s['rebuild_seconds_of_a_lookup_partition']:.1f}"),
+            ),
+            _row(
+                "a shard announces all it has, s of its core",
+                each(lambda s: f"{s['full_announcement_seconds_of_a_node']:.2f}"),
+            ),
+            _row("the mirror on every node: its keys in memory, MB", megabytes("mirror_bytes_of_a_node")),
+            _row(
+                "changes a second that it has to apply",
+                each(lambda s: f"{s['mirror_updates_per_second_of_a_node']:,}"),
+            ),
+            _row(
+                "sent to all mirrors by a lookup partition, MB/s",
+                megabytes("mirrors_bytes_per_second_of_a_lookup_partition"),
+            ),
+            _row("**gives way first**", each(lambda s: "; ".join(s["gives_way"]) or "nothing")),
+        ]
+    )
+
+
+def _megabytes(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
 def _ms(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}" if value >= 0.1 else f"{value:.3f}"
 
@@ -357,6 +441,8 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "handoff": handoff,
     "goals": goals,
     "first-token": first_token,
+    "growth-units": growth_units,
+    "growth-scales": growth_scales,
 }
 
 
