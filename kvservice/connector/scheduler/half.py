@@ -22,7 +22,6 @@ from kvservice.connector.scheduler.handoff import Prefill, WriterHandoffs
 from kvservice.connector.scheduler.known_keys import KnownKeys
 from kvservice.connector.scheduler.loads import Loads
 from kvservice.connector.scheduler.loan_book import BlockPins, LoanBook
-from kvservice.connector.scheduler.pending_layer_loads import LayeredState
 from kvservice.connector.scheduler.ports import Promise, SessionPort, StoredBlock, Wait
 from kvservice.connector.scheduler.prefill_speed import PrefillSpeed
 from kvservice.connector.scheduler.request import EngineRequest, RequestEvent, RequestState
@@ -45,6 +44,8 @@ BlockIds = Callable[[], Table]
 
 
 class SchedulerHalf:
+    loads_type: type[Loads] = Loads  # a subclass may load in another way
+
     def __init__(
         self,
         session: SessionPort,
@@ -60,7 +61,6 @@ class SchedulerHalf:
         may_write: bool = True,
         remember_stored: bool = False,
         grouping: Grouping | None = None,
-        layerwise: bool = False,
         term: bytes = b"",
     ) -> None:
         self.counters: Counter[str] = Counter()
@@ -71,7 +71,6 @@ class SchedulerHalf:
         self._block_tokens = block_tokens
         self._lazy = lazy
         self._may_write = may_write
-        self._layerwise = layerwise
         self._fetch_timeout = fetch_timeout_seconds
         self._handoff_timeout = handoff_timeout_seconds
         self._pins: BlockPins | None = None
@@ -81,7 +80,8 @@ class SchedulerHalf:
         self._suspects: set[BlockRef] = set()  # slots of this attachment that did not hold what was promised
         self._speed = PrefillSpeed()
         self._handoffs = WriterHandoffs(session.close_handoff)
-        self._loads = Loads(session, self._grouping, worker_count, self.counters, borrows=loan_seconds > 0)
+        self._worker_count = worker_count
+        self._loads = self.loads_type(session, self._grouping, self.counters, borrows=loan_seconds > 0)
         self._stores = Stores(
             session,
             self._grouping,
@@ -182,8 +182,6 @@ class SchedulerHalf:
         """What can be promised beyond `computed_tokens`, a multiple of the block size. Changes no ownership: it may be
         called any number of times before `allocated`."""
         self.take_answers()
-        if self.must_wait(request_id, computed_tokens):
-            return Wait()
         request = self._requests.get(request_id)
         if request is None:
             return Promise(0)
@@ -206,18 +204,7 @@ class SchedulerHalf:
         request.local_blocks = computed_tokens // self._block_tokens
         blocks = len(request.result.blocks) - request.local_blocks
         blocks = min(blocks, total_tokens // self._block_tokens - request.local_blocks)
-        tokens = max(blocks, 0) * self._block_tokens
-        # A layered load needs something to compute meanwhile. A request that is handed off waits for its stores, not
-        # for a load.
-        hides = min(tokens, total_tokens - computed_tokens - tokens) > 0 and request.writes is None
-        request.layered = hides and self._layerwise and self._pins is not None and not self._grouping.window_groups
-        return Promise(tokens, request.layered)
-
-    def must_wait(self, request_id: str, computed_tokens: int) -> bool:
-        """Whether the engine's own hit of this request may include blocks that are loaded in the step being planned."""
-        request = self._requests.get(request_id)
-        hit = computed_tokens // self._block_tokens
-        return hit > 0 and self._loads.layered.conceals(None if request is None else request.keys[:hit])
+        return Promise(max(blocks, 0) * self._block_tokens)
 
     def allocated(self, request_id: str, block_ids: Table, external_tokens: int) -> None:
         """Note that the engine gave the request blocks. With external_tokens > 0 it takes the promise, otherwise it
@@ -355,24 +342,6 @@ class SchedulerHalf:
         self._loans.returned(report.returned)
         self._stores.reported(report)
 
-    def end_layered(self, report: StepReport | None) -> None:
-        """A step has ended; no worker reads a slot for its layered loads any more. Call it with every step's report."""
-        for load in self._loads.layered.end_step(report):
-            sound = load.state is LayeredState.SOUND
-            if not sound and self._pins is not None:
-                self._pins.forget(load.block_ids)
-            if load.store is not None and sound:
-                self._stores.queue(load.store)
-            elif load.store is not None:
-                self._stores.fail(load.store)
-            self.loaded(load.request_id, failed=not sound)
-
-    def unplanned(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """A step computes on a promise that is not in its plan, because something failed. Drop the load."""
-        self._loads.unplanned(request_id)
-        if self._pins is not None:
-            self._pins.forget(block_ids)
-
     def loaded(self, request_id: str, *, failed: bool) -> None:
         """Note that all workers are done with the load of this request."""
         self._loads.done(request_id)
@@ -410,18 +379,8 @@ class SchedulerHalf:
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
-        attachment = self._session.attachment
-        unconfirmed = self._loads.layered.is_open(request_id)
-        store_rest = store_rest and self._may_write and not self._paused
-        store_rest = store_rest and (request.state is RequestState.RUNNING or unconfirmed)
-        if store_rest and attachment is not None and self._pins is not None:
-            store = self._store_of(attachment, request, hashes, computed_tokens, block_ids)
-            if store is not None and unconfirmed:
-                self._loads.layered.keep(request_id, store)
-            elif store is not None:
-                self._stores.queue(store)
-            if request.writes is not None:
-                self._loans.lend(request.keys[: computed_tokens // self._block_tokens], block_ids)
+        if store_rest:
+            self._store_rest(request, hashes, computed_tokens, block_ids)
         if request.state is RequestState.ANSWERED and request.result is not None and request.attachment is not None:
             self._end_lease(request.attachment, request.result.lease_id)
         self._session.expect(-request.expected)
@@ -430,6 +389,24 @@ class SchedulerHalf:
         request.move(RequestEvent.END)
         self._handoffs.request_ended(request.writes)
         return request.writes
+
+    def _store_rest(
+        self, request: EngineRequest, hashes: Sequence[BlockHash], computed_tokens: int, block_ids: Table
+    ) -> None:
+        """Queue the copies of what a request that ended has not stored, and lend its blocks if it was handed off."""
+        attachment = self._rest_goes_to()
+        if request.state is not RequestState.RUNNING or attachment is None:
+            return
+        store = self._store_of(attachment, request, hashes, computed_tokens, block_ids)
+        if store is not None:
+            self._stores.queue(store)
+        if request.writes is not None:
+            self._loans.lend(request.keys[: computed_tokens // self._block_tokens], block_ids)
+
+    def _rest_goes_to(self) -> Attachment | None:
+        """Where the blocks of a request that ended are stored. None if they are not."""
+        may_store = self._may_write and not self._paused and self._pins is not None
+        return self._session.attachment if may_store else None
 
     def has_pending_work(self, now: float) -> bool:
         """Whether steps are needed even without requests, to start copies and loans and to learn how they ended."""

@@ -7,12 +7,9 @@ The lease then ends exactly once. Used on the scheduler's thread.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import cast
 
 from kvservice.connector.cache_groups import Grouping, Table, load_entries
 from kvservice.connector.plan import LoadPlan, StepPlan
-from kvservice.connector.scheduler.pending_layer_loads import LayeredLoads
 from kvservice.connector.scheduler.ports import SessionPort
 from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.core.messages import AcquireResult
@@ -20,9 +17,7 @@ from kvservice.units import AttachmentId, LeaseId
 
 
 class Loads:
-    def __init__(
-        self, session: SessionPort, grouping: Grouping, worker_count: int, counters: Counter[str], *, borrows: bool
-    ) -> None:
+    def __init__(self, session: SessionPort, grouping: Grouping, counters: Counter[str], *, borrows: bool) -> None:
         """With `borrows`, a load that waited for its writer may use blocks that the writer's engine lends."""
         self._session = session
         self._grouping = grouping
@@ -30,7 +25,6 @@ class Loads:
         self._borrows = borrows
         self._planned: list[LoadPlan] = []  # for the next step
         self._leases: dict[str, tuple[AttachmentId, LeaseId]] = {}  # by request
-        self.layered = LayeredLoads(worker_count)
 
     def plan(
         self, request: EngineRequest, attachment: AttachmentId, taken: AcquireResult, table: Table, first: int
@@ -39,10 +33,7 @@ class Loads:
         count = len(taken.blocks) - first
         entries = load_entries(self._grouping, request.chains, taken, table, first)
         borrows = self._borrows and request.waits_for_writer
-        self._planned.append(LoadPlan(request.request_id, tuple(entries), borrows, request.layered))
-        if request.layered:
-            mine = cast("Sequence[int]", table)  # there is one group, or the load would not be layered
-            self.layered.begin(request.request_id, request.keys[first : first + count], mine[first:])
+        self._planned.append(LoadPlan(request.request_id, tuple(entries), borrows))
         self._leases[request.request_id] = (attachment, taken.lease_id)
         request.fetched_blocks = min(taken.fetched_count, count)
         request.loaded_blocks = max(request.loaded_blocks, count)
@@ -53,12 +44,6 @@ class Loads:
     def begin_step(self, plan: StepPlan) -> None:
         """Put the planned loads into the step."""
         plan.loads, self._planned = self._planned, []
-        self.layered.begin_step()
-
-    def unplanned(self, request_id: str) -> None:
-        """A step computes on a promise that is not in its plan, because something failed. Drop the load."""
-        self._planned = [load for load in self._planned if load.request_id != request_id]
-        self.layered.begin_step()  # its end will find no report
 
     def done(self, request_id: str) -> None:
         """No worker copies for this request any more: end its lease. May be called again."""

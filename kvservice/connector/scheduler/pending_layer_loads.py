@@ -7,13 +7,20 @@ made to wait. The step's report ends every wait, whatever it says.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import cast
 
-from kvservice.connector.plan import StepReport, StorePlan
+from kvservice.connector.cache_groups import Grouping, Table
+from kvservice.connector.plan import StepPlan, StepReport, StorePlan
+from kvservice.connector.scheduler.loads import Loads
+from kvservice.connector.scheduler.ports import SessionPort
+from kvservice.connector.scheduler.request import EngineRequest
+from kvservice.core.messages import AcquireResult
 from kvservice.core.transitions import step
-from kvservice.units import BlockKey
+from kvservice.units import AttachmentId, BlockKey
 
 
 class LayeredState(Enum):
@@ -49,39 +56,66 @@ class LayeredLoad:
         self.state = step(TRANSITIONS, self.state, event, f"the layered load of {self.request_id}")
 
 
-class LayeredLoads:
-    def __init__(self, worker_count: int) -> None:
-        self._worker_count = worker_count
-        self._loads: dict[str, LayeredLoad] = {}
+class LayeredLoads(Loads):
+    """Loads of which some are layered."""
 
-    def begin(self, request_id: str, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
-        self._loads[request_id] = LayeredLoad(request_id, frozenset(keys), tuple(block_ids))
+    def __init__(self, session: SessionPort, grouping: Grouping, counters: Counter[str], *, borrows: bool) -> None:
+        super().__init__(session, grouping, counters, borrows=borrows)
+        self._offered: set[str] = set()  # requests whose newest promise is a layered load
+        self._layered: dict[str, LayeredLoad] = {}  # whose step has not ended, by request
 
-    def begin_step(self) -> None:
-        """All loads so far are part of the step that is planned now."""
-        for load in self._loads.values():
+    def offer(self, request_id: str, *, layered: bool) -> None:
+        """Note how the newest promise to this request is loaded, if the engine takes it."""
+        if layered:
+            self._offered.add(request_id)
+        else:
+            self._offered.discard(request_id)
+
+    def plan(
+        self, request: EngineRequest, attachment: AttachmentId, taken: AcquireResult, table: Table, first: int
+    ) -> None:
+        super().plan(request, attachment, taken, table, first)
+        request_id = request.request_id
+        if request_id in self._offered:
+            self._planned[-1] = replace(self._planned[-1], layered=True)
+            block_ids = cast("Sequence[int]", table)  # there is one group, or the load would not be layered
+            keys = frozenset(request.keys[first : len(taken.blocks)])
+            self._layered[request_id] = LayeredLoad(request_id, keys, tuple(block_ids[first:]))
+
+    def begin_step(self, plan: StepPlan) -> None:
+        super().begin_step(plan)
+        self._in_step()
+
+    def unplanned(self, request_id: str) -> None:
+        """A step computes on a promise that is not in its plan, because something failed. Drop the load."""
+        self._planned = [load for load in self._planned if load.request_id != request_id]
+        self._in_step()  # its end will find no report
+
+    def _in_step(self) -> None:
+        """All layered loads so far are part of the step that is planned now."""
+        for load in self._layered.values():
             load.move(LayeredEvent.BEGIN_STEP)
 
     def conceals(self, keys: Sequence[BlockKey] | None) -> bool:
         """Some of these blocks (None: unknown ones), which the engine takes for its own, are not confirmed yet."""
-        return any(keys is None or not load.keys.isdisjoint(keys) for load in self._loads.values())
+        return any(keys is None or not load.keys.isdisjoint(keys) for load in self._layered.values())
 
-    def is_open(self, request_id: str) -> bool:
-        return request_id in self._loads
+    def is_unconfirmed(self, request_id: str) -> bool:
+        return request_id in self._layered
 
     def keep(self, request_id: str, store: StorePlan) -> None:
         """The request ended with the step that loads: its store goes on only if the load was sound."""
-        self._loads[request_id].store = store
+        self._layered[request_id].store = store
 
-    def end_step(self, report: StepReport | None) -> list[LayeredLoad]:
+    def end_step(self, report: StepReport | None, worker_count: int) -> list[LayeredLoad]:
         """The loads of the step that ended: SOUND when every worker found them so, else FAILED."""
         ended: list[LayeredLoad] = []
-        for request_id, load in list(self._loads.items()):
+        for request_id, load in list(self._layered.items()):
             if load.state is LayeredState.IN_STEP:
-                del self._loads[request_id]
+                del self._layered[request_id]
                 sound = 0 if report is None else report.layered.get(request_id, 0)
                 failed = 1 if report is None else report.layered_failed.get(request_id, 0)
-                is_sound = sound == self._worker_count and not failed
+                is_sound = sound == worker_count and not failed
                 load.move(LayeredEvent.CONFIRM if is_sound else LayeredEvent.REFUTE)
                 ended.append(load)
         return ended

@@ -82,7 +82,6 @@ class EngineRequest:
     result: AcquireResult | None = None
     prompt_blocks: int = 0  # full blocks of the prompt when the request came
     engine_blocks: int = 0  # the engine's own hit when the request was first asked about
-    layered: bool = False  # the promise is loaded layer by layer, in the step that computes the rest
     local_blocks: int = 0  # the engine's own hit when the promise was made
     loaded_blocks: int = 0
     salted: bool = False

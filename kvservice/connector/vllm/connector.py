@@ -36,6 +36,7 @@ from kvservice.connector.options import AdapterFiles, ConnectorOptions, CopierCh
 from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill, decode_params, parse_public_tokens, parse_transfer_params
+from kvservice.connector.scheduler.layered import LayerwiseScheduler
 from kvservice.connector.scheduler.pool_choice import PoolChoice, choose_pool
 from kvservice.connector.scheduler.pool_session import Session
 from kvservice.connector.scheduler.ports import Wait
@@ -122,6 +123,9 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._session: Session | None = None
         self._pool: PoolChoice | None = None
         self._worker: WorkerHalf | None = None
+        # The same halves, if they load or save layer by layer.
+        self._layered_scheduler: LayerwiseScheduler | None = None
+        self._layered_worker: LayerwiseWorker | None = None
         self._shared_kv: SharedKV | None = None
         self._failures: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
@@ -163,7 +167,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         device = vllm_config.device_config.device_type
         grouping, self._stride = compat.grouping(vllm_config, self._config, self._spec)
         session = Session(self._pool.open, self._pool.spec, lambda: half.may_reattach(), step_blocks)
-        half = SchedulerHalf(
+        make_half = LayerwiseScheduler if self._layerwise.loads else SchedulerHalf
+        half = make_half(
             session,
             functools.partial(block_keys, self._spec.fingerprint.digest),
             self._pool_info,
@@ -176,10 +181,10 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             may_write=self._kv_transfer_config.is_kv_producer,
             remember_stored=compat.publishes_events(vllm_config),
             grouping=grouping,
-            layerwise=self._layerwise.loads,
             term=self._terms.first(),
         )
         self._session, self._scheduler = session, half
+        self._layered_scheduler = half if isinstance(half, LayerwiseScheduler) else None
         session.start(ATTACH_WAIT_SECONDS)
 
     def _pool_info(self, attachment: Attachment) -> PoolInfo:
@@ -272,7 +277,9 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None or request.skip_reading_prefix_cache:
             return 0, False
         if self._planning.has_given_up(request.request_id):
-            return (None if self._scheduler.must_wait(request.request_id, num_computed_tokens) else 0), False
+            layered = self._layered_scheduler
+            waits = layered is not None and layered.must_wait(request.request_id, num_computed_tokens)
+            return (None if waits else 0), False
         answer = self._scheduler.matched(request.request_id, num_computed_tokens, request.num_tokens, time.monotonic())
         if isinstance(answer, Wait):
             return None, False
@@ -313,7 +320,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             # Whatever failed above, what is in the plan by now is done, and everything else is answered.
             for request_id, block_ids in self._planning.complete(plan).items():
                 with self._guard("build_connector_meta"):
-                    self._scheduler.unplanned(request_id, block_ids)
+                    assert self._layered_scheduler is not None, "only a layered load is computed on in its own step"
+                    self._layered_scheduler.unplanned(request_id, block_ids)
         return Metadata(plan)
 
     def _plan_step(self, scheduler: SchedulerHalf, plan: StepPlan, output: SchedulerOutput) -> None:
@@ -356,8 +364,9 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         if report is not None:
             with self._guard("update_connector_output"):
                 self._scheduler.reported(report)
-        with self._guard("update_connector_output"):
-            self._scheduler.end_layered(report)
+        if self._layered_scheduler is not None:
+            with self._guard("update_connector_output"):
+                self._layered_scheduler.end_layered(report)
         failed = connector_output.failed_recving or set()
         for request_id in connector_output.finished_recving or ():
             with self._guard("update_connector_output"):
@@ -451,7 +460,9 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             names = self._config.kv_cache_groups[0].layer_names
             saves = self._layerwise.saves
-            self._worker = LayerwiseWorker(block_copier, self._options.verify_load, copier, share, names, save=saves)
+            verify = self._options.verify_load
+            self._worker = LayerwiseWorker(block_copier, verify, copier, share, names, save=saves)
+            self._layered_worker = self._worker
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         plan = self._plan()
@@ -465,14 +476,14 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(lambda: None)
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads of whole blocks have ended before their request is scheduled, so they are not waited for here."""
-        if self._copying.has_layered and self._worker is not None:
-            self._worker.begin_layer(layer_name)
+        if self._copying.has_layered and self._layered_worker is not None:
+            self._layered_worker.begin_layer(layer_name)
 
     @guarded(lambda: None)
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         plan = self._plan() if self._layerwise.saves else None
-        if plan is not None and self._worker is not None:
-            self._worker.end_layer(layer_name, plan)
+        if plan is not None and self._layered_worker is not None:
+            self._layered_worker.end_layer(layer_name, plan)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -483,9 +494,9 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         plan = self._plan()
         invalid = set() if plan is None else set(plan.invalid_blocks)
         sound: set[str] = set()
-        if self._copying.has_layered and self._worker is not None:
+        if self._copying.has_layered and self._layered_worker is not None:
             with self._guard("get_block_ids_with_load_errors"):
-                sound = self._worker.end_layered()
+                sound = self._layered_worker.end_layered()
         return invalid | self._copying.end_layers(sound)
 
     def wait_for_save(self) -> None:

@@ -91,16 +91,6 @@ class WorkerHalf:
         self._poll_loads()
         return {load.request_id for load in plan.loads}
 
-    def begin_layer(self, name: str) -> None:
-        """The forward is about to read this layer; see LayerwiseWorker."""
-
-    def end_layer(self, name: str, plan: StepPlan) -> None:
-        """The forward has written this layer; see LayerwiseWorker."""
-
-    def end_layered(self) -> set[str]:
-        """Requests whose layered load was sound. This class loads nothing by layers."""
-        return set()
-
     def store(self, plan: StepPlan) -> set[int]:
         """Start the plan's stores. Returns their ids; some later report will name each of them once."""
         for store in plan.stores:

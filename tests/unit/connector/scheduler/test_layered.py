@@ -7,22 +7,21 @@ from functools import partial
 import pytest
 
 from kvservice.connector.plan import LoadPlan, StepPlan, StepReport
-from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill
+from kvservice.connector.scheduler.layered import LayerwiseScheduler
 from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.units import HandoffId
 from tests.unit.connector.line import BLOCK, Line, hashes
-from tests.unit.connector.scheduler.test_scheduler import half as scheduler_half
-from tests.unit.connector.scheduler.test_scheduler import plan_step, run_step
+from tests.unit.connector.scheduler.test_scheduler import half_of, plan_step, run_step
 
 TOTAL = 4 * BLOCK + 3
 IDS = [11, 12, 13, 14, 15]
 
 
-half = partial(scheduler_half, layerwise=True)
+half = partial(half_of, LayerwiseScheduler)
 
 
-def loading(line: Line, scheduler: SchedulerHalf, computed: int = BLOCK) -> StepPlan:
+def loading(line: Line, scheduler: LayerwiseScheduler, computed: int = BLOCK) -> StepPlan:
     """Request r: a block of its own, two promised, the rest to compute in the step whose plan is returned."""
     scheduler.on_new_request("r", hashes(1, 4), 0.0)
     line.answer(3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -15,11 +15,15 @@ from kvservice.connector.scheduler.stores import REPORT_SECONDS_MAX
 from kvservice.units import BlockHash, HandoffId
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
 
+Half = TypeVar("Half", bound=SchedulerHalf)
 
-def half(
-    line: Line, *, workers: int = 1, lazy: bool = False, loan_seconds: float = 0.0, layerwise: bool = False
-) -> SchedulerHalf:
-    made = SchedulerHalf(
+
+def half(line: Line, *, workers: int = 1, lazy: bool = False, loan_seconds: float = 0.0) -> SchedulerHalf:
+    return half_of(SchedulerHalf, line, workers=workers, lazy=lazy, loan_seconds=loan_seconds)
+
+
+def half_of(kind: type[Half], line: Line, *, workers: int = 1, lazy: bool = False, loan_seconds: float = 0.0) -> Half:
+    made = kind(
         line,
         keys_of,
         pool_info,
@@ -28,7 +32,6 @@ def half(
         lazy=lazy,
         fetch_timeout_seconds=2.0,
         loan_seconds=loan_seconds,
-        layerwise=layerwise,
     )
     made.pin_with(line.pins)
     return made
