@@ -11,10 +11,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvservice.connector.layerwise.copies import BlockRun, HostLayers
 from kvservice.connector.plan import CopyEntry
 from kvservice.connector.vllm import KVServiceConnector as Plain
 from kvservice.connector.worker.copier import InlineCopier, Ticket
-from kvservice.connector.worker.layerwise import BlockRun, HostLayers
 from kvservice.copying.message import Direction
 
 _copy_layer, _run = HostLayers.copy, InlineCopier.run

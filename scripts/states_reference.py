@@ -9,7 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvservice.connector.scheduler import pending_layer_loads, request
+from kvservice.connector.layerwise import loads
+from kvservice.connector.scheduler import request
 from kvservice.core.acquire import acquisition, handoff, pulls, windowed
 from kvservice.core.directory import membership
 from kvservice.core.drain import receiver, sender
@@ -102,9 +103,9 @@ MACHINES = (
     Machine(
         "Layer-wise load",
         "A load that the same step computes on. The engine's blocks count only once every worker has confirmed it.",
-        pending_layer_loads,
-        pending_layer_loads.LayeredState.PLANNED,
-        pending_layer_loads.TRANSITIONS,
+        loads,
+        loads.LayeredState.PLANNED,
+        loads.TRANSITIONS,
     ),
     Machine(
         "Exchange of the proxy",

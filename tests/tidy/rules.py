@@ -85,7 +85,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("writes",),
         ("shard",),
     ),
-    "connector": (("weights", "plan"), ("options", "cache_groups"), ("scheduler", "worker"), ("vllm",)),
+    "connector": (("weights", "plan"), ("options", "cache_groups"), ("scheduler", "worker"), ("layerwise",), ("vllm",)),
     "copying": (
         ("message", "memory"),
         ("copies",),

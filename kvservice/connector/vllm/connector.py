@@ -32,11 +32,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvservice.connector.cache_groups import Table
+from kvservice.connector.layerwise.scheduler import LayerwiseScheduler
+from kvservice.connector.layerwise.worker import LayerwiseWorker
 from kvservice.connector.options import AdapterFiles, ConnectorOptions, CopierChoice, Layerwise, Offload
 from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill, decode_params, parse_public_tokens, parse_transfer_params
-from kvservice.connector.scheduler.layered import LayerwiseScheduler
 from kvservice.connector.scheduler.pool_choice import PoolChoice, choose_pool
 from kvservice.connector.scheduler.pool_session import Session
 from kvservice.connector.scheduler.ports import Wait
@@ -48,7 +49,6 @@ from kvservice.connector.vllm.step_failures import PlanningFailures, WorkerFailu
 from kvservice.connector.weights import Terms
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.half import WorkerHalf
-from kvservice.connector.worker.layerwise import LayerwiseWorker
 from kvservice.connector.worker.remote_copier import copier_for, copier_for_groups
 from kvservice.connector.worker.shared_kv import SharedKV
 from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES

@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 
+from kvservice.connector.layerwise.scheduler import LayerwiseScheduler
 from kvservice.connector.plan import LoadPlan, StepPlan, StepReport
 from kvservice.connector.scheduler.handoff import Prefill
-from kvservice.connector.scheduler.layered import LayerwiseScheduler
 from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.units import HandoffId
 from tests.unit.connector.line import BLOCK, Line, hashes

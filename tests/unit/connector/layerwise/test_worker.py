@@ -9,18 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
+from kvservice.connector.layerwise.copies import BlockRun, CudaLayers, HostLayers, runs_of
+from kvservice.connector.layerwise.lanes import LAYERS_AHEAD
+from kvservice.connector.layerwise.worker import LayerwiseWorker
 from kvservice.connector.options import Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, StepPlan, StepReport, StorePlan
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.copier import InlineCopier
-from kvservice.connector.worker.layerwise import (
-    LAYERS_AHEAD,
-    BlockRun,
-    CudaLayers,
-    HostLayers,
-    LayerwiseWorker,
-    runs_of,
-)
 from kvservice.copying.message import Direction
 from kvservice.core.segment.geometry import slot_index
 from kvservice.core.segment.layout import HeadShare

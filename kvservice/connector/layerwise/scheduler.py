@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvservice.connector.cache_groups import Table
+from kvservice.connector.layerwise.loads import LayeredLoads, LayeredState
 from kvservice.connector.plan import StepReport
 from kvservice.connector.scheduler.half import SchedulerHalf
-from kvservice.connector.scheduler.pending_layer_loads import LayeredLoads, LayeredState
 from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.units import BlockHash, HandoffId
