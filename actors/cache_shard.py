@@ -6,15 +6,17 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from kvservice.actors.hosting import HostedServer
 from kvservice.actors.leftovers import remove_leftovers
-from kvservice.core.messages import PoolStats
-from kvservice.errors import Unavailable
-from kvservice.observe.metrics import serve_metrics
+from kvservice.errors import KVServiceError
+from kvservice.observe.endpoint import ANSWER_SECONDS, serve_endpoint
+from kvservice.observe.metrics import ShardCollector
 from kvservice.shard.server import ShardServer, ShardServerConfig
 from kvservice.units import NodeId
+
+T = TypeVar("T")
 
 
 class CacheShard:
@@ -32,7 +34,8 @@ class CacheShard:
         self._hosted = HostedServer(self._start)
         self._end_metrics: Callable[[], None] = lambda: None
         if metrics_port:
-            self._end_metrics = serve_metrics(service, self._numbers, metrics_port)
+            collector = ShardCollector(service, self._on_loop(self._server.stats), self._server.timings)
+            self._end_metrics = serve_endpoint([collector], self._on_loop(self._server.condition), metrics_port)
 
     def ready(self) -> dict[str, Any]:
         """Address, node and process of this shard. Raises the KVServiceError that keeps it from starting."""
@@ -76,11 +79,16 @@ class CacheShard:
         remove_leftovers(settings.service, [], settings.runtime_root)
         return os.getpid()
 
-    def _numbers(self) -> PoolStats | None:
-        async def read() -> PoolStats:  # on the event loop, the only thread that changes the numbers
-            return self._server.stats()
+    def _on_loop(self, ask: Callable[[], T]) -> Callable[[], T | None]:
+        """Like observe.endpoint.on_loop, on the event loop of the hosted server."""
 
-        try:
-            return self._hosted.call(read())
-        except Unavailable:
-            return None
+        async def call() -> T:
+            return ask()
+
+        def read() -> T | None:
+            try:
+                return self._hosted.call(call(), ANSWER_SECONDS)
+            except KVServiceError:
+                return None
+
+        return read

@@ -17,7 +17,8 @@ import ray
 from kvservice.copying.worker.devices import device_named
 from kvservice.copying.worker.server import CopyWorker, CopyWorkerConfig
 from kvservice.errors import KVServiceError
-from kvservice.observe.copy_worker_metrics import serve_copy_worker_metrics
+from kvservice.observe.copy_worker_metrics import CopyWorkerCollector
+from kvservice.observe.endpoint import serve_endpoint
 
 log = logging.getLogger("kvservice.actors")
 
@@ -64,5 +65,6 @@ class GpuWorker:
                 self._server = server
                 if self._metrics_port:
                     labels = (self._config.service, self._config.node_id, self._device)
-                    self._end_metrics = serve_copy_worker_metrics(labels, server.state, self._metrics_port)
+                    collector = CopyWorkerCollector(labels, server.state)
+                    self._end_metrics = serve_endpoint([collector], server.condition, self._metrics_port)
             return self._server

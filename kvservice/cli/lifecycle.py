@@ -118,8 +118,9 @@ async def _foreground(config: Any) -> None:
     from kvservice.core.directory.membership import patience
     from kvservice.discovery import lookup_address
     from kvservice.lookup.server import LookupServer
+    from kvservice.observe.endpoint import on_loop, serve_endpoint
     from kvservice.observe.lookup_metrics import LookupCollector
-    from kvservice.observe.metrics import ShardCollector, read_on, serve_collectors
+    from kvservice.observe.metrics import ShardCollector
     from kvservice.shard.process import EndSignals, end_process, first_of
     from kvservice.shard.server import ShardServer, ShardServerConfig
     from kvservice.units import NodeId
@@ -148,10 +149,10 @@ async def _foreground(config: Any) -> None:
         if config.metrics_port:
             loop = asyncio.get_running_loop()
             collectors = [
-                ShardCollector(config.service, read_on(loop, shard.stats)),
-                LookupCollector(config.service, read_on(loop, lookup.numbers)),
+                ShardCollector(config.service, on_loop(loop, shard.stats), shard.timings),
+                LookupCollector(config.service, on_loop(loop, lookup.numbers)),
             ]
-            end_metrics = serve_collectors(collectors, config.metrics_port, "127.0.0.1")
+            end_metrics = serve_endpoint(collectors, on_loop(loop, shard.condition), config.metrics_port, LOOPBACK)
         console.print(f"service '{config.service}' runs on this machine; Ctrl-C stops it")
         await first_of(asked.to_end.wait(), shard.left.wait())
     finally:

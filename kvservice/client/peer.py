@@ -22,6 +22,7 @@ from kvservice.core.bounded_table import NODES_MAX, BoundedTable
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverItem, TakeOverResult
 from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import StaleEpoch, TransferError, Unavailable
+from kvservice.observe import tracing
 from kvservice.units import BlockKey, BootEpoch, HandoffId, LeaseId, NodeId
 from kvservice.wire.codec import decode_followed, decode_geometry, decode_located
 from kvservice.wire.leaving import decode_taken, encode_take_over
@@ -211,8 +212,8 @@ class PeerClient:
         self._channels.drop(holder.peer_address)
         self._breakers.pop(holder.node_id)
 
-    def _proof(self, holder: Holder) -> tuple[tuple[str, bytes], ...]:
-        return self._proofs(shard_audience(holder.node_id))
+    def _proof(self, holder: Holder) -> tuple[tuple[str, str | bytes], ...]:
+        return (*self._proofs(shard_audience(holder.node_id)), *tracing.metadata())
 
     def _stub(self, address: str) -> shard_pb2_grpc.PeerServiceStub:
         return shard_pb2_grpc.PeerServiceStub(self._channels.get(address))

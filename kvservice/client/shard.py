@@ -30,6 +30,7 @@ from kvservice.core.messages import (
 )
 from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import KVServiceError, Unavailable
+from kvservice.observe import tracing
 from kvservice.units import AttachmentId, BootEpoch, HandoffId, LeaseId
 from kvservice.wire.codec import (
     decode_acquired,
@@ -200,6 +201,7 @@ class ShardClient:
 
     async def _unary(self, method: str, request: Any, timeout: float) -> Any:
         try:
-            return await getattr(self._stub(), method)(request, timeout=timeout, metadata=self._token.metadata())
+            metadata = (*self._token.metadata(), *tracing.metadata())
+            return await getattr(self._stub(), method)(request, timeout=timeout, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, f"{method} at {self._socket_path}") from error

@@ -70,7 +70,10 @@ class Statement:
 
 
 class MissReason(Enum):
-    """Why an acquired prefix ended where it did. Counted by name; NONE when every block asked for was promised."""
+    """Why an acquired prefix ended where it did; NONE when every block asked for was promised.
+
+    An acquire that was cut is counted under its reason.
+    """
 
     NONE = "none"
     NEVER_STORED = "never_stored"  # the directory knows no holder
@@ -115,6 +118,7 @@ class AcquireRequest:
     recompute_seconds_per_block: float = 0.0  # measured by the engine; 0 = unknown, then every known block is fetched
     handoff: Handoff | None = None  # wait for the blocks that this writer seals, and only then ask the directory
     request_id: str = ""  # the engine's id, for `kvservice explain`; "" = nothing is recorded
+    trace: str = ""  # W3C traceparent of the engine's request; on the wire it is gRPC metadata, and only spans read it
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +277,17 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True)
+class UsageRow:
+    """Blocks of one model and tenant, since the shard started. core.usage says which rows there are."""
+
+    model: str
+    tenant: str  # "" in a service without tenants
+    asked_blocks: int
+    hit_local_blocks: int
+    hit_remote_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class PoolStats:
     """One shard's figures at one moment."""
 
@@ -285,3 +300,4 @@ class PoolStats:
     counters: dict[str, int] = field(default_factory=dict)
     draining: bool = False
     tenants: tuple[TenantUsage, ...] = ()
+    usage: tuple[UsageRow, ...] = ()

@@ -32,6 +32,7 @@ from kvservice.core.messages import (
     EngineSpec,
     EngineStats,
     Handoff,
+    UsageRow,
 )
 from kvservice.core.peer_calls import TIMEOUT_SECONDS_MAX, PeerCalls
 from kvservice.core.reconcile import Grants
@@ -124,7 +125,7 @@ class ShardState:
             lambda: self.draining,
         )
         self._context = shard
-        self._answers = Answers(shard)
+        self._answers = Answers(shard, self._model_of)
         self._pulls = Pulls(shard)
         self._acquisitions = Acquisitions(shard, self._pulls, self._answers)
         self._handoffs = Handoffs(shard, self._acquisitions.handoff_over)
@@ -274,6 +275,13 @@ class ShardState:
 
     def tenants(self) -> tuple[TenantUsage, ...]:
         return tuple(self._store.accounts.usage())
+
+    def usage(self) -> tuple[UsageRow, ...]:
+        return self._answers.usage.rows()
+
+    def _model_of(self, attachment: AttachmentId) -> str:
+        attached = self._attached.get(attachment)
+        return "" if attached is None else attached.spec.model
 
     def all_counters(self) -> dict[str, int]:
         return dict(self.counters + self._store.counters + self._leases.counters)

@@ -24,6 +24,7 @@ from kvservice.core.directory.mirror import MirrorReader
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.errors import InvalidRequest
 from kvservice.lookup.mirror_reader import Mirror, MirroredLookup
+from kvservice.observe import tracing
 from kvservice.units import BlockKey, NodeId, SpanRoute
 from kvservice.wire.codec import decode_holder
 from kvservice.wire.serving import CHANNEL_OPTIONS
@@ -223,7 +224,8 @@ class LookupClient:
         packed = _pack(chain, segments)
         self._counters["lookup_rpcs"] += 1
         try:
-            reply = await self._stub(partition).Resolve(lookup_pb2.ResolveRequest(keys=packed), timeout=timeout)
+            request = lookup_pb2.ResolveRequest(keys=packed)
+            reply = await self._stub(partition).Resolve(request, timeout=timeout, metadata=tracing.metadata())
             runs = decode_runs(reply, segments)
         except grpc.aio.AioRpcError as error:
             self._failed(partition, f"lookup_failed_{error.code().name.lower()}")

@@ -7,9 +7,9 @@ import signal
 from collections.abc import Callable
 
 from kvservice.lookup.server import LookupServer
+from kvservice.observe.endpoint import on_loop, serve_endpoint
 from kvservice.observe.logs import say
-from kvservice.observe.lookup_metrics import serve_lookup_metrics
-from kvservice.observe.metrics import read_on
+from kvservice.observe.lookup_metrics import LookupCollector
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -31,7 +31,8 @@ async def serve(
     address = await server.start()
     try:
         if metrics_port:
-            end_metrics = serve_lookup_metrics(service, read_on(loop, server.numbers), metrics_port, host)
+            collector = LookupCollector(service, on_loop(loop, server.numbers))
+            end_metrics = serve_endpoint([collector], on_loop(loop, server.condition), metrics_port, host)
         say(f"{what} serves {address}")
         await stopped.wait()
         for number in SIGNALS:

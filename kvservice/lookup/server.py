@@ -23,6 +23,7 @@ from kvservice.core.directory.membership import FORGET_SECONDS, HIDE_SECONDS
 from kvservice.errors import ConfigError
 from kvservice.lookup.service import LookupServicer
 from kvservice.lookup.watch import SUBSCRIBERS_MAX, WatchHub
+from kvservice.observe.endpoint import Condition
 from kvservice.observe.lookup_metrics import LookupNumbers
 from kvservice.wire.serving import MESSAGE_BYTES_MAX, server_options, service_handler
 from kvservice.wire.v1 import lookup_pb2
@@ -126,6 +127,10 @@ class LookupServer:
             "nodes_silent": len(nodes) - alive,
         }
         return LookupNumbers(self._partition, gauges, self._servicer.counters())
+
+    def condition(self) -> Condition:
+        """For its probes. Call it on the server's loop."""
+        return Condition(unready="" if self._servers else "it does not serve")
 
     async def wait_for_termination(self) -> None:
         if self._servers:

@@ -12,8 +12,6 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvservice.observe.metrics import serve_collectors
-
 COPY_WORKER_COUNTERS: Mapping[str, str] = {
     "jobs": "copy jobs that ended",
     "blocks": "blocks copied",
@@ -64,10 +62,3 @@ class CopyWorkerCollector(Collector):
         source.add_metric([*self._labels, "engine"], from_engines)
         source.add_metric([*self._labels, "slot"], state["counters"].get("load_blocks", 0) - from_engines)
         yield source
-
-
-def serve_copy_worker_metrics(
-    labels: tuple[str, str, str], read: Callable[[], Mapping[str, Any]], port: int
-) -> Callable[[], None]:
-    """Serve the metrics at :port/metrics, on threads of prometheus_client. Returns a function that ends it."""
-    return serve_collectors([CopyWorkerCollector(labels, read)], port)

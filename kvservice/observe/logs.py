@@ -6,6 +6,7 @@ our own processes, the engine's inside an engine. Any thread may log.
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import json
 import logging
@@ -15,19 +16,41 @@ import time
 from types import TracebackType
 from typing import TextIO
 
+from kvservice.observe import tracing
 from kvservice.units import printable
 
 # Longer lines, and longer JSON fields, are cut here: a client may have chosen the text, and must not fill the disk with
 # it.
 TEXT_CHARS_MAX = 8192
 _WRITTEN_LATER = frozenset({"message", "asctime", "taskName"})
+_request: contextvars.ContextVar[str] = contextvars.ContextVar("kvservice_request", default="")
+
+
+class about:  # noqa: N801  a context manager is named like a function
+    """`with about(request_id):` names the request that is worked for. The records of this task, and of the tasks that
+    it starts meanwhile, have it as a field."""
+
+    __slots__ = ("_before", "_request_id")
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+
+    def __enter__(self) -> None:
+        self._before = _request.set(self._request_id)
+
+    def __exit__(self, *_: object) -> None:
+        _request.reset(self._before)
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
-    """The fields that the caller gave as `extra`."""
+    """The fields that the caller gave as `extra`, and those of the request that the caller works for."""
     # the attributes of every record, also those that an engine's record factory adds
     own = vars(logging.makeLogRecord({})).keys() | _WRITTEN_LATER
-    return {name: value for name, value in vars(record).items() if name not in own}
+    found = {name: value for name, value in vars(record).items() if name not in own}
+    for name, value in (("request_id", _request.get()), ("trace_id", tracing.trace_id())):
+        if value:
+            found.setdefault(name, value)
+    return found
 
 
 def _cut(value: object) -> object:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvservice.observe.metrics import ANY_ADDRESS, serve_collectors
+from kvservice.observe.events import LOOKUP_EVENTS
 
 # Counter of a lookup partition -> help text. Exported as kvservice_lookup_<name>_total. A counter that is not listed
 # here is exported under kvservice_lookup_events_total.
@@ -62,14 +62,8 @@ class LookupCollector(Collector):
         events = CounterMetricFamily(
             "kvservice_lookup_events", "all other counters, by name", labels=[*_NAMES, "event"]
         )
-        for name, count in sorted(numbers.counters.items()):
+        known = dict.fromkeys((name for name in LOOKUP_EVENTS if "*" not in name), 0)
+        for name, count in sorted({**known, **numbers.counters}.items()):
             if name not in LOOKUP_COUNTERS:
                 events.add_metric([*labels, name], count)
         yield events
-
-
-def serve_lookup_metrics(
-    service: str, read: Callable[[], LookupNumbers | None], port: int, address: str = ANY_ADDRESS
-) -> Callable[[], None]:
-    """Serve the metrics at address:port/metrics. Returns a function that ends it."""
-    return serve_collectors([LookupCollector(service, read)], port, address)

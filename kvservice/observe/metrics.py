@@ -7,24 +7,14 @@ under kvservice_events_total with its name as a label. The endpoint and `read` r
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvservice.errors import KVServiceError
-
-log = logging.getLogger("kvservice.observe")
-
-T = TypeVar("T")
-# A scrape waits this long for the shard's event loop, then it has no values. Half of Prometheus' default timeout of 10
-# s.
-READ_SECONDS = 5.0
+from kvservice.observe.events import SHARD_EVENTS
+from kvservice.observe.timings import Timings
 
 # A shard's number that can fall as well -> help text. Exported as kvservice_<name>.
 GAUGES: Mapping[str, str] = {
@@ -94,13 +84,23 @@ COUNTERS: Mapping[str, str] = {
     "mirror_keys_taken": "keys added to or removed from the mirror",
     "mirror_streams": "watch streams opened to feed the mirror",
     "lookup_skipped": "RPCs not sent because the lookup partition had failed repeatedly",
+    "digested_bytes": "bytes of blocks whose digests were computed when they were sealed",
     "transfer_blocks": "blocks that the transport moved",
     "transfer_connects": "connections to other nodes",
     "transfer_connect_failed": "connections to other nodes that failed",
     "transfer_reads_failed": "reads that the transport reported as failed",
 }
+# Why the prefix of an acquire was cut short: the values of core.messages.MissReason.
+REASONS = (
+    *("never_stored", "deadline", "slower_than_recompute", "lookup_failed", "peer_failed", "stale", "corrupt"),
+    *("window", "no_room", "quota", "draining", "detached"),
+)
+# First words of counters whose last words are a reason -> help text. Exported as kvservice_<words>_total{reason}.
+CUTS: Mapping[str, str] = {
+    "acquires_cut": "acquires that were promised less than they asked for, by the reason at the first missing block",
+    "window_acquires_cut": "the same for the window groups of such an acquire, by the reason at the first one",
+}
 TRANSPORTS = ("nixl", "shm")  # their byte counters are exported from the start, as 0
-ANY_ADDRESS = "0.0.0.0"
 _PREFIX = "kvservice"
 _TRANSPORT_BYTES = ("transfer_", "_bytes")  # transfer_<transport>_bytes
 
@@ -119,6 +119,21 @@ class TenantRow(Protocol):
     def in_flight(self) -> int: ...
     @property
     def counters(self) -> Mapping[str, int]: ...
+
+
+class UsageNumbers(Protocol):
+    """Blocks of one model and tenant, as core.messages.UsageRow has them. There are at most 65 rows."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def asked_blocks(self) -> int: ...
+    @property
+    def hit_local_blocks(self) -> int: ...
+    @property
+    def hit_remote_blocks(self) -> int: ...
 
 
 class ShardNumbers(Protocol):
@@ -142,14 +157,22 @@ class ShardNumbers(Protocol):
     def draining(self) -> bool: ...
     @property
     def tenants(self) -> Sequence[TenantRow]: ...
+    @property
+    def usage(self) -> Sequence[UsageNumbers]: ...
 
 
 class ShardCollector(Collector):
-    """Reads one shard. `read` returns its numbers now, or None if it cannot answer."""
+    """Reads one shard. `read` returns its numbers now, and `timings` its latencies; None if it cannot answer."""
 
-    def __init__(self, service: str, read: Callable[[], ShardNumbers | None]) -> None:
+    def __init__(
+        self,
+        service: str,
+        read: Callable[[], ShardNumbers | None],
+        timings: Callable[[], Timings | None] = lambda: None,
+    ) -> None:
         self._service = service
         self._read = read
+        self._timings = timings
 
     def collect(self) -> Iterator[Metric]:
         numbers = self._read()
@@ -158,7 +181,6 @@ class ShardCollector(Collector):
         labels = [self._service, numbers.node_id]
         yield from self._gauges(numbers, labels)
         names = ["service", "node"]
-        events = CounterMetricFamily(f"{_PREFIX}_events", "all other counters, by name", labels=[*names, "event"])
         moved = CounterMetricFamily(
             f"{_PREFIX}_transfer_bytes", "bytes fetched, by transport", labels=[*names, "transport"]
         )
@@ -166,17 +188,55 @@ class ShardCollector(Collector):
             family = CounterMetricFamily(f"{_PREFIX}_{name}", text, labels=names)
             family.add_metric(labels, numbers.counters.get(name, 0))
             yield family
-        bytes_by = dict.fromkeys(TRANSPORTS, 0)
-        for name, count in sorted(numbers.counters.items()):
-            if (transport := transport_of(name)) is not None:
-                bytes_by[transport] = count
-            elif name not in COUNTERS and name not in GAUGES:
-                events.add_metric([*labels, name], count)
+        for name, text in CUTS.items():
+            family = CounterMetricFamily(f"{_PREFIX}_{name}", text, labels=[*names, "reason"])
+            for reason in REASONS:
+                family.add_metric([*labels, reason], numbers.counters.get(f"{name}_{reason}", 0))
+            yield family
+        bytes_by = dict.fromkeys(TRANSPORTS, 0) | {
+            transport: count
+            for name, count in numbers.counters.items()
+            if (transport := transport_of(name)) is not None
+        }
         for transport, count in bytes_by.items():
             moved.add_metric([*labels, transport], count)
         yield moved
-        yield events
+        yield self._events(numbers, labels)
+        yield from self._usage(numbers, labels)
         yield from self._tenants(numbers, labels)
+        if (timings := self._timings()) is not None:
+            yield from timings.collect(names, labels)
+
+    @staticmethod
+    def _events(numbers: ShardNumbers, labels: list[str]) -> Metric:
+        """Every counter without a metric of its own; those that are known by name also while they are 0."""
+        own = {f"{name}_{reason}" for name in CUTS for reason in REASONS} | COUNTERS.keys() | GAUGES.keys()
+        rest = {name: count for name, count in numbers.counters.items() if name not in own and not transport_of(name)}
+        known = dict.fromkeys((name for name in SHARD_EVENTS if "*" not in name), 0)
+        family = CounterMetricFamily(
+            f"{_PREFIX}_events", "all other counters, by name", labels=["service", "node", "event"]
+        )
+        for name, count in sorted({**known, **rest}.items()):
+            family.add_metric([*labels, name], count)
+        return family
+
+    @staticmethod
+    def _usage(numbers: ShardNumbers, labels: list[str]) -> Iterator[Metric]:
+        names = ["service", "node", "model", "tenant"]
+        asked = CounterMetricFamily(
+            f"{_PREFIX}_model_asked_blocks", "blocks asked for, by model and tenant", labels=names
+        )
+        hits = CounterMetricFamily(
+            f"{_PREFIX}_model_hit_blocks",
+            "of these, the promised ones, by source: local, peer",
+            labels=[*names, "source"],
+        )
+        for row in numbers.usage:
+            place = [*labels, row.model, row.tenant]
+            asked.add_metric(place, row.asked_blocks)
+            hits.add_metric([*place, "local"], row.hit_local_blocks)
+            hits.add_metric([*place, "peer"], row.hit_remote_blocks)
+        yield from (asked, hits)
 
     @staticmethod
     def _tenants(numbers: ShardNumbers, labels: list[str]) -> Iterator[Metric]:
@@ -223,45 +283,3 @@ def transport_of(counter: str) -> str | None:
     """The transport of a byte counter: 'nixl' for 'transfer_nixl_bytes'. None for counters of something else."""
     head, tail = _TRANSPORT_BYTES
     return counter[len(head) : -len(tail)] if counter.startswith(head) and counter.endswith(tail) else None
-
-
-def read_on(loop: asyncio.AbstractEventLoop, ask: Callable[[], T]) -> Callable[[], T | None]:
-    """Make a function that calls `ask` on the loop and that any thread may call. It blocks at most READ_SECONDS, and
-    returns None if the loop is too busy or ends."""
-
-    async def call() -> T:
-        return ask()
-
-    def read() -> T | None:
-        try:
-            return asyncio.run_coroutine_threadsafe(call(), loop).result(READ_SECONDS)
-        except (concurrent.futures.TimeoutError, RuntimeError, KVServiceError):
-            return None
-
-    return read
-
-
-def serve_metrics(
-    service: str, read: Callable[[], ShardNumbers | None], port: int, address: str = ANY_ADDRESS
-) -> Callable[[], None]:
-    """Serve the metrics at address:port/metrics. Returns a function that ends it."""
-    return serve_collectors([ShardCollector(service, read)], port, address)
-
-
-def serve_collectors(collectors: Sequence[Collector], port: int, address: str = ANY_ADDRESS) -> Callable[[], None]:
-    """Like `serve_metrics`. If the port is taken this logs a warning and serves no metrics; the process goes on."""
-    registry = CollectorRegistry(auto_describe=False)
-    for collector in collectors:
-        registry.register(collector)
-    try:
-        server, thread = start_http_server(port, address, registry)
-    except OSError as error:
-        log.warning("metrics_port_taken", extra={"port": port, "error": error.strerror})
-        return lambda: None
-
-    def end() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join(5)
-
-    return end

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -13,6 +15,7 @@ from kvservice.core.actions import Digest
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.header import SlotHeader
 from kvservice.observe.failpoints import failpoint
+from kvservice.observe.timings import Timings
 from kvservice.pool.runtime_ports import MemoryPort
 from kvservice.units import BlockKey, SlotIndex
 
@@ -23,8 +26,10 @@ T = TypeVar("T")
 class Digests:
     """Made and called on the pool's event loop. The coroutines that it returns are awaited there."""
 
-    def __init__(self, segment: MemoryPort) -> None:
+    def __init__(self, segment: MemoryPort, timings: Timings, counters: Counter[str]) -> None:
         self._segment = segment
+        self._timings = timings
+        self._counters = counters
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvservice-digest")
 
     def of(self, digests: list[Digest]) -> list[Coroutine[None, None, list[ev.Digested]]]:
@@ -34,10 +39,14 @@ class Digests:
     async def _piece(self, batch: list[Digest]) -> list[ev.Digested]:
         def compute() -> list[ev.Digested]:
             failpoint("shard.digest")
-            return [
+            began = time.perf_counter()
+            events = [
                 ev.Digested(work.slot, work.key, self._of(work.slot, work.payload_bytes, work.key)) for work in batch
             ]
+            self._timings.add("digest_seconds", time.perf_counter() - began)
+            return events
 
+        self._counters["digested_bytes"] += sum(work.payload_bytes for work in batch)
         return await in_thread(compute, self._threads)
 
     async def verified(self) -> list[ev.Adopt]:

@@ -19,6 +19,8 @@ from kvservice.core.drain.sender import FIND_SECONDS as TAKERS_SECONDS
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverResult
 from kvservice.errors import Forbidden, KVServiceError, Refused
 from kvservice.lookup.client import LookupAnswer
+from kvservice.observe import tracing
+from kvservice.observe.timings import Timings
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 
 log = logging.getLogger("kvservice.pool")
@@ -74,12 +76,14 @@ class RemoteShards:
         peers: PeerPort | None,
         clock: Callable[[], float],
         counters: Counter[str],
+        timings: Timings,
     ) -> None:
         self._node_id = node_id
         self._directory = directory
         self._peers = peers
         self._clock = clock
         self._counters = counters
+        self._timings = timings
         self._peer_infos: BoundedTable[NodeId, PeerInfo] = BoundedTable(NODES_MAX)
         self._writers: BoundedTable[NodeId, Holder] = BoundedTable(NODES_MAX)  # nodes whose hand-offs were followed
 
@@ -112,25 +116,34 @@ class RemoteShards:
     async def _resolve(self, action: act.Resolve) -> ev.Event:
         answer = LookupAnswer((), complete=False)
         if self._directory is not None:
-            try:
-                answer = await self._directory.lookup.resolve(
-                    action.chain, action.start, action.timeout_seconds, self._node_id
-                )
-            except KVServiceError as error:
-                log.info("lookup_failed", extra={"error": error.message})
+            began = self._clock()
+            with tracing.span("resolve", blocks=len(action.chain) - action.start) as span:
+                try:
+                    answer = await self._directory.lookup.resolve(
+                        action.chain, action.start, action.timeout_seconds, self._node_id
+                    )
+                except KVServiceError as error:
+                    log.info("lookup_failed", extra={"error": error.message})
+                span.set(found=sum(run.count for run in answer.runs), complete=answer.complete)
+            self._timings.add("resolve_seconds", self._clock() - began)
         return ev.Resolved(action.op, answer.runs, answer.complete)
 
     async def _locate(self, action: act.Locate) -> ev.Event:
         sent_at = self._clock()
         result: LocateResult | None = None
         if self._peers is not None:
-            try:
-                await self._meet(self._peers, action.holder, action.timeout_seconds)
-                sent_at = self._clock()
-                result = await self._peers.locate(action.holder, action.keys, self._node_id, action.timeout_seconds)
-            except KVServiceError as error:
-                self._counters["locate_failed"] += 1
-                log.info("locate_failed", extra={"node": action.holder.node_id, "error": str(error)})
+            began = sent_at
+            with tracing.span("locate", node=action.holder.node_id, blocks=len(action.keys)) as span:
+                try:
+                    await self._meet(self._peers, action.holder, action.timeout_seconds)
+                    sent_at = self._clock()
+                    result = await self._peers.locate(action.holder, action.keys, self._node_id, action.timeout_seconds)
+                    span.set(leased=sum(handle is not None for handle in result.handles))
+                except KVServiceError as error:
+                    self._counters["locate_failed"] += 1
+                    span.set(failed=error.message)
+                    log.info("locate_failed", extra={"node": action.holder.node_id, "error": str(error)})
+            self._timings.add("locate_seconds", self._clock() - began)
         return ev.Located(action.fetch, result, sent_at)
 
     async def _follow(self, action: act.Follow) -> ev.Event:

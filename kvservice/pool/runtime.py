@@ -8,6 +8,7 @@ thread). Both return to the loop as events, so the state has a single writer.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -45,18 +46,20 @@ from kvservice.core.shard import AttachReply, ShardState
 from kvservice.errors import KVServiceError, Unavailable
 from kvservice.memory.liveness import claim
 from kvservice.memory.segment import Segment
+from kvservice.observe import logs, tracing
 from kvservice.observe.failpoints import failpoint
+from kvservice.observe.timings import Timings
 from kvservice.pool.digests import Digests
 from kvservice.pool.opening import close_new, open_segment
 from kvservice.pool.remote import DirectoryPort, RemoteShards
 from kvservice.pool.runtime_ports import Claim, MemoryPort, PoolConfig, PullerPort
+from kvservice.pool.vanished import VanishedEngines
 from kvservice.transfer.base import Transport
 from kvservice.transfer.puller import Puller, PullItem, PullJob
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, SpanRoute
 
 log = logging.getLogger("kvservice.pool")
 
-LIVENESS_POLL_SECONDS = 0.5  # between two looks whether a vanished engine still writes: a file lock has no event
 CHECK_SECONDS = 5.0  # between two checks of the core's invariants in production; a broken one fences the pool
 CHECK_SLOTS_MAX = 20_000  # a pool with more slots is not checked: a check would block the loop for too long
 
@@ -79,7 +82,6 @@ class PoolRuntime:
         self._puller = puller
         self._directory = directory
         self._clock = clock
-        self._claim = claim
         self._loop = asyncio.get_running_loop()
         self._state = ShardState(
             config.node_id,
@@ -90,12 +92,14 @@ class PoolRuntime:
             tenants=config.tenants,
             policy=config.eviction(),
         )
-        self._remote = RemoteShards(config.node_id, directory, peers, clock, self._state.counters)
-        self._digests = Digests(self._segment)
+        self.timings = Timings()
+        self._remote = RemoteShards(config.node_id, directory, peers, clock, self._state.counters, self.timings)
+        self._digests = Digests(self._segment, self.timings, self._state.counters)
         self._calls: dict[int, tuple[asyncio.Future[Any], AttachmentId | None]] = {}
         self._lost: dict[AttachmentId, Callable[[str], None]] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}  # in the order of their start
-        self._watched: set[bytes] = set()
+        self._vanished = VanishedEngines(claim, lambda work: self._keep(self._loop.create_task(work)), self._dispatch)
+        self._no_request = contextvars.copy_context()  # for what is done for nobody in particular: it is in no trace
         self._timer: asyncio.TimerHandle | None = None
         self._next_op = 1
         self._fenced: str | None = None
@@ -165,7 +169,11 @@ class PoolRuntime:
         self._dispatch(ev.Detach(attachment))
 
     async def acquire(self, attachment: AttachmentId, request: AcquireRequest) -> AcquireResult:
-        result: AcquireResult = await self._call(lambda op: ev.Acquire(op, attachment, request), attachment)
+        began = self._clock()
+        with logs.about(request.request_id):
+            result: AcquireResult = await self._call(lambda op: ev.Acquire(op, attachment, request), attachment)
+        source = "peer" if result.fetched_count else "local" if result.blocks else "none"
+        self.timings.add("acquire_seconds", self._clock() - began, source, request.request_id)
         return result
 
     async def reserve(self, attachment: AttachmentId, count: int, group: int = 0, call: int = 0) -> list[BlockRef]:
@@ -173,7 +181,9 @@ class PoolRuntime:
         return refs
 
     async def seal(self, attachment: AttachmentId, items: Sequence[SealItem]) -> list[SealStatus]:
+        began = self._clock()
         statuses: list[SealStatus] = await self._call(lambda op: ev.Seal(op, attachment, tuple(items)), attachment)
+        self.timings.add("seal_seconds", self._clock() - began)
         return statuses
 
     async def abort(self, attachment: AttachmentId, refs: Sequence[BlockRef]) -> None:
@@ -329,6 +339,7 @@ class PoolRuntime:
             counters,
             self._state.draining,
             self._state.tenants(),
+            self._state.usage(),
         )
 
     def models(self) -> list[str]:
@@ -430,7 +441,7 @@ class PoolRuntime:
                 case act.Pull():
                     self._pull(action)
                 case act.WatchEngine(engine_id):
-                    self._watch_engine(engine_id)
+                    self._vanished.watch(engine_id)
                 case _:
                     self._spawn(self._report(action))
         for work in self._digests.of(digests):
@@ -471,7 +482,8 @@ class PoolRuntime:
             self._timer = None
         due = self._state.next_deadline()
         if due is not None and not self._closed:
-            self._timer = self._loop.call_later(max(due - self._clock(), 0.0) + 0.001, self._dispatch, ev.Tick())
+            delay = max(due - self._clock(), 0.0) + 0.001
+            self._timer = self._loop.call_later(delay, self._dispatch, ev.Tick(), context=self._no_request)
 
     def _fence(self, reason: str) -> None:
         """Stop serving: a state that contradicts itself could promise a wrong block."""
@@ -513,49 +525,33 @@ class PoolRuntime:
             items,
             action.deadline,
         )
-        self._puller.submit(job, self._on_pulled, self._on_writes_ended)
+        span = tracing.begin(
+            "fetch", node=action.holder.node_id, blocks=len(items), bytes=len(items) * job.payload_bytes
+        )
+        came = partial(self._on_pulled, self._clock(), span, contextvars.copy_context())
+        self._puller.submit(job, came, self._on_writes_ended)
 
-    def _on_pulled(self, job: int, results: tuple[ev.PullResult, ...]) -> None:
+    def _on_pulled(
+        self,
+        began: float,
+        span: tracing.Span,
+        context: contextvars.Context,
+        job: int,
+        results: tuple[ev.PullResult, ...],
+    ) -> None:
         failpoint("shard.pulled")
-        self._from_thread(ev.Pulled(job, results))
+        span.end(verified=results.count(ev.PullResult.OK))
+        context.run(self.timings.add, "fetch_seconds", self._clock() - began, "peer")
+        self._from_thread(ev.Pulled(job, results), context)
 
     def _on_writes_ended(self, job: int) -> None:
-        self._from_thread(ev.WritesEnded(job))
+        self._from_thread(ev.WritesEnded(job), self._no_request)
 
-    def _from_thread(self, event: ev.Event) -> None:
+    def _from_thread(self, event: ev.Event, context: contextvars.Context) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._dispatch, event)
+            self._loop.call_soon_threadsafe(self._dispatch, event, context=context)
         except RuntimeError:
             log.debug("event_after_close", extra={"event": type(event).__name__})
-
-    # -- engines that vanished ----
-
-    def _watch_engine(self, engine_id: bytes) -> None:
-        if engine_id not in self._watched:
-            self._watched.add(engine_id)
-            self._keep(self._loop.create_task(self._await_engine_end(engine_id)))
-
-    async def _await_engine_end(self, engine_id: bytes) -> None:
-        level = logging.WARNING  # of the first complaint
-        try:
-            while True:  # a file lock has no event
-                try:
-                    if self._end_engine(engine_id):
-                        return
-                except KVServiceError as error:  # for example no file locks left: the slots stay quarantined longer
-                    log.log(level, "engine_end_unknown", extra={"reason": error.message})
-                    level = logging.DEBUG
-                await asyncio.sleep(LIVENESS_POLL_SECONDS)
-        finally:
-            self._watched.discard(engine_id)
-
-    def _end_engine(self, engine_id: bytes) -> bool:
-        """Take back what this engine may have been writing, unless it still may. Returns whether that was done. It
-        happens under one lock: a worker that starts in between waits, and then finds its slots gone."""
-        with self._claim(engine_id) as is_free:
-            if is_free:
-                self._dispatch(ev.EngineGone(engine_id))
-        return is_free
 
     # -- start, checks, tasks ----
 
@@ -566,7 +562,7 @@ class PoolRuntime:
         for event in found:
             self._dispatch(event)
         for engine_id in self._state.watch_list():
-            self._watch_engine(engine_id)
+            self._vanished.watch(engine_id)
         self.adopt_seconds = self._clock() - started
         if found:
             adopted = self._state.all_counters().get("blocks_adopted", 0)

@@ -17,8 +17,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvservice.aio import end_tasks, is_set_within
+from kvservice.observe.endpoint import on_loop, serve_endpoint
 from kvservice.observe.logs import say
-from kvservice.observe.metrics import read_on, serve_metrics
+from kvservice.observe.metrics import ShardCollector
 from kvservice.shard.server import ShardServer, ShardServerConfig
 
 log = logging.getLogger("kvservice.shard")
@@ -42,8 +43,10 @@ async def serve(
     holder = await server.start()
     try:
         if metrics_port:
-            read = read_on(asyncio.get_running_loop(), server.stats)
-            end_metrics = serve_metrics(config.settings.service, read, metrics_port, config.peer_host.strip("[]"))
+            loop = asyncio.get_running_loop()
+            collector = ShardCollector(config.settings.service, on_loop(loop, server.stats), server.timings)
+            host = config.peer_host.strip("[]")
+            end_metrics = serve_endpoint([collector], on_loop(loop, server.condition), metrics_port, host)
         say(f"shard {holder.node_id} serves peers at {holder.peer_address}, epoch {holder.epoch}")
         await first_of(asked.to_end.wait(), server.left.wait())
         if keep_segment:

@@ -2,7 +2,7 @@
 
     ""      the process serves
     live    the event loop answers; nothing else is checked. For liveness probes
-    ready   a pool is open and is not draining. For readiness probes
+    ready   a pool is open, works, and is not draining. For readiness probes
 
 Runs on the server's event loop.
 """

@@ -42,6 +42,8 @@ from kvservice.lookup.mirror_file import mirror_path
 from kvservice.lookup.mirror_writer import DirectoryMirror
 from kvservice.lookup.shard_directory import ShardDirectory
 from kvservice.memory.segment import Segment, segment_path
+from kvservice.observe.endpoint import Condition
+from kvservice.observe.timings import Timings
 from kvservice.pool.eviction import find_policy
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
@@ -94,7 +96,7 @@ class ShardServer:
         self._directory: ShardDirectory | None = None
         self._servers: list[grpc.aio.Server] = []
         self._record: Path | None = None
-        self._health = ReadinessServicer(lambda: self._pool is not None and not self._pool.draining)
+        self._health = ReadinessServicer(lambda: self.condition() == Condition())
         self._peer_address = ""
         self._socket_path = ""
         self._secret = b""
@@ -300,6 +302,18 @@ class ShardServer:
             stats.counters.update(self._directory.counters)
         stats.counters.update(self._counters)
         return stats
+
+    def timings(self) -> Timings | None:
+        """The latencies of the present boot. May be called from any thread."""
+        pool = self._pool
+        return None if pool is None else pool.timings
+
+    def condition(self) -> Condition:
+        """For its probes. A fenced pool refuses every call; the next start verifies all blocks."""
+        pool = self._pool
+        if pool is None:
+            return Condition(unready="there is no pool: the shard starts, stops, or replaces its memory")
+        return Condition(dead=pool.fenced or "", unready="draining" if pool.draining else "")
 
     def set_lookup_addresses(self, addresses: Sequence[str]) -> None:
         """Use new addresses of the lookup partitions. Their number must stay the same."""

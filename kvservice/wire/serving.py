@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError, Message
 
 from kvservice.auth.identity import caller_of
 from kvservice.errors import Exhausted, InvalidRequest, KVServiceError
+from kvservice.observe import tracing
 from kvservice.wire.status import status_code, status_text, trailing_metadata
 
 log = logging.getLogger("kvservice.wire")
@@ -119,6 +120,7 @@ def _unary(
     gate: Gate,
 ) -> Any:
     request_type = message_factory.GetMessageClass(method.input_type)
+    spanned = f"{method.containing_service.name}/{method.name}"
 
     async def handle(data: bytes, context: Context) -> bytes:
         try:
@@ -126,7 +128,7 @@ def _unary(
             request = _parse(request_type, data)
             if needs_deadline and context.time_remaining() is None:
                 raise InvalidRequest(f"{method.full_name} needs a deadline: set a timeout on the call")
-            with gate.passing(method.name):
+            with gate.passing(method.name), tracing.served_span(spanned, context.invocation_metadata):
                 reply = await function(request, context)
             return reply.SerializeToString()
         except KVServiceError as error:

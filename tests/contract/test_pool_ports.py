@@ -12,7 +12,7 @@ import pytest
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
 from kvservice.core.segment.geometry import Geometry
-from kvservice.pool import runtime
+from kvservice.pool import vanished
 from kvservice.pool.runtime import PoolConfig, PoolRuntime
 from kvservice.shard.server import ShardServer, ShardServerConfig
 from kvservice.testing.fake_pool import FakePool
@@ -25,7 +25,7 @@ GEOMETRY = Geometry(slab_bytes=MiB, slab_count=2)
 @pytest.fixture(autouse=True)
 def often_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether engines that left have let go."""
-    monkeypatch.setattr(runtime, "LIVENESS_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(vanished, "POLL_SECONDS", 0.01)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from kvservice.core.explain.evictions import NAMES_MAX
 from kvservice.core.explain.records import RECORDS_MAX
 from kvservice.core.messages import Holder
 from kvservice.core.store.reuse import GONE_MAX
+from kvservice.observe.timings import Timings
 from kvservice.pool.remote import RemoteShards
 from kvservice.serve.load import LoadBook, SentPrefixes
 from kvservice.testing.builders import CoreHarness, make_chain, make_holder, make_located, make_spec, run_of
@@ -180,7 +181,7 @@ async def test_what_a_shard_keeps_of_peers_does_not_grow_with_the_nodes_that_eve
     port = server.add_insecure_port("0.0.0.0:0")
     await server.start()
     peers = PeerClient("shm", NodeId("me"), secret=b"x" * 32)
-    remote = RemoteShards(NodeId("me"), None, peers, time.monotonic, Counter())
+    remote = RemoteShards(NodeId("me"), None, peers, time.monotonic, Counter(), Timings())
     settled = 0
     for number in range(nodes):
         address = f"127.{1 + number // 60_000}.{number // 250 % 250}.{1 + number % 250}:{port}"

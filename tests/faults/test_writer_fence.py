@@ -24,7 +24,6 @@ from pathlib import Path
 
 import pytest
 
-import kvservice.pool.runtime as runtime
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
 from kvservice.core import events as ev
@@ -35,6 +34,7 @@ from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import Unavailable
 from kvservice.memory.liveness import claim, hold
 from kvservice.memory.segment import Segment
+from kvservice.pool import vanished
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.shard.server import ShardServer, ShardServerConfig
@@ -101,7 +101,7 @@ def root() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def often_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "LIVENESS_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(vanished, "POLL_SECONDS", 0.01)
 
 
 @contextlib.asynccontextmanager

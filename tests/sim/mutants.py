@@ -315,7 +315,7 @@ MUTANTS = (
     Mutant(
         "a restarted shard asks who may still write",
         RUNTIME,
-        "        for engine_id in self._state.watch_list():\n            self._watch_engine(engine_id)\n",
+        "        for engine_id in self._state.watch_list():\n            self._vanished.watch(engine_id)\n",
         "        for engine_id in self._state.watch_list():\n            self._dispatch(ev.EngineGone(engine_id))\n",
         seed=196,
     ),

@@ -114,6 +114,7 @@ class SchedulerHalf:
         salted: bool = False,
         public_tokens: int = 0,
         adapter: bytes = b"",
+        trace: str = "",
     ) -> None:
         """Start to ask for the whole prefix at once; the engine's own hit becomes known later. Returns at once.
 
@@ -122,11 +123,12 @@ class SchedulerHalf:
             tokens: length of the prompt; needed only with several KV cache groups.
             public_tokens: leading tokens that other tenants may share, if this tenant may.
             adapter: identity of the adapter.
+            trace: W3C traceparent of the span that the request came with.
         """
         if request_id in self._requests:
             return
         request = self._requests[request_id] = EngineRequest(request_id, [], tokens=tokens, public_tokens=public_tokens)
-        request.adapter, request.may_read = adapter, may_read
+        request.adapter, request.may_read, request.trace = adapter, may_read, trace
         request.window_keys = [[] for _ in self._grouping.window_groups]
         self._extend_keys(request, hashes, self._session.attachment)
         request.prompt_blocks, request.salted = len(request.keys), salted
@@ -167,7 +169,7 @@ class SchedulerHalf:
         if handoff is not None:
             timeout = self._handoff_timeout
             self.counters["handoffs_read"] += 1
-        wanted = AcquireRequest(tuple(keys), 0, timeout, per_block, handoff, request.request_id)
+        wanted = AcquireRequest(tuple(keys), 0, timeout, per_block, handoff, request.request_id, request.trace)
         asked = self._session.acquire(request.request_id, wanted)
         if asked is None:
             self.counters["asked_without_pool"] += 1
@@ -258,7 +260,7 @@ class SchedulerHalf:
                 self._known.learn(keys[self._grouping.needed_from(group, end) : end])
                 self._known.not_found(keys[end:], request.ask_number)
             if result.miss is not MissReason.NONE:
-                self.counters[f"miss_{result.miss.value}"] += 1
+                self.counters[f"acquires_cut_{result.miss.value}"] += 1
 
     # -- each step ----
 

@@ -30,6 +30,7 @@ from kvservice.core.messages import (
 from kvservice.core.reconcile import Ledger
 from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import KVServiceError, Refused
+from kvservice.observe import logs, tracing
 from kvservice.pool.port import PoolPort
 from kvservice.units import AttachmentId, HandoffId, LeaseId, format_bytes
 
@@ -372,9 +373,16 @@ class Session:
         pool = self._pool
         try:
             if pool is not None:
-                call = asyncio.ensure_future(pool.acquire(attachment.attachment_id, request))
-                self._acquires[request_id] = call
-                result = await call
+                asked = len(request.keys) - request.skip
+                with (
+                    logs.about(request_id),
+                    tracing.request_span("acquire", request.trace, request_id=request_id, asked_blocks=asked) as span,
+                ):
+                    call = asyncio.ensure_future(pool.acquire(attachment.attachment_id, request))
+                    self._acquires[request_id] = call
+                    result = await call
+                    fetched = result.fetched_count
+                    span.set(hit_blocks=len(result.blocks), fetched_blocks=fetched, miss=result.miss.value)
         except KVServiceError as error:
             self.counters["acquire_failed"] += 1
             log.debug("acquire failed: %s", error.message)

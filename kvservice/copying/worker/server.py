@@ -29,6 +29,7 @@ from kvservice.discovery import (
     write_copy_worker,
 )
 from kvservice.errors import ServiceConflict
+from kvservice.observe.endpoint import Condition
 from kvservice.private_files import check_socket_path, make_directory, peer_uid
 from kvservice.units import NodeId
 
@@ -93,6 +94,12 @@ class CopyWorker:
             "counters": counters,
             **self._device.state(),
         }
+
+    def condition(self) -> Condition:
+        """For its probes. A worker whose device failed, or whose copy hangs, cannot be repaired."""
+        if self.device_lost.is_set():
+            return Condition(dead="the device failed")
+        return Condition(dead="a copy hangs" if self.wedged.is_set() else "")
 
     def stop(self) -> None:
         """Deregister, end the batches under way, close. Blocks, and for ever if a copy hangs: watch `wedged`."""

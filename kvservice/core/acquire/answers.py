@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvservice.core.acquire.acquisition import Acquisition
 from kvservice.core.actions import Reply
 from kvservice.core.context import ShardContext
 from kvservice.core.messages import AcquireResult, MissReason
 from kvservice.core.segment.refs import BlockRef
-from kvservice.units import LeaseId, SlotIndex
+from kvservice.core.usage import UsageTable
+from kvservice.units import AttachmentId, LeaseId, SlotIndex
 
 
 class Answers:
     """Leases what was promised, replies, counts and records."""
 
-    def __init__(self, shard: ShardContext) -> None:
+    def __init__(self, shard: ShardContext, model_of: Callable[[AttachmentId], str]) -> None:
         self._shard = shard
+        self._model_of = model_of
+        self.usage = UsageTable()
 
     def answer(
         self,
@@ -44,12 +47,14 @@ class Answers:
 
     def _count(self, main: Acquisition, promised: int, fetched: int, reason: MissReason) -> None:
         counters = self._shard.counters
+        asked = len(main.request.keys) - main.request.skip
         counters["acquires"] += 1
-        counters["asked_blocks"] += len(main.request.keys) - main.request.skip
+        counters["asked_blocks"] += asked
         counters["hit_local_blocks"] += promised - fetched
         counters["hit_remote_blocks"] += fetched
+        self.usage.add(self._model_of(main.attachment), main.account, asked, promised - fetched, fetched)
         if reason is not MissReason.NONE:
-            counters[f"miss_{reason.value}"] += 1
+            counters[f"acquires_cut_{reason.value}"] += 1
 
     def _reply(
         self,

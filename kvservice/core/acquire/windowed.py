@@ -176,7 +176,7 @@ class WindowedAcquisitions:
         self._counters["window_hit_remote_blocks"] += fetched
         gap = missing.start + len(pinned)
         if gap < missing.end:
-            self._counters[f"window_miss_{part.reason.value}"] += 1
+            self._counters[f"window_acquires_cut_{part.reason.value}"] += 1
             hit.reason = MissReason.WINDOW
             hit.shortened += 1
             self._cut(hit, gap)

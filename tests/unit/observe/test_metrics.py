@@ -6,10 +6,8 @@ import io
 import json
 import logging
 import re
-import socket
 import subprocess
 import sys
-import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from kvservice.core.messages import PoolStats
 from kvservice.observe import logs
 from kvservice.observe.copy_worker_metrics import CopyWorkerCollector
 from kvservice.observe.lookup_metrics import LOOKUP_GAUGES, LookupCollector, LookupNumbers
-from kvservice.observe.metrics import COUNTERS, ShardCollector, serve_metrics, transport_of
+from kvservice.observe.metrics import COUNTERS, ShardCollector, transport_of
 from kvservice.units import BootEpoch, NodeId
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -117,28 +115,6 @@ def test_an_alert_about_missing_parts_fires_when_all_of_them_are_missing(name: s
     assert re.fullmatch(r"\(count\([a-z_]+\$SERVICE\) or vector\(0\)\)", left)
     # What it is compared with must not vanish as well: a fixed number, or absent() beside it.
     assert "$LOOKUP_PARTITIONS" in expression or expression.endswith("or absent(kvservice_segment_bytes$SERVICE)")
-
-
-def test_the_endpoint_answers_and_ends() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    end = serve_metrics("s", lambda: stats(acquires=1), port)
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
-            assert b"kvservice_acquires_total" in reply.read()
-    finally:
-        end()
-    with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", port)) != 0
-
-
-def test_a_taken_port_costs_the_metrics_and_nothing_else() -> None:
-    with socket.socket() as taken:
-        taken.bind(("0.0.0.0", 0))
-        taken.listen()
-        serve_metrics("s", lambda: None, taken.getsockname()[1])()
-        assert taken.fileno() >= 0
 
 
 def logged(formatter: logging.Formatter) -> str:

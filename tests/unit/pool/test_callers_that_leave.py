@@ -16,7 +16,7 @@ from kvservice.core import actions as act
 from kvservice.core.messages import AcquireRequest, AcquireResult, SealItem
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.errors import NotAttached, SegmentError
-from kvservice.pool import runtime as module
+from kvservice.pool import vanished
 from kvservice.pool.runtime import PoolConfig, PoolRuntime
 from kvservice.testing.builders import make_chain, make_spec
 from kvservice.testing.eventually import eventually_async
@@ -82,8 +82,8 @@ async def test_slots_of_an_engine_that_is_gone_come_back_once_the_machine_has_lo
             raise SegmentError("cannot lock the segment for its writers: No locks available")
         yield True
 
-    monkeypatch.setattr(runtime, "_claim", claim)
-    monkeypatch.setattr(module, "LIVENESS_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(runtime._vanished, "_claim", claim)
+    monkeypatch.setattr(vanished, "POLL_SECONDS", 0.001)
     caplog.set_level(logging.WARNING)
     engine = (await runtime.attach(make_spec(), lambda reason: None)).attachment_id
     await runtime.reserve(engine, 3)

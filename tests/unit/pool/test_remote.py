@@ -10,6 +10,7 @@ import pytest
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.messages import Handoff
+from kvservice.observe.timings import Timings
 from kvservice.pool.remote import RemoteShards
 from kvservice.testing.builders import make_chain, make_holder
 from kvservice.units import HandoffId, NodeId
@@ -20,7 +21,7 @@ HANDOFF = Handoff(HandoffId(b"h" * 16), NodeId("peer"))
 
 @pytest.fixture
 def alone() -> RemoteShards:
-    return RemoteShards(NodeId("me"), None, None, time.monotonic, Counter())
+    return RemoteShards(NodeId("me"), None, None, time.monotonic, Counter(), Timings())
 
 
 async def test_without_a_directory_nothing_is_found_and_it_is_said_that_nobody_was_asked(alone: RemoteShards) -> None:

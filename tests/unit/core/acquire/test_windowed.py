@@ -100,7 +100,7 @@ def test_gap_in_a_window_shortens_the_hit(harness: CoreHarness, stored: tuple[in
     store_window(harness, engine, chain, stored)
     result = answer(harness, harness.acquire(engine, chain))
     assert (len(result.blocks), [len(refs) for refs in result.window_blocks]) == (hit, [window])
-    assert (result.miss is MissReason.WINDOW) == (hit < 8) == bool(harness.count("miss_window"))
+    assert (result.miss is MissReason.WINDOW) == (hit < 8) == bool(harness.count("acquires_cut_window"))
     assert harness.slots("leased") == hit + window
     assert bool(result.lease_id) == bool(hit)
 

@@ -1,0 +1,42 @@
+"""How much of what was asked for each model and tenant had a hit. Pure.
+
+Models and tenants come and go for as long as a service runs, so the table is bounded. What leaves it is added to the
+row of the others, so that the sums over all rows never fall.
+"""
+
+from __future__ import annotations
+
+from kvservice.core.bounded_table import BoundedTable
+from kvservice.core.messages import UsageRow
+
+# Pairs of a model and a tenant that have a row: it bounds the metric series of one shard. Further ones share a row.
+ROWS_MAX = 64
+OTHERS = "(others)"
+
+
+class UsageTable:
+    def __init__(self, rows_max: int = ROWS_MAX) -> None:
+        self._rows: BoundedTable[tuple[str, str], list[int]] = BoundedTable(rows_max, self._drop)
+        self._others: list[int] | None = None
+
+    def add(self, model: str, tenant: str, asked: int, hit_local: int, hit_remote: int) -> None:
+        """Count the blocks of one answer."""
+        name = (model, tenant)
+        row = self._rows.get(name) or self._rows.put(name, [0, 0, 0])
+        _add(row, (asked, hit_local, hit_remote))
+
+    def rows(self) -> tuple[UsageRow, ...]:
+        """Sorted by model and tenant; the row of the others is the last one."""
+        found = [UsageRow(model, tenant, *counts) for (model, tenant), counts in sorted(self._rows.items())]
+        if self._others is not None:
+            found.append(UsageRow(OTHERS, OTHERS, *self._others))
+        return tuple(found)
+
+    def _drop(self, row: list[int]) -> None:
+        self._others = self._others or [0, 0, 0]
+        _add(self._others, (row[0], row[1], row[2]))
+
+
+def _add(row: list[int], counts: tuple[int, int, int]) -> None:
+    for index, count in enumerate(counts):
+        row[index] += count

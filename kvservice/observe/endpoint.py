@@ -1,0 +1,147 @@
+"""The HTTP endpoint of a process: /metrics for Prometheus, /livez and /readyz for probes.
+
+    /metrics  Prometheus' text format, or OpenMetrics for a client that asks for it
+    /livez    200; 503 when the event loop does not answer, or when only a restart helps
+    /readyz   200 while the process takes new work; 503 with the reason otherwise, so a drain shows at once
+
+It is plain HTTP, in a service with TLS as well: a probe of Kubernetes has no client certificate, and nothing here is
+secret from who may read the metrics. Every request runs on a thread of its own. It asks the event loop and waits for it
+a bounded time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import platform
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+from prometheus_client.core import InfoMetricFamily, Metric
+from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.registry import Collector
+
+from kvservice import __version__
+from kvservice.errors import KVServiceError
+
+log = logging.getLogger("kvservice.observe")
+
+T = TypeVar("T")
+# A request waits this long for the event loop: less than the five seconds after which a probe of the chart gives up,
+# and half of Prometheus' ten. Later the loop counts as stuck.
+ANSWER_SECONDS = 3.0
+IDLE_SECONDS = 10.0  # a connection that sends nothing is closed after this: it would keep its thread
+ANY_ADDRESS = "0.0.0.0"
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What probes are told. Both texts are empty while all is well."""
+
+    dead: str = ""  # why only a restart of the process helps
+    unready: str = ""  # why it takes no new work
+
+
+def on_loop(loop: asyncio.AbstractEventLoop, ask: Callable[[], T]) -> Callable[[], T | None]:
+    """Make a function that calls `ask` on the loop and that any thread may call. It blocks at most ANSWER_SECONDS, and
+    returns None if the loop is stuck or has ended, or if `ask` raises a KVServiceError."""
+
+    async def call() -> T:
+        return ask()
+
+    def read() -> T | None:
+        work = call()
+        try:
+            answer = asyncio.run_coroutine_threadsafe(work, loop)
+        except RuntimeError:  # the loop has ended
+            work.close()
+            return None
+        try:
+            return answer.result(ANSWER_SECONDS)
+        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError, KVServiceError):
+            answer.cancel()  # a loop that comes back need not answer it any more
+            return None
+
+    return read
+
+
+def serve_endpoint(
+    collectors: Sequence[Collector],
+    condition: Callable[[], Condition | None],
+    port: int,
+    address: str = ANY_ADDRESS,
+) -> Callable[[], None]:
+    """Serve at address:port. Returns a function that ends it and blocks for a moment.
+
+    `condition` is called on threads; None means that the process does not answer. If the port is taken this logs a
+    warning and serves nothing; the process goes on.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    for collector in (*collectors, BuildCollector(), ProcessCollector(registry=None)):
+        registry.register(collector)
+    try:
+        server = _listen(address, port, _Application(make_wsgi_app(registry), condition))
+    except OSError as error:
+        log.warning("metrics_port_taken", extra={"port": port, "error": error.strerror})
+        return lambda: None
+    thread = threading.Thread(target=server.serve_forever, name="kvservice-metrics", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)
+
+    return end
+
+
+class BuildCollector(Collector):
+    """What runs here: kvservice_build_info."""
+
+    def collect(self) -> Iterator[Metric]:
+        found = {"version": __version__, "python": platform.python_version()}
+        yield InfoMetricFamily("kvservice_build", "versions of kvservice and Python, as labels; the value is 1", found)
+
+
+class _Application:
+    """The WSGI application: probes here, everything else by prometheus_client."""
+
+    def __init__(self, metrics: Any, condition: Callable[[], Condition | None]) -> None:
+        self._metrics = metrics
+        self._condition = condition
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if path not in ("/livez", "/readyz"):
+            found: Iterable[bytes] = self._metrics(environ, start_response)
+            return found
+        now = self._condition()
+        if now is None:
+            fault = f"the process does not answer within {ANSWER_SECONDS:.0f} s"
+        else:
+            fault = now.dead or (now.unready if path == "/readyz" else "")
+        headers = [("Content-Type", "text/plain; charset=utf-8"), ("Cache-Control", "no-store")]
+        start_response("503 Service Unavailable" if fault else "200 OK", headers)
+        return [f"{fault or 'ok'}\n".encode()]
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = IDLE_SECONDS
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Nothing: a request every few seconds is no event."""
+
+
+def _listen(address: str, port: int, application: _Application) -> ThreadingWSGIServer:
+    family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+
+    class Server(ThreadingWSGIServer):
+        address_family = family
+
+    return make_server(str(place[0]), port, application, Server, handler_class=_Handler)

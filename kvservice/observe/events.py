@@ -1,0 +1,140 @@
+"""What the counters mean that have no metric of their own. They are the values of the label `event`.
+
+A name with a star stands for several: the star is a reason, an outcome or a kind. docs/reference/metrics.md is made
+from these tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# Of kvservice_events_total.
+SHARD_EVENTS: Mapping[str, str] = {
+    "abort_ignored": "slots given back that were not the engine's any more",
+    "acquires_cancelled": "acquires whose engine stopped waiting",
+    "announce_*": "announcements by the answer: applied, resync, stale_epoch; failed = no answer",
+    "fetches_overdue": "fetches that got no answer in time",
+    "find_takers_failed": "nodes that did not say how much room they have, when this one was leaving",
+    "followed_blocks": "blocks of hand-offs that other nodes were told of",
+    "follows": "questions of other nodes about hand-offs here",
+    "follows_failed": "questions about hand-offs that the writer's node did not answer",
+    "full_announcements": "announcements of everything that this node holds",
+    "handoff_close_ignored": "ends of hand-offs that were not open",
+    "handoffs_broken": "hand-offs whose engine left before their end",
+    "handoffs_closed": "hand-offs that ended",
+    "handoffs_ended_short": "acquires whose hand-off ended before their last block",
+    "handoffs_opened": "hand-offs that engines began",
+    "handoffs_reconciled": "hand-offs closed because their engine no longer named them",
+    "handoffs_silent": "hand-offs closed because nothing was sealed for too long",
+    "lease_release_ignored": "leases given back that had ended already",
+    "leases_fenced": "leases named by an engine that does not hold them",
+    "locate_abandoned": "leases for other nodes that stopped waiting; they expire",
+    "locate_failed": "questions to other nodes for blocks that failed",
+    "lookup_breaker_opened": "times that a lookup partition was left alone after repeated failures",
+    "lookup_failed_*": "calls to lookup partitions that failed, by gRPC status",
+    "lookup_no_time": "lookups that were not sent because their time was over",
+    "members_failed": "lookup partitions that did not name the nodes",
+    "mirror_events": "messages of lookup partitions for the mirror",
+    "mirror_fallback_*": "lookups sent as calls, by the reason why the mirror could not answer",
+    "mirror_filled_up": "times that the mirror was full",
+    "mirror_names_too_long": "nodes left out of the mirror because of a long name",
+    "mirror_sets_not_named": "sets of holders left out of the mirror because there are too many",
+    "mirror_stream_*": "streams to the mirror that ended, by reason",
+    "peer_forbidden": "calls of other nodes with the name of a third",
+    "remote_release_failed": "leases at other nodes that were not given back; they expire",
+    "runtime_files_remade": "times that removed sockets or records were made again",
+    "slots_reconciled": "reserved slots taken back because their engine no longer named them",
+    "stats_failed_*": "lookup partitions that gave no statistics, by reason",
+    "takeover_*": "blocks read from leaving nodes, by result: ok, stale, corrupt, failed, stuck",
+    "takeover_forged": "offers of nodes that do not leave",
+    "takeover_strangers": "offers of nodes that are no members",
+    "transfer_blocks_*": "blocks of pulls, by result: ok, stale, corrupt, failed, stuck",
+    "transfer_callback_errors": "ends of pulls that could not be reported",
+    "transfer_deadlines": "pulls that were given up at their deadline",
+    "transfer_disconnect_failed": "connections to other nodes that could not be closed",
+    "transfer_job_errors": "pulls that failed with an unexpected error",
+    "transfer_jobs": "pulls that ended",
+    "transfer_poll_errors": "times that the transport could not say what has arrived",
+    "transfer_transport_close_failed": "transports that could not be closed",
+    "writer_unknown": "hand-offs whose node the directory did not know",
+}
+
+# Of kvservice_lookup_events_total.
+LOOKUP_EVENTS: Mapping[str, str] = {
+    "announce_duplicate": "announcements that had arrived before",
+    "announce_forbidden": "announcements without the proof of their node",
+    "announce_resync_*": "announcements answered with a request for everything: gap, replay or unknown node",
+    "announce_stale_epoch": "announcements of a boot that a newer one has replaced",
+    "announce_wrong_certificate": "announcements with another node's certificate",
+    "full_announcements": "announcements of everything that a node holds",
+    "keys_added": "blocks announced",
+    "keys_removed": "blocks withdrawn",
+    "members_forgotten": "nodes forgotten after a long silence",
+    "members_hidden": "nodes hidden after a silence",
+    "members_left": "nodes that said that they leave",
+    "sweeps_finished": "rounds over all keys that removed those of forgotten nodes",
+}
+
+# Of vllm:kvservice_connector_events_total.
+CONNECTOR_EVENTS: Mapping[str, str] = {
+    "acquire_abandoned": "answers that came after their request had ended; they were given back",
+    "acquire_cancelled": "questions taken back because their request ended",
+    "acquire_failed": "questions to the pool that failed",
+    "acquires_cut_*": "answers that promised less than was asked for, by reason; as kvservice_acquires_cut_total",
+    "adapter_*": "requests not cached because of their LoRA adapter: ambiguous, changed, in_doubt, too_many, unknown",
+    "asked_after_preemption": "requests that asked again after the engine had preempted them",
+    "asked_without_pool": "requests that found no pool to ask",
+    "attach_*": "attempts to attach that failed, by the error's reason",
+    "attached": "times that the engine attached to a pool",
+    "copied_blocks": "blocks that workers copied from the engine into slots",
+    "copy_dropped_blocks": "blocks whose store was dropped because the copy worker was busy",
+    "copy_in_process_blocks": "blocks copied by the engine because there was no copy worker",
+    "copy_raised_*": "copies that raised, by the kind of error",
+    "copy_worker_*": "answers of the copy worker: done, stale, failed; absent, connected, error, lost_copies, full_*",
+    "copy_worker_blocks": "blocks that the copy worker copied",
+    "failed_*": "entries of the connector that failed, by name; the engine went on without the cache",
+    "gave_up_waiting": "requests that stopped waiting for the pool",
+    "handoff_params_refused": "requests with parameters of a hand-off that make no sense",
+    "handoff_without_pool": "hand-offs that found no pool",
+    "handoffs_read": "requests that continue another engine's prompt",
+    "handoffs_written": "requests computed for another engine",
+    "load_copy_failed": "copies into the engine that failed",
+    "load_layers_not_waited_for": "layers that were not there when the engine needed them, after a failure",
+    "load_unmapped": "loads whose pool was not mapped",
+    "load_unplanned": "loads that a worker had no plan for",
+    "load_verified_blocks": "loaded blocks whose digest was checked",
+    "loaded_blocks": "blocks copied into the engine",
+    "loaded_blocks_layerwise": "of these, the ones copied layer by layer",
+    "loads_planned": "loads that were planned",
+    "loan_blocks": "blocks lent to other engines of this node",
+    "loan_blocks_returned": "of these, the ones given back",
+    "loans_not_made": "loans that were not made because too much was lent",
+    "loans_recalled_early": "loans ended early because the engine needed its memory",
+    "lost": "times that the pool was lost",
+    "map_failed": "pools that could not be mapped",
+    "map_refused": "pools refused because they are not what was promised",
+    "promises_cut_at_suspect": "answers cut at a slot that had not held what was promised",
+    "promises_dropped": "answers not used because their slots had not held what was promised",
+    "public_params_refused": "requests with parameters of public blocks that make no sense",
+    "*_failed": "calls to the pool that failed: reserve, seal, abort, release, renew, open_handoff, close_handoff",
+    "resets": "times that the engine dropped its cache",
+    "resets_refused": "of these, the ones that could not be done at once",
+    "seal_*": "stored blocks by the pool's answer: sealed, duplicate, stale, failed; dropped = not sent",
+    "session_crashed": "times that the connection to the pool ended with an unexpected error",
+    "store_behind": "blocks whose layers were not copied in time",
+    "store_blocks_void": "planned stores that were dropped because their request had ended",
+    "store_copy_failed": "copies into slots that failed",
+    "store_stale": "stores whose slot was not the engine's any more",
+    "store_unmapped": "stores whose pool was not mapped",
+}
+
+
+def meaning(table: Mapping[str, str], event: str) -> str | None:
+    """What the table says about this event, the longest name that fits first; None when it says nothing."""
+    fits = [name for name in table if name == event or ("*" in name and _fits(name, event))]
+    return table[max(fits, key=lambda name: len(name) - (0 if "*" not in name else 1))] if fits else None
+
+
+def _fits(name: str, event: str) -> bool:
+    head, _, tail = name.partition("*")
+    return len(event) > len(head) + len(tail) and event.startswith(head) and event.endswith(tail)

@@ -1,0 +1,133 @@
+"""The HTTP endpoint of a process: metrics in both formats, and what probes are told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.client import HTTPMessage
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from kvservice import __version__
+from kvservice.errors import Unavailable
+from kvservice.observe import endpoint
+from kvservice.observe.endpoint import Condition, on_loop, serve_endpoint
+
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+
+
+@contextlib.contextmanager
+def served(condition: Callable[[], Condition | None] = Condition, host: str = "127.0.0.1") -> Iterator[str]:
+    kind = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(kind) as probe:
+        probe.bind((host, 0))
+        port = probe.getsockname()[1]
+    end = serve_endpoint([], condition, port, host)
+    try:
+        yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    finally:
+        end()
+    with socket.socket(kind) as probe:
+        assert probe.connect_ex((host, port)) != 0
+
+
+def got(url: str, **headers: str) -> tuple[int, str, HTTPMessage]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as reply:
+            return reply.status, reply.read().decode(), reply.headers
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(), error.headers
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_metrics_say_what_runs_and_how_much_it_takes() -> None:
+    with served() as url:
+        status, text, _ = got(f"{url}/metrics")
+    assert status == 200
+    assert f'version="{__version__}"' in text and "kvservice_build_info{" in text
+    assert "process_resident_memory_bytes " in text and "process_open_fds " in text
+
+
+def test_openmetrics_is_served_to_a_client_that_asks() -> None:
+    with served() as url:
+        _, text, headers = got(f"{url}/metrics", Accept=OPENMETRICS)
+    assert headers["Content-Type"].startswith("application/openmetrics-text")
+    assert {"kvservice_build", "process_cpu_seconds"} <= {each.name for each in text_string_to_metric_families(text)}
+
+
+@pytest.mark.parametrize(
+    ("condition", "live", "ready", "said"),
+    [
+        (Condition(), 200, 200, "ok\n"),
+        (Condition(unready="draining"), 200, 503, "draining\n"),
+        (Condition(dead="fenced: a slot is free twice"), 503, 503, "fenced: a slot is free twice\n"),
+        (None, 503, 503, "the process does not answer within 3 s\n"),
+    ],
+)
+def test_probes_are_told(condition: Condition | None, live: int, ready: int, said: str) -> None:
+    with served(lambda: condition) as url:
+        assert got(f"{url}/livez")[0] == live
+        assert got(f"{url}/readyz")[:2] == (ready, said)
+
+
+def test_the_endpoint_serves_on_ipv6() -> None:
+    with served(host="::1") as url:
+        assert got(f"{url}/livez")[:2] == (200, "ok\n")
+
+
+def test_a_taken_port_costs_the_endpoint_and_nothing_else() -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        serve_endpoint([], Condition, taken.getsockname()[1])()
+        assert taken.fileno() >= 0
+
+
+def test_a_question_is_answered_on_the_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asked_by = on_loop(loop, threading.get_ident)()
+    assert asked_by is not None and asked_by != threading.get_ident()
+
+
+def test_a_process_that_does_not_run_answers_nothing(loop: asyncio.AbstractEventLoop) -> None:
+    def ask() -> int:
+        raise Unavailable("it stops")
+
+    assert on_loop(loop, ask)() is None
+
+
+def test_a_stuck_loop_fails_liveness_in_bounded_time(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "ANSWER_SECONDS", 0.2)
+    with served(on_loop(loop, Condition)) as url:
+        assert got(f"{url}/livez")[0] == 200
+        release = threading.Event()
+        loop.call_soon_threadsafe(release.wait)
+        started = time.monotonic()
+        assert got(f"{url}/livez")[0] == got(f"{url}/readyz")[0] == 503
+        assert time.monotonic() - started < 5
+        release.set()
+        assert got(f"{url}/livez")[0] == 200
+
+
+def test_a_loop_that_has_ended_answers_nothing() -> None:
+    ended = asyncio.new_event_loop()
+    ended.close()
+    assert on_loop(ended, Condition)() is None
