@@ -42,7 +42,7 @@ def table(count: int, window_from: int = 0) -> tuple[list[int], ...]:
     return windowed(1), [201 + i for i in range(count)], windowed(3)
 
 
-def test_load_fills_every_group_and_of_a_window_its_last_blocks_only() -> None:
+def test_load_fills_every_group_and_a_windows_last_blocks() -> None:
     result = AcquireResult(LeaseId(1), refs(*range(6)), 0, MissReason.NONE, (refs(14, 15),))
     entries = load_entries(GROUPS, chains(6), result, table(6, window_from=4), 1)
     assert [(e.engine_group, e.block_id, e.ref.slot) for e in entries] == [
@@ -56,13 +56,13 @@ def test_load_fills_every_group_and_of_a_window_its_last_blocks_only() -> None:
     assert [e.key for e in entries] == [*full[1:], windowed[4], windowed[4], windowed[5], windowed[5]]
 
 
-def test_blocks_of_a_window_that_the_engine_has_itself_are_not_loaded() -> None:
+def test_window_blocks_the_engine_has_itself_are_not_loaded() -> None:
     result = AcquireResult(LeaseId(1), refs(*range(6)), 0, MissReason.NONE, (refs(14, 15),))
     entries = load_entries(GROUPS, chains(6), result, table(6, window_from=4), 5)
     assert [(e.engine_group, e.block_id) for e in entries] == [(1, 206), (0, 106), (2, 306)]
 
 
-def test_engine_without_a_block_for_a_promised_window_is_a_failed_load() -> None:
+def test_no_block_for_a_promised_window_is_a_failed_load() -> None:
     result = AcquireResult(LeaseId(1), refs(*range(6)), 0, MissReason.NONE, (refs(14, 15),))
     with pytest.raises(AssertionError, match="no block for the window"):
         load_entries(GROUPS, chains(6), result, table(6, window_from=5), 0)
@@ -92,7 +92,7 @@ def test_promise_without_its_windows_is_not_whole() -> None:
     assert is_whole(OneGroup(), AcquireResult(LeaseId(1), refs(0, 1, 2), 0, MissReason.NONE))
 
 
-def test_store_takes_every_group_and_passes_over_what_a_window_left() -> None:
+def test_store_takes_every_group_but_not_what_a_window_left() -> None:
     free = iter(range(50, 90))
     planned = plan_store(
         GROUPS,
@@ -120,7 +120,7 @@ def test_store_takes_every_group_and_passes_over_what_a_window_left() -> None:
     assert (planned.done, planned.put_off, planned.unused) == (4, 0, [])
 
 
-def test_position_that_does_not_find_all_its_slots_is_put_off_whole() -> None:
+def test_position_without_all_its_slots_is_put_off_whole() -> None:
     offered = {0: refs(0, 1, 2, 3), 1: refs(10, 11)}
     planned = plan_store(GROUPS, chains(4), table(4), 0, 4, (), lambda count, group: offered[group][:count])
     assert [item.ref.slot for item in planned.items] == [0, 10, 1, 11]

@@ -63,9 +63,7 @@ def test_pieces_of_a_file_are_not_taken_for_one_another(
     assert name(model) == before, "found again, byte for byte"
 
 
-def test_code_and_scales_that_come_with_a_model_are_part_of_it_and_tokenizers_are_not(
-    model: Path, name: Callable[[Path], str]
-) -> None:
+def test_code_and_scales_are_part_of_a_model_tokenizers_are_not(model: Path, name: Callable[[Path], str]) -> None:
     before = name(model)
     (model / "tokenizer.json").write_text("{}")
     (model / "README.md").write_text("words")
@@ -87,9 +85,10 @@ def test_code_and_scales_that_come_with_a_model_are_part_of_it_and_tokenizers_ar
         "model.tensors",
     ],
 )
-def test_whatever_lies_beside_the_weights_is_part_of_the_model_unless_it_is_left_out_by_name(
+def test_what_lies_beside_the_weights_is_part_of_the_model(
     model: Path, name: Callable[[Path], str], beside: str
 ) -> None:
+    """Unless it is left out by name."""
     before = name(model)
     (model / beside).write_text("1")
     one = name(model)
@@ -194,7 +193,7 @@ def test_files_of_such_a_file_system_are_read_at_every_start(
     assert read_of(files, cache, monkeypatch) == [path.name for path in files]
 
 
-def test_a_cache_that_others_can_write_is_neither_believed_nor_touched(
+def test_a_cache_that_others_can_write_is_not_touched(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever writes into it could name these weights after others', or have a file of ours emptied by a link."""
@@ -213,9 +212,10 @@ def test_a_cache_that_others_can_write_is_neither_believed_nor_touched(
     assert ours.read_text() == "kept"
 
 
-def test_an_engine_that_stands_still_while_it_reads_keeps_no_other_from_starting(
+def test_an_engine_that_stands_still_keeps_no_other_waiting(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It stands still while it reads the weights."""
     files, cache = weight_files(model), tmp_path / "cache"
     first = FileDigests(cache).of(files)
     monkeypatch.setattr(weights, "WAIT_SECONDS", 0.05)
@@ -237,7 +237,7 @@ def test_an_engine_that_stands_still_while_it_reads_keeps_no_other_from_starting
         lambda entry: (entry.unlink(), entry.mkdir()),
     ],
 )
-def test_a_damaged_entry_of_the_cache_costs_time_and_nothing_else(
+def test_a_damaged_entry_of_the_cache_costs_only_time(
     model: Path, tmp_path: Path, damage: Callable[[Path], object]
 ) -> None:
     files = weight_files(model)
@@ -248,7 +248,7 @@ def test_a_damaged_entry_of_the_cache_costs_time_and_nothing_else(
     assert FileDigests(tmp_path / "cache").of(files) == wanted
 
 
-def test_without_a_folder_for_the_cache_the_weights_have_the_same_name(model: Path, tmp_path: Path) -> None:
+def test_without_a_cache_folder_weights_have_the_same_name(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     found = [weights_identity(str(model), None, None, tmp_path / place) for place in ("file", "cache")]
     assert found[0] == found[1]
@@ -311,7 +311,7 @@ def test_a_long_reading_says_how_far_it_is(
     assert said[-1].endswith("GB/s")
 
 
-def test_a_model_of_a_hub_is_called_by_its_commit_and_by_nothing_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_a_hub_is_called_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
     assert weights_identity("team/model", None, commit) == f"team/model@{commit}"
     assert weights_identity("team/model", commit) == f"team/model@{commit}"
@@ -331,7 +331,8 @@ def test_the_cache_is_where_the_user_keeps_his(monkeypatch: pytest.MonkeyPatch, 
     assert cache_folder() == Path.home() / ".cache" / "kvservice"
 
 
-def test_a_version_is_believed_once_and_without_one_every_term_is_new(tmp_path: Path) -> None:
+def test_a_version_is_believed_once(tmp_path: Path) -> None:
+    """Without one, every term is new."""
     assert Terms(None).first() == b"", "the fingerprint names them"
     assert Terms(None).next() != Terms(None).next()
     file = tmp_path / "version"

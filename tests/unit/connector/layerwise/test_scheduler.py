@@ -30,7 +30,8 @@ def loading(line: Line, scheduler: LayerwiseScheduler, computed: int = BLOCK) ->
     return run_step(scheduler, "r", hashes(1, 4), TOTAL)
 
 
-def test_rest_is_computed_in_the_step_that_loads_and_nothing_of_it_is_stored_before_the_report() -> None:
+def test_nothing_computed_on_a_layered_load_is_stored_early() -> None:
+    """The rest is computed in the step that loads; it is stored after that step's report."""
     line = Line()
     scheduler = half(line)
     plan = loading(line, scheduler)
@@ -68,7 +69,8 @@ def test_every_rank_has_to_confirm() -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_request_that_would_share_unconfirmed_blocks_waits_for_the_report(known: bool) -> None:
+def test_request_that_would_share_unconfirmed_blocks_waits(known: bool) -> None:
+    """Until the report."""
     line = Line()
     scheduler = half(line)
     scheduler.on_new_request("r", hashes(1, 4, shared=3), 0.0)
@@ -102,7 +104,8 @@ def test_load_of_the_next_step_is_not_ended_by_this_ones_report() -> None:
 
 
 @pytest.mark.parametrize("sound", [True, False])
-def test_request_that_ends_with_its_loading_step_stores_the_rest_only_if_the_load_was_sound(sound: bool) -> None:
+def test_request_that_ends_as_it_loads_stores_only_if_sound(sound: bool) -> None:
+    """It ends with the step that loads; the load must have been sound."""
     line = Line()
     scheduler = half(line)
     loading(line, scheduler)
@@ -129,7 +132,7 @@ def test_whole_hit_and_hand_off_are_loaded_as_whole_blocks() -> None:
     assert scheduler.matched("w", 0, TOTAL, 0.1) == Promise(2 * BLOCK)
 
 
-def test_promise_that_never_got_into_the_plan_of_its_step_is_not_loaded_later() -> None:
+def test_promise_that_missed_its_steps_plan_is_never_loaded() -> None:
     line = Line()
     scheduler = half(line)
     scheduler.on_new_request("r", hashes(1, 4), 0.0)

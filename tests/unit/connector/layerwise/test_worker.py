@@ -122,7 +122,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, before: Callable[[Direction, int], No
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_layered_load_and_save_move_the_same_bytes_as_whole_blocks(
+def test_layered_copies_move_the_same_bytes_as_whole_blocks(
     segment: Segment, started: list[LayerwiseWorker], order: str
 ) -> None:
     refs = written(segment, 4)
@@ -204,9 +204,10 @@ def test_forward_waits_for_a_slow_layer(
     assert worker.end_layered() == {"r"}
 
 
-def test_copy_that_fails_in_the_middle_fails_its_request_only_and_holds_up_nobody(
+def test_copy_that_fails_midway_fails_only_its_request(
     segment: Segment, started: list[LayerwiseWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And it holds up nobody."""
     refs = written(segment, 2)
     unpatched = HostLayers.copy
 
@@ -251,9 +252,7 @@ def test_slot_that_is_not_what_was_promised_is_never_named_sound(
     assert report is not None and report.suspects == {refs[0]}
 
 
-def test_forward_that_did_not_wait_for_every_layer_is_not_believed(
-    segment: Segment, started: list[LayerwiseWorker]
-) -> None:
+def test_forward_that_skipped_a_wait_is_not_believed(segment: Segment, started: list[LayerwiseWorker]) -> None:
     (ref,) = written(segment, 1)
     worker = worker_of(started, engine_tensors(ORDERS["LBHNC"]))
     worker.start_loads(load_plan(segment, layered("r", CopyEntry(0, ref, KEY))))
@@ -287,7 +286,7 @@ def test_layer_is_saved_while_the_next_is_computed(
 
 
 @pytest.mark.parametrize("layers", [[], NAMES[:1], [NAMES[1], NAMES[0], NAMES[2]]])
-def test_layers_that_the_forward_did_not_announce_are_saved_after_it(
+def test_layers_the_forward_did_not_announce_are_saved_later(
     segment: Segment, started: list[LayerwiseWorker], layers: list[str]
 ) -> None:
     tensors = engine_tensors(ORDERS["LBNHC"])
@@ -299,9 +298,10 @@ def test_layers_that_the_forward_did_not_announce_are_saved_after_it(
     assert bytes(segment.payload(ref.slot, LAYOUT.payload_bytes)) == expected
 
 
-def test_saves_that_find_the_last_ones_under_way_are_dropped_and_nothing_waits(
+def test_saves_that_find_the_last_ones_under_way_are_dropped(
     segment: Segment, started: list[LayerwiseWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And nothing waits."""
     gate = threading.Event()
     watch(monkeypatch, lambda direction, layer: gate.wait(10) and None)
     worker = worker_of(started, engine_tensors(ORDERS["LBNHC"]))
@@ -330,7 +330,7 @@ def test_store_of_an_earlier_boot_is_not_written(segment: Segment, started: list
 
 
 @pytest.mark.parametrize("heads", [range(HEADS), range(1, HEADS)])
-def test_layers_on_a_device_move_the_same_bytes_as_layers_of_the_host(segment: Segment, heads: range) -> None:
+def test_layers_on_a_device_move_the_same_bytes_as_on_the_host(segment: Segment, heads: range) -> None:
     """On a GPU they go through a buffer there; the same code runs on tensors of the host."""
     first, second = (segment.geometry.payload_offset(slot_index(0, i), LAYOUT.payload_bytes) for i in (0, 1))
     runs, own = [BlockRun(1, first, second - first, 2)], engine_tensors(ORDERS["LBHNC"], len(heads))

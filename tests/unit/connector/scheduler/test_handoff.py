@@ -128,7 +128,7 @@ def test_prefill_without_a_pool_is_an_ordinary_request() -> None:
     assert scheduler.counters["handoff_without_pool"] == 1
 
 
-def test_prefill_stores_for_its_reader_what_may_have_been_evicted() -> None:
+def test_prefill_stores_again_what_may_have_been_evicted() -> None:
     """An engine that never reads never hears of evictions."""
     line, chain = Line(), hashes(1, 2)
     scheduler = half(line)
@@ -140,7 +140,7 @@ def test_prefill_stores_for_its_reader_what_may_have_been_evicted() -> None:
     assert len(line.sealed) == 2 + 0 + 2
 
 
-def test_decode_asks_with_its_handoff_and_waits_longer_than_for_a_fetch() -> None:
+def test_decode_waits_longer_for_its_handoff_than_for_a_fetch() -> None:
     line = Line()
     scheduler = half(line)
     scheduler.on_new_request("r", hashes(1, 4), 0.0, wants=HERE)
@@ -154,7 +154,7 @@ def test_decode_asks_with_its_handoff_and_waits_longer_than_for_a_fetch() -> Non
     assert scheduler.matched("r", 0, 70, 59.0) == Promise(4 * BLOCK)
 
 
-def test_decode_that_is_preempted_does_not_wait_for_its_prefill_again() -> None:
+def test_preempted_decode_does_not_wait_for_prefill_again() -> None:
     line, chain = Line(), hashes(1, 4)
     scheduler = half(line)
     scheduler.on_new_request("r", chain, 0.0, wants=HERE)
@@ -168,7 +168,7 @@ def test_decode_that_is_preempted_does_not_wait_for_its_prefill_again() -> None:
     assert line.asked[0][2].handoff is None and line.asked[0][2].timeout_seconds == 2.0
 
 
-def test_whole_blocks_of_a_prefill_that_is_done_are_lent_for_a_while() -> None:
+def test_whole_blocks_of_a_finished_prefill_are_lent() -> None:
     line, chain = Line(), hashes(1, 3)
     scheduler = half(line, loan_seconds=5.0)
     scheduler.on_new_request("r", chain, 0.0, may_read=False, wants=Prefill(ID))

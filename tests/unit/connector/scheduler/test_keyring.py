@@ -38,7 +38,8 @@ def test_without_tenants_the_names_are_those_of_ever() -> None:
     assert request.keys == names(HASHES, DEFAULT_TENANT_KEY)
 
 
-def test_only_whole_leading_blocks_are_public_and_only_for_who_may() -> None:
+def test_only_whole_leading_blocks_are_public() -> None:
+    """And only for tenants that may share."""
     mine = names(HASHES, b"mine")
     request = EngineRequest("r", [], [[]], public_tokens=2 * BLOCK + 1)
     rings = keyring()
@@ -58,7 +59,7 @@ def test_public_blocks_that_may_only_be_read_are_never_stored() -> None:
     assert (request.stored, request.kept_out) == (2, 2)
 
 
-def test_names_made_before_the_engine_was_attached_are_not_used_after() -> None:
+def test_names_made_before_attaching_are_not_used_after() -> None:
     request, rings = EngineRequest("r", []), keyring()
     rings.extend(request, HASHES, None)
     request.stored = 3
@@ -82,7 +83,8 @@ def test_nonsense_for_public_tokens_is_refused(count: object) -> None:
         parse_public_tokens({"kvservice": {"version": 1, "public_tokens": count}})
 
 
-def test_a_term_of_the_weights_changes_every_name_also_of_requests_that_are_there() -> None:
+def test_a_term_of_the_weights_changes_every_name() -> None:
+    """Also those of requests that are there already."""
     rings = keyring()
     here = attachment(public=b"all", publishes=True)
     request = EngineRequest("r", [], public_tokens=2 * BLOCK)
@@ -100,7 +102,8 @@ def test_a_term_of_the_weights_changes_every_name_also_of_requests_that_are_ther
     assert fresh.keys == request.keys, "an engine of this term from its start shares them"
 
 
-def test_a_term_holds_for_attachments_that_come_later_and_while_there_is_none() -> None:
+def test_a_term_holds_for_later_attachments() -> None:
+    """And while there is none."""
     rings = keyring()
     request = EngineRequest("r", [])
     rings.begin_term(b"one")

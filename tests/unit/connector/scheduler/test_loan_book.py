@@ -33,7 +33,8 @@ class Desk:
         return plan.loan_id
 
 
-def test_blocks_are_pinned_before_they_are_lent_and_until_all_workers_let_go() -> None:
+def test_lent_blocks_are_pinned_until_all_workers_let_go() -> None:
+    """From before they are lent."""
     desk = Desk(workers=2)
     desk.book.lend(KEYS, [7, 8, 9, 10])
     assert desk.pins.pinned == {7: 1, 8: 1, 9: 1} and desk.book.is_pending(0.0)
@@ -47,7 +48,8 @@ def test_blocks_are_pinned_before_they_are_lent_and_until_all_workers_let_go() -
     assert desk.counters["loan_blocks"] == desk.counters["loan_blocks_returned"] == 3
 
 
-def test_loan_that_nobody_takes_is_recalled_after_its_time_and_again_until_it_is_back() -> None:
+def test_untaken_loan_is_recalled_until_it_is_back() -> None:
+    """First after its time, then again and again."""
     desk = Desk()
     loan = desk.lend()
     assert desk.step(SECONDS - 0.1).recalls == []
@@ -58,7 +60,7 @@ def test_loan_that_nobody_takes_is_recalled_after_its_time_and_again_until_it_is
     assert desk.step(SECONDS + 2).recalls == [] and not desk.pins.pinned
 
 
-def test_engine_that_needs_blocks_gets_them_back_and_lends_no_more() -> None:
+def test_engine_that_needs_blocks_recalls_and_lends_no_more() -> None:
     desk = Desk()
     loan = desk.lend()
     desk.pins.free = FREE_SHARE_MIN / 2
@@ -81,7 +83,7 @@ def test_same_block_lent_for_two_handoffs_stays_pinned_for_each() -> None:
     assert not desk.pins.pinned
 
 
-def test_nothing_is_lent_when_it_is_switched_off_or_nothing_can_be_pinned() -> None:
+def test_nothing_is_lent_when_switched_off_or_without_pins() -> None:
     off = Desk(seconds=0.0)
     off.book.lend(KEYS, [7, 8, 9])
     assert off.book.is_empty and not off.pins.pinned

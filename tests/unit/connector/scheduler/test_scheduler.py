@@ -64,7 +64,7 @@ def report(plan: StepPlan, **outcome: int) -> StepReport:
     return StepReport(**{name: {store.store_id: 1 for store in plan.stores}})  # type: ignore[arg-type]
 
 
-def test_asks_at_arrival_and_waits_without_blocking_until_the_answer_is_there() -> None:
+def test_asks_at_arrival_and_waits_without_blocking() -> None:
     line, chain = Line(), hashes(1, 4)
     scheduler = half(line)
     scheduler.on_new_request("r", chain, 0.0)
@@ -114,7 +114,7 @@ def test_lease_ends_when_the_workers_have_loaded() -> None:
     assert not line.leases
 
 
-def test_abort_during_a_load_keeps_the_lease_until_the_workers_are_done() -> None:
+def test_abort_during_a_load_keeps_the_lease_until_it_ended() -> None:
     line, chain = Line(), hashes(1, 2)
     scheduler = loading(line, chain)
     scheduler.finished("r", chain, 0, [1, 2, 3], store_rest=False)
@@ -145,7 +145,7 @@ def test_failed_load_is_never_promised_to_that_request_again() -> None:
     assert not line.leases
 
 
-def test_blocks_whose_load_failed_are_stored_again_once_they_are_computed() -> None:
+def test_blocks_whose_load_failed_are_stored_once_computed() -> None:
     line, chain = Line(), hashes(1, 2)
     scheduler = loading(line, chain)
     scheduler.loaded("r", failed=True)
@@ -192,7 +192,7 @@ def test_every_block_that_a_step_fills_is_stored_once() -> None:
     assert not line.slots
 
 
-def test_block_of_several_workers_is_sealed_when_the_last_has_copied() -> None:
+def test_block_is_sealed_when_the_last_worker_has_copied() -> None:
     line, chain = Line(), hashes(1, 1)
     scheduler = half(line, workers=2)
     scheduler.on_new_request("r", chain, 0.0, may_read=False)
@@ -203,7 +203,7 @@ def test_block_of_several_workers_is_sealed_when_the_last_has_copied() -> None:
     assert len(line.sealed) == 1
 
 
-def test_block_that_one_worker_could_not_copy_is_given_back_unsealed() -> None:
+def test_block_that_one_worker_failed_to_copy_is_not_sealed() -> None:
     line, chain = Line(), hashes(1, 2)
     scheduler = half(line, workers=2)
     scheduler.on_new_request("r", chain, 0.0, may_read=False)
@@ -214,7 +214,7 @@ def test_block_that_one_worker_could_not_copy_is_given_back_unsealed() -> None:
     assert line.counters["aborted"] == 2
 
 
-def test_second_request_with_the_same_prefix_stores_only_its_own_blocks() -> None:
+def test_request_with_a_known_prefix_stores_only_the_rest() -> None:
     line = Line()
     scheduler = half(line)
     one, two = hashes(1, 3, shared=2), hashes(2, 3, shared=2)
@@ -238,7 +238,7 @@ def test_block_that_the_pool_has_evicted_is_stored_again() -> None:
     assert run_step(scheduler, "b", chain, 2 * BLOCK).stores
 
 
-def test_step_that_fills_no_block_does_not_even_look_at_the_block_table() -> None:
+def test_step_that_fills_no_block_does_not_read_the_table() -> None:
     def table() -> Sequence[int]:
         raise AssertionError("resolved for nothing")
 
@@ -249,7 +249,7 @@ def test_step_that_fills_no_block_does_not_even_look_at_the_block_table() -> Non
     assert not plan_step(scheduler, [("r", chain, 2 * BLOCK + 7, table)]).stores
 
 
-def test_block_stored_while_another_request_asked_for_it_is_not_stored_twice() -> None:
+def test_block_stored_while_asked_for_is_not_stored_twice() -> None:
     line, chain = Line(), hashes(1, 2)
     scheduler = half(line)
     scheduler.on_new_request("a", chain, 0.0, may_read=False)
@@ -261,7 +261,7 @@ def test_block_stored_while_another_request_asked_for_it_is_not_stored_twice() -
     assert not run_step(scheduler, "b", chain, 2 * BLOCK).stores
 
 
-def test_engine_that_only_consumes_stores_nothing_and_reserves_nothing() -> None:
+def test_engine_that_only_consumes_reserves_nothing() -> None:
     line, chain = Line(), hashes(1, 2)
     scheduler = SchedulerHalf(
         line,
@@ -294,7 +294,7 @@ def test_store_that_finds_no_slot_is_put_off_not_waited_for() -> None:
     assert [entry.block_id for store in second.stores for entry in store.entries] == [101]
 
 
-def test_lazy_offload_stores_at_the_end_and_pins_the_blocks_until_then() -> None:
+def test_lazy_offload_stores_at_the_end_and_pins_until_then() -> None:
     line, chain = Line(), hashes(1, 2)
     scheduler = half(line, lazy=True)
     scheduler.on_new_request("r", chain, 0.0, may_read=False)
@@ -321,7 +321,8 @@ def test_block_under_copy_stays_pinned_when_its_request_is_gone() -> None:
     assert not line.pins.pinned
 
 
-def test_store_that_is_never_reported_does_not_keep_an_idle_engine_stepping_for_ever() -> None:
+def test_unreported_store_does_not_keep_an_idle_engine_stepping() -> None:
+    """Not for ever."""
     line, chain = Line(), hashes(1, 2)
     scheduler = half(line)
     scheduler.on_new_request("r", chain, 0.0)
@@ -426,7 +427,7 @@ def test_prompt_that_is_not_admitted_is_not_stored() -> None:
     assert plan_step(scheduler).stores == []
 
 
-def test_a_request_that_may_not_read_asks_nothing_after_a_preemption_either() -> None:
+def test_who_may_not_read_asks_nothing_after_a_preemption() -> None:
     line, chain = Line(), hashes(1, 4)
     scheduler = half(line)
     scheduler.on_new_request("r", chain, 0.0, may_read=False)
@@ -437,7 +438,7 @@ def test_a_request_that_may_not_read_asks_nothing_after_a_preemption_either() ->
     assert not line.asked and not scheduler.counters["asked_after_preemption"]
 
 
-def test_an_answer_to_what_was_asked_before_a_reset_is_not_taken_for_a_later_one() -> None:
+def test_an_answer_from_before_a_reset_answers_no_later_ask() -> None:
     line, chain = Line(), hashes(1, 4)
     scheduler = half(line)
     scheduler.on_new_request("r", chain, 0.0)
@@ -453,7 +454,8 @@ def test_an_answer_to_what_was_asked_before_a_reset_is_not_taken_for_a_later_one
     assert scheduler.matched("r", 0, 70, 0.1) == Promise(2 * BLOCK)
 
 
-def test_a_reset_closes_the_hand_offs_of_before_and_takes_back_what_is_not_lent_yet() -> None:
+def test_a_reset_closes_hand_offs_and_withdraws_loans() -> None:
+    """Loans that are not lent yet."""
     line, chain = Line(), hashes(1, 2)
     scheduler = half(line, loan_seconds=5.0)
     running, ended = (HandoffId(bytes([number]) * 16) for number in (1, 2))

@@ -96,7 +96,8 @@ def test_slots_are_in_stock_before_anybody_asks_for_one(bench: Bench) -> None:
     assert time.monotonic() - started < 0.5, "no call to the pool between asking and getting"
 
 
-def test_expected_stores_enlarge_the_stock_and_the_rest_is_given_back(bench: Bench) -> None:
+def test_expected_stores_enlarge_the_stock(bench: Bench) -> None:
+    """What is left of it is given back."""
     bench.start()
     eventually(lambda: bench.pool.reserved, "slots reserved ahead")
     idle = len(bench.pool.reserved)
@@ -216,7 +217,7 @@ def test_nothing_is_kept_of_a_question_that_was_answered(bench: Bench) -> None:
     assert not bench.session._pending
 
 
-def test_handoff_is_closed_after_everything_that_was_to_be_sealed(bench: Bench) -> None:
+def test_handoff_is_closed_after_everything_is_sealed(bench: Bench) -> None:
     attachment = bench.start()
     refs = _take(bench, attachment.attachment_id, 2)
     handoff = HandoffId(b"h" * 16)
@@ -259,7 +260,7 @@ def test_slots_that_workers_write_are_stated(bench: Bench) -> None:
     assert not bench.pool.counters["slots_reconciled"]
 
 
-def test_an_open_or_a_close_that_is_lost_is_made_good_by_a_heartbeat(bench: Bench) -> None:
+def test_a_lost_open_or_close_is_made_good_by_a_heartbeat(bench: Bench) -> None:
     attachment = bench.start()
     bench.lose("open_handoff")
     bench.lose("close_handoff")
@@ -285,7 +286,7 @@ def test_loss_voids_the_stock_and_the_session_attaches_again(bench: Bench) -> No
     assert bench.session.counters["lost"] == 1
 
 
-def test_the_end_of_an_earlier_attachment_that_is_heard_of_late_takes_nothing_from_the_present_one(
+def test_a_late_end_of_an_attachment_leaves_the_next_one_alone(
     bench: Bench,
 ) -> None:
     before, told = bench.start(), bench.pool._on_lost
@@ -317,9 +318,8 @@ def test_each_attempt_to_attach_has_a_higher_number(bench: Bench) -> None:
     assert attempts == [1, 2, 3]
 
 
-def test_heartbeats_come_as_often_as_handoffs_need_them_however_long_leases_are(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heartbeats_come_as_often_as_handoffs_need_them(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long leases are."""
     assert 3 * HEARTBEAT_SECONDS_MAX < OPEN_SECONDS, "a hand-off of a writer that works on would be closed"
     monkeypatch.setattr(module, "HEARTBEAT_SECONDS_MAX", 0.1)
     bench.pool.lease_seconds = 600.0
@@ -338,7 +338,7 @@ def test_reattaching_waits_until_no_worker_can_write_old_slots(bench: Bench) -> 
     eventually(lambda: bench.session.attachment is not None, "an attachment")
 
 
-def test_a_session_that_is_told_to_end_while_workers_write_does_not_attach_once_more(bench: Bench) -> None:
+def test_a_session_told_to_end_does_not_attach_once_more(bench: Bench) -> None:
     """That would free what they write."""
     bench.start()
     bench.may_reattach = False
@@ -361,7 +361,7 @@ def test_what_belongs_to_a_lost_attachment_is_dropped(bench: Bench) -> None:
     assert (bench.pool.counters["seal"], bench.pool.counters["abort"]) == before
 
 
-def test_slots_that_a_lost_pool_gave_too_late_are_not_used_in_the_next(bench: Bench) -> None:
+def test_slots_a_lost_pool_gave_too_late_are_not_used(bench: Bench) -> None:
     first, late, gate = bench.start(), list[BlockRef](), threading.Event()
     eventually(lambda: bench.pool.reserved, "slots reserved ahead")
     reserve = bench.pool.reserve
@@ -428,7 +428,8 @@ def test_call_that_the_pool_refuses_is_counted_and_answered(bench: Bench) -> Non
     assert bench.session.counters["acquire_failed"] == 1
 
 
-def test_answer_for_a_request_that_ended_is_given_back_even_if_the_engine_is_idle(bench: Bench) -> None:
+def test_answer_for_an_ended_request_is_given_back(bench: Bench) -> None:
+    """Even if the engine is idle."""
     attachment = bench.start()
     (ref,) = _take(bench, attachment.attachment_id, 1)
     bench.session.seal(attachment.attachment_id, [SealItem(ref, KEYS[0], None, 0, SpanRoute(0))])

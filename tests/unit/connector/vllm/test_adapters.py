@@ -39,7 +39,8 @@ def adapter(folder: Path, weights: bytes) -> str:
     return str(folder)
 
 
-def test_equal_bytes_are_one_adapter_and_one_other_byte_is_another(adapters: Adapters, tmp_path: Path) -> None:
+def test_one_other_byte_is_another_adapter(adapters: Adapters, tmp_path: Path) -> None:
+    """Equal bytes are one adapter."""
     weights = bytes(3 << 20)
     paths = [
         adapter(tmp_path / "a", weights),

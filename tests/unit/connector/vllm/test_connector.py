@@ -228,7 +228,7 @@ def wait_for(pair: Pair, counter: str, count: int) -> None:
     eventually(lambda: scheduler.counters().get(counter, 0) >= count, f"{count} {counter}", detail=scheduler.counters)
 
 
-def test_blocks_of_one_request_come_back_for_the_next_byte_for_byte(make: Callable[..., Pair]) -> None:
+def test_blocks_come_back_for_the_next_request_byte_for_byte(make: Callable[..., Pair]) -> None:
     pair = make()
     first = request("a")
     pair.prefill(first, [3, 1, 4, 9])
@@ -254,7 +254,7 @@ def adapted(name: str, path: Path) -> Request:
     return found
 
 
-def test_adapters_share_blocks_only_with_adapters_of_the_same_bytes(make: Callable[..., Pair], tmp_path: Path) -> None:
+def test_adapters_share_blocks_only_if_their_bytes_are_equal(make: Callable[..., Pair], tmp_path: Path) -> None:
     """vLLM's hashes are equal here, as those of two replicas are that have other weights at the same path."""
     pair = make({"adapter_files": "immutable"})
     for name, weights in (("poet", b"one"), ("copy", b"one"), ("other", b"two")):
@@ -275,9 +275,7 @@ def test_adapters_share_blocks_only_with_adapters_of_the_same_bytes(make: Callab
     assert pair.match(plain)[0] == 0
 
 
-def test_an_adapter_that_is_not_known_yet_is_served_without_the_cache(
-    make: Callable[..., Pair], tmp_path: Path
-) -> None:
+def test_an_adapter_not_known_yet_is_served_without_the_cache(make: Callable[..., Pair], tmp_path: Path) -> None:
     pair = make()
     found = adapted("a", tmp_path / "nowhere")
     pair.prefill(found, [3, 1, 4, 9])
@@ -287,7 +285,7 @@ def test_an_adapter_that_is_not_known_yet_is_served_without_the_cache(
     assert "store_blocks_planned" not in counters and not any(name.startswith("failed_") for name in counters)
 
 
-def test_lazy_offload_pins_the_blocks_and_lets_go_when_they_are_copied(make: Callable[..., Pair]) -> None:
+def test_lazy_offload_pins_blocks_until_they_are_copied(make: Callable[..., Pair]) -> None:
     pair = make({"offload": "lazy"})
     one = request("a")
     pair.prefill(one, [3, 1, 4, 9])
@@ -315,7 +313,7 @@ def test_consumer_stores_nothing_and_producer_loads_nothing(make: Callable[..., 
     assert producer.match(two) == (0, False)
 
 
-def test_prefill_for_another_engine_is_answered_with_where_to_continue(make: Callable[..., Pair]) -> None:
+def test_prefill_is_answered_with_where_to_continue(make: Callable[..., Pair]) -> None:
     pair = make(role="kv_producer")
     asked = request("a")
     asked.kv_transfer_params = {"do_remote_decode": True}
@@ -368,7 +366,7 @@ def test_events_name_stored_blocks_in_the_engines_own_hashes(make: Callable[...,
 @pytest.mark.parametrize(
     "part", ["take_answers", "begin_step", "plan_stores", "matched", "allocated", "finished", "reported"]
 )
-def test_exception_behind_any_scheduler_entry_leaves_the_engine_running(
+def test_exception_in_a_scheduler_entry_leaves_engine_running(
     make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     pair = make()
@@ -387,7 +385,7 @@ def test_exception_behind_any_scheduler_entry_leaves_the_engine_running(
     assert sum(count for name, count in pair.scheduler.counters().items() if "RuntimeError" in name) >= 1
 
 
-def test_exception_in_a_worker_ends_the_load_as_failed_and_the_store_as_not_done(
+def test_exception_in_a_worker_fails_its_load_and_store(
     make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make()
@@ -427,9 +425,10 @@ def with_a_stored_prompt(pair: Pair) -> Request:
     return second
 
 
-def test_load_that_cannot_be_planned_is_answered_as_failed_and_not_promised_again(
+def test_load_that_cannot_be_planned_is_a_failed_load(
     make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And it is not promised again."""
     pair = make()
     second = with_a_stored_prompt(pair)
     monkeypatch.setattr(pair.scheduler._scheduler, "allocated", explode)
@@ -439,7 +438,7 @@ def test_load_that_cannot_be_planned_is_answered_as_failed_and_not_promised_agai
     assert not pair.step(StepOutput()).finished_recving, "answered once"
 
 
-def test_load_survives_an_exception_while_stores_of_the_same_step_are_planned(
+def test_load_survives_an_exception_in_planning_stores(
     make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make()
@@ -450,7 +449,7 @@ def test_load_survives_an_exception_while_stores_of_the_same_step_are_planned(
     assert (results.finished_recving, results.failed_recving) == ({"b"}, set())
 
 
-def test_block_found_corrupt_is_not_promised_to_the_next_request_either(make: Callable[..., Pair]) -> None:
+def test_block_found_corrupt_is_not_promised_again(make: Callable[..., Pair]) -> None:
     pair = make()
     second = with_a_stored_prompt(pair)
     segment = pair.worker._worker._segment
@@ -510,9 +509,10 @@ MAMBA = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
         (cache_config(), {"cache_config__prefix_caching_hash_algo": "xxhash"}, "prefix-caching-hash-algo sha256_cbor"),
     ],
 )
-def test_what_is_not_supported_is_named_and_the_engine_runs_without_the_cache(
+def test_what_is_not_supported_is_named(
     model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, cache: Any, changes: Any, says: str
 ) -> None:
+    """And the engine runs without the cache."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     config = vllm_config(model, {"mode": "embedded"}, **changes)
     with pytest.raises((UnsupportedLayout, RandomHashSeed), match=says):
@@ -546,7 +546,7 @@ OTHER = HfConfig(hidden_size=16, rope_theta=2.0)
         ({"attention_config__backend": "OTHER"}, "cell_format"),
     ],
 )
-def test_everything_that_changes_the_bytes_changes_the_fingerprint(model: Path, change: Any, field: str) -> None:
+def test_what_changes_the_bytes_changes_the_fingerprint(model: Path, change: Any, field: str) -> None:
     base = compat.engine_spec(vllm_config(model, {}), cache_config(), bytes(16), "").fingerprint
     other = compat.engine_spec(vllm_config(model, {}, **change), cache_config(), bytes(16), "").fingerprint
     assert f"{field}:" in base.difference(other)

@@ -78,7 +78,7 @@ def test_one_group_that_keeps_every_block_is_stored(spec: FullAttentionSpec) -> 
         ),
     ],
 )
-def test_other_single_groups_are_refused_by_name_and_with_the_reason(spec: Any, says: str) -> None:
+def test_other_single_groups_are_refused_with_the_reason(spec: Any, says: str) -> None:
     with pytest.raises(UnsupportedLayout, match=says):
         stored_groups(cache(spec))
 
@@ -92,7 +92,8 @@ def test_groups_that_vllm_keeps_to_itself_are_refused() -> None:
         stored_groups(cache(FULL, role=KVCacheGroupRole.HISPARSE_SOURCE))
 
 
-def test_scheduler_refuses_layers_of_several_shapes_although_it_is_shown_the_first_only() -> None:
+def test_scheduler_refuses_layers_of_several_shapes() -> None:
+    """Although it is shown the first one only."""
     found = cache(FULL)
     found.kv_cache_tensors = [
         KVCacheTensor(size=4096, layers=["layers.0.0", "layers.0.1"], layer_stride=1024, block_stride=256),
@@ -102,7 +103,7 @@ def test_scheduler_refuses_layers_of_several_shapes_although_it_is_shown_the_fir
         stored_groups(found)
 
 
-def test_groups_of_one_spec_are_stored_together_behind_the_full_ones() -> None:
+def test_groups_of_one_spec_are_stored_behind_the_full_ones() -> None:
     found = stored_groups(cache(WINDOW, FULL, WINDOW, CHUNKED, FULL))
     assert [group.engine_groups for group in found.groups] == [(1, 4), (0, 2), (3,)]
     assert [group.window for group in found.groups] == [None, Window(sliding_tokens=512), Window(chunk_tokens=8192)]
@@ -132,7 +133,7 @@ def test_groups_of_smaller_blocks_have_several_in_a_slot() -> None:
         ((FULL, UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": WINDOW})), "group 1 .*different shapes"),
     ],
 )
-def test_one_group_that_cannot_be_stored_refuses_the_model_by_its_name(specs: tuple[Any, ...], says: str) -> None:
+def test_one_group_that_cannot_be_stored_refuses_the_model(specs: tuple[Any, ...], says: str) -> None:
     with pytest.raises(UnsupportedLayout, match=says):
         stored_groups(cache(*specs))
 

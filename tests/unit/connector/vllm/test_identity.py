@@ -94,7 +94,8 @@ def test_every_environment_variable_of_vllm_is_decided_about() -> None:
     ("word", "known"),
     [("max_model_len", tables.LENGTH_MODULES.keys()), ("try_get_generation_config", tables.GENERATION_MODULES)],
 )
-def test_every_model_that_reads_the_length_or_the_generation_config_is_known(word: str, known: Any) -> None:
+def test_every_model_that_reads_the_length_is_known(word: str, known: Any) -> None:
+    """Or the generation config."""
     folder = Path(vllm.model_executor.models.__file__).parent
     readers = {
         path.relative_to(folder).parts[0].removesuffix(".py")
@@ -194,13 +195,14 @@ def test_what_may_change_the_bytes_is_named(
         {"scheduling_policy": "priority"},
     ],
 )
-def test_what_cannot_change_the_bytes_of_a_plain_model_costs_no_hits(
+def test_what_cannot_change_the_bytes_costs_no_hits(
     resolve: Callable[..., Fingerprint], change: dict[str, Any]
 ) -> None:
+    """Of a plain model."""
     assert resolve(LLAMA, **change).difference(resolve(LLAMA)) == ""
 
 
-def test_an_environment_variable_that_chooses_another_arithmetic_is_named(
+def test_a_variable_that_chooses_another_arithmetic_is_named(
     resolve: Callable[..., Fingerprint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = resolve(LLAMA)
@@ -226,9 +228,10 @@ def test_what_the_command_line_says_of_images_is_named() -> None:
         assert [name for name in one if option in name]
 
 
-def test_a_prompt_length_beyond_the_original_context_is_another_model_where_it_chooses_the_angles(
+def test_a_longer_length_is_another_model_if_it_sets_angles(
     resolve: Callable[..., Fingerprint],
 ) -> None:
+    """Beyond the original context, the length chooses the angles of some models."""
     short = resolve(PHI, max_model_len=512)
     assert resolve(PHI, max_model_len=1024).difference(short) == (
         "rope_context: over 512 tokens here, within 512 tokens there"
@@ -237,12 +240,12 @@ def test_a_prompt_length_beyond_the_original_context_is_another_model_where_it_c
     assert resolve(PHI, max_model_len=256) == short
 
 
-def test_where_nobody_knows_what_the_length_changes_it_is_named_itself(resolve: Callable[..., Fingerprint]) -> None:
+def test_a_length_of_unknown_effect_is_named_itself(resolve: Callable[..., Fingerprint]) -> None:
     one, other = (resolve(DYNAMIC, max_model_len=length) for length in (1024, 2048))
     assert one.difference(other) == "max_model_len: 1024 here, 2048 there"
 
 
-def test_long_values_are_digests_and_the_entry_that_differs_is_named(resolve: Callable[..., Fingerprint]) -> None:
+def test_long_values_are_digests_and_differences_are_named(resolve: Callable[..., Fingerprint]) -> None:
     rope = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0 + i / 7 for i in range(8)]}
     difference = resolve(PHI).difference(resolve({**PHI, "rope_scaling": rope}))
     assert re.fullmatch(r"hf\.rope_parameters\.long_factor: \S.* here, \S.* there", difference)

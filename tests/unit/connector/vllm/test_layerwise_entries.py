@@ -84,7 +84,7 @@ def test_blocks_saved_and_loaded_by_layers_are_the_same_bytes(make: Callable[...
 
 
 @pytest.mark.parametrize("entry", ["start_loads", "begin_layer", "end_layered"])
-def test_worker_that_raises_at_any_hook_makes_the_loaded_blocks_wrong(
+def test_worker_that_raises_makes_the_loaded_blocks_wrong(
     make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, entry: str
 ) -> None:
     pair, second = promised(make)
@@ -95,7 +95,7 @@ def test_worker_that_raises_at_any_hook_makes_the_loaded_blocks_wrong(
 
 
 @pytest.mark.parametrize("entry", ["allocated", "begin_step"])
-def test_load_that_is_not_in_the_plan_makes_the_promised_blocks_wrong(
+def test_load_not_in_the_plan_makes_its_blocks_wrong(
     make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, entry: str
 ) -> None:
     pair, second = promised(make)
@@ -119,7 +119,7 @@ def test_load_that_is_not_in_the_plan_makes_the_promised_blocks_wrong(
         ({"layerwise": "both", "copier": "worker"}, SYNCHRONOUS, Layerwise.OFF),
     ],
 )
-def test_what_the_engine_cannot_do_by_layers_is_done_with_whole_blocks(
+def test_what_layers_cannot_do_is_done_with_whole_blocks(
     model: Any, extra: dict[str, object], changes: dict[str, Any], wanted: Layerwise
 ) -> None:
     assert layerwise_for(vllm_config(model, extra, **changes), ConnectorOptions.parse(extra), 1) is wanted

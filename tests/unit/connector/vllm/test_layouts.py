@@ -267,9 +267,8 @@ def engine_fields(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 
 
 @pytest.mark.parametrize("model", ["GQA", "MLA fp8_ds_mla"])
-def test_layout_degree_and_kernel_blocks_are_no_part_of_the_identity(
-    monkeypatch: pytest.MonkeyPatch, model: str
-) -> None:
+def test_layout_and_degree_are_no_part_of_the_identity(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    """Nor are the sizes of kernel blocks."""
     one = engine_fields(Engine(MODELS[model], KVCacheLayout.LBNHC), monkeypatch)
     for other in (
         Engine(MODELS[model], KVCacheLayout.BLHNC, degree=2),
@@ -294,9 +293,10 @@ class HalvesModel(Model):
         return replace(spec, num_head_slots=2 * spec.num_kv_heads, state_content_bytes=self.head_size)
 
 
-def test_degree_and_layout_are_part_of_the_identity_where_the_format_spans_heads(
+def test_degree_is_identity_where_the_format_spans_heads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And so is the layout."""
     model = HalvesModel(4, 8, "fp8")
     engines = [
         Engine(model, KVCacheLayout.LBNHC),
@@ -323,7 +323,8 @@ def test_padding_behind_a_page_is_not_stored() -> None:
     check_way(padded, Engine(Model(2, 8, "bf16"), KVCacheLayout.BLHNC, degree=2))
 
 
-def test_kernel_blocks_are_refused_where_a_cpu_keeps_k_and_v_apart_in_each() -> None:
+def test_kernel_blocks_with_k_and_v_apart_are_refused() -> None:
+    """A CPU keeps them apart in each kernel block."""
     rank = Engine(MODELS["GQA"], KVCacheLayout.LBHNC, ratio=2).ranks[0]
     rank.config.device_config.device_type = "cpu"
     with pytest.raises(UnsupportedLayout, match="4 blocks in 8 kernel blocks are not supported on CPU"):
@@ -337,7 +338,7 @@ def test_heads_that_vllm_places_in_another_way_are_refused() -> None:
         _ = odd.slot_layout
 
 
-def test_draft_model_that_keeps_its_kv_in_the_same_blocks_is_part_of_the_identity(
+def test_draft_model_in_the_same_blocks_is_part_of_the_identity(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fields_with(drafts: bool) -> dict[str, str]:

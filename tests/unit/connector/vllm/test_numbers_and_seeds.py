@@ -16,7 +16,7 @@ from tests.unit.connector.line import attachment, pool_info
 
 
 @pytest.mark.parametrize("given", ["7", None])
-def test_the_seed_of_the_engines_hashes_is_the_one_it_was_started_with(
+def test_the_hash_seed_is_the_one_the_engine_was_started_with(
     given: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compat, "get_none_hash_seed", lambda: "vLLM's own")

@@ -31,7 +31,7 @@ def promised(pair: Pair, name: str, chain: int = 1) -> int:
     return tokens // BLOCK
 
 
-def test_after_a_reset_nothing_from_before_is_served_and_what_is_computed_again_is(make: Callable[..., Pair]) -> None:
+def test_after_a_reset_only_what_is_computed_again_is_served(make: Callable[..., Pair]) -> None:
     pair = make()
     stored(pair, "a", 3)
     assert promised(pair, "b") == 3
@@ -44,7 +44,7 @@ def test_after_a_reset_nothing_from_before_is_served_and_what_is_computed_again_
     assert pair.scheduler.counters()["resets"] == 2
 
 
-def test_a_request_that_was_promised_blocks_before_the_reset_computes_them(make: Callable[..., Pair]) -> None:
+def test_blocks_promised_before_a_reset_are_computed(make: Callable[..., Pair]) -> None:
     pair = make()
     stored(pair, "a", 3)
     waiting = request("b")
@@ -54,9 +54,10 @@ def test_a_request_that_was_promised_blocks_before_the_reset_computes_them(make:
     assert pair.match(waiting) == (0, False)
 
 
-def test_a_reset_while_blocks_are_held_is_refused_and_nothing_is_served_until_one_succeeds(
+def test_a_reset_while_blocks_are_held_is_refused(
     make: Callable[..., Pair],
 ) -> None:
+    """And nothing is served until one succeeds."""
     pair = make()
     stored(pair, "a", 3)
     held = pair.block_pool.get_new_blocks(1)  # a request that goes on
@@ -93,9 +94,7 @@ def test_copies_under_way_at_a_reset_are_given_back_unsealed(make: Callable[...,
     assert "stored_blocks" not in counters
 
 
-def test_engines_that_are_given_one_version_of_the_weights_share_after_a_reset(
-    make: Callable[..., Pair], tmp_path: Path
-) -> None:
+def test_engines_with_one_weights_version_share_after_a_reset(make: Callable[..., Pair], tmp_path: Path) -> None:
     version = tmp_path / "version"
     version.write_text("step-1")
     pair = make({"weights_version_file": str(version)})

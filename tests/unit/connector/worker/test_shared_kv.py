@@ -74,7 +74,8 @@ def test_only_the_first_kv_cache_is_taken() -> None:
     assert first.data_ptr() == shared.memory.address != second.data_ptr()
 
 
-def test_cache_that_is_not_in_shared_memory_is_copied_in_process_and_counted() -> None:
+def test_cache_outside_shared_memory_is_copied_in_process() -> None:
+    """And counted."""
     layers = kv_layers(torch.zeros(BYTES, dtype=torch.int8))
     with SharedKV() as shared:
         torch.zeros(BYTES, dtype=torch.int8)

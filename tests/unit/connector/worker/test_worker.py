@@ -91,9 +91,7 @@ def load(segment: Segment, worker: WorkerHalf, ref: BlockRef, block: int) -> boo
 
 @pytest.mark.parametrize("target", ORDERS)
 @pytest.mark.parametrize("source", ["LBHNC", "BLNHC"])
-def test_block_survives_the_way_through_a_slot_between_any_two_layouts(
-    segment: Segment, source: str, target: str
-) -> None:
+def test_block_survives_a_slot_between_any_two_layouts(segment: Segment, source: str, target: str) -> None:
     one, other = engine_tensors(ORDERS[source]), engine_tensors(ORDERS[target])
     untouched = [layer.clone() for layer in other]
     writer = WorkerHalf(BlockCopier(one, range(HEADS)), Verify.FULL)
@@ -118,7 +116,8 @@ def test_slot_of_another_size_is_not_written(segment: Segment) -> None:
     assert bytes(segment.payload(slot, LAYOUT.payload_bytes)) == before
 
 
-def test_slot_holds_layer_then_head_then_cell_whatever_the_engine_layout(segment: Segment) -> None:
+def test_slot_holds_layer_then_head_then_cell(segment: Segment) -> None:
+    """Whatever the engine's layout is."""
     layers = engine_tensors(ORDERS["LBNHC"])
     worker = WorkerHalf(BlockCopier(layers, range(HEADS)), Verify.OFF)
     slot = slot_index(0, 0)
@@ -149,7 +148,8 @@ def test_layers_in_tensors_of_their_own_are_copied_one_by_one(segment: Segment) 
     assert all(torch.equal(a[0], b[1]) for a, b in zip(one, other, strict=True))
 
 
-def test_block_written_by_two_ranks_is_read_by_one_and_the_other_way_round(segment: Segment) -> None:
+def test_block_of_two_ranks_is_read_by_one(segment: Segment) -> None:
+    """And the other way round."""
     whole = engine_tensors(ORDERS["LBHNC"])
     halves = [[layer[:, part].clone() for layer in whole] for part in (slice(0, 2), slice(2, 4))]
     slot = slot_index(0, 2)
@@ -255,7 +255,7 @@ def test_nothing_is_reported_before_its_copies_have_ended(segment: Segment) -> N
     assert worker.take_loaded() == (set(), set()), "said once"
 
 
-def test_slot_that_changed_before_a_late_copy_ended_fails_the_load(segment: Segment) -> None:
+def test_slot_that_changed_before_a_copy_ended_fails_the_load(segment: Segment) -> None:
     block_copier = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
     copier = HandCopier(block_copier)
     worker = WorkerHalf(block_copier, Verify.OFF, copier)
@@ -300,7 +300,7 @@ def test_copies_that_failed_are_a_failed_load_and_a_failed_store(segment: Segmen
     assert (report.stored, report.failed) == ({}, {7: 1})
 
 
-def test_plan_that_raises_leaves_the_others_of_its_step_with_their_answers(segment: Segment) -> None:
+def test_plan_that_raises_leaves_others_their_answers(segment: Segment) -> None:
     block_copier = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
     copier = HandCopier(block_copier)
     worker = WorkerHalf(block_copier, Verify.OFF, copier)
@@ -372,7 +372,7 @@ def test_sampled_verification_looks_at_one_block_in_sixteen(segment: Segment) ->
     assert report.counters["load_verified_blocks"] == 2
 
 
-def test_nothing_is_written_into_a_slot_that_is_not_reserved_for_it(segment: Segment) -> None:
+def test_nothing_is_written_into_a_slot_not_reserved_for_it(segment: Segment) -> None:
     worker = WorkerHalf(BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.OFF)
     slot = slot_index(0, 0)
     before = bytes(segment.payload(slot, LAYOUT.payload_bytes))
@@ -395,7 +395,7 @@ def test_restarted_shard_gets_no_late_writes(segment: Segment) -> None:
 
 
 @pytest.mark.parametrize("what", ["retired", "another boot"])
-def test_memory_of_a_shard_that_is_gone_is_let_go_at_the_next_step(segment: Segment, what: str) -> None:
+def test_memory_of_a_gone_shard_is_let_go_at_the_next_step(segment: Segment, what: str) -> None:
     """A new segment may not fit beside it, and what it kept from being reused is free again."""
     worker = WorkerHalf(BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.OFF)
     assert store(segment, worker, 0, write_header(segment, slot_index(0, 0), 1))
@@ -413,9 +413,8 @@ def test_memory_of_a_shard_that_is_gone_is_let_go_at_the_next_step(segment: Segm
     assert mapped == 1, "the shard's own mapping only"
 
 
-def test_memory_that_cannot_be_mapped_fails_loads_and_stores_and_is_said_once(
-    segment: Segment, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_memory_that_cannot_be_mapped_fails_every_copy(segment: Segment, caplog: pytest.LogCaptureFixture) -> None:
+    """And it is said once."""
     worker = WorkerHalf(BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.OFF)
     gone = PoolInfo("/dev/shm/kvservice-test-gone", segment.geometry, BootEpoch(1), LAYOUT, bytes(16))
     ref = BlockRef(slot_index(0, 0), Generation(2))
@@ -425,7 +424,7 @@ def test_memory_that_cannot_be_mapped_fails_loads_and_stores_and_is_said_once(
     assert len([record for record in caplog.records if "map" in record.message]) == 1
 
 
-def test_slot_and_tensors_that_do_not_fit_are_refused_with_the_numbers() -> None:
+def test_slot_and_tensors_that_differ_are_refused_by_number() -> None:
     block_copier = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
     smaller = SlotLayout(LAYERS - 1, HEADS, LAYOUT.cell_bytes, TOKENS)
     with pytest.raises(UnsupportedLayout, match=r"3, 4, 1024.*2, 4, 1024"):
@@ -437,7 +436,8 @@ def test_tensors_that_are_not_alike_are_refused() -> None:
         BlockCopier([torch.zeros(2, 2, 2, 2), torch.zeros(2, 2, 2, 4)], range(2))
 
 
-def test_ranks_with_the_same_heads_write_each_block_once_and_all_report_it(segment: Segment) -> None:
+def test_ranks_with_the_same_heads_write_each_block_once(segment: Segment) -> None:
+    """And all of them report it."""
     ranks = []
     for replica in range(3):
         layers = engine_tensors(ORDERS["LBNHC"])
