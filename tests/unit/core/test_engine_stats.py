@@ -21,7 +21,7 @@ def ask(harness: CoreHarness, attachment: AttachmentId, seconds_per_block: float
     harness.send(ev.Acquire(harness.next_op(), attachment, request))
 
 
-def test_engines_that_are_alike_are_one_group_with_what_one_of_them_measured() -> None:
+def test_alike_engines_are_one_group_with_one_measurement() -> None:
     harness = CoreHarness()
     one, two = harness.attach(make_spec("one")), harness.attach(make_spec("two"))
     harness.attach(make_spec("other", "another model"))

@@ -96,7 +96,7 @@ def test_a_slot_whose_abort_was_lost_is_free_after_a_heartbeat(line: Line) -> No
     assert line.shard.statuses(op) == [SealStatus.SEALED]
 
 
-def test_slots_of_an_answer_that_never_came_are_free_once_the_call_is_given_up(line: Line) -> None:
+def test_slots_of_a_lost_answer_are_free_once_it_is_given_up(line: Line) -> None:
     call = line.ledger.begin_call()
     line.shard.reserve(line.attachment, 4, call=call)
     line.beat()
@@ -106,7 +106,7 @@ def test_slots_of_an_answer_that_never_came_are_free_once_the_call_is_given_up(l
     assert line.writing == 0
 
 
-def test_an_answer_that_comes_after_its_call_was_given_up_is_not_used(line: Line) -> None:
+def test_an_answer_to_a_call_that_was_given_up_is_not_used(line: Line) -> None:
     call = line.ledger.begin_call()
     refs = line.shard.reserve(line.attachment, 4, call=call)
     line.ledger.give_up(call)
@@ -130,7 +130,7 @@ def test_a_statement_says_nothing_about_what_was_granted_later(line: Line) -> No
     assert line.writing == 2
 
 
-def test_a_slot_that_is_granted_again_is_not_denied_by_an_old_statement(line: Line) -> None:
+def test_an_old_statement_does_not_deny_a_slot_granted_again(line: Line) -> None:
     (first,) = line.reserve()
     line.ledger.give_back([first])
     old = line.state()
@@ -141,7 +141,7 @@ def test_a_slot_that_is_granted_again_is_not_denied_by_an_old_statement(line: Li
     assert line.writing == len(slots)
 
 
-def test_a_slot_is_stated_while_its_seal_is_under_way_even_when_it_is_granted_again(line: Line) -> None:
+def test_a_slot_is_stated_while_its_seal_is_under_way(line: Line) -> None:
     """The seal is answered with DUPLICATE: the slot went back, and came again before that answer."""
     (ref,) = line.reserve()
     again = BlockRef(ref.slot, Generation(ref.generation + 2))
@@ -202,7 +202,7 @@ def test_an_attachment_of_an_earlier_boot_is_none_of_a_later_one(line: Line) -> 
 # -- hand-offs ----
 
 
-def test_a_reader_hears_of_a_close_that_was_lost_with_the_next_heartbeat(line: Line) -> None:
+def test_a_reader_hears_of_a_lost_close_with_a_heartbeat(line: Line) -> None:
     line.open()
     op = line.follow(wait=10.0)
     line.ledger.close_handoff(ID)
@@ -227,7 +227,7 @@ def test_a_close_that_overtakes_its_open_wins(line: Line) -> None:
     assert line.handoff() is HandoffState.CLOSED
 
 
-def test_an_open_that_comes_long_after_its_close_ends_with_the_next_heartbeat(line: Line) -> None:
+def test_an_open_after_its_close_ends_with_a_heartbeat(line: Line) -> None:
     call = line.ledger.open_handoff(ID)
     line.close()
     line.shard.advance(CLOSED_SECONDS)

@@ -77,7 +77,7 @@ def test_a_block_that_fits_no_slab_is_refused_with_both_sizes() -> None:
     assert caught.value.attributes == {"payload_bytes": MiB, "slab_bytes": MiB}
 
 
-def test_a_draining_shard_takes_no_engine_until_it_stops_draining() -> None:
+def test_a_draining_shard_takes_no_engine_until_it_stops() -> None:
     harness = CoreHarness()
     harness.send(ev.Drain())
     with pytest.raises(Unavailable):
@@ -97,7 +97,8 @@ def test_a_draining_shard_serves_what_it_has_and_stores_nothing() -> None:
     assert harness.resolves == []
 
 
-def test_attachments_are_limited_and_re_attaching_takes_no_second_place() -> None:
+def test_re_attaching_takes_no_second_place() -> None:
+    """Attachments are limited."""
     harness = CoreHarness()
     for number in range(ATTACHMENTS_MAX):
         harness.attach(make_spec(str(number)))
@@ -107,7 +108,7 @@ def test_attachments_are_limited_and_re_attaching_takes_no_second_place() -> Non
     assert harness.state.attachment_count == ATTACHMENTS_MAX
 
 
-def test_an_attach_that_a_later_one_has_overtaken_takes_nothing_back() -> None:
+def test_an_overtaken_attach_takes_nothing_back() -> None:
     harness = CoreHarness()
     spec = make_spec()
     first = harness.attach(replace(spec, attempt=1))
@@ -152,7 +153,7 @@ def test_leaving_twice_or_never_having_been_there_is_nothing() -> None:
     assert harness.send(ev.EngineGone(make_spec().engine_id)) == []
 
 
-def test_what_an_engine_aborts_before_it_detaches_is_free_at_once() -> None:
+def test_what_is_aborted_before_a_detach_is_free_at_once() -> None:
     harness = CoreHarness()
     engine = harness.attach()
     refs = harness.reserve(engine, 3)
@@ -164,7 +165,7 @@ def test_what_an_engine_aborts_before_it_detaches_is_free_at_once() -> None:
 
 
 @pytest.mark.parametrize("how", [ev.Detach, ev.AttachmentLost])
-def test_reservations_rest_when_the_attachment_ends_until_the_engine_is_gone(
+def test_reservations_rest_until_the_engine_is_gone(
     how: type[ev.Detach] | type[ev.AttachmentLost],
 ) -> None:
     """A graceful end says nothing about a worker, or a copier, in the middle of a copy."""
@@ -194,7 +195,8 @@ def test_re_attaching_ends_the_quarantine() -> None:
     assert harness.statuses(harness.begin_seal(again, items)) == [SealStatus.STALE] * 3
 
 
-def test_re_attaching_before_the_loss_was_noticed_ends_the_old_attachment() -> None:
+def test_re_attaching_early_ends_the_old_attachment() -> None:
+    """Before the loss of the old one was noticed."""
     harness = CoreHarness()
     old = harness.attach()
     harness.store(old, CHAIN[:1])
@@ -211,7 +213,8 @@ def test_re_attaching_before_the_loss_was_noticed_ends_the_old_attachment() -> N
 
 
 @pytest.mark.parametrize("epoch", [1 << 31, 1 << 32, 253_402_300_799, EPOCH_MAX])
-def test_numbers_of_attachments_fit_a_message_whatever_year_the_clock_says(epoch: int) -> None:
+def test_attachment_numbers_fit_a_message_in_any_year(epoch: int) -> None:
+    """Whatever year the clock says."""
     state = ShardState(NodeId("n"), BootEpoch(epoch), Geometry(MiB, 1))
     (answer,) = state.handle(ev.Attach(1, make_spec()), 0.0)
     assert isinstance(answer, Reply)
@@ -222,7 +225,7 @@ def test_numbers_of_attachments_fit_a_message_whatever_year_the_clock_says(epoch
     assert number >> 20 == epoch, "numbers of other boots are others"
 
 
-def test_a_late_report_that_an_engine_is_gone_does_not_touch_the_one_that_is_back() -> None:
+def test_a_late_report_of_a_gone_engine_spares_its_return() -> None:
     harness = CoreHarness()
     harness.send(ev.AttachmentLost(harness.attach()))
     again = harness.attach()
@@ -260,7 +263,7 @@ def test_what_was_sealed_before_the_end_is_kept(how: type[ev.Detach] | type[ev.A
 
 
 @pytest.mark.parametrize("how", [ev.Detach, ev.AttachmentLost])
-def test_open_acquisitions_of_an_engine_that_leaves_are_answered_empty(
+def test_open_acquisitions_of_a_leaving_engine_answer_empty(
     how: type[ev.Detach] | type[ev.AttachmentLost],
 ) -> None:
     harness = CoreHarness()

@@ -48,7 +48,8 @@ def test_a_sealed_block_is_announced_and_has_its_header() -> None:
         assert header.is_stable and header.position == position and header.flags is SlotFlags.NONE
 
 
-def test_a_reserved_slot_says_who_writes_it_before_anybody_is_told() -> None:
+def test_a_reserved_slot_names_its_writer_first() -> None:
+    """Before anybody is told of the reservation."""
     harness = CoreHarness()
     engine = harness.attach()
     op = harness.next_op()
@@ -59,7 +60,7 @@ def test_a_reserved_slot_says_who_writes_it_before_anybody_is_told() -> None:
         assert not header.is_stable and header.key == make_spec().engine_id and header.generation == ref.generation
 
 
-def test_the_header_is_written_before_the_block_is_announced_and_answered() -> None:
+def test_the_header_is_written_before_announce_and_answer() -> None:
     harness = CoreHarness()
     engine = harness.attach()
     refs = harness.reserve(engine, 1)
@@ -95,7 +96,8 @@ def test_an_aborted_slot_is_free_and_its_header_gone() -> None:
     assert status == [SealStatus.STALE]
 
 
-def test_only_its_owner_seals_or_aborts_a_slot_and_only_under_its_generation() -> None:
+def test_only_its_owner_seals_or_aborts_a_slot() -> None:
+    """And only under its generation."""
     harness = CoreHarness()
     engine, thief = harness.attach(make_spec("one")), harness.attach(make_spec("other"))
     (ref,) = harness.reserve(engine, 1)
@@ -220,7 +222,7 @@ def test_reserving_more_than_there_is_gives_what_there_is() -> None:
     assert harness.reserve(engine, 1) == []
 
 
-def test_eviction_takes_the_end_of_the_oldest_chain_and_retracts_it() -> None:
+def test_eviction_retracts_the_end_of_the_oldest_chain() -> None:
     harness = one_slab()
     engine = harness.attach()
     harness.store(engine, CHAIN[:2])
@@ -279,7 +281,7 @@ def test_two_models_in_turn_both_keep_storing() -> None:
     assert {block.payload_bytes for block in harness.state.blocks()} == {make_spec().layout.payload_bytes, LARGE}
 
 
-def test_a_model_that_does_not_store_any_more_gives_all_its_slabs() -> None:
+def test_a_model_that_stores_no_more_gives_all_its_slabs() -> None:
     harness = CoreHarness(slab_count=3)
     small, large = harness.attach(make_spec("s", "s")), harness.attach(make_spec("l", "l", payload_bytes=LARGE))
     harness.store(small, make_chain(12, "s"))
@@ -288,7 +290,8 @@ def test_a_model_that_does_not_store_any_more_gives_all_its_slabs() -> None:
     assert [block.payload_bytes for block in harness.state.blocks()] == [LARGE] * 6
 
 
-def test_one_reservation_may_use_up_its_own_blocks_and_then_another_models() -> None:
+def test_a_reservation_takes_its_own_blocks_then_others() -> None:
+    """Those of another model."""
     harness = CoreHarness(slab_count=2)
     small, large = harness.attach(make_spec("s", "s")), harness.attach(make_spec("l", "l", payload_bytes=LARGE))
     harness.store(small, make_chain(4, "s"))
@@ -346,7 +349,8 @@ def test_a_peer_of_another_epoch_is_refused() -> None:
     assert harness.slots("leased") == 0
 
 
-def test_every_sealed_block_survives_a_restart_under_the_new_epoch() -> None:
+def test_every_sealed_block_survives_a_restart() -> None:
+    """Under the new epoch."""
     harness = CoreHarness()
     harness.store(harness.attach(), CHAIN)
     generations = {header.key: header.generation for header in harness.headers.values()}
@@ -389,7 +393,8 @@ def test_a_block_of_another_length_than_its_slab_is_dropped() -> None:
     assert harness.keys_held() == set() and not harness.headers
 
 
-def test_a_slot_an_engine_was_writing_is_quarantined_until_it_is_gone_or_back() -> None:
+def test_a_slot_being_written_is_quarantined_after_a_restart() -> None:
+    """Until its engine is gone or back."""
     for back in (False, True):
         harness = CoreHarness()
         spec = make_spec()
@@ -440,7 +445,7 @@ def test_an_adopted_copy_stays_a_copy() -> None:
     assert {block.key: block.is_secondary for block in harness.state.blocks()} == {CHAIN[0]: False, OTHER[0]: True}
 
 
-def test_a_slot_gets_no_generation_that_a_reader_may_still_wait_for() -> None:
+def test_a_slot_gets_no_generation_a_reader_may_wait_for() -> None:
     harness = one_slab()
     harness.store(harness.attach(), CHAIN)
     old = {(slot, header.generation) for slot, header in harness.headers.items()}

@@ -42,7 +42,7 @@ def test_overhead_counts_against_short_runs_only() -> None:
     assert estimate.worthwhile(10, BLOCK, recompute_seconds=1.5, remaining_seconds=100.0) == 10
 
 
-def test_an_engine_that_does_not_know_its_speed_fetches_what_fits() -> None:
+def test_an_engine_of_unknown_speed_fetches_what_fits() -> None:
     assert measured().worthwhile(5, BLOCK, recompute_seconds=0.0, remaining_seconds=100.0) == 5
 
 
@@ -58,7 +58,7 @@ def test_after_many_refusals_one_fetch_is_tried() -> None:
         assert ask() == 5
 
 
-def test_a_link_is_tried_again_as_soon_as_that_is_cheap_and_only_with_a_little() -> None:
+def test_a_slow_link_is_tried_again_with_a_little() -> None:
     """At a link nearly as fast as recomputing a stale estimate would cost far more than another sample."""
     block_bytes = PROBE_BYTES // 4
     close, slow = FetchEstimate(), FetchEstimate()

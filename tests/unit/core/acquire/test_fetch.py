@@ -71,7 +71,7 @@ def test_gap_in_prefix_ends_the_hit() -> None:
     assert harness.slots("leased") == 1, "what lies behind the gap is not kept"
 
 
-def test_what_the_engine_has_itself_is_neither_leased_nor_fetched() -> None:
+def test_what_the_engine_has_is_neither_leased_nor_fetched() -> None:
     harness, engine = make()
     harness.store(engine, CHAIN[:3])
     answer = harness.hit(engine, CHAIN[:3], skip=2)
@@ -151,7 +151,8 @@ def test_malformed_requests_are_refused_without_side_effect(request_: AcquireReq
 # -- fetching ----
 
 
-def test_a_fetched_prefix_is_promised_announced_and_its_lease_given_back() -> None:
+def test_a_fetched_prefix_is_promised_and_announced() -> None:
+    """And its lease is given back."""
     harness, engine = make()
     harness.store(engine, CHAIN[:1])
     op = harness.acquire(engine, CHAIN)
@@ -271,7 +272,8 @@ def test_no_fetch_starts_while_draining() -> None:
 # -- deadlines ----
 
 
-def test_the_deadline_answers_with_the_verified_prefix_and_the_fetch_still_lands() -> None:
+def test_the_deadline_answers_with_the_verified_prefix() -> None:
+    """And the fetch still lands."""
     harness, engine = make()
     harness.store(engine, CHAIN[:1])
     op = harness.acquire(engine, CHAIN, timeout=2.0)
@@ -299,7 +301,7 @@ def test_a_directory_that_never_answers_costs_the_deadline_only(timeout: float) 
     nothing_left(harness)
 
 
-def test_a_peer_that_is_never_heard_of_again_does_not_hold_its_blocks() -> None:
+def test_a_peer_that_falls_silent_does_not_hold_its_blocks() -> None:
     harness, engine = make()
     op = harness.acquire(engine, CHAIN, timeout=100.0)
     harness.resolved(op, run_of(0, 4, A, B))
@@ -314,7 +316,7 @@ def test_a_peer_that_is_never_heard_of_again_does_not_hold_its_blocks() -> None:
 
 
 @pytest.mark.parametrize("lease_seconds", [0.0, 10.0, 1e12])
-def test_a_pull_that_is_never_reported_keeps_its_slots_and_nothing_else(lease_seconds: float) -> None:
+def test_an_unreported_pull_keeps_its_slots_and_nothing_else(lease_seconds: float) -> None:
     harness, engine = make()
     op = harness.acquire(engine, CHAIN, timeout=500.0)
     harness.resolved(op, run_of(0, 4, A))
@@ -331,7 +333,7 @@ def test_a_pull_that_is_never_reported_keeps_its_slots_and_nothing_else(lease_se
     nothing_left(harness)
 
 
-def test_an_op_number_used_again_is_not_given_the_blocks_of_the_first_call() -> None:
+def test_a_reused_op_number_gets_no_blocks_of_the_first_call() -> None:
     harness, engine = make()
     op = pulling(harness, engine, timeout=1.0)
     harness.advance(1.0)
@@ -383,7 +385,7 @@ def test_each_holder_is_tried_once() -> None:
     nothing_left(harness)
 
 
-def test_a_peer_that_lost_the_rest_of_a_run_still_gives_its_beginning() -> None:
+def test_a_peer_that_lost_the_rest_gives_the_beginning() -> None:
     harness, engine = make()
     op = harness.acquire(engine, CHAIN)
     harness.resolved(op, run_of(0, 4, A))
@@ -466,7 +468,7 @@ def test_a_stuck_slot_waits_for_its_transfer_however_long() -> None:
     nothing_left(harness)
 
 
-def test_a_pull_that_says_too_little_is_stuck_where_it_said_nothing() -> None:
+def test_a_pull_that_says_too_little_is_stuck_there() -> None:
     harness, engine = make()
     pulling(harness, engine)
     harness.pulled(harness.pulls[0], OK, OK)
@@ -482,7 +484,7 @@ def test_a_pull_is_heard_once() -> None:
     assert harness.keys_held() == set()
 
 
-def test_after_a_failed_pull_the_next_holder_gives_what_is_missing() -> None:
+def test_after_a_failed_pull_the_next_holder_is_asked() -> None:
     harness, engine = make()
     op = pulling(harness, engine, A, B)
     harness.pulled(harness.pulls[0], OK, FAILED, OK, STUCK)

@@ -211,7 +211,7 @@ def test_what_is_here_is_not_asked_for(shard: CoreHarness) -> None:
     assert (len(shard.result(op).blocks), shard.result(op).fetched_count) == (5, 3)
 
 
-def test_a_handoff_that_ends_short_is_completed_from_the_directory(shard: CoreHarness) -> None:
+def test_a_short_handoff_is_completed_from_the_directory(shard: CoreHarness) -> None:
     _, op = begin(shard)
     shard.followed(shard.follows[-1], 2)
     shard.pulled(shard.pulls[0], PullResult.OK)

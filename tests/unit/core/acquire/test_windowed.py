@@ -135,7 +135,7 @@ def test_chain_and_window_are_fetched_from_a_peer(harness: CoreHarness) -> None:
     }
 
 
-def test_nobody_is_asked_for_the_window_of_a_hit_that_adds_nothing(harness: CoreHarness) -> None:
+def test_nobody_is_asked_for_a_window_that_adds_nothing(harness: CoreHarness) -> None:
     """The engine has those blocks itself, and would wait for them."""
     chain = make_chain(8)
     engine = harness.attach(spec())
@@ -190,7 +190,7 @@ def test_gaps_far_away_are_looked_for_so_many_times_only() -> None:
     assert asked == 3
 
 
-def test_end_of_the_attachment_or_of_the_caller_lets_everything_go(harness: CoreHarness) -> None:
+def test_end_of_attachment_or_caller_lets_everything_go(harness: CoreHarness) -> None:
     chain = make_chain(8)
     engine = harness.attach(spec())
     harness.store(engine, chain)

@@ -35,7 +35,8 @@ def test_a_tenant_at_its_quota_gives_its_own_oldest_block() -> None:
     assert (usage(harness, "a").used_bytes, usage(harness, "a").counters["evicted"]) == (3 * SMALL, 2)
 
 
-def test_a_tenant_whose_blocks_are_all_leased_gets_fewer_with_a_reason() -> None:
+def test_a_tenant_with_all_blocks_leased_gets_fewer() -> None:
+    """With a reason."""
     harness = harness_with(2, a=QUOTA)
     a = harness.attach(tenant="a")
     chain = make_chain(2)
@@ -64,7 +65,7 @@ def test_whoever_has_no_quota_gives_to_whoever_has() -> None:
     assert harness.store(a, make_chain(3, "mine")) == [SealStatus.SEALED] * 3
 
 
-def test_a_slab_is_not_taken_from_whoever_would_fall_below_its_quota() -> None:
+def test_a_slab_is_not_taken_from_who_would_miss_its_quota() -> None:
     harness = harness_with(1, a=QUOTA, big=FREE)
     a, big = harness.attach(tenant="a"), harness.attach(make_spec("big", "large", payload_bytes=LARGE), "big")
     harness.store(a, make_chain(3, "mine"))
@@ -72,7 +73,7 @@ def test_a_slab_is_not_taken_from_whoever_would_fall_below_its_quota() -> None:
     assert len(harness.keys_held()) == 3
 
 
-def test_a_smaller_quota_is_reached_by_the_tenants_own_next_stores() -> None:
+def test_a_smaller_quota_is_reached_by_own_stores() -> None:
     harness = harness_with(1, a=FREE)
     a = harness.attach(tenant="a")
     harness.store(a, make_chain(4, "old"))
@@ -137,7 +138,8 @@ def test_a_tag_of_two_tenants_charges_nobody() -> None:
     assert len(harness.keys_held()) == 1
 
 
-def test_a_leaving_nodes_blocks_are_charged_to_their_tenants_within_their_quotas() -> None:
+def test_blocks_taken_over_are_charged_to_their_tenants() -> None:
+    """Within their quotas."""
     harness = harness_with(2, a=QUOTA, b=FREE)
     chain, other = make_chain(4, "a"), make_chain(1, "b")
     items = [TakeOverItem(key, None, 0, SpanRoute(1), 1.0, tag_of("a")) for key in chain]

@@ -144,7 +144,7 @@ def test_another_lookup_epoch_is_answered_with_everything() -> None:
     assert shard.announcer.is_synced(0)
 
 
-def test_refused_full_announcement_jumps_past_an_earlier_announcer() -> None:
+def test_refused_full_announcement_jumps_past_earlier_ones() -> None:
     shard = Shard()
     heard = 5_000
     for _ in range(20):
@@ -178,7 +178,7 @@ def test_partitions_get_their_own_keys_and_resync_alone() -> None:
     assert shard.announcer.next_update(2) is None
 
 
-def test_farewell_is_the_last_word_until_everything_is_said_again() -> None:
+def test_farewell_is_final_until_everything_is_said_again() -> None:
     shard = Shard(1).synced()
     shard.add(2)
     assert shard.announcer.farewell(0) == Update(2, leaving=True)

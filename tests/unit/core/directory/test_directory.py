@@ -91,7 +91,7 @@ def test_repeated_update_does_not_resurrect_a_removed_key() -> None:
     assert asked(directory, range(9)) == [(0, 1, "a")]
 
 
-def test_second_announcer_of_a_boot_is_not_taken_for_a_repetition_of_the_first() -> None:
+def test_second_announcer_of_a_boot_is_no_repetition() -> None:
     directory = directory_with(a=range(3))
     assert directory.apply(A, 1, keys(7), full_begin=True, full_end=True, now=0.0) is AnnounceOutcome.APPLIED
     assert asked(directory, range(9)) == [(7, 1, "a")]
@@ -103,7 +103,8 @@ def test_second_announcer_of_a_boot_is_not_taken_for_a_repetition_of_the_first()
     assert asked(directory, range(9)) == [(7, 1, "a")] and len(directory) == 1
 
 
-def test_full_announcement_shows_new_keys_as_they_come_and_old_ones_no_more() -> None:
+def test_full_announcement_shows_its_own_keys_only() -> None:
+    """New keys as they come, old ones no more."""
     directory = directory_with(a=range(10), b=range(3))
     directory.apply(A, 2, keys(20), full_begin=True, now=0.0)
     assert asked(directory, range(30)) == [(0, 3, "b"), (20, 1, "a")]
@@ -111,7 +112,7 @@ def test_full_announcement_shows_new_keys_as_they_come_and_old_ones_no_more() ->
     assert asked(directory, range(30)) == [(0, 3, "b"), (20, 2, "a")]
 
 
-def test_key_announced_again_after_a_full_announcement_survives_the_sweep() -> None:
+def test_key_announced_after_a_full_one_survives_the_sweep() -> None:
     directory = directory_with(a=range(10))
     directory.sweep(3)
     directory.apply(A, 2, keys(*range(5)), full_begin=True, full_end=True, now=0.0)
@@ -129,7 +130,7 @@ def test_restarted_node_loses_its_keys_at_once() -> None:
     assert directory.apply(A, 2, keys(1), now=0.0) is AnnounceOutcome.STALE_EPOCH
 
 
-def test_silent_node_is_hidden_by_time_alone_and_comes_back_whole() -> None:
+def test_silent_node_is_hidden_by_time_and_comes_back_whole() -> None:
     directory = directory_with(a=range(10))
     assert asked(directory, range(10), now=2.9) == [(0, 10, "a")]
     assert asked(directory, range(10), now=3.0) == []
@@ -137,7 +138,7 @@ def test_silent_node_is_hidden_by_time_alone_and_comes_back_whole() -> None:
     assert asked(directory, range(10), now=4.0) == [(0, 10, "a")]
 
 
-def test_forgotten_node_is_swept_a_bounded_number_of_keys_at_a_time() -> None:
+def test_forgotten_node_is_swept_a_few_keys_at_a_time() -> None:
     directory = directory_with(a=range(100), b=range(10))
     directory.expire(2.0)
     directory.apply(B, 2, now=29.0)
@@ -152,7 +153,7 @@ def test_forgotten_node_is_swept_a_bounded_number_of_keys_at_a_time() -> None:
     assert len(directory) == 10 and directory.is_swept
 
 
-def test_bit_of_a_forgotten_node_is_not_reused_before_it_is_swept() -> None:
+def test_bit_of_a_forgotten_node_is_reused_after_the_sweep() -> None:
     directory = directory_with(a=range(50))
     directory.apply(A, 2, leaving=True, now=0.0)
     directory.apply(C, 1, keys(60), full_begin=True, full_end=True, now=0.0)
@@ -232,7 +233,7 @@ def test_changes_are_recorded_for_watchers_only() -> None:
     assert {(change.node, change.reset) for change in directory.changes[3:]} == {(A, True), (B, True)}
 
 
-def test_watchers_are_told_of_nodes_that_are_hidden_come_back_or_move() -> None:
+def test_watchers_hear_of_nodes_that_hide_return_or_move() -> None:
     directory = directory_with(a=range(2))
     directory.record_changes = True
     directory.expire(2.9)
@@ -277,7 +278,8 @@ def test_losing_a_node_touches_none_of_its_keys_at_that_moment() -> None:
     assert len(directory) == 1000 and not directory.is_swept, "that is for the sweep"
 
 
-def test_keys_lost_with_their_node_are_remembered_with_the_reason_before_and_after_the_sweep() -> None:
+def test_keys_lost_with_their_node_are_remembered() -> None:
+    """With the reason, before the sweep and after it."""
     directory = directory_with(a=range(3), b=range(2, 4), c=range(4, 6))
     directory.apply(A, 2, leaving=True, now=1.0)
     directory.apply(node("c", epoch=2), 1, keys(4), full_begin=True, full_end=True, now=2.0)
@@ -332,9 +334,7 @@ def talk(announcer: Announcer, directory: Directory, who: Holder, now: float = 0
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nothing_that_an_earlier_boot_said_changes_what_the_next_one_holds(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_words_of_an_earlier_boot_change_nothing_of_the_next(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches, heartbeats and the farewell, doubled and in any order, before and between those of the next boot."""
     monkeypatch.setattr(announce, "UPDATE_KEYS_MAX", 3)
     rng, directory = random.Random(seed), Directory()
@@ -361,7 +361,8 @@ def test_nothing_that_an_earlier_boot_said_changes_what_the_next_one_holds(
     assert asked(directory, range(30)) == [(20, 6, "a")]
 
 
-def test_a_directory_whose_clock_jumped_by_hours_has_everything_back_after_a_heartbeat_of_each() -> None:
+def test_a_jump_of_the_clock_is_healed_by_heartbeats() -> None:
+    """The clock of a directory jumped by hours; after a heartbeat of each node it has everything back."""
     directory, hours = Directory(), 36_000.0
     ranges = {"a": range(4), "b": range(2, 6)}
     held = {name: dict.fromkeys(keys(*numbers), SpanRoute(0)) for name, numbers in ranges.items()}

@@ -73,7 +73,7 @@ def test_gap_asks_for_resync_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("flags", ["", "e"])
-def test_last_sequence_again_is_acknowledged_but_not_applied_again(flags: str) -> None:
+def test_last_sequence_again_is_acknowledged_not_applied(flags: str) -> None:
     table = Membership()
     hear(table, 1, flags="b")
     hear(table, 2, flags=flags)
@@ -81,13 +81,14 @@ def test_last_sequence_again_is_acknowledged_but_not_applied_again(flags: str) -
 
 
 @pytest.mark.parametrize("flags", ["b", "be"])
-def test_full_announcement_with_the_last_sequence_is_applied_anew(flags: str) -> None:
+def test_full_announcement_of_the_last_sequence_is_applied(flags: str) -> None:
     table = synced()
     assert hear(table, 1, flags=flags) == AnnounceEffect(AnnounceOutcome.APPLIED, forget=True, apply=True)
     assert state(table) is (MemberState.ALIVE if "e" in flags else MemberState.SYNCING)
 
 
-def test_full_announcement_with_the_sequence_of_the_farewell_is_refused() -> None:
+def test_full_announcement_of_the_farewell_is_refused() -> None:
+    """It has the sequence of the farewell."""
     table = synced()
     hear(table, 2, flags="l")
     assert hear(table, 2, flags="be") == AnnounceEffect(AnnounceOutcome.RESYNC)
@@ -109,14 +110,15 @@ def test_older_epoch_is_told_to_stop(flags: str) -> None:
     assert hear(table, 99, who=node(epoch=1), flags=flags) == AnnounceEffect(AnnounceOutcome.STALE_EPOCH)
 
 
-def test_older_epoch_is_told_to_stop_even_after_the_newer_one_left() -> None:
+def test_older_epoch_is_told_to_stop_after_the_newer_left() -> None:
     table = Membership()
     hear(table, 1, who=node(epoch=2), flags="be")
     hear(table, 2, who=node(epoch=2), flags="l")
     assert hear(table, 1, who=node(epoch=1), flags="be").outcome is AnnounceOutcome.STALE_EPOCH
 
 
-def test_newer_epoch_forgets_the_older_one_even_before_it_announces_in_full() -> None:
+def test_newer_epoch_forgets_the_older_one_at_once() -> None:
+    """Even before it announces in full."""
     table = synced(9)
     assert hear(table, 1, who=node(epoch=2)) == AnnounceEffect(AnnounceOutcome.RESYNC, forget=True)
     assert not table.is_visible(NodeId("a"))
@@ -133,7 +135,7 @@ def test_leaving_is_honoured_whatever_was_missed() -> None:
     assert hear(table, 11, flags="be").apply, "it may come back"
 
 
-def test_replay_of_a_full_announcement_does_not_bring_back_who_left() -> None:
+def test_replay_of_an_announcement_brings_nobody_back() -> None:
     table = synced(1)
     hear(table, 2, flags="l")
     assert hear(table, 1, flags="be") == AnnounceEffect(AnnounceOutcome.RESYNC)
@@ -237,7 +239,7 @@ def test_invariants_notice_a_missed_deadline() -> None:
         table.check_invariants()
 
 
-def test_a_node_belongs_to_who_announced_it_until_it_is_forgotten() -> None:
+def test_a_node_belongs_to_its_announcer_until_forgotten() -> None:
     table = Membership(hide_seconds=3, forget_seconds=30)
 
     def hear(epoch: int, proof: bytes, now: float, *, leaving: bool = False) -> AnnounceOutcome:

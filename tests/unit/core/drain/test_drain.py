@@ -62,9 +62,8 @@ def engine(shard: Leaver) -> AttachmentId:
     return shard.attach()
 
 
-def test_everything_is_offered_the_last_used_first_and_prefixes_before_their_ends(
-    shard: Leaver, engine: AttachmentId
-) -> None:
+def test_the_last_used_is_offered_first(shard: Leaver, engine: AttachmentId) -> None:
+    """Everything is offered, prefixes before their ends."""
     shard.store(engine, CHAIN)
     shard.store(engine, OTHER)
     shard.release(engine, shard.hit(engine, CHAIN[:2]).lease_id)
@@ -91,9 +90,8 @@ def test_what_another_node_holds_is_offered_to_that_node_only(shard: Leaver, eng
     assert (progress.blocks_handed, progress.blocks_elsewhere) == (3, 1)
 
 
-def test_nothing_is_stored_or_attached_while_it_leaves_but_everything_is_read(
-    shard: Leaver, engine: AttachmentId
-) -> None:
+def test_a_leaving_shard_is_read_but_stores_nothing(shard: Leaver, engine: AttachmentId) -> None:
+    """Nobody attaches either."""
     shard.store(engine, CHAIN)
     shard.begin()
     shard.find(peer())
@@ -107,7 +105,7 @@ def test_nothing_is_stored_or_attached_while_it_leaves_but_everything_is_read(
     assert [handle is not None for handle in located.handles] == [True] * 4  # type: ignore[attr-defined]
 
 
-def test_after_its_farewell_it_promises_nothing_and_waits_for_its_readers(shard: Leaver, engine: AttachmentId) -> None:
+def test_after_its_farewell_it_only_waits_for_its_readers(shard: Leaver, engine: AttachmentId) -> None:
     shard.store(engine, CHAIN)
     held = shard.hit(engine, CHAIN)
     shard.begin(handover=False)
@@ -148,7 +146,7 @@ def test_second_begin_while_settling_only_shortens_the_wait(shard: Leaver, engin
     assert shard.phase is DrainPhase.GONE
 
 
-def test_a_peer_that_is_full_or_silent_leaves_its_part_to_the_others(shard: Leaver, engine: AttachmentId) -> None:
+def test_a_full_or_silent_peer_leaves_its_part_to_others(shard: Leaver, engine: AttachmentId) -> None:
     shard.store(engine, CHAIN)
     shard.begin()
     shard.find(peer(), peer(SECOND, free=0))
@@ -182,9 +180,8 @@ def test_the_last_node_leaves_without_a_receiver(shard: Leaver, engine: Attachme
 
 
 @pytest.mark.parametrize("answered", [False, True])
-def test_neither_a_silent_directory_nor_silent_peers_hold_it_for_ever(
-    shard: Leaver, engine: AttachmentId, answered: bool
-) -> None:
+def test_silence_of_others_does_not_hold_it_for_ever(shard: Leaver, engine: AttachmentId, answered: bool) -> None:
+    """Neither the directory's nor that of peers."""
     shard.store(engine, CHAIN)
     shard.begin(timeout=10.0)
     if answered:
@@ -241,7 +238,8 @@ def test_a_chain_stays_on_one_node() -> None:
     assert len(found[NodeId("a")]) == len(found[NodeId("b")])
 
 
-def test_a_chain_larger_than_a_share_is_split_and_none_gets_more_than_its_room() -> None:
+def test_a_chain_larger_than_a_share_is_split() -> None:
+    """No peer gets more than it has room for."""
     chain = make_chain(40)
     parents: dict[BlockKey, BlockKey | None] = dict(zip(chain, (None, *chain), strict=False))
     shares = [(NodeId("a"), 0.5, 10 * SMALL), (NodeId("b"), 0.5, 20 * SMALL)]
@@ -251,7 +249,8 @@ def test_a_chain_larger_than_a_share_is_split_and_none_gets_more_than_its_room()
     assert set(given) == set(chain[:30])  # the hottest
 
 
-def test_a_shard_that_just_joined_is_given_less_although_it_has_the_most_room() -> None:
+def test_a_shard_that_just_joined_is_given_less() -> None:
+    """Although it has the most room."""
     fresh, old = peer(PEER, free=64 * MiB, age=1.0), peer(SECOND, free=16 * MiB)
     share = weights([fresh, old])
     assert sum(share) == pytest.approx(1.0)
@@ -303,7 +302,7 @@ def test_offered_blocks_are_read_verified_and_kept_as_primary() -> None:
     assert len(receiver.hit(engine, CHAIN).blocks) == 4
 
 
-def test_a_secondary_copy_becomes_primary_without_being_read_again() -> None:
+def test_a_secondary_copy_becomes_primary_without_a_read() -> None:
     receiver = Receiver()
     engine = receiver.attach()
     op = receiver.acquire(engine, CHAIN)
@@ -394,7 +393,7 @@ def test_a_block_that_a_fetch_brought_meanwhile_becomes_primary() -> None:
     assert [one.is_secondary for one in receiver.state.blocks()] == [False]
 
 
-def test_a_take_over_reads_neither_beyond_its_time_nor_beyond_the_leavers_lease() -> None:
+def test_a_take_over_ends_with_its_time_and_the_leavers_lease() -> None:
     for wait, lease_seconds in ((1.0, 10.0), (10.0, 3.0)):
         receiver = Receiver()
         receiver.offer(CHAIN, wait=wait)
@@ -403,7 +402,8 @@ def test_a_take_over_reads_neither_beyond_its_time_nor_beyond_the_leavers_lease(
         assert receiver.now < receiver.pulls[-1].deadline <= end
 
 
-def test_a_request_for_blocks_that_are_being_taken_over_is_answered_and_the_next_one_hits() -> None:
+def test_a_request_during_a_take_over_is_answered() -> None:
+    """It asks for blocks that are being taken over. The next request hits."""
     receiver = Receiver()
     engine = receiver.attach()
     take = receiver.offer(CHAIN)
@@ -433,7 +433,7 @@ def test_a_shard_that_leaves_itself_takes_nothing() -> None:
         receiver.taken(receiver.offer(CHAIN))
 
 
-def test_being_read_by_a_receiver_does_not_make_a_block_hotter_for_the_next_one() -> None:
+def test_a_receivers_read_does_not_make_a_block_hotter() -> None:
     shard = Leaver(slab_count=4)
     engine = shard.attach()
     shard.store(engine, CHAIN)
@@ -446,9 +446,7 @@ def test_being_read_by_a_receiver_does_not_make_a_block_hotter_for_the_next_one(
     assert {item.idle_seconds for offer in shard.offers for item in offer.items} == {50.0}
 
 
-def test_a_copy_that_its_node_does_not_have_any_more_is_not_counted_as_safe(
-    shard: Leaver, engine: AttachmentId
-) -> None:
+def test_a_copy_that_is_gone_is_not_counted_as_safe(shard: Leaver, engine: AttachmentId) -> None:
     shard.store(engine, CHAIN[:1])
     shard.begin()
     shard.find(peer(), peer(SECOND), holders={CHAIN[0]: (SECOND,)})

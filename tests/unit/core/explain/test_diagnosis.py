@@ -52,7 +52,8 @@ def test_a_block_nobody_remembers_was_never_stored() -> None:
     assert cause_of(REQUEST)[0] is MissCause.NEVER_STORED
 
 
-def test_an_eviction_before_the_request_names_node_time_and_who_needed_the_room() -> None:
+def test_an_eviction_names_node_time_and_cause() -> None:
+    """It came before the request."""
     miss_cause, text = cause_of(REQUEST, BlockHistory("n1", "gone", 72.5, "pressure", "stores of M by engine ab"))
     assert miss_cause is MissCause.EVICTED
     assert text == "node n1 evicted it 12.5 s before, to make room for stores of M by engine ab"
@@ -72,7 +73,8 @@ def test_an_eviction_says_what_would_have_kept_the_block(cause: str, idle: float
     assert text.endswith(f", {hint} would have kept it")
 
 
-def test_a_block_that_another_engine_sealed_meanwhile_was_not_sealed_yet() -> None:
+def test_a_block_sealed_meanwhile_was_not_sealed_yet() -> None:
+    """Another engine sealed it."""
     asked = replace(REQUEST, engine="me")
     for entry in (BlockHistory("n1", "held", 59.0, engine="other"), BlockHistory("n1", "sealing", 0.0, engine="other")):
         miss_cause, text = cause_of(asked, entry)
@@ -86,7 +88,7 @@ def test_a_block_that_another_engine_sealed_meanwhile_was_not_sealed_yet() -> No
     assert cause_of(ended, *mine_first)[0] is MissCause.NEVER_STORED
 
 
-def test_what_the_request_stored_itself_is_no_answer_to_why_it_missed() -> None:
+def test_what_the_request_stored_does_not_explain_its_miss() -> None:
     asked, mine = replace(REQUEST, engine="me", ended_age_seconds=50.0), BlockHistory("n0", "held", 59.0, engine="me")
     miss_cause, text = cause_of(asked, mine)
     assert miss_cause is MissCause.NEVER_STORED and text.endswith("; the engine that asked has stored it since")
@@ -103,14 +105,14 @@ def test_of_two_ends_of_a_block_the_later_counts() -> None:
     assert cause_of(REQUEST, evicted, lost=replace(lost, age_seconds=95.0))[0] is MissCause.EVICTED
 
 
-def test_a_block_that_was_evicted_after_the_request_was_there_when_it_asked() -> None:
+def test_a_block_evicted_later_was_there_when_it_was_asked_for() -> None:
     entry = BlockHistory("n1", "gone", 3.0, "pressure", held_seconds=80.0)
     assert cause_of(REQUEST, entry)[0] is MissCause.NOT_ANNOUNCED
     stored_later = replace(entry, held_seconds=20.0)  # after the question
     assert cause_of(REQUEST, stored_later)[0] is MissCause.NEVER_STORED
 
 
-def test_evictions_at_different_times_for_the_same_reason_are_one() -> None:
+def test_evictions_of_one_reason_are_one_whatever_their_times() -> None:
     entries = {
         2 + i: [BlockHistory("n1", "gone", 90.0 + i, "pressure", "stores of M", idle_seconds=3.0 + i)] for i in range(2)
     }

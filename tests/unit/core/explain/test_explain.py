@@ -48,7 +48,7 @@ def test_a_record_names_the_node_that_was_asked_in_vain() -> None:
     assert (record_of(shard, "r").miss, record_of(shard, "r").miss_node) == (MissReason.PEER_FAILED, "peer")
 
 
-def test_a_deadline_is_recorded_and_a_cancelled_call_stays_unanswered() -> None:
+def test_a_deadline_is_recorded_a_cancelled_call_unanswered() -> None:
     shard = CoreHarness()
     engine = shard.attach()
     ask(shard, engine, "late", timeout=1.0)
@@ -110,7 +110,7 @@ def test_engines_that_were_refused_are_remembered() -> None:
     assert "dtype" in refused.message
 
 
-def test_what_became_of_a_block_is_known_with_who_needed_the_room() -> None:
+def test_the_end_of_a_block_is_known_with_who_needed_room() -> None:
     shard = CoreHarness(slab_count=1)
     engine = shard.attach()
     shard.store(engine, CHAIN)
@@ -125,7 +125,8 @@ def test_what_became_of_a_block_is_known_with_who_needed_the_room() -> None:
     assert entry.caused_by.startswith("stores of model by engine ")
 
 
-def test_a_block_that_was_stored_again_keeps_its_eviction_and_who_stored_it() -> None:
+def test_a_block_stored_again_keeps_its_eviction() -> None:
+    """And who stored it."""
     shard = CoreHarness(slab_count=1)
     engine = shard.attach()
     shard.store(engine, CHAIN)

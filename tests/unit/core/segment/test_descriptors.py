@@ -194,9 +194,8 @@ def test_block_outside_the_region_is_refused(block: int) -> None:
         ({"colour": 3}, InvalidRequest),
     ],
 )
-def test_layout_from_another_process_that_leaves_its_region_is_refused(
-    change: dict[str, object], error: type[Exception]
-) -> None:
+def test_layout_that_leaves_its_region_is_refused(change: dict[str, object], error: type[Exception]) -> None:
+    """It comes from another process."""
     fields = RegionLayout(96, 3, (0,), 1, 1, 2, 16, 32, 0, 0, 16).fields()
     assert RegionLayout.of(fields).fields() == fields
     with pytest.raises(error):

@@ -76,7 +76,8 @@ def test_secondary_copies_go_before_primary_ones_however_recent() -> None:
     assert drain(policy) == "co"
 
 
-def test_a_secondary_copy_with_a_resident_child_stays_before_a_primary_leaf_goes() -> None:
+def test_a_primary_leaf_goes_before_a_secondary_parent() -> None:
+    """The secondary copy has a resident child."""
     policy = LeafFirstLru()
     add_chain(policy, "a", is_secondary=True)
     add_chain(policy, "ab", start=1)
@@ -85,7 +86,7 @@ def test_a_secondary_copy_with_a_resident_child_stays_before_a_primary_leaf_goes
     assert drain(policy) == "zba"
 
 
-def test_a_pinned_block_is_never_a_victim_and_neither_is_its_prefix() -> None:
+def test_a_pinned_block_and_its_prefix_are_never_victims() -> None:
     policy = LeafFirstLru()
     add_chain(policy, "abc")
     policy.pin(key("b"))
@@ -181,7 +182,7 @@ def test_a_child_at_the_wrong_position_is_not_linked(position: int) -> None:
     assert sorted(drain(policy)) == ["a", "b"]
 
 
-def test_blocks_that_name_each_other_as_parent_can_still_be_evicted() -> None:
+def test_blocks_that_are_each_others_parent_can_be_evicted() -> None:
     """What an engine says about parents is not checked by anybody: it must not make a slot unusable for ever."""
     policy = LeafFirstLru()
     add(policy, "x", "p", 5)
@@ -225,7 +226,7 @@ operations = st.lists(
 
 
 @given(operations)
-def test_whatever_is_claimed_everything_can_be_evicted_in_the_end(
+def test_whatever_is_claimed_everything_can_be_evicted(
     steps: list[tuple[str, int, int, int, bool]],
 ) -> None:
     policy = LeafFirstLru()
@@ -252,7 +253,7 @@ def test_whatever_is_claimed_everything_can_be_evicted_in_the_end(
     assert len(drain(policy)) == len(held)
 
 
-def test_storing_a_long_prompt_takes_time_in_proportion_to_its_length() -> None:
+def test_storing_a_prompt_takes_time_linear_in_its_length() -> None:
     """Each new leaf makes its prefix as recent as itself: walking up the whole chain for each would be quadratic."""
 
     class Counting(LeafFirstLru):

@@ -56,7 +56,7 @@ def test_a_lease_ends_at_its_time_and_not_before() -> None:
     assert table.next_deadline() is None
 
 
-def test_renewal_moves_the_named_leases_of_the_holder_and_of_nobody_else() -> None:
+def test_renewal_moves_only_the_holders_named_leases() -> None:
     table = LeaseTable()
     mine = [grant(table), grant(table, now=2.0)]
     other, unnamed = grant(table, PEER), grant(table)

@@ -29,7 +29,8 @@ def live(memory: ReuseMemory, shares: tuple[float, ...], blocks: int, wait: int 
         memory.on_evict(key(number), uses, tick, block_count=0)
 
 
-def test_where_use_says_nothing_about_the_future_nobody_gets_credit_worth_mentioning() -> None:
+def test_random_use_earns_nobody_credit_worth_mentioning() -> None:
+    """There, use says nothing about the future."""
     memory = ReuseMemory(gone_min=100)
     live(memory, (0.5,) * KINDS, 40_000)
     assert max(memory.credits()) < 15, "of a wait of 100"
@@ -45,7 +46,7 @@ def test_credit_is_the_wait_times_the_difference_of_log_odds() -> None:
     assert len(found) == KINDS and kind_of(USES_MAX) == KINDS - 1
 
 
-def test_blocks_that_come_back_less_than_new_ones_are_not_punished() -> None:
+def test_blocks_that_return_less_than_new_are_not_punished() -> None:
     memory = ReuseMemory(gone_min=100)
     live(memory, (0.8, 0.1, 0.1, 0.1, 0.1, 0.1), 20_000)
     assert memory.credits() == (0,) * KINDS
