@@ -261,7 +261,7 @@ def test_rows_outside_the_memory_are_refused(bench: Bench, worker: Worker, block
     assert bench.link.is_ready, "one bad row ends one copy, not the connection"
 
 
-def test_worker_killed_with_copies_queued_ends_every_one_as_failed(bench: Bench, worker: Worker, root: Path) -> None:
+def test_worker_killed_fails_every_queued_copy(bench: Bench, worker: Worker, root: Path) -> None:
     bench.follow()
     worker.signal(signal.SIGSTOP)
     tickets = [bench.copy(Direction.STORE, row(0, index, 1)) for index in range(50)]
@@ -283,7 +283,8 @@ def test_worker_killed_with_copies_queued_ends_every_one_as_failed(bench: Bench,
         second.end()
 
 
-def test_worker_that_hangs_is_killed_and_every_copy_ends_in_bounded_time(bench: Bench, worker: Worker) -> None:
+def test_worker_that_hangs_is_killed_and_its_copies_end(bench: Bench, worker: Worker) -> None:
+    """Every one in bounded time."""
     bench.follow()
     bench.header(slot_index(0, 0), 1)
     worker.signal(signal.SIGSTOP)
@@ -312,7 +313,7 @@ def test_engine_never_waits_and_what_is_too_much_is_not_taken(bench: Bench, work
     assert load is not None and ticket is None, "stores that wait keep no load out"
 
 
-def test_slots_of_a_gone_engine_are_not_free_before_its_worker_let_go(bench: Bench, worker: Worker) -> None:
+def test_slots_of_a_gone_engine_wait_for_its_worker(bench: Bench, worker: Worker) -> None:
     bench.follow()
     assert not bench.is_free
     bench.link.leave()
@@ -324,7 +325,8 @@ def test_slots_of_a_gone_engine_are_not_free_before_its_worker_let_go(bench: Ben
     bench.link = WorkerLink(KVOffer(HOST, {}, {}))
 
 
-def test_segment_of_an_earlier_boot_is_refused_and_copies_stay_where_they_were(bench: Bench, worker: Worker) -> None:
+def test_segment_of_an_earlier_boot_is_refused(bench: Bench, worker: Worker) -> None:
+    """Copies stay where they were."""
     bench.segment.epoch = BootEpoch(bench.segment.epoch + 1)  # a promise of a boot that the file is not of
     bench.follow(wait=False)
     eventually(lambda: bench.count("copy_worker_refused"), "the refusal")
@@ -390,7 +392,7 @@ def test_descriptors_that_come_with_nonsense_are_closed(bench: Bench, worker: Wo
     eventually(lambda: open_files() <= before, "closed descriptors")
 
 
-def test_damaged_copies_of_a_stranger_copy_nothing_and_harm_nobody(bench: Bench, worker: Worker) -> None:
+def test_damaged_copies_of_a_stranger_harm_nobody(bench: Bench, worker: Worker) -> None:
     """Its pool and its memory are real ones, so that what is still whole is looked at in full."""
     bench.follow()
     before = bytes(bench.bytes)
@@ -410,7 +412,7 @@ def test_damaged_copies_of_a_stranger_copy_nothing_and_harm_nobody(bench: Bench,
     assert bytes(bench.bytes) == before
 
 
-def test_engine_that_reads_no_answers_is_left_and_its_slots_are_let_go(bench: Bench, worker: Worker) -> None:
+def test_engine_that_reads_no_answers_is_left(bench: Bench, worker: Worker) -> None:
     """Its process stands still: the worker must not wait for it for ever."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as engine:
         engine.connect(str(copy_worker_socket(bench.directory, HOST)))
@@ -461,7 +463,8 @@ def test_memory_that_could_kill_the_worker_is_refused(bench: Bench, worker: Work
     assert ticket.succeeded(), "the worker serves the others on"
 
 
-def test_second_worker_of_a_device_is_refused_and_the_first_leaves_nothing(root: Path) -> None:
+def test_second_worker_of_a_device_is_refused(root: Path) -> None:
+    """And the first one leaves nothing behind."""
     first = Worker(root)
     directory = node_directory("s", NodeId("n"), root)
     [record] = find_copy_workers(directory)
@@ -485,7 +488,8 @@ def threads_of(process: subprocess.Popen[str]) -> set[int]:
     return {int(path.name) for path in Path(f"/proc/{process.pid}/task").iterdir()}
 
 
-def test_worker_with_a_thread_that_hangs_ends_itself_and_every_copy_with_it(bench: Bench, root: Path) -> None:
+def test_worker_with_a_hanging_thread_ends_itself(bench: Bench, root: Path) -> None:
+    """And every copy with it."""
     bench.link.close()
     memory = {"kind": MemoryKind.MEMFD.value, "bytes": LAYOUT.region_bytes}
     bench.link = WorkerLink(KVOffer(HOST, memory, LAYOUT.fields(), bench.kv.descriptor), 20.0)

@@ -90,7 +90,7 @@ def leave(
     return said
 
 
-def test_blocks_of_a_node_that_leaves_are_found_elsewhere_at_once(
+def test_blocks_of_a_leaving_node_are_found_elsewhere(
     cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = [chain(next(seeds), 20) for _ in range(3)]
@@ -120,7 +120,7 @@ def test_a_drain_without_hand_over_only_says_that_the_blocks_go(
     assert said["seconds"] < 1.0
 
 
-def test_reads_under_way_while_a_node_leaves_end_well_or_as_a_miss(
+def test_reads_from_a_leaving_node_end_well_or_as_a_miss(
     cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = [chain(next(seeds), 30) for _ in range(3)]
@@ -148,7 +148,8 @@ def test_reads_under_way_while_a_node_leaves_end_well_or_as_a_miss(
     assert outcomes[-1] == 30
 
 
-def test_an_engine_of_the_leaving_node_is_served_until_the_end_and_stores_nothing(cluster: LocalCluster) -> None:
+def test_a_leaving_node_serves_its_engine_until_the_end(cluster: LocalCluster) -> None:
+    """The engine's stores find no slot."""
     prompt, late = chain(next(seeds), 10), chain(next(seeds), 4)
 
     async def run(engine: Engine) -> tuple[Any, Any, list[Any]]:
@@ -179,7 +180,7 @@ def test_an_engine_of_the_leaving_node_is_served_until_the_end_and_stores_nothin
     assert cluster.exit_code("n0") == 0
 
 
-def test_a_lease_that_is_never_given_back_holds_a_drain_no_longer_than_its_time(
+def test_a_lease_holds_a_drain_no_longer_than_its_time(
     cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompt = chain(next(seeds), 5)
@@ -212,7 +213,7 @@ def test_a_lease_that_is_never_given_back_holds_a_drain_no_longer_than_its_time(
     assert 0.9 < said["seconds"] < 3.0
 
 
-def test_peers_give_nothing_that_was_used_later_than_what_they_are_offered(
+def test_peers_evict_nothing_younger_than_what_is_offered(
     cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cold = chain(next(seeds), 10)
@@ -231,7 +232,7 @@ def test_peers_give_nothing_that_was_used_later_than_what_they_are_offered(
         assert (len(result.blocks), result.fetched_count) == (len(hot[node]), 0)
 
 
-def test_a_leaving_node_that_is_killed_leaves_its_receivers_whole(cluster: LocalCluster) -> None:
+def test_a_leaving_node_that_dies_leaves_receivers_whole(cluster: LocalCluster) -> None:
     prompt = chain(next(seeds), 30)
     at(cluster, "n0", lambda engine: engine.store(prompt))
     cluster.wait_until_known(prompt)

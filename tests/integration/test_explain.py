@@ -88,7 +88,7 @@ async def test_every_block_of_a_request_is_accounted_for(cluster: LocalCluster) 
     assert (request["node"], request["finished"]) == ("n1", True)
 
 
-async def test_an_eviction_is_told_with_the_node_and_who_needed_the_room(cluster: LocalCluster) -> None:
+async def test_an_eviction_is_explained_with_node_and_cause(cluster: LocalCluster) -> None:
     keys, others = chain(next(seeds), 6), chain(next(seeds), ALL)
     async with At(cluster, "n0") as writer, At(cluster, "n1") as reader:
         await writer.store(keys)
@@ -116,9 +116,7 @@ async def _ask_and_store(reader: Engine, keys: tuple[BlockKey, ...], request_id:
 
 
 @pytest.mark.parametrize("asking", ["n0", "n1"])
-async def test_what_a_request_missed_is_explained_although_it_stored_it_itself(
-    cluster: LocalCluster, asking: str
-) -> None:
+async def test_a_miss_is_explained_although_the_request_stored_it(cluster: LocalCluster, asking: str) -> None:
     """Cold, and after an eviction on the node that asks and on another one."""
     cold, evicted = chain(next(seeds), 6), chain(next(seeds), 6)
     async with At(cluster, "n0") as writer, At(cluster, asking) as reader:
@@ -140,7 +138,7 @@ async def test_what_a_request_missed_is_explained_although_it_stored_it_itself(
 
 
 @pytest.mark.parametrize("reading", ["n0", "n1"])
-async def test_what_was_handed_off_says_from_where_and_how_long_it_took(cluster: LocalCluster, reading: str) -> None:
+async def test_a_handoff_is_explained_with_its_source_and_time(cluster: LocalCluster, reading: str) -> None:
     keys, handoff = chain(next(seeds), 5), Handoff(HandoffId(os.urandom(16)), NodeId("n0"))
     async with At(cluster, "n0") as writer, At(cluster, reading) as reader:
         await writer.pool.open_handoff(writer.attachment.attachment_id, handoff.handoff_id)
@@ -157,7 +155,7 @@ async def test_what_was_handed_off_says_from_where_and_how_long_it_took(cluster:
     assert request["handoff_node"] == "n0" and request["took_seconds"] >= 0.3
 
 
-async def test_a_block_that_is_sealed_after_it_was_asked_for_was_not_sealed_yet(cluster: LocalCluster) -> None:
+async def test_a_block_sealed_after_the_ask_was_not_sealed_yet(cluster: LocalCluster) -> None:
     keys = chain(next(seeds), 3)
     async with At(cluster, "n0") as writer, At(cluster, "n1") as reader:
         await reader.read_all(keys, request_id="early")
@@ -202,7 +200,7 @@ async def test_a_deadline_is_told(cluster: LocalCluster) -> None:
     assert reasons(explained(cluster, "late")) == [("missed", 4, "deadline", "")]
 
 
-async def test_another_fingerprint_is_named_with_the_field_that_differs(cluster: LocalCluster) -> None:
+async def test_another_fingerprint_is_named_with_its_field(cluster: LocalCluster) -> None:
     keys = chain(next(seeds), 2)
     async with At(cluster, "n0", dtype="fp8"), At(cluster, "n1") as reader:
         await reader.read_all(keys, request_id="mismatch")

@@ -94,7 +94,7 @@ CASES = [(*place, signal.SIGKILL) for place in PLACES] + [(*place, signal.SIGSTO
 @pytest.mark.parametrize(
     "where, work, is_stored, number", CASES, ids=[f"{n.name}-{where}-{work.__name__}" for where, work, _, n in CASES]
 )
-async def test_a_part_that_ends_or_sleeps_in_the_middle_costs_hits_only(
+async def test_a_part_that_dies_or_sleeps_midway_costs_hits_only(
     field: Field, where: str, work: Work, is_stored: bool, number: signal.Signals
 ) -> None:
     cluster, seed = field.cluster, next(_seeds)

@@ -131,7 +131,7 @@ async def test_writer_that_never_comes_is_given_up(cluster: LocalCluster, node: 
     await two.leave()
 
 
-async def test_writer_that_evicts_under_pressure_costs_the_reader_only_what_is_gone(cluster: LocalCluster) -> None:
+async def test_writer_that_evicts_costs_the_reader_only_what_is_gone(cluster: LocalCluster) -> None:
     """The pool of the writer's node holds about a hundred blocks; the prompt and others together are far more."""
     two, keys = await Two.begin(cluster), chain(next(seeds), 80)
     other = await Engine.attach(ShardClient(cluster.socket("n0")))

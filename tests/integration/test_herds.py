@@ -73,7 +73,7 @@ async def flood(engine: Engine, seed: int, until: float) -> tuple[int, int]:
     return hits, misses
 
 
-async def test_more_work_than_there_is_time_for_ends_in_time_and_leaves_nothing(cluster: LocalCluster) -> None:
+async def test_too_much_work_ends_in_time_and_leaves_nothing(cluster: LocalCluster) -> None:
     a, b = await pair(cluster)
     hot = chain(seed=2, count=64)
     await a.store(hot)
@@ -108,9 +108,10 @@ def swallow(address: str) -> list[socket.socket]:
     return [listener, *filling]
 
 
-async def test_an_address_that_swallows_every_attempt_costs_the_lookup_its_time_and_then_nothing(
+async def test_a_silent_address_costs_the_lookup_its_time_once(
     tmp_path: Path,
 ) -> None:
+    """It swallows every attempt to connect."""
     certificates = str(write(tmp_path / "tls"))  # with them it has a port
     with LocalCluster(nodes=1, lookup_partitions=1, mirror_bytes=0, tls_dir=certificates) as cluster:
         engine = await Engine.attach(ShardClient(cluster.socket("n0")))

@@ -75,7 +75,8 @@ async def test_calls_that_wait_are_bounded_and_starve_no_short_ones(
         await server.stop()
 
 
-def test_a_gate_counts_each_kind_apart_and_forgets_calls_that_failed() -> None:
+def test_a_gate_counts_each_kind_apart() -> None:
+    """And forgets calls that failed."""
     gate = Gate(short=1, long=1)
     for _ in range(3):
         with pytest.raises(KeyError), gate.passing("Stats"), gate.passing("Acquire"):

@@ -167,7 +167,7 @@ def gate(root: Path, request: pytest.FixtureRequest) -> Iterator[tuple[GatedDevi
     server.stop()
 
 
-def test_lent_blocks_come_from_the_engine_and_the_others_from_their_slots(root: Path, worker: Worker) -> None:
+def test_lent_blocks_come_from_the_engine_others_from_slots(root: Path, worker: Worker) -> None:
     with engines(root) as (lender, reader):
         lent = lender.link.lend(lent_rows()[:2])
         assert lent is not None
@@ -185,7 +185,7 @@ def test_lent_blocks_come_from_the_engine_and_the_others_from_their_slots(root: 
         recall(lender, lent)
 
 
-def test_promised_slot_that_is_gone_ends_the_load_even_if_its_block_is_lent(root: Path, worker: Worker) -> None:
+def test_lent_block_whose_slot_is_gone_fails_the_load(root: Path, worker: Worker) -> None:
     with engines(root) as (lender, reader):
         recalled = lend(lender)
         reader.header(slot_index(0, 1), 4, KEYS[1])
@@ -241,7 +241,7 @@ def test_two_readers_share_a_loan_and_one_recall_ends_it(root: Path, gate: tuple
         eventually(lambda: lent.is_over, "the recall")
 
 
-def test_what_was_read_from_an_engine_that_left_meanwhile_is_read_again_from_the_slots(
+def test_blocks_of_a_lender_that_left_are_read_from_slots_again(
     root: Path, gate: tuple[GatedDevice, CopyWorker]
 ) -> None:
     with engines(root) as (lender, reader):
@@ -287,9 +287,7 @@ def test_lender_killed_while_it_is_read(root: Path, gate: tuple[GatedDevice, Cop
         lender.stdout.close()
 
 
-def test_reader_that_ends_while_it_reads_holds_no_block_of_the_lender(
-    root: Path, gate: tuple[GatedDevice, CopyWorker]
-) -> None:
+def test_reader_that_ends_midway_holds_no_lent_block(root: Path, gate: tuple[GatedDevice, CopyWorker]) -> None:
     with engines(root) as (lender, reader):
         lent, device = lend(lender), gate[0]
         load(reader)
@@ -306,9 +304,8 @@ def test_reader_that_ends_while_it_reads_holds_no_block_of_the_lender(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_loans_are_over_when_the_worker_is_dead_or_was_killed_for_not_answering(
-    root: Path, worker: Worker, number: signal.Signals
-) -> None:
+def test_loans_end_when_the_worker_dies_or_is_killed(root: Path, worker: Worker, number: signal.Signals) -> None:
+    """It is killed when it does not answer."""
     with engines(root, 1, WEDGE_SECONDS) as (lender,):
         lent = lend(lender)
         worker.signal(number)
@@ -322,7 +319,7 @@ def test_loans_are_over_when_the_worker_is_dead_or_was_killed_for_not_answering(
         lender.link.recall(lent)
 
 
-def test_lending_that_is_longer_than_a_message_is_taken_with_its_last_piece(root: Path, worker: Worker) -> None:
+def test_long_lending_is_taken_with_its_last_message(root: Path, worker: Worker) -> None:
     many = [BlockKey(index.to_bytes(16, "big")) for index in range(ROWS_MAX + 5)]
     with engines(root) as (lender, reader):
         lent = lender.link.lend([row(index % BLOCKS, 0, 0, key) for index, key in enumerate(many)])
@@ -366,9 +363,8 @@ def borrowed_by(reader: Bench) -> int:
     return ticket.borrowed
 
 
-def test_taken_loan_is_returned_unasked_and_one_that_nobody_takes_when_it_is_recalled(
-    root: Path, worker: Worker
-) -> None:
+def test_taken_loan_is_returned_and_an_untaken_one_recalled(root: Path, worker: Worker) -> None:
+    """The first one is returned unasked."""
     with engines(root) as (lender, reader):
         one = Loaning(lender)
         one.follow(lends=(1,))
@@ -384,7 +380,8 @@ def test_taken_loan_is_returned_unasked_and_one_that_nobody_takes_when_it_is_rec
         assert sorted(one.poll()) == [1, 2, 7], "said once"
 
 
-def test_loan_comes_back_when_the_worker_dies_and_at_once_when_there_is_none(root: Path, worker: Worker) -> None:
+def test_loan_comes_back_when_the_worker_dies(root: Path, worker: Worker) -> None:
+    """And at once when there is no worker."""
     with engines(root, 1) as (lender,):
         one = Loaning(lender)
         one.follow(lends=(1,))

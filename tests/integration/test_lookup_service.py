@@ -187,7 +187,7 @@ async def test_killed_lookup_partition_is_rebuilt_from_the_shards(lookups: list[
         await until(asking, chain, lambda answer: known(answer) == 2000 and answer.complete)
 
 
-async def test_stopped_lookup_partition_costs_its_timeout_and_then_nothing(lookups: list[LookupProcess]) -> None:
+async def test_stopped_lookup_partition_costs_its_timeout_once(lookups: list[LookupProcess]) -> None:
     chain = new_chain(2000)
     async with client(addresses_of(lookups)) as asking, node("a", chain, addresses_of(lookups)):
         await until(asking, chain, lambda answer: known(answer) == 2000)
@@ -266,7 +266,7 @@ async def test_lookup_without_shards_or_time_is_incomplete_at_once() -> None:
         assert await refused.stats() == [None]
 
 
-async def test_partition_that_failed_for_long_is_still_asked_every_second() -> None:
+async def test_partition_that_failed_is_still_asked_every_second() -> None:
     now = 100.0
     asking = LookupClient(["127.0.0.1:9"], lambda: now)
     try:
@@ -286,7 +286,7 @@ async def test_chain_longer_than_one_request_is_asked_in_several() -> None:
         assert [(run.start, run.count) for run in answer.runs] == [(0, len(chain))]
 
 
-async def test_node_that_cannot_say_who_it_is_yet_announces_when_it_can() -> None:
+async def test_node_without_an_identity_yet_announces_later() -> None:
     chain = new_chain(10)
     async with one_lookup() as address, client([address]) as asking, node("a", chain, [address]) as holder:
         answers = iter([Unavailable("not started"), Unavailable("not started")])
@@ -452,7 +452,8 @@ async def test_watcher_sees_a_snapshot_and_then_every_change() -> None:
         await eventually_async(watcher_is_gone, "the watcher that went to leave nothing behind")
 
 
-async def test_watcher_hears_heartbeats_if_it_wants_and_of_nodes_that_fall_silent() -> None:
+async def test_watcher_hears_heartbeats_and_of_silent_nodes() -> None:
+    """Heartbeats only if it wants them."""
     async with (
         one_lookup(hide_seconds=0.5, forget_seconds=30.0) as address,
         grpc.aio.insecure_channel(address) as channel,

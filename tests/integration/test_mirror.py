@@ -51,7 +51,8 @@ def knows(reader: LookupClient, keys: Sequence[BlockKey]) -> bool:
     return answer is not None and longest_prefix(answer.runs) == len(keys)
 
 
-async def test_remote_hit_is_found_without_a_call_and_other_processes_see_the_same(cluster: LocalCluster) -> None:
+async def test_remote_hit_is_found_without_a_call(cluster: LocalCluster) -> None:
+    """Other processes of the node see the same."""
     a, b = [await Engine.attach(ShardClient(cluster.socket(node))) for node in ("n0", "n1")]
     reader = reader_of(cluster, "n0")
     keys = chain(seed=1, count=300)
@@ -91,7 +92,8 @@ async def test_lookup_partition_that_dies_is_missed_and_comes_back(cluster: Loca
     await reader.close()
 
 
-async def test_mirror_whose_shard_was_killed_is_not_believed_and_the_next_one_is_found(cluster: LocalCluster) -> None:
+async def test_mirror_of_a_killed_shard_is_not_believed(cluster: LocalCluster) -> None:
+    """The next one is found."""
     a = await Engine.attach(ShardClient(cluster.socket("n1")))
     reader = reader_of(cluster, "n0")
     keys = chain(seed=3, count=100)

@@ -126,7 +126,7 @@ def finish(transport: NixlTransport, seconds: float = WAIT_SECONDS) -> list[Tran
     return []
 
 
-def test_disconnected_read_is_reported_only_when_nothing_writes_any_more(peer: Peer, reader: Segment) -> None:
+def test_disconnected_read_is_reported_when_nothing_writes(peer: Peer, reader: Segment) -> None:
     transport = NixlTransport(reader, "reader")
     transport.disconnect(read_from_stopped(transport, peer))
     assert finish(transport, 0.5) == [], "reported as ended although the peer can still send the bytes"

@@ -129,7 +129,7 @@ async def test_a_server_that_came_back_on_another_node_is_learnt_again(lab: Lab)
     assert decode.seen[-1].handoff == again.seen[-1].handoff
 
 
-async def test_a_server_on_another_node_than_believed_has_decode_start_again(lab: Lab) -> None:
+async def test_a_server_that_moved_has_decode_start_again(lab: Lab) -> None:
     """Restarted so quickly that no check and no request saw it away."""
     prefill, decode = await lab.server(node="node-1"), await lab.server(hold=True)
     proxy = await lab.proxy([prefill], [decode])
@@ -153,7 +153,7 @@ async def test_a_prefill_server_without_the_connector_gets_no_work(lab: Lab) -> 
     assert not prefill.seen and decode.seen[0].params is None
 
 
-async def test_a_short_prompt_and_several_prompts_go_straight_to_decode_as_they_are(lab: Lab) -> None:
+async def test_short_and_multiple_prompts_go_straight_to_decode(lab: Lab) -> None:
     prefill, decode = await lab.server(), await lab.server()
     proxy = await lab.proxy([prefill], [decode])
     raw = b'{ "prompt": "short",  "temperature":0.10 }'
@@ -223,7 +223,8 @@ async def test_the_openai_client_works_against_the_proxy(lab: Lab) -> None:
 # ---- prefill fails
 
 
-async def test_prefill_that_dies_under_way_is_done_elsewhere_and_decode_starts_again(lab: Lab) -> None:
+async def test_prefill_that_dies_is_done_elsewhere(lab: Lab) -> None:
+    """And decode starts again."""
     dying, other = await lab.server(node="n-0", hold=True), await lab.server(node="n-1")
     decode = await lab.server(hold=True)
     proxy = await lab.proxy([dying, other], [decode], tries=3)
@@ -281,7 +282,8 @@ async def test_prefill_that_fails_after_the_first_byte_costs_nothing(lab: Lab) -
 # ---- decode fails
 
 
-async def test_decode_that_dies_beside_prefill_is_replaced_once_prefill_is_done(lab: Lab) -> None:
+async def test_decode_that_dies_beside_prefill_is_replaced_later(lab: Lab) -> None:
+    """Once prefill is done."""
     prefill = await lab.server(hold=True)
     dying, other = await lab.server(hold=True), await lab.server()
     proxy = await lab.proxy([prefill], [dying, other])
@@ -295,7 +297,7 @@ async def test_decode_that_dies_beside_prefill_is_replaced_once_prefill_is_done(
     assert len(prefill.seen) == 1 and other.seen[0].handoff == prefill.seen[0].handoff
 
 
-async def test_decode_that_dies_after_prefill_is_replaced_with_the_same_id(lab: Lab) -> None:
+async def test_decode_that_dies_after_prefill_keeps_the_id(lab: Lab) -> None:
     prefill, dying, other = await lab.server(), await lab.server(hold=True), await lab.server()
     proxy = await lab.proxy([prefill], [dying, other])
     asking = asyncio.create_task(proxy.post({"prompt": LONG}))
@@ -309,7 +311,7 @@ async def test_decode_that_dies_after_prefill_is_replaced_with_the_same_id(lab: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_decode_that_breaks_before_anything_reached_the_client_is_replaced(lab: Lab, stream: bool) -> None:
+async def test_decode_that_breaks_before_the_first_byte_is_replaced(lab: Lab, stream: bool) -> None:
     """In a stream: inside its first event. Else: anywhere."""
     breaking, other = await lab.server(die_after=0), await lab.server()
     proxy = await lab.proxy([], [breaking, other])
@@ -318,7 +320,7 @@ async def test_decode_that_breaks_before_anything_reached_the_client_is_replaced
     assert not stream or body == b"".join(other.events(COMPLETIONS))
 
 
-async def test_decode_that_breaks_in_the_middle_ends_the_stream_with_an_error(lab: Lab) -> None:
+async def test_decode_that_breaks_midway_ends_with_an_error(lab: Lab) -> None:
     decode, idle = await lab.server(die_after=2), await lab.server()
     proxy = await lab.proxy([], [decode, idle])
     _, body = await proxy.post({"prompt": "short", "stream": True})
@@ -330,7 +332,7 @@ async def test_decode_that_breaks_in_the_middle_ends_the_stream_with_an_error(la
     assert not idle.seen
 
 
-async def test_with_every_decode_server_failing_the_client_gets_one_clear_error(lab: Lab) -> None:
+async def test_without_a_decode_server_the_client_gets_one_error(lab: Lab) -> None:
     prefill, decode = await lab.server(), [await lab.server(status=500), await lab.server(status=503)]
     proxy = await lab.proxy([prefill], decode)
     status, body = await proxy.post({"prompt": LONG})
@@ -342,7 +344,7 @@ async def test_with_every_decode_server_failing_the_client_gets_one_clear_error(
 # ---- refusals, limits, clients that leave
 
 
-async def test_a_refusal_is_passed_on_as_it_is_and_cancels_the_other_side(lab: Lab) -> None:
+async def test_a_refusal_is_passed_on_and_cancels_the_other_half(lab: Lab) -> None:
     prefill, decode = await lab.server(hold=True), await lab.server(status=422)
     proxy = await lab.proxy([prefill], [decode])
     async with proxy.session.post(proxy.url + COMPLETIONS, json={"prompt": LONG}) as response:
@@ -390,7 +392,7 @@ async def test_a_client_may_not_set_the_parameters_and_must_send_json(lab: Lab) 
     assert not decode.seen
 
 
-async def test_too_large_bodies_and_unknown_paths_are_refused_in_openais_form(lab: Lab) -> None:
+async def test_large_bodies_and_unknown_paths_get_openais_errors(lab: Lab) -> None:
     proxy = await lab.proxy([], [await lab.server()], body_bytes_max=1000)
     status, body = await proxy.post({"prompt": "x" * 2000})
     assert status == 413 and json.loads(body)["error"]["code"] == 413
@@ -400,7 +402,7 @@ async def test_too_large_bodies_and_unknown_paths_are_refused_in_openais_form(la
     assert status == 405 and json.loads(body)["error"]["code"] == 405
 
 
-async def test_beyond_the_limit_in_flight_the_client_is_told_when_to_retry(lab: Lab) -> None:
+async def test_beyond_the_limit_the_client_is_told_when_to_retry(lab: Lab) -> None:
     decode = await lab.server(hold=True)
     proxy = await lab.proxy([], [decode], in_flight_max=1)
     first = asyncio.create_task(proxy.post({"prompt": "x"}))
@@ -422,9 +424,7 @@ async def test_a_request_that_takes_too_long_ends_with_an_error(lab: Lab) -> Non
     await prefill.until(lambda: prefill.seen[0].cancelled)
 
 
-async def test_time_running_out_just_as_the_answer_begins_is_an_error_and_not_a_crash(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_time_that_ends_as_the_answer_begins_is_an_error(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     proxy = await lab.proxy([], [await lab.server()])
     perform = ClientExchange._perform
 
@@ -454,7 +454,7 @@ async def test_requests_go_to_the_server_with_the_least_of_them(lab: Lab) -> Non
 # ---- health, models, metrics
 
 
-async def test_health_says_what_is_wrong_and_a_server_that_recovers_serves_again(lab: Lab) -> None:
+async def test_health_names_faults_and_recovered_servers_serve(lab: Lab) -> None:
     decode = await lab.server(healthy=False)
     proxy = await lab.proxy([], [decode])
     status, body = await proxy.get("/health")
@@ -500,7 +500,8 @@ async def test_metrics_count_requests_hand_offs_and_failures(lab: Lab) -> None:
         assert line in text
 
 
-async def test_a_server_that_hangs_is_left_for_another_before_it_breaks_any_connection(lab: Lab) -> None:
+async def test_a_server_that_hangs_is_left_for_another(lab: Lab) -> None:
+    """Before it breaks any connection."""
     hanging, other = await lab.server(hold=True), await lab.server(hold=True)
     proxy = await lab.proxy([], [hanging, other])
     asking = asyncio.create_task(proxy.post({"prompt": "x"}))
@@ -512,7 +513,7 @@ async def test_a_server_that_hangs_is_left_for_another_before_it_breaks_any_conn
     assert (await asking)[0] == 200
 
 
-async def test_a_failed_server_is_looked_at_before_its_next_check_is_due(lab: Lab) -> None:
+async def test_a_failed_server_is_checked_before_it_is_due(lab: Lab) -> None:
     decode = await lab.server(die_after=0)
     proxy = await lab.proxy([], [decode], check_seconds=60)
     assert (await proxy.post({"prompt": "x"}))[0] == 502
@@ -549,7 +550,7 @@ async def disturb(lab: Lab, server: FakeServer, chance: random.Random) -> FakeSe
     return server
 
 
-async def test_nothing_that_happens_to_prefill_servers_is_ever_seen_by_a_client(lab: Lab) -> None:
+async def test_clients_see_nothing_of_failing_prefill_servers(lab: Lab) -> None:
     chance = random.Random(7)
     prefill, decode = [await lab.server(), await lab.server()], [await lab.server(), await lab.server()]
     proxy = await lab.proxy(prefill, decode, check_seconds=0.05, prefill_seconds=0.1)
@@ -579,7 +580,8 @@ async def test_nothing_that_happens_to_prefill_servers_is_ever_seen_by_a_client(
 # ---- its end
 
 
-async def test_at_its_end_it_refuses_new_work_finishes_old_and_breaks_what_does_not_end(lab: Lab) -> None:
+async def test_at_its_end_it_finishes_old_work_and_refuses_new(lab: Lab) -> None:
+    """What does not end in time is broken off."""
     ending, endless = await lab.server(hold=True), await lab.server(tokens=("tick",) * 5000)
     proxy = await lab.proxy([], [ending, endless], grace_seconds=0.3)
     finishing = asyncio.create_task(proxy.post({"prompt": "x"}))

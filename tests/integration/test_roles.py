@@ -101,7 +101,7 @@ async def nobody_can_speak_for(cluster: LocalCluster, node: str) -> None:
     assert not cluster.stats(node).draining
 
 
-async def test_no_other_process_announces_a_node_or_takes_leave_in_its_name(cluster: LocalCluster) -> None:
+async def test_nobody_else_announces_a_node_or_leaves_in_its_name(cluster: LocalCluster) -> None:
     await everybody_is_there(cluster)
     await nobody_can_speak_for(cluster, "n0")
     newcomer = Holder(NodeId("n9"), "127.0.0.1:1", BootEpoch(1))  # a name that nobody has is free
@@ -243,7 +243,7 @@ async def test_a_role_may_do_what_is_listed_and_nothing_else(name: str, may: fro
         assert closed >= changes
 
 
-async def test_a_clients_certificate_serves_nothing_and_nobody_believes_it(tmp_path: Path) -> None:
+async def test_a_clients_certificate_serves_nothing(tmp_path: Path) -> None:
     served, shown = write(tmp_path / "node"), write(tmp_path / "client", client=True)
     with pytest.raises(ConfigError, match=r"a client's certificate.*cannot serve"):
         await LookupServer("127.0.0.1:0", tls_dir=str(shown)).start()

@@ -161,9 +161,7 @@ async def test_a_burst_for_one_prefix_does_not_all_go_to_its_holder(
         assert app.reasons["load"] >= 2
 
 
-async def test_what_an_engine_was_sent_before_counts_although_no_node_has_it(
-    cluster: LocalCluster, engines: list[Engine]
-) -> None:
+async def test_what_an_engine_was_sent_counts_without_a_holder(cluster: LocalCluster, engines: list[Engine]) -> None:
     async with handle(cluster, *pair()) as app:
         conversation = tokens(30)
         first = await app.send(request(conversation))
@@ -173,9 +171,7 @@ async def test_what_an_engine_was_sent_before_counts_although_no_node_has_it(
         assert app.reasons == {"cold": 1, "hit": 4}
 
 
-async def test_a_replica_that_was_restarted_is_not_believed_to_remember(
-    cluster: LocalCluster, engines: list[Engine]
-) -> None:
+async def test_a_restarted_replica_remembers_nothing(cluster: LocalCluster, engines: list[Engine]) -> None:
     stays, leaves = pair()
     async with handle(cluster, stays, leaves) as app:
         stays.queue_len = 50
@@ -270,9 +266,7 @@ async def test_nearby_replicas_come_first_and_among_them_the_holder(
         assert set(found) <= {"r1", "r2"}
 
 
-async def test_a_hanging_service_costs_no_more_than_the_budget_and_soon_nothing(
-    cluster: LocalCluster, engines: list[Engine]
-) -> None:
+async def test_a_hanging_service_costs_the_budget_then_nothing(cluster: LocalCluster, engines: list[Engine]) -> None:
     await store(cluster, engines[0], tokens(100))
     async with handle(cluster, *pair(), engine_blocks=0, budget_ms=40.0, answer_seconds=0.0) as app:
         cluster.kill("lookup0", signal.SIGSTOP)

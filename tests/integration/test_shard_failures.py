@@ -44,7 +44,8 @@ async def test_killed_shard_readopts_every_sealed_block(cluster: LocalCluster) -
     await leave(again, b)
 
 
-async def test_half_written_blocks_of_a_live_engine_are_not_reused_after_a_restart(cluster: LocalCluster) -> None:
+async def test_half_written_blocks_are_not_reused_after_a_restart(cluster: LocalCluster) -> None:
+    """Their engine is alive and may still write."""
     a = await Engine.attach(ShardClient(cluster.socket("n0")))
     await a.pool.reserve(a.attachment.attachment_id, 3)
     cluster.kill("n0")
@@ -84,7 +85,8 @@ async def test_stopped_holder_costs_no_more_than_the_deadline(cluster: LocalClus
     await leave(a, b)
 
 
-async def test_killed_lookup_service_costs_remote_hits_only_and_is_rebuilt(cluster: LocalCluster) -> None:
+async def test_killed_lookup_service_costs_only_remote_hits(cluster: LocalCluster) -> None:
+    """And it is rebuilt."""
     a, b = await pair(cluster)
     keys = chain(seed=14, count=150)
     await a.store(keys)
@@ -125,7 +127,7 @@ async def test_engine_of_a_dead_shard_gets_typed_errors_at_once(cluster: LocalCl
     await leave(a)
 
 
-async def test_shards_die_and_return_while_blocks_are_read_and_no_byte_is_wrong(cluster: LocalCluster) -> None:
+async def test_no_byte_is_wrong_while_shards_die_and_return(cluster: LocalCluster) -> None:
     keys = [chain(seed=20 + i, count=24) for i in range(4)]
     hits = 0
     for round_index in range(4):

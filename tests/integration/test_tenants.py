@@ -99,7 +99,8 @@ def held(result: AcquireResult) -> int:
     return len(result.blocks)
 
 
-async def test_same_prompt_is_shared_within_a_tenant_on_all_nodes_and_with_nobody_else(cluster: LocalCluster) -> None:
+async def test_a_prompt_is_shared_within_its_tenant_only(cluster: LocalCluster) -> None:
+    """On all nodes."""
     here, there, other = await enter(cluster, "a"), await enter(cluster, "a", "n1"), await enter(cluster, "b")
     keys = named(here, 1, 8)
     assert await here.store(keys) == [SealStatus.SEALED] * 8
@@ -112,7 +113,7 @@ async def test_same_prompt_is_shared_within_a_tenant_on_all_nodes_and_with_nobod
     await leave(here, there, other)
 
 
-async def test_another_tenants_block_and_one_that_nobody_has_are_answered_alike(cluster: LocalCluster) -> None:
+async def test_another_tenants_block_looks_like_one_nobody_has(cluster: LocalCluster) -> None:
     owner, other = await enter(cluster, "a"), await enter(cluster, "b")
     keys = named(owner, 2, 4)
     await owner.store(keys)
@@ -154,7 +155,7 @@ async def test_an_engine_id_stays_with_its_tenant(cluster: LocalCluster) -> None
     await leave(owner)
 
 
-async def test_a_token_is_rotated_without_losing_the_attachment_or_a_block(
+async def test_a_rotated_token_loses_no_attachment_and_no_block(
     cluster: LocalCluster, file: File, tmp_path: Path
 ) -> None:
     path, second = tmp_path / "token", new_token()
@@ -220,7 +221,8 @@ async def test_a_broken_file_leaves_the_tenants_as_they_were(cluster: LocalClust
     file.write()
 
 
-async def test_a_quota_is_kept_with_the_tenants_own_blocks_and_nobody_is_pushed_below_it(cluster: LocalCluster) -> None:
+async def test_a_tenant_at_its_quota_evicts_its_own_blocks(cluster: LocalCluster) -> None:
+    """Nobody else is pushed below a quota."""
     small, hot = await enter(cluster, "small"), await enter(cluster, "a")
     first, more = named(small, 5, SMALL_BLOCKS), named(small, 6, SMALL_BLOCKS)
     assert await small.store(first) == [SealStatus.SEALED] * SMALL_BLOCKS
@@ -266,7 +268,7 @@ async def test_public_blocks_are_shared_and_nothing_more(cluster: LocalCluster) 
     await leave(writer, reader, other)
 
 
-async def test_a_killed_shard_knows_afterwards_whom_its_blocks_are_charged_to(cluster: LocalCluster) -> None:
+async def test_a_restarted_shard_knows_whom_to_charge(cluster: LocalCluster) -> None:
     engine = await enter(cluster, "small", "n1")
     keys = named(engine, 8, 6)
     await engine.store(keys)
@@ -325,7 +327,7 @@ async def test_a_tenant_ends_no_lease_and_no_write_of_another(cluster: LocalClus
     await leave(owner, other)
 
 
-async def test_a_router_with_a_token_is_told_how_its_tenants_blocks_are_named(cluster: LocalCluster) -> None:
+async def test_a_router_with_a_token_can_name_its_tenants_blocks(cluster: LocalCluster) -> None:
     mine, other = await enter(cluster, "a"), await enter(cluster, "b")
     found = []
     for token in (Token(TOKENS["a"]), Token()):

@@ -320,7 +320,7 @@ def test_the_command_line_beside_a_service_finds_its_files(
     assert state is not None and state["problems"] == [] and len(state["nodes"]) == 2
 
 
-def test_explain_says_what_to_do_about_certificates_that_do_not_fit(
+def test_explain_says_what_to_do_about_wrong_certificates(
     cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(cluster.root))

@@ -115,7 +115,7 @@ def test_no_read_of_a_slot_that_is_reused_meanwhile_is_accepted(segment: Segment
     assert reader.counts["refused_torn"] > 0, "no half of one block and half of another was met"
 
 
-def test_the_same_reader_without_the_second_look_takes_wrong_bytes(segment: Segment) -> None:
+def test_without_the_second_look_a_reader_takes_wrong_bytes(segment: Segment) -> None:
     """Otherwise the test above could not fail."""
     reader, until = Reader(segment, Trusting), time.monotonic() + 60.0
     while not reader.counts["accepted_wrong"] and time.monotonic() < until:

@@ -39,7 +39,7 @@ async def leave(*engines: Engine) -> None:
         engine.let_go()
 
 
-async def test_blocks_written_on_one_node_are_promised_verified_on_the_other(cluster: LocalCluster) -> None:
+async def test_blocks_of_one_node_are_promised_verified_on_another(cluster: LocalCluster) -> None:
     a, b = await pair(cluster)
     keys = chain(seed=1, count=100)
     assert await a.store(keys) == [SealStatus.SEALED] * 100
@@ -114,7 +114,8 @@ async def cluster_reserve_after_detach(engine: Engine) -> None:
     await engine.pool.reserve(engine.attachment.attachment_id, 1)
 
 
-async def test_lost_engine_leaves_its_writes_quarantined_until_its_processes_are_gone(cluster: LocalCluster) -> None:
+async def test_writes_of_a_lost_engine_are_quarantined(cluster: LocalCluster) -> None:
+    """Until its processes are gone."""
     engine = await Engine.attach(ShardClient(cluster.socket("n0")))
     await engine.pool.reserve(engine.attachment.attachment_id, 5)
     client = engine.pool

@@ -141,7 +141,7 @@ def hosts_of(rows: list[dict[str, Any]], key: str) -> list[str]:
 
 
 @pytest.mark.timeout(280)
-def test_service_of_two_hosts_lives_through_the_loss_of_one_and_ends_clean(
+def test_service_outlives_the_loss_of_a_host_and_ends_clean(
     sites: tuple[Site, Site], certificates: Path, tmp_path: Path
 ) -> None:
     """With certificates and tenants."""

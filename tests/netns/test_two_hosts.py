@@ -67,7 +67,7 @@ def received_bytes(host: Host) -> int:
     return int(host.output(["cat", f"/sys/class/net/{host.device}/statistics/rx_bytes"]))
 
 
-def test_prefix_computed_on_one_host_is_a_remote_hit_on_the_other(field: Field, wanted: list[list[int]]) -> None:
+def test_prefix_of_one_host_is_a_remote_hit_on_the_other(field: Field, wanted: list[list[int]]) -> None:
     a, b = field.replicas
     assert a.ask(PROMPTS[0])["token_ids"] == wanted[0]
     before = received_bytes(field.hosts[1])
@@ -100,7 +100,7 @@ def damaged(field: Field, index: int, seed: int, ended: threading.Event) -> None
         field.service.damage(index, seed)
 
 
-def test_tokens_are_those_of_an_engine_without_a_cache_whatever_fails(field: Field, wanted: list[list[int]]) -> None:
+def test_tokens_are_as_without_a_cache_whatever_fails(field: Field, wanted: list[list[int]]) -> None:
     draw = random.Random(20)
     faults: list[Callable[[threading.Event], None]] = [
         lambda ended: cut(field, ended),
