@@ -120,7 +120,8 @@ async def test_no_server_with_a_name_that_looks_right_is_believed(
 
 
 @pytest.mark.parametrize("name", LOOKALIKES)
-async def test_no_certificate_for_clients_alone_serves_whatever_its_name(tmp_path: Path, name: str) -> None:
+async def test_certificate_for_clients_alone_serves_nothing(tmp_path: Path, name: str) -> None:
+    """Whatever its name."""
     assert await _believed(tmp_path, [KVSERVICE])
     assert not await _believed(tmp_path, LOOKALIKES[name], serves=False)
 
@@ -176,7 +177,7 @@ async def test_the_holder_of_a_certificate_signs_no_other(tmp_path: Path) -> Non
         "kvservice://address/10.0.0.1:7",
     ],
 )
-async def test_a_name_of_ours_that_nobody_understands_speaks_for_nobody(tmp_path: Path, uri: str) -> None:
+async def test_a_name_of_ours_that_nobody_knows_speaks_for_nobody(tmp_path: Path, uri: str) -> None:
     caller = await _caller(tmp_path, signed([KVSERVICE, x509.UniformResourceIdentifier(uri)]))
     assert caller is not None and caller.is_node
     for node in ("n0", "n1"):

@@ -166,7 +166,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.timeout(900)
-async def test_what_a_shard_keeps_of_peers_does_not_grow_with_the_nodes_that_ever_were(
+async def test_what_a_shard_keeps_of_peers_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every node has an address of its own on loopback, behind which one server answers. A smaller bound than the real

@@ -61,7 +61,8 @@ async def test_a_body_whose_length_is_a_lie_reaches_no_engine(lab: Lab, head: li
     assert (await proxy.post({"prompt": "x"}))[0] == 200
 
 
-async def test_a_small_body_that_grows_is_refused_at_the_size_it_grows_to(lab: Lab) -> None:
+async def test_a_body_that_unpacks_too_large_is_refused(lab: Lab) -> None:
+    """Its size after decompression counts."""
     decode = await lab.server()
     proxy = await lab.proxy([], [decode], body_bytes_max=MiB)
     grown = gzip.compress(json.dumps({"prompt": "x" * 16 * MiB}).encode())

@@ -134,7 +134,7 @@ READY_UP = "runs on this machine"
     ("transport", "expected"),
     [("auto", []), ("shm", []), pytest.param("nixl", ["127.0.0.1"], marks=needs_nixl)],
 )
-def test_a_service_of_one_machine_has_no_port_but_what_ucx_needs_on_loopback(
+def test_one_machine_has_no_port_but_ucx_on_loopback(
     place: Place, tmp_path: Path, transport: str, expected: list[str]
 ) -> None:
     name = f"l{os.getpid()}{transport}"
@@ -152,7 +152,7 @@ def test_with_certificates_on_loopback_there_are_its_two_ports(place: Place, tmp
 
 
 @needs_nixl
-def test_with_an_address_of_the_network_everything_is_at_that_address(place: Place, tmp_path: Path) -> None:
+def test_with_a_network_address_everything_is_there(place: Place, tmp_path: Path) -> None:
     if not place.address:
         pytest.skip(f"needs a host of its own: {why_not()}")
     make_certificates(tmp_path / "tls", 1, renew=False)
@@ -179,7 +179,7 @@ def test_processes_of_one_machine_have_sockets(place: Place, tmp_path: Path) -> 
         assert listeners(first) | listeners(second) == set()
 
 
-def test_metrics_are_a_port_of_their_own_where_they_were_asked_for(place: Place, tmp_path: Path) -> None:
+def test_metrics_have_a_port_only_where_asked_for(place: Place, tmp_path: Path) -> None:
     port = free_port()
     command = [*KVSERVICE, "shard", "--node", "n0", "--pool", "32MiB", "--service", f"m{os.getpid()}"]
     with started(place, tmp_path / "log", command, "serves peers", KVSERVICE_METRICS_PORT=str(port)) as pid:

@@ -32,7 +32,7 @@ def checkpoint(folder: Path, change: int | None = None) -> Path:
 
 
 @pytest.mark.parametrize("layer", [1, 16, 30])
-def test_checkpoints_that_differ_in_one_matrix_anywhere_have_two_names(tmp_path: Path, layer: int) -> None:
+def test_one_other_matrix_makes_another_checkpoint_name(tmp_path: Path, layer: int) -> None:
     cache = tmp_path / "cache"
     one, same, edited = (
         weights_identity(str(checkpoint(tmp_path / name, change)), None, None, cache)
@@ -86,7 +86,7 @@ def turn_the_link(latest: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("linked", "publish"), [(False, overwrite), (False, move_into_place), (True, turn_the_link)])
-def test_an_adapter_that_was_trained_again_before_its_first_request_is_not_named_by_its_new_files(
+def test_an_adapter_trained_again_is_not_named_by_its_new_files(
     tmp_path: Path, linked: bool, publish: Callable[[Path, Path], None]
 ) -> None:
     """The engine has loaded version 1 at its start. What lies there at the first request is version 2, however it came
@@ -107,7 +107,7 @@ def test_an_adapter_that_was_trained_again_before_its_first_request_is_not_named
         assert adapters.counters["adapter_in_doubt"] == 1
 
 
-def test_an_adapter_of_another_path_under_a_number_that_is_loaded_is_not_named(tmp_path: Path) -> None:
+def test_an_adapter_of_another_path_with_its_number_is_unnamed(tmp_path: Path) -> None:
     """vLLM finds a loaded adapter by its number, and goes on with what it has whatever path a request gives."""
     one, other = train(tmp_path / "one", b"version 1"), train(tmp_path / "other", b"version 2")
     with started_engine(files_stay=True) as adapters:

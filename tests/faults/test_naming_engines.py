@@ -38,9 +38,10 @@ def changed(shallow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         close_all(pair)
 
 
-def test_after_weights_were_changed_in_place_an_engine_answers_as_one_without_a_cache(
+def test_after_new_weights_answers_are_as_without_a_cache(
     changed: tuple[Replica, Replica],
 ) -> None:
+    """The weights were changed in place."""
     cache, plain = changed
     old = cache.ask(PROMPT, 12)
     cache.reset()
@@ -64,7 +65,7 @@ def test_after_weights_were_changed_in_place_an_engine_answers_as_one_without_a_
     assert cache.ask_warm(PROMPT, 12, cached_tokens=256)["token_ids"] == wanted, "stored anew, under a name of its own"
 
 
-def test_a_request_that_runs_while_the_weights_change_is_given_nothing_of_before(
+def test_a_request_across_new_weights_gets_nothing_of_before(
     changed: tuple[Replica, Replica],
 ) -> None:
     cache, plain = changed

@@ -127,7 +127,7 @@ class _NoThreads(ThreadPoolExecutor):
         raise RuntimeError("can't start new thread")
 
 
-async def test_a_machine_without_threads_is_said_once_and_the_shard_goes_on(
+async def test_without_threads_the_shard_goes_on_and_says_it_once(
     config: ShardServerConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, loop, threads = ShardServer(config), asyncio.get_running_loop(), _NoThreads()
@@ -147,7 +147,7 @@ async def test_a_machine_without_threads_is_said_once_and_the_shard_goes_on(
 
 
 @pytest.mark.parametrize("what", ["port", "plaintext", "certificates", "transport", "tenants"])
-async def test_what_can_be_known_before_is_said_before_memory_is_reserved(
+async def test_a_wrong_start_is_refused_before_memory_is_reserved(
     config: ShardServerConfig, taken_port: int, root: Path, what: str
 ) -> None:
     config = changed(config, pool_bytes=TOO_MUCH)
@@ -188,7 +188,7 @@ async def test_a_start_that_fails_later_leaves_nothing(
         await server.stop()
 
 
-async def test_a_start_that_fails_keeps_the_blocks_that_were_kept_for_it(
+async def test_a_start_that_fails_keeps_the_kept_blocks(
     config: ShardServerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = ShardServer(config)
@@ -208,7 +208,7 @@ async def test_a_start_that_fails_keeps_the_blocks_that_were_kept_for_it(
     assert everything(config) == set()
 
 
-def test_a_shard_process_that_cannot_have_its_port_leaves_nothing(config: ShardServerConfig, taken_port: int) -> None:
+def test_a_shard_whose_port_is_taken_leaves_nothing(config: ShardServerConfig, taken_port: int) -> None:
     settings = config.settings
     words = ["shard", "--service", settings.service, "--node", "n", "--pool", "256MiB", "--port", str(taken_port)]
     own = {"KVSERVICE_ALLOW_PLAINTEXT": "1", "KVSERVICE_RUNTIME_DIR": settings.runtime_dir}
@@ -245,7 +245,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_an_engine_with_a_pool_of_its_own_leaves_nothing_however_it_ends(number: signal.Signals) -> None:
+def test_an_embedded_pool_leaves_nothing_however_it_ends(number: signal.Signals) -> None:
     """Other tests start services in /dev/shm meanwhile: what is measured counts only when nobody's files changed."""
     for _ in range(20):
         files = set(DEV_SHM.iterdir())
@@ -296,7 +296,7 @@ def epoch_of(server: ShardServer) -> int:
         return 0
 
 
-async def test_a_segment_that_was_removed_is_made_again_and_engines_attach_again(config: ShardServerConfig) -> None:
+async def test_a_removed_segment_is_made_again_and_engines_return(config: ShardServerConfig) -> None:
     segment = DEV_SHM / f"kvservice-{config.settings.service}-n"
     async with serving(config) as server:
         session = Session(lambda: _client(str(files_of(config) / "shard.sock")), spec(), lambda: True)
@@ -368,9 +368,7 @@ async def test_boot_epochs_grow_whatever_the_clock_says(config: ShardServerConfi
 
 
 @pytest.mark.parametrize("text", ["", "no number", "-5", "9" * 30, str(1 << 63), "\x00\xff", "1" * 5000])
-async def test_a_damaged_record_of_the_boot_epoch_keeps_no_shard_from_starting(
-    config: ShardServerConfig, text: str
-) -> None:
+async def test_a_damaged_epoch_record_keeps_no_shard_from_starting(config: ShardServerConfig, text: str) -> None:
     epochs = []
     for _ in range(2):
         server = ShardServer(config)

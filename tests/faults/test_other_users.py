@@ -118,7 +118,7 @@ def test_every_component_and_the_record_belong_to_us(shared: Path, place: str) -
 @pytest.mark.parametrize(
     ("mode", "fine"), [(0o755, True), (0o700, True), (0o1777, True), (0o777, False), (0o757, False)]
 )
-def test_a_directory_that_others_write_is_none_unless_it_is_sticky(tmp_path: Path, mode: int, fine: bool) -> None:
+def test_a_directory_others_can_write_must_be_sticky(tmp_path: Path, mode: int, fine: bool) -> None:
     parent = tmp_path / "parent"
     parent.mkdir()
     parent.chmod(mode)
@@ -235,7 +235,7 @@ async def test_another_user_reads_nothing_and_ends_nothing(transport: str) -> No
 
 
 @pytest.mark.skipif(not nixl_available(), reason="needs NIXL")
-def test_ucx_listens_where_the_service_does_and_its_setting_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ucx_listens_where_the_service_does_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvservice.transfer.nixl import DEVICES_VARIABLE, ucx_devices_of
 
     monkeypatch.delenv(DEVICES_VARIABLE, raising=False)
@@ -253,7 +253,8 @@ def test_ucx_listens_where_the_service_does_and_its_setting_is_left_alone(monkey
 # -- the directory goes ----
 
 
-async def test_a_removed_runtime_directory_is_made_again_within_a_heartbeat() -> None:
+async def test_a_removed_runtime_directory_is_made_again() -> None:
+    """Within a heartbeat."""
     with LocalCluster(nodes=2, lookup_partitions=1, pool_bytes=16 * MiB) as cluster:
         engine = await Engine.attach(ShardClient(cluster.socket("n0")))
         keys = chain(5, 16)

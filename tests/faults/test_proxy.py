@@ -37,9 +37,7 @@ async def lab() -> AsyncIterator[Lab]:
 
 @pytest.mark.parametrize("with_prefill", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_that_ends_its_engines_ends_two_of_them_and_is_refused(
-    lab: Lab, with_prefill: bool, stream: bool
-) -> None:
+async def test_a_request_that_kills_engines_ends_at_most_two(lab: Lab, with_prefill: bool, stream: bool) -> None:
     decode = [await lab.server(dies_of=POISON) for _ in range(6)]
     prefill = [await lab.server(dies_of=POISON) for _ in range(3 * with_prefill)]
     proxy = await lab.proxy(prefill, decode)
@@ -58,7 +56,7 @@ async def test_tries_say_how_many_engines_one_request_may_end(lab: Lab) -> None:
     assert sum(not server.is_alive for server in decode) == 4
 
 
-async def test_a_server_that_a_request_failed_on_serves_others_as_long_as_it_is_well(lab: Lab) -> None:
+async def test_a_server_that_is_well_serves_after_a_failed_request(lab: Lab) -> None:
     decode = await lab.server(die_after=0)
     proxy = await lab.proxy([], [decode], check_seconds=60)
     assert (await proxy.post({"prompt": "x"}))[0] == 502
@@ -102,9 +100,8 @@ async def ended(servers: list[FakeServer]) -> float:
 
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("stage", ["prefill first", "prefill and decode", "decode", "stream"])
-async def test_a_client_that_leaves_ends_the_work_of_every_engine_within_a_second(
-    lab: Lab, stage: str, reset: bool
-) -> None:
+async def test_a_client_that_leaves_ends_the_work_of_every_engine(lab: Lab, stage: str, reset: bool) -> None:
+    """Within a second."""
     streaming = stage == "stream"
     prefill = [await lab.server(hold=True)] * (stage != "decode")
     decode = await lab.server(hold=not streaming, tokens=("tick",) * 5000)
@@ -128,7 +125,7 @@ async def test_a_client_that_leaves_ends_the_work_of_every_engine_within_a_secon
 
 
 @pytest.mark.parametrize("reset", [False, True])
-async def test_a_client_that_leaves_as_its_body_arrives_is_computed_for_by_nobody(lab: Lab, reset: bool) -> None:
+async def test_nobody_computes_for_a_client_that_left_while_sending(lab: Lab, reset: bool) -> None:
     prefill, decode = await lab.server(node="n", hold=True), await lab.server(hold=True)
     proxy = await lab.proxy([prefill], [decode])
     for _ in range(rounds(50, failed_before=4 / 30, campaign=300)):
@@ -143,9 +140,7 @@ async def test_a_client_that_leaves_as_its_body_arrives_is_computed_for_by_nobod
     assert not any(seen.answered for server in (prefill, decode) for seen in server.seen)
 
 
-async def test_clients_that_reset_in_the_middle_of_a_body_are_one_line_in_the_log(
-    lab: Lab, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_clients_that_reset_in_a_body_are_one_line_in_the_log(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
     decode = await lab.server()
     proxy = await lab.proxy([], [decode])
     caplog.clear()
@@ -164,9 +159,10 @@ async def test_clients_that_reset_in_the_middle_of_a_body_are_one_line_in_the_lo
     assert len(decode.seen) == 1
 
 
-def test_what_clients_do_is_logged_at_intervals_with_how_often_and_what_is_our_fault_always(
+def test_faults_of_clients_are_logged_at_intervals(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """With how often they happened. What is our own fault is logged each time."""
     now = 0.0
     clients = ClientLog(logging.getLogger("kvservice.proxy"), lambda: now)
     for _ in range(5):

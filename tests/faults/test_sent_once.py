@@ -80,7 +80,7 @@ def line(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lin
     made.session.close()
 
 
-def test_a_stock_given_back_while_the_shard_was_stopped_is_free_again(line: Line) -> None:
+def test_a_stock_given_back_to_a_stopped_shard_is_free_again(line: Line) -> None:
     """Before, 472 of 504 slots were lost until the engine ended."""
     line.session.expect(2000)
     eventually(lambda: line.held > 300, "slots for the prompt")

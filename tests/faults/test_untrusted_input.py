@@ -256,7 +256,7 @@ def test_a_peer_names_a_segment_of_this_user_and_no_other_file(tmp_path: Path) -
 TENANTS = '{"version": 1, "public_secret": "%s", "tenants": []}' % ("0" * 64)
 
 
-def test_a_tenants_file_is_a_plain_file_that_not_everybody_writes(tmp_path: Path) -> None:
+def test_a_tenants_file_is_plain_and_not_writable_by_all(tmp_path: Path) -> None:
     path = tmp_path / "tenants.json"
     path.write_text(TENANTS)
     path.chmod(0o644)
@@ -311,7 +311,7 @@ def test_no_engine_takes_the_report_of_anothers_request() -> None:
     assert found == [(mine.engine_id, 7), (theirs.engine_id, 4)]
 
 
-def test_no_error_shows_a_token_that_stands_where_its_file_belongs(tmp_path: Path) -> None:
+def test_no_error_shows_a_token_given_in_place_of_its_file(tmp_path: Path) -> None:
     token = new_token()
     with pytest.raises(ConfigError) as refused:
         Token.of_environment(token).metadata()
@@ -321,7 +321,7 @@ def test_no_error_shows_a_token_that_stands_where_its_file_belongs(tmp_path: Pat
         Token(path=str(tmp_path / "pipe")).metadata()
 
 
-def test_a_directory_that_a_list_opens_to_another_user_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_an_acl_opens_to_others_is_refused(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
     place.chmod(0o770)
@@ -338,7 +338,8 @@ def test_a_directory_that_a_list_opens_to_another_user_is_refused(tmp_path: Path
     check_directory(place)
 
 
-def test_private_files_stay_private_whatever_the_umask_and_the_links(tmp_path: Path) -> None:
+def test_private_files_stay_private(tmp_path: Path) -> None:
+    """Whatever the umask is and wherever links point."""
     victim, place = tmp_path / "victim", tmp_path / "place"
     victim.write_text("untouched")
     before = os.umask(0)

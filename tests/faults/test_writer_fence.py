@@ -118,7 +118,7 @@ async def small_pool() -> AsyncIterator[PoolRuntime]:
 # -- a restart that keeps the blocks ----
 
 
-async def test_a_copy_that_was_paused_over_a_restart_writes_into_nobodys_block(root: Path) -> None:
+async def test_a_copy_paused_over_a_restart_writes_no_others_block(root: Path) -> None:
     """The runtime directory is of no account: every other round it is removed while the shard is down."""
     number = rounds(20, failed_before=1.0, campaign=MANY)
     service = f"t{uuid.uuid4().hex[:8]}"
@@ -153,7 +153,7 @@ async def test_a_copy_that_was_paused_over_a_restart_writes_into_nobodys_block(r
 
 
 @pytest.mark.parametrize("what", ["its slot's header", "its slab's header", "another block's header", "nothing"])
-async def test_what_nobody_can_read_any_more_after_a_restart_may_be_what_somebody_writes(what: str) -> None:
+async def test_an_unreadable_header_after_a_restart_may_be_written(what: str) -> None:
     """A flipped bit hides that a slot is being written. Whoever is paused there keeps the old memory to write into."""
     path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
     config = PoolConfig(NodeId("n"), path, Geometry(1 << 20, 1))
@@ -189,7 +189,7 @@ async def test_what_nobody_can_read_any_more_after_a_restart_may_be_what_somebod
         pool.unlink()
 
 
-async def test_a_copy_of_the_segment_that_takes_its_place_gives_nobody_wrong_bytes() -> None:
+async def test_a_restored_copy_of_the_segment_gives_no_wrong_bytes() -> None:
     """A backup that is moved back, or a disk after a power failure: headers and payloads are of different moments."""
     path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
     config = PoolConfig(NodeId("n"), path, Geometry(1 << 20, 1))
@@ -227,7 +227,8 @@ async def test_a_copy_of_the_segment_that_takes_its_place_gives_nobody_wrong_byt
         pool.unlink()
 
 
-async def test_a_damaged_header_costs_its_own_block_only_where_nobody_can_write() -> None:
+async def test_a_damaged_header_costs_one_block_without_writers() -> None:
+    """Where somebody may still write, nothing of the segment is kept."""
     path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
     config = PoolConfig(NodeId("n"), path, Geometry(1 << 20, 1))
     pool = await PoolRuntime.open(config)
@@ -245,7 +246,7 @@ async def test_a_damaged_header_costs_its_own_block_only_where_nobody_can_write(
         pool.unlink()
 
 
-def test_a_stopped_process_of_an_engine_keeps_its_slots_over_a_restart_of_the_shard() -> None:
+def test_a_stopped_engine_keeps_its_slots_over_a_restart() -> None:
     """The same with processes: SIGSTOP in the middle of a copy, SIGTERM to a shard that keeps its blocks."""
     for played in range(rounds(1, failed_before=1.0, campaign=20)):
         asyncio.run(_stopped_process(played))
@@ -284,7 +285,7 @@ async def _stopped_process(played: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["detached", "lost"])
-async def test_a_copy_that_outlives_its_attachment_writes_into_nobodys_block(how: str) -> None:
+async def test_a_copy_that_outlives_its_attachment_hits_no_block(how: str) -> None:
     """Its scheduler left in order, or its stream broke, while a copier was in the middle of a batch."""
     async with small_pool() as pool:
         for played in range(rounds(20, failed_before=1.0, campaign=MANY)):
@@ -307,7 +308,7 @@ async def _lose(pool: PoolRuntime, engine: Engine) -> None:
     pool.attachment_lost(engine.attachment.attachment_id)
 
 
-async def test_a_worker_that_comes_while_its_engine_is_looked_for_writes_into_nobodys_block(
+async def test_a_worker_that_comes_late_writes_into_no_others_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its first step was under way when the stream broke. The shard is slow between its look and what it does then."""
@@ -379,7 +380,7 @@ def _take_back_for_ever(path: str, stop: Event) -> None:
             pass
 
 
-def test_a_lock_that_is_held_is_seen_whatever_the_shard_does_meanwhile() -> None:
+def test_a_held_lock_is_seen_whatever_the_shard_does() -> None:
     """Two processes: one holds and lets go, the other one looks and acts, as fast as both can."""
     path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
     segment = Segment.create(path, Geometry(1 << 20, 1), "n")

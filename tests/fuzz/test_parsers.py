@@ -173,7 +173,7 @@ def test_damaged_json_gives_a_value_or_the_parsers_error(name: str) -> None:
         bounded(parse, b"\x01" + text.encode(), InvalidRequest, UnsupportedLayout)
 
 
-def test_transfer_parameters_of_a_request_are_understood_or_refused() -> None:
+def test_transfer_parameters_are_understood_or_refused() -> None:
     """What is understood can be sent on: the node goes into a message of the wire."""
     whole = decode_params(Handoff(HandoffId(bytes(range(16))), NodeId("n0")))
     draw = random.Random("params")

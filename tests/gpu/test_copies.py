@@ -89,7 +89,7 @@ def test_pinning_shows_progress_and_can_be_undone_and_done_again() -> None:
             pinning.undo()
 
 
-def test_memory_without_an_ipc_handle_is_refused_with_what_to_change() -> None:
+def test_memory_without_ipc_handle_is_refused_with_advice() -> None:
     """Run with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in a process of its own."""
     import os
     import subprocess

@@ -129,7 +129,7 @@ def engines(reader_device: int = 0) -> Iterator[tuple[LendingEngine, Reader]]:
             torch.cuda.set_device(0)
 
 
-def test_block_is_copied_from_the_other_engines_memory_until_it_is_recalled() -> None:
+def test_lent_block_is_read_from_its_engine_until_recalled() -> None:
     wanted = kv_cache("lbnh", seed=5)[:, 7]
     with engines() as (lender, reader):
         assert reader.load().borrowed == 1

@@ -77,7 +77,8 @@ def test_the_tokenizer_is_smollms(model_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("na\u00efve \u2192 \U0001f4a1\n\ttab").ids) == "na\u00efve → 💡\n\ttab"
 
 
-def test_the_document_is_long_round_trips_and_fits_with_each_question(model_path: Path) -> None:
+def test_the_document_is_long_and_fits_with_each_question(model_path: Path) -> None:
+    """And its tokens round-trip."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))

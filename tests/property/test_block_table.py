@@ -87,7 +87,7 @@ def test_table_is_a_dict(done: list[tuple[str, list[int], int]]) -> None:
         check(table, model, [*batch[:100], *list(model)[:100], 41, 2**127])
 
 
-def test_table_grows_in_place_and_a_walk_meanwhile_misses_nothing() -> None:
+def test_a_walk_misses_nothing_while_the_table_grows() -> None:
     rng = np.random.default_rng(7)
     table = private_table(200_000)
     first = rng.integers(0, 2**64, size=(3000, 2), dtype=np.uint64)
@@ -105,7 +105,7 @@ def test_table_grows_in_place_and_a_walk_meanwhile_misses_nothing() -> None:
     table.check_invariants()
 
 
-def test_table_filled_in_the_order_of_another_ones_rows_loses_nothing() -> None:
+def test_table_filled_in_the_row_order_of_another_is_whole() -> None:
     rng = np.random.default_rng(11)
     first = private_table(300_000)
     keys = rng.integers(0, 2**64, size=(150_000, 2), dtype=np.uint64)

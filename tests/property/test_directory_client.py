@@ -68,7 +68,7 @@ def test_answers_of_all_partitions_together_are_the_truth(
 
 
 @given(start=st.integers(0, 399), count=st.integers(1, 5))
-def test_every_key_is_asked_once_of_the_partition_that_owns_its_span(start: int, count: int) -> None:
+def test_every_key_is_asked_once_of_the_owner_of_its_span(start: int, count: int) -> None:
     asked = [
         (index, p) for index, segments in split_chain(CHAIN, start, count) for f, n in segments for p in range(f, f + n)
     ]
@@ -77,7 +77,7 @@ def test_every_key_is_asked_once_of_the_partition_that_owns_its_span(start: int,
         assert partition_of(span_route(CHAIN, position), count) == index
 
 
-def test_spans_of_one_partition_next_to_each_other_are_one_segment() -> None:
+def test_neighbouring_spans_of_a_partition_are_one_segment() -> None:
     assert split_chain(CHAIN, 10, 1) == [(0, [(10, 390)])]
     assert all(first % SPAN_BLOCKS == 0 for _, segments in split_chain(CHAIN, 0, 3) for first, _ in segments)
 
@@ -91,7 +91,8 @@ replies = st.builds(lookup_pb2.ResolveReply, runs=st.lists(wire_runs, max_size=4
 
 
 @given(reply=replies)
-def test_wrong_reply_is_refused_and_a_right_one_stays_within_what_was_asked(reply: lookup_pb2.ResolveReply) -> None:
+def test_wrong_reply_is_refused(reply: lookup_pb2.ResolveReply) -> None:
+    """And a right one stays within what was asked."""
     segments = [(100, 4), (200, 3)]
     try:
         runs = decode_runs(reply, segments)

@@ -193,7 +193,8 @@ TestMirror = MirrorMachine.TestCase
 TestMirror.settings = settings(max_examples=25, stateful_step_count=40)
 
 
-def test_partition_that_was_not_heard_of_for_long_is_stale_and_each_by_itself() -> None:
+def test_partition_that_was_silent_for_long_is_stale() -> None:
+    """Each one by itself."""
     writer, reader = mirror(partition_count=2)
     assert [reader.feed(partition, 0.0) for partition in (0, 1)] == [Feed.NEVER] * 2
     for partition in (0, 1):
@@ -206,7 +207,8 @@ def test_partition_that_was_not_heard_of_for_long_is_stale_and_each_by_itself() 
     assert writer.age(0, late) == pytest.approx(0.1 + STALE_SECONDS)
 
 
-def test_the_last_of_all_partitions_has_room_before_what_follows_and_no_more_are_read() -> None:
+def test_the_last_partition_has_room_before_what_follows() -> None:
+    """And no more partitions are read."""
     buffer = memoryview(bytearray(mirror_bytes(64)))
     writer = MirrorWriter(buffer, PARTITIONS_MAX, epoch=1)
     writer.allow_rows(64)
@@ -220,7 +222,7 @@ def test_the_last_of_all_partitions_has_room_before_what_follows_and_no_more_are
         MirrorReader(buffer.toreadonly())
 
 
-def test_partition_that_does_not_fit_is_full_until_it_begins_anew() -> None:
+def test_partition_that_does_not_fit_is_full_until_anew() -> None:
     writer, reader = mirror()
     writer.begin(0)
     fits = keys_that_fit(64)

@@ -134,7 +134,8 @@ def kvservice(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env={**os.environ}, capture_output=True, text=True, timeout=120)
 
 
-def test_a_node_lost_with_supervisor_and_lookup_partition_is_made_up_for(cluster: Cluster) -> None:
+def test_a_node_lost_with_its_supervisor_is_made_up_for(cluster: Cluster) -> None:
+    """And with a lookup partition."""
     (second,) = cluster.worker_nodes
     lost = second.node_id
     assert {row["ray_node"] for row in described()["lookup_partitions"]} == {lost, cluster.head_node.node_id}

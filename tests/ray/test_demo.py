@@ -157,7 +157,7 @@ def test_a_killed_replica_is_a_readable_error(start: Start) -> None:
     assert "Traceback" not in output
 
 
-def test_a_model_folder_that_does_not_exist_is_said_before_anything_starts(start: Start, tmp_path: Path) -> None:
+def test_a_missing_model_folder_is_said_before_the_start(start: Start, tmp_path: Path) -> None:
     demo = start("--model", str(tmp_path / "nowhere"))
     code, output = demo.ended(30)
     assert (code, demo.left()) == (2, []), output

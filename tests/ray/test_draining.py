@@ -19,7 +19,7 @@ def test_a_shard_ends_before_its_node() -> None:
     assert seconds_left(2**63 - 1, NOW) == SECONDS_MAX
 
 
-def test_a_ray_that_does_not_say_which_nodes_it_drains_drains_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_that_names_no_draining_nodes_drains_none(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray._private import state
 
     def missing() -> dict[str, int]:

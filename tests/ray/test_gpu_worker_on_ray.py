@@ -144,7 +144,7 @@ def link_with_known_threads(offer: KVOffer, directory: Path, pool: PoolSource, p
     raise AssertionError("the worker's threads could not be told from Ray's")
 
 
-def test_worker_with_a_thread_that_hangs_is_replaced_by_the_supervisor(config: ServiceConfig, runtime: Path) -> None:
+def test_worker_that_hangs_is_replaced_by_the_supervisor(config: ServiceConfig, runtime: Path) -> None:
     [row] = eventually(workers, "a running worker")
     [shard] = find_shards("gw", runtime)
 
@@ -170,7 +170,7 @@ def test_worker_with_a_thread_that_hangs_is_replaced_by_the_supervisor(config: S
         asyncio.run(run(offer))
 
 
-def test_worker_serves_a_cpu_engine_beside_its_shard_also_after_a_kill(config: ServiceConfig, runtime: Path) -> None:
+def test_worker_serves_a_cpu_engine_also_after_a_kill(config: ServiceConfig, runtime: Path) -> None:
     [row] = eventually(workers, "a running worker")
     [shard] = find_shards("gw", runtime)
     directory = Path(shard.socket).parent

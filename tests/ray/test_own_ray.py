@@ -88,7 +88,7 @@ def machine() -> Iterator[Machine]:
         (("10.0.0.1",), {"allow_plaintext": True}, {"10.0.0.1"}),
     ],
 )
-def test_without_certificates_a_service_of_one_machine_stays_on_loopback(
+def test_without_certificates_one_machine_stays_on_loopback(
     hosts: tuple[str, ...], settings: dict[str, Any], expected: set[str]
 ) -> None:
     nodes = {f"node{index}": host for index, host in enumerate(hosts)}
@@ -101,7 +101,8 @@ def open_channel(address: str, credentials: grpc.ChannelCredentials | None) -> g
 
 
 @pytest.mark.timeout(280)
-def test_the_ray_that_up_starts_asks_for_token_and_certificate_that_later_commands_find(machine: Machine) -> None:
+def test_the_ray_that_up_starts_asks_for_token_and_certificate(machine: Machine) -> None:
+    """Later commands find both."""
     started = machine.run("-c", START.format(SERVICE))
     assert started.returncode == 0, started.stderr
     head = json.loads((machine.root / "k" / f"ray-head-{SERVICE}.json").read_text())

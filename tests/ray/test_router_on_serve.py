@@ -116,7 +116,7 @@ def replicas_of(app: str) -> int:
     return int(deployment.replica_states.get("RUNNING", 0))
 
 
-async def test_replicas_that_serve_adds_are_used_and_those_it_takes_away_fail_no_request(
+async def test_added_replicas_are_used_and_removed_ones_fail_nothing(
     engines: dict[str, Engine],
 ) -> None:
     app = await asyncio.to_thread(serve.run, Slowly.bind(), name="scaled", route_prefix=None)
@@ -144,7 +144,7 @@ async def test_replicas_that_serve_adds_are_used_and_those_it_takes_away_fail_no
     assert [end for end in ends if end is not None and not isinstance(end, asyncio.CancelledError)] == []
 
 
-async def test_prompts_go_to_the_node_that_holds_them_and_on_without_the_service(engines: dict[str, Engine]) -> None:
+async def test_prompts_go_to_their_holder_and_on_without_the_service(engines: dict[str, Engine]) -> None:
     assert len(engines) == 2
     prompts = {node: tokens(index) for index, node in enumerate(engines)}
     for node, engine in engines.items():

@@ -121,9 +121,8 @@ def test_every_node_gets_one_shard_and_one_lookup_partition(config: ServiceConfi
     assert {record.node_id for record in find_shards("rt")} == {node[:12] for node in state["nodes"]}
 
 
-def test_another_driver_finds_the_service_and_is_refused_with_other_settings(
-    config: ServiceConfig, cluster: Cluster
-) -> None:
+def test_another_driver_with_other_settings_is_refused(config: ServiceConfig, cluster: Cluster) -> None:
+    """With the same settings it finds the service."""
     before = described()
     settings = ["--service", "rt", "--pool", "32MiB", "--slab", "8MiB"]
     found = kvservice("up", *settings, cluster=cluster)
@@ -169,7 +168,8 @@ def test_a_killed_shard_is_restarted_and_its_blocks_hit_again(config: ServiceCon
     assert counters["blocks_adopted"] >= 30
 
 
-def test_a_killed_lookup_partition_comes_back_at_its_address_and_is_rebuilt(config: ServiceConfig) -> None:
+def test_a_killed_lookup_partition_returns_and_is_rebuilt(config: ServiceConfig) -> None:
+    """At the same address."""
     row = described()["lookup_partitions"][0]
     before = lookup_keys()
     assert before > 0
@@ -212,7 +212,8 @@ def test_two_services_live_side_by_side(config: ServiceConfig, runtime: Path) ->
     assert not deploy.down("rt-two")
 
 
-def test_a_budget_larger_than_the_shared_memory_is_said_soon_and_leaves_nothing(config: ServiceConfig) -> None:
+def test_a_budget_beyond_the_shared_memory_is_said_soon(config: ServiceConfig) -> None:
+    """And nothing is left behind."""
     too_much = {"service": "rt-greedy", "pool_bytes": 1 << 50, "slab_bytes": 4 * GiB, "lookup_partitions": 1}
     greedy = config.model_copy(update=too_much)
     try:
@@ -223,9 +224,7 @@ def test_a_budget_larger_than_the_shared_memory_is_said_soon_and_leaves_nothing(
     assert find_shards("rt-greedy", live_only=False) == []
 
 
-def test_nodes_that_join_get_a_shard_and_lookup_partitions_of_lost_nodes_move(
-    config: ServiceConfig, cluster: Cluster
-) -> None:
+def test_new_nodes_get_a_shard_and_lost_partitions_move(config: ServiceConfig, cluster: Cluster) -> None:
     joined = cluster.add_node(**NODE)
     eventually(lambda: len(find_shards("rt")) == 3 and described()["complete"], "a shard on the new node")
     leaving = next(node for node in cluster.worker_nodes if node is not joined)
@@ -245,9 +244,7 @@ def test_nodes_that_join_get_a_shard_and_lookup_partitions_of_lost_nodes_move(
     eventually(lambda: lookup_keys() > 0, "the moved lookup partition's keys")
 
 
-def test_a_drained_shard_stays_away_until_the_service_is_brought_up_again(
-    config: ServiceConfig, cluster: Cluster
-) -> None:
+def test_a_drained_shard_stays_away_until_the_next_up(config: ServiceConfig, cluster: Cluster) -> None:
     head, other = sorted(described()["shards"], key=lambda row: row["ray_node"] != cluster.head_node.node_id)
     keys = chain(7, 20)
     with_engine(socket_of(other["node_id"]), lambda engine: engine.store(keys))

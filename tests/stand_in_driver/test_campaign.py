@@ -51,7 +51,7 @@ def stage(module: str, *arguments: str, environment: dict[str, str], findings: P
     return found
 
 
-def test_tests_and_worker_of_a_gpu_need_no_more_than_such_a_machine_has(bare: dict[str, str]) -> None:
+def test_the_gpu_campaign_needs_only_what_such_a_machine_has(bare: dict[str, str]) -> None:
     modules = ["tests.gpu.test_copies", "tests.gpu.test_direct", "tests.gpu.test_worker", "benchmarks.gpu_copies"]
     command = [sys.executable, "-c", f"import kvservice.cli.main, kvservice.copying.process, {', '.join(modules)}"]
     done = subprocess.run(command, env=bare, cwd=ROOT, capture_output=True, text=True, timeout=250)

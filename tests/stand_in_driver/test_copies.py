@@ -65,7 +65,7 @@ def refuse() -> None:
     raise TransferError("not pinned")
 
 
-def test_stand_in_reads_a_source_in_any_order_before_the_kernel_that_writes_it(driver: Driver) -> None:
+def test_stand_in_may_read_a_source_before_its_kernel_wrote_it(driver: Driver) -> None:
     """Else the copy engines could promise ORDER_ANY for everything, and only a GPU would notice."""
     found = {}
     for order in (ORDER_STREAM, ORDER_ANY):
@@ -90,7 +90,8 @@ def test_processor_cannot_touch_device_memory(library_path: str) -> None:
     assert done.returncode < 0, "a signal ended it"
 
 
-def test_handle_is_of_the_allocation_and_cannot_be_opened_by_its_own_process(driver: Driver) -> None:
+def test_handle_cannot_be_opened_by_its_own_process(driver: Driver) -> None:
+    """It is one of the whole allocation."""
     with cache_of(driver) as cache:
         handle, offset = driver.export(cache.address)
         assert offset == cache.address - cache.base > 0
@@ -143,7 +144,7 @@ def test_segment_is_pinned_in_pieces_that_no_copy_reaches_over(driver: Driver, m
         driver.unpin(made.address)
 
 
-def test_dead_context_is_remembered_and_everything_can_still_be_closed(driver: Driver, library_path: str) -> None:
+def test_dead_context_stays_dead_and_can_still_be_closed(driver: Driver, library_path: str) -> None:
     """In a process of its own: the context stays dead until its end."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.stand_in_driver.dead_context"],
@@ -168,7 +169,7 @@ def test_direct_copy_reads_the_other_engines_layout(driver: Driver, way: str) ->
         copies.close()
 
 
-def test_kernel_that_touches_host_memory_makes_the_context_unusable(library_path: str) -> None:
+def test_kernel_on_host_memory_makes_the_context_unusable(library_path: str) -> None:
     program = (
         "import numpy as np\n"
         "from kvservice.copying.cuda.driver import Driver\n"

@@ -51,7 +51,7 @@ def test_worker_whose_context_died_ends_with_a_status_of_its_own(driver: Driver)
     check_worker_whose_context_died_ends(driver)
 
 
-def test_engine_leaves_a_worker_whose_context_died_without_waiting(driver: Driver) -> None:
+def test_engine_leaves_a_worker_with_a_dead_context_at_once(driver: Driver) -> None:
     with bench(driver, FAULTS_AT=1) as it:
         assert not it.store(0, 0).succeeded()
         lend_something(it)
@@ -61,7 +61,7 @@ def test_engine_leaves_a_worker_whose_context_died_without_waiting(driver: Drive
         assert it.link.take_counters().get("copy_worker_wedged", 0) == 0
 
 
-def test_engine_that_leaves_neither_waits_for_the_unpinning_nor_kills_its_worker(driver: Driver) -> None:
+def test_engine_that_leaves_does_not_wait_for_the_unpinning(driver: Driver) -> None:
     """To unpin a large pool takes longer than an engine's patience."""
     check_engine_that_leaves_does_not_kill_its_worker(driver)
 
@@ -78,7 +78,7 @@ def test_planted_mistake_around_copies_is_noticed(driver: Driver, mistake: str, 
         check(driver, mistake, seconds=3.0)
 
 
-def test_memory_of_an_engine_that_left_is_closed_before_the_pool_is_unpinned(driver: Driver) -> None:
+def test_memory_of_a_gone_engine_is_closed_before_unpinning(driver: Driver) -> None:
     """While it is open in the worker, the GPU does not have it for the engine's successor."""
     with worker(UNPIN_MS=UNPIN_MS) as (process, directory), segment() as made:
         with cache_of(driver) as cache, linked(cache, directory, made):

@@ -32,9 +32,7 @@ def offer_of(cache: Cache, monkeypatch: pytest.MonkeyPatch, event: type = Event)
     return CudaOffer(tensor, lambda address, size: cache.layout)
 
 
-def test_offer_of_an_engine_is_taken_and_each_copy_waits_for_its_event(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_copy_of_an_offer_waits_for_its_event(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     with cache_of(driver) as cache, worker() as (_, directory), segment() as made:
         offer = offer_of(cache, monkeypatch)
         link = WorkerLink(offer.offer, WEDGE_SECONDS)
@@ -52,9 +50,7 @@ def test_offer_of_an_engine_is_taken_and_each_copy_waits_for_its_event(
             link.close()
 
 
-def test_gpu_whose_events_cannot_be_shared_is_refused_with_the_reason(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_without_shared_events_is_refused_with_the_reason(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slice of a GPU, for example; the engine then copies in its own process."""
 
     class Unshared(Event):
