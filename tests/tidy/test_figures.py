@@ -39,7 +39,7 @@ def test_no_result_of_a_tree_with_uncommitted_changes_is_cited() -> None:
     assert not found
 
 
-def test_a_block_changes_with_its_result_and_cites_no_unclean_one(tmp_path: Path) -> None:
+def test_a_figure_changes_with_its_result_and_cites_a_clean_one(tmp_path: Path) -> None:
     for path in RESULTS.glob("*.json"):
         shutil.copy(path, tmp_path)
     results, path = Results(tmp_path), tmp_path / "peers.json"

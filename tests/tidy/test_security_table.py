@@ -39,7 +39,7 @@ def test_every_asset_has_a_row_for_everybody() -> None:
     assert {asset: WHO - who for asset, who in by_asset.items() if who != WHO} == {}
 
 
-def test_every_row_has_tests_that_exist_or_says_that_it_is_not_guarded() -> None:
+def test_every_row_has_tests_or_says_that_it_has_none() -> None:
     known: dict[str, set[str]] = {}
     for row in rows():
         named = TEST.findall(row["tests"])

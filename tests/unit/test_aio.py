@@ -102,9 +102,10 @@ async def test_an_event_is_told_from_a_deadline() -> None:
     assert await is_set_within(0.0, event)
 
 
-async def test_a_task_that_swallows_its_first_cancellation_ends_all_the_same(
+async def test_a_task_that_swallows_its_cancellation_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The first one."""
     monkeypatch.setattr("kvservice.aio.CANCEL_AGAIN_SECONDS", 0.01)
     cancelled = 0
 

@@ -107,7 +107,7 @@ def test_copy_workers_says_what_is_allowed(value: str) -> None:
         load_config(None, {"KVSERVICE_COPY_WORKERS": value})
 
 
-def test_lookup_partitions_elsewhere_are_addresses_in_their_order() -> None:
+def test_lookup_partitions_elsewhere_keep_their_order() -> None:
     config = load_config(None, {"KVSERVICE_LOOKUP_ADDRESSES": "dns:///b.svc:7400, 10.0.0.1:7400,[::1]:7400"})
     assert config.lookup_addresses == ("dns:///b.svc:7400", "10.0.0.1:7400", "[::1]:7400")
     assert ServiceConfig().lookup_addresses == ()

@@ -174,7 +174,8 @@ def test_quotas_are_shares_or_sizes(quota: str, wanted: int) -> None:
     assert quota_bytes(quota, 1000) == wanted
 
 
-def test_a_replaced_token_file_is_read_and_a_broken_one_leaves_the_old_in_use(tmp_path: Path) -> None:
+def test_a_broken_token_file_leaves_the_old_one_in_use(tmp_path: Path) -> None:
+    """One that is replaced is read."""
     now = [0.0]
     path = tmp_path / "token"
     token = Token(path=str(path), clock=lambda: now[0])

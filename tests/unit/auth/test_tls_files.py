@@ -64,7 +64,7 @@ def test_a_file_that_cannot_be_read_is_named(files: Path) -> None:
         TlsFiles(files)
 
 
-def test_a_certificate_that_cannot_work_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_a_certificate_that_cannot_work_is_refused_by_reason(tmp_path: Path) -> None:
     wrong = {
         "certificate has expired": write(tmp_path / "expired", days=-1),
         "unable to get local issuer certificate": write(tmp_path / "stranger", issuer=STRANGER),
@@ -267,7 +267,8 @@ def test_other_failures_of_a_connection_have_no_word_about_tls() -> None:
     assert found.message == f"locate at node b: {refused}"
 
 
-def test_certs_of_clients_and_nodes_are_signed_by_the_ca_that_is_named_and_renewed_as_they_were(tmp_path: Path) -> None:
+def test_certificates_are_signed_by_the_named_ca(tmp_path: Path) -> None:
+    """Those of clients and those of nodes. They are renewed as they were."""
     ca, client, node = tmp_path / "ca", tmp_path / "client", tmp_path / "node"
     certs.run(ca, 30, renew=False)
     assert "can ask" in certs.run(client, 30, renew=False, owner=certs.Owner(client=True), ca=ca)
@@ -299,7 +300,7 @@ def test_an_owner_that_cannot_be_is_refused(owner: dict[str, object], words: str
         certs.Owner(**owner)  # type: ignore[arg-type]
 
 
-def test_a_clients_certificate_does_not_take_the_place_of_a_nodes(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clients_certificate_is_no_nodes(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire_tls, "LOOK_SECONDS", 0.0)
     tls = TlsFiles(files)
     write(files, client=True)

@@ -91,7 +91,8 @@ def test_make_says_which_parts_there_are() -> None:
     assert done.returncode != 0 and "make gpu PART=1" in done.stderr
 
 
-def test_carried_wheel_leaves_out_what_is_not_used_and_says_so_in_its_record(tmp_path: Path) -> None:
+def test_carried_wheel_records_what_it_leaves_out(tmp_path: Path) -> None:
+    """It leaves out what is not used."""
     whole = tmp_path / "nixl_cu13-1-py3-none-any.whl"
     names = ["nixl_cu13/_api.py", "nixl_cu13.libs/ucx/libuct_cuda.so", "nixl_ep_cu13/x.so", "a.libs/libplugin_OBJ.so"]
     with zipfile.ZipFile(whole, "w") as made:
@@ -104,7 +105,7 @@ def test_carried_wheel_leaves_out_what_is_not_used_and_says_so_in_its_record(tmp
     assert record == "".join(f"{name},sha256=x,1\n" for name in names[:2])
 
 
-def test_requirement_that_is_carried_is_the_one_of_the_cuda_image() -> None:
+def test_carried_requirement_is_the_one_of_the_cuda_image() -> None:
     assert carry.wanted() in (report.ROOT / "requirements" / "cuda.in").read_text().splitlines()
 
 

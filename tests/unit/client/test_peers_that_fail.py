@@ -69,7 +69,7 @@ async def served() -> AsyncIterator[tuple[Scripted, str]]:
         (grpc.StatusCode.UNAVAILABLE, False),
     ],
 )
-async def test_a_peer_that_refuses_is_asked_again_and_one_that_fails_is_not(
+async def test_a_peer_that_refuses_is_asked_again_a_failed_one_not(
     served: tuple[Scripted, str], status: grpc.StatusCode, is_asked_again: bool
 ) -> None:
     scripted, address = served
@@ -85,7 +85,7 @@ async def test_a_peer_that_refuses_is_asked_again_and_one_that_fails_is_not(
     assert scripted.calls == FAILURES_TO_OPEN + 2 * is_asked_again
 
 
-async def test_an_answer_of_a_lookup_partition_forgives_the_failures_before_it(served: tuple[Scripted, str]) -> None:
+async def test_an_answer_of_a_partition_forgives_its_failures(served: tuple[Scripted, str]) -> None:
     scripted, address = served
     fails, answers = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.OK
     scripted.statuses = [*[fails] * (FAILURES_TO_OPEN - 1), answers, *[fails] * (FAILURES_TO_OPEN - 1), answers]

@@ -65,7 +65,7 @@ def test_missing_programs_are_named(tmp_path: Path) -> None:
 @pytest.mark.processes
 @needs_root
 @needs_nixl
-def test_the_trial_leaves_neither_a_device_nor_another_network_behind() -> None:
+def test_the_trial_leaves_no_device_and_no_network_behind() -> None:
     def seen() -> tuple[str, list[str]]:
         devices = [line.partition(":")[0].strip() for line in Path("/proc/net/dev").read_text().splitlines()]
         return str(Path("/proc/self/ns/net").readlink()), devices

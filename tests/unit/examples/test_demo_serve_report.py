@@ -81,7 +81,7 @@ def test_the_app_that_is_not_better_is_named() -> None:
     assert fault.startswith("routed: ")
 
 
-def test_the_default_shape_has_enough_later_turns_for_the_quantiles_that_are_named() -> None:
+def test_the_default_shape_has_turns_enough_for_its_quantiles() -> None:
     shape = Shape()
     assert shape.users * (shape.turns - 1) >= 50  # five are slower than p90
 
@@ -109,7 +109,7 @@ print("afterwards")
 
 
 @pytest.mark.processes
-def test_what_others_write_goes_into_the_log_and_results_to_stdout(tmp_path: Path) -> None:
+def test_results_go_to_stdout_and_others_output_to_the_log(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SPEAKING, str(tmp_path)],
         capture_output=True,

@@ -38,7 +38,8 @@ def test_mirror_is_private_and_takes_memory_as_it_is_reserved(tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
-def test_second_owner_is_refused_and_what_nobody_owns_is_replaced_or_swept(tmp_path: Path) -> None:
+def test_second_owner_is_refused(tmp_path: Path) -> None:
+    """What nobody owns is replaced or swept."""
     first = MirrorSegment.create(file_of(tmp_path), SIZE)
     with pytest.raises(ServiceConflict):
         MirrorSegment.create(first.path, SIZE)
@@ -59,7 +60,7 @@ def test_what_is_no_mirror_is_not_attached(tmp_path: Path) -> None:
             MirrorSegment.attach(path)
 
 
-def test_reader_sees_no_mirror_until_it_is_made_and_follows_the_next_one(tmp_path: Path) -> None:
+def test_reader_waits_for_a_mirror_and_follows_the_next(tmp_path: Path) -> None:
     link = tmp_path / MIRROR_NAME
     mirror = NodeMirror(tmp_path)
     lookup = MirroredLookup(mirror, clock=lambda: 100.0)

@@ -88,7 +88,7 @@ def test_an_engine_is_gone_only_when_each_of_its_holders_let_go(path: Path, shar
     mapped.close()
 
 
-def test_a_lock_outlives_its_mapping_and_the_descriptor_it_was_taken_through(path: Path, shard: Segment) -> None:
+def test_a_lock_outlives_its_mapping_and_descriptor(path: Path, shard: Segment) -> None:
     mapped = Segment.attach(path, GEOMETRY)
     lock = hold(mapped, ENGINE, mapped.epoch)
     mapped.close()
@@ -99,7 +99,8 @@ def test_a_lock_outlives_its_mapping_and_the_descriptor_it_was_taken_through(pat
 
 
 @pytest.mark.processes
-def test_the_next_boot_of_a_kept_segment_finds_the_locks_of_those_that_may_write(path: Path) -> None:
+def test_the_next_boot_finds_the_locks_of_who_may_write(path: Path) -> None:
+    """In a kept segment."""
     first = Segment.create(path, GEOMETRY, "node")
     child = another_process(path)
     first.close()
@@ -174,7 +175,7 @@ def test_a_file_without_a_name_is_held_like_any_other() -> None:
 
 
 @pytest.mark.processes
-def test_a_child_that_was_forked_keeps_its_engine_from_being_gone(path: Path, shard: Segment) -> None:
+def test_a_forked_child_keeps_its_engine_from_being_gone(path: Path, shard: Segment) -> None:
     """It has the mapping, too, and may write as its parent may: killed, the parent is not all of the engine."""
     ready, end = os.pipe(), os.pipe()
     parent = os.fork()

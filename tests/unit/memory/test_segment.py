@@ -34,7 +34,8 @@ def header(key: bytes = b"k" * 16) -> SlotHeader:
     return SlotHeader(BootEpoch(1), Generation(2), BlockKey(key), 65536, SpanRoute(7), 99, 3)
 
 
-def test_all_memory_is_reserved_at_creation_and_only_the_owner_may_open_it(path: Path) -> None:
+def test_all_memory_is_reserved_at_creation(path: Path) -> None:
+    """And only the owner may open it."""
     segment = Segment.create(path, GEOMETRY, "node")
     status = path.stat()
     assert status.st_blocks * 512 >= GEOMETRY.segment_bytes
@@ -42,7 +43,8 @@ def test_all_memory_is_reserved_at_creation_and_only_the_owner_may_open_it(path:
     segment.close()
 
 
-def test_too_small_shared_memory_is_a_clear_error_with_numbers_and_a_way_out(path: Path) -> None:
+def test_too_small_shared_memory_is_a_clear_error(path: Path) -> None:
+    """With numbers and a way out."""
     with pytest.raises(SegmentError, match=r"too small.*needed.*free.*remount.*--shm-size") as caught:
         Segment.create(path, plan_geometry(100_000 * GiB), "node")
     assert caught.value.attributes["needed_bytes"] > caught.value.attributes["free_bytes"]  # type: ignore[operator]
@@ -192,7 +194,7 @@ def test_only_segments_nobody_owns_are_removed_as_stale(path: Path) -> None:
     owned.close()
 
 
-def test_replacing_a_segment_leaves_the_old_mapping_of_an_engine_alone(path: Path) -> None:
+def test_replacing_a_segment_leaves_old_mappings_alone(path: Path) -> None:
     old = Segment.create(path, GEOMETRY, "node")
     engine = Segment.attach(path, GEOMETRY)
     old.close()
@@ -217,7 +219,8 @@ def test_segment_with_holes_is_not_adopted(path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_nameless_memory_is_attached_through_its_process_and_goes_with_the_last_mapping(tmp_path: Path) -> None:
+def test_nameless_memory_goes_with_its_last_mapping(tmp_path: Path) -> None:
+    """It is attached through its process."""
     directory = Path("/dev/shm")
     before, free = set(directory.iterdir()), os.statvfs(directory).f_bavail
     segment = Segment.nameless(directory, GEOMETRY, "node")
@@ -254,7 +257,8 @@ def test_a_link_in_the_place_of_a_segment_is_not_followed(path: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("what", ["nothing", "slab header", "slot header"])
-def test_a_segment_is_understood_unless_something_in_it_reads_as_nothing_known(path: Path, what: str) -> None:
+def test_a_segment_with_something_unknown_is_not_understood(path: Path, what: str) -> None:
+    """Everything else is."""
     segment = Segment.create(path, GEOMETRY, "node")
     segment.assign_slab(1, 65536)
     segment.write_header(SlotIndex(1 << 16), header())

@@ -34,7 +34,7 @@ async def runtime() -> AsyncIterator[PoolRuntime]:
     await made.close()
 
 
-async def test_an_answer_that_meets_the_cancellation_of_its_caller_is_given_back(
+async def test_an_answer_to_a_cancelled_caller_is_given_back(
     runtime: PoolRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = (await runtime.attach(make_spec(), lambda reason: None)).attachment_id
@@ -58,7 +58,7 @@ async def test_an_answer_that_meets_the_cancellation_of_its_caller_is_given_back
     await eventually_async(lambda: not runtime._state.lease_count, "the lease to be given back")
 
 
-async def test_an_engine_that_attaches_again_ends_the_stream_of_its_earlier_attachment(runtime: PoolRuntime) -> None:
+async def test_attaching_again_ends_the_stream_of_the_earlier_one(runtime: PoolRuntime) -> None:
     lost: list[str] = []
     spec = make_spec()
     await runtime.attach(replace(spec, attempt=1), lost.append)
@@ -69,9 +69,10 @@ async def test_an_engine_that_attaches_again_ends_the_stream_of_its_earlier_atta
     assert len(lost) == 1, "an attach that was overtaken ends nothing"
 
 
-async def test_slots_of_an_engine_that_is_gone_come_back_once_the_machine_has_locks_again(
+async def test_slots_of_a_gone_engine_return_once_locks_work_again(
     runtime: PoolRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The machine had no locks left."""
     asked = 0
 
     @contextlib.contextmanager

@@ -24,7 +24,8 @@ def alone() -> RemoteShards:
     return RemoteShards(NodeId("me"), None, None, time.monotonic, Counter(), Timings())
 
 
-async def test_without_a_directory_nothing_is_found_and_it_is_said_that_nobody_was_asked(alone: RemoteShards) -> None:
+async def test_without_a_directory_nobody_is_said_to_be_asked(alone: RemoteShards) -> None:
+    """And nothing is found."""
     assert await alone.perform(act.Resolve(3, CHAIN, 0, 1.0)) == ev.Resolved(3, (), complete=False)
     assert await alone.perform(act.FindTakers(())) == ev.TakersFound((), {})
 

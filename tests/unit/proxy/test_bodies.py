@@ -108,7 +108,8 @@ def test_decode_gets_the_clients_body_and_the_parameters(body: dict[str, Any]) -
         b'{"a": ' + b"9" * 10_000 + b"}",
     ],
 )
-def test_a_body_that_is_no_object_or_sets_the_parameters_is_refused(raw: bytes) -> None:
+def test_a_body_that_is_no_object_is_refused(raw: bytes) -> None:
+    """So is one that sets the transfer parameters."""
     with pytest.raises(InvalidRequest):
         read_body(raw)
 
@@ -206,7 +207,8 @@ def test_a_status_says_who_is_at_fault(status: int, kind: AnswerKind) -> None:
     assert kind_of(status) is kind
 
 
-def test_authorization_is_forwarded_and_what_concerns_the_connection_is_not() -> None:
+def test_authorization_is_forwarded() -> None:
+    """What concerns the connection is not."""
     given_headers = {
         "Authorization": "Bearer k",
         "X-Request-Id": "7",

@@ -165,7 +165,7 @@ WITH_DECODE = [State.BOTH, State.DECODING, State.STREAMING_BOTH, State.STREAMING
 # ---- how it begins
 
 
-def test_prefill_and_decode_go_out_together_with_one_id_when_the_node_is_known() -> None:
+def test_with_a_known_node_both_halves_go_out_with_one_id() -> None:
     world = World()
     prefill, decode = world.begin()
     assert isinstance(prefill, SendPrefill) and isinstance(decode, SendDecode)
@@ -197,14 +197,14 @@ def test_without_a_healthy_decode_server_it_is_refused() -> None:
     assert world.in_flight == 0
 
 
-def test_with_all_decode_servers_at_their_limit_it_is_refused_with_a_time_to_retry() -> None:
+def test_with_decode_at_its_limit_a_time_to_retry_is_given() -> None:
     world = World(decode=1, in_flight_max=1)
     world.pool.acquire(next(server for server in world.pool if server.role is Role.DECODE))
     assert world.begin() == [RefuseClient(BUSY)]
     assert BUSY.retry_after is not None
 
 
-def test_prefill_servers_at_their_limit_cost_the_hand_off_and_nothing_else() -> None:
+def test_prefill_at_its_limit_costs_the_hand_off_only() -> None:
     world = World(prefill=1, decode=2, in_flight_max=1)
     world.pool.acquire(next(server for server in world.pool if server.role is Role.PREFILL))
     assert names(world.begin()) == ["SendDecode"]
@@ -213,7 +213,7 @@ def test_prefill_servers_at_their_limit_cost_the_hand_off_and_nothing_else() -> 
 # ---- prefill dies
 
 
-def test_prefill_lost_while_decode_waits_for_it_is_tried_on_another_server() -> None:
+def test_prefill_lost_while_decode_waits_is_tried_elsewhere() -> None:
     world = in_state(State.PREFILLING)
     assert world.prefill is not None
     first = world.prefill
@@ -223,7 +223,8 @@ def test_prefill_lost_while_decode_waits_for_it_is_tried_on_another_server() -> 
 
 
 @pytest.mark.parametrize("fault", list(ServerFault))
-def test_prefill_lost_beside_a_silent_decode_starts_both_again_with_a_new_id(fault: ServerFault) -> None:
+def test_prefill_lost_beside_a_silent_decode_restarts_both(fault: ServerFault) -> None:
+    """With a new id."""
     world = in_state(State.BOTH, tries=3)
     assert world.prefill is not None and world.decode is not None
     first, waiting = world.prefill, world.decode
@@ -245,13 +246,13 @@ def test_when_no_prefill_server_is_left_decode_works_alone(state: State) -> None
     assert world.decode_ends() == [Finish()]
 
 
-def test_prefill_lost_beside_a_decode_that_has_spoken_changes_nothing() -> None:
+def test_prefill_lost_after_decode_spoke_changes_nothing() -> None:
     world = in_state(State.STREAMING_BOTH)
     assert world.prefill_fails() == []
     assert world.decode_ends() == [Finish()]
 
 
-def test_the_only_decode_server_at_its_limit_can_start_again_after_prefill_was_lost() -> None:
+def test_a_lone_decode_at_its_limit_can_start_again() -> None:
     world = in_state(State.BOTH, decode=1, in_flight_max=1)
     assert names(world.prefill_fails()) == ["CancelAttempt", "SendPrefill", "SendDecode"]
 
@@ -265,7 +266,7 @@ def test_a_prefill_that_confirms_the_node_leaves_decode_alone() -> None:
     assert world.exchange.state is State.DECODING
 
 
-def test_a_prefill_server_found_on_another_node_has_decode_start_again_from_there() -> None:
+def test_prefill_found_on_another_node_restarts_decode() -> None:
     world = in_state(State.BOTH)
     assert world.prefill is not None and world.decode is not None
     sent, waiting = world.prefill, world.decode
@@ -276,7 +277,7 @@ def test_a_prefill_server_found_on_another_node_has_decode_start_again_from_ther
 
 
 @pytest.mark.parametrize("state", [State.PREFILLING, State.BOTH])
-def test_a_prefill_server_that_hands_nothing_off_has_decode_work_alone(state: State) -> None:
+def test_prefill_that_hands_nothing_off_leaves_decode_alone(state: State) -> None:
     world = in_state(state)
     assert world.prefill is not None
     server = world.prefill.server
@@ -298,9 +299,10 @@ def test_the_node_is_learnt_from_every_answer() -> None:
 
 
 @pytest.mark.parametrize("fault", [ServerFault.UNREACHABLE, ServerFault.BUSY])
-def test_decode_lost_beside_prefill_starts_both_again_with_a_new_id_on_the_same_prefill_server(
+def test_decode_lost_beside_prefill_restarts_both(
     fault: ServerFault,
 ) -> None:
+    """With a new id, on the same prefill server."""
     world = in_state(State.BOTH)
     assert world.prefill is not None and world.decode is not None
     prefilling, lost = world.prefill, world.decode
@@ -312,12 +314,12 @@ def test_decode_lost_beside_prefill_starts_both_again_with_a_new_id_on_the_same_
     assert decode.handoff.id == prefill.handoff_id
 
 
-def test_the_only_prefill_server_at_its_limit_can_start_again_after_decode_was_lost() -> None:
+def test_a_lone_prefill_at_its_limit_can_start_again() -> None:
     world = in_state(State.BOTH, prefill=1, decode=2, in_flight_max=1)
     assert names(world.decode_fails()) == ["CancelAttempt", "SendPrefill", "SendDecode"]
 
 
-def test_decode_lost_after_prefill_is_tried_elsewhere_with_the_same_id() -> None:
+def test_decode_lost_after_prefill_keeps_its_id_elsewhere() -> None:
     world = in_state(State.DECODING)
     assert world.decode is not None
     lost = world.decode
@@ -334,7 +336,7 @@ def test_decode_lost_alone_is_tried_elsewhere_alone() -> None:
 
 
 @pytest.mark.parametrize("state", [State.BOTH, State.DECODING])
-def test_when_no_decode_server_is_left_before_the_first_byte_the_client_gets_an_error(state: State) -> None:
+def test_without_decode_before_the_first_byte_an_error_is_sent(state: State) -> None:
     world = in_state(state)
     world.decode_fails()
     assert world.decode_fails()[-1] == RefuseClient(DECODE_FAILED)
@@ -342,7 +344,8 @@ def test_when_no_decode_server_is_left_before_the_first_byte_the_client_gets_an_
 
 
 @pytest.mark.parametrize("state", [State.STREAMING_BOTH, State.STREAMING])
-def test_decode_lost_after_the_first_byte_breaks_the_stream_and_cancels_prefill(state: State) -> None:
+def test_decode_lost_after_the_first_byte_breaks_the_stream(state: State) -> None:
+    """And cancels prefill."""
     world = in_state(state)
     assert world.decode_fails()[-1] == Break(BROKEN)
     assert world.in_flight == 0 and world.prefill is None
@@ -352,7 +355,8 @@ def test_decode_lost_after_the_first_byte_breaks_the_stream_and_cancels_prefill(
 
 
 @pytest.mark.parametrize("state", [State.PREFILLING, State.BOTH])
-def test_a_refusal_of_prefill_is_the_clients_answer_before_the_first_byte(state: State) -> None:
+def test_a_refusal_of_prefill_is_the_clients_answer(state: State) -> None:
+    """Before the first byte."""
     world = in_state(state)
     assert world.prefill is not None
     attempt = world.prefill.attempt
@@ -360,14 +364,14 @@ def test_a_refusal_of_prefill_is_the_clients_answer_before_the_first_byte(state:
     assert world.exchange.state is State.DONE and world.decode is None and world.in_flight == 0
 
 
-def test_a_refusal_of_prefill_after_the_first_byte_is_too_late_to_matter() -> None:
+def test_a_refusal_of_prefill_after_the_first_byte_is_late() -> None:
     world = in_state(State.STREAMING_BOTH)
     assert world.prefill_refuses() == []
     assert world.decode_ends() == [Finish()]
 
 
 @pytest.mark.parametrize("state", [State.BOTH, State.DECODING])
-def test_a_refusal_of_decode_is_the_clients_answer_and_cancels_prefill(state: State) -> None:
+def test_a_refusal_of_decode_is_passed_on_and_cancels_prefill(state: State) -> None:
     world = in_state(state)
     assert world.decode is not None
     attempt = world.decode.attempt
@@ -384,7 +388,7 @@ def test_a_client_that_leaves_cancels_everything(state: State) -> None:
 
 
 @pytest.mark.parametrize("state", [State.NEW, *UNDER_WAY])
-def test_running_out_of_time_cancels_everything_and_tells_the_client(state: State) -> None:
+def test_running_out_of_time_cancels_all_and_tells_the_client(state: State) -> None:
     world = in_state(state)
     last = world.give(Stopped(TIMED_OUT))[-1]
     streaming = state in (State.STREAMING_BOTH, State.STREAMING)
@@ -428,7 +432,7 @@ def test_nothing_follows_once_it_is_done() -> None:
 # ---- the table as a whole
 
 
-def test_the_table_answers_every_sign_that_can_come_in_every_state() -> None:
+def test_the_table_answers_every_possible_event_in_each_state() -> None:
     come = {(State.NEW, sign) for sign in (Sign.BEGIN, Sign.CLIENT_LEFT, Sign.STOPPED)}
     come |= {(state, sign) for state in UNDER_WAY for sign in (Sign.CLIENT_LEFT, Sign.STOPPED)}
     come |= {
@@ -490,9 +494,10 @@ HAPPENINGS = (
     tries=st.integers(2, 4),
     happenings=st.lists(st.tuples(st.sampled_from(HAPPENINGS), st.sampled_from(list(ServerFault))), max_size=40),
 )
-def test_no_order_of_events_leaks_a_server_answers_twice_or_blames_prefill(
+def test_no_order_of_events_leaks_or_answers_twice(
     prefill: int, decode: int, known: bool, limit: int, tries: int, happenings: list[tuple[str, ServerFault]]
 ) -> None:
+    """Nor does one blame prefill for what decode did."""
     world = World(prefill, decode, known=known, in_flight_max=limit, tries=tries)
     world.begin()
     decode_lost = False

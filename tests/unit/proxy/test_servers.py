@@ -49,7 +49,7 @@ def test_servers_without_work_take_turns() -> None:
     assert taken == [*DECODE, *DECODE]
 
 
-def test_looking_without_sending_does_not_change_whose_turn_it_is() -> None:
+def test_looking_without_sending_leaves_the_turn_as_it_is() -> None:
     pool = make_pool()
     assert pool.choose(Role.DECODE) is pool.choose(Role.DECODE)
 
@@ -85,7 +85,8 @@ def test_a_release_too_many_is_a_bug() -> None:
         pool.release(by_url(pool, "http://d0"))
 
 
-def test_a_lost_connection_makes_a_server_sick_at_once_and_forgets_its_node() -> None:
+def test_a_lost_connection_makes_a_server_sick_at_once() -> None:
+    """And forgets its node."""
     pool = make_pool()
     server = by_url(pool, "http://p0")
     pool.learnt(server, "node-0")
@@ -93,7 +94,8 @@ def test_a_lost_connection_makes_a_server_sick_at_once_and_forgets_its_node() ->
     assert not server.healthy and server.node is None and "unreachable" in server.reason
 
 
-def test_a_server_that_fails_under_a_request_is_asked_for_its_health_before_it_counts_as_sick() -> None:
+def test_a_server_is_asked_for_its_health_before_it_is_sick() -> None:
+    """It failed under a request."""
     pool = make_pool()
     server = by_url(pool, "http://d0")
     pool.failed(server, ServerFault.BROKEN, 1.0)
@@ -166,7 +168,7 @@ def test_one_slow_check_is_forgiven_and_a_refused_one_is_not() -> None:
     assert not slow.healthy
 
 
-def test_a_prefill_server_that_hands_nothing_off_is_not_used_until_it_does() -> None:
+def test_prefill_that_hands_nothing_off_is_not_used() -> None:
     pool = make_pool()
     plain, other = by_url(pool, "http://p0"), by_url(pool, "http://p1")
     pool.learnt(plain, None)

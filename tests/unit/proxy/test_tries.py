@@ -13,7 +13,7 @@ from kvservice.proxy.settings import ProxySettings
 from tests.unit.proxy.test_plan import World, in_state, names
 
 
-def test_a_request_is_refused_once_as_many_servers_as_allowed_failed_under_it() -> None:
+def test_a_request_is_refused_after_enough_servers_failed() -> None:
     world = World(prefill=0, decode=6, tries=3)
     world.begin()
     assert names(world.decode_fails(ServerFault.BROKEN)) == ["SendDecode"]
@@ -23,7 +23,7 @@ def test_a_request_is_refused_once_as_many_servers_as_allowed_failed_under_it() 
 
 
 @pytest.mark.parametrize("fault", [fault for fault in ServerFault if not fault.blames_request])
-def test_a_server_that_never_had_the_request_does_not_count_against_it(fault: ServerFault) -> None:
+def test_only_a_server_that_had_the_request_counts(fault: ServerFault) -> None:
     world = World(prefill=0, decode=4)
     world.begin()
     for _ in range(3):
@@ -31,7 +31,7 @@ def test_a_server_that_never_had_the_request_does_not_count_against_it(fault: Se
     assert world.decode_fails(fault) == [RefuseClient(DECODE_FAILED)]
 
 
-def test_after_a_prefill_server_was_lost_one_decode_server_alone_has_the_request() -> None:
+def test_after_prefill_was_lost_one_decode_has_the_request() -> None:
     world = in_state(State.BOTH, decode=3)
     assert world.decode is not None
     exposed = world.decode.server
@@ -41,7 +41,8 @@ def test_after_a_prefill_server_was_lost_one_decode_server_alone_has_the_request
     assert world.decode_fails(ServerFault.BROKEN) == [RefuseClient(LOST)]
 
 
-def test_a_decode_server_that_was_told_to_stop_has_the_request_again_however_its_checks_go() -> None:
+def test_a_stopped_decode_gets_the_request_again() -> None:
+    """However its checks go."""
     world = in_state(State.BOTH, decode=3)
     assert world.decode is not None
     exposed = world.decode.server
@@ -51,7 +52,8 @@ def test_a_decode_server_that_was_told_to_stop_has_the_request_again_however_its
     assert decode.server is exposed
 
 
-def test_a_decode_server_that_made_way_for_another_prefill_has_the_request_again() -> None:
+def test_a_decode_that_made_way_gets_the_request_again() -> None:
+    """It made way for another prefill."""
     world = in_state(State.BOTH, decode=3)
     assert world.prefill is not None and world.decode is not None
     exposed = world.decode.server
@@ -64,7 +66,7 @@ def test_a_decode_server_that_made_way_for_another_prefill_has_the_request_again
     assert isinstance(decode, SendDecode) and decode.server is exposed
 
 
-def test_decode_lost_beside_prefill_waits_for_what_prefill_says_of_the_request() -> None:
+def test_decode_lost_beside_prefill_waits_for_prefills_word() -> None:
     world = in_state(State.BOTH, decode=3)
     assert world.prefill is not None and world.decode is not None
     handoff, lost = world.prefill.handoff_id, world.decode.server
@@ -74,7 +76,7 @@ def test_decode_lost_beside_prefill_waits_for_what_prefill_says_of_the_request()
     assert decode.handoff is not None and decode.handoff.id == handoff
 
 
-def test_a_request_that_ended_its_decode_and_its_prefill_server_is_sent_to_no_other_one() -> None:
+def test_a_request_that_ended_both_servers_goes_to_no_other() -> None:
     world = in_state(State.BOTH, prefill=3, decode=3)
     world.decode_fails(ServerFault.BROKEN)
     assert world.prefill_fails(ServerFault.BROKEN) == [RefuseClient(LOST)]
@@ -87,7 +89,7 @@ def test_a_request_that_ended_its_decode_and_its_prefill_server_is_sent_to_no_ot
     tries=st.integers(2, 4),
     order=st.lists(st.booleans(), min_size=8, max_size=8),
 )
-def test_a_request_that_ends_every_server_ends_no_more_than_it_may(
+def test_a_request_that_ends_servers_ends_no_more_than_allowed(
     prefill: int, decode: int, known: bool, tries: int, order: list[bool]
 ) -> None:
     """Also when a server that was told to stop working on it ends all the same."""

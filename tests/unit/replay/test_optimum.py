@@ -40,7 +40,7 @@ def test_the_optimum_is_what_trying_everything_finds(rows: list[list[int]], capa
     assert belady_hits(trace, capacity) == best_hits(trace, capacity, 0)
 
 
-def test_requests_that_only_warm_up_are_not_counted_but_keep_what_comes_later() -> None:
+def test_warm_up_requests_are_not_counted_but_keep_blocks() -> None:
     trace = make([[1, 2], [1, 2], [1, 3]])
     assert belady_hits(trace, 2) == 3
     assert belady_hits(trace, 2, count_from=2) == 1

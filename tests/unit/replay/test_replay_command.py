@@ -56,7 +56,8 @@ def test_json_has_stable_keys_and_the_warm_up_is_not_counted(trace_file: Path) -
     assert rates[1] > rates[0], "the first times are in the half that is not counted"
 
 
-def test_wrong_input_is_named_with_its_line_and_nothing_else_is_printed(tmp_path: Path, trace_file: Path) -> None:
+def test_wrong_input_is_named_with_its_line(tmp_path: Path, trace_file: Path) -> None:
+    """Nothing else is printed."""
     broken = tmp_path / "broken.jsonl"
     broken.write_text(trace_file.read_text().splitlines()[0] + "\n{}\n")
     code, out, errors = run(broken)
@@ -65,9 +66,8 @@ def test_wrong_input_is_named_with_its_line_and_nothing_else_is_printed(tmp_path
     assert code == EXIT_PROBLEM and "choose from: reuse" in errors
 
 
-def test_without_matplotlib_a_plot_is_refused_before_anything_is_played(
-    trace_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_a_plot_is_refused_at_once(trace_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is played."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, errors = run(trace_file, "--plot", "replay.png")
     assert (code, out) == (EXIT_USAGE, "") and "pip install matplotlib" in errors

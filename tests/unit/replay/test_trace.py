@@ -21,7 +21,7 @@ def write(folder: Path, *rows: object) -> Path:
     return path
 
 
-def test_a_request_keeps_its_time_its_tokens_and_the_identity_of_its_blocks(tmp_path: Path) -> None:
+def test_a_request_keeps_its_time_tokens_and_block_identity(tmp_path: Path) -> None:
     other = {**GOOD, "timestamp": 0, "hash_ids": [7, 9]}
     found = read_trace(write(tmp_path, GOOD, "", other))
     assert [request.at for request in found.requests] == [0.0, 1.5], "requests are in the order of their times"
@@ -79,7 +79,8 @@ def test_no_file_and_no_request_are_errors_that_say_so(tmp_path: Path) -> None:
         read_trace(write(tmp_path))
 
 
-def test_a_made_up_trace_depends_on_its_seed_only_and_conversations_grow() -> None:
+def test_a_made_up_trace_depends_on_its_seed_only() -> None:
+    """And its conversations grow."""
     workload = Workload(seconds=300, scan_rate=0.2, chain_blocks_max=40)
     assert make_trace(workload, 3) == make_trace(workload, 3) != make_trace(workload, 4)
     found = make_trace(workload, 3)

@@ -41,9 +41,10 @@ def test_lines_are_pinned_hashed_and_above_their_floors(
     assert (complaint or "") in capsys.readouterr().err
 
 
-def test_an_advisory_fails_the_audit_and_silence_only_a_strict_one(
+def test_an_advisory_fails_the_audit(
     audit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Silence fails only a strict one."""
     lock = tmp_path / "some.lock"
     lock.write_text(f"jinja2==3.1.6 {HASH}\n")
     answer: dict[str, Any] = {"dependencies": [ROW]}

@@ -248,7 +248,7 @@ def test_job_submitted_after_close_is_answered(rig: Rig) -> None:
     assert rig.pull([handle]) == (FAILED,)
 
 
-def test_transport_that_raises_fails_jobs_and_works_again_afterwards(rig: Rig) -> None:
+def test_transport_that_raises_fails_jobs_and_works_again(rig: Rig) -> None:
     handle = rig.publish(0, key(0))
     rig.faults.poll_error = RuntimeError("a bug in the transport")
     rig.submit([handle])
@@ -294,7 +294,8 @@ def test_pull_results_are_counted(rig: Rig) -> None:
     assert counters["fake_bytes"] == PAYLOAD
 
 
-def test_scattered_and_neighbouring_blocks_arrive_in_their_own_slots(rig: Rig) -> None:
+def test_scattered_blocks_arrive_in_their_own_slots(rig: Rig) -> None:
+    """And so do neighbouring ones."""
     order = [3, 4, 5, 9, 1, 0, 7, 8]
     handles = [rig.publish(i, key(i)) for i in order]
     assert rig.pull(handles) == (OK,) * len(order)
@@ -302,7 +303,7 @@ def test_scattered_and_neighbouring_blocks_arrive_in_their_own_slots(rig: Rig) -
         assert bytes(rig.reader.payload(SlotIndex(20 + position), PAYLOAD)) == content(key(i), PAYLOAD)
 
 
-def test_source_headers_are_read_after_every_payload_whatever_order_transfers_end_in(rig: Rig) -> None:
+def test_source_headers_are_read_after_every_payload(rig: Rig) -> None:
     """A header read before a payload says nothing about the bytes that came after it."""
     handle = rig.publish(0, key(0))
     copies = iter([lambda: None, lambda: rig.publish(0, key(0), generation=4)])
@@ -333,7 +334,7 @@ def test_a_deadline_that_passes_as_the_job_is_judged_counts(rig: Rig) -> None:
     assert rig.pull([handle], seconds=50.0) == (FAILED,)
 
 
-def test_scratch_headers_of_a_job_are_its_own_until_nothing_is_read_into_them(rig: Rig) -> None:
+def test_scratch_headers_are_a_jobs_own_while_read_into(rig: Rig) -> None:
     read_into: list[set[int]] = []
 
     def hold_headers(copies: Sequence[Copy]) -> bool:

@@ -54,7 +54,8 @@ def test_fingerprint_and_window_groups_are_counted_first() -> None:
         codec.decode_fingerprint(common_pb2.Fingerprint(fields=fields))
 
 
-def test_a_statement_is_counted_first_and_the_largest_that_is_meant_fits_a_request() -> None:
+def test_a_statement_is_counted_first() -> None:
+    """The largest one that is meant fits a request."""
     whole = Statement(
         1 << 60,
         tuple(range(OPEN_CALLS_MAX)),
@@ -76,7 +77,8 @@ def test_a_statement_is_counted_first_and_the_largest_that_is_meant_fits_a_reque
 
 
 @pytest.mark.parametrize("seconds", [math.inf, -math.inf, math.nan, -1.0])
-def test_an_engines_speed_is_a_number_because_routers_read_it_with_all_others(seconds: float) -> None:
+def test_an_engines_speed_is_a_finite_number(seconds: float) -> None:
+    """Because routers read it together with all others."""
     with pytest.raises(InvalidRequest):
         codec.decode_acquire(shard_pb2.AcquireRequest(keys=bytes(16), recompute_seconds_per_block=seconds))
 

@@ -91,9 +91,8 @@ class HostDriver:
 
 @pytest.mark.parametrize("order", ["lbhn", "lbnh", "blhn", "blnh", "lhbn"])
 @pytest.mark.parametrize("way", ["batch", "one by one", "gather", "gather without batch", "unpinned"])
-def test_every_way_of_copying_puts_the_same_bytes_in_the_same_places(
-    order: str, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_way_of_copying_moves_the_same_bytes(order: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the same places."""
     monkeypatch.setattr(cuda_copies, "STAGING_BYTES", 2 * SLOT.payload_bytes)  # several rounds for four blocks
     layout = region(order)
     kv = np.random.default_rng(1).integers(0, 256, layout.region_bytes, np.uint8)
@@ -134,7 +133,7 @@ def fail() -> None:
     raise TransferError("not pinned")
 
 
-def test_failed_copy_is_not_ended_before_what_was_started_has_ended() -> None:
+def test_failed_copy_ends_after_what_it_started_has_ended() -> None:
     layout = region("lbnh")
     kv = np.zeros(layout.region_bytes, np.uint8)
     segment = np.zeros(GEOMETRY.segment_bytes, np.uint8)

@@ -43,7 +43,7 @@ class Driver:
         del self.pinned[address]
 
 
-def test_progress_is_shown_while_it_runs_and_undo_leaves_nothing_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_shown_and_undo_leaves_nothing_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvservice.copying.cuda.pinning.pieces", lambda geometry: pieces(geometry, 8 * MiB))
     driver = Driver()
     pinning = Pinning(BASE, GEOMETRY, driver.pin, driver.unpin)
@@ -71,7 +71,8 @@ def test_what_was_pinned_before_a_failure_stays_usable() -> None:
     assert driver.pinned == {}
 
 
-def test_piece_that_cannot_be_unpinned_is_counted_and_keeps_no_other_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piece_that_cannot_be_unpinned_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And keeps no other piece from it."""
     monkeypatch.setattr("kvservice.copying.cuda.pinning.pieces", lambda geometry: pieces(geometry, 8 * MiB))
     driver = Driver()
     for _ in range(len(list(pieces(GEOMETRY, 8 * MiB)))):
@@ -111,7 +112,7 @@ class Watch:
         return self.now
 
 
-def test_fallback_pins_only_when_copies_have_run_in_it_for_a_while() -> None:
+def test_fallback_pins_only_after_copies_ran_for_a_while() -> None:
     clock, begun = Watch(), []
 
     def begin() -> Pinning:

@@ -28,7 +28,8 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_worker_of_another_pid_namespace_or_user_is_refused_with_what_to_do(sleeper: subprocess.Popen[bytes]) -> None:
+def test_worker_of_another_namespace_or_user_is_refused(sleeper: subprocess.Popen[bytes]) -> None:
+    """With what to do."""
     with pytest.raises(Refused, match="hostPID"):
         WorkerProcess.of_peer(0, os.getuid(), in_host_memory=True)
     with pytest.raises(Refused, match="run both as one user"):
@@ -63,9 +64,7 @@ def test_copies_have_ended_when_the_worker_says_bye(sleeper: subprocess.Popen[by
 
 
 @pytest.mark.parametrize("in_host_memory", [True, False])
-def test_connection_closed_without_a_word_is_the_end_of_copies_in_host_memory_only(
-    sleeper: subprocess.Popen[bytes], in_host_memory: bool
-) -> None:
+def test_silent_close_ends_copies_in_host_memory_only(sleeper: subprocess.Popen[bytes], in_host_memory: bool) -> None:
     """The kernel closes it when the process dies; what a GPU was told to copy may go on until the process is gone."""
     worker = WorkerProcess.of_peer(sleeper.pid, os.getuid(), in_host_memory=in_host_memory)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -41,7 +41,8 @@ def test_recall_is_answered_when_the_last_reader_is_through() -> None:
     assert answers[2:] == ["at once"] and loans.is_empty
 
 
-def test_key_that_is_lent_twice_stays_lent_and_read_until_each_loan_ends_by_itself() -> None:
+def test_key_lent_twice_is_read_until_both_loans_end() -> None:
+    """Each loan ends by itself."""
     loans, one, answers = Loans(), lender(), []
     loans.lend(one, 1, [(b"a", 1)])
     loans.lend(one, 2, [(b"a", 1), (b"b", 2)])
@@ -72,7 +73,7 @@ def test_copy_counts_only_when_its_lender_was_there_to_its_end() -> None:
     assert loans.borrow([b"a"], [gone]) == [None], "one that is gone lends no more"
 
 
-def test_recalled_loan_does_not_count_either_when_its_lender_leaves() -> None:
+def test_recalled_loan_does_not_count_when_its_lender_leaves() -> None:
     loans, one = Loans(), lender()
     loans.lend(one, 1, [(b"a", 1)])
     borrowed = [loan for loan in loans.borrow([b"a"], [one]) if loan]

@@ -23,7 +23,7 @@ def play(world: World, seconds: float) -> None:
         pass
 
 
-def test_timers_of_two_processes_run_in_the_order_of_virtual_time(world: World) -> None:
+def test_timers_of_two_processes_run_in_virtual_time(world: World) -> None:
     told: list[tuple[str, float]] = []
 
     async def tick(name: str, seconds: float) -> None:
@@ -37,7 +37,8 @@ def test_timers_of_two_processes_run_in_the_order_of_virtual_time(world: World) 
     assert told == [("fast", 300.0), ("fast", 600.0), ("slow", 1000.0), ("slow", 2000.0)]
 
 
-def test_a_paused_process_goes_on_where_it_was_and_a_dead_one_never_does(world: World) -> None:
+def test_a_paused_process_goes_on_where_it_was(world: World) -> None:
+    """A dead one never does."""
     told: list[tuple[str, float]] = []
     paused, dead = (Process(world, name, name) for name in ("paused", "dead"))
 
@@ -55,7 +56,8 @@ def test_a_paused_process_goes_on_where_it_was_and_a_dead_one_never_does(world: 
     world.end()
 
 
-def test_deadlines_cancellations_and_threads_work_as_on_a_real_loop(world: World) -> None:
+def test_deadlines_and_threads_work_as_on_a_real_loop(world: World) -> None:
+    """And so do cancellations."""
     process = Process(world, "one", "one")
     loop = ProcessLoop(process)
     seen: list[object] = []
