@@ -62,7 +62,7 @@ def test_engine_leaves_a_worker_with_a_dead_context_at_once(driver: Driver) -> N
 
 
 def test_engine_that_leaves_does_not_wait_for_the_unpinning(driver: Driver) -> None:
-    """To unpin a large pool takes longer than an engine's patience."""
+    """Nor does it kill its worker. To unpin a large pool takes longer than an engine's patience."""
     check_engine_that_leaves_does_not_kill_its_worker(driver)
 
 

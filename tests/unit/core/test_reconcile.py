@@ -142,7 +142,7 @@ def test_an_old_statement_does_not_deny_a_slot_granted_again(line: Line) -> None
 
 
 def test_a_slot_is_stated_while_its_seal_is_under_way(line: Line) -> None:
-    """The seal is answered with DUPLICATE: the slot went back, and came again before that answer."""
+    """Even when it is granted again: the seal is a DUPLICATE, the slot went back and came again before that answer."""
     (ref,) = line.reserve()
     again = BlockRef(ref.slot, Generation(ref.generation + 2))
     call = line.ledger.begin_call()

@@ -304,7 +304,7 @@ def test_scattered_blocks_arrive_in_their_own_slots(rig: Rig) -> None:
 
 
 def test_source_headers_are_read_after_every_payload(rig: Rig) -> None:
-    """A header read before a payload says nothing about the bytes that came after it."""
+    """In whatever order transfers end. A header read before a payload says nothing about bytes that came after it."""
     handle = rig.publish(0, key(0))
     copies = iter([lambda: None, lambda: rig.publish(0, key(0), generation=4)])
     rig.faults.newest_first = True

@@ -59,7 +59,9 @@ def test_after_many_refusals_one_fetch_is_tried() -> None:
 
 
 def test_a_slow_link_is_tried_again_with_a_little() -> None:
-    """At a link nearly as fast as recomputing a stale estimate would cost far more than another sample."""
+    """It is tried as soon as that is cheap.
+
+    At a link nearly as fast as recomputing, a stale estimate would cost far more than another sample."""
     block_bytes = PROBE_BYTES // 4
     close, slow = FetchEstimate(), FetchEstimate()
     close.observe_pull(block_bytes, 1.1)
