@@ -121,7 +121,7 @@ async def test_no_server_with_a_name_that_looks_right_is_believed(
 
 @pytest.mark.parametrize("name", LOOKALIKES)
 async def test_certificate_for_clients_alone_serves_nothing(tmp_path: Path, name: str) -> None:
-    """Whatever its name."""
+    """Whatever name it carries, nobody believes it as a server's."""
     assert await _believed(tmp_path, [KVSERVICE])
     assert not await _believed(tmp_path, LOOKALIKES[name], serves=False)
 

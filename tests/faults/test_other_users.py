@@ -254,7 +254,7 @@ def test_ucx_listens_where_the_service_does_unless_set(monkeypatch: pytest.Monke
 
 
 async def test_a_removed_runtime_directory_is_made_again() -> None:
-    """Within a heartbeat."""
+    """It is there again within a heartbeat."""
     with LocalCluster(nodes=2, lookup_partitions=1, pool_bytes=16 * MiB) as cluster:
         engine = await Engine.attach(ShardClient(cluster.socket("n0")))
         keys = chain(5, 16)

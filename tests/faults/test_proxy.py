@@ -101,7 +101,7 @@ async def ended(servers: list[FakeServer]) -> float:
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("stage", ["prefill first", "prefill and decode", "decode", "stream"])
 async def test_a_client_that_leaves_ends_the_work_of_every_engine(lab: Lab, stage: str, reset: bool) -> None:
-    """Within a second."""
+    """The work ends within a second."""
     streaming = stage == "stream"
     prefill = [await lab.server(hold=True)] * (stage != "decode")
     decode = await lab.server(hold=not streaming, tokens=("tick",) * 5000)
@@ -162,7 +162,7 @@ async def test_clients_that_reset_in_a_body_are_one_line_in_the_log(lab: Lab, ca
 def test_faults_of_clients_are_logged_at_intervals(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """With how often they happened. What is our own fault is logged each time."""
+    """A line says how often they happened. What is our own fault is logged each time."""
     now = 0.0
     clients = ClientLog(logging.getLogger("kvservice.proxy"), lambda: now)
     for _ in range(5):

@@ -339,7 +339,7 @@ def test_a_directory_that_an_acl_opens_to_others_is_refused(tmp_path: Path) -> N
 
 
 def test_private_files_stay_private(tmp_path: Path) -> None:
-    """Whatever the umask is and wherever links point."""
+    """Neither the umask nor a link opens them."""
     victim, place = tmp_path / "victim", tmp_path / "place"
     victim.write_text("untouched")
     before = os.umask(0)

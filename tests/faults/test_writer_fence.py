@@ -228,7 +228,7 @@ async def test_a_restored_copy_of_the_segment_gives_no_wrong_bytes() -> None:
 
 
 async def test_a_damaged_header_costs_one_block_without_writers() -> None:
-    """Where somebody may still write, nothing of the segment is kept."""
+    """The engine has ended, so nobody can write any slot."""
     path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
     config = PoolConfig(NodeId("n"), path, Geometry(1 << 20, 1))
     pool = await PoolRuntime.open(config)

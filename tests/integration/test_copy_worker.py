@@ -284,7 +284,7 @@ def test_worker_killed_fails_every_queued_copy(bench: Bench, worker: Worker, roo
 
 
 def test_worker_that_hangs_is_killed_and_its_copies_end(bench: Bench, worker: Worker) -> None:
-    """Every one in bounded time."""
+    """Every copy ends in bounded time."""
     bench.follow()
     bench.header(slot_index(0, 0), 1)
     worker.signal(signal.SIGSTOP)
@@ -464,7 +464,7 @@ def test_memory_that_could_kill_the_worker_is_refused(bench: Bench, worker: Work
 
 
 def test_second_worker_of_a_device_is_refused(root: Path) -> None:
-    """And the first one leaves nothing behind."""
+    """The first one leaves nothing behind."""
     first = Worker(root)
     directory = node_directory("s", NodeId("n"), root)
     [record] = find_copy_workers(directory)
@@ -489,7 +489,7 @@ def threads_of(process: subprocess.Popen[str]) -> set[int]:
 
 
 def test_worker_with_a_hanging_thread_ends_itself(bench: Bench, root: Path) -> None:
-    """And every copy with it."""
+    """Every copy ends with it."""
     bench.link.close()
     memory = {"kind": MemoryKind.MEMFD.value, "bytes": LAYOUT.region_bytes}
     bench.link = WorkerLink(KVOffer(HOST, memory, LAYOUT.fields(), bench.kv.descriptor), 20.0)

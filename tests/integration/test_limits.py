@@ -76,7 +76,7 @@ async def test_calls_that_wait_are_bounded_and_starve_no_short_ones(
 
 
 def test_a_gate_counts_each_kind_apart() -> None:
-    """And forgets calls that failed."""
+    """It forgets calls that failed."""
     gate = Gate(short=1, long=1)
     for _ in range(3):
         with pytest.raises(KeyError), gate.passing("Stats"), gate.passing("Acquire"):

@@ -381,7 +381,7 @@ def test_taken_loan_is_returned_and_an_untaken_one_recalled(root: Path, worker: 
 
 
 def test_loan_comes_back_when_the_worker_dies(root: Path, worker: Worker) -> None:
-    """And at once when there is no worker."""
+    """It comes back at once when there is no worker."""
     with engines(root, 1) as (lender,):
         one = Loaning(lender)
         one.follow(lends=(1,))

@@ -453,7 +453,7 @@ async def test_watcher_sees_a_snapshot_and_then_every_change() -> None:
 
 
 async def test_watcher_hears_heartbeats_and_of_silent_nodes() -> None:
-    """Heartbeats only if it wants them."""
+    """It hears heartbeats only if it wants them."""
     async with (
         one_lookup(hide_seconds=0.5, forget_seconds=30.0) as address,
         grpc.aio.insecure_channel(address) as channel,

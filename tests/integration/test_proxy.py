@@ -224,7 +224,7 @@ async def test_the_openai_client_works_against_the_proxy(lab: Lab) -> None:
 
 
 async def test_prefill_that_dies_is_done_elsewhere(lab: Lab) -> None:
-    """And decode starts again."""
+    """Decode starts again."""
     dying, other = await lab.server(node="n-0", hold=True), await lab.server(node="n-1")
     decode = await lab.server(hold=True)
     proxy = await lab.proxy([dying, other], [decode], tries=3)
@@ -283,7 +283,7 @@ async def test_prefill_that_fails_after_the_first_byte_costs_nothing(lab: Lab) -
 
 
 async def test_decode_that_dies_beside_prefill_is_replaced_later(lab: Lab) -> None:
-    """Once prefill is done."""
+    """It is replaced once prefill is done."""
     prefill = await lab.server(hold=True)
     dying, other = await lab.server(hold=True), await lab.server()
     proxy = await lab.proxy([prefill], [dying, other])
@@ -501,7 +501,7 @@ async def test_metrics_count_requests_hand_offs_and_failures(lab: Lab) -> None:
 
 
 async def test_a_server_that_hangs_is_left_for_another(lab: Lab) -> None:
-    """Before it breaks any connection."""
+    """It is left before it breaks any connection."""
     hanging, other = await lab.server(hold=True), await lab.server(hold=True)
     proxy = await lab.proxy([], [hanging, other])
     asking = asyncio.create_task(proxy.post({"prompt": "x"}))

@@ -86,7 +86,7 @@ async def test_stopped_holder_costs_no_more_than_the_deadline(cluster: LocalClus
 
 
 async def test_killed_lookup_service_costs_only_remote_hits(cluster: LocalCluster) -> None:
-    """And it is rebuilt."""
+    """Its directory is rebuilt."""
     a, b = await pair(cluster)
     keys = chain(seed=14, count=150)
     await a.store(keys)

@@ -100,7 +100,7 @@ def held(result: AcquireResult) -> int:
 
 
 async def test_a_prompt_is_shared_within_its_tenant_only(cluster: LocalCluster) -> None:
-    """On all nodes."""
+    """It is shared on all nodes."""
     here, there, other = await enter(cluster, "a"), await enter(cluster, "a", "n1"), await enter(cluster, "b")
     keys = named(here, 1, 8)
     assert await here.store(keys) == [SealStatus.SEALED] * 8

@@ -115,7 +115,7 @@ async def cluster_reserve_after_detach(engine: Engine) -> None:
 
 
 async def test_writes_of_a_lost_engine_are_quarantined(cluster: LocalCluster) -> None:
-    """Until its processes are gone."""
+    """They stay so until its processes are gone."""
     engine = await Engine.attach(ShardClient(cluster.socket("n0")))
     await engine.pool.reserve(engine.attachment.attachment_id, 5)
     client = engine.pool

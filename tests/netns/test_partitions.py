@@ -143,7 +143,7 @@ def test_lossy_network_costs_hits_and_no_byte(pair: Pair) -> None:
 
 
 def test_network_that_is_too_slow_is_given_up(pair: Pair) -> None:
-    """And nothing is left waiting."""
+    """Nothing is left waiting."""
     first, holder = pair.store(0), pair.hosts[0]
     time.sleep(KNOWN_SECONDS)
     holder.output(

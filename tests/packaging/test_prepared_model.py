@@ -78,7 +78,7 @@ def test_the_tokenizer_is_smollms(model_path: Path) -> None:
 
 
 def test_the_document_is_long_and_fits_with_each_question(model_path: Path) -> None:
-    """And its tokens round-trip."""
+    """Its tokens round-trip."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))

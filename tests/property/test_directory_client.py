@@ -92,7 +92,7 @@ replies = st.builds(lookup_pb2.ResolveReply, runs=st.lists(wire_runs, max_size=4
 
 @given(reply=replies)
 def test_wrong_reply_is_refused(reply: lookup_pb2.ResolveReply) -> None:
-    """And a right one stays within what was asked."""
+    """A right one stays within what was asked."""
     segments = [(100, 4), (200, 3)]
     try:
         runs = decode_runs(reply, segments)

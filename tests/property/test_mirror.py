@@ -194,7 +194,7 @@ TestMirror.settings = settings(max_examples=25, stateful_step_count=40)
 
 
 def test_partition_that_was_silent_for_long_is_stale() -> None:
-    """Each one by itself."""
+    """Each partition is judged by itself."""
     writer, reader = mirror(partition_count=2)
     assert [reader.feed(partition, 0.0) for partition in (0, 1)] == [Feed.NEVER] * 2
     for partition in (0, 1):
@@ -208,7 +208,7 @@ def test_partition_that_was_silent_for_long_is_stale() -> None:
 
 
 def test_the_last_partition_has_room_before_what_follows() -> None:
-    """And no more partitions are read."""
+    """No further partition is read."""
     buffer = memoryview(bytearray(mirror_bytes(64)))
     writer = MirrorWriter(buffer, PARTITIONS_MAX, epoch=1)
     writer.allow_rows(64)

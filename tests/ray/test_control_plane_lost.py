@@ -135,7 +135,7 @@ def kvservice(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_node_lost_with_its_supervisor_is_made_up_for(cluster: Cluster) -> None:
-    """And with a lookup partition."""
+    """The node had a lookup partition as well."""
     (second,) = cluster.worker_nodes
     lost = second.node_id
     assert {row["ray_node"] for row in described()["lookup_partitions"]} == {lost, cluster.head_node.node_id}

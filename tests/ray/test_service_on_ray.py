@@ -169,7 +169,7 @@ def test_a_killed_shard_is_restarted_and_its_blocks_hit_again(config: ServiceCon
 
 
 def test_a_killed_lookup_partition_returns_and_is_rebuilt(config: ServiceConfig) -> None:
-    """At the same address."""
+    """It returns at the same address."""
     row = described()["lookup_partitions"][0]
     before = lookup_keys()
     assert before > 0
@@ -213,7 +213,7 @@ def test_two_services_live_side_by_side(config: ServiceConfig, runtime: Path) ->
 
 
 def test_a_budget_beyond_the_shared_memory_is_said_soon(config: ServiceConfig) -> None:
-    """And nothing is left behind."""
+    """Nothing is left behind."""
     too_much = {"service": "rt-greedy", "pool_bytes": 1 << 50, "slab_bytes": 4 * GiB, "lookup_partitions": 1}
     greedy = config.model_copy(update=too_much)
     try:

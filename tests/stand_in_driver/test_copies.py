@@ -91,7 +91,7 @@ def test_processor_cannot_touch_device_memory(library_path: str) -> None:
 
 
 def test_handle_cannot_be_opened_by_its_own_process(driver: Driver) -> None:
-    """It is one of the whole allocation."""
+    """A handle names the whole allocation."""
     with cache_of(driver) as cache:
         handle, offset = driver.export(cache.address)
         assert offset == cache.address - cache.base > 0

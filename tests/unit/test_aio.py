@@ -105,7 +105,7 @@ async def test_an_event_is_told_from_a_deadline() -> None:
 async def test_a_task_that_swallows_its_cancellation_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first one."""
+    """It swallows the first one only."""
     monkeypatch.setattr("kvservice.aio.CANCEL_AGAIN_SECONDS", 0.01)
     cancelled = 0
 

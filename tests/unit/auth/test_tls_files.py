@@ -268,7 +268,7 @@ def test_other_failures_of_a_connection_have_no_word_about_tls() -> None:
 
 
 def test_certificates_are_signed_by_the_named_ca(tmp_path: Path) -> None:
-    """Those of clients and those of nodes. They are renewed as they were."""
+    """This holds for clients and nodes. They are renewed as they were."""
     ca, client, node = tmp_path / "ca", tmp_path / "client", tmp_path / "node"
     certs.run(ca, 30, renew=False)
     assert "can ask" in certs.run(client, 30, renew=False, owner=certs.Owner(client=True), ca=ca)

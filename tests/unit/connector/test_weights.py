@@ -88,7 +88,7 @@ def test_code_and_scales_are_part_of_a_model_tokenizers_are_not(model: Path, nam
 def test_what_lies_beside_the_weights_is_part_of_the_model(
     model: Path, name: Callable[[Path], str], beside: str
 ) -> None:
-    """Unless it is left out by name."""
+    """Only what is left out by name is not."""
     before = name(model)
     (model / beside).write_text("1")
     one = name(model)

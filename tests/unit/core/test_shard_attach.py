@@ -196,7 +196,7 @@ def test_re_attaching_ends_the_quarantine() -> None:
 
 
 def test_re_attaching_early_ends_the_old_attachment() -> None:
-    """Before the loss of the old one was noticed."""
+    """The loss of the old one was not noticed yet."""
     harness = CoreHarness()
     old = harness.attach()
     harness.store(old, CHAIN[:1])
@@ -214,7 +214,7 @@ def test_re_attaching_early_ends_the_old_attachment() -> None:
 
 @pytest.mark.parametrize("epoch", [1 << 31, 1 << 32, 253_402_300_799, EPOCH_MAX])
 def test_attachment_numbers_fit_a_message_in_any_year(epoch: int) -> None:
-    """Whatever year the clock says."""
+    """The clock may say any year."""
     state = ShardState(NodeId("n"), BootEpoch(epoch), Geometry(MiB, 1))
     (answer,) = state.handle(ev.Attach(1, make_spec()), 0.0)
     assert isinstance(answer, Reply)

@@ -49,7 +49,7 @@ def test_a_sealed_block_is_announced_and_has_its_header() -> None:
 
 
 def test_a_reserved_slot_names_its_writer_first() -> None:
-    """Before anybody is told of the reservation."""
+    """It does so before anybody is told of the reservation."""
     harness = CoreHarness()
     engine = harness.attach()
     op = harness.next_op()
@@ -97,7 +97,7 @@ def test_an_aborted_slot_is_free_and_its_header_gone() -> None:
 
 
 def test_only_its_owner_seals_or_aborts_a_slot() -> None:
-    """And only under its generation."""
+    """The owner can do so only under the slot's generation."""
     harness = CoreHarness()
     engine, thief = harness.attach(make_spec("one")), harness.attach(make_spec("other"))
     (ref,) = harness.reserve(engine, 1)
@@ -291,7 +291,7 @@ def test_a_model_that_stores_no_more_gives_all_its_slabs() -> None:
 
 
 def test_a_reservation_takes_its_own_blocks_then_others() -> None:
-    """Those of another model."""
+    """The others are those of another model."""
     harness = CoreHarness(slab_count=2)
     small, large = harness.attach(make_spec("s", "s")), harness.attach(make_spec("l", "l", payload_bytes=LARGE))
     harness.store(small, make_chain(4, "s"))
@@ -350,7 +350,7 @@ def test_a_peer_of_another_epoch_is_refused() -> None:
 
 
 def test_every_sealed_block_survives_a_restart() -> None:
-    """Under the new epoch."""
+    """It is sealed under the new epoch."""
     harness = CoreHarness()
     harness.store(harness.attach(), CHAIN)
     generations = {header.key: header.generation for header in harness.headers.values()}
@@ -394,7 +394,7 @@ def test_a_block_of_another_length_than_its_slab_is_dropped() -> None:
 
 
 def test_a_slot_being_written_is_quarantined_after_a_restart() -> None:
-    """Until its engine is gone or back."""
+    """It stays so until its engine is gone or back."""
     for back in (False, True):
         harness = CoreHarness()
         spec = make_spec()

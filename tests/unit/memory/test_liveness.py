@@ -100,7 +100,7 @@ def test_a_lock_outlives_its_mapping_and_descriptor(path: Path, shard: Segment) 
 
 @pytest.mark.processes
 def test_the_next_boot_finds_the_locks_of_who_may_write(path: Path) -> None:
-    """In a kept segment."""
+    """The segment was kept."""
     first = Segment.create(path, GEOMETRY, "node")
     child = another_process(path)
     first.close()

@@ -35,7 +35,7 @@ def header(key: bytes = b"k" * 16) -> SlotHeader:
 
 
 def test_all_memory_is_reserved_at_creation(path: Path) -> None:
-    """And only the owner may open it."""
+    """Only the owner may open it."""
     segment = Segment.create(path, GEOMETRY, "node")
     status = path.stat()
     assert status.st_blocks * 512 >= GEOMETRY.segment_bytes
@@ -44,7 +44,7 @@ def test_all_memory_is_reserved_at_creation(path: Path) -> None:
 
 
 def test_too_small_shared_memory_is_a_clear_error(path: Path) -> None:
-    """With numbers and a way out."""
+    """The error has numbers and a way out."""
     with pytest.raises(SegmentError, match=r"too small.*needed.*free.*remount.*--shm-size") as caught:
         Segment.create(path, plan_geometry(100_000 * GiB), "node")
     assert caught.value.attributes["needed_bytes"] > caught.value.attributes["free_bytes"]  # type: ignore[operator]

@@ -25,7 +25,7 @@ def alone() -> RemoteShards:
 
 
 async def test_without_a_directory_nobody_is_said_to_be_asked(alone: RemoteShards) -> None:
-    """And nothing is found."""
+    """Nothing is found."""
     assert await alone.perform(act.Resolve(3, CHAIN, 0, 1.0)) == ev.Resolved(3, (), complete=False)
     assert await alone.perform(act.FindTakers(())) == ev.TakersFound((), {})
 

@@ -224,7 +224,7 @@ def test_prefill_lost_while_decode_waits_is_tried_elsewhere() -> None:
 
 @pytest.mark.parametrize("fault", list(ServerFault))
 def test_prefill_lost_beside_a_silent_decode_restarts_both(fault: ServerFault) -> None:
-    """With a new id."""
+    """Both start with a new id."""
     world = in_state(State.BOTH, tries=3)
     assert world.prefill is not None and world.decode is not None
     first, waiting = world.prefill, world.decode
@@ -302,7 +302,7 @@ def test_the_node_is_learnt_from_every_answer() -> None:
 def test_decode_lost_beside_prefill_restarts_both(
     fault: ServerFault,
 ) -> None:
-    """With a new id, on the same prefill server."""
+    """Both start with a new id, on the same prefill server."""
     world = in_state(State.BOTH)
     assert world.prefill is not None and world.decode is not None
     prefilling, lost = world.prefill, world.decode
@@ -345,7 +345,7 @@ def test_without_decode_before_the_first_byte_an_error_is_sent(state: State) -> 
 
 @pytest.mark.parametrize("state", [State.STREAMING_BOTH, State.STREAMING])
 def test_decode_lost_after_the_first_byte_breaks_the_stream(state: State) -> None:
-    """And cancels prefill."""
+    """It cancels prefill."""
     world = in_state(state)
     assert world.decode_fails()[-1] == Break(BROKEN)
     assert world.in_flight == 0 and world.prefill is None
@@ -356,7 +356,7 @@ def test_decode_lost_after_the_first_byte_breaks_the_stream(state: State) -> Non
 
 @pytest.mark.parametrize("state", [State.PREFILLING, State.BOTH])
 def test_a_refusal_of_prefill_is_the_clients_answer(state: State) -> None:
-    """Before the first byte."""
+    """This holds before the first byte."""
     world = in_state(state)
     assert world.prefill is not None
     attempt = world.prefill.attempt
@@ -497,7 +497,7 @@ HAPPENINGS = (
 def test_no_order_of_events_leaks_or_answers_twice(
     prefill: int, decode: int, known: bool, limit: int, tries: int, happenings: list[tuple[str, ServerFault]]
 ) -> None:
-    """Nor does one blame prefill for what decode did."""
+    """None blames prefill for what decode did."""
     world = World(prefill, decode, known=known, in_flight_max=limit, tries=tries)
     world.begin()
     decode_lost = False

@@ -86,7 +86,7 @@ def test_a_release_too_many_is_a_bug() -> None:
 
 
 def test_a_lost_connection_makes_a_server_sick_at_once() -> None:
-    """And forgets its node."""
+    """Its node is forgotten."""
     pool = make_pool()
     server = by_url(pool, "http://p0")
     pool.learnt(server, "node-0")

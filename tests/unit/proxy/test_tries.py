@@ -42,7 +42,7 @@ def test_after_prefill_was_lost_one_decode_has_the_request() -> None:
 
 
 def test_a_stopped_decode_gets_the_request_again() -> None:
-    """However its checks go."""
+    """It does so however its checks go."""
     world = in_state(State.BOTH, decode=3)
     assert world.decode is not None
     exposed = world.decode.server

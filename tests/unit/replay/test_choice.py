@@ -18,7 +18,7 @@ def compare(bytes_per_second: float) -> Choices:
 
 @pytest.mark.parametrize("speed", [0.1e9, 0.5e9, 1e9, 1.5e9, 3e9, 12e9])
 def test_the_oracle_is_never_slower_than_any_other_way(speed: float) -> None:
-    """Any fixed way, or the decision."""
+    """The others are each fixed way, and the decision."""
     found = compare(speed)
     assert found.oracle_seconds <= min(found.seconds, found.always_seconds, found.never_seconds) + 1e-9
     assert found.lost_share < 0.16, "near break-even a decision from the past is wrong now and then, but not by much"

@@ -156,7 +156,7 @@ def test_with_room_for_everything_only_first_times_miss(trace: Trace, policy: st
 
 
 def test_a_pool_finds_more_than_the_same_room_apart(trace: Trace) -> None:
-    """And routing by holdings moves less."""
+    """Routing by holdings moves less."""
     alone = Cluster(4, 400, POLICIES["reuse"], pooled=False).play(trace)
     pooled = Cluster(4, 400, POLICIES["reuse"]).play(trace)
     aware = Cluster(4, 400, POLICIES["reuse"], routing="kv-aware").play(trace)
@@ -190,7 +190,7 @@ def test_a_change_of_what_is_popular_is_followed() -> None:
 
 @pytest.mark.processes
 def test_processes_answer_what_one_thread_answers(trace: Trace) -> None:
-    """And a wrong policy is named."""
+    """A wrong policy is named."""
     plan = Plan([50, 200], ("reuse", "belady"), nodes=2)
     found = play_all(trace, plan)
     assert [run.label for run, _ in found][:2] == ["reuse", "belady"]

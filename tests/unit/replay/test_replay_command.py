@@ -67,7 +67,7 @@ def test_wrong_input_is_named_with_its_line(tmp_path: Path, trace_file: Path) ->
 
 
 def test_without_matplotlib_a_plot_is_refused_at_once(trace_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is played."""
+    """It is refused before anything is played."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, errors = run(trace_file, "--plot", "replay.png")
     assert (code, out) == (EXIT_USAGE, "") and "pip install matplotlib" in errors

@@ -80,7 +80,7 @@ def test_no_file_and_no_request_are_errors_that_say_so(tmp_path: Path) -> None:
 
 
 def test_a_made_up_trace_depends_on_its_seed_only() -> None:
-    """And its conversations grow."""
+    """Its conversations grow."""
     workload = Workload(seconds=300, scan_rate=0.2, chain_blocks_max=40)
     assert make_trace(workload, 3) == make_trace(workload, 3) != make_trace(workload, 4)
     found = make_trace(workload, 3)

@@ -295,7 +295,7 @@ def test_pull_results_are_counted(rig: Rig) -> None:
 
 
 def test_scattered_blocks_arrive_in_their_own_slots(rig: Rig) -> None:
-    """And so do neighbouring ones."""
+    """Neighbouring ones do as well."""
     order = [3, 4, 5, 9, 1, 0, 7, 8]
     handles = [rig.publish(i, key(i)) for i in order]
     assert rig.pull(handles) == (OK,) * len(order)

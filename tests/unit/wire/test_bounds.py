@@ -78,7 +78,7 @@ def test_a_statement_is_counted_first() -> None:
 
 @pytest.mark.parametrize("seconds", [math.inf, -math.inf, math.nan, -1.0])
 def test_an_engines_speed_is_a_finite_number(seconds: float) -> None:
-    """Because routers read it together with all others."""
+    """Routers read it together with all others."""
     with pytest.raises(InvalidRequest):
         codec.decode_acquire(shard_pb2.AcquireRequest(keys=bytes(16), recompute_seconds_per_block=seconds))
 

@@ -70,7 +70,7 @@ def test_every_rank_has_to_confirm() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_request_that_would_share_unconfirmed_blocks_waits(known: bool) -> None:
-    """Until the report."""
+    """It waits until the report."""
     line = Line()
     scheduler = half(line)
     scheduler.on_new_request("r", hashes(1, 4, shared=3), 0.0)

@@ -207,7 +207,7 @@ def test_forward_waits_for_a_slow_layer(
 def test_copy_that_fails_midway_fails_only_its_request(
     segment: Segment, started: list[LayerwiseWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And it holds up nobody."""
+    """It holds up nobody."""
     refs = written(segment, 2)
     unpatched = HostLayers.copy
 
@@ -301,7 +301,7 @@ def test_layers_the_forward_did_not_announce_are_saved_later(
 def test_saves_that_find_the_last_ones_under_way_are_dropped(
     segment: Segment, started: list[LayerwiseWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nothing waits."""
+    """Nothing waits for them."""
     gate = threading.Event()
     watch(monkeypatch, lambda direction, layer: gate.wait(10) and None)
     worker = worker_of(started, engine_tensors(ORDERS["LBNHC"]))

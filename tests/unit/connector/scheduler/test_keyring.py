@@ -39,7 +39,7 @@ def test_without_tenants_the_names_are_those_of_ever() -> None:
 
 
 def test_only_whole_leading_blocks_are_public() -> None:
-    """And only for tenants that may share."""
+    """They are so only for tenants that may share."""
     mine = names(HASHES, b"mine")
     request = EngineRequest("r", [], [[]], public_tokens=2 * BLOCK + 1)
     rings = keyring()
@@ -84,7 +84,7 @@ def test_nonsense_for_public_tokens_is_refused(count: object) -> None:
 
 
 def test_a_term_of_the_weights_changes_every_name() -> None:
-    """Also those of requests that are there already."""
+    """It also changes those of requests that are there already."""
     rings = keyring()
     here = attachment(public=b"all", publishes=True)
     request = EngineRequest("r", [], public_tokens=2 * BLOCK)
@@ -103,7 +103,7 @@ def test_a_term_of_the_weights_changes_every_name() -> None:
 
 
 def test_a_term_holds_for_later_attachments() -> None:
-    """And while there is none."""
+    """It also holds while there is none."""
     rings = keyring()
     request = EngineRequest("r", [])
     rings.begin_term(b"one")

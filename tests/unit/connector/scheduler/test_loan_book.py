@@ -34,7 +34,7 @@ class Desk:
 
 
 def test_lent_blocks_are_pinned_until_all_workers_let_go() -> None:
-    """From before they are lent."""
+    """They are pinned before they are lent."""
     desk = Desk(workers=2)
     desk.book.lend(KEYS, [7, 8, 9, 10])
     assert desk.pins.pinned == {7: 1, 8: 1, 9: 1} and desk.book.is_pending(0.0)
@@ -49,7 +49,7 @@ def test_lent_blocks_are_pinned_until_all_workers_let_go() -> None:
 
 
 def test_untaken_loan_is_recalled_until_it_is_back() -> None:
-    """First after its time, then again and again."""
+    """The first recall comes after its time; more follow."""
     desk = Desk()
     loan = desk.lend()
     assert desk.step(SECONDS - 0.1).recalls == []

@@ -322,7 +322,7 @@ def test_block_under_copy_stays_pinned_when_its_request_is_gone() -> None:
 
 
 def test_unreported_store_does_not_keep_an_idle_engine_stepping() -> None:
-    """Not for ever."""
+    """The engine stops stepping after a while."""
     line, chain = Line(), hashes(1, 2)
     scheduler = half(line)
     scheduler.on_new_request("r", chain, 0.0)
@@ -455,7 +455,7 @@ def test_an_answer_from_before_a_reset_answers_no_later_ask() -> None:
 
 
 def test_a_reset_closes_hand_offs_and_withdraws_loans() -> None:
-    """Loans that are not lent yet."""
+    """Only loans that are not lent yet are withdrawn."""
     line, chain = Line(), hashes(1, 2)
     scheduler = half(line, loan_seconds=5.0)
     running, ended = (HandoffId(bytes([number]) * 16) for number in (1, 2))

@@ -319,7 +319,7 @@ def test_each_attempt_to_attach_has_a_higher_number(bench: Bench) -> None:
 
 
 def test_heartbeats_come_as_often_as_handoffs_need_them(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long leases are."""
+    """They do so however long leases are."""
     assert 3 * HEARTBEAT_SECONDS_MAX < OPEN_SECONDS, "a hand-off of a writer that works on would be closed"
     monkeypatch.setattr(module, "HEARTBEAT_SECONDS_MAX", 0.1)
     bench.pool.lease_seconds = 600.0
@@ -429,7 +429,7 @@ def test_call_that_the_pool_refuses_is_counted_and_answered(bench: Bench) -> Non
 
 
 def test_answer_for_an_ended_request_is_given_back(bench: Bench) -> None:
-    """Even if the engine is idle."""
+    """It is given back even if the engine is idle."""
     attachment = bench.start()
     (ref,) = _take(bench, attachment.attachment_id, 1)
     bench.session.seal(attachment.attachment_id, [SealItem(ref, KEYS[0], None, 0, SpanRoute(0))])

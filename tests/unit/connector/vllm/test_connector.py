@@ -428,7 +428,7 @@ def with_a_stored_prompt(pair: Pair) -> Request:
 def test_load_that_cannot_be_planned_is_a_failed_load(
     make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And it is not promised again."""
+    """It is not promised again."""
     pair = make()
     second = with_a_stored_prompt(pair)
     monkeypatch.setattr(pair.scheduler._scheduler, "allocated", explode)
@@ -512,7 +512,7 @@ MAMBA = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
 def test_what_is_not_supported_is_named(
     model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, cache: Any, changes: Any, says: str
 ) -> None:
-    """And the engine runs without the cache."""
+    """The engine runs without the cache."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     config = vllm_config(model, {"mode": "embedded"}, **changes)
     with pytest.raises((UnsupportedLayout, RandomHashSeed), match=says):

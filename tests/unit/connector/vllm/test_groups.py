@@ -93,7 +93,7 @@ def test_groups_that_vllm_keeps_to_itself_are_refused() -> None:
 
 
 def test_scheduler_refuses_layers_of_several_shapes() -> None:
-    """Although it is shown the first one only."""
+    """It is shown the first one only."""
     found = cache(FULL)
     found.kv_cache_tensors = [
         KVCacheTensor(size=4096, layers=["layers.0.0", "layers.0.1"], layer_stride=1024, block_stride=256),

@@ -95,7 +95,7 @@ def test_every_environment_variable_of_vllm_is_decided_about() -> None:
     [("max_model_len", tables.LENGTH_MODULES.keys()), ("try_get_generation_config", tables.GENERATION_MODULES)],
 )
 def test_every_model_that_reads_the_length_is_known(word: str, known: Any) -> None:
-    """Or the generation config."""
+    """So is every one that reads the generation config."""
     folder = Path(vllm.model_executor.models.__file__).parent
     readers = {
         path.relative_to(folder).parts[0].removesuffix(".py")
@@ -198,7 +198,7 @@ def test_what_may_change_the_bytes_is_named(
 def test_what_cannot_change_the_bytes_costs_no_hits(
     resolve: Callable[..., Fingerprint], change: dict[str, Any]
 ) -> None:
-    """Of a plain model."""
+    """The model is a plain one."""
     assert resolve(LLAMA, **change).difference(resolve(LLAMA)) == ""
 
 

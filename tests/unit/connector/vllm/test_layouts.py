@@ -268,7 +268,7 @@ def engine_fields(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 
 @pytest.mark.parametrize("model", ["GQA", "MLA fp8_ds_mla"])
 def test_layout_and_degree_are_no_part_of_the_identity(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
-    """Nor are the sizes of kernel blocks."""
+    """The sizes of kernel blocks are none either."""
     one = engine_fields(Engine(MODELS[model], KVCacheLayout.LBNHC), monkeypatch)
     for other in (
         Engine(MODELS[model], KVCacheLayout.BLHNC, degree=2),
@@ -296,7 +296,7 @@ class HalvesModel(Model):
 def test_degree_is_identity_where_the_format_spans_heads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And so is the layout."""
+    """The layout is part of it as well."""
     model = HalvesModel(4, 8, "fp8")
     engines = [
         Engine(model, KVCacheLayout.LBNHC),

@@ -57,7 +57,7 @@ def test_blocks_promised_before_a_reset_are_computed(make: Callable[..., Pair]) 
 def test_a_reset_while_blocks_are_held_is_refused(
     make: Callable[..., Pair],
 ) -> None:
-    """And nothing is served until one succeeds."""
+    """Nothing is served until one succeeds."""
     pair = make()
     stored(pair, "a", 3)
     held = pair.block_pool.get_new_blocks(1)  # a request that goes on

@@ -75,7 +75,7 @@ def test_only_the_first_kv_cache_is_taken() -> None:
 
 
 def test_cache_outside_shared_memory_is_copied_in_process() -> None:
-    """And counted."""
+    """This is counted."""
     layers = kv_layers(torch.zeros(BYTES, dtype=torch.int8))
     with SharedKV() as shared:
         torch.zeros(BYTES, dtype=torch.int8)

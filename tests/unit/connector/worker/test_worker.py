@@ -117,7 +117,7 @@ def test_slot_of_another_size_is_not_written(segment: Segment) -> None:
 
 
 def test_slot_holds_layer_then_head_then_cell(segment: Segment) -> None:
-    """Whatever the engine's layout is."""
+    """It does so whatever the engine's layout is."""
     layers = engine_tensors(ORDERS["LBNHC"])
     worker = WorkerHalf(BlockCopier(layers, range(HEADS)), Verify.OFF)
     slot = slot_index(0, 0)
@@ -149,7 +149,7 @@ def test_layers_in_tensors_of_their_own_are_copied_one_by_one(segment: Segment) 
 
 
 def test_block_of_two_ranks_is_read_by_one(segment: Segment) -> None:
-    """And the other way round."""
+    """The other way round holds as well."""
     whole = engine_tensors(ORDERS["LBHNC"])
     halves = [[layer[:, part].clone() for layer in whole] for part in (slice(0, 2), slice(2, 4))]
     slot = slot_index(0, 2)
@@ -414,7 +414,7 @@ def test_memory_of_a_gone_shard_is_let_go_at_the_next_step(segment: Segment, wha
 
 
 def test_memory_that_cannot_be_mapped_fails_every_copy(segment: Segment, caplog: pytest.LogCaptureFixture) -> None:
-    """And it is said once."""
+    """This is said once."""
     worker = WorkerHalf(BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.OFF)
     gone = PoolInfo("/dev/shm/kvservice-test-gone", segment.geometry, BootEpoch(1), LAYOUT, bytes(16))
     ref = BlockRef(slot_index(0, 0), Generation(2))
@@ -437,7 +437,7 @@ def test_tensors_that_are_not_alike_are_refused() -> None:
 
 
 def test_ranks_with_the_same_heads_write_each_block_once(segment: Segment) -> None:
-    """And all of them report it."""
+    """All of them report it."""
     ranks = []
     for replica in range(3):
         layers = engine_tensors(ORDERS["LBNHC"])

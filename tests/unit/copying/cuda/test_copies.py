@@ -92,7 +92,7 @@ class HostDriver:
 @pytest.mark.parametrize("order", ["lbhn", "lbnh", "blhn", "blnh", "lhbn"])
 @pytest.mark.parametrize("way", ["batch", "one by one", "gather", "gather without batch", "unpinned"])
 def test_every_way_of_copying_moves_the_same_bytes(order: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the same places."""
+    """They land in the same places."""
     monkeypatch.setattr(cuda_copies, "STAGING_BYTES", 2 * SLOT.payload_bytes)  # several rounds for four blocks
     layout = region(order)
     kv = np.random.default_rng(1).integers(0, 256, layout.region_bytes, np.uint8)

@@ -72,7 +72,7 @@ def test_what_was_pinned_before_a_failure_stays_usable() -> None:
 
 
 def test_piece_that_cannot_be_unpinned_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And keeps no other piece from it."""
+    """It keeps no other piece from being unpinned."""
     monkeypatch.setattr("kvservice.copying.cuda.pinning.pieces", lambda geometry: pieces(geometry, 8 * MiB))
     driver = Driver()
     for _ in range(len(list(pieces(GEOMETRY, 8 * MiB)))):

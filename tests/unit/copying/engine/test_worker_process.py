@@ -29,7 +29,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_worker_of_another_namespace_or_user_is_refused(sleeper: subprocess.Popen[bytes]) -> None:
-    """With what to do."""
+    """The error says what to do."""
     with pytest.raises(Refused, match="hostPID"):
         WorkerProcess.of_peer(0, os.getuid(), in_host_memory=True)
     with pytest.raises(Refused, match="run both as one user"):

@@ -152,7 +152,7 @@ def test_malformed_requests_are_refused_without_side_effect(request_: AcquireReq
 
 
 def test_a_fetched_prefix_is_promised_and_announced() -> None:
-    """And its lease is given back."""
+    """Its lease is given back."""
     harness, engine = make()
     harness.store(engine, CHAIN[:1])
     op = harness.acquire(engine, CHAIN)
@@ -273,7 +273,7 @@ def test_no_fetch_starts_while_draining() -> None:
 
 
 def test_the_deadline_answers_with_the_verified_prefix() -> None:
-    """And the fetch still lands."""
+    """The fetch still lands."""
     harness, engine = make()
     harness.store(engine, CHAIN[:1])
     op = harness.acquire(engine, CHAIN, timeout=2.0)

@@ -65,7 +65,7 @@ def test_the_largest_allowed_fingerprint_is_accepted() -> None:
 
 
 def test_a_few_differences_are_told_and_how_many_there_are() -> None:
-    """Of models with little in common."""
+    """The models have little in common."""
     one, other = (Fingerprint.of({f"field{number:02}": f"{name} {number}" for number in range(30)}) for name in "ab")
     told = one.difference(other)
     assert told.startswith("field00: a 0 here, b 0 there; field01")

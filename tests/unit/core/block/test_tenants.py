@@ -36,7 +36,7 @@ def test_a_tenant_at_its_quota_gives_its_own_oldest_block() -> None:
 
 
 def test_a_tenant_with_all_blocks_leased_gets_fewer() -> None:
-    """With a reason."""
+    """It is told the reason."""
     harness = harness_with(2, a=QUOTA)
     a = harness.attach(tenant="a")
     chain = make_chain(2)
@@ -139,7 +139,7 @@ def test_a_tag_of_two_tenants_charges_nobody() -> None:
 
 
 def test_blocks_taken_over_are_charged_to_their_tenants() -> None:
-    """Within their quotas."""
+    """They stay within the tenants' quotas."""
     harness = harness_with(2, a=QUOTA, b=FREE)
     chain, other = make_chain(4, "a"), make_chain(1, "b")
     items = [TakeOverItem(key, None, 0, SpanRoute(1), 1.0, tag_of("a")) for key in chain]

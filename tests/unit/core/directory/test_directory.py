@@ -104,7 +104,7 @@ def test_second_announcer_of_a_boot_is_no_repetition() -> None:
 
 
 def test_full_announcement_shows_its_own_keys_only() -> None:
-    """New keys as they come, old ones no more."""
+    """New keys show as they come; old ones do not show any more."""
     directory = directory_with(a=range(10), b=range(3))
     directory.apply(A, 2, keys(20), full_begin=True, now=0.0)
     assert asked(directory, range(30)) == [(0, 3, "b"), (20, 1, "a")]
@@ -279,7 +279,7 @@ def test_losing_a_node_touches_none_of_its_keys_at_that_moment() -> None:
 
 
 def test_keys_lost_with_their_node_are_remembered() -> None:
-    """With the reason, before the sweep and after it."""
+    """The reason is remembered before the sweep and after it."""
     directory = directory_with(a=range(3), b=range(2, 4), c=range(4, 6))
     directory.apply(A, 2, leaving=True, now=1.0)
     directory.apply(node("c", epoch=2), 1, keys(4), full_begin=True, full_end=True, now=2.0)

@@ -118,7 +118,7 @@ def test_older_epoch_is_told_to_stop_after_the_newer_left() -> None:
 
 
 def test_newer_epoch_forgets_the_older_one_at_once() -> None:
-    """Even before it announces in full."""
+    """It does so even before it announces in full."""
     table = synced(9)
     assert hear(table, 1, who=node(epoch=2)) == AnnounceEffect(AnnounceOutcome.RESYNC, forget=True)
     assert not table.is_visible(NodeId("a"))

@@ -181,7 +181,7 @@ def test_the_last_node_leaves_without_a_receiver(shard: Leaver, engine: Attachme
 
 @pytest.mark.parametrize("answered", [False, True])
 def test_silence_of_others_does_not_hold_it_for_ever(shard: Leaver, engine: AttachmentId, answered: bool) -> None:
-    """Neither the directory's nor that of peers."""
+    """Neither the directory nor a peer needs to answer."""
     shard.store(engine, CHAIN)
     shard.begin(timeout=10.0)
     if answered:
@@ -250,7 +250,7 @@ def test_a_chain_larger_than_a_share_is_split() -> None:
 
 
 def test_a_shard_that_just_joined_is_given_less() -> None:
-    """Although it has the most room."""
+    """It is given less although it has the most room."""
     fresh, old = peer(PEER, free=64 * MiB, age=1.0), peer(SECOND, free=16 * MiB)
     share = weights([fresh, old])
     assert sum(share) == pytest.approx(1.0)

@@ -126,7 +126,7 @@ def test_the_end_of_a_block_is_known_with_who_needed_room() -> None:
 
 
 def test_a_block_stored_again_keeps_its_eviction() -> None:
-    """And who stored it."""
+    """It also keeps who stored it."""
     shard = CoreHarness(slab_count=1)
     engine = shard.attach()
     shard.store(engine, CHAIN)

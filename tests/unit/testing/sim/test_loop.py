@@ -57,7 +57,7 @@ def test_a_paused_process_goes_on_where_it_was(world: World) -> None:
 
 
 def test_deadlines_and_threads_work_as_on_a_real_loop(world: World) -> None:
-    """And so do cancellations."""
+    """Cancellations do as well."""
     process = Process(world, "one", "one")
     loop = ProcessLoop(process)
     seen: list[object] = []
