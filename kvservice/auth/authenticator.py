@@ -81,6 +81,10 @@ class Authenticator:
             self._pool.count("calls_unauthenticated")
             raise
 
+    @property
+    def has_tenants(self) -> bool:
+        return self._files is not None
+
     def caller_if_any(self, connection: Connection) -> Bearer | None:
         """Like `caller`, but None also for a call without a token, which the node's own processes make.
 

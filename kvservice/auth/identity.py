@@ -29,7 +29,10 @@ _PACKAGE = "kvservice.wire.v1"
 # Every other RPC, also any that is added later, is for nodes only.
 CLIENT_MAY = frozenset(
     {f"{_PACKAGE}.LookupService.{name}" for name in ("Resolve", "Watch", "FindNode", "LookupStats", "LostBlocks")}
-    | {f"{_PACKAGE}.AdminService.{name}" for name in ("Stats", "Accounting", "Explain", "BlockHistory", "EngineStats")}
+    | {
+        f"{_PACKAGE}.AdminService.{name}"
+        for name in ("Stats", "Accounting", "Explain", "BlockHistory", "ListBlocks", "EngineStats")
+    }
 )
 
 Proofs = Callable[[str], tuple[tuple[str, bytes], ...]]  # from a receiver's audience to call metadata

@@ -226,7 +226,7 @@ def _node_stats(tls: Any, node_id: str, address: str) -> dict[str, Any]:
         draining=reply.draining,
         transport=reply.transport,
         uptime_seconds=round(reply.uptime_seconds, 1),
-        models=list(reply.models),
+        models=sorted({f"{one.namespace or '-'}/{one.model} {one.fingerprint}" for one in reply.engines}),
         tenants=[
             {
                 "name": tenant.name,

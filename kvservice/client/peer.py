@@ -178,11 +178,8 @@ class PeerClient:
             stats = await stub.Stats(shard_pb2.StatsRequest(), timeout=timeout)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, f"stats of node {holder.node_id}") from error
-        slots = sum(stats.slots.values())
-        free_part = stats.slots["free"] / slots if slots and "free" in stats.slots else 0.0
-        in_slabs = stats.segment_bytes * (1 - stats.slab_free_count / max(stats.slab_count, 1))
-        free = stats.segment_bytes - in_slabs + free_part * in_slabs
-        return Peer(holder, int(free), stats.segment_bytes, stats.uptime_seconds, stats.draining)
+        free = stats.slab_free_count * stats.slab_bytes + stats.slot_bytes.get("free", 0)
+        return Peer(holder, free, stats.segment_bytes, stats.uptime_seconds, stats.draining)
 
     async def close(self) -> None:
         await self._channels.close()

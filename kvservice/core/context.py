@@ -13,7 +13,7 @@ from kvservice.core.segment.geometry import Geometry
 from kvservice.core.store.admission import Admission
 from kvservice.core.store.blocks import Block, BlockStore
 from kvservice.core.store.leases import Lease, LeaseOwner, LeaseTable
-from kvservice.units import BootEpoch, LeaseId, NodeId, SlotIndex
+from kvservice.units import AttachmentId, BootEpoch, LeaseId, NodeId, SlotIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class ShardContext:
     counters: Counter[str]
     emit: Callable[[Action], None]  # appends an action to those of the event being handled
     is_draining: Callable[[], bool]  # when True, nothing is written or fetched any more
+    model_of: Callable[[AttachmentId], str]  # "" for an unknown attachment
 
     def lease(self, owner: LeaseOwner, slots: Sequence[SlotIndex], now: float) -> LeaseId:
         """Lease slots that the caller has pinned. The lease owns the pins from now on. Returns 0 for no slots."""
@@ -42,6 +43,7 @@ class ShardContext:
     def lend(self, reader: NodeId, blocks: Sequence[Block | None], now: float) -> LocateResult:
         """Lease to another node the blocks that are not None. The result has a position for each of `blocks`."""
         held = [block for block in blocks if block is not None]
+        self.counters["served_bytes"] += sum(block.payload_bytes for block in held)
         for block in held:
             self.store.pin(block)
         lease_id = self.lease(("peer", reader), [block.slot for block in held], now)

@@ -265,6 +265,7 @@ class PeerSpeed:
     node_id: NodeId
     bytes_per_second: float
     overhead_seconds: float
+    pulled_bytes: int = 0  # since the shard started
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +289,37 @@ class UsageRow:
 
 
 @dataclass(frozen=True, slots=True)
+class AttachedEngine:
+    """One engine that is attached to a shard."""
+
+    engine: str  # the beginning of its id
+    model: str
+    namespace: str
+    fingerprint: str  # the beginning of its digest, in hex
+    account: str  # its tenant
+    block_tokens: int
+    attached_seconds: float
+    seconds_per_block: float  # of prefill, as it measured last; 0 = not measured yet
+
+
+@dataclass(frozen=True, slots=True)
+class ListedSlot:
+    """A slot, as `kvservice blocks` shows it. Times are on the shard's clock."""
+
+    slot: SlotIndex
+    state: str  # as in ShardState.slot_usage
+    payload_bytes: int
+    account: str  # the tenant that is charged for it
+    key: BlockKey | None = None  # None: it holds no block, and the following fields are empty
+    model: str = ""  # "" = not known, for example after a restart
+    position: int = 0  # in its chain
+    is_secondary: bool = False  # fetched: another node has the primary copy
+    age_seconds: float = 0.0  # since it was sealed here
+    idle_seconds: float = 0.0  # since its last use
+    uses: int = 0  # times it was used again, as the eviction policy counts them
+
+
+@dataclass(frozen=True, slots=True)
 class PoolStats:
     """One shard's figures at one moment."""
 
@@ -296,8 +328,9 @@ class PoolStats:
     segment_bytes: int
     slab_count: int
     slab_free_count: int
-    slots: dict[str, int] = field(default_factory=dict)  # by state name; sums to the capacity of the assigned slabs
+    slots: dict[str, int] = field(default_factory=dict)  # by state as in ShardState.slot_usage
     counters: dict[str, int] = field(default_factory=dict)
     draining: bool = False
     tenants: tuple[TenantUsage, ...] = ()
     usage: tuple[UsageRow, ...] = ()
+    slot_bytes: dict[str, int] = field(default_factory=dict)  # payload bytes of `slots`

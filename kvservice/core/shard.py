@@ -28,10 +28,12 @@ from kvservice.core.drain.receiver import TakeOvers
 from kvservice.core.drain.sender import DrainPhase, DrainProgress, Leaving
 from kvservice.core.explain.records import Explanation, HistoryEntry, RequestRecords, find_history, name_engine
 from kvservice.core.messages import (
+    AttachedEngine,
     EngineKind,
     EngineSpec,
     EngineStats,
     Handoff,
+    PeerSpeed,
     UsageRow,
 )
 from kvservice.core.peer_calls import TIMEOUT_SECONDS_MAX, PeerCalls
@@ -41,6 +43,7 @@ from kvservice.core.store.admission import Admission
 from kvservice.core.store.blocks import NO_KEY, Block, BlockStore
 from kvservice.core.store.eviction import EvictionPolicy, LeafFirstReuse
 from kvservice.core.store.leases import LeaseTable
+from kvservice.core.store.listing import SlotFilter, SlotPage, list_slots
 from kvservice.core.store.slots import SlotState
 from kvservice.core.writes import Writes
 from kvservice.errors import (
@@ -59,6 +62,7 @@ ATTACHMENTS_MAX = 256  # engines of one node: far more than it has GPUs. Another
 ENGINES_REMEMBERED = 4 * ATTACHMENTS_MAX  # includes some that left, because late messages of theirs may still come
 assert ENGINES_REMEMBERED > ATTACHMENTS_MAX
 BOOT_ATTACHMENTS_BITS = 20  # of an attachment id, after the epoch: a million attachments in one boot
+FINGERPRINT_CHARS = 12  # of a digest in hex: enough to tell the fingerprints of one service apart
 ATTACHMENTS_OF_TENANT_MAX = 128  # so that no tenant uses up all attachments; more are refused with Exhausted
 assert ENGINE_ID_BYTES == KEY_BYTES
 assert ATTACHMENTS_OF_TENANT_MAX < ATTACHMENTS_MAX < 1 << BOOT_ATTACHMENTS_BITS
@@ -79,6 +83,8 @@ class _Attached:
     attachment: AttachmentId
     spec: EngineSpec
     account: str  # the tenant that it belongs to
+    attached_at: float
+    fingerprint: str  # the beginning of its digest, in hex
     seconds_per_block: float = 0.0  # of prefill, as the engine reported it last
     grants: Grants = field(default_factory=Grants)
 
@@ -123,9 +129,10 @@ class ShardState:
             self.counters,
             self._actions.append,
             lambda: self.draining,
+            self._model_of,
         )
         self._context = shard
-        self._answers = Answers(shard, self._model_of)
+        self._answers = Answers(shard)
         self._pulls = Pulls(shard)
         self._acquisitions = Acquisitions(shard, self._pulls, self._answers)
         self._handoffs = Handoffs(shard, self._acquisitions.handoff_over)
@@ -200,6 +207,38 @@ class ShardState:
     def slot_counts(self) -> dict[str, int]:
         return self._store.table.counts()
 
+    def slot_usage(self) -> dict[str, tuple[int, int]]:
+        """(slots, payload bytes) by state. `reserved` are slots that engines hold for their stores; `writing` are those
+        being fetched, or verified after a store. Cheap."""
+        slots, sizes = self._store.table.counts(), self._store.table.byte_counts()
+        fetching, fetching_bytes = self._pulls.writing()
+        sealing = self._writes.sealing_slots()
+        writing = fetching + len(sealing)
+        writing_bytes = fetching_bytes + sum(slot.payload_bytes for slot in sealing)
+        shown = {state: (count, sizes[state]) for state, count in slots.items()}
+        reserved = (slots["writing"] - writing, sizes["writing"] - writing_bytes)
+        return {"free": shown["free"], "reserved": reserved, **shown, "writing": (writing, writing_bytes)}
+
+    def list_slots(self, wanted: SlotFilter, start: SlotIndex, now: float) -> SlotPage:
+        """Slots from `start` on, for people: see core.store.listing. Bounded."""
+        return list_slots(self._store, {slot.index for slot in self._writes.sealing_slots()}, wanted, start, now)
+
+    def attached_engines(self, now: float) -> list[AttachedEngine]:
+        """Every attached engine, the first attached first."""
+        return [
+            AttachedEngine(
+                name_engine(attached.spec.engine_id),
+                attached.spec.model,
+                attached.spec.namespace,
+                attached.fingerprint,
+                attached.account,
+                attached.spec.layout.block_tokens,
+                now - attached.attached_at,
+                attached.seconds_per_block,
+            )
+            for attached in self._attached.values()
+        ]
+
     def reserved_slots(self) -> set[SlotIndex]:
         """Slots that an engine may write. Slow: only for checks."""
         slots = self._store.table.all_slots()
@@ -268,6 +307,9 @@ class ShardState:
         ]
         return EngineStats(tuple(engines), self._acquisitions.peer_speeds(), self.draining)
 
+    def peer_speeds(self) -> tuple[PeerSpeed, ...]:
+        return self._acquisitions.peer_speeds()
+
     def account_of(self, attachment: AttachmentId) -> str:
         """The tenant of an attachment; NOBODY for an unknown one."""
         attached = self._attached.get(attachment)
@@ -328,7 +370,9 @@ class ShardState:
         self._writes.free(spec.engine_id)
         attachment = AttachmentId(self._next_attachment)
         self._next_attachment += 1
-        self._attached[attachment] = _Attached(attachment, spec, event.account)
+        self._attached[attachment] = _Attached(
+            attachment, spec, event.account, now, spec.fingerprint.digest.hex()[:FINGERPRINT_CHARS]
+        )
         self.counters["attaches"] += 1
         self._actions.append(
             Reply(
@@ -350,7 +394,8 @@ class ShardState:
                     ours=other.fingerprint.digest.hex(),
                     theirs=spec.fingerprint.digest.hex(),
                 )
-                self.records.refused(spec, refusal.message, now, account)
+                differences = spec.fingerprint.differences(other.fingerprint)
+                self.records.refused(spec, refusal.message, now, account, differences)
                 raise refusal
 
     def _detach(self, event: ev.Detach, now: float) -> None:
@@ -435,7 +480,7 @@ class ShardState:
         self._writes.reserve(event, attached.spec, attached.account, attached.grants, now)
 
     def _seal(self, event: ev.Seal, now: float) -> None:
-        self._writes.seal(event, self._require(event.attachment).spec.engine_id)
+        self._writes.seal(event, self._require(event.attachment).spec)
 
     def _abort(self, event: ev.Abort, now: float) -> None:
         self._writes.abort(event, self._require(event.attachment).spec.engine_id)
@@ -518,6 +563,8 @@ class ShardState:
         self._leaving.check_invariants()
         self.records.check_invariants()
         self._admission.check_invariants()
+        reserved = self.reserved_slots() - {slot.index for slot in self._writes.sealing_slots()}
+        assert len(reserved) == self.slot_usage()["reserved"][0], "reserved slots are miscounted"
         pins = self._leases.slots() + self._acquisitions.pinned() + self._windowed.pinned()
         for slot in self._store.table.all_slots():
             assert slot.pins == pins[slot.index], f"{slot} has {slot.pins} pins, leases say {pins[slot.index]}"

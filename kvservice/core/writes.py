@@ -34,6 +34,7 @@ class _SealBatch:
 
     op: int
     statuses: list[SealStatus | None]
+    model: str
     open_count: int = 0  # digests that are not known yet
 
 
@@ -74,14 +75,14 @@ class Writes:
         self._counters["reserve_shortfall"] += event.count - len(slots)
         self._emit(Reply(event.op, refs))
 
-    def seal(self, event: ev.Seal, engine_id: bytes) -> None:
+    def seal(self, event: ev.Seal, spec: EngineSpec) -> None:
         for item in event.items:
             check_keys((item.key,) if item.parent is None else (item.key, item.parent))
             if not (0 <= item.position < U32_COUNT and 0 <= item.route < U32_COUNT):
                 raise InvalidRequest(f"position {item.position} or route {item.route} is not a 32-bit number")
-        batch = _SealBatch(event.op, [None] * len(event.items))
+        batch = _SealBatch(event.op, [None] * len(event.items), spec.model)
         for position, item in enumerate(event.items):
-            batch.statuses[position] = self._begin_seal(engine_id, item, batch, position)
+            batch.statuses[position] = self._begin_seal(spec.engine_id, item, batch, position)
         self._answer_batch(batch)
 
     def _begin_seal(self, engine_id: bytes, item: SealItem, batch: _SealBatch, position: int) -> SealStatus | None:
@@ -113,8 +114,17 @@ class Writes:
             status = SealStatus.DUPLICATE
         else:
             self._store.seal(
-                sealing.slot, item.key, item.parent, item.position, item.route, event.digest, now, is_secondary=False
+                sealing.slot,
+                item.key,
+                item.parent,
+                item.position,
+                item.route,
+                event.digest,
+                now,
+                is_secondary=False,
+                model=sealing.batch.model,
             )
+            self._counters["stored_bytes"] += sealing.slot.payload_bytes
         if status is SealStatus.FAILED:
             self._acquisitions.seal_failed(item.key, now)
         else:
@@ -165,6 +175,9 @@ class Writes:
     def sealing(self) -> dict[BlockKey, bytes]:
         """For each block whose digest is being computed, the engine that stored it."""
         return {sealing.item.key: sealing.slot.owner for sealing in self._sealing.values()}
+
+    def sealing_slots(self) -> list[Slot]:
+        return [sealing.slot for sealing in self._sealing.values()]
 
     def check_invariants(self) -> None:
         for index, sealing in self._sealing.items():

@@ -21,6 +21,7 @@ from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.tenants import NOBODY, TenantLimits
+from kvservice.core.counter_windows import SAMPLE_SECONDS, CounterWindow, CounterWindows
 from kvservice.core.drain.sender import DrainPhase, DrainProgress
 from kvservice.core.explain.records import Explanation, HistoryEntry
 from kvservice.core.messages import (
@@ -60,7 +61,8 @@ from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseI
 
 log = logging.getLogger("kvservice.pool")
 
-CHECK_SECONDS = 5.0  # between two checks of the core's invariants in production; a broken one fences the pool
+# Between two checks of the core's invariants in production; a broken one fences the pool. Counters are sampled as well.
+CHECK_SECONDS = SAMPLE_SECONDS
 CHECK_SLOTS_MAX = 20_000  # a pool with more slots is not checked: a check would block the loop for too long
 
 
@@ -105,6 +107,7 @@ class PoolRuntime:
         self._fenced: str | None = None
         self._closed = False
         self._opened_at = clock()
+        self._windows = CounterWindows(self._opened_at)
         self.drained = asyncio.Event()  # a drain with a timeout has ended: nothing here is read any more
         self.adopt_seconds = 0.0
 
@@ -289,6 +292,10 @@ class PoolRuntime:
         now = self._clock()
         return self._state.block_history(keys, now, now - age_seconds), now
 
+    def now(self) -> float:
+        """The time on the clock of everything that the pool says."""
+        return self._clock()
+
     @property
     def state(self) -> ShardState:
         """The core's state, to look at and not to change."""
@@ -297,10 +304,6 @@ class PoolRuntime:
     @property
     def draining(self) -> bool:
         return self._state.draining
-
-    @property
-    def lease_count(self) -> int:
-        return self._state.lease_count
 
     @property
     def epoch(self) -> BootEpoch:
@@ -329,24 +332,23 @@ class PoolRuntime:
         counters = self._state.all_counters()
         if self._puller is not None:
             counters.update({f"transfer_{name}": count for name, count in self._puller.counters().items()})
+        slots = self._state.slot_usage()
         return PoolStats(
             self._config.node_id,
             self._state.epoch,
             self._segment.geometry.segment_bytes,
             self._segment.geometry.slab_count,
             self._state.free_slab_count,
-            self._state.slot_counts(),
+            {state: count for state, (count, _) in slots.items()},
             counters,
             self._state.draining,
             self._state.tenants(),
             self._state.usage(),
+            {state: size for state, (_, size) in slots.items()},
         )
 
-    def models(self) -> list[str]:
-        return [
-            f"{namespace or '-'}/{model} {fingerprint.digest.hex()[:12]} {count}"
-            for namespace, model, fingerprint, count in self._state.models()
-        ]
+    def windows(self) -> tuple[CounterWindow, ...]:
+        return self._windows.read(self._clock(), self._state.all_counters())
 
     def engine_stats(self, account: str | None = None) -> EngineStats:
         return self._state.engine_stats(account)
@@ -571,6 +573,7 @@ class PoolRuntime:
     async def _check_forever(self) -> None:
         while True:
             await asyncio.sleep(CHECK_SECONDS)
+            self._windows.sample(self._clock(), self._state.all_counters())
             if self._state.capacity <= CHECK_SLOTS_MAX:
                 try:
                     self._state.check_invariants()

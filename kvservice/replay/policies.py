@@ -56,6 +56,9 @@ class _Flat:
     def used_at(self, key: BlockKey) -> float:
         return self._used_at[key]
 
+    def uses(self, key: BlockKey) -> int:
+        return 0
+
     def make_primary(self, key: BlockKey) -> None:
         pass
 

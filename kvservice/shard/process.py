@@ -119,7 +119,7 @@ async def wait_for_readers(server: ShardServer, asked: EndSignals, grace_seconds
     loop = asyncio.get_running_loop()
     deadline = loop.time() + grace_seconds
     server.pool.drain()
-    log.info("shard_draining", extra={"leases": server.pool.lease_count, "grace_seconds": grace_seconds})
-    while server.pool.lease_count and loop.time() < deadline:  # nothing reports when the last one ends
+    log.info("shard_draining", extra={"leases": server.pool.state.lease_count, "grace_seconds": grace_seconds})
+    while server.pool.state.lease_count and loop.time() < deadline:  # nothing reports when the last one ends
         if await is_set_within(POLL_SECONDS, asked.to_hurry):
             return

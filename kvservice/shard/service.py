@@ -6,10 +6,12 @@ Runs on the shard's event loop.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Protocol
 
+from kvservice import __version__
 from kvservice.auth.authenticator import Authenticator, account_of, is_private
 from kvservice.auth.identity import caller_of, proof_in
 from kvservice.client.shard import STREAM_SILENCE_SECONDS
@@ -27,6 +29,17 @@ from kvservice.pool.runtime import PoolRuntime
 from kvservice.units import AttachmentId, BootEpoch, LeaseId, NodeId
 from kvservice.wire import codec
 from kvservice.wire.explain import decode_reports, encode_explanation, encode_history
+from kvservice.wire.figures import (
+    SLOWEST_MAX,
+    decode_filter,
+    encode_engines,
+    encode_hits,
+    encode_page,
+    encode_refused,
+    encode_slow,
+    encode_tenant,
+    encode_windows,
+)
 from kvservice.wire.leaving import decode_items, encode_progress
 from kvservice.wire.serving import CALLS_MAX, LISTS_BYTES_MAX, LONG_CALLS_MAX, SHORT_CALLS_MAX, Context
 from kvservice.wire.v1 import shard_pb2
@@ -230,7 +243,12 @@ class AdminServicer:
         self._leave = leave
 
     async def stats(self, request: shard_pb2.StatsRequest, context: Context) -> shard_pb2.StatsReply:
-        stats = self._stats()
+        caller = self._authenticator.caller_if_any(context)
+        restricted = caller is None and self._authenticator.has_tenants
+        account = None if caller is None or caller.tenant.admin else caller.tenant.name
+        stats, state, now = self._stats(), self._pool.state, self._pool.now()
+        slowest = [] if restricted else state.records.slowest(SLOWEST_MAX, now, account)
+        refused = [] if restricted else state.records.latest_refused(account)
         return shard_pb2.StatsReply(
             node=codec.encode_holder(self._holder()),
             segment_bytes=stats.segment_bytes,
@@ -241,9 +259,23 @@ class AdminServicer:
             draining=stats.draining,
             transport=self._pool.transport_name,
             uptime_seconds=self._pool.uptime_seconds,
-            models=self._pool.models(),
-            tenants=[codec.encode_tenant(usage) for usage in stats.tenants],
+            slot_bytes=stats.slot_bytes,
+            slab_bytes=self._pool.geometry.slab_bytes,
+            host=socket.gethostname(),
+            version=__version__,
+            engines=encode_engines(state.attached_engines(now)),
+            hits=encode_hits(stats.usage),
+            windows=encode_windows(self._pool.windows()),
+            pulls=[codec.encode_peer_speed(peer) for peer in state.peer_speeds()],
+            tenants=[encode_tenant(usage) for usage in stats.tenants],
+            refused=[encode_refused(one, now) for one in refused],
+            slowest=[encode_slow(record, now) for record in slowest],
+            restricted=restricted,
         )
+
+    async def list_blocks(self, request: shard_pb2.ListBlocksRequest, context: Context) -> shard_pb2.ListBlocksReply:
+        wanted, start = decode_filter(request, self._authenticator.account(context))
+        return encode_page(self._pool.state.list_slots(wanted, start, self._pool.now()))
 
     async def accounting(self, request: shard_pb2.AccountingRequest, context: Context) -> shard_pb2.AccountingReply:
         slots, capacity, violation, leases, attachments = self._pool.accounting()

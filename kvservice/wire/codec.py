@@ -12,7 +12,6 @@ from itertools import accumulate
 from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES, check_handoff_id
 from kvservice.core.block.fingerprint import FIELDS_MAX, Fingerprint
 from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX, unpack_keys
-from kvservice.core.block.tenants import TenantUsage
 from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX, Window, WindowGroup
 from kvservice.core.explain.records import check_request_id
 from kvservice.core.messages import (
@@ -185,16 +184,6 @@ def _decode_secret(secret: bytes) -> bytes:
     if len(secret) > TENANT_KEY_BYTES_MAX:
         raise InvalidRequest(f"a tenant's key has {len(secret)} bytes, at most {TENANT_KEY_BYTES_MAX}")
     return secret
-
-
-def encode_tenant(usage: TenantUsage) -> shard_pb2.TenantNumbers:
-    return shard_pb2.TenantNumbers(
-        name=usage.name,
-        used_bytes=usage.used_bytes,
-        quota_bytes=usage.quota_bytes,
-        in_flight=max(usage.in_flight, 0),
-        counters=usage.counters,
-    )
 
 
 def encode_refs(refs: Iterable[BlockRef]) -> list[shard_pb2.BlockRef]:
@@ -378,6 +367,15 @@ def _decode_handles(messages: Iterable[shard_pb2.Handle], keys: tuple[BlockKey, 
     )
 
 
+def encode_peer_speed(peer: PeerSpeed) -> shard_pb2.PeerSpeed:
+    return shard_pb2.PeerSpeed(
+        node_id=peer.node_id,
+        bytes_per_second=peer.bytes_per_second,
+        overhead_seconds=peer.overhead_seconds,
+        pulled_bytes=peer.pulled_bytes,
+    )
+
+
 def encode_engine_stats(node: Holder, stats: EngineStats) -> shard_pb2.EngineStatsReply:
     return shard_pb2.EngineStatsReply(
         node=encode_holder(node),
@@ -392,12 +390,7 @@ def encode_engine_stats(node: Holder, stats: EngineStats) -> shard_pb2.EngineSta
             )
             for kind in stats.engines
         ],
-        peers=[
-            shard_pb2.PeerSpeed(
-                node_id=peer.node_id, bytes_per_second=peer.bytes_per_second, overhead_seconds=peer.overhead_seconds
-            )
-            for peer in stats.peers
-        ],
+        peers=[encode_peer_speed(peer) for peer in stats.peers],
         draining=stats.draining,
     )
 
@@ -422,5 +415,8 @@ def decode_engine_stats(message: shard_pb2.EngineStatsReply) -> EngineStats:
         )
         for kind in message.engines
     ]
-    peers = [PeerSpeed(NodeId(peer.node_id), peer.bytes_per_second, peer.overhead_seconds) for peer in message.peers]
+    peers = [
+        PeerSpeed(NodeId(peer.node_id), peer.bytes_per_second, peer.overhead_seconds, peer.pulled_bytes)
+        for peer in message.peers
+    ]
     return EngineStats(tuple(engines), tuple(peers), message.draining)

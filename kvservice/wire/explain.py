@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.explain.records import Explanation, HistoryEntry, RequestRecord, check_request_id, name_engine
 from kvservice.core.messages import RequestReport
+from kvservice.wire.figures import encode_refused
 from kvservice.wire.v1 import common_pb2, shard_pb2
 
 U32_MAX = (1 << 32) - 1  # what a uint32 field holds; larger counts are sent as this
@@ -64,12 +65,7 @@ def encode_explanation(
         matching=found.matching,
         remembered=found.remembered,
         keep_seconds=keep_seconds,
-        refused=[
-            shard_pb2.RefusedAttach(
-                age_seconds=now - refused.at, model=refused.model, namespace=refused.namespace, message=refused.message
-            )
-            for refused in found.refused
-        ],
+        refused=[encode_refused(refused, now) for refused in found.refused],
         models=[
             shard_pb2.AttachedModel(
                 model=model,

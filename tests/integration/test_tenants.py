@@ -23,7 +23,9 @@ from kvservice.auth.tenants import (
     token_metadata,
 )
 from kvservice.auth.token import Token
+from kvservice.client.block_list import BlockFilter, BlockReader
 from kvservice.client.engine_stats import EngineStatsReader
+from kvservice.client.overview import OverviewReader
 from kvservice.client.shard import ShardClient
 from kvservice.core.block.keys import block_keys, chain_hashes
 from kvservice.core.messages import AcquireResult, MissReason, SealItem, SealStatus
@@ -351,3 +353,36 @@ def test_no_token_and_no_secret_is_in_a_log(cluster: LocalCluster, file: File) -
     assert [canary for canary in canaries if canary in logs] == []
     assert not any(repr(tenant).count(tenant.secret.hex()) for tenant in tenants)
     assert chain(1, 1)  # the default tenant's names are of another key
+
+
+async def test_who_looks_sees_blocks_and_requests_of_its_own_tenant(cluster: LocalCluster) -> None:
+    """An administrator sees all. A call without a token sees figures, but no request and no block."""
+    engines = {tenant: await enter(cluster, tenant) for tenant in ("a", "b")}
+    keys = {tenant: named(engine, 77, 2) for tenant, engine in engines.items()}
+    for tenant, engine in engines.items():
+        await engine.store(keys[tenant])
+        await engine.acquire(keys[tenant], request_id=f"look-{tenant}")
+    address = cluster.record("n0").peer_address
+    seen: dict[str, tuple[set[str], set[str]]] = {}
+    for tenant in ("a", "boss"):
+        overviews, blocks = OverviewReader(token=Token(TOKENS[tenant])), BlockReader(token=Token(TOKENS[tenant]))
+        found = await blocks.read({"n0": address}, BlockFilter(), 1000)
+        overview = await overviews.read(cluster.service, cluster.lookup_addresses)
+        requests = {one.request_id for one in overview.slowest if one.request_id.startswith("look-")}
+        seen[tenant] = requests, {row.tenant for row in found.blocks}
+        asked = await blocks.read({"n0": address}, BlockFilter(tenant="b"), 1000)
+        assert {row.tenant for row in asked.blocks} == ({"a"} if tenant == "a" else {"b"})
+        await overviews.close()
+        await blocks.close()
+    assert seen["a"] == ({"look-a"}, {"a"})
+    assert seen["boss"][0] == {"look-a", "look-b"} and {"a", "b"} <= seen["boss"][1]
+    reader = OverviewReader()
+    nobody = await reader.read(cluster.service, cluster.lookup_addresses)
+    await reader.close()
+    assert nobody.restricted and not nobody.slowest and {tenant.name for tenant in nobody.tenants} >= {"a", "b"}
+    stranger = BlockReader()
+    with pytest.raises(Unauthenticated):
+        await stranger.read({"n0": address}, BlockFilter(), 10)
+    await stranger.close()
+    for engine in engines.values():
+        await leave(engine)

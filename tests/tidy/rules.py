@@ -69,7 +69,7 @@ LAYERS: dict[str, frozenset[str]] = {
 # other. A room is a folder, or a file beside the folders.
 ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "core": (
-        ("bounded_table", "transitions", "segment/layout"),
+        ("bounded_table", "counter_windows", "transitions", "segment/layout"),
         ("block",),
         ("segment",),
         ("messages",),

@@ -99,6 +99,7 @@ class Fetch:
     payload_bytes: int
     base: int = 0  # position of chain[0]
     account: str = NOBODY  # the tenant that is charged for its blocks
+    model: str = ""  # of the engine that it is for
     started: float = 0.0
     give_up_at: float = 0.0  # waiting for its blocks ends here, even if its answer never comes
 

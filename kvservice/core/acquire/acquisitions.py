@@ -231,7 +231,8 @@ class Acquisitions:
         else:
             parent = fetch.chain[index - 1] if index else None
             route = span_route(fetch.chain, index)
-            self._store.seal(slot, key, parent, fetch.base + index, route, handle.digest, now, is_secondary=True)
+            place = fetch.base + index
+            self._store.seal(slot, key, parent, place, route, handle.digest, now, is_secondary=True, model=fetch.model)
         self._arrivals.end(key, number)
         self._take_arrived(key, origin=fetch.holder.node_id, now=now)
 
@@ -441,6 +442,7 @@ class Acquisitions:
             acquisition.payload_bytes,
             acquisition.base,
             acquisition.account,
+            self._shard.model_of(acquisition.attachment),
         )
         self._register(fetch)
         self._counters["fetches_started"] += 1
@@ -473,7 +475,7 @@ class Acquisitions:
         holder, *others = fetch.alternates
         # An id names one pull: a late WritesEnded of the old pull must not touch the slots of the new one.
         number = self._pulls.open(self, holder, fetch.payload_bytes)
-        again = Fetch(number, holder, others, fetch.chain, left, fetch.payload_bytes, fetch.base, fetch.account)
+        again = replace(fetch, number=number, holder=holder, alternates=others, indices=left, started=0.0)
         self._register(again)
         self._locate(again, now)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvservice.core.acquire.acquisition import Acquisition
 from kvservice.core.actions import Reply
@@ -10,15 +10,14 @@ from kvservice.core.context import ShardContext
 from kvservice.core.messages import AcquireResult, MissReason
 from kvservice.core.segment.refs import BlockRef
 from kvservice.core.usage import UsageTable
-from kvservice.units import AttachmentId, LeaseId, SlotIndex
+from kvservice.units import LeaseId, SlotIndex
 
 
 class Answers:
     """Leases what was promised, replies, counts and records."""
 
-    def __init__(self, shard: ShardContext, model_of: Callable[[AttachmentId], str]) -> None:
+    def __init__(self, shard: ShardContext) -> None:
         self._shard = shard
-        self._model_of = model_of
         self.usage = UsageTable()
 
     def answer(
@@ -35,6 +34,9 @@ class Answers:
         owner = ("engine", int(main.attachment))
         lease = self._shard.lease(owner, [*promised, *(slot for window in windows for slot in window)], now)
         self._count(main, len(promised), fetched, reason)
+        table = self._shard.store.table
+        in_windows = sum(table[slot].payload_bytes for window in windows for slot in window)
+        self._shard.counters["hit_bytes"] += len(promised) * main.payload_bytes + in_windows
         self._shard.records.answered(
             op, len(promised), main.origins, reason, main.blamed, now, main.sought, main.handed_from
         )
@@ -52,7 +54,7 @@ class Answers:
         counters["asked_blocks"] += asked
         counters["hit_local_blocks"] += promised - fetched
         counters["hit_remote_blocks"] += fetched
-        self.usage.add(self._model_of(main.attachment), main.account, asked, promised - fetched, fetched)
+        self.usage.add(self._shard.model_of(main.attachment), main.account, asked, promised - fetched, fetched)
         if reason is not MissReason.NONE:
             counters[f"acquires_cut_{reason.value}"] += 1
 

@@ -25,10 +25,12 @@ class FetchEstimate:
 
     bytes_per_second: float | None = None
     overhead_seconds: float | None = None
+    pulled_bytes: int = 0  # in all
     refusals: int = 0  # consecutive ones
     recomputed_seconds: float = 0.0  # spent on computing because of them
 
     def observe_pull(self, byte_count: int, seconds: float) -> None:
+        self.pulled_bytes += byte_count
         if byte_count > 0 and seconds > 0:
             self.bytes_per_second = _blend(self.bytes_per_second, byte_count / seconds)
 
@@ -77,7 +79,7 @@ class FetchEstimates:
 
     def speeds(self) -> tuple[PeerSpeed, ...]:
         return tuple(
-            PeerSpeed(node, estimate.bytes_per_second or 0.0, estimate.overhead_seconds or 0.0)
+            PeerSpeed(node, estimate.bytes_per_second or 0.0, estimate.overhead_seconds or 0.0, estimate.pulled_bytes)
             for node, estimate in sorted(self._by_node.items())
         )
 

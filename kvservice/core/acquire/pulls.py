@@ -209,6 +209,11 @@ class Pulls:
         states = (PullState.LOCATING, PullState.PULLING)
         return {pull.number for pull in self._open.values() if pull.owner is owner and pull.state in states}
 
+    def writing(self) -> tuple[int, int]:
+        """How many slots are being read into, and their bytes."""
+        pulls = self._open.values()
+        return sum(len(pull.slots) for pull in pulls), sum(len(pull.slots) * pull.payload_bytes for pull in pulls)
+
     @property
     def is_idle(self) -> bool:
         """Whether nothing is being read and no slot is quarantined."""

@@ -17,6 +17,16 @@ from kvservice.errors import InvalidRequest
 FIELDS_MAX = 512
 FIELD_CHARS_MAX = 4096  # of a name or a value; see FIELDS_MAX
 DIFFERENCES_TOLD = 12  # fields named in one error; two models with little in common differ in most fields
+ABSENT = "(absent)"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldDifference:
+    """A field in which two fingerprints differ."""
+
+    name: str
+    ours: str
+    theirs: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +56,20 @@ class Fingerprint:
             hasher.update(data)
         return hasher.digest()
 
+    def differences(self, other: Fingerprint) -> list[FieldDifference]:
+        """The fields that differ, in order of name. A field that one of the two lacks counts as ABSENT."""
+        ours, theirs = dict(self.fields), dict(other.fields)
+        return [
+            FieldDifference(name, ours.get(name, ABSENT), theirs.get(name, ABSENT))
+            for name in sorted(ours.keys() | theirs.keys())
+            if ours.get(name) != theirs.get(name)
+        ]
+
     def difference(self, other: Fingerprint) -> str:
         """The fields that differ, for people: 'dtype: bfloat16 here, float16 there; …'. Empty when equal.
 
         Of many differences the first DIFFERENCES_TOLD are listed and the rest counted.
         """
-        ours, theirs = dict(self.fields), dict(other.fields)
-        parts = [
-            f"{name}: {ours.get(name, '(absent)')} here, {theirs.get(name, '(absent)')} there"
-            for name in sorted(ours.keys() | theirs.keys())
-            if ours.get(name) != theirs.get(name)
-        ]
+        parts = [f"{field.name}: {field.ours} here, {field.theirs} there" for field in self.differences(other)]
         more = len(parts) - DIFFERENCES_TOLD
         return "; ".join(parts[:DIFFERENCES_TOLD]) + (f"; and {more} more fields" if more > 0 else "")

@@ -6,10 +6,12 @@ are bounded in three ways: by age, by their number, and by the number of keys in
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kvservice.core.block.fingerprint import DIFFERENCES_TOLD, FieldDifference
 from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX, pack_keys
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.explain.evictions import KEEP_SECONDS as EVICTIONS_KEEP_SECONDS
@@ -67,6 +69,8 @@ class RefusedAttach:
     namespace: str
     message: str
     account: str = NOBODY
+    differences: tuple[FieldDifference, ...] = ()  # the first DIFFERENCES_TOLD; `ours` is the refused engine's
+    difference_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +151,29 @@ class RequestRecords:
             record = self._records[self._add(RequestRecord(report.request_id, spec, now, account=account), now)]
         record.report, record.reported_at = report, now
 
-    def refused(self, spec: EngineSpec, message: str, now: float, account: str = NOBODY) -> None:
-        self._refused.append(RefusedAttach(now, spec.model, spec.namespace, message, account))
+    def refused(
+        self,
+        spec: EngineSpec,
+        message: str,
+        now: float,
+        account: str = NOBODY,
+        differences: Sequence[FieldDifference] = (),
+    ) -> None:
+        told = tuple(differences[:DIFFERENCES_TOLD])
+        self._refused.append(RefusedAttach(now, spec.model, spec.namespace, message, account, told, len(differences)))
+
+    def slowest(self, count: int, now: float, account: str | None = None) -> list[RequestRecord]:
+        """The requests that waited longest for their answer, the slowest first. O(RECORDS_MAX): for people."""
+        self._expire(now)
+        answered = (
+            record
+            for record in self._records.values()
+            if record.answered_at is not None and (account is None or record.account == account)
+        )
+        return heapq.nlargest(count, answered, key=took_seconds)
+
+    def latest_refused(self, account: str | None = None) -> list[RefusedAttach]:
+        return [refused for refused in self._refused if account is None or refused.account == account]
 
     def find(self, wanted: str, now: float, account: str | None = None) -> Explanation:
         """The records of the request with this id, else of all whose id begins with it, the newest last.
@@ -157,7 +182,7 @@ class RequestRecords:
         """
         self._expire(now)
         records = [record for record in self._records.values() if account is None or record.account == account]
-        refused = tuple(refused for refused in self._refused if account is None or refused.account == account)
+        refused = tuple(self.latest_refused(account))
         matching = [record for record in records if record.request_id == wanted]
         if not matching and wanted:
             matching = [record for record in records if record.request_id.startswith(wanted)]
@@ -191,6 +216,11 @@ class RequestRecords:
         assert len(self._records) <= RECORDS_MAX
         for asker, number in self._latest.items():
             assert _asker(self._records[number]) == asker
+
+
+def took_seconds(record: RequestRecord) -> float:
+    """From the request to its answer; 0 for a request without an answer."""
+    return 0.0 if record.answered_at is None else record.answered_at - record.asked_at
 
 
 def _asker(record: RequestRecord) -> tuple[bytes, str]:

@@ -22,6 +22,7 @@ from kvservice.core.store.slots import Slot, SlotEvent, SlotState, SlotTable
 from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex, SpanRoute
 
 NO_KEY = BlockKey(bytes(16))
+EVICTED = {cause: f"evicted_{cause.value}" for cause in EvictionCause}  # counters
 FETCHES = "blocks fetched from other nodes"
 MayGo = Callable[[str], bool]  # from an account to whether its blocks may be evicted
 
@@ -39,6 +40,7 @@ class Block:
     is_secondary: bool
     sealed_at: float = 0.0  # seconds on the shard's clock
     stored_by: bytes = b""  # id of the engine that stored it here; b"": fetched, or found after a restart
+    model: str = ""  # of the engine that stored it, or that it was fetched for; "": not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,11 @@ class BlockStore:
 
     def get(self, key: BlockKey) -> Block | None:
         return self._blocks.get(key)
+
+    def block_in(self, slot: SlotIndex) -> Block | None:
+        """The block in this slot; None for a slot that is neither sealed nor leased."""
+        key = self._key_of.get(slot)
+        return None if key is None else self._blocks[key]
 
     def blocks(self) -> list[Block]:
         """A snapshot, for full announcements."""
@@ -225,12 +232,15 @@ class BlockStore:
         now: float,
         *,
         is_secondary: bool,
+        model: str = "",
     ) -> Block:
         """WRITING -> SEALED. The key must not be held yet."""
         assert key not in self._blocks
         stored_by = b"" if slot.owner == NO_KEY else slot.owner
         self.table.seal(slot)
-        block = Block(key, slot.index, slot.payload_bytes, digest, block_position, route, is_secondary, now, stored_by)
+        block = Block(
+            key, slot.index, slot.payload_bytes, digest, block_position, route, is_secondary, now, stored_by, model
+        )
         self._insert(block, parent, now)
         self._emit(WriteHeader(slot.index, self._sealed_header(block, slot.generation)))
         self._emit(Announce(key, route))
@@ -316,6 +326,7 @@ class BlockStore:
         self.table.free(self.table[block.slot], SlotEvent.EVICT)
         self._emit(Retract(key, block.route))
         self.counters["evicted_secondary" if block.is_secondary else "evicted_primary"] += 1
+        self.counters[EVICTED[cause]] += 1
 
     def _grow(self, want: Want, may_steal: bool) -> bool:
         """Assign one more slab to this size: an unused one, or one of another size with blocks older than our own."""

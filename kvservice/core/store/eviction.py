@@ -68,6 +68,10 @@ class EvictionPolicy(Protocol):
         """When the block was used last, in seconds on the clock of `now`."""
         ...
 
+    def uses(self, key: BlockKey) -> int:
+        """How often the block was used again, for people. A policy that does not count says 0."""
+        ...
+
     def make_primary(self, key: BlockKey) -> None:
         """The primary copy goes away: this secondary copy is the primary one from now on."""
         ...
@@ -211,6 +215,9 @@ class LeafFirst:
 
     def used_at(self, key: BlockKey) -> float:
         return self._entries[key].used_at
+
+    def uses(self, key: BlockKey) -> int:
+        return self._entries[key].uses
 
     def make_primary(self, key: BlockKey) -> None:
         entry = self._entries[key]

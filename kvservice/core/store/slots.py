@@ -8,12 +8,12 @@ free + writing + sealed + leased + quarantined == capacity, and the sets are dis
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
 from kvservice.core.block.tenants import NOBODY, Accounts
-from kvservice.core.segment.geometry import Geometry, slab_of, slot_index
+from kvservice.core.segment.geometry import Geometry, index_in_slab, slab_of, slot_index
 from kvservice.core.transitions import InvalidTransition
 from kvservice.units import Generation, SlotIndex
 
@@ -86,7 +86,7 @@ class SlotTable:
         self._free: dict[int, deque[SlotIndex]] = {}  # by payload size; never has slots of a slab that was taken back
         self._free_slabs: deque[int] = deque(range(geometry.slab_count))
         self._slab_payload: dict[int, int] = {}
-        self._counts: Counter[SlotState] = Counter()
+        self._counts: dict[int, Counter[SlotState]] = {}  # by payload size
         self._generation_floor = Generation(0)  # even; slots of a reassigned slab never repeat a generation
 
     def __getitem__(self, index: SlotIndex) -> Slot:
@@ -111,10 +111,21 @@ class SlotTable:
         return tuple(sorted(set(self._slab_payload.values())))
 
     def counts(self) -> dict[str, int]:
-        return {state.value: self._counts[state] for state in SlotState}
+        return {state.value: sum(counts[state] for counts in self._counts.values()) for state in SlotState}
+
+    def byte_counts(self) -> dict[str, int]:
+        """Payload bytes of the slots in each state."""
+        return {state.value: sum(size * counts[state] for size, counts in self._counts.items()) for state in SlotState}
 
     def slabs_of(self, payload_bytes: int) -> list[int]:
         return [slab for slab, size in self._slab_payload.items() if size == payload_bytes]
+
+    def slots_from(self, first: SlotIndex) -> Iterator[Slot]:
+        """The slots with this index or a higher one, in their order. Do not change the table meanwhile."""
+        for slab in sorted(slab for slab in self._slab_payload if slab >= slab_of(first)):
+            skipped = index_in_slab(first) if slab == slab_of(first) else 0
+            for i in range(skipped, self._geometry.slots_per_slab(self._slab_payload[slab])):
+                yield self._slots[slot_index(slab, i)]
 
     def slots_of_slab(self, slab: int) -> list[Slot]:
         count = self._geometry.slots_per_slab(self._slab_payload[slab])
@@ -135,11 +146,12 @@ class SlotTable:
             self._free_slabs.remove(slab)
         self._slab_payload[slab] = payload_bytes
         free = self._free.setdefault(payload_bytes, deque())
+        counts = self._counts.setdefault(payload_bytes, Counter())
         for i in range(self._geometry.slots_per_slab(payload_bytes)):
             index = slot_index(slab, i)
             self._slots[index] = Slot(index=index, payload_bytes=payload_bytes, generation=self._generation_floor)
             free.append(index)
-            self._counts[SlotState.FREE] += 1
+            counts[SlotState.FREE] += 1
         return slab
 
     def unassign_slab(self, slab: int) -> None:
@@ -148,7 +160,7 @@ class SlotTable:
         for i in range(self._geometry.slots_per_slab(payload_bytes)):
             slot = self._slots.pop(slot_index(slab, i))
             assert slot.state is SlotState.FREE
-            self._counts[SlotState.FREE] -= 1
+            self._counts[payload_bytes][SlotState.FREE] -= 1
             even = Generation(slot.generation + slot.generation % 2)
             self._generation_floor = max(self._generation_floor, even)
         kept = deque(index for index in self._free[payload_bytes] if slab_of(index) != slab)
@@ -206,8 +218,9 @@ class SlotTable:
         target = TRANSITIONS.get((slot.state, event))
         if target is None:
             raise InvalidTransition(f"slot {slot.index} is {slot.state.value}, cannot {event.value}: {slot}")
-        self._counts[slot.state] -= 1
-        self._counts[target] += 1
+        counts = self._counts[slot.payload_bytes]
+        counts[slot.state] -= 1
+        counts[target] += 1
         if slot.account:
             self._charge(slot, target)
         slot.state = target
@@ -221,12 +234,12 @@ class SlotTable:
 
     def check_invariants(self) -> None:
         """Recounts everything. Raises AssertionError that names the first thing that does not add up."""
-        counted: dict[SlotState, int] = dict.fromkeys(SlotState, 0)
+        counted: dict[int, Counter[SlotState]] = {size: Counter() for size in self._counts}
         used: dict[str, int] = {}
         writing: dict[str, int] = {}
         for slot in self._slots.values():
             state, account, is_odd = slot.state, slot.account, slot.generation % 2 == 1
-            counted[state] += 1
+            counted[slot.payload_bytes][state] += 1
             assert (slot.pins > 0) == (state is _LEASED), f"pins and state disagree: {slot}"
             assert is_odd or state is not _WRITING, f"written under an even generation: {slot}"
             assert not is_odd or state not in _READABLE, f"sealed under an odd generation: {slot}"
@@ -234,11 +247,9 @@ class SlotTable:
                 assert state is not _FREE, f"somebody is charged for a free slot: {slot}"
                 used[account] = used.get(account, 0) + slot.payload_bytes
                 writing[account] = writing.get(account, 0) + (state is _WRITING)
-        for state, count in counted.items():
-            assert count == self._counts[state], f"{state}: {count} slots, counter {self._counts}"
-        assert sum(self._counts.values()) == self.capacity
+        assert counted == self._counts, f"slots by size and state: {counted}, counters {self._counts}"
         free = [index for indices in self._free.values() for index in indices]
-        assert len(free) == len(set(free)) == self._counts[SlotState.FREE], "free list and free slots differ"
+        assert len(free) == len(set(free)) == self.counts()["free"], "free list and free slots differ"
         for index in free:
             assert self._slots[index].state is _FREE, f"slot {index} is on the free list but not free"
         assert Counter(used) == self.accounts.used, "what tenants hold does not add up"

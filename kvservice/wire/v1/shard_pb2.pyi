@@ -416,7 +416,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("node", "segment_bytes", "slab_count", "slab_free_count", "slots", "counters", "draining", "transport", "uptime_seconds", "models", "tenants")
+    __slots__ = ("node", "segment_bytes", "slab_count", "slab_free_count", "slots", "counters", "draining", "transport", "uptime_seconds", "slot_bytes", "slab_bytes", "host", "version", "engines", "windows", "pulls", "hits", "tenants", "refused", "slowest", "restricted")
     class SlotsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -425,6 +425,13 @@ class StatsReply(_message.Message):
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class SlotBytesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -440,8 +447,18 @@ class StatsReply(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    MODELS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SLAB_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    PULLS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    SLOWEST_FIELD_NUMBER: _ClassVar[int]
+    RESTRICTED_FIELD_NUMBER: _ClassVar[int]
     node: _common_pb2.NodeInfo
     segment_bytes: int
     slab_count: int
@@ -451,9 +468,142 @@ class StatsReply(_message.Message):
     draining: bool
     transport: str
     uptime_seconds: float
-    models: _containers.RepeatedScalarFieldContainer[str]
+    slot_bytes: _containers.ScalarMap[str, int]
+    slab_bytes: int
+    host: str
+    version: str
+    engines: _containers.RepeatedCompositeFieldContainer[AttachedEngine]
+    windows: _containers.RepeatedCompositeFieldContainer[CounterWindow]
+    pulls: _containers.RepeatedCompositeFieldContainer[PeerSpeed]
+    hits: _containers.RepeatedCompositeFieldContainer[ModelHits]
     tenants: _containers.RepeatedCompositeFieldContainer[TenantNumbers]
-    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., segment_bytes: _Optional[int] = ..., slab_count: _Optional[int] = ..., slab_free_count: _Optional[int] = ..., slots: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: bool = ..., transport: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., models: _Optional[_Iterable[str]] = ..., tenants: _Optional[_Iterable[_Union[TenantNumbers, _Mapping]]] = ...) -> None: ...
+    refused: _containers.RepeatedCompositeFieldContainer[RefusedAttach]
+    slowest: _containers.RepeatedCompositeFieldContainer[SlowRequest]
+    restricted: bool
+    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., segment_bytes: _Optional[int] = ..., slab_count: _Optional[int] = ..., slab_free_count: _Optional[int] = ..., slots: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: bool = ..., transport: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., slot_bytes: _Optional[_Mapping[str, int]] = ..., slab_bytes: _Optional[int] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., engines: _Optional[_Iterable[_Union[AttachedEngine, _Mapping]]] = ..., windows: _Optional[_Iterable[_Union[CounterWindow, _Mapping]]] = ..., pulls: _Optional[_Iterable[_Union[PeerSpeed, _Mapping]]] = ..., hits: _Optional[_Iterable[_Union[ModelHits, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantNumbers, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[RefusedAttach, _Mapping]]] = ..., slowest: _Optional[_Iterable[_Union[SlowRequest, _Mapping]]] = ..., restricted: bool = ...) -> None: ...
+
+class ModelHits(_message.Message):
+    __slots__ = ("model", "tenant", "asked_blocks", "hit_local_blocks", "hit_remote_blocks")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ASKED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HIT_LOCAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HIT_REMOTE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    tenant: str
+    asked_blocks: int
+    hit_local_blocks: int
+    hit_remote_blocks: int
+    def __init__(self, model: _Optional[str] = ..., tenant: _Optional[str] = ..., asked_blocks: _Optional[int] = ..., hit_local_blocks: _Optional[int] = ..., hit_remote_blocks: _Optional[int] = ...) -> None: ...
+
+class AttachedEngine(_message.Message):
+    __slots__ = ("engine", "model", "namespace", "fingerprint", "tenant", "block_tokens", "attached_seconds", "seconds_per_block")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    model: str
+    namespace: str
+    fingerprint: str
+    tenant: str
+    block_tokens: int
+    attached_seconds: float
+    seconds_per_block: float
+    def __init__(self, engine: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tenant: _Optional[str] = ..., block_tokens: _Optional[int] = ..., attached_seconds: _Optional[float] = ..., seconds_per_block: _Optional[float] = ...) -> None: ...
+
+class CounterWindow(_message.Message):
+    __slots__ = ("name", "seconds", "counters")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    seconds: float
+    counters: _containers.ScalarMap[str, int]
+    def __init__(self, name: _Optional[str] = ..., seconds: _Optional[float] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class SlowRequest(_message.Message):
+    __slots__ = ("request_id", "model", "tenant", "age_seconds", "took_seconds", "asked_blocks", "local_blocks", "fetched_blocks", "miss")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOOK_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ASKED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MISS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    model: str
+    tenant: str
+    age_seconds: float
+    took_seconds: float
+    asked_blocks: int
+    local_blocks: int
+    fetched_blocks: int
+    miss: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., age_seconds: _Optional[float] = ..., took_seconds: _Optional[float] = ..., asked_blocks: _Optional[int] = ..., local_blocks: _Optional[int] = ..., fetched_blocks: _Optional[int] = ..., miss: _Optional[str] = ...) -> None: ...
+
+class ListBlocksRequest(_message.Message):
+    __slots__ = ("start_slot", "states", "model", "tenant", "key_prefix")
+    START_SLOT_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    KEY_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    start_slot: int
+    states: _containers.RepeatedScalarFieldContainer[str]
+    model: str
+    tenant: str
+    key_prefix: str
+    def __init__(self, start_slot: _Optional[int] = ..., states: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., key_prefix: _Optional[str] = ...) -> None: ...
+
+class ListedBlock(_message.Message):
+    __slots__ = ("slot", "state", "payload_bytes", "tenant", "key", "model", "position", "secondary", "age_seconds", "idle_seconds", "uses")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    SECONDARY_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    USES_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    state: str
+    payload_bytes: int
+    tenant: str
+    key: bytes
+    model: str
+    position: int
+    secondary: bool
+    age_seconds: float
+    idle_seconds: float
+    uses: int
+    def __init__(self, slot: _Optional[int] = ..., state: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., tenant: _Optional[str] = ..., key: _Optional[bytes] = ..., model: _Optional[str] = ..., position: _Optional[int] = ..., secondary: bool = ..., age_seconds: _Optional[float] = ..., idle_seconds: _Optional[float] = ..., uses: _Optional[int] = ...) -> None: ...
+
+class ListBlocksReply(_message.Message):
+    __slots__ = ("blocks", "next_slot", "more")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_SLOT_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[ListedBlock]
+    next_slot: int
+    more: bool
+    def __init__(self, blocks: _Optional[_Iterable[_Union[ListedBlock, _Mapping]]] = ..., next_slot: _Optional[int] = ..., more: bool = ...) -> None: ...
 
 class TenantNumbers(_message.Message):
     __slots__ = ("name", "used_bytes", "quota_bytes", "in_flight", "counters")
@@ -632,16 +782,30 @@ class RequestRecord(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[str] = ..., age_seconds: _Optional[float] = ..., took_seconds: _Optional[float] = ..., answered: bool = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., promised: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[SourceRun, _Mapping]]] = ..., miss: _Optional[str] = ..., miss_at: _Optional[int] = ..., miss_node: _Optional[str] = ..., report: _Optional[_Union[RequestReport, _Mapping]] = ..., sought: _Optional[int] = ..., engine: _Optional[str] = ..., ended_age_seconds: _Optional[float] = ..., handoff_node: _Optional[str] = ..., handed_from: _Optional[int] = ...) -> None: ...
 
 class RefusedAttach(_message.Message):
-    __slots__ = ("age_seconds", "model", "namespace", "message")
+    __slots__ = ("age_seconds", "model", "namespace", "message", "differences", "difference_count")
     AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCE_COUNT_FIELD_NUMBER: _ClassVar[int]
     age_seconds: float
     model: str
     namespace: str
     message: str
-    def __init__(self, age_seconds: _Optional[float] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+    differences: _containers.RepeatedCompositeFieldContainer[FieldDifference]
+    difference_count: int
+    def __init__(self, age_seconds: _Optional[float] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., message: _Optional[str] = ..., differences: _Optional[_Iterable[_Union[FieldDifference, _Mapping]]] = ..., difference_count: _Optional[int] = ...) -> None: ...
+
+class FieldDifference(_message.Message):
+    __slots__ = ("name", "refused", "attached")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    refused: str
+    attached: str
+    def __init__(self, name: _Optional[str] = ..., refused: _Optional[str] = ..., attached: _Optional[str] = ...) -> None: ...
 
 class AttachedModel(_message.Message):
     __slots__ = ("model", "namespace", "fingerprint", "engines")
@@ -728,14 +892,16 @@ class EngineKind(_message.Message):
     def __init__(self, namespace: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., attached: _Optional[int] = ..., seconds_per_block: _Optional[float] = ...) -> None: ...
 
 class PeerSpeed(_message.Message):
-    __slots__ = ("node_id", "bytes_per_second", "overhead_seconds")
+    __slots__ = ("node_id", "bytes_per_second", "overhead_seconds", "pulled_bytes")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     OVERHEAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PULLED_BYTES_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     bytes_per_second: float
     overhead_seconds: float
-    def __init__(self, node_id: _Optional[str] = ..., bytes_per_second: _Optional[float] = ..., overhead_seconds: _Optional[float] = ...) -> None: ...
+    pulled_bytes: int
+    def __init__(self, node_id: _Optional[str] = ..., bytes_per_second: _Optional[float] = ..., overhead_seconds: _Optional[float] = ..., pulled_bytes: _Optional[int] = ...) -> None: ...
 
 class EngineStatsReply(_message.Message):
     __slots__ = ("node", "engines", "peers", "draining", "tenant_key", "public_key")

@@ -768,6 +768,11 @@ class AdminServiceStub(object):
                 request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.BlockHistoryRequest.SerializeToString,
                 response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.BlockHistoryReply.FromString,
                 _registered_method=True)
+        self.ListBlocks = channel.unary_unary(
+                '/kvservice.wire.v1.AdminService/ListBlocks',
+                request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ListBlocksRequest.SerializeToString,
+                response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ListBlocksReply.FromString,
+                _registered_method=True)
         self.EngineStats = channel.unary_unary(
                 '/kvservice.wire.v1.AdminService/EngineStats',
                 request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.EngineStatsRequest.SerializeToString,
@@ -812,6 +817,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListBlocks(self, request, context):
+        """Slots and the blocks in them, a page at a time. Never tokens or bytes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def EngineStats(self, request, context):
         """For routers: which engines are attached, how fast they compute, and how fast this shard reads from other nodes.
         """
@@ -846,6 +858,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.BlockHistory,
                     request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.BlockHistoryRequest.FromString,
                     response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.BlockHistoryReply.SerializeToString,
+            ),
+            'ListBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListBlocks,
+                    request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ListBlocksRequest.FromString,
+                    response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ListBlocksReply.SerializeToString,
             ),
             'EngineStats': grpc.unary_unary_rpc_method_handler(
                     servicer.EngineStats,
@@ -988,6 +1005,33 @@ class AdminService(object):
             '/kvservice.wire.v1.AdminService/BlockHistory',
             kvservice_dot_wire_dot_v1_dot_shard__pb2.BlockHistoryRequest.SerializeToString,
             kvservice_dot_wire_dot_v1_dot_shard__pb2.BlockHistoryReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.wire.v1.AdminService/ListBlocks',
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.ListBlocksRequest.SerializeToString,
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.ListBlocksReply.FromString,
             options,
             channel_credentials,
             insecure,

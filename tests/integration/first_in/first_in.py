@@ -71,6 +71,9 @@ class FirstIn:
     def last_touch(self, key: BlockKey) -> int:
         return self._blocks[key].touch
 
+    def uses(self, key: BlockKey) -> int:
+        return 0
+
     def used_at(self, key: BlockKey) -> float:
         return self._blocks[key].used_at
 

@@ -66,6 +66,7 @@ class Bench:
             counters=counters,
             emit=self.actions.append,
             is_draining=lambda: False,
+            model_of=lambda attachment: "model",
         )
         self.pulls = Pulls(context)
         self.owner = Owner(self.store)

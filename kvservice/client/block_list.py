@@ -1,0 +1,134 @@
+"""Lists the blocks of a service, with what is known of each. Never tokens, and never their bytes.
+
+Shards answer in pages and look at a bounded number of slots for each, so their other work goes on in between.
+Everything runs on the caller's loop. Nothing is raised for shards that do not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import grpc
+
+from kvservice.auth.tls import TlsFiles
+from kvservice.auth.token import Token
+from kvservice.client.channels import Channels
+from kvservice.errors import ConfigError
+from kvservice.wire.status import error_from_rpc
+from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
+
+CALL_SECONDS = 3.0  # for one page, which takes a shard a few milliseconds
+NODES_AT_ONCE = 8  # nodes that are read in parallel; each has one page under way
+PRIMARY, SECONDARY = "primary", "secondary"
+MEMORY = "memory"  # the only tier there is
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFilter:
+    """Which slots are listed. An empty field lets every slot through."""
+
+    states: tuple[str, ...] = ()  # as in client.overview.STATES; empty = all but free ones
+    model: str = ""  # the whole name
+    tenant: str | None = None
+    key_prefix: str = ""  # hex
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRow:
+    """A slot, and the block in it."""
+
+    node_id: str
+    slot: int
+    state: str
+    bytes: int
+    tenant: str
+    key: str  # hex; "" = the slot holds no block, and the fields below are empty
+    model: str  # "" = not known, for example after a restart of the shard
+    position: int  # in its chain, from 0
+    copy: str  # PRIMARY or SECONDARY: another node has the primary copy
+    tier: str
+    age_seconds: float  # since it was sealed on this node
+    idle_seconds: float  # since its last use
+    uses: int  # times it was used again, as the eviction policy counts them
+
+
+@dataclass(frozen=True, slots=True)
+class BlockList:
+    blocks: tuple[BlockRow, ...]  # by node, then by slot
+    complete: bool  # False: there are more than were asked for
+    problems: tuple[str, ...]  # nodes that did not answer
+
+
+class BlockReader:
+    """Channels stay open between two readings."""
+
+    def __init__(self, tls: TlsFiles | None = None, token: Token | None = None) -> None:
+        self._channels = Channels(tls)
+        self._encrypted = tls is not None
+        self._token = token or Token()
+
+    async def read(self, addresses: Mapping[str, str], wanted: BlockFilter, limit: int) -> BlockList:
+        """At most `limit` matching slots of the shards at these addresses, by node.
+
+        Raises InvalidRequest for a filter that cannot match, and Unauthenticated if the service has tenants and the
+        token is missing or wrong.
+        """
+        permits = asyncio.Semaphore(NODES_AT_ONCE)
+
+        async def read_node(node: str) -> tuple[list[BlockRow], bool, str]:
+            async with permits:
+                return await self._read_node(node, addresses[node], wanted, limit)
+
+        found = await asyncio.gather(*[read_node(node) for node in sorted(addresses)])
+        rows = [row for of_node, _, _ in found for row in of_node]
+        complete = len(rows) <= limit and all(is_all for _, is_all, _ in found)
+        return BlockList(tuple(rows[:limit]), complete, tuple(problem for _, _, problem in found if problem))
+
+    async def close(self) -> None:
+        await self._channels.close()
+
+    async def _read_node(
+        self, node: str, address: str, wanted: BlockFilter, limit: int
+    ) -> tuple[list[BlockRow], bool, str]:
+        """(its rows, whether these are all, why it could not be read or "")."""
+        stub = shard_pb2_grpc.AdminServiceStub(self._channels.get(address))
+        request = shard_pb2.ListBlocksRequest(
+            states=wanted.states, model=wanted.model, tenant=wanted.tenant, key_prefix=wanted.key_prefix
+        )
+        rows: list[BlockRow] = []
+        try:
+            while len(rows) <= limit:
+                metadata = self._token.metadata_for(address, encrypted=self._encrypted)
+                reply = await stub.ListBlocks(request, timeout=CALL_SECONDS, metadata=metadata)
+                rows += [_row(node, one) for one in reply.blocks]
+                if not reply.more:
+                    return rows, True, ""
+                request.start_slot = reply.next_slot
+        except grpc.aio.AioRpcError as error:
+            problem = error_from_rpc(error, f"blocks of node {node}")
+            if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED):
+                raise problem from error
+            return rows, False, problem.message
+        except ConfigError as error:
+            return rows, False, error.message
+        return rows, False, ""
+
+
+def _row(node: str, one: shard_pb2.ListedBlock) -> BlockRow:
+    return BlockRow(
+        node,
+        one.slot,
+        one.state,
+        one.payload_bytes,
+        one.tenant,
+        one.key.hex(),
+        one.model,
+        one.position,
+        "" if not one.key else SECONDARY if one.secondary else PRIMARY,
+        MEMORY,
+        one.age_seconds,
+        one.idle_seconds,
+        one.uses,
+    )
