@@ -56,10 +56,12 @@ UNITS = Lane(
     ("contract", "fuzz", "golden", "gpu", "packaging", "property", "serve", "tidy", "unit"),
     ("nice", "-n", "3"),
 )
-SERVICE = Lane("service", NO_CLUSTER, ("faults", "helm", "integration", "stand_in_driver"))
-RAY = Lane("ray", "(ray or netns) and not vllm and not sim", ("faults", "helm", "netns", "ray", "serve"))
+SERVICE = Lane("service", NO_CLUSTER, ("faults", "helm", "integration", "journeys", "stand_in_driver"))
+RAY = Lane("ray", "(ray or netns) and not vllm and not sim", ("faults", "helm", "journeys", "netns", "ray", "serve"))
 SIMULATOR = Lane("simulator", "sim", ("sim",), ("chrt", "--idle", "0"))
-ENGINES = Lane("engines", "vllm and not sim", ("faults", "gpu", "netns", "packaging", "ray", "serve", "vllm"))
+ENGINES = Lane(
+    "engines", "vllm and not sim", ("faults", "gpu", "journeys", "netns", "packaging", "ray", "serve", "vllm")
+)
 LANES = (UNITS, SERVICE, RAY, SIMULATOR, ENGINES)
 GOOD = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)  # nothing is selected e.g. by -k
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,25 +12,12 @@ from pathlib import Path
 import pytest
 
 import kvservice
-
-ROOT = Path(__file__).resolve().parents[2]
-LEFT_BEHIND = shutil.ignore_patterns("__pycache__", "*.egg-info")
+from tests.packaging.wheel import ROOT, build_wheel
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that building leaves nothing in the working tree."""
-    source = tmp_path_factory.mktemp("source")
-    for folder in ("kvservice", "actors"):
-        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=LEFT_BEHIND)
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, source / file)
-    out = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    (built,) = out.glob("*.whl")
-    return built
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def test_the_wheel_holds_every_written_module(wheel: Path) -> None:
