@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from enum import Enum
-from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, model_validator
 
-from kvservice.config import EvictionName, Seconds, Settings, Shown, Size
+from kvservice.config import Seconds, Shown
 from kvservice.connector.weights import VERSION_CHARS_MAX, is_version
 from kvservice.errors import ConfigError
-from kvservice.units import GiB, MiB, format_bytes
+from kvservice.session.options import PoolOptions
 
-# Size of an embedded pool. Room for some long prompts, and small beside the memory of a machine that runs a model.
-EMBEDDED_BYTES_DEFAULT = 4 * GiB
-EMBEDDED_SHARE_DEFAULT = 0.25  # Share of what is free in /dev/shm that an embedded pool takes at most.
-DEV_SHM = Path("/dev/shm")
-MEMORY_MIN = 4 * MiB  # A smaller pool holds no prompt; it is refused.
-MEMORY = (
-    f"a size of at least {format_bytes(MEMORY_MIN)}, such as 8GiB; to run without a cache, start the engine without "
-    "--kv-transfer-config"
-)
-MEMORY_DEFAULT = "4 GiB, or a quarter of what is free in /dev/shm if that is less"
 VERSION = f"1 to {VERSION_CHARS_MAX} printable characters"
 Timeout = Annotated[Seconds, Field(ge=0, le=600), Shown(unit="seconds")]
 
@@ -33,12 +21,6 @@ def _version(text: str) -> str:
     if not is_version(text):
         raise ValueError(f"{text!r:.200} cannot name a version of weights")
     return text
-
-
-class Mode(Enum):
-    AUTO = "auto"  # the service if one is registered on this machine at start, else embedded
-    SERVICE = "service"
-    EMBEDDED = "embedded"
 
 
 class Offload(Enum):
@@ -89,33 +71,10 @@ class AdapterFiles(Enum):
     IMMUTABLE = "immutable"  # all: the operator says that files at one path never change
 
 
-class ConnectorOptions(Settings):
+class ConnectorOptions(PoolOptions):
     """What the engine's operator can set, the keys of kv_connector_extra_config."""
 
     what: ClassVar[str] = "key of kv_connector_extra_config"
-
-    mode: Mode = Mode.AUTO
-    """Where blocks are kept. service uses the shard of this node, embedded a pool in the engine's process. auto chooses
-    once, at start: the service when one is registered on this machine, else embedded."""
-
-    socket: str | None = None
-    """Service: the shard's Unix socket. Without it the engine finds the shard by service and node."""
-
-    service: str | None = None
-    """Service: the name of the service, where several are registered on this machine."""
-
-    node: str | None = None
-    """Service: the node whose shard this engine uses, where several are registered on this machine."""
-
-    token_file: str | None = None
-    """Service: file with the token of the engine's tenant, instead of KVSERVICE_TOKEN_FILE."""
-
-    memory: Annotated[Annotated[Size, Field(ge=MEMORY_MIN)] | None, Shown(allowed=MEMORY, default=MEMORY_DEFAULT)] = (
-        None
-    )
-    """Embedded: memory of the pool. `kvservice up` sets that of a service."""
-
-    eviction: EvictionName = "default"
 
     offload: Offload = Offload.EAGER
     """When blocks are stored: eager in the step that fills them, lazy when their request ends. lazy copies less and
@@ -169,8 +128,6 @@ class ConnectorOptions(Settings):
 
     @model_validator(mode="after")
     def _fits_together(self) -> ConnectorOptions:
-        if self.mode is Mode.EMBEDDED and (self.socket or self.node or self.service or self.token_file):
-            raise ConfigError("mode 'embedded' uses no service: remove socket, node, service, token_file, or the mode")
         if self.handoff_loans is HandoffLoans.ON and self.copier is not CopierChoice.WORKER:
             raise ConfigError("handoff_loans 'on' needs copier 'worker': only a copy worker can copy between engines")
         if self.weights_version is not None and self.weights_version_file is not None:
@@ -190,10 +147,3 @@ class ConnectorOptions(Settings):
         if self.weights_version is not None:
             return f"version {self.weights_version}"
         return None if self.weights_version_file is None else "by weights_version_file"
-
-    def embedded_bytes(self) -> int:
-        """Size of the embedded pool's segment."""
-        if self.memory is not None:
-            return self.memory
-        free = shutil.disk_usage(DEV_SHM).free
-        return min(EMBEDDED_BYTES_DEFAULT, int(free * EMBEDDED_SHARE_DEFAULT))

@@ -12,9 +12,9 @@ import time
 
 import kvservice.client.shard
 from kvservice.client.shard import ShardClient
-from kvservice.connector.scheduler.pool_session import Session
 from kvservice.core.messages import SealItem
 from kvservice.pool.port import PoolPort
+from kvservice.session.session import Session
 from kvservice.units import AttachmentId, BlockKey, HandoffId, SpanRoute
 from tests.integration.engine import spec
 

@@ -32,8 +32,9 @@ START_SECONDS = 120.0
 SETTLE_SECONDS = 1.0  # a transport listens before the shard says that it serves; a thread of it may be later
 EMBEDDED = """
 import asyncio, sys
-from kvservice.connector.options import ConnectorOptions, Mode
-from kvservice.connector.scheduler.pool_choice import choose_pool
+from kvservice.connector.options import ConnectorOptions
+from kvservice.session.options import Mode
+from kvservice.session.pool_choice import choose_pool
 from tests.integration.engine import Engine, spec
 async def main():
     choice = choose_pool(ConnectorOptions(mode=Mode.EMBEDDED, memory=32 << 20), spec())

@@ -25,12 +25,12 @@ import pytest
 
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
-from kvservice.connector.scheduler.pool_session import Session
 from kvservice.discovery import ShardRecord, keep_epoch, keep_secret, node_directory, write_record
 from kvservice.errors import ConfigError, SegmentError, TransferError, Unavailable
 from kvservice.lookup.server import LookupServer
 from kvservice.memory.segment import Segment
 from kvservice.private_files import make_directory
+from kvservice.session.session import Session
 from kvservice.shard import server as module
 from kvservice.shard.server import DEV_SHM, ShardServer, ShardServerConfig
 from kvservice.testing.eventually import eventually_async
@@ -229,7 +229,7 @@ def test_a_shard_whose_port_is_taken_leaves_nothing(config: ShardServerConfig, t
 EMBEDDED = """
 import asyncio, sys
 from kvservice.connector.options import ConnectorOptions
-from kvservice.connector.scheduler.pool_choice import choose_pool
+from kvservice.session.pool_choice import choose_pool
 from kvservice.memory.segment import Segment
 from tests.integration.engine import Engine, spec
 

@@ -16,11 +16,11 @@ from kvservice import discovery
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
 from kvservice.connector.options import ConnectorOptions
-from kvservice.connector.scheduler.pool_choice import choose_pool
 from kvservice.discovery import ShardRecord, choose_shard, find_shards, write_record
 from kvservice.errors import ConfigError, SegmentError, Unavailable
 from kvservice.memory.segment import open_private
 from kvservice.private_files import check_directory, check_socket_path, is_listening, make_directory
+from kvservice.session.pool_choice import choose_pool
 from kvservice.shard.server import ShardServer, ShardServerConfig
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually_async

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.faults
 ENGINE = """
 import atexit, asyncio, logging, sys, time
 from kvservice.connector.options import ConnectorOptions
-from kvservice.connector.scheduler.pool_choice import choose_pool
-from kvservice.connector.scheduler.pool_session import Session
+from kvservice.session.pool_choice import choose_pool
+from kvservice.session.session import Session
 from kvservice.core.messages import EngineSpec, SealItem
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.units import BlockKey, SpanRoute

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvservice.client.shard import ShardClient
-from kvservice.connector.scheduler.pool_session import Session
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, Handoff
 from kvservice.pool.port import PoolPort
+from kvservice.session.session import Session
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually
 from kvservice.units import HandoffId, MiB, NodeId

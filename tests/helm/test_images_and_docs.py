@@ -13,7 +13,8 @@ import typer.main
 import yaml
 
 from kvservice.cli.main import app
-from kvservice.connector.options import ConnectorOptions, Mode
+from kvservice.connector.options import ConnectorOptions
+from kvservice.session.options import Mode
 from tests.helm.chart import ROOT, TOOLS, VALUES, find, pods, rendered, transfer_configs
 from tests.helm.test_rendering import invalid
 

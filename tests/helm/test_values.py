@@ -12,7 +12,8 @@ import tomllib
 import yaml
 
 from kvservice.config import load_config
-from kvservice.connector.options import ConnectorOptions, Mode
+from kvservice.connector.options import ConnectorOptions
+from kvservice.session.options import Mode
 from tests.helm.chart import (
     CHART,
     ROOT,

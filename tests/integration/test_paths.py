@@ -25,10 +25,10 @@ from kvservice import discovery
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
 from kvservice.connector.scheduler.half import SchedulerHalf
-from kvservice.connector.scheduler.pool_session import Session
 from kvservice.connector.scheduler.ports import Promise
 from kvservice.core.block.keys import block_keys, chain_hashes
 from kvservice.lookup.server import LookupServer
+from kvservice.session.session import Session
 from kvservice.shard.server import ShardServer, ShardServerConfig
 from kvservice.testing.eventually import eventually_async
 from kvservice.units import BlockHash, BlockKey, MiB, NodeId

@@ -43,8 +43,9 @@ LAYERS: dict[str, frozenset[str]] = {
         {"core", "wire", "auth", "memory", "transfer", "client", "lookup", "pool"} | {"discovery", "config", "observe"}
     ),
     "copying": frozenset({"core", "memory", "discovery", "config", "observe"}),
+    "session": frozenset({"client", "core", "auth", "pool", "discovery", "config"}),
     "connector": frozenset(
-        {"client", "core", "auth", "memory", "transfer", "pool", "copying", "discovery", "config", "observe"}
+        {"client", "core", "auth", "memory", "transfer", "pool", "copying", "session", "discovery", "config", "observe"}
     ),
     "serve": frozenset(
         {"client", "core", "wire", "auth", "lookup", "connector", "actors", "discovery", "config", "observe"}
@@ -57,7 +58,7 @@ LAYERS: dict[str, frozenset[str]] = {
     ),
     "testing": frozenset(
         {"core", "wire", "auth", "memory", "transfer", "lookup", "client", "pool", "shard", "connector", "actors"}
-        | {"copying", "serve", "discovery", "config", "observe"}
+        | {"copying", "session", "serve", "discovery", "config", "observe"}
     ),
     "cli": frozenset(
         {"core", "wire", "auth", "memory", "transfer", "lookup", "client", "pool", "shard", "connector", "actors"}
@@ -119,7 +120,7 @@ HOMES: dict[str, frozenset[str]] = {
     "typer": frozenset({"cli"}),
     "rich": frozenset({"cli"}),
     "matplotlib": frozenset({"cli"}),
-    "pydantic": frozenset({"serve", "config", "connector"}),
+    "pydantic": frozenset({"serve", "config", "connector", "session"}),
     "aiohttp": frozenset({"proxy"}),
     "multidict": frozenset({"proxy"}),
     "cryptography": frozenset({"cli"}),

@@ -18,7 +18,6 @@ from kvservice.cli import main
 from kvservice.cli.settings import load
 from kvservice.config import LEASE_SECONDS_MIN, ServiceConfig, load_config, shown
 from kvservice.connector.options import ConnectorOptions
-from kvservice.connector.scheduler.pool_choice import choose_pool
 from kvservice.core.acquire.pulls import LEASE_MARGIN_SECONDS
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.core.store.eviction import LeafFirstLru
@@ -26,6 +25,7 @@ from kvservice.errors import ConfigError
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.proxy.settings import ProxySettings
 from kvservice.serve.section import parse_section
+from kvservice.session.pool_choice import choose_pool
 from kvservice.units import parse_bytes
 from tests.integration.engine import spec
 

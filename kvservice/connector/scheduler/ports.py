@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvservice.connector.scheduler.pool_session import AcquireAnswer
 from kvservice.core.messages import AcquireRequest, Attachment, RequestReport, SealItem
 from kvservice.core.segment.refs import BlockRef
+from kvservice.session.session import AcquireAnswer
 from kvservice.units import AttachmentId, BlockHash, HandoffId, LeaseId
 
 

@@ -38,8 +38,6 @@ from kvservice.connector.options import AdapterFiles, ConnectorOptions, CopierCh
 from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill, decode_params, parse_public_tokens, parse_transfer_params
-from kvservice.connector.scheduler.pool_choice import PoolChoice, choose_pool
-from kvservice.connector.scheduler.pool_session import Session
 from kvservice.connector.scheduler.ports import Wait
 from kvservice.connector.vllm import compat
 from kvservice.connector.vllm.lora import Adapters, located
@@ -56,6 +54,8 @@ from kvservice.core.block.keys import block_keys
 from kvservice.core.messages import Attachment, Handoff
 from kvservice.errors import ConfigError, KVServiceError
 from kvservice.observe import logs
+from kvservice.session.pool_choice import PoolChoice, choose_pool
+from kvservice.session.session import Session
 from kvservice.units import HandoffId
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from functools import partial
 from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill
-from kvservice.connector.scheduler.pool_session import Session
 from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.core.block.keys import DEFAULT_TENANT_KEY, block_keys, tenant_key, term_key
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, EngineSpec, Handoff
+from kvservice.session.session import Session
 from kvservice.testing.sim.line import Line
 from kvservice.testing.sim.loop import ProcessLoop
 from kvservice.testing.sim.memory import BLANK, content_of

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from itertools import count
 
 from kvservice.connector.plan import PoolInfo
-from kvservice.connector.scheduler.pool_session import AcquireAnswer
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, MissReason, RequestReport, SealItem
 from kvservice.core.segment.geometry import Geometry, slot_index
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.core.segment.refs import BlockRef
+from kvservice.session.session import AcquireAnswer
 from kvservice.units import AttachmentId, BlockHash, BlockKey, BootEpoch, Generation, HandoffId, LeaseId, NodeId
 
 BLOCK = 16

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvservice.connector.options import ConnectorOptions, Mode, Offload, Verify
+from kvservice.connector.options import ConnectorOptions, Offload, Verify
 from kvservice.errors import ConfigError
+from kvservice.session.options import Mode
 from kvservice.units import GiB, MiB
 
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.connector.scheduler import pool_session as module
-from kvservice.connector.scheduler.pool_session import HEARTBEAT_SECONDS_MAX, AcquireAnswer, Session
 from kvservice.core.acquire.handoff import OPEN_SECONDS
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.window_groups import Window, WindowGroup
@@ -23,6 +21,8 @@ from kvservice.core.segment.geometry import plan_geometry
 from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import FingerprintMismatch, Unavailable
 from kvservice.pool.port import PoolPort
+from kvservice.session import session as module
+from kvservice.session.session import HEARTBEAT_SECONDS_MAX, AcquireAnswer, Session
 from kvservice.testing.eventually import eventually
 from kvservice.testing.fake_pool import FakePool
 from kvservice.units import AttachmentId, BlockKey, HandoffId, MiB, SlotIndex, SpanRoute
@@ -395,7 +395,7 @@ def test_pool_that_is_not_up_yet_is_found_later(bench: Bench) -> None:
 
 
 def test_failure_nobody_thought_of_is_tried_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvservice.connector.scheduler.pool_session.RETRY_SECONDS_MAX", 0.1)
+    monkeypatch.setattr("kvservice.session.session.RETRY_SECONDS_MAX", 0.1)
     bench.failures = [RuntimeError("a bug")]
     assert bench.session.start(5.0) is None
     eventually(lambda: bench.session.attachment is not None, "an attachment")

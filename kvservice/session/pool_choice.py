@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from kvservice.auth.token import Token
 from kvservice.client.shard import ShardClient
-from kvservice.connector.options import ConnectorOptions, Mode
 from kvservice.core.messages import EngineSpec
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.discovery import choose_shard
@@ -19,9 +18,10 @@ from kvservice.pool.port import PoolPort
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.private_files import is_listening
+from kvservice.session.options import Mode, PoolOptions
 from kvservice.units import NodeId, format_bytes
 
-log = logging.getLogger("kvservice.connector")
+log = logging.getLogger("kvservice.session")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class PoolChoice:
     open: Callable[[], Awaitable[PoolPort]]
 
 
-def choose_pool(options: ConnectorOptions, spec: EngineSpec) -> PoolChoice:
+def choose_pool(options: PoolOptions, spec: EngineSpec) -> PoolChoice:
     """Choose once, at engine start. Raises ConfigError if several shards fit."""
     spec = replace(spec, engine_id=os.urandom(16))
     mode = options.mode
@@ -46,7 +46,7 @@ def choose_pool(options: ConnectorOptions, spec: EngineSpec) -> PoolChoice:
     return _embedded(options, spec)
 
 
-async def _open_service(options: ConnectorOptions) -> PoolPort:
+async def _open_service(options: PoolOptions) -> PoolPort:
     """Looked up at every attempt, because the shard may not be up yet, or may come back in another place."""
     socket = options.socket
     try:
@@ -62,7 +62,7 @@ async def _open_service(options: ConnectorOptions) -> PoolPort:
     return ShardClient(socket, Token.of_environment(options.token_file))
 
 
-def _embedded(options: ConnectorOptions, spec: EngineSpec) -> PoolChoice:
+def _embedded(options: PoolOptions, spec: EngineSpec) -> PoolChoice:
     geometry = plan_geometry(options.embedded_bytes())
     eviction = find_policy(options.eviction)
     log.info("mode embedded: using a pool of %s in this process", format_bytes(geometry.segment_bytes))

@@ -34,7 +34,7 @@ from kvservice.observe import logs, tracing
 from kvservice.pool.port import PoolPort
 from kvservice.units import AttachmentId, HandoffId, LeaseId, format_bytes
 
-log = logging.getLogger("kvservice.connector")
+log = logging.getLogger("kvservice.session")
 
 # Before the second attempt to attach; it doubles with each attempt. A restarted shard is back within a second.
 RETRY_SECONDS_FIRST = 0.2
