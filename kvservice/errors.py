@@ -15,6 +15,7 @@
     ├── Exhausted                  EXHAUSTED         RESOURCE_EXHAUSTED    yes   no slot, over quota, message too large
     ├── Unavailable                UNAVAILABLE       UNAVAILABLE           yes   server drains, died or never started
     ├── DeadlineExceeded           DEADLINE          DEADLINE_EXCEEDED     yes
+    ├── LeaseLost                  LEASE_LOST        FAILED_PRECONDITION   yes   what a program read may have changed
     ├── SegmentError               SEGMENT           FAILED_PRECONDITION   no    shared memory cannot be made or read
     ├── ConfigError                CONFIG            INVALID_ARGUMENT      no    a setting is unknown or wrong
     ├── ServiceConflict            CONFLICT          FAILED_PRECONDITION   no    two services or shards with one name
@@ -119,6 +120,12 @@ class Unavailable(KVServiceError):
 class DeadlineExceeded(KVServiceError):
     reason = "DEADLINE"
     grpc_code = "DEADLINE_EXCEEDED"
+    retryable = True
+
+
+class LeaseLost(KVServiceError):
+    reason = "LEASE_LOST"
+    grpc_code = "FAILED_PRECONDITION"
     retryable = True
 
 

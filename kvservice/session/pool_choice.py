@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from kvservice.auth.token import Token
 from kvservice.client.shard import ShardClient
 from kvservice.core.messages import EngineSpec
-from kvservice.core.segment.geometry import plan_geometry
+from kvservice.core.segment.geometry import Geometry, plan_geometry
 from kvservice.discovery import choose_shard
 from kvservice.errors import ConfigError, Unavailable
 from kvservice.pool.eviction import find_policy
@@ -36,18 +36,26 @@ class PoolChoice:
 def choose_pool(options: PoolOptions, spec: EngineSpec) -> PoolChoice:
     """Choose once, at engine start. Raises ConfigError if several shards fit."""
     spec = replace(spec, engine_id=os.urandom(16))
-    mode = options.mode
-    if mode is Mode.AUTO:
-        found = options.socket is not None or choose_shard(options.service, options.node) is not None
-        mode = Mode.SERVICE if found else Mode.EMBEDDED
+    mode = choose_mode(options)
     if mode is Mode.SERVICE:
         log.info("mode service: using this node's shard")
-        return PoolChoice(mode, spec, lambda: _open_service(options))
-    return _embedded(options, spec)
+        return PoolChoice(mode, spec, lambda: open_service(options))
+    geometry = plan_geometry(options.embedded_bytes())
+    log.info("mode embedded: using a pool of %s in this process", format_bytes(geometry.segment_bytes))
+    return PoolChoice(mode, spec, embedded(options, geometry, NodeId(spec.engine_id.hex()[:12])))
 
 
-async def _open_service(options: PoolOptions) -> PoolPort:
-    """Looked up at every attempt, because the shard may not be up yet, or may come back in another place."""
+def choose_mode(options: PoolOptions) -> Mode:
+    """SERVICE or EMBEDDED. Raises ConfigError if several shards fit."""
+    if options.mode is not Mode.AUTO:
+        return options.mode
+    found = options.socket is not None or choose_shard(options.service, options.node) is not None
+    return Mode.SERVICE if found else Mode.EMBEDDED
+
+
+async def open_service(options: PoolOptions) -> PoolPort:
+    """The shard of this node. Looked up at every attempt, because the shard may not be up yet, or may come back in
+    another place. Raises Unavailable."""
     socket = options.socket
     try:
         if socket is None:
@@ -62,13 +70,12 @@ async def _open_service(options: PoolOptions) -> PoolPort:
     return ShardClient(socket, Token.of_environment(options.token_file))
 
 
-def _embedded(options: PoolOptions, spec: EngineSpec) -> PoolChoice:
-    geometry = plan_geometry(options.embedded_bytes())
+def embedded(options: PoolOptions, geometry: Geometry, node_id: NodeId) -> Callable[[], Awaitable[PoolRuntime]]:
+    """How to open a pool in this process. Raises ConfigError for an unknown eviction policy."""
     eviction = find_policy(options.eviction)
-    log.info("mode embedded: using a pool of %s in this process", format_bytes(geometry.segment_bytes))
 
-    async def open_pool() -> PoolPort:
-        # The segment has no name, so nothing is left behind however this engine ends.
-        return await PoolRuntime.open(PoolConfig(NodeId(spec.engine_id.hex()[:12]), None, geometry, eviction=eviction))
+    async def open_pool() -> PoolRuntime:
+        # The segment has no name, so nothing is left behind however this process ends.
+        return await PoolRuntime.open(PoolConfig(node_id, None, geometry, eviction=eviction))
 
-    return PoolChoice(Mode.EMBEDDED, spec, open_pool)
+    return open_pool

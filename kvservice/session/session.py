@@ -3,6 +3,8 @@
 The scheduler half posts commands and takes results; neither blocks. The session attaches, sends heartbeats, keeps a
 stock of reserved slots so that no RPC is needed per block, and attaches again after a loss. While it is not attached it
 answers at once: nothing is found and nothing is stored.
+
+A program that can wait runs `serve` on a loop of its own, keeps no stock, and awaits `ask`, `reserve` and `store`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from kvservice.core.messages import (
 )
 from kvservice.core.reconcile import Ledger
 from kvservice.core.segment.refs import BlockRef
-from kvservice.errors import KVServiceError, Refused
+from kvservice.errors import KVServiceError, Refused, Unavailable
 from kvservice.observe import logs, tracing
 from kvservice.pool.port import PoolPort
 from kvservice.units import AttachmentId, HandoffId, LeaseId, format_bytes
@@ -71,16 +73,19 @@ class Session:
         open_pool: Callable[[], Awaitable[PoolPort]],
         spec: EngineSpec,
         may_reattach: Callable[[], bool],
-        stock_min: int = STOCK_MIN,
+        stock_min: int | None = STOCK_MIN,
         rng: random.Random | None = None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`stock_min` is the number of slots held ready while no requests are known. `rng` spreads the attempts to
-        attach."""
+        """`stock_min` is the number of slots held ready while no requests are known; None = there is no stock. `rng`
+        spreads the attempts to attach. `on_end` is called on the loop when an attachment has ended."""
         self._open_pool = open_pool
         self._spec = spec
         self._losses: list[str] = []  # why the current attachment ended
         self._may_reattach = may_reattach
-        self._stock_min = min(max(stock_min, STOCK_MIN), STOCK_MAX)
+        self._has_stock = stock_min is not None
+        self._stock_min = min(max(stock_min or 0, STOCK_MIN), STOCK_MAX)
+        self._on_end = on_end
         self._rng = rng or random.Random()
         self._lock = threading.Lock()
         self._layouts = (spec.layout, *(group.layout for group in spec.window_groups))
@@ -104,7 +109,8 @@ class Session:
         self._stopping = False
         self._background: set[asyncio.Task[None]] = set()
         self._first_attempt = threading.Event()
-        self._refusal = ""
+        self._has_tried = asyncio.Event()  # the same, for the loop
+        self.failure: KVServiceError | None = None  # why the last attempt to attach failed; None while attached
         self.counters: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name="kvservice-session", daemon=True)
 
@@ -212,10 +218,14 @@ class Session:
         with self._lock:
             self._reports.append(report)
 
-    def close(self) -> None:
-        """Detach and end the thread. Blocks for at most CLOSE_SECONDS. May be called again."""
+    def stop(self) -> None:
+        """Make `serve` detach and end. Returns at once. May be called again."""
         self._stopping = True
         self._poke()
+
+    def close(self) -> None:
+        """Detach and end the thread. Blocks for at most CLOSE_SECONDS. May be called again."""
+        self.stop()
         if self._thread.is_alive():
             self._thread.join(CLOSE_SECONDS)
 
@@ -249,7 +259,7 @@ class Session:
                 self._report_failure(KVServiceError(f"unexpected {type(error).__name__}: {error}"))
                 log.debug("session_failed", exc_info=True)
                 delay = RETRY_SECONDS_MAX
-            self._first_attempt.set()
+            self._attempted()
             await self._pause(delay * self._rng.uniform(0.8, 1.2))
         if self._background:
             await asyncio.wait(self._background, timeout=1.0)
@@ -279,14 +289,15 @@ class Session:
         attachment = await self._pool.attach(replace(self._spec, attempt=self._attempts), on_lost)
         with self._lock:
             self._attachment = attachment
-        self._refusal = ""
-        self._first_attempt.set()
+        self.failure = None
+        self._attempted()
         self.counters["attached"] += 1
         log.info("%s", self._describe(attachment))
         try:
             await self._keep(attachment, lost)
         finally:
             unused = self._forget()
+            self._on_end()
         if lost:
             log.warning("the pool is gone (%s); serving without the cache until it is back", lost[0])
             self.counters["lost"] += 1
@@ -312,7 +323,7 @@ class Session:
         report_at = self._loop.time()
         while not self._stopping and not lost:
             self._wake.clear()
-            for group in range(len(self._stocks)):
+            for group in range(len(self._stocks) if self._has_stock else 0):
                 await self._restock(attachment, group)
             if self._loop.time() >= renew_at or (self._reports and self._loop.time() >= report_at):
                 report_at = self._loop.time() + REPORT_SECONDS
@@ -354,19 +365,11 @@ class Session:
             log.debug("reserve failed: %s", error.message)
 
     async def _reserve(self, attachment: Attachment, group: int, count: int) -> None:
-        """Reserve this many slots for the stock. Slots that arrive too late are not used, because a heartbeat has
-        already denied them."""
-        assert self._pool is not None
+        """Reserve this many slots for the stock."""
+        refs = await self.reserve(attachment, count, group)
         with self._lock:
-            call = self._ledger.begin_call()
-        try:
-            refs = await self._pool.reserve(attachment.attachment_id, count, group, call)
-            with self._lock:
-                if self._attachment is attachment and self._ledger.take(call, refs):
-                    self._stocks[group].extend(refs)
-        finally:
-            with self._lock:
-                self._ledger.give_up(call)
+            if self._attachment is attachment:
+                self._stocks[group].extend(refs)
 
     async def _acquire(self, attachment: Attachment, request_id: str, request: AcquireRequest) -> None:
         result: AcquireResult | None = None
@@ -466,6 +469,51 @@ class Session:
         current = self._attachment
         return current is not None and current.attachment_id == attachment
 
+    # -- for callers on the loop ----
+
+    async def wait_for_attempt(self) -> Attachment | None:
+        """Wait for the end of the first attempt to attach. Returns the attachment; None: `failure` says why not."""
+        await self._has_tried.wait()
+        return self.attachment
+
+    async def ask(self, attachment: Attachment, request: AcquireRequest) -> AcquireResult:
+        """Acquire a prefix. Its lease is renewed until `release`. Raises KVServiceError."""
+        if self._pool is None or not self._is_current(attachment.attachment_id):
+            raise Unavailable("the pool is gone")
+        result = await self._pool.acquire(attachment.attachment_id, request)
+        with self._lock:
+            if result.lease_id and self._attachment is attachment:
+                self._leases.add(result.lease_id)
+        return result
+
+    async def reserve(self, attachment: Attachment, count: int, group: int = 0) -> list[BlockRef]:
+        """Reserve up to `count` slots. The caller seals or aborts each of them. Raises KVServiceError.
+
+        Slots that arrive too late are not used, because a heartbeat has already denied them.
+        """
+        if self._pool is None or not self._is_current(attachment.attachment_id):
+            raise Unavailable("the pool is gone")
+        with self._lock:
+            call = self._ledger.begin_call()
+        try:
+            refs = await self._pool.reserve(attachment.attachment_id, count, group, call)
+            with self._lock:
+                return refs if self._attachment is attachment and self._ledger.take(call, refs) else []
+        finally:
+            with self._lock:
+                self._ledger.give_up(call)
+
+    async def store(self, attachment: Attachment, items: Sequence[SealItem]) -> list[SealStatus]:
+        """Seal written slots. Raises KVServiceError; then it is not known which of them are sealed."""
+        try:
+            if self._pool is None or not self._is_current(attachment.attachment_id):
+                raise Unavailable("the pool is gone")
+            return await self._pool.seal(attachment.attachment_id, items)
+        finally:
+            with self._lock:
+                if self._is_current(attachment.attachment_id):
+                    self._ledger.give_back(item.ref for item in items)
+
     # -- between the threads ----
 
     def _post(self, work: Coroutine[Any, Any, None]) -> bool:
@@ -515,6 +563,10 @@ class Session:
 
     def _report_failure(self, error: KVServiceError) -> None:
         self.counters[f"attach_{error.reason.lower()}"] += 1
-        if error.message != self._refusal:  # log it once, not at every retry
-            self._refusal = error.message
+        known, self.failure = self.failure, error
+        if known is None or error.message != known.message:  # log it once, not at every retry
             log.error("serving without the cache: %s", error.message)
+
+    def _attempted(self) -> None:
+        self._first_attempt.set()
+        self._has_tried.set()

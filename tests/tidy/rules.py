@@ -22,7 +22,7 @@ GROUND = frozenset({"aio", "errors", "private_files", "units"})
 
 # Package → the other packages of kvservice that it may import. A package's place in the tree says what it may know.
 LAYERS: dict[str, frozenset[str]] = {
-    "": frozenset(),
+    "": frozenset({"api"}),
     "aio": frozenset(),
     "errors": frozenset(),
     "units": frozenset(),
@@ -43,7 +43,8 @@ LAYERS: dict[str, frozenset[str]] = {
         {"core", "wire", "auth", "memory", "transfer", "client", "lookup", "pool"} | {"discovery", "config", "observe"}
     ),
     "copying": frozenset({"core", "memory", "discovery", "config", "observe"}),
-    "session": frozenset({"client", "core", "auth", "pool", "discovery", "config"}),
+    "session": frozenset({"client", "core", "auth", "pool", "discovery", "config", "observe"}),
+    "api": frozenset({"core", "memory", "pool", "session"}),
     "connector": frozenset(
         {"client", "core", "auth", "memory", "transfer", "pool", "copying", "session", "discovery", "config", "observe"}
     ),
@@ -112,7 +113,7 @@ HOMES: dict[str, frozenset[str]] = {
     "grpc_health": frozenset({"auth", "wire", "lookup", "shard", "client", "cli", "testing"}),
     "grpc_reflection": frozenset({"wire", "lookup", "shard", "cli"}),
     "google.protobuf": frozenset({"wire", "lookup", "shard", "client", "testing"}),
-    "torch": frozenset({"connector", "transfer", "memory", "copying", "testing"}),
+    "torch": frozenset({"api", "connector", "transfer", "memory", "copying", "testing"}),
     "triton": frozenset({"copying/cuda"}),
     "opentelemetry": frozenset({"observe"}),
     "prometheus_client": frozenset({"observe", "connector", "proxy"}),

@@ -72,17 +72,23 @@ def version_term(version: str) -> bytes:
 
 
 def chain_hashes(token_ids: Sequence[int], block_tokens: int, root: bytes = b"") -> list[BlockHash]:
-    """Chained SHA-256 of full token blocks (tokens as little-endian u32), for engines without block hashes.
+    """`chain_packed` for tokens in Python's numbers."""
+    return chain_packed(struct.pack(f"<{len(token_ids)}I", *token_ids), block_tokens, root, len(token_ids))
 
-    A trailing partial block gets no hash. `root` separates namespaces (a salt, a LoRA id).
+
+def chain_packed(
+    tokens: bytes, block_tokens: int, root: bytes = b"", count_max: int = KEYS_PER_REQUEST_MAX
+) -> list[BlockHash]:
+    """Chained SHA-256 of the first `count_max` full token blocks, for engines without block hashes.
+
+    `tokens` are little-endian u32. A trailing partial block gets no hash. `root` separates namespaces (a salt, a LoRA
+    id).
     """
     parent = hashlib.sha256(b"kvservice/chain/1" + root).digest()
     hashes: list[BlockHash] = []
-    for start in range(0, len(token_ids) - block_tokens + 1, block_tokens):
-        hasher = hashlib.sha256(parent)
-        for token in token_ids[start : start + block_tokens]:
-            hasher.update(token.to_bytes(4, "little"))
-        parent = hasher.digest()
+    size = 4 * block_tokens
+    for start in range(0, min(len(tokens) // size, count_max) * size, size):
+        parent = hashlib.sha256(parent + tokens[start : start + size]).digest()
         hashes.append(BlockHash(parent))
     return hashes
 

@@ -1,0 +1,126 @@
+"""What a block looks like, and how a caller's arrays become blocks."""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.core.segment.layout import SlotLayout
+from kvservice.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    import torch
+
+Array: TypeAlias = npt.NDArray[Any]
+Arrays: TypeAlias = "Array | torch.Tensor | Sequence[Array] | Sequence[torch.Tensor]"
+Tokens: TypeAlias = "Sequence[int] | Array | torch.Tensor"
+
+# Types that NumPy does not know, with the type of the same size that stands for them in NumPy's arrays.
+FOREIGN_TYPES = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One block: an array of `shape` and `dtype` with the keys and values of `block_tokens` tokens.
+
+    The pool does not look into a block, so the order of the axes is yours. `dtype` is a name or a type of NumPy or
+    torch. In NumPy's arrays `uint16` stands for `bfloat16`, and `uint8` for the 8-bit floating-point types.
+
+    Raises InvalidRequest for a type that the pool cannot hold, or sizes that are not positive.
+
+    >>> from kvservice import Layout
+    >>> layout = Layout(block_tokens=16, shape=(30, 2, 3, 16, 64), dtype="bfloat16")  # layer, K or V, head, token, size
+    >>> layout.block_bytes
+    368640
+    """
+
+    block_tokens: int
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        object.__setattr__(self, "dtype", _type_name(self.dtype))
+        if self.block_tokens <= 0 or not self.shape or min(self.shape) <= 0:
+            raise InvalidRequest(f"block_tokens and every size of the shape must be positive: {self}")
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of one block."""
+        return math.prod(self.shape) * self.numpy_type.itemsize
+
+    @property
+    def numpy_type(self) -> np.dtype[Any]:
+        """The type of NumPy's arrays that hold blocks."""
+        return np.dtype(FOREIGN_TYPES.get(self.dtype, self.dtype))
+
+    def slot_layout(self) -> SlotLayout:
+        """The same for the pool, which sees bytes."""
+        return SlotLayout(1, 1, self.block_bytes, self.block_tokens)
+
+    def blocks_of(self, arrays: Arrays) -> list[Array]:
+        """The caller's blocks as arrays of this layout, without a copy where that can be. Raises InvalidRequest."""
+        if _is_tensor(arrays):
+            return list(self._checked(_from_torch(arrays), self.shape, first_axis=True))
+        if isinstance(arrays, np.ndarray):
+            return list(self._checked(arrays, self.shape, first_axis=True))
+        found = [_from_torch(each) if _is_tensor(each) else np.asarray(each) for each in arrays]
+        return [self._checked(each, self.shape, first_axis=False) for each in found]
+
+    def _checked(self, array: Array, shape: tuple[int, ...], *, first_axis: bool) -> Array:
+        found = array.shape[1:] if first_axis else array.shape
+        if found != shape or array.dtype != self.numpy_type:
+            wanted = f"(blocks, {', '.join(map(str, shape))})" if first_axis else str(shape)
+            raise InvalidRequest(f"blocks are {wanted} of {self.numpy_type}, not {array.shape} of {array.dtype}")
+        return array
+
+
+def pack_tokens(tokens: Tokens) -> bytes:
+    """The tokens as little-endian u32. Raises InvalidRequest for something else than a row of whole numbers."""
+    if _is_tensor(tokens):
+        tokens = _from_torch(tokens)
+    if isinstance(tokens, np.ndarray):
+        fits = tokens.ndim == 1 and tokens.dtype.kind in "iu"
+        if not fits or (tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < 1 << 32):
+            raise InvalidRequest(
+                f"tokens are one row of whole numbers from 0 to 2^32 - 1, not {tokens.dtype}{tokens.shape}"
+            )
+        return tokens.astype("<u4").tobytes()
+    try:
+        return struct.pack(f"<{len(tokens)}I", *tokens)
+    except (struct.error, TypeError) as error:
+        raise InvalidRequest(f"tokens are whole numbers from 0 to 2^32 - 1: {error}") from error
+
+
+def _type_name(kind: object) -> str:
+    name = str(kind).removeprefix("torch.")
+    if name in FOREIGN_TYPES:
+        return name
+    try:
+        found = np.dtype(name if isinstance(kind, str) or name != str(kind) else kind)  # type: ignore[call-overload]
+    except TypeError as error:
+        raise InvalidRequest(f"{kind!r} is no type of numbers that a block can have") from error
+    if found.kind not in "biufc" or found.str[0] == ">":
+        raise InvalidRequest(f"{kind!r} is no type of numbers that a block can have")
+    return str(found.name)
+
+
+def _is_tensor(value: object) -> bool:
+    torch = sys.modules.get("torch")  # who has a tensor has imported it
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _from_torch(tensor: Any) -> Array:
+    import torch
+
+    stands_for = FOREIGN_TYPES.get(str(tensor.dtype).removeprefix("torch."))
+    held = tensor.detach().cpu()
+    found: Array = (held if stands_for is None else held.view(getattr(torch, stands_for))).numpy()
+    return found

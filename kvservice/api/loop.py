@@ -1,0 +1,62 @@
+"""A thread with an event loop, on which everything of one pool runs: leases are renewed while the program computes."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from kvservice.errors import InvalidRequest
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Starts at once. Any thread may call, but in the process that made it only."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kvservice-pool", daemon=True)
+        self._thread.start()
+        self._stopped = False
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it runs, in this process."""
+        return not self._stopped and os.getpid() == self._pid
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run this on the loop. Cancelling the future cancels the work. Raises InvalidRequest after `stop`, and in a
+        child of a fork."""
+        if not self.is_usable:
+            work.close()
+            if os.getpid() != self._pid:
+                raise InvalidRequest(f"this pool belongs to process {self._pid}: connect() again after a fork")
+            raise InvalidRequest("this pool is closed: connect() again")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run this on the loop and wait for its result. A KeyboardInterrupt cancels it."""
+        future = self.submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def wait_async(self, work: Coroutine[Any, Any, T]) -> T:
+        """The same for a coroutine of another loop, which runs on meanwhile."""
+        return await asyncio.wrap_future(self.submit(work))
+
+    def stop(self) -> None:
+        """End the thread. Idempotent. Blocks until it has ended."""
+        if self.is_usable:
+            self._stopped = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            self._loop.close()

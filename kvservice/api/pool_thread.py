@@ -1,0 +1,106 @@
+"""The pool of a program: one thread with an event loop, and the models that are attached. Both faces share it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import weakref
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, cast
+
+from kvservice.api.attached import AttachedModel, Verify
+from kvservice.api.layout import Layout
+from kvservice.api.loop import LoopThread
+from kvservice.core.segment.geometry import plan_geometry
+from kvservice.session.options import Mode, PoolOptions
+from kvservice.session.pool_choice import choose_mode, embedded, open_service
+from kvservice.units import NodeId
+
+if TYPE_CHECKING:
+    from kvservice.pool.port import PoolPort
+    from kvservice.pool.runtime import PoolRuntime
+
+_open: weakref.WeakSet[PoolThread] = weakref.WeakSet()  # those that the end of the program, or a fork, finds open
+
+
+class PoolThread:
+    """Made by `connect`. The coroutines run on the loop of `loop`."""
+
+    def __init__(self, options: PoolOptions) -> None:
+        self._options = options
+        self.mode = choose_mode(options)
+        self._open_embedded: Callable[[], Awaitable[PoolRuntime]] | None = None
+        if self.mode is Mode.EMBEDDED:
+            node = NodeId(os.urandom(6).hex())
+            self._open_embedded = embedded(options, plan_geometry(options.embedded_bytes()), node)
+        self.loop = LoopThread()
+        self._runtime: PoolRuntime | None = None
+        self.attached: list[AttachedModel] = []
+        _open.add(self)
+
+    async def open(self) -> None:
+        """Open the embedded pool, or see that the shard listens. Raises Unavailable, SegmentError or ConfigError."""
+        if self._open_embedded is not None:
+            self._runtime = await self._open_embedded()
+        else:
+            await (await open_service(self._options)).close()
+
+    async def attach(
+        self, model: str, layout: Layout, identity: Mapping[str, object], namespace: str, verify: Verify
+    ) -> AttachedModel:
+        """Raises what the pool refuses with."""
+        made = AttachedModel(self._open_pool, model, layout, identity, namespace, verify)
+        await made.open()
+        self.attached.append(made)
+        return made
+
+    async def detach(self, attached: AttachedModel) -> None:
+        await attached.close()
+        with contextlib.suppress(ValueError):
+            self.attached.remove(attached)
+
+    async def close(self) -> None:
+        """Detach everything and close the embedded pool. Idempotent. `loop.stop` comes next."""
+        for each in list(self.attached):
+            await self.detach(each)
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None:
+            await runtime.close()
+
+    async def _open_pool(self) -> PoolPort:
+        if self._runtime is None:
+            return await open_service(self._options)
+        return cast("PoolPort", _Shared(self._runtime))
+
+
+class _Shared:
+    """The embedded pool as one of its sessions sees it, which must not close it."""
+
+    def __init__(self, runtime: PoolRuntime) -> None:
+        self._runtime = runtime
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._runtime, name)
+
+    async def close(self) -> None:
+        return
+
+
+def _close_all() -> None:
+    """At the end of the program, for pools that nobody closed."""
+    for pool in list(_open):
+        if pool.loop.is_usable:
+            pool.loop.wait(pool.close())
+            pool.loop.stop()
+
+
+def _forked() -> None:
+    """In a child: its parent's locks say that the parent writes."""
+    for pool in list(_open):
+        for each in pool.attached:
+            each.drop_lock()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forked)
