@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from kvservice.errors import KVServiceError, Unavailable
+from kvservice.observe import logs
 
 log = logging.getLogger("kvservice.actors")
 
@@ -28,6 +29,7 @@ class HostedServer:
     """A server on its own loop. `start` is awaited on that loop, and is tried again after a failure."""
 
     def __init__(self, start: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        logs.configure()  # to stderr, which Ray writes into a file of this process
         self._start = start
         self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()

@@ -120,7 +120,7 @@ def gigabytes_per_second(case: Case, ways: dict[str, Callable[[], object]]) -> d
 @contextmanager
 def worker_link(device: str, offer: KVOffer, segment: Segment, slot: SlotLayout) -> Iterator[WorkerLink]:
     with tempfile.TemporaryDirectory(prefix="kvb-") as folder:
-        command = [sys.executable, "-m", "kvservice.cli.main", "copy-worker", "--service", "b", "--node", "n"]
+        command = [sys.executable, "-m", "kvservice", "copy-worker", "--service", "b", "--node", "n"]
         environment = {**os.environ, "KVSERVICE_RUNTIME_DIR": folder}
         process = subprocess.Popen([*command, "--device", device], stdout=subprocess.PIPE, text=True, env=environment)
         assert process.stdout is not None

@@ -52,7 +52,7 @@ def lookup_partitions(count: int) -> Iterator[tuple[list[str], list[int]]]:
     try:
         for partition in range(count):
             arguments = ["lookup", "--port", "0", "--partition", str(partition), "--lookup-partitions", str(count)]
-            command = [sys.executable, "-m", "kvservice.cli.main", *arguments]
+            command = [sys.executable, "-m", "kvservice", *arguments]
             process = subprocess.Popen(
                 command,
                 stdout=subprocess.PIPE,

@@ -46,8 +46,8 @@ def measure_mirror(addresses: list[str], key_count: int, calls: int) -> dict[str
     """Measure with one reader and with eight at once. Blocks."""
     service = f"bench-{uuid.uuid4().hex[:8]}"
     with tempfile.TemporaryDirectory(prefix="kvs-") as root:
-        command = [sys.executable, "-m", "kvservice.cli.main", "shard", "--service", service, "--node", NODE]
-        command += ["--pool", "64MiB", "--set", "transport=shm", "--set", "mirror_bytes=2GiB", "--grace", "0"]
+        command = [sys.executable, "-m", "kvservice", "shard", "--service", service, "--node", NODE]
+        command += ["--pool-bytes", "64MiB", "--transport", "shm", "--mirror-bytes", "2GiB", "--grace", "0"]
         command += [word for address in addresses for word in ("--lookup", address)]
         environment = {
             **os.environ,

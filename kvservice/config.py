@@ -1,7 +1,7 @@
 """What an operator can set: each setting is defined once, with its type, range, unit and meaning.
 
-The definition feeds everything else: the settings file, the variables KVSERVICE_*, `--set` on the command line,
-`kvservice settings`, the reference page and the shard itself; a test holds the chart to it. No other module reads
+The definition feeds everything else: the settings file, the variables KVSERVICE_*, the options of the command line,
+`kvservice config show`, the reference page and the shard itself; a test holds the chart to it. No other module reads
 variables KVSERVICE_* or settings files.
 
 A later source wins: defaults, then the file, then the environment, then the command line. Unknown names are errors.
@@ -46,6 +46,7 @@ LEASE_SECONDS_MIN = 2.0  # a pull stops one second before its lease ends, so a s
 LOOKUP_PARTITIONS_MAX = 64  # each shard keeps a stream to every partition; more would cost without spreading load
 COPY_WORKERS_MAX = 64  # more than the GPUs of any node
 PORT_MAX = 65_535  # of TCP
+COMMAND_LINE = "the command line"
 MIRROR_BYTES = 512 * MiB  # room for ten million blocks; it takes only the memory that it uses
 REQUEST_TRIES = 2  # servers that get one request. The request may be what ends them, so it is not sent to a third.
 _ADDRESS = re.compile(r"(dns:///)?([A-Za-z0-9_.-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}|unix:/[^,]+")
@@ -198,7 +199,7 @@ def shown(field: FieldInfo) -> Shown:
 
 # -- the service ----
 
-NAME = "up to 32 letters, digits, '-' and '_'"
+NAME = "up to 32 letters, digits, '-' and '_', the first one a letter or digit"
 PORTS = f"0, or a port from 1024 to {PORT_MAX - LOOKUP_PARTITIONS_MAX}"
 ADDRESSES = "host:port, dns:///host:port or unix:/path of each, with commas between"
 RUNTIME_DIRS = "/run/kvservice for root, else ~/.local/state/kvservice"
@@ -207,9 +208,9 @@ RUNTIME_DIRS = "/run/kvservice for root, else ~/.local/state/kvservice"
 class ServiceConfig(Settings):
     """The settings of one installation of the service, the same on all its nodes."""
 
-    service: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,32}$"), Shown(allowed=NAME, chart="cache.service")] = (
-        "default"
-    )
+    service: Annotated[
+        str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$"), Shown(allowed=NAME, chart="cache.service")
+    ] = "default"
     """Name of the installation. Two services on one Ray cluster or machine need different names."""
 
     pool_bytes: Annotated[Size, Field(ge=POOL_BYTES_MIN), Shown(chart="cache.pool")] = 4 * GiB
@@ -230,9 +231,9 @@ class ServiceConfig(Settings):
     """First TCP port of the lookup partitions: partition i listens on lookup_port + i. Set it for firewalls. 0 takes
     any free port, or Unix sockets on one machine without TLS."""
 
-    lookup_addresses: Annotated[Listed, Shown(allowed=ADDRESSES)] = ()
-    """Where lookup partitions run that were started with `kvservice lookup`, in the order of their partitions. Only
-    `kvservice shard` reads it: `kvservice up` starts lookup partitions itself."""
+    lookup: Annotated[Listed, Shown(allowed=ADDRESSES)] = ()
+    """Where lookup partitions run that were started with `kvservice lookup`, in the order of their partitions. A shard
+    joins them, and commands ask them from any machine. `kvservice up` starts lookup partitions itself."""
 
     lease_seconds: Annotated[
         Seconds, Field(ge=LEASE_SECONDS_MIN, le=600), Shown(unit="seconds", chart="cache.leaseSeconds")
@@ -291,10 +292,10 @@ class ServiceConfig(Settings):
                 f"slab_bytes is {format_bytes(self.slab_bytes)} and pool_bytes {format_bytes(self.pool_bytes)}: a slab "
                 "is a part of the pool, so give a smaller slab or a larger pool"
             )
-        for address in self.lookup_addresses:
+        for address in self.lookup:
             if not _ADDRESS.fullmatch(address):
                 raise ConfigError(
-                    f"lookup_addresses has {address!r}; write host:port, dns:///host:port or unix:/path, with commas"
+                    f"lookup has {address!r}; write host:port, dns:///host:port or unix:/path, with commas"
                 )
         return self
 
@@ -304,14 +305,42 @@ class ServiceConfig(Settings):
         return Path(self.runtime_dir) if self.runtime_dir else None
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A value that somebody gave for a setting, and who: 'the file x.toml', 'the variable KVSERVICE_POOL_BYTES'."""
+
+    value: Any
+    origin: str
+
+
 def load_config(
     path: Path | None = None, environment: Mapping[str, str] | None = None, /, **overrides: object
 ) -> ServiceConfig:
-    """Read file and environment, then apply overrides that are not None. Raises ConfigError naming key and value."""
-    values = {} if path is None else read_file(path)
-    values.update(read_environment(os.environ if environment is None else environment))
-    values.update({key: value for key, value in overrides.items() if value is not None})
-    return ServiceConfig(**values)
+    """Read file and environment, then apply overrides that are not None. Raises ConfigError naming key, value and, for
+    a variable or a file, where it comes from."""
+    given = gather_given(path, environment, **overrides)
+    try:
+        return ServiceConfig(**{name: each.value for name, each in given.items()})
+    except ConfigError as error:
+        found = given.get(str(error.attributes.get("key", "")))
+        if found is None or found.origin == COMMAND_LINE:
+            raise
+        raise ConfigError(f"{error.message} (from {found.origin})", **error.attributes) from error
+
+
+def gather_given(
+    path: Path | None = None, environment: Mapping[str, str] | None = None, /, **overrides: object
+) -> dict[str, Given]:
+    """What file, environment and overrides give, and where each value comes from; a later source wins. Nothing is
+    checked but that the file can be read, else it raises ConfigError."""
+    variables = os.environ if environment is None else environment
+    given = {
+        name: Given(value, f"the file {path}") for name, value in ({} if path is None else read_file(path)).items()
+    }
+    for name, value in read_environment(variables).items():
+        given[name] = Given(value, f"the variable {ENVIRONMENT_PREFIX}{name.upper()}")
+    given.update({name: Given(value, COMMAND_LINE) for name, value in overrides.items() if value is not None})
+    return given
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Finds the shards and copy workers of this machine through small JSON files that they write when they serve.
 
     <runtime root>/<service>/<node id>/shard.json    {"service", "node_id", "socket", "peer_address", "pid", "epoch",
-                                                     "lookup_addresses", "tls_dir"}
+                                                     "lookup_addresses", "tls_dir", "log"}
     <runtime root>/<service>/<node id>/shard.sock    Unix socket for the engines
     <runtime root>/<service>/<node id>/peer.sock     Unix socket for the other shards, on one machine without TLS
     <runtime root>/<service>/lookup-<i>.sock         Unix socket of lookup partition i, on one machine without TLS
@@ -62,6 +62,7 @@ class ShardRecord:
     epoch: BootEpoch
     lookup_addresses: tuple[str, ...] = ()  # host:port of every lookup partition, in partition order
     tls_dir: str = ""  # the directory of the shard's certificate; empty = the service has no TLS
+    log: str = ""  # the file that has the shard's logs; empty = they go to a terminal, a pipe or a journal
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +185,20 @@ def write_record(record: ShardRecord, runtime_root: Path | None = None) -> Path:
     make_directory(directory)
     target = directory / RECORD_NAME
     fields = asdict(record)
-    if not record.tls_dir:  # the reader takes a missing field as "no TLS"
-        del fields["tls_dir"]
+    for name in ("tls_dir", "log"):
+        if not fields[name]:  # the reader takes a missing field as an empty one
+            del fields[name]
     _write(target, json.dumps(fields).encode(), "register the shard")
     return target
+
+
+def own_log() -> str:
+    """The file that has what this process logs: its standard error, if that is a file. Else an empty text."""
+    try:
+        target = str(Path("/proc/self/fd/2").readlink())
+    except OSError:
+        return ""
+    return target if Path(target).is_file() else ""
 
 
 def find_shards(
@@ -217,7 +228,7 @@ def _shard_record(fields: Mapping[str, object]) -> ShardRecord | None:
         return None
     if not _are(str, fields, *texts) or not _are(int, fields, "pid", "epoch"):
         return None
-    if not isinstance(fields.get("tls_dir", ""), str):
+    if not all(isinstance(fields.get(name, ""), str) for name in ("tls_dir", "log")):
         return None
     known = {name: value for name, value in fields.items() if name in ShardRecord.__slots__}  # a later version has more
     return ShardRecord(**{**known, "lookup_addresses": tuple(addresses)})  # type: ignore[arg-type]

@@ -14,6 +14,7 @@
     ├── Forbidden                  FORBIDDEN         PERMISSION_DENIED     no    not allowed to this role or node
     ├── Exhausted                  EXHAUSTED         RESOURCE_EXHAUSTED    yes   no slot, over quota, message too large
     ├── Unavailable                UNAVAILABLE       UNAVAILABLE           yes   server drains, died or never started
+    │   └── NoService              NO_SERVICE                                    no service of this name is here
     ├── DeadlineExceeded           DEADLINE          DEADLINE_EXCEEDED     yes
     ├── LeaseLost                  LEASE_LOST        FAILED_PRECONDITION   yes   what a program read may have changed
     ├── SegmentError               SEGMENT           FAILED_PRECONDITION   no    shared memory cannot be made or read
@@ -115,6 +116,10 @@ class Unavailable(KVServiceError):
     reason = "UNAVAILABLE"
     grpc_code = "UNAVAILABLE"
     retryable = True
+
+
+class NoService(Unavailable):
+    reason = "NO_SERVICE"
 
 
 class DeadlineExceeded(KVServiceError):

@@ -23,10 +23,10 @@ A setting can be given in four places. A later one wins:
 
 1. a TOML file, with `--config FILE`: `lease_seconds = 4`
 2. the environment: `KVSERVICE_` and the name in capitals, `KVSERVICE_LEASE_SECONDS=4`
-3. the command line of `kvservice up`, `shard` and `lookup`: `--set lease_seconds=4`. The settings that are used most
-   have options of their own, such as `--pool` and `--service`.
+3. the command line of `kvservice up`, `shard` and `lookup`: `--lease-seconds 4`
 
-The chart writes such a file from its values. `kvservice settings` prints this list. A size is a number of bytes, or a
+`kvservice config show` says which value each setting has and where it comes from; with `-o wide` it prints this list.
+The chart writes such a file from its values. A size is a number of bytes, or a
 number with a unit such as `512MiB` or `64GiB`.
 
 """

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kvservice.cli.main import fail
+from kvservice.cli.exits import fail
 from kvservice.errors import KVServiceError
 
 app = typer.Typer(

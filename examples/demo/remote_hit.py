@@ -128,10 +128,9 @@ def _wait_for_announcements() -> None:
     deadline = time.monotonic() + SETTLE_SECONDS
     while time.monotonic() < deadline:
         state = collect(SERVICE)
-        if state is not None:
-            sealed = sum(node["slots"].get(name, 0) for node in state["nodes"] for name in ("sealed", "leased"))
-            known = sum(lookup["key_count"] for lookup in state["lookup_partitions"])
-            writing = sum(node["slots"].get("writing", 0) for node in state["nodes"])
-            if known >= sealed > 0 and writing < sealed:
-                return
+        sealed = sum(node["slots"].get(name, 0) for node in state["nodes"] for name in ("sealed", "leased"))
+        known = sum(lookup["key_count"] for lookup in state["lookup_partitions"])
+        writing = sum(node["slots"].get("writing", 0) for node in state["nodes"])
+        if known >= sealed > 0 and writing < sealed:
+            return
         time.sleep(0.2)

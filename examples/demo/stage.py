@@ -289,8 +289,7 @@ def shard_numbers(ray_nodes: list[str]) -> list[dict[str, Any]]:
     from kvservice.actors import names
     from kvservice.cli.status import collect
 
-    state = collect(SERVICE)
-    found = {} if state is None else {node["node_id"]: node for node in state["nodes"] if not node["error"]}
+    found = {node["node_id"]: node for node in collect(SERVICE)["nodes"] if not node["error"]}
     try:
         return [found[names.node_id(node)] for node in ray_nodes]
     except KeyError as error:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvservice.cli.extras import how_to_install
 from kvservice.errors import ConfigError
 
 AUTHORITY_KEY_NAME = "ca.key"
@@ -240,7 +241,7 @@ def _library() -> tuple[Any, Any, Any, Any]:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "making certificates needs one more package; pip install 'kvservice[certs]', or make them with openssl, as "
+            f"making certificates needs cryptography. {how_to_install('certs')}. Or make them with openssl, as "
             "docs/security.md shows"
         ) from error
     return x509, serialization, hashes, ec

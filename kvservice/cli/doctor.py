@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import pwd
@@ -21,8 +20,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from kvservice.cli.extras import how_to_install
+from kvservice.cli.output import Format, write
+from kvservice.cli.progress import Progress
 from kvservice.units import MiB, format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 OK, WARNING, PROBLEM, ABSENT = "ok", "warning", "problem", "absent"
 MARKS = {OK: "[green]ok[/]", WARNING: "[yellow]warning[/]", PROBLEM: "[red]problem[/]", ABSENT: "[dim]absent[/]"}
@@ -90,18 +96,33 @@ def run_checks() -> list[Check]:
         ray_cluster,
         service_parts,
     ]
-    return [check for probe in probes for check in guarded(probe)]
+    found: list[Check] = []
+    with Progress("checking") as progress:
+        for number, probe in enumerate(probes):
+            progress.update(probe.__name__.replace("_", " "), number, len(probes))
+            found += guarded(probe)
+    return found
 
 
 def healthy(checks: Iterable[Check]) -> bool:
     return all(check.status != PROBLEM for check in checks)
 
 
-def show(checks: list[Check], *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({"ok": healthy(checks), "checks": [asdict(check) for check in checks]}, indent=2))
-        return
-    from rich.console import Console
+def run(form: Format) -> list[Check]:
+    """Run all checks and print them. Blocks as `run_checks` does."""
+    checks = run_checks()
+    write_checks(checks, form)
+    return checks
+
+
+def write_checks(checks: list[Check], form: Format) -> None:
+    def data(found: list[Check]) -> dict[str, object]:
+        return {"ok": healthy(found), "checks": [asdict(check) for check in found]}
+
+    write(checks, lambda found, _: draw(found), form, data)
+
+
+def draw(checks: list[Check]) -> RenderableType:
     from rich.markup import escape
     from rich.table import Table
 
@@ -112,7 +133,7 @@ def show(checks: list[Check], *, as_json: bool) -> None:
     for check in checks:
         advice = f"\n→ {escape(check.advice)}" if check.advice else ""
         table.add_row(MARKS[check.status], check.name, f"{escape(check.detail)}{advice}")
-    Console().print(table, highlight=False)
+    return table
 
 
 def guarded(probe: Probe) -> list[Check]:
@@ -224,7 +245,9 @@ def shared_memory() -> Iterator[Check]:
     elif usage.free < SHM_BYTES_MIN:
         yield Check("shared_memory", PROBLEM, detail, SHM_ADVICE)
     else:
-        advice = f"the default pool of {format_bytes(wanted)} does not fit; choose a smaller --pool, or {SHM_ADVICE}"
+        advice = (
+            f"the default pool of {format_bytes(wanted)} does not fit; choose a smaller --pool-bytes, or {SHM_ADVICE}"
+        )
         yield Check("shared_memory", WARNING, detail, advice)
 
 
@@ -373,7 +396,7 @@ def default_hash(source: str) -> str | None:
 def ray_cluster() -> Iterator[Check]:
     version = _version("ray")
     if version is None:
-        yield Check("ray", ABSENT, "not installed", "pip install 'kvservice[ray]', or use `kvservice up --no-ray`")
+        yield Check("ray", ABSENT, "not installed", f"use `kvservice up --no-ray`. {how_to_install('ray')}")
         return
     mode = os.environ.get("RAY_AUTH_MODE")
     wanted = os.environ.get("RAY_ADDRESS")
@@ -409,9 +432,6 @@ def service_parts() -> Iterator[Check]:
     advice = "read its log; `kvservice down` and `kvservice up` start it again"
     for service in services:
         state = collect(service)
-        if state is None:
-            yield Check(f"service {service}", PROBLEM, "is registered, but no part of it answers", advice)
-            continue
         for kind, rows, key in (
             ("lookup", state["lookup_partitions"], "address"),
             ("shard", state["nodes"], "peer_address"),

@@ -3,17 +3,18 @@ Needs no Ray."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import grpc
-from rich.console import Console
+from rich.console import RenderableType
 
-from kvservice.errors import ConfigError, Unavailable
+from kvservice.cli.output import Format, console, write
+from kvservice.cli.progress import Progress
+from kvservice.errors import ConfigError, NoService
 from kvservice.units import format_bytes
 
 POLL_SECONDS = 0.2  # Between two questions for the progress that is shown.
@@ -35,41 +36,58 @@ class Drained:
     done: bool = False
 
 
-def run(service: str, node: str | None, local: bool, timeout: float, handover: bool, undo: bool, as_json: bool) -> bool:
+def run(
+    service: str | None,
+    lookup: Sequence[str] | None,
+    node: str | None,
+    local: bool,
+    timeout: float,
+    handover: bool,
+    undo: bool,
+    form: Format = Format.TABLE,
+) -> bool:
     """Drain the shards, or with `undo` keep them. Blocks. Returns whether every named shard left (or stays). Raises
-    ConfigError if `node` names no node or several, Unavailable if there is no service."""
-    chosen = _choose(service, node, local)
+    ConfigError if `node` names no node or several, NoService if there is no service."""
+    chosen = _choose(service, lookup, node, local)
     if undo:
         return _undo(chosen)
-    console = Console(stderr=True)
-    with console.status("draining") as progress:
+    with Progress("draining") as progress:
         deadline = time.monotonic() + timeout + SLACK_SECONDS
         while not all(one.done for one in chosen):
             for one in [one for one in chosen if not one.done]:
                 _ask(one, timeout, handover)
                 if time.monotonic() > deadline and not one.done:
                     one.done, one.error = True, f"it is still {one.phase} after {timeout + SLACK_SECONDS:.0f} s"
-            progress.update("; ".join(_progress_line(one) for one in chosen))
+            progress.update("; ".join(_progress_line(one) for one in chosen), *_blocks_safe(chosen))
             if not all(one.done for one in chosen):
                 time.sleep(POLL_SECONDS)
-    if as_json:
-        print(json.dumps([{"node": one.node, "error": one.error, **one.progress} for one in chosen], indent=2))
+    if not form.is_for_people:
+        write(chosen, _draw, form, lambda all_: [{"node": o.node, "error": o.error, **o.progress} for o in all_])
     for one in chosen:
-        console.print(_result_line(one), highlight=False, soft_wrap=True)
+        console(stderr=True).print(_result_line(one), soft_wrap=True)
     return not any(one.error for one in chosen)
 
 
-def _choose(service: str, node: str | None, local: bool) -> list[Drained]:
-    from kvservice.cli.members import find_members, unknown_service
+def _draw(chosen: list[Drained], wide: bool) -> RenderableType:
+    return "\n".join(_result_line(one) for one in chosen)
+
+
+def _blocks_safe(chosen: list[Drained]) -> tuple[float, float | None]:
+    """How many blocks have another node by now, and of how many; None while that is not known."""
+    known = [one.progress for one in chosen if one.progress]
+    safe = sum(each["blocks_handed"] + each["blocks_elsewhere"] for each in known)
+    return safe, sum(each["blocks_total"] for each in known) or None
+
+
+def _choose(service: str | None, lookup: Sequence[str] | None, node: str | None, local: bool) -> list[Drained]:
+    from kvservice.cli.members import find_members
 
     if (node is None) == (not local):
         raise ConfigError("name the shards that leave: --node NODE, or --local for those of this machine")
-    members = find_members(service)
-    if members is None:
-        raise Unavailable(unknown_service(service))
+    members = find_members(service, lookup)
     if local:
         if not members.local:
-            raise Unavailable(f"no shard of service {service!r} runs on this machine")
+            raise NoService(f"no shard of service {members.service!r} runs on this machine")
         return [Drained(name, partial(members.channel, members.shards[name])) for name in members.local]
     matching = [name for name in sorted(members.shards) if name == node] or [
         name for name in sorted(members.shards) if name.startswith(node or "")
@@ -77,7 +95,7 @@ def _choose(service: str, node: str | None, local: bool) -> list[Drained]:
     if len(matching) != 1:
         known = ", ".join(sorted(members.shards)) or "none"
         what = "is no live node" if not matching else "could be several nodes"
-        raise ConfigError(f"{node!r} {what} of service {service!r}; there are: {known}")
+        raise ConfigError(f"{node!r} {what} of service {members.service!r}; there are: {known}")
     return [Drained(matching[0], partial(members.channel, members.shards[matching[0]]))]
 
 
@@ -128,7 +146,6 @@ def _failed(one: Drained, error: grpc.RpcError) -> None:
 def _undo(chosen: list[Drained]) -> bool:
     from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 
-    console = Console(stderr=True)
     for one in chosen:
         try:
             with one.channel() as channel:
@@ -138,7 +155,9 @@ def _undo(chosen: list[Drained]) -> bool:
         except grpc.RpcError as error:
             _failed(one, error)
         stays = one.phase == "serving"
-        console.print(f"node {one.node} " + ("serves again" if stays else f"cannot stay: {one.error or one.phase}"))
+        console(stderr=True).print(
+            f"node {one.node} " + ("serves again" if stays else f"cannot stay: {one.error or one.phase}")
+        )
     return all(one.phase == "serving" for one in chosen)
 
 

@@ -5,9 +5,7 @@ Needs no Ray. Requests that run are not slowed: shards record by themselves, and
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,16 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from rich.console import Console
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
+from kvservice.cli.output import Format, show
 from kvservice.cli.status import plain
-from kvservice.errors import Unauthenticated, Unavailable
+from kvservice.errors import Unauthenticated
 
 CALL_SECONDS = 3.0  # For one RPC. A shard that takes longer is listed as silent, and what it knows is missing.
 ASKED_AT_ONCE = 16  # RPCs at once, so that a large service is asked in seconds.
 KEY_BYTES = 16  # of a block's key, as kvservice.core.block.keys has it
-PLAIN_WIDTH = 120  # Characters a line if the output is no terminal, so that tables in files and pipes are not cut.
 LISTED_MAX = 16  # Items that one line lists; then it ends with the number of the others. More do not help a reader.
 _ENGINES_PART = re.compile(r"-[0-9a-f]{8}$")
 COLOURS = {"engine": "green", "local": "green", "fetched": "cyan", "missed": "yellow"}
@@ -46,24 +45,18 @@ class ShardAnswers:
         return max((reply.keep_seconds for reply in self.replies.values()), default=0.0)
 
 
-def run(service: str, request_id: str, *, as_json: bool) -> bool:
+def run(service: str | None, lookup: Sequence[str] | None, request_id: str, form: Format) -> bool:
     """Print the diagnosis; blocks for RPCs. Returns False if the request is unknown, or if several begin with the id.
-    Raises Unavailable if there is no service."""
-    state = explain(service, request_id)
-    if as_json:
-        print(json.dumps(state, indent=2))
-    else:
-        show(state)
+    Raises NoService."""
+    state = show(lambda: explain(service, request_id, lookup), lambda state, _: draw(state), form)
     return bool(state["requests"])
 
 
-def explain(service: str, request_id: str) -> dict[str, Any]:
-    """Everything that `show` prints, with stable keys. Blocks for RPCs."""
-    from kvservice.cli.members import find_members, unknown_service
+def explain(service: str | None, request_id: str, lookup: Sequence[str] | None = None) -> dict[str, Any]:
+    """Everything that `draw` shows, with stable keys. Blocks for RPCs. Raises NoService."""
+    from kvservice.cli.members import find_members
 
-    members = find_members(service)
-    if members is None:
-        raise Unavailable(unknown_service(service))
+    members = find_members(service, lookup)
     answers = _ask_shards(members, request_id)
     records = answers.records()
     ids, chosen = choose([record.request_id for _, record in records], request_id)
@@ -299,47 +292,38 @@ def _other_fingerprints(answers: ShardAnswers, node: str, record: Any) -> tuple[
     return tuple(found)
 
 
-def show(state: dict[str, Any]) -> None:
-    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+def draw(state: dict[str, Any]) -> RenderableType:
+    parts: list[RenderableType] = []
     for row in state["requests"]:
-        _show_record(console, state["request_id"], row)
+        parts += _draw_record(state["request_id"], row)
+    lines: list[str] = []
     if state["candidates"]:
-        console.print(
-            f"several requests begin with {plain(repr(state['asked_for']))}; give more of the id:", highlight=False
-        )
-        for candidate in state["candidates"]:
-            console.print(f"  {plain(candidate)}", highlight=False)
+        lines.append(f"several requests begin with {plain(repr(state['asked_for']))}; give more of the id:")
+        lines += [f"  {plain(candidate)}" for candidate in state["candidates"]]
     elif not state["requests"]:
         minutes = state["keep_seconds"] / 60
-        console.print(
+        lines.append(
             f"no shard remembers a request {plain(repr(state['asked_for']))}. A node keeps records for "
             f"{minutes:.0f} minutes, and at most the latest 4096. A request is recorded when it asks for its prefix. "
-            "Give the engine's id: the one that the API returned, or its beginning.",
-            highlight=False,
+            "Give the engine's id: the one that the API returned, or its beginning."
         )
-        for refused in state["refused_engines"]:
-            console.print(
-                f"[yellow]an engine of {plain(refused['model'])} was refused at node {plain(refused['node'])} "
-                f"{refused['age_seconds']:.0f} s ago, and serves without the cache:[/] {plain(refused['message'])}",
-                highlight=False,
-            )
+        lines += [
+            f"[yellow]an engine of {plain(refused['model'])} was refused at node {plain(refused['node'])} "
+            f"{refused['age_seconds']:.0f} s ago, and serves without the cache:[/] {plain(refused['message'])}"
+            for refused in state["refused_engines"]
+        ]
     for node in state["silent_nodes"]:
-        console.print(f"[red]node {plain(node)} did not answer, so what it knows is missing here[/]", highlight=False)
-    for address in state["silent_lookups"]:
-        console.print(f"[red]lookup partition {plain(address)} did not answer[/]", highlight=False)
-    for hint in state["hints"]:
-        console.print(f"→ {plain(hint)}", highlight=False)
+        lines.append(f"[red]node {plain(node)} did not answer, so what it knows is missing here[/]")
+    lines += [f"[red]lookup partition {plain(address)} did not answer[/]" for address in state["silent_lookups"]]
+    lines += [f"→ {plain(hint)}" for hint in state["hints"]]
+    return Group(*parts, *(Text.from_markup(line) for line in lines))
 
 
-def _show_record(console: Console, request_id: str, row: dict[str, Any]) -> None:
+def _draw_record(request_id: str, row: dict[str, Any]) -> list[RenderableType]:
     blocks = row["blocks"]
     waited = f" (it waited for a hand-off from node {plain(row['handoff_node'])})" if row["handoff_node"] else ""
     took = f", answered after {row['took_seconds'] * 1000:.1f} ms{waited}" if row["answered"] else ", never answered"
-    table = Table(
-        title=f"{plain(request_id)}\non node {plain(row['node'])}, model {plain(row['model'])}, "
-        f"{row['age_seconds']:.1f} s ago{took}",
-        title_justify="left",
-    )
+    table = Table()
     for column in ("blocks", "", "from", "why"):
         table.add_column(column, overflow="fold")
     for one in row["diagnosis"]:
@@ -348,10 +332,13 @@ def _show_record(console: Console, request_id: str, row: dict[str, Any]) -> None
         outcome = f"[{COLOURS[one['outcome']]}]{one['outcome']}[/]"
         why = one["text"] if one["miss_cause"] is None else f"{one['miss_cause'].replace('_', ' ')}: {one['text']}"
         table.add_row(f"{span} ({one['count']})", outcome, plain(one["node"]), plain(why))
-    console.print(table)
-    end = "" if row["finished"] else "; it has not ended yet, or its engine has not reported the end"
-    console.print(
-        f"{row['blocks_asked']} blocks asked: {blocks['engine']} in the engine, {blocks['local']} local, "
-        f"{blocks['fetched']} fetched, {blocks['missed']} recomputed{end}",
-        highlight=False,
+    head = (
+        f"{plain(request_id)}\non node {plain(row['node'])}, model {plain(row['model'])}, "
+        f"{row['age_seconds']:.1f} s ago{took}"
     )
+    end = "" if row["finished"] else "; it has not ended yet, or its engine has not reported the end"
+    foot = (
+        f"{row['blocks_asked']} blocks asked: {blocks['engine']} in the engine, {blocks['local']} local, "
+        f"{blocks['fetched']} fetched, {blocks['missed']} recomputed{end}"
+    )
+    return [Text.from_markup(head), table, Text.from_markup(foot)]

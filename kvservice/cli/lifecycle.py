@@ -17,7 +17,11 @@ from typing import Any
 
 from rich.console import Console
 
-from kvservice.errors import ConfigError, Unavailable
+from kvservice.cli.extras import how_to_install
+from kvservice.cli.output import console as new_console
+from kvservice.cli.progress import Progress
+from kvservice.errors import ConfigError, NoService, Unavailable
+from kvservice.units import format_bytes
 
 LOOPBACK = "127.0.0.1"
 # For `ray start --head`, which takes seconds; on a busy machine tens of seconds. Then `up` fails and names the log.
@@ -29,22 +33,32 @@ _ADDRESS = re.compile(r"--address=['\"]?([^'\"\s]+:\d+)")
 def up(config: Any, address: str | None) -> None:
     """Start the service on a Ray cluster, or find it, and wait until it is complete. If this fails, what this call
     started is stopped again. Blocks."""
-    from kvservice.actors import deploy, ray_auth
+    try:
+        from kvservice.actors import deploy, ray_auth
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"`kvservice up` starts the service on Ray, which is not installed; use --no-ray. {how_to_install('ray')}"
+        ) from error
 
-    console = Console(stderr=True)
+    console = new_console(stderr=True)
     started_ray = _connect_or_start(config.service, address, console)
     _tell_of_access(config.service, console, started=started_ray)
     found = started_ray or deploy.find(config.service) is not None
     try:
         if not started_ray and found:
             console.print(f"service '{config.service}' runs already")
-        with console.status("starting") as progress:
+        with Progress("starting") as progress:
+            progress.update("the supervisor")
             handle = deploy.up(config)
 
             def tell(state: dict[str, Any]) -> None:
+                parts = (len(state["lookup_partitions"]), len(state["shards"]))
+                wanted = (config.lookup_partitions, len(state["nodes"]))
                 progress.update(
-                    f"{len(state['lookup_partitions'])} of {config.lookup_partitions} lookup partitions, "
-                    f"{len(state['shards'])} of {len(state['nodes'])} cache shards"
+                    f"{parts[0]} of {wanted[0]} lookup partitions, {parts[1]} of {wanted[1]} cache shards, "
+                    f"{format_bytes(config.pool_bytes)} each",
+                    sum(parts),
+                    sum(wanted),
                 )
 
             state = handle.wait_complete(on_progress=tell)
@@ -55,11 +69,14 @@ def up(config: Any, address: str | None) -> None:
         if started_ray:
             _stop_head(ray_auth.head_record(config.service))
         raise
+    shards, partitions = len(state["shards"]), len(state["lookup_partitions"])
     console.print(
-        f"service '{config.service}' runs: {len(state['shards'])} cache shards, "
-        f"{len(state['lookup_partitions'])} lookup partitions. "
-        "Engines on these nodes find it by themselves; see `kvservice status`."
+        f"service '{config.service}' runs: {shards} cache {'shard' if shards == 1 else 'shards'} of "
+        f"{format_bytes(config.pool_bytes)} in /dev/shm, {partitions} lookup "
+        f"{'partition' if partitions == 1 else 'partitions'}. Engines on these nodes find it by themselves; see "
+        "`kvservice status`."
     )
+    _tell_where(config, console)
     if not config.tls_dir and not config.allow_plaintext:
         console.print(
             "There are no certificates, so it listens on Unix sockets. Machines that join later get no shard until it "
@@ -67,25 +84,26 @@ def up(config: Any, address: str | None) -> None:
         )
 
 
-def down(service: str, address: str | None) -> bool:
-    """Stop the service, and remove what earlier ones left on this machine. Blocks. Returns False if there was neither.
-    Raises Unavailable if processes run that were started without Ray; they must be ended where they were started."""
-    from kvservice.actors import deploy, ray_auth
+def _tell_where(config: Any, console: Console) -> None:
+    """Say where the logs of this machine's shards are, and whether there are metrics."""
+    from kvservice.discovery import find_shards
+
+    for record in find_shards(config.service, config.runtime_root):
+        if record.log:
+            console.print(f"logs of node {record.node_id}: {record.log} (`kvservice logs`)", soft_wrap=True)
+    port = config.metrics_port
+    console.print(f"metrics: port {port} of each node" if port else "metrics: off; --metrics-port turns them on")
+
+
+def down(service: str, address: str | None) -> None:
+    """Stop the service, and remove what earlier ones left on this machine. Blocks. Raises NoService if there was
+    neither, Unavailable if processes run that were started without Ray; they must be ended where they were started."""
     from kvservice.actors.leftovers import remove_leftovers
     from kvservice.cli.members import services_here
     from kvservice.discovery import find_shards
 
-    console = Console(stderr=True)
-    head = ray_auth.head_record(service)
-    found = head.exists()
-    no_ray, stopped = "", False
-    try:
-        deploy.connect(address or _recorded_address(head))
-        stopped = deploy.down(service)
-        found = stopped or found
-    except Unavailable as error:
-        no_ray = error.message
-    _stop_head(head)
+    console = new_console(stderr=True)
+    found, stopped, no_ray = _stop_on_ray(service, address)
     alone = [] if stopped else find_shards(service)
     if alone:
         processes = ", ".join(f"node {record.node_id} as pid {record.pid}" for record in alone)
@@ -102,8 +120,29 @@ def down(service: str, address: str | None) -> bool:
     found = found or bool(removed)
     others = services_here()
     there = f"; there is {', '.join(others)}; name it with --service" if others else ""
-    console.print(f"service '{service}' is down" if found else f"there is no service '{service}'{there}")
-    return found
+    if not found:
+        raise NoService(f"there is no service '{service}'{there}")
+    console.print(f"service '{service}' is down")
+
+
+def _stop_on_ray(service: str, address: str | None) -> tuple[bool, bool, str]:
+    """Stop the service's actors, and the Ray cluster that `up` started. Returns whether there was anything, whether
+    actors were stopped, and why Ray was not asked."""
+    try:
+        from kvservice.actors import deploy, ray_auth
+    except ModuleNotFoundError:
+        return False, False, ""
+    head = ray_auth.head_record(service)
+    found, stopped, no_ray = head.exists(), False, ""
+    try:
+        with Progress("stopping") as progress:
+            progress.update(f"service '{service}'")
+            deploy.connect(address or _recorded_address(head))
+            stopped = deploy.down(service)
+    except Unavailable as error:
+        no_ray = error.message
+    _stop_head(head)
+    return found or stopped, stopped, no_ray
 
 
 def run_foreground(config: Any) -> None:
@@ -125,7 +164,7 @@ async def _foreground(config: Any) -> None:
     from kvservice.shard.server import ShardServer, ShardServerConfig
     from kvservice.units import NodeId
 
-    console = Console(stderr=True)
+    console = new_console(stderr=True)
     asked = EndSignals()
     hide, forget = patience(config.heartbeat_seconds)
     root = config.runtime_root
@@ -153,7 +192,10 @@ async def _foreground(config: Any) -> None:
                 LookupCollector(config.service, on_loop(loop, lookup.numbers)),
             ]
             end_metrics = serve_endpoint(collectors, on_loop(loop, shard.condition), config.metrics_port, LOOPBACK)
-        console.print(f"service '{config.service}' runs on this machine; Ctrl-C stops it")
+        console.print(
+            f"service '{config.service}' runs on this machine, with {format_bytes(config.pool_bytes)} in /dev/shm; its "
+            "logs follow here; Ctrl-C stops it"
+        )
         await first_of(asked.to_end.wait(), shard.left.wait())
     finally:
         await asyncio.to_thread(end_metrics)
@@ -188,7 +230,7 @@ def _start_head(service: str, console: Console) -> str:
     make_directory(record.parent)
     ray = shutil.which("ray", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if ray is None:
-        raise ConfigError("the `ray` command is not installed; pip install 'kvservice[ray]', or use --no-ray")
+        raise ConfigError(f"there is no command `ray`; use --no-ray. {how_to_install('ray')}")
     host = get_node_ip_address()
     auth = ray_auth.of_new_cluster(record.with_suffix(".token"))
     tls_dir = _certificates_for_ray(record.with_suffix(".tls"), host, console)

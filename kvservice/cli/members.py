@@ -1,15 +1,16 @@
-"""Finds the nodes of a service and where their shards listen, from any machine of it. Needs no Ray. Blocks for RPCs."""
+"""Finds the parts of a service: on this machine, or from anywhere by a lookup partition's address. Needs no Ray."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
-from kvservice.errors import ConfigError
+from kvservice.errors import ConfigError, NoService
 
 CALL_SECONDS = 3.0  # For one RPC. A lookup partition that takes longer counts as silent.
 ASKED_AT_ONCE = 16  # RPCs at once, so that many lookup partitions are asked in seconds.
@@ -19,9 +20,11 @@ ASKED_AT_ONCE = 16  # RPCs at once, so that many lookup partitions are asked in 
 class Members:
     """The members of a service. Addresses are gRPC targets. A shard of this machine is reached by its socket."""
 
+    service: str  # as people call it: its name, or where it was asked
     shards: dict[str, str]  # by node
-    local: tuple[str, ...]  # nodes whose shards are registered on this machine
-    lookups: tuple[str, ...]
+    local: tuple[str, ...]  # nodes whose shards run on this machine
+    gone: dict[str, str]  # by node, where its peers reached it: registered on this machine, but nobody listens
+    lookups: tuple[str, ...]  # of all lookup partitions, in their order
     silent: tuple[str, ...]  # lookup partitions that did not answer
     tls: Any  # TlsFiles; None if the service has no TLS
     hints: dict[str, str] = field(default_factory=dict)  # by address: why TLS made a call fail, and what to do
@@ -31,6 +34,79 @@ class Members:
         from kvservice.auth.tls import open_blocking_channel
 
         return open_blocking_channel(address, self.tls)
+
+
+def find_members(service: str | None, lookup: Sequence[str] | None = None) -> Members:
+    """The members of a service. Blocks for RPCs.
+
+    Args:
+        service: its name on this machine; None if there is only one.
+        lookup: addresses of its lookup partitions, one is enough; then nothing of this machine is looked at. Default:
+            the setting `lookup`.
+
+    Raises:
+        NoService: this machine knows no such service, or no lookup partition that was named answers.
+        ConfigError: there are several services, or its TLS files cannot be used.
+    """
+    from kvservice.config import load_config
+
+    named = load_config(service=service, lookup=",".join(lookup) if lookup else None).lookup
+    return _members_from_afar(named) if named else _members_here(chosen_service(service))
+
+
+def _members_here(service: str) -> Members:
+    from kvservice.discovery import find_shards
+    from kvservice.private_files import is_listening
+
+    records = find_shards(service, live_only=False)
+    if not records:
+        raise NoService(unknown_service(service))
+    newest = max(records, key=lambda record: (is_listening(record.socket), record.epoch))
+    tls = tls_beside(newest)
+    shards, silent, hints = _ask_lookups(newest.lookup_addresses, tls)
+    live = [record for record in records if is_listening(record.socket)]
+    shards.update({record.node_id: f"unix:{record.socket}" for record in live})
+    gone: dict[str, str] = {record.node_id: record.peer_address for record in records if record not in live}
+    local = tuple(record.node_id for record in live)
+    return Members(service, shards, local, gone, newest.lookup_addresses, tuple(silent), tls, hints)
+
+
+def _members_from_afar(lookup: tuple[str, ...]) -> Members:
+    tls = tls_beside()
+    shards, silent, hints = _ask_lookups(lookup, tls)
+    if len(silent) == len(lookup):
+        advice = "; ".join(sorted(set(hints.values())))
+        if not advice and tls is None:
+            advice = "if the service has TLS, name the folder of your certificate with KVSERVICE_TLS_DIR"
+        raise NoService(f"no lookup partition answers at {', '.join(lookup)}{'; ' if advice else ''}{advice}")
+    return Members(f"at {lookup[0]}", shards, (), {}, lookup, tuple(silent), tls, hints)
+
+
+def _ask_lookups(addresses: Sequence[str], tls: Any) -> tuple[dict[str, str], list[str], dict[str, str]]:
+    """Returns where the shards of live nodes are reached, the addresses that did not answer, and why TLS made a call
+    fail, by address."""
+    from kvservice.auth.tls import open_blocking_channel
+    from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
+
+    shards: dict[str, str] = {}
+    silent: list[str] = []
+    hints: dict[str, str] = {}
+
+    def ask(address: str) -> list[tuple[str, str]]:
+        try:
+            with open_blocking_channel(address, tls) as channel:
+                stub = lookup_pb2_grpc.LookupServiceStub(channel)
+                reply = stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=CALL_SECONDS)
+        except grpc.RpcError as error:
+            silent.append(address)
+            note_hint(hints, address, error)
+            return []
+        return [(row.node.node_id, row.node.peer_address) for row in reply.nodes if row.alive]
+
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+        for found in pool.map(ask, addresses):
+            shards.update(found)
+    return shards, silent, hints
 
 
 def services_here() -> list[str]:
@@ -58,7 +134,10 @@ def unknown_service(name: str) -> str:
     """What to tell a user if this machine knows no service of this name."""
     found = services_here()
     if not found:
-        return "no service is registered on this machine; start one with `kvservice up`"
+        return (
+            "no service is registered on this machine; start one with `kvservice up`, or name a lookup partition of "
+            "another machine with --lookup HOST:PORT"
+        )
     return f"no service {name!r} is registered on this machine; there is {', '.join(found)}; name it with --service"
 
 
@@ -70,42 +149,6 @@ def tls_beside(record: Any = None) -> Any:
 
     found, _ = tls_of_environment()
     return open_tls(found or (record.tls_dir if record is not None else ""))
-
-
-def find_members(service: str) -> Members | None:
-    """The members of a service. None if this machine knows no such service. Blocks. Raises ConfigError if its TLS files
-    cannot be used."""
-    from kvservice.auth.tls import open_blocking_channel
-    from kvservice.discovery import find_shards
-    from kvservice.private_files import is_listening
-    from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
-
-    records = find_shards(service, live_only=False)
-    if not records:
-        return None
-    newest = max(records, key=lambda record: (is_listening(record.socket), record.epoch))
-    tls = tls_beside(newest)
-    shards: dict[str, str] = {}
-    silent: list[str] = []
-    hints: dict[str, str] = {}
-
-    def ask(address: str) -> list[tuple[str, str]]:
-        try:
-            with open_blocking_channel(address, tls) as channel:
-                stub = lookup_pb2_grpc.LookupServiceStub(channel)
-                reply = stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=CALL_SECONDS)
-        except grpc.RpcError as error:
-            silent.append(address)
-            note_hint(hints, address, error)
-            return []
-        return [(row.node.node_id, row.node.peer_address) for row in reply.nodes if row.alive]
-
-    with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-        for found in pool.map(ask, newest.lookup_addresses):
-            shards.update(found)
-    live = [record for record in records if is_listening(record.socket)]
-    shards.update({record.node_id: f"unix:{record.socket}" for record in live})
-    return Members(shards, tuple(r.node_id for r in live), newest.lookup_addresses, tuple(silent), tls, hints)
 
 
 def note_hint(hints: dict[str, str], address: str, error: Any) -> None:

@@ -4,11 +4,15 @@ systemd. Each runs in the foreground until SIGTERM."""
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
 from kvservice.errors import ConfigError
+from kvservice.units import NodeId
 
+# Parts of file names, certificates and JSON: no "/", no blank, and nothing that a command takes for an option.
+_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 LOOKUP_PORT = 7400  # the default port of a lookup partition; two partitions on one host need two ports
 
 
@@ -24,14 +28,11 @@ def run_shard(
     """
     from kvservice.shard.process import serve
     from kvservice.shard.server import ShardServerConfig
-    from kvservice.units import NodeId
 
-    if not node or "/" in node or node.startswith("."):
-        raise ConfigError(f"{node!r} cannot be a node's name; give the name of this machine, without '/'")
     place = ShardServerConfig(
         config,
-        NodeId(node),
-        config.lookup_addresses,
+        node_named(node),
+        config.lookup,
         segment_dir=segment_dir,
         peer_host=bracketed(host),
         peer_port=port,
@@ -82,6 +83,17 @@ def run_lookup(config: Any, partition: int, host: str, port: int | None) -> None
         )
 
     asyncio.run(run())
+
+
+def node_named(name: str) -> NodeId:
+    """The name of a node. Raises ConfigError if it cannot be one."""
+    if not _NODE.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} cannot be a node's name; give the name of this machine: letters, digits, '.', '-' and '_', the "
+            "first one a letter or digit",
+            key="node",
+        )
+    return NodeId(name)
 
 
 def bracketed(host: str) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
+from kvservice.cli.output import Format, write
+from kvservice.cli.progress import Progress
 from kvservice.errors import ConfigError
 
 
@@ -23,7 +24,7 @@ def replay(
     warm_up: float,
     processes: int,
     plot: Path | None,
-    as_json: bool,
+    form: Format,
 ) -> None:
     """Play everything and print it; blocks meanwhile. Raises KVServiceError if the file is not a trace or an option is
     wrong."""
@@ -32,13 +33,9 @@ def replay(
 
     if plot is not None:
         check_plot(plot)
-    errors = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=errors, transient=True) as progress:
+    with Progress("replay") as progress:
         size = path.stat().st_size if path.is_file() else 0
-        reading = progress.add_task("reading", total=size)
-        trace = read_trace(path, limit, lambda done: progress.update(reading, completed=done))
-        progress.update(reading, completed=size)
+        trace = read_trace(path, limit, lambda done: progress.update("reading the trace", done, size))
         chosen = tuple(policies) or DEFAULT_POLICIES
         plan = Plan(
             capacities or default_capacities(trace),
@@ -47,44 +44,40 @@ def replay(
             next((policy for policy in chosen if policy != OPTIMUM), DEFAULT_POLICIES[0]),
             int(len(trace.requests) * warm_up),
         )
-        playing = progress.add_task("playing", total=len(plan.runs()))
-        found = play_all(trace, plan, processes, lambda done: progress.update(playing, completed=done))
+        runs = len(plan.runs())
+        found = play_all(
+            trace, plan, processes, lambda done: progress.update(f"run {done} of {runs} has ended", done, runs)
+        )
     figures = report(trace, plan, found)
     if plot is not None:
-        draw(figures, plot)
-    if as_json:
-        print(json.dumps(figures, indent=2))
-    else:
-        show(figures)
+        draw_plot(figures, plot)
+    write(figures, lambda all_, _: draw(all_), form)
 
 
-def show(figures: dict[str, Any]) -> None:
+def draw(figures: dict[str, Any]) -> RenderableType:
     """`figures`: study.report's."""
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(
+    summary = Text(
         f"{figures['trace']}: {figures['requests']:,} requests in {figures['seconds'] / 60:.0f} min, "
         f"{figures['blocks']:,} blocks asked for, {figures['unique_blocks']:,} different ones; "
-        f"with room for all of them {figures['hit_rate_max']:.1%} are hits",
-        markup=False,
+        f"with room for all of them {figures['hit_rate_max']:.1%} are hits"
     )
     title = "Share of prompt blocks that are hits, by capacity in blocks"
-    table = Table(title=title, title_justify="left", title_style="")
-    table.add_column("")
+    hits = Table(title=title, title_justify="left", title_style="")
+    hits.add_column("")
     capacities = sorted({run["capacity"] for run in figures["runs"]})
     rates = {(run["label"], run["capacity"]): run["hit_rate"] for run in figures["runs"]}
     for capacity in capacities:
-        table.add_column(f"{capacity:,}", justify="right")
+        hits.add_column(f"{capacity:,}", justify="right")
     for label in dict.fromkeys(run["label"] for run in figures["runs"]):
         cells = [rates.get((label, capacity)) for capacity in capacities]
-        table.add_row(label, *("" if rate is None else f"{rate:.1%}" for rate in cells))
-    console.print(table)
+        hits.add_row(label, *("" if rate is None else f"{rate:.1%}" for rate in cells))
     table = Table(title="Fetch or recompute, against an oracle", title_justify="left", title_style="")
     for name in ("link", "decisions that differ", "time lost", "if always fetched", "if never fetched"):
         table.add_column(name, justify="right")
     for row in figures["fetch_or_recompute"]:
         shares = [row[name] for name in ("differ_share", "lost_share", "always_lost_share", "never_lost_share")]
         table.add_row(f"{row['link_bytes_per_second'] / 1e9:g} GB/s", *(f"{share:.1%}" for share in shares))
-    console.print(table)
+    return Group(summary, hits, table)
 
 
 def check_plot(path: Path) -> None:
@@ -97,7 +90,7 @@ def check_plot(path: Path) -> None:
         raise ConfigError(f"--plot {path}: give a .png, .svg or .pdf file in an existing directory")
 
 
-def draw(figures: dict[str, Any], path: Path) -> None:
+def draw_plot(figures: dict[str, Any], path: Path) -> None:
     """Draw hit rates over capacity, policies on the left and nodes on the right. `figures` are those of
     study.report."""
     import matplotlib

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvservice.cli.progress import Progress
 
 NUMBERS = (
     ("blocks stored", "blocks_stored"),
@@ -46,12 +47,10 @@ def campaign(seed: int, count: int, processes: int) -> bool:
     from kvservice.testing.sim.campaign import CampaignTally, run_campaign
 
     console = Console(highlight=False, soft_wrap=True)
-    columns = (TextColumn("schedules"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=count)
+    with Progress("playing") as progress:
 
         def show(tally: CampaignTally) -> None:
-            progress.update(task, completed=tally.schedules)
+            progress.update(f"{tally.schedules} of {count} schedules", tally.schedules, count)
 
         tally = run_campaign(seed, count, processes, show)
     console.print(f"{tally.schedules} schedules, {tally.virtual_seconds / 3600:.1f} h of virtual time")

@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import grpc
-from rich.console import Console
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from kvservice.cli.output import Format, show
 from kvservice.units import format_bytes, printable
 
 CALL_SECONDS = 3.0  # For one RPC. A part that takes longer is shown as a problem.
 ASKED_AT_ONCE = 16  # RPCs at once, so that a large service is asked in seconds.
-PLAIN_WIDTH = 120  # Characters a line if the output is no terminal, so that tables in files and pipes are not cut.
 STATES = ("free", "writing", "sealed", "leased", "quarantined")
 COLOURS = {"free": "green", "writing": "yellow", "sealed": "blue", "leased": "magenta", "quarantined": "red"}
 BAR_CHARS = 24  # Of a bar that shows a node's slots; one character is about 4 %.
 FALLBACK = "mirror_fallback_"
 
 
-def collect(service: str) -> dict[str, Any] | None:
-    """Everything that `show` prints, with stable keys. None if this machine knows no such service. Blocks for RPCs."""
-    from kvservice.cli.members import tls_beside
-    from kvservice.discovery import find_shards
-    from kvservice.private_files import is_listening
+def run(service: str | None, lookup: Sequence[str] | None, form: Format, watch: float | None = None) -> dict[str, Any]:
+    """Print the state of a service, with `watch` again and again. Returns what `collect` found last. Blocks for RPCs.
+    Raises NoService."""
+    return show(lambda: collect(service, lookup), lambda state, _: draw(state), form, watch)
 
-    local = find_shards(service, live_only=False)  # a dead shard is a problem to show; the service is still there
-    if not local:
-        return None
-    newest = max(local, key=lambda record: (is_listening(record.socket), record.epoch))
-    tls = tls_beside(newest)
-    return read_state(service, newest.lookup_addresses, {record.node_id: record.peer_address for record in local}, tls)
+
+def collect(service: str | None, lookup: Sequence[str] | None = None) -> dict[str, Any]:
+    """Everything that `draw` shows, with stable keys. Blocks for RPCs. Raises NoService."""
+    from kvservice.cli.members import find_members
+
+    members = find_members(service, lookup)
+    return read_state(members.service, members.lookups, {**members.shards, **members.gone}, members.tls)
 
 
 def read_state(service: str, lookup_addresses: Sequence[str], known: Mapping[str, str], tls: Any) -> dict[str, Any]:
@@ -70,18 +69,12 @@ def read_state(service: str, lookup_addresses: Sequence[str], known: Mapping[str
     }
 
 
-def show(state: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(state, indent=2))
-        return
-    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
-    nodes = Table(title=f"service '{state['service']}'", title_justify="left")
+def draw(state: dict[str, Any]) -> RenderableType:
+    nodes = Table(title=f"service '{plain(state['service'])}'", title_justify="left")
     for column in ("node, where peers reach it", "pool", "slots by state", "hit blocks", "pulled from peers", "up"):
         nodes.add_column(column, overflow="fold")
     for row in state["nodes"]:
         nodes.add_row(*_node_cells(row))
-    console.print(nodes)
-    console.print("  ".join(f"[{COLOURS[name]}]■[/] {name}" for name in STATES))
     lookups = Table(title="lookup partitions", title_justify="left")
     for column in ("address", "partition", "keys", "nodes alive"):
         lookups.add_column(column)
@@ -89,22 +82,26 @@ def show(state: dict[str, Any], *, as_json: bool) -> None:
         alive = sum(node["alive"] for node in row["nodes"])
         part = f"{row['partition']} of {row['partition_count']}"
         lookups.add_row(plain(row["address"]), part, f"{row['key_count']:,}", plain(row["error"]) or str(alive))
-    console.print(lookups)
+    legend = "  ".join(f"[{COLOURS[name]}]■[/] {name}" for name in STATES)
+    lines = [Text.from_markup(line) for line in (legend, *_lines(state))]
+    return Group(nodes, lines[0], lookups, *lines[1:])
+
+
+def _lines(state: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
     rates = state["hit_rates"]
     if rates["local"] is not None:
         asked = state["totals"]["asked_blocks"]
-        console.print(f"hit rate of {asked:,} asked blocks: {rates['local']:.1%} local, {rates['remote']:.1%} remote")
+        lines.append(f"hit rate of {asked:,} asked blocks: {rates['local']:.1%} local, {rates['remote']:.1%} remote")
     for row in state["nodes"]:
         if "mirror_keys" in row["counters"]:
-            console.print(mirror_line(row["node_id"], row["counters"]))
-        for model in row["models"]:
-            console.print(f"attached at {plain(row['node_id'])}: {plain(model)}")
+            lines.append(mirror_line(row["node_id"], row["counters"]))
+        lines += [f"attached at {plain(row['node_id'])}: {plain(model)}" for model in row["models"]]
         for tenant in row["tenants"]:
             quota = f" of {format_bytes(tenant['quota_bytes'])}" if tenant["quota_bytes"] else ""
             held = f"{format_bytes(tenant['used_bytes'])}{quota}"
-            console.print(f"tenant {plain(tenant['name'])} at {plain(row['node_id'])}: {held}")
-    for problem in state["problems"]:
-        console.print(f"[red]problem:[/] {plain(problem)}")
+            lines.append(f"tenant {plain(tenant['name'])} at {plain(row['node_id'])}: {held}")
+    return [*lines, *(f"[red]problem:[/] {plain(problem)}" for problem in state["problems"])]
 
 
 def plain(text: str) -> str:

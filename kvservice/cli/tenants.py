@@ -9,15 +9,20 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvservice.errors import ConfigError, KVServiceError
+from kvservice.cli.exits import ExitCode
+from kvservice.cli.output import Format, show, write
+from kvservice.cli.tree import Lookup, Output, Service, Watch, command, new_tree
+from kvservice.errors import ConfigError
 
-app = typer.Typer(
-    help="Edit who may use a service: tokens, quotas, public prompts.", no_args_is_help=True, rich_markup_mode=None
-)
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+app = new_tree("Edit who may use a service: tokens, quotas, public prompts.")
+FILE = "--file /etc/kvservice/tenants.json"  # in examples
 File = Annotated[Path, typer.Option("--file", envvar="KVSERVICE_TENANTS_FILE", help="The tenants file.")]
 Name = Annotated[str, typer.Argument(help="The tenant.")]
 Quota = Annotated[
@@ -32,7 +37,7 @@ Admin = Annotated[bool | None, typer.Option("--admin/--no-admin", help="May see 
 TokenTo = Annotated[Path | None, typer.Option("--token-to", help="Write the token to this file, not to the terminal.")]
 
 
-@app.command()
+@command(app, None, f"kvservice tenants add alice --quota 25% --token-to alice.token {FILE}")
 def add(
     name: Name,
     file: File,
@@ -57,15 +62,11 @@ def add(
     _show_token(name, token, token_to)
 
 
-@app.command("list")
-def show(file: File, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+@command(app, None, f"kvservice tenants list {FILE}", f"kvservice tenants list {FILE} -o json", name="list")
+def list_all(file: File, output: Output = Format.TABLE) -> None:
     """List names and limits; nothing secret."""
     from kvservice.auth.tenants import read_tenants
 
-    try:
-        tenants = read_tenants(file).by_name.values()
-    except KVServiceError as error:
-        _fail(error)
     rows = [
         {
             "name": t.name,
@@ -75,17 +76,42 @@ def show(file: File, as_json: Annotated[bool, typer.Option("--json")] = False) -
             "public": t.public.value,
             "admin": t.admin,
         }
-        for t in tenants
+        for t in read_tenants(file).by_name.values()
     ]
-    if as_json:
-        typer.echo(json.dumps(rows))
-        return
+    write(rows, lambda found, _: _draw_limits(found), output)
+
+
+def _draw_limits(rows: list[dict[str, Any]]) -> RenderableType:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("TENANT", "TOKENS", "QUOTA", "IN FLIGHT", "PUBLIC", "ADMIN"):
+        table.add_column(column)
     for row in rows:
-        limits = f"quota {row['quota'] or 'none'}, in flight {row['in_flight'] or 'any'}, public {row['public']}"
-        typer.echo(f"{row['name']}: {row['tokens']} token(s), {limits}{', admin' if row['admin'] else ''}")
+        limits = (row["quota"] or "none", str(row["in_flight"] or "any"), row["public"])
+        table.add_row(row["name"], str(row["tokens"]), *limits, "yes" if row["admin"] else "")
+    return table
 
 
-@app.command("set")
+@command(
+    app,
+    None,
+    "kvservice tenants usage",
+    "kvservice tenants usage --lookup 10.0.0.5:7400 --watch",
+)
+def usage(service: Service = None, lookup: Lookup = None, output: Output = Format.TABLE, watch: Watch = None) -> None:
+    """Show what each tenant holds at each node.
+
+    It asks the shards of a running service. Only the 64 tenants that hold most are named at each node; the others are
+    one row."""
+    from kvservice.cli import tenant_usage
+
+    problems: list[str] = show(lambda: tenant_usage.collect(service, lookup), tenant_usage.draw, output, watch).problems
+    if problems:
+        raise typer.Exit(ExitCode.PROBLEM)
+
+
+@command(app, None, f"kvservice tenants set alice --quota 8GiB --public read {FILE}", name="set")
 def set_limits(
     name: Name,
     file: File,
@@ -103,7 +129,7 @@ def set_limits(
     typer.echo(f"{name} is changed; shards apply it within seconds")
 
 
-@app.command()
+@command(app, None, f"kvservice tenants rotate alice {FILE}", f"kvservice tenants rotate alice --retire {FILE}")
 def rotate(
     name: Name,
     file: File,
@@ -131,7 +157,7 @@ def rotate(
         _show_token(name, token, token_to)
 
 
-@app.command()
+@command(app, None, f"kvservice tenants remove alice {FILE}")
 def remove(name: Name, file: File) -> None:
     """Remove a tenant. Its engines are detached within seconds, and its blocks can no longer be asked for."""
 
@@ -179,11 +205,9 @@ def _edit(path: Path, change: Callable[[Any], None], fresh: Any = None) -> None:
             parse_tenants(json.loads(text))
             write_private(path, text.encode())
     except ValueError as error:
-        _fail(ConfigError(str(error)))
+        raise ConfigError(str(error)) from error
     except OSError as error:
-        _fail(ConfigError(f"cannot write {path}: {error.strerror}"))
-    except KVServiceError as error:
-        _fail(error)
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 @contextlib.contextmanager
@@ -215,10 +239,5 @@ def _show_token(name: str, token: str, token_to: Path | None) -> None:
     except OSError as error:
         typer.echo(f"error: cannot write {token_to}: {error.strerror}. The token is shown instead.", err=True)
         typer.echo(token)
-        raise typer.Exit(1) from error
+        raise typer.Exit(ExitCode.PROBLEM) from error
     typer.echo(f"the token of {name} is in {token_to}; start its engines with KVSERVICE_TOKEN_FILE={token_to}")
-
-
-def _fail(error: KVServiceError) -> NoReturn:
-    typer.echo(f"error: {error.message}", err=True)
-    raise typer.Exit(1) from error

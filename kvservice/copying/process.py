@@ -1,6 +1,6 @@
 """Runs a copy worker as a process of its own, for `kvservice copy-worker`. SIGTERM and Ctrl-C stop it cleanly.
 
-It exits with status 3 when a copy hangs, and with 4 when this process can no longer use its GPU. In both cases the
+It exits with status 5 when a copy hangs, and with 6 when this process can no longer use its GPU. In both cases the
 supervisor should start it again.
 """
 
@@ -14,8 +14,8 @@ from kvservice.copying.worker.devices import device_named
 from kvservice.copying.worker.server import CopyWorker, CopyWorkerConfig
 from kvservice.observe.logs import say
 
-STATUS_WEDGED = 3  # tells a supervisor that a copy hung; this command has no other use for 3
-STATUS_DEVICE_LOST = 4  # likewise: this process lost its GPU
+STATUS_WEDGED = 5  # tells a supervisor that a copy hung; kvservice.cli.exits has the codes of all commands
+STATUS_DEVICE_LOST = 6  # likewise: this process lost its GPU
 POLL_SECONDS = 0.2  # between two looks at the worker's state: a stop or a failure is noticed this much later
 
 

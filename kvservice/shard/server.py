@@ -333,6 +333,7 @@ class ShardServer:
             self.pool.epoch,
             self._lookup_addresses,
             config.settings.tls_dir,
+            discovery.own_log(),
         )
         self._record = discovery.write_record(record, config.settings.runtime_root)
 
@@ -492,7 +493,9 @@ def _choose_transport(config: ShardServerConfig) -> tuple[str, Callable[[Segment
         kind = "nixl" if beyond and nixl_available() else "shm"
     if kind == "nixl":
         if not nixl_available():
-            raise ConfigError("transport 'nixl' needs NIXL: pip install 'kvservice[nixl]', or choose transport 'shm'")
+            raise ConfigError(
+                "transport 'nixl' needs NIXL, which comes with the extra 'nixl' (pip install nixl-cu12); or take shm"
+            )
         return kind, lambda segment: NixlTransport(segment, config.node_id, config.peer_host)
     if kind == "shm":
         return kind, SharedMemoryTransport

@@ -123,7 +123,7 @@ class LocalCluster:
         arguments = ["lookup", "--partition", str(index), "--lookup-partitions", str(len(self.lookup_addresses))]
         if not address.startswith("unix:"):
             arguments += ["--port", address.rpartition(":")[2]]
-        self._start(f"lookup{index}", ["kvservice.cli.main", *arguments])
+        self._start(f"lookup{index}", ["kvservice", *arguments])
         self._await_start(
             lambda: self._answers(self.lookup_addresses[index]), f"lookup partition {index}", f"lookup{index}"
         )
@@ -138,17 +138,17 @@ class LocalCluster:
         }
         arguments = ["shard", "--node", node, "--grace", str(self._drain_seconds)]
         arguments += [word for address in self.lookup_addresses for word in ("--lookup", address)]
-        arguments += [f"--set={name}={value}" for name, value in settings.items() if value is not None]
+        arguments += [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if value is not None]
         if self._keep_segment:
             arguments += ["--keep-blocks"]
-        self._start(node, ["kvservice.cli.main", *arguments])
+        self._start(node, ["kvservice", *arguments])
         if wait:
             self.wait_for_shard(node)
 
     def start_copy_worker(self, node: str) -> None:
         """A copy worker for CPU engines of this node, named `copy-worker-n0`, …; blocks until it listens."""
         name = f"copy-worker-{node}"
-        self._start(name, ["kvservice.cli.main", "copy-worker", "--node", node])
+        self._start(name, ["kvservice", "copy-worker", "--node", node])
         directory = node_directory(self.service, NodeId(node), self.root)
         pid = self._processes[name].pid
         self._await_start(

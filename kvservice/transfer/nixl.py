@@ -72,7 +72,9 @@ def load_nixl() -> tuple[ModuleType, tuple[type[Exception], ...]]:
         logs.take_over("nixl")  # its import installs a handler that writes to stdout
         kinds = [getattr(bindings, name) for name in dir(bindings) if name.endswith("Error")]
         return api, tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))
-    raise TransferError(f"NIXL cannot be loaded ({'; '.join(reasons)}): pip install 'kvservice[nixl]'")
+    raise TransferError(
+        f"NIXL cannot be loaded ({'; '.join(reasons)}): it comes with the extra 'nixl' (pip install nixl-cu12)"
+    )
 
 
 @contextlib.contextmanager

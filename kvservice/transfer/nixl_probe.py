@@ -29,7 +29,9 @@ def loopback_probe(timeout_seconds: float = 60.0) -> dict[str, Any]:
     what the connection used, e.g. 'rma_am(tcp/lo) am(tcp/lo cma/memory)'; 'unknown' when it printed none), error.
     """
     if not nixl_available():
-        return _result(available=False, error="NIXL is not installed: pip install 'kvservice[nixl]'")
+        return _result(
+            available=False, error="NIXL is not installed: it comes with the extra 'nixl' (pip install nixl-cu12)"
+        )
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__],

@@ -127,7 +127,7 @@ def hosts_of(found: set[tuple[str, int]]) -> list[str]:
     return sorted(address for address, _ in found)
 
 
-UP = [*KVSERVICE, "up", "--no-ray", "--pool", "32MiB"]
+UP = [*KVSERVICE, "up", "--no-ray", "--pool-bytes", "32MiB"]
 READY_UP = "runs on this machine"
 
 
@@ -161,7 +161,7 @@ def test_with_a_network_address_everything_is_there(place: Place, tmp_path: Path
     tls = {"KVSERVICE_TLS_DIR": str(tmp_path / "tls"), "KVSERVICE_METRICS_PORT": str(ports[1])}
     name = f"n{os.getpid()}"
     command = [*KVSERVICE, "shard", "--node", "n0", "--host", place.address, "--port", str(ports[0])]
-    command += ["--pool", "32MiB", "--service", name]
+    command += ["--pool-bytes", "32MiB", "--service", name]
     with started(place, tmp_path / "log", command, "serves peers", **tls) as pid:
         found = listeners(pid)
         assert {(place.address, port) for port in ports} <= found
@@ -172,7 +172,7 @@ def test_processes_of_one_machine_have_sockets(place: Place, tmp_path: Path) -> 
     name = f"p{os.getpid()}"
     lookup = [*KVSERVICE, "lookup", "--lookup-partitions", "1", "--service", name]
     address = f"unix:{place.runtime}/{name}/lookup-0.sock"
-    shard = [*KVSERVICE, "shard", "--node", "n0", "--pool", "32MiB", "--service", name, "--lookup", address]
+    shard = [*KVSERVICE, "shard", "--node", "n0", "--pool-bytes", "32MiB", "--service", name, "--lookup", address]
     with (
         started(place, tmp_path / "lookup", lookup, f"serves {address}") as first,
         started(place, tmp_path / "shard", shard, "serves peers") as second,
@@ -182,7 +182,7 @@ def test_processes_of_one_machine_have_sockets(place: Place, tmp_path: Path) -> 
 
 def test_metrics_have_a_port_only_where_asked_for(place: Place, tmp_path: Path) -> None:
     port = free_port()
-    command = [*KVSERVICE, "shard", "--node", "n0", "--pool", "32MiB", "--service", f"m{os.getpid()}"]
+    command = [*KVSERVICE, "shard", "--node", "n0", "--pool-bytes", "32MiB", "--service", f"m{os.getpid()}"]
     with started(place, tmp_path / "log", command, "serves peers", KVSERVICE_METRICS_PORT=str(port)) as pid:
         assert listeners(pid) == {("127.0.0.1", port)}
 

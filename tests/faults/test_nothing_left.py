@@ -210,10 +210,10 @@ async def test_a_start_that_fails_keeps_the_kept_blocks(
 
 def test_a_shard_whose_port_is_taken_leaves_nothing(config: ShardServerConfig, taken_port: int) -> None:
     settings = config.settings
-    words = ["shard", "--service", settings.service, "--node", "n", "--pool", "256MiB", "--port", str(taken_port)]
+    words = ["shard", "--service", settings.service, "--node", "n", "--pool-bytes", "256MiB", "--port", str(taken_port)]
     own = {"KVSERVICE_ALLOW_PLAINTEXT": "1", "KVSERVICE_RUNTIME_DIR": settings.runtime_dir}
     ended = subprocess.run(
-        [sys.executable, "-m", "kvservice.cli.main", *words],
+        [sys.executable, "-m", "kvservice", *words],
         capture_output=True,
         text=True,
         env={**os.environ, **own},

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from kvservice.auth.tenants import new_token, read_tenants
 from kvservice.auth.token import Token
-from kvservice.cli import explain, status
+from kvservice.cli import explain, output, status
+from kvservice.cli.output import Format
 from kvservice.copying.memory import SharedMemory
 from kvservice.core.directory.key_table import ROWS_MIN
 from kvservice.core.directory.mirror import TABLE_AT, Feed, MirrorWriter, mirror_bytes
@@ -103,8 +104,13 @@ def _record(name: str) -> dict[str, Any]:
     }
 
 
+def _print(draw: Callable[[Any], RenderableType], state: Any) -> None:
+    output.write(state, lambda each, _: draw(each), Format.TABLE)
+
+
 def _explained(name: str) -> None:
-    explain.show(
+    _print(
+        explain.draw,
         {
             "requests": [_record(name)],
             "request_id": name,
@@ -113,9 +119,10 @@ def _explained(name: str) -> None:
             "silent_nodes": [name],
             "silent_lookups": [name],
             "hints": [name],
-        }
+        },
     )
-    explain.show(
+    _print(
+        explain.draw,
         {
             "requests": [],
             "asked_for": name,
@@ -125,7 +132,7 @@ def _explained(name: str) -> None:
             "silent_lookups": [],
             "hints": [],
             "refused_engines": [{"model": name, "node": name, "age_seconds": 1.0, "message": name}],
-        }
+        },
     )
 
 
@@ -147,7 +154,7 @@ def _status(name: str) -> None:
         "hit_rates": {"local": None},
         "problems": [name],
     }
-    status.show(state, as_json=False)
+    _print(status.draw, state)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -156,8 +163,7 @@ def test_no_name_acts_on_the_terminal_of_an_operator(
     show: Callable[[str], None], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = io.StringIO()
-    for module in (explain, status):
-        monkeypatch.setattr(module, "Console", lambda **_: Console(file=stream, width=200, color_system=None))
+    monkeypatch.setattr(output, "console", lambda **_: Console(file=stream, width=200, color_system=None))
     show(name)
     stream.getvalue().encode()
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028]", stream.getvalue())

@@ -34,7 +34,7 @@ def cluster() -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="module")
 def copy_worker(cluster: LocalCluster) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "kvservice.cli.main", "copy-worker", "--service", cluster.service]
+    command = [sys.executable, "-m", "kvservice", "copy-worker", "--service", cluster.service]
     environment = {**os.environ, "KVSERVICE_RUNTIME_DIR": str(cluster.root)}
     process = subprocess.Popen([*command, "--node", "n0", "--device", "0"], env=environment)
     eventually(lambda: find_copy_workers(node_directory(cluster.service, NodeId("n0"), cluster.root)), "the worker")

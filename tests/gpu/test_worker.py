@@ -32,7 +32,7 @@ WEDGE_SECONDS = 3.0
 @contextlib.contextmanager
 def worker(device: int = 0) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     with tempfile.TemporaryDirectory(prefix="kvg-") as folder:
-        command = [sys.executable, "-m", "kvservice.cli.main", "copy-worker", "--service", "s", "--node", "n"]
+        command = [sys.executable, "-m", "kvservice", "copy-worker", "--service", "s", "--node", "n"]
         environment = {**os.environ, "KVSERVICE_RUNTIME_DIR": folder}
         command += ["--device", str(device)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)

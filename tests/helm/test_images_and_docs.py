@@ -32,8 +32,9 @@ def instructions(path: Path) -> list[tuple[str, str]]:
 def commands() -> dict[str, set[str]]:
     """Command of kvservice -> its options."""
     group = typer.main.get_command(app)
+    context = typer.Context(group)
     return {
-        name: {option for item in command.params for option in item.opts}
+        name: {option for item in command.get_params(context) for option in item.opts}
         for name, command in group.commands.items()  # type: ignore[attr-defined]
     }
 

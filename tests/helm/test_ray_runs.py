@@ -112,7 +112,7 @@ def test_the_head_brings_the_service_up_by_itself(head: Head) -> None:
     done = ContainerProcess(check, head.place, head.root / "check.log").run(timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr + (head.root / "log").read_text()
     assert "metrics of 1 shards" in done.stdout
-    status: dict[str, Any] = json.loads(head.process.run(["kvservice", "status", "--json"]).stdout)
+    status: dict[str, Any] = json.loads(head.process.run(["kvservice", "status", "-o", "json"]).stdout)
     assert status["service"] == head.service and len(status["nodes"]) == len(status["lookup_partitions"]) == 1
     (lookup,) = status["lookup_partitions"]
     assert lookup["address"].endswith(f":{head.ports['lookup']}"), "the port that the NetworkPolicy names"

@@ -190,7 +190,7 @@ def test_metrics_answer_at_the_port_that_monitors_scrape(cluster: Cluster) -> No
 
 
 def test_status_works_inside_a_shard_pod(cluster: Cluster) -> None:
-    done = cluster.shards["node-a"].run(["kvservice", "status", "--json"])
+    done = cluster.shards["node-a"].run(["kvservice", "status", "-o", "json"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert '"service": "k8s"' in done.stdout and "node-b" in done.stdout
 

@@ -93,13 +93,13 @@ def test_settings_file_is_what_the_program_takes(values: str, tmp_path: Any) -> 
     path.write_text(text)
     config = load_config(path, {})
     if "standalone" in values:
-        names = config.lookup_addresses
+        names = config.lookup
         assert len(names) == config.lookup_partitions == find(objects, "StatefulSet")["spec"]["replicas"]
         service = find(objects, "Service", "-lookup")["metadata"]["name"]
         port = find(objects, "Service", "-lookup")["spec"]["ports"][0]["port"]
         assert names[0] == f"dns:///{service}-0.{service}.team.svc:{port}"
     else:
-        assert config.lookup_port == 7400 and config.lookup_addresses == ()
+        assert config.lookup_port == 7400 and config.lookup == ()
 
 
 def test_full_values_reach_the_settings() -> None:

@@ -83,7 +83,7 @@ class Worker:
     """`kvservice copy-worker` for this node directory."""
 
     def __init__(self, root: Path, *arguments: str) -> None:
-        command = [sys.executable, "-m", "kvservice.cli.main", "copy-worker", "--service", "s", "--node", "n"]
+        command = [sys.executable, "-m", "kvservice", "copy-worker", "--service", "s", "--node", "n"]
         environment = {**os.environ, "KVSERVICE_RUNTIME_DIR": str(root)}
         self.process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True, env=environment)
         assert self.process.stdout is not None

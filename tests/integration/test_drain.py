@@ -14,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvservice.cli import drain
+from kvservice.cli.output import Format
 from kvservice.core.messages import MissReason
 from kvservice.errors import ConfigError, KVServiceError
 from kvservice.memory.segment import segment_path
@@ -82,7 +83,7 @@ def leave(
 ) -> dict[str, Any]:
     """`kvservice drain --node`; what it says of this node. Blocks until the shard has ended."""
     capsys.readouterr()
-    assert drain.run(cluster.service, node, False, timeout, handover, False, True)
+    assert drain.run(cluster.service, None, node, False, timeout, handover, False, Format.JSON)
     assert cluster.exit_code(node) == 0
     assert not segment_path(cluster.service, NodeId(node)).exists()
     said: dict[str, Any] = json.loads(capsys.readouterr().out)[0]
@@ -156,7 +157,7 @@ def test_a_leaving_node_serves_its_engine_until_the_end(cluster: LocalCluster) -
         await engine.store(prompt)
         held = await engine.acquire(prompt)
         leaving = asyncio.create_task(
-            asyncio.to_thread(drain.run, cluster.service, "n0", False, 4.0, True, False, False)
+            asyncio.to_thread(drain.run, cluster.service, None, "n0", False, 4.0, True, False)
         )
         await asyncio.sleep(0.5)
         assert (health(cluster, "kvservice.wire.v1.EngineService"), health(cluster, "")) == (NOT_SERVING, SERVING)
@@ -237,7 +238,7 @@ def test_a_leaving_node_that_dies_leaves_receivers_whole(cluster: LocalCluster) 
     at(cluster, "n0", lambda engine: engine.store(prompt))
     cluster.wait_until_known(prompt)
     receivers = ("n1", "n2")
-    chosen = drain._choose(cluster.service, "n0", False)[0]
+    chosen = drain._choose(cluster.service, None, "n0", False)[0]
     drain._ask(chosen, 10.0, True)
     cluster.kill("n0")
     drain._ask(chosen, 10.0, True)
@@ -261,11 +262,11 @@ def test_sigterm_hands_over_before_the_shard_ends(cluster: LocalCluster) -> None
 
 def test_a_node_that_is_not_there_is_named_with_those_that_are(cluster: LocalCluster) -> None:
     with pytest.raises(ConfigError, match="n0, n1, n2"):
-        drain.run(cluster.service, "n7", False, 1.0, True, False, False)
+        drain.run(cluster.service, None, "n7", False, 1.0, True, False)
     with pytest.raises(ConfigError, match="--local"):
-        drain.run(cluster.service, None, False, 1.0, True, False, False)
+        drain.run(cluster.service, None, None, False, 1.0, True, False)
     with pytest.raises(KVServiceError, match="no service"):
-        drain.run("nobody", None, True, 1.0, True, False, False)
+        drain.run("nobody", None, None, True, 1.0, True, False)
 
 
 def test_an_offer_of_a_node_that_is_no_member_is_refused(cluster: LocalCluster) -> None:

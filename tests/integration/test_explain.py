@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvservice.cli import drain, explain
+from kvservice.cli.output import Format
 from kvservice.client.shard import ShardClient
 from kvservice.core.messages import AcquireRequest, Handoff, RequestReport
 from kvservice.errors import KVServiceError
@@ -169,7 +170,7 @@ async def test_an_owner_that_died_and_one_that_left_are_told_apart(cluster: Loca
     async with At(cluster, "n2") as writer:
         await writer.store(left)
         cluster.wait_until_known(left)
-    assert await asyncio.to_thread(drain.run, cluster.service, "n2", False, 5.0, False, False, False)
+    assert await asyncio.to_thread(drain.run, cluster.service, None, "n2", False, 5.0, False, False)
     cluster.exit_code("n2")
     cluster.start_shard("n2")
     async with At(cluster, "n2") as writer:
@@ -229,11 +230,11 @@ async def test_an_unknown_request_and_an_unclear_one_say_what_to_do(
         for number, engine in enumerate((first, second)):
             request = AcquireRequest(chain(1, 1), 0, 1.0, request_id=f"chatcmpl-9-{number}")
             await engine.pool.acquire(engine.attachment.attachment_id, request)
-    assert not explain.run(cluster.service, "chatcmpl-9", as_json=False)
+    assert not explain.run(cluster.service, None, "chatcmpl-9", Format.TABLE)
     assert "chatcmpl-9-0" in capsys.readouterr().out
-    assert not explain.run(cluster.service, "nobody", as_json=False)
+    assert not explain.run(cluster.service, None, "nobody", Format.TABLE)
     assert "15 minutes" in capsys.readouterr().out
-    assert explain.run(cluster.service, "chatcmpl-9-1", as_json=True)
+    assert explain.run(cluster.service, None, "chatcmpl-9-1", Format.JSON)
     state = json.loads(capsys.readouterr().out)
     assert (state["request_id"], state["requests"][0]["node"]) == ("chatcmpl-9-1", "n1")
 

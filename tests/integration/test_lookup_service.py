@@ -39,7 +39,7 @@ class LookupProcess:
     def __init__(self, partition: int, partition_count: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvl-")
         self.address = f"unix:{lookup_socket('default', partition, Path(self._folder.name))}"
-        self._command = [sys.executable, "-m", "kvservice.cli.main", "lookup"]
+        self._command = [sys.executable, "-m", "kvservice", "lookup"]
         self._command += ["--partition", str(partition), "--lookup-partitions", str(partition_count)]
         self.start()
 

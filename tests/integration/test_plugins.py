@@ -76,7 +76,7 @@ async def test_shard_evicts_by_the_policy_of_its_setting(site: Path, eviction: s
 
 def test_shard_with_a_policy_of_another_version_does_not_start(site: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "kvservice.cli.main", "shard", "--node", "n0", "--set", "eviction=of-tomorrow"],
+        [sys.executable, "-m", "kvservice", "shard", "--node", "n0", "--eviction", "of-tomorrow"],
         env={**os.environ, **searching(site), "KVSERVICE_RUNTIME_DIR": str(tmp_path)},
         capture_output=True,
         text=True,

@@ -26,7 +26,7 @@ def socket_on(index: int) -> str:
 
 
 class Service:
-    """`with Service(hosts, logs, "--pool", "64MiB"):` the options go to the shards."""
+    """`with Service(hosts, logs, "--pool-bytes", "64MiB"):` the options go to the shards."""
 
     def __init__(self, hosts: Sequence[Host], logs: Path, *options: str) -> None:
         self.hosts = hosts
@@ -46,7 +46,7 @@ class Service:
             for index, host in enumerate(self.hosts):
                 lookup = ["--host", host.address, "--port", str(LOOKUP_PORT), "--partition", str(index)]
                 lookup += ["--lookup-partitions", str(len(self.hosts))]
-                command = [sys.executable, "-m", "kvservice.cli.main", "lookup", *lookup]
+                command = [sys.executable, "-m", "kvservice", "lookup", *lookup]
                 self._processes.append(host.run(command, self._logs / f"lookup{index}.log", **self._environment))
                 self._start(index)
             for index in range(len(self.hosts)):
@@ -86,8 +86,8 @@ class Service:
 
     def _start(self, index: int) -> None:
         host = self.hosts[index]
-        shard = [sys.executable, "-m", "kvservice.cli.main", "shard", "--node", f"host{index}", "--host", host.address]
-        shard += ["--set", "transport=nixl", *self._options]
+        shard = [sys.executable, "-m", "kvservice", "shard", "--node", f"host{index}", "--host", host.address]
+        shard += ["--transport", "nixl", *self._options]
         shard += [word for address in self._lookups for word in ("--lookup", address)]
         environment = {**self._environment, "UCX_TLS": "tcp"}
         self._shards[index] = host.run(shard, self._log(index), **environment)

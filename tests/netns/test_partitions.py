@@ -76,7 +76,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     logs = tmp_path_factory.mktemp("partitions")
     with (
         Hosts() as hosts,
-        Service(hosts, logs, "--pool", "64MiB", "--set", "lease_seconds=2"),
+        Service(hosts, logs, "--pool-bytes", "64MiB", "--lease-seconds", "2"),
         RemoteEngine(hosts[0], socket_on(0)) as a,
         RemoteEngine(hosts[1], socket_on(1)) as b,
     ):

@@ -88,11 +88,11 @@ class Site:
         )
 
     def kvservice(self, *command: str) -> subprocess.CompletedProcess[str]:
-        return self.run("kvservice.cli.main", *command)
+        return self.run("kvservice", *command)
 
     def status(self) -> dict[str, Any]:
         """As an operator without Ray sees it."""
-        done = self.kvservice("status", "--service", SERVICE, "--json")
+        done = self.kvservice("status", "--service", SERVICE, "-o", "json")
         assert done.returncode in (0, 1), done.stderr
         found: dict[str, Any] = json.loads(done.stdout)
         return found
@@ -152,7 +152,7 @@ def test_service_outlives_the_loss_of_a_host_and_ends_clean(
     stranger.write_text("0" * len(token.read_text()))
     stranger.chmod(0o600)
     addresses = [head.host.address, other.host.address]
-    words = ("up", "--address", head.ray, "--service", SERVICE, "--pool", "64MiB")
+    words = ("up", "--address", head.ray, "--service", SERVICE, "--pool-bytes", "64MiB")
     refused = head.kvservice(*words)  # before anything is started
     assert refused.returncode == 2 and "2 machines" in refused.stderr and "kvservice certs DIR" in refused.stderr
     assert head.host.output(["find", "/dev/shm", str(RUNTIME_ROOT), "-name", "*shard*"]) == ""

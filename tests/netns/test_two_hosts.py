@@ -46,7 +46,7 @@ class Field:
 def field(shallow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
     logs = tmp_path_factory.mktemp("hosts")
     replicas: list[Replica] = []
-    with Hosts() as hosts, Service(hosts, logs, "--pool", "96MiB", "--set", "lease_seconds=4") as service:
+    with Hosts() as hosts, Service(hosts, logs, "--pool-bytes", "96MiB", "--lease-seconds", "4") as service:
         try:
             for index, host in enumerate(hosts):
                 extra: dict[str, object] = {"mode": "service", "socket": socket_on(index), "verify_load": "full"}

@@ -130,7 +130,7 @@ def known_keys() -> int:
 
 
 def kvservice(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvservice.cli.main", *arguments, "--service", SERVICE]
+    command = [sys.executable, "-m", "kvservice", *arguments, "--service", SERVICE]
     return subprocess.run(command, env={**os.environ}, capture_output=True, text=True, timeout=120)
 
 

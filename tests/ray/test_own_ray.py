@@ -64,7 +64,7 @@ class Machine:
         )
 
     def kvservice(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return self.run("-m", "kvservice.cli.main", *words)
+        return self.run("-m", "kvservice", *words)
 
 
 @pytest.fixture

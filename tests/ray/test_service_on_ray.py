@@ -87,7 +87,7 @@ def described(service: str = "rt") -> dict[str, Any]:
 def kvservice(*arguments: str, cluster: Cluster) -> subprocess.CompletedProcess[str]:
     """Another driver: a process of its own."""
     environment = {**os.environ, "RAY_ADDRESS": cluster.address}
-    command = [sys.executable, "-m", "kvservice.cli.main", *arguments]
+    command = [sys.executable, "-m", "kvservice", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
 
 
@@ -109,8 +109,7 @@ def socket_of(node_id: str) -> str:
 
 
 def lookup_keys() -> int:
-    state = collect("rt")
-    return 0 if state is None else sum(row["key_count"] for row in state["lookup_partitions"])
+    return sum(row["key_count"] for row in collect("rt")["lookup_partitions"])
 
 
 def test_every_node_gets_one_shard_and_one_lookup_partition(config: ServiceConfig) -> None:
@@ -124,10 +123,10 @@ def test_every_node_gets_one_shard_and_one_lookup_partition(config: ServiceConfi
 def test_another_driver_with_other_settings_is_refused(config: ServiceConfig, cluster: Cluster) -> None:
     """With the same settings it finds the service."""
     before = described()
-    settings = ["--service", "rt", "--pool", "32MiB", "--slab", "8MiB"]
+    settings = ["--service", "rt", "--pool-bytes", "32MiB", "--slab-bytes", "8MiB"]
     found = kvservice("up", *settings, cluster=cluster)
     assert found.returncode == 0, found.stderr
-    refused = kvservice("up", "--service", "rt", "--pool", "64MiB", "--slab", "8MiB", cluster=cluster)
+    refused = kvservice("up", "--service", "rt", "--pool-bytes", "64MiB", "--slab-bytes", "8MiB", cluster=cluster)
     assert refused.returncode == 1
     assert "other settings" in refused.stderr
     assert "pool_bytes: it runs with 33554432, you asked for 67108864" in refused.stderr
@@ -142,7 +141,6 @@ def test_status_counts_a_block_that_crossed_between_the_nodes(config: ServiceCon
     result = with_engine(socket_of(second), lambda engine: engine.read_all(keys))
     assert (len(result.blocks), result.fetched_count) == (20, 20)
     state = collect("rt")
-    assert state is not None
     rows = {row["node_id"]: row for row in state["nodes"]}
     assert rows[second]["pulled_bytes"] == {rows[second]["transport"]: 20 * 64 * 1024}
     assert rows[first]["counters"]["peer_located_blocks"] == 20
@@ -163,7 +161,6 @@ def test_a_killed_shard_is_restarted_and_its_blocks_hit_again(config: ServiceCon
     result = with_engine(socket_of(row["node_id"]), lambda engine: engine.read_all(keys))
     assert (len(result.blocks), result.fetched_count) == (30, 0)
     state = collect("rt")
-    assert state is not None
     counters = next(r["counters"] for r in state["nodes"] if r["node_id"] == row["node_id"])
     assert counters["blocks_adopted"] >= 30
 

@@ -107,15 +107,13 @@ def deploy_file(*applications: dict[str, Any]) -> None:
 
 def known_keys() -> int:
     """Blocks in the directory."""
-    state = collect(SERVICE)
-    return 0 if state is None else sum(lookup["key_count"] for lookup in state["lookup_partitions"])
+    return sum(lookup["key_count"] for lookup in collect(SERVICE)["lookup_partitions"])
 
 
 def counters() -> dict[str, int]:
     """Of all shards, added."""
-    state = collect(SERVICE)
     found: dict[str, int] = {}
-    for node in [] if state is None else state["nodes"]:
+    for node in collect(SERVICE)["nodes"]:
         for key, value in node["counters"].items():
             found[key] = found.get(key, 0) + value
     return found

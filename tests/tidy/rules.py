@@ -61,6 +61,7 @@ LAYERS: dict[str, frozenset[str]] = {
         {"core", "wire", "auth", "memory", "transfer", "lookup", "client", "pool", "shard", "connector", "actors"}
         | {"copying", "session", "serve", "discovery", "config", "observe"}
     ),
+    "__main__": frozenset({"cli"}),
     "cli": frozenset(
         {"core", "wire", "auth", "memory", "transfer", "lookup", "client", "pool", "shard", "connector", "actors"}
         | {"copying", "serve", "proxy", "replay", "testing", "discovery", "config", "observe"}
@@ -117,6 +118,7 @@ HOMES: dict[str, frozenset[str]] = {
     "triton": frozenset({"copying/cuda"}),
     "opentelemetry": frozenset({"observe"}),
     "prometheus_client": frozenset({"observe", "connector", "proxy"}),
+    "yaml": frozenset({"cli"}),
     "xxhash": frozenset({"core", "connector"}),
     "typer": frozenset({"cli"}),
     "rich": frozenset({"cli"}),

@@ -18,6 +18,7 @@ RULE = re.compile(r"^### (.+)\n((?:(?!^#).*\n?)*)", re.MULTILINE)
 TEST = re.compile(r"^\s*(?:async )?def test_(\w+)", re.MULTILINE)
 # In texts: programs that a test starts, and modules as `python -m` and vLLM's configuration name them.
 NAMED = re.compile(r"^(?:from|import) ((?:kvservice|tests)[\w.]+)|\"(kvservice(?:\.\w+)+)\"", re.MULTILINE)
+COMMAND = re.compile(r"\"-m\",\s*\"kvservice\"|\[\"kvservice\", ")  # `python -m kvservice`, and LocalCluster's parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,10 @@ def modules() -> dict[str, Path]:
 def needs(path: Path) -> frozenset[Path]:
     """The files that this one imports, or names as programs."""
     named = [item.module for item in imports_of(ROOT, path)]
-    named += [first or second for first, second in NAMED.findall(path.read_text(encoding="utf-8"))]
+    text = path.read_text(encoding="utf-8")
+    named += [first or second for first, second in NAMED.findall(text)]
+    if COMMAND.search(text):
+        named.append("kvservice.__main__")
     return frozenset(modules()[found] for module in named if (found := nearest(module, modules())))
 
 

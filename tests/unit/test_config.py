@@ -108,15 +108,15 @@ def test_copy_workers_says_what_is_allowed(value: str) -> None:
 
 
 def test_lookup_partitions_elsewhere_keep_their_order() -> None:
-    config = load_config(None, {"KVSERVICE_LOOKUP_ADDRESSES": "dns:///b.svc:7400, 10.0.0.1:7400,[::1]:7400"})
-    assert config.lookup_addresses == ("dns:///b.svc:7400", "10.0.0.1:7400", "[::1]:7400")
-    assert ServiceConfig().lookup_addresses == ()
+    config = load_config(None, {"KVSERVICE_LOOKUP": "dns:///b.svc:7400, 10.0.0.1:7400,[::1]:7400"})
+    assert config.lookup == ("dns:///b.svc:7400", "10.0.0.1:7400", "[::1]:7400")
+    assert ServiceConfig().lookup == ()
 
 
 @pytest.mark.parametrize("wrong", ["host", "host:", "http://host:1", "::1:7400", "a:1,b"])
 def test_a_wrong_lookup_address_is_named(wrong: str) -> None:
-    with pytest.raises(ConfigError, match="lookup_addresses has"):
-        load_config(None, {}, lookup_addresses=wrong)
+    with pytest.raises(ConfigError, match="lookup has"):
+        load_config(None, {}, lookup=wrong)
 
 
 @pytest.mark.parametrize("text", ["2GiB", "2Gi", "2g", "2 GB", "2147483648"])

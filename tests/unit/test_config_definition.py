@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import re
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
+import typer
 import yaml
 
 from kvservice.cli import main
+from kvservice.cli.commands import run
 from kvservice.cli.settings import load
 from kvservice.config import LEASE_SECONDS_MIN, ServiceConfig, load_config, shown
 from kvservice.connector.options import ConnectorOptions
@@ -44,7 +44,7 @@ def chart_rule(path: str) -> dict[str, Any]:
 def test_every_setting_but_computed_ones_is_in_the_chart() -> None:
     template = (CHART / "templates" / "_config.tpl").read_text()
     values = yaml.safe_load((CHART / "values.yaml").read_text())
-    assert set(ServiceConfig.model_fields) - set(BY_CHART) == {"lookup_addresses"}
+    assert set(ServiceConfig.model_fields) - set(BY_CHART) == {"lookup"}
     for name, path in BY_CHART.items():
         group, key = path.split(".")
         assert key in values[group] and f"\n{name} = " in template, name
@@ -72,14 +72,20 @@ def test_chart_takes_ports_up_to_the_last_one_of_the_setting(path: str) -> None:
         load_config(None, {}, **{name: highest + 1})
 
 
-def test_set_takes_every_setting_and_refuses_what_is_no_pair() -> None:
+@pytest.mark.parametrize("name", ["up", "shard", "lookup"])
+def test_every_setting_is_an_option_of_its_name(name: str) -> None:
+    found = typer.main.get_command(main.app).commands[name]  # type: ignore[attr-defined]
+    with found.make_context(name, ["--node", "n0"] if name == "shard" else []) as context:
+        flags = {flag for param in found.get_params(context) for flag in param.opts}
+    assert {f"--{setting.replace('_', '-')}" for setting in ServiceConfig.model_fields} <= flags
+
+
+def test_an_option_takes_what_the_setting_takes() -> None:
     for name, field in ServiceConfig.model_fields.items():
-        value = ",".join(field.default) if isinstance(field.default, tuple) else str(field.default)
-        assert getattr(load(None, [f"{name}={value}"]), name) == field.default
-    with pytest.raises(ConfigError, match="write NAME=VALUE"):
-        load(None, ["eviction"])
-    with pytest.raises(ConfigError, match="given twice"):
-        load(None, ["pool_bytes=1GiB"], pool_bytes="2GiB")
+        value = list(field.default) if isinstance(field.default, tuple) else str(field.default)
+        assert getattr(load(None, {name: value}), name) == field.default
+    assert load(None, {"lookup": ["a:1", "b:2"]}).lookup == ("a:1", "b:2")
+    assert load(None, {"pool_bytes": None}).pool_bytes == ServiceConfig().pool_bytes
 
 
 def test_eviction_is_a_setting_in_every_source(tmp_path: Path) -> None:
@@ -87,7 +93,7 @@ def test_eviction_is_a_setting_in_every_source(tmp_path: Path) -> None:
     file.write_text('eviction = "lru"\n')
     assert load_config(file, {}).eviction == "lru"
     assert load_config(None, {"KVSERVICE_EVICTION": "lru"}).eviction == "lru"
-    assert load(None, ["eviction=lru"]).eviction == "lru"
+    assert load(None, {"eviction": "lru"}).eviction == "lru"
     assert parse_section({"settings": {"eviction": "lru"}}).service_config().eviction == "lru"
 
 
@@ -114,19 +120,6 @@ def test_limits_that_depend_on_each_other_fit() -> None:
     assert plan_geometry(smallest.pool_bytes).slab_count >= 1
 
 
-@pytest.mark.parametrize("command", [main.up, main.shard, main.lookup], ids=lambda command: command.__name__)
-def test_help_names_the_default_of_the_setting(command: Callable[..., None]) -> None:
-    """Options for the settings that are used most have a help of their own, so that --help imports no definitions."""
-    settings = {"service": "service", "pool": "pool_bytes", "transport": "transport"}
-    settings |= {"lookup_partitions": "lookup_partitions"}
-    hints = get_type_hints(command, include_extras=True)
-    said = {settings[name]: hints[name].__metadata__[0].help for name in hints if name in settings}
-    assert said
-    for name, text in said.items():
-        (default,) = re.findall(r"Default: '?([\w.]+?)'?\.$", text)
-        assert getattr(load(None, [f"{name}={default}"]), name) == getattr(ServiceConfig(), name)
-
-
 def test_proxy_has_the_defaults_of_its_settings() -> None:
     own = {field.name: field.default for field in fields(ProxySettings)}
     names = {
@@ -137,7 +130,7 @@ def test_proxy_has_the_defaults_of_its_settings() -> None:
         "check_interval": "check_seconds",
         "grace": "grace_seconds",
     }
-    typed = {names.get(name, name): each.default for name, each in inspect.signature(main.proxy).parameters.items()}
+    typed = {names.get(name, name): each.default for name, each in inspect.signature(run.proxy).parameters.items()}
     assert parse_bytes(typed.pop("max_body")) == own["body_bytes_max"]
     shared = set(typed) & set(own) - {"prefill", "decode"}
     assert len(shared) == 11 and {name: typed[name] for name in shared} == {name: own[name] for name in shared}

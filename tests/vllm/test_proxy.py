@@ -58,7 +58,7 @@ class Servers:
         with (self._logs / "proxy.log").open("wb") as out:
             self.processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "kvservice.cli.main", *words],
+                    [sys.executable, "-m", "kvservice", *words],
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **VARIABLES},

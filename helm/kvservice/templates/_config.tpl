@@ -24,7 +24,7 @@ tenants_file = "{{ include "kvservice.tenantsDir" . }}/tenants.json"
 lookup_port = {{ .Values.lookup.port }}
 copy_workers = {{ .Values.ray.copyWorkers | quote }}
 {{- else }}
-lookup_addresses = {{ include "kvservice.lookupAddresses" . | quote }}
+lookup = {{ include "kvservice.lookupAddresses" . | quote }}
 runtime_dir = {{ .Values.shard.hostRuntimeDir | quote }}
 {{- end }}
 {{- end -}}

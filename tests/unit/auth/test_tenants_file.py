@@ -58,7 +58,7 @@ def test_add_rotate_retire_and_remove_change_who_may_attach(tmp_path: Path) -> N
     run("rotate", "team-a", "--retire", "--file", str(file))
     assert read_tenants(file).of_token(first) is None and read_tenants(file).of_token(second)
     run("set", "team-a", "--file", str(file), "--quota", "", "--in-flight", "8")
-    (shown,) = json.loads(run("list", "--json", "--file", str(file)))
+    (shown,) = json.loads(run("list", "-o", "json", "--file", str(file)))
     assert (shown["quota"], shown["in_flight"], shown["public"]) == ("", 8, "publish")
     run("remove", "team-a", "--file", str(file))
     assert read_tenants(file).by_name == {}
@@ -67,7 +67,7 @@ def test_add_rotate_retire_and_remove_change_who_may_attach(tmp_path: Path) -> N
 def test_the_commands_take_the_file_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSERVICE_TENANTS_FILE", str(tmp_path / "tenants.json"))
     run("add", "team-a")
-    assert run("list").startswith("team-a: 1 token(s)")
+    assert "team-a" in run("list")
 
 
 def test_a_token_goes_to_a_private_file_when_asked(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_refused_command_changes_nothing(tmp_path: Path, words: list[str]) -> 
     run("add", "a", "--file", str(file))
     before = file.read_bytes()
     result = CliRunner().invoke(app, ["tenants", *words, "--file", str(file)])
-    assert result.exit_code == 1 and "error:" in result.output
+    assert result.exit_code == 2 and "error:" in result.output
     assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
 
 

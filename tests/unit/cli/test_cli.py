@@ -35,7 +35,7 @@ def runtime() -> Iterator[Path]:
 
 def command(runtime: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "kvservice.cli.main", *arguments],
+        [sys.executable, "-m", "kvservice", *arguments],
         env={**os.environ, "KVSERVICE_RUNTIME_DIR": str(runtime), **variables},
         capture_output=True,
         text=True,
@@ -52,7 +52,7 @@ class Foreground:
             probe.bind(("127.0.0.1", 0))
             self.metrics_port = probe.getsockname()[1]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvservice.cli.main", "up", "--no-ray", "--service", service, "--pool", "16MiB"],
+            [sys.executable, "-m", "kvservice", "up", "--no-ray", "--service", service, "--pool-bytes", "16MiB"],
             env={**os.environ, "KVSERVICE_RUNTIME_DIR": str(runtime), "KVSERVICE_METRICS_PORT": str(self.metrics_port)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -93,18 +93,30 @@ def test_help_names_every_command_and_loads_nothing_heavy(runtime: Path) -> None
     assert loaded.stdout.strip() == "[]"
 
 
-def test_status_without_a_service_exits_3(runtime: Path) -> None:
-    shown = command(runtime, "status")
-    assert (shown.returncode, "kvservice up" in shown.stdout) == (3, True)
-    shown = command(runtime, "status", "--json")
-    assert (shown.returncode, json.loads(shown.stdout)) == (3, {"service": None})
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["status"],
+        ["status", "-o", "json"],
+        ["explain", "x"],
+        ["drain", "--local"],
+        ["logs"],
+        ["tenants", "usage"],
+        ["status", "--lookup", "127.0.0.1:1"],
+    ],
+    ids=" ".join,
+)
+def test_without_a_service_every_command_exits_3(runtime: Path, asked: list[str]) -> None:
+    shown = command(runtime, *asked)
+    assert (shown.returncode, shown.stdout) == (3, ""), shown.stderr
+    assert ("kvservice up" in shown.stderr) != ("127.0.0.1:1;" in shown.stderr), shown.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["up", "--no-ray", "--pool", "0"], "at least 4.0 MiB"),
-        (["up", "--no-ray", "--pool", "-4GiB"], "at least 4.0 MiB"),
+        (["up", "--no-ray", "--pool-bytes", "0"], "at least 4.0 MiB"),
+        (["up", "--no-ray", "--pool-bytes", "-4GiB"], "at least 4.0 MiB"),
         (["up", "--no-ray", "--transport", "pigeon"], "give auto, nixl or shm"),
         (["up", "--no-ray", "--config", "/does/not/exist.toml"], "cannot read /does/not/exist.toml"),
         (["up", "--no-such-option"], "--no-such-option"),
@@ -125,7 +137,7 @@ def test_a_misspelt_variable_exits_2_and_names_the_nearest(runtime: Path) -> Non
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_service_in_the_foreground_ends_cleanly(foreground: Foreground, number: signal.Signals) -> None:
-    state = json.loads(command(foreground.runtime, "status", "--json", "--service", foreground.service).stdout)
+    state = json.loads(command(foreground.runtime, "status", "-o", "json", "--service", foreground.service).stdout)
     assert [row["node_id"] for row in state["nodes"]] == ["local"]
     code, output = foreground.end(number)
     assert (code, "Traceback" in output) == (0, False), output
@@ -135,7 +147,7 @@ def test_a_service_in_the_foreground_ends_cleanly(foreground: Foreground, number
 
 def test_the_demo_stopped_half_way_leaves_nothing_behind(runtime: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvservice.cli.main", "demo"],
+        [sys.executable, "-m", "kvservice", "demo"],
         env={**os.environ, "TMPDIR": str(runtime), "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         text=True,
@@ -157,14 +169,14 @@ TRANSPORTS = ("shm", "nixl") if nixl_available() else ("shm",)
 
 @pytest.mark.parametrize(
     "arguments",
-    [["shard", "--node", "n0", "--pool", "16MiB"], ["lookup", "--lookup-partitions", "1", "--port", "0"]],
+    [["shard", "--node", "n0", "--pool-bytes", "16MiB"], ["lookup", "--lookup-partitions", "1", "--port", "0"]],
     ids=["shard", "lookup"],
 )
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_json_logs_are_all_that_a_process_writes(runtime: Path, arguments: list[str], transport: str) -> None:
     """Start, work and end; libraries' lines too. In a container both streams are one."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvservice.cli.main", *arguments, "--json-logs", "--service", f"json-{os.getpid()}"],
+        [sys.executable, "-m", "kvservice", *arguments, "--json-logs", "--service", f"json-{os.getpid()}"],
         env={**os.environ, "KVSERVICE_RUNTIME_DIR": str(runtime), "KVSERVICE_TRANSPORT": transport},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -182,7 +194,7 @@ def test_json_logs_are_all_that_a_process_writes(runtime: Path, arguments: list[
 
 
 def test_with_json_logs_the_reason_of_an_early_end_is_json_too(runtime: Path) -> None:
-    shown = command(runtime, "shard", "--node", "n0", "--pool", "1", "--json-logs")
+    shown = command(runtime, "shard", "--node", "n0", "--pool-bytes", "1", "--json-logs")
     (line,) = [json.loads(line) for line in (shown.stdout + shown.stderr).splitlines()]
     assert (shown.returncode, line["level"]) == (2, "error") and "at least 4.0 MiB" in line["event"]
 
@@ -200,7 +212,7 @@ def test_a_service_in_the_foreground_answers_prometheus(foreground: Foreground) 
 
 
 def test_the_only_service_of_a_machine_needs_no_name_and_others_are_named(foreground: Foreground) -> None:
-    state = json.loads(command(foreground.runtime, "status", "--json").stdout)
+    state = json.loads(command(foreground.runtime, "status", "-o", "json").stdout)
     assert state["service"] == foreground.service
     for asked in (["status", "--service", "other"], ["explain", "x", "--service", "other"]):
         shown = command(foreground.runtime, *asked)
@@ -221,7 +233,7 @@ def test_down_says_who_ends_a_service_without_ray(foreground: Foreground) -> Non
 
 
 def test_two_services_of_one_name_on_one_machine_are_refused(foreground: Foreground) -> None:
-    second = command(foreground.runtime, "up", "--no-ray", "--service", foreground.service, "--pool", "16MiB")
+    second = command(foreground.runtime, "up", "--no-ray", "--service", foreground.service, "--pool-bytes", "16MiB")
     assert second.returncode == 1
     assert "already serves" in second.stderr
     assert find_shards(foreground.service, foreground.runtime)  # the first one goes on
@@ -230,7 +242,7 @@ def test_two_services_of_one_name_on_one_machine_are_refused(foreground: Foregro
 def test_status_shows_every_node_and_a_dead_one_as_a_problem() -> None:
     with LocalCluster(nodes=2, lookup_partitions=1, transport="shm", pool_bytes=16 << 20) as cluster:
         variables = {"KVSERVICE_SERVICE": cluster.service}
-        shown = command(cluster.root, "status", "--json", **variables)
+        shown = command(cluster.root, "status", "-o", "json", **variables)
         state = json.loads(shown.stdout)
         assert shown.returncode == 0, shown.stdout
         assert set(state) == {"service", "nodes", "lookup_partitions", "totals", "hit_rates", "problems"}
@@ -260,12 +272,12 @@ def test_status_shows_every_node_and_a_dead_one_as_a_problem() -> None:
         assert "n1" in table.stdout
 
         cluster.kill("n1")
-        shown = command(cluster.root, "status", "--json", **variables)
+        shown = command(cluster.root, "status", "-o", "json", **variables)
         assert shown.returncode == 1
         assert any("node n1" in problem for problem in json.loads(shown.stdout)["problems"])
 
         cluster.kill("n0")  # nobody is left, but the records say that there was a service
-        assert command(cluster.root, "status", "--json", **variables).returncode == 1
+        assert command(cluster.root, "status", "-o", "json", **variables).returncode == 1
 
 
 def test_check_names_the_part_that_does_not_answer(runtime: Path) -> None:
@@ -277,5 +289,7 @@ def test_check_names_the_part_that_does_not_answer(runtime: Path) -> None:
 
 def test_a_shard_with_a_wrong_setting_says_which(runtime: Path) -> None:
     result = command(runtime, "shard", "--node", "n0", "--lookup", "nowhere")
-    assert result.returncode == 2 and "lookup_addresses has 'nowhere'" in result.stderr
-    assert "'a/b' cannot be a node's name" in command(runtime, "shard", "--node", "a/b").stderr
+    assert result.returncode == 2 and "lookup has 'nowhere'" in result.stderr
+    for name in ("a/b", "--", "n c", ".."):
+        assert f"{name!r} cannot be a node's name" in command(runtime, "shard", "--node", name).stderr
+    assert "service is '--'" in command(runtime, "status", "--service", "--").stderr

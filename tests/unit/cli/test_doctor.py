@@ -14,6 +14,7 @@ import pytest
 
 from kvservice.cli import doctor
 from kvservice.cli.doctor import ABSENT, OK, PROBLEM, WARNING, Check
+from kvservice.cli.output import Format
 from kvservice.discovery import ShardRecord, write_record
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import BootEpoch, GiB, MiB, NodeId
@@ -57,7 +58,7 @@ def test_only_a_problem_makes_the_machine_unfit(status: str, good: bool) -> None
 
 
 def test_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    doctor.show([Check("clock", OK, "fine"), Check("ray", PROBLEM, "gone", "start it")], as_json=True)
+    doctor.write_checks([Check("clock", OK, "fine"), Check("ray", PROBLEM, "gone", "start it")], Format.JSON)
     assert json.loads(capsys.readouterr().out) == {
         "ok": False,
         "checks": [
@@ -68,8 +69,8 @@ def test_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_text_shows_brackets_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    doctor.show([Check("ray", PROBLEM, "not installed", "pip install 'kvservice[ray]'")], as_json=False)
-    assert "pip install 'kvservice[ray]'" in capsys.readouterr().out
+    doctor.write_checks([Check("ray", PROBLEM, "not installed", "pip install 'ray[serve]'")], Format.TABLE)
+    assert "pip install 'ray[serve]'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

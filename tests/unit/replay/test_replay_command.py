@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvservice.cli.main import EXIT_PROBLEM, EXIT_USAGE, app
+from kvservice.cli.exits import ExitCode
+from kvservice.cli.main import app
 from kvservice.replay.synthetic import Workload, make_trace
 
 
@@ -45,7 +46,7 @@ def test_a_replay_prints_one_row_for_each_way_and_draws_it(trace_file: Path, tmp
 
 
 def test_json_has_stable_keys_and_the_warm_up_is_not_counted(trace_file: Path) -> None:
-    options = ("--capacity", 400, "--nodes", 1, "--policy", "belady", "--json")
+    options = ("--capacity", 400, "--nodes", 1, "--policy", "belady", "-o", "json")
     rates = []
     for warm_up in (0, 0.5):
         code, out, _ = run(trace_file, *options, "--warm-up", warm_up)
@@ -61,13 +62,13 @@ def test_wrong_input_is_named_with_its_line(tmp_path: Path, trace_file: Path) ->
     broken = tmp_path / "broken.jsonl"
     broken.write_text(trace_file.read_text().splitlines()[0] + "\n{}\n")
     code, out, errors = run(broken)
-    assert (code, out) == (EXIT_PROBLEM, "") and "line 2" in errors and "Traceback" not in errors
+    assert (code, out) == (ExitCode.PROBLEM, "") and "line 2" in errors and "Traceback" not in errors
     code, _, errors = run(trace_file, "--policy", "best")
-    assert code == EXIT_PROBLEM and "choose from: reuse" in errors
+    assert code == ExitCode.PROBLEM and "choose from: reuse" in errors
 
 
 def test_without_matplotlib_a_plot_is_refused_at_once(trace_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused before anything is played."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, errors = run(trace_file, "--plot", "replay.png")
-    assert (code, out) == (EXIT_USAGE, "") and "pip install matplotlib" in errors
+    assert (code, out) == (ExitCode.USAGE, "") and "pip install matplotlib" in errors

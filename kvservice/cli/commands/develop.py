@@ -1,0 +1,80 @@
+"""Commands that study the cache without a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvservice.cli.exits import ExitCode
+from kvservice.cli.output import Format
+from kvservice.cli.tree import Output, command
+
+GROUP = "Develop"
+
+
+def add(tree: typer.Typer) -> None:
+    """Add this module's commands to the tree, in the order of the help."""
+    command(
+        tree,
+        GROUP,
+        "kvservice replay trace.jsonl --nodes 8 --capacity 10000 --plot replay.png",
+        "kvservice replay trace.jsonl --nodes 1 --policy reuse --policy belady -o json",
+    )(replay)
+    command(tree, GROUP, "kvservice sim --seed 7", "kvservice sim --count 1000 --processes 4")(sim)
+
+
+def replay(
+    trace: Annotated[Path, typer.Argument(help="JSON lines: timestamp, input_length, output_length, hash_ids.")],
+    nodes: Annotated[
+        int, typer.Option(min=1, max=256, help="Also simulate this capacity split over N nodes (1 = skip).")
+    ] = 8,
+    capacity: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Capacity of all nodes, in blocks. Repeat for more. Default: six values."),
+    ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="reuse, lru, plain-lru, s3-fifo or belady. Repeat for more.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Play only the first N requests.")] = None,
+    warm_up: Annotated[float, typer.Option(min=0, max=0.9, help="Share of the requests that is not counted.")] = 0.0,
+    processes: Annotated[int, typer.Option(min=1, max=256, help="Worker processes.")] = 1,
+    plot: Annotated[Path | None, typer.Option(help="Also draw a plot into this .png, .svg or .pdf file.")] = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Show what the cache would have found of a trace.
+
+    It plays the requests through real eviction, directory and routing on simulated nodes."""
+    from kvservice.cli import replay as run
+
+    run.replay(
+        trace,
+        nodes=nodes,
+        capacities=sorted(set(capacity or [])),
+        policies=policy or [],
+        limit=limit,
+        warm_up=warm_up,
+        processes=processes,
+        plot=plot,
+        form=output,
+    )
+
+
+def sim(
+    seed: Annotated[
+        int, typer.Option(help="Number of the schedule. The same number always plays the same events.")
+    ] = 0,
+    count: Annotated[
+        int, typer.Option(min=1, help="Number of schedules to play, from --seed on, until one fails.")
+    ] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="Worker processes when --count > 1.")] = 2,
+    whole: Annotated[bool, typer.Option("--whole", help="Show a failing schedule whole, without reducing it.")] = False,
+) -> None:
+    """Play random faults against the real core.
+
+    Time, network and memory are simulated."""
+    from kvservice.cli import simulate as run
+
+    good = run.campaign(seed, count, processes) if count > 1 else run.tell(seed, whole=whole)
+    raise typer.Exit(ExitCode.GOOD if good else ExitCode.PROBLEM)

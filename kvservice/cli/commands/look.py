@@ -1,0 +1,77 @@
+"""Commands that show what a service does. They change nothing."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvservice.cli.exits import ExitCode
+from kvservice.cli.output import Format
+from kvservice.cli.tree import Lookup, Output, Service, Watch, command
+
+GROUP = "Look"
+
+
+def add(tree: typer.Typer) -> None:
+    """Add this module's commands to the tree, in the order of the help."""
+    command(
+        tree,
+        GROUP,
+        "kvservice status",
+        "kvservice status --watch 5",
+        "kvservice status -o json",
+        "kvservice status --lookup 10.0.0.5:7400",
+    )(status)
+    command(
+        tree,
+        GROUP,
+        "kvservice explain cmpl-6f2a9c",
+        "kvservice explain cmpl-6f2a9c -o yaml --lookup 10.0.0.5:7400",
+    )(explain)
+    command(tree, GROUP, "kvservice logs", "kvservice logs --node n0 --lines 20 --follow")(logs)
+
+
+def status(service: Service = None, lookup: Lookup = None, output: Output = Format.TABLE, watch: Watch = None) -> None:
+    """Show nodes, slots, hits and the directory.
+
+    Exits with 1 if a part of the service does not answer."""
+    from kvservice.cli import status as run
+
+    state = run.run(service, lookup, output, watch)
+    if state["problems"]:
+        raise typer.Exit(ExitCode.PROBLEM)
+
+
+def explain(
+    request_id: Annotated[str, typer.Argument(help="The id that the API returned, or its beginning.")],
+    service: Service = None,
+    lookup: Lookup = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Explain why a request hit what it hit.
+
+    For each block it says where the block came from, or why it was missed. Nodes remember requests for some minutes.
+    Exits with 1 if no node remembers this one."""
+    from kvservice.cli import explain as run
+
+    known = run.run(service, lookup, request_id, output)
+    if not known:
+        raise typer.Exit(ExitCode.PROBLEM)
+
+
+def logs(
+    node: Annotated[
+        str | None, typer.Option(help="Node of this machine; the beginning of its name is enough. Default: all.")
+    ] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Lines to show from the end of each log.")] = 100,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written, until Ctrl-C.")] = False,
+    service: Service = None,
+) -> None:
+    """Show the logs of this machine's cache shards.
+
+    The log of a shard is a file if Ray started it. Otherwise it is what you chose when you started the shard, and this
+    command says which."""
+    from kvservice.cli import shard_logs as run
+
+    run.run(service, node, lines, follow=follow)

@@ -1,0 +1,42 @@
+"""Says what to install when a command needs a library of an extra that is not there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from kvservice.errors import ConfigError
+
+# Module → the extra that brings it.
+EXTRAS = {
+    "aiohttp": "proxy",
+    "cryptography": "certs",
+    "nixl_cu12": "nixl",
+    "ray": "ray",
+    "textual": "top",
+    "vllm": "vllm",
+}
+
+
+def missing_extra(error: ModuleNotFoundError) -> ConfigError | None:
+    """The error for the user, or None if the module belongs to no extra."""
+    module = (error.name or "").partition(".")[0]
+    extra = EXTRAS.get(module)
+    return None if extra is None else ConfigError(f"this needs {module}. {how_to_install(extra)}", key=extra)
+
+
+def how_to_install(extra: str) -> str:
+    """Which extra it is, and the command that adds what is in it. It names the libraries and not kvservice itself,
+    which no package index has."""
+    wanted = requirements(extra)
+    command = f": pip install {' '.join(repr(each) for each in wanted)}" if wanted else ""
+    return f"It comes with the extra {extra!r} of kvservice{command}"
+
+
+def requirements(extra: str) -> list[str]:
+    """What the installed package says is in this extra; nothing if its metadata is older or not there."""
+    try:
+        declared = importlib.metadata.requires("kvservice") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    mark = f'extra == "{extra}"'
+    return [text.partition(";")[0].strip() for text in declared if mark in text.replace("'", '"')]
