@@ -67,6 +67,7 @@ COUNTERS: Mapping[str, str] = {
     "takeover_blocks_held": "offered blocks that were here already",
     "takeover_blocks_taken": "offered blocks that were read and kept",
     "takeover_bytes": "bytes of the blocks that were taken over",
+    "takeovers_overdue": "take-overs dropped because the leaving node never said which blocks it leased",
     "slots_quarantined": "slots quarantined because a process might still write into them",
     "slabs_moved": "slabs handed from one block size to another",
     "seal_duplicate": "stored blocks that the pool held already",

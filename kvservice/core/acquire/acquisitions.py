@@ -31,7 +31,7 @@ from kvservice.core.acquire.answers import Answers
 from kvservice.core.acquire.arrivals import DIGESTING, Arrivals
 from kvservice.core.acquire.estimate import FetchEstimates
 from kvservice.core.acquire.handoff import APPEAR_SECONDS, WAIT_SECONDS_MAX
-from kvservice.core.acquire.pulls import LOCATE_SECONDS_MAX, PULL_BLOCKS_MAX, Pulls
+from kvservice.core.acquire.pulls import LOCATE_GIVE_UP_SECONDS, PULL_BLOCKS_MAX, Pulls
 from kvservice.core.actions import Follow, ReleaseRemote, Resolve
 from kvservice.core.block.keys import span_route
 from kvservice.core.context import ShardContext
@@ -54,10 +54,8 @@ from kvservice.core.transitions import step
 from kvservice.units import AttachmentId, BlockKey, NodeId, SlotIndex
 
 LOOKUP_SECONDS_MAX = 0.25  # a directory that does not answer must not use up the engine's deadline
-LOCATE_GIVE_UP_SECONDS = 3.0  # connecting and asking take LOCATE_SECONDS_MAX each; after this no answer will come
 FOLLOW_WAIT_SECONDS = 1.0  # for one question to a writer's node: its death is noticed after one without an answer
 PULL_GRACE_SECONDS = 5.0  # a pull is reported by its deadline; this long after it, its blocks are given up
-assert LOCATE_GIVE_UP_SECONDS > 2 * LOCATE_SECONDS_MAX
 assert FOLLOW_WAIT_SECONDS <= WAIT_SECONDS_MAX, "the writer's node would answer earlier than asked"
 MISS_OF = {
     PullResult.STALE: MissReason.STALE,

@@ -24,10 +24,13 @@ from kvservice.core.transitions import step
 from kvservice.units import BlockKey
 
 LOCATE_SECONDS_MAX = 1.0  # a peer answers from memory in milliseconds; after this it counts as failed
+# Connecting and asking take LOCATE_SECONDS_MAX each; after this no answer will come, and the owner drops the pull.
+LOCATE_GIVE_UP_SECONDS = 3.0
 PULL_BLOCKS_MAX = 512  # of one pull: bounds remote leases and headers in flight; longer runs are several pulls
 PULL_SECONDS_MAX = 60.0  # a pull ends after this even if the peer's lease is longer
 LEASE_MARGIN_SECONDS = 1.0  # reading stops this long before the peer's lease ends, so clocks need not run equally fast
 SUSPECT_SECONDS = 60.0  # a slot whose bytes failed verification is not used for this long, if something still writes it
+assert LOCATE_GIVE_UP_SECONDS > 2 * LOCATE_SECONDS_MAX
 assert PULL_BLOCKS_MAX <= KEYS_PER_REQUEST_MAX, "a Locate must have room for a pull"
 assert LEASE_MARGIN_SECONDS < PULL_SECONDS_MAX
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from kvservice.core.acquire.pulls import PULL_BLOCKS_MAX, Pulls
+from kvservice.core.acquire.pulls import LOCATE_GIVE_UP_SECONDS, PULL_BLOCKS_MAX, Pulls
 from kvservice.core.actions import Reply
 from kvservice.core.context import ShardContext
 from kvservice.core.events import PullResult
@@ -38,7 +38,7 @@ class TakeOverState(Enum):
 class TakeOverEvent(Enum):
     READ = "read"  # blocks are leased, and there is room for some
     ANSWER = "answer"  # its time is up, or the leaving node has given up
-    END = "end"  # each block is decided
+    END = "end"  # each block is decided, or nobody will say which blocks are leased
 
 
 TRANSITIONS: dict[tuple[TakeOverState, TakeOverEvent], TakeOverState] = {
@@ -170,12 +170,19 @@ class TakeOvers:
     # -- time ----
 
     def tick(self, now: float) -> None:
+        """Drop take-overs whose leaving node does not say what is leased, and answer those whose time is up."""
+        for take in [take for take in self._locating() if take.asked_at + LOCATE_GIVE_UP_SECONDS <= now]:
+            self._counters["takeovers_overdue"] += 1
+            self._pulls.drop(take.number)
+            self._end(take)
         for take in [take for take in self._unanswered() if take.until <= now]:
             self._move(take, TakeOverEvent.ANSWER)
             self._reply(take)
 
     def next_deadline(self) -> float | None:
-        return min((take.until for take in self._unanswered()), default=None)
+        times = [take.until for take in self._unanswered()]
+        times += [take.asked_at + LOCATE_GIVE_UP_SECONDS for take in self._locating()]
+        return min(times, default=None)
 
     def cancel(self, op: int) -> None:
         """The leaving node has given up. Blocks on their way are kept."""
@@ -187,6 +194,10 @@ class TakeOvers:
 
     def _unanswered(self) -> list[_Take]:
         return [take for take in self._takes.values() if take.state is not TakeOverState.ANSWERED]
+
+    def _locating(self) -> list[_Take]:
+        """Those whose leaving node has not said what is leased; some of them may be answered."""
+        return [take for take in self._takes.values() if self._pulls.is_locating(take.number)]
 
     def _end(self, take: _Take) -> None:
         waits = take.state is not TakeOverState.ANSWERED

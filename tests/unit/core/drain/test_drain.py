@@ -7,11 +7,12 @@ import math
 import pytest
 
 from kvservice.core import events as ev
-from kvservice.core.acquire.pulls import LEASE_MARGIN_SECONDS
+from kvservice.core.acquire.pulls import LEASE_MARGIN_SECONDS, LOCATE_GIVE_UP_SECONDS
+from kvservice.core.drain.receiver import TAKES_MAX
 from kvservice.core.drain.sender import RAMP_FLOOR, RAMP_SECONDS, DrainPhase, plan, ramp, weights
 from kvservice.core.messages import Holder, MissReason, Peer, TakeOverItem, TakeOverResult
 from kvservice.core.store.blocks import Block
-from kvservice.errors import InvalidRequest, Unavailable
+from kvservice.errors import Exhausted, InvalidRequest, Unavailable
 from kvservice.testing.builders import (
     LARGE,
     SMALL,
@@ -338,6 +339,30 @@ def test_a_shard_full_of_what_was_used_later_takes_nothing() -> None:
     assert receiver.taken(op) == TakeOverResult((False,) * 3, full=True)
     assert receiver.keys_held() == set(CHAIN)
     assert len(receiver.remote_releases) == 1
+
+
+@pytest.mark.parametrize("answered", ["waits", "timed_out", "cancelled"])
+def test_a_take_over_that_is_never_located_gives_its_place_back(answered: str) -> None:
+    receiver = Receiver()
+    ops = [receiver.offer((key,), wait=1.0 if answered == "timed_out" else 30.0) for key in make_chain(TAKES_MAX)]
+    with pytest.raises(Exhausted):
+        receiver.taken(receiver.offer(OTHER))
+    if answered == "cancelled":
+        for op in ops:
+            receiver.send(ev.Cancel(op))
+    receiver.advance(LOCATE_GIVE_UP_SECONDS - 0.1)
+    with pytest.raises(Exhausted):
+        receiver.taken(receiver.offer(OTHER))
+    assert [receiver.open(op) for op in ops] == [answered != "timed_out"] * TAKES_MAX
+    receiver.advance(0.2)
+    if answered == "waits":
+        assert all(receiver.taken(op) == TakeOverResult((False,), full=False) for op in ops)
+    late = receiver.locates[0]
+    receiver.offer(OTHER)
+    receiver.located(late, make_located(late.keys))
+    assert not receiver.pulls, "an answer that comes after all reads nothing"
+    receiver.finish()
+    assert receiver.keys_held() == set(OTHER)
 
 
 @pytest.mark.parametrize("result", [v for v in ev.PullResult if v is not ev.PullResult.OK])
