@@ -191,11 +191,12 @@ class DirectoryMirror:
             except asyncio.CancelledError:
                 raise
             except asyncio.TimeoutError:
-                self._counters["mirror_stream_silent"] += 1
+                self._note_failure(partition, failures, "silent", f"nothing came for {SILENT_SECONDS:g} s")
             except grpc.aio.AioRpcError as error:
-                self._counters[f"mirror_stream_{error_from_rpc(error, 'watch').reason.lower()}"] += 1
-            except KVServiceError:
-                self._counters["mirror_stream_malformed"] += 1
+                found = error_from_rpc(error, "watch")
+                self._note_failure(partition, failures, found.reason.lower(), found.message)
+            except KVServiceError as error:
+                self._note_failure(partition, failures, "malformed", error.message)
             except Exception:  # task boundary: a failing mirror must not end the shard, and must be seen in the log
                 log.exception("mirror_failed", extra={"partition": partition})
             if self._writer.feed(partition) is Feed.FULL:
@@ -205,6 +206,15 @@ class DirectoryMirror:
                 continue
             failures += 1
             await asyncio.sleep(min(RETRY_SECONDS_MAX, RETRY_SECONDS_FIRST * 2 ** min(failures, 10)))
+
+    def _note_failure(self, partition: int, failures: int, kind: str, reason: str) -> None:
+        """Count a stream that failed. The first one since it was live is logged as well, with the partition's words."""
+        self._counters[f"mirror_stream_{kind}"] += 1
+        if failures == 0:
+            log.warning(
+                "mirror_stream_failed",
+                extra={"partition": partition, "address": self._addresses[partition], "reason": reason},
+            )
 
     async def _events(self, partition: int) -> AsyncGenerator[lookup_pb2.WatchEvent, None]:
         """The events of a new stream. Raises asyncio.TimeoutError when not even heartbeats arrive.

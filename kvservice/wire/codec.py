@@ -52,6 +52,7 @@ from kvservice.wire.versions import PROTOCOL_VERSION
 
 NAME_CHARS_MAX = 512  # of a model, a namespace, a node id or an address; longer ones are refused
 BLOCKS_PER_MESSAGE_MAX = 8192  # as many as keys in a request; a Seal of more is refused, and the engine sends several
+WINDOW_BLOCKS_MAX = WINDOW_GROUPS_MAX * BLOCKS_PER_MESSAGE_MAX  # a window can be as long as the hit, in every group
 LEASES_PER_MESSAGE_MAX = 65_536  # of one heartbeat; an engine has one for each running request. More are refused.
 TENANT_KEY_BYTES_MAX = 64  # the longest key that BLAKE2b takes
 assert BLOCKS_PER_MESSAGE_MAX >= KEYS_PER_REQUEST_MAX, "an answer has a block for each key"
@@ -190,9 +191,10 @@ def encode_refs(refs: Iterable[BlockRef]) -> list[shard_pb2.BlockRef]:
     return [shard_pb2.BlockRef(slot=ref.slot, generation=ref.generation) for ref in refs]
 
 
-def decode_refs(messages: Collection[shard_pb2.BlockRef]) -> tuple[BlockRef, ...]:
-    if len(messages) > BLOCKS_PER_MESSAGE_MAX:
-        raise InvalidRequest(f"{len(messages)} blocks in one message, at most {BLOCKS_PER_MESSAGE_MAX}")
+def decode_refs(messages: Collection[shard_pb2.BlockRef], most: int = BLOCKS_PER_MESSAGE_MAX) -> tuple[BlockRef, ...]:
+    """At most `most` blocks. Raises InvalidRequest for more."""
+    if len(messages) > most:
+        raise InvalidRequest(f"{len(messages)} blocks in one message, at most {most}")
     return tuple(decode_ref(message) for message in messages)
 
 
@@ -262,7 +264,12 @@ def decode_acquired(message: shard_pb2.AcquireReply) -> AcquireResult:
         miss = MissReason(message.miss)
     except ValueError:
         miss = MissReason.NEVER_STORED  # a reason that only newer shards know: a miss in any case
-    refs, counts = decode_refs(message.window_blocks), message.window_counts
+    counts = message.window_counts
+    if len(counts) > WINDOW_GROUPS_MAX or max(counts, default=0) > BLOCKS_PER_MESSAGE_MAX:
+        raise InvalidRequest(
+            f"at most {WINDOW_GROUPS_MAX} window groups of at most {BLOCKS_PER_MESSAGE_MAX} blocks each are answered"
+        )
+    refs = decode_refs(message.window_blocks, WINDOW_BLOCKS_MAX)
     if sum(counts) != len(refs):
         raise InvalidRequest(f"{len(refs)} blocks of window groups, counted as {sum(counts)}")
     ends = list(accumulate(counts))

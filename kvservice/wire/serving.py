@@ -31,7 +31,9 @@ MESSAGE_BYTES_MAX = 4 << 20  # of a request: gRPC's own default. A longer one is
 # The same for services whose requests have lists of messages: an empty message takes 2 bytes on the wire and a hundred
 # once parsed. The largest request that is meant is a Seal of 8,192 blocks, which has 600 KiB.
 LISTS_BYTES_MAX = 1 << 20
-REPLY_BYTES_MAX = 16 << 20  # eight times the largest reply that is meant, the keys of 16 records; a larger one fails
+REPLY_BYTES_MAX = (
+    16 << 20
+)  # five times the largest reply that is meant: slots of 17 KV cache groups. A larger one fails
 _SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", REPLY_BYTES_MAX),
     ("grpc.so_reuseport", 0),  # two servers on one port must be an error, not a coin toss

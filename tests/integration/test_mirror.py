@@ -14,6 +14,7 @@ from kvservice.core.directory.directory import longest_prefix
 from kvservice.core.directory.mirror import STALE_SECONDS
 from kvservice.core.messages import Holder
 from kvservice.discovery import MIRROR_NAME
+from kvservice.lookup import mirror_writer
 from kvservice.lookup.announce_pump import AnnouncePump
 from kvservice.lookup.client import LookupAnswer, LookupClient
 from kvservice.lookup.mirror_reader import find_mirror
@@ -150,6 +151,23 @@ async def test_mirror_ends_at_once_while_events_arrive(tmp_path: Path) -> None:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
     await server.stop()
+
+
+async def test_a_stream_that_is_refused_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The line has the address and the reason; the counter has every attempt."""
+    monkeypatch.setattr(mirror_writer, "PROTOCOL_VERSION", 99)
+    server = LookupServer("127.0.0.1:0", allow_plaintext=True)
+    addresses = [await server.start()]
+    mirror = DirectoryMirror.open(tmp_path / "memory", tmp_path / MIRROR_NAME, addresses, 64 << 20, epoch=1)
+    assert mirror is not None
+    mirror.start()
+    await eventually_async(lambda: mirror.counters.get("mirror_stream_version", 0) >= 2, "a second refusal")
+    await mirror.stop()
+    await server.stop()
+    (line,) = [record for record in caplog.records if record.getMessage() == "mirror_stream_failed"]
+    assert vars(line)["address"] == addresses[0] and "version 99" in vars(line)["reason"]
 
 
 async def test_mirror_follows_a_lookup_partition_that_moves(tmp_path: Path) -> None:

@@ -305,8 +305,17 @@ def _group_fields(
         packing = _packing_fields(vllm_config, cache_config, stored.spec)
         fields[f"group_{number}"] = f"layers {layers} block {stored.spec.block_size} {stored.spec.dtype} {packing}"
     for number, group in enumerate(window_groups, 1):
-        fields[f"window_{number}"] = f"{group.window} {group.layout}"
+        fields[f"window_{number}"] = _window_text(group)
     return fields
+
+
+def _window_text(group: WindowGroup) -> str:
+    """The numbers themselves. The text of our classes would put their names and fields into the names of blocks."""
+    window, layout = group.window, group.layout
+    return (
+        f"sliding {window.sliding_tokens} chunk {window.chunk_tokens} layers {layout.layer_count} "
+        f"heads {layout.kv_head_count} cell {layout.cell_bytes} block {layout.block_tokens}"
+    )
 
 
 def _draft_fields(speculative: Any, weights_cache: Path | None) -> dict[str, object]:

@@ -15,7 +15,7 @@ from kvservice.core.reconcile import OPEN_CALLS_MAX, STATED_HANDOFFS_MAX, STATED
 from kvservice.errors import FingerprintMismatch, InvalidRequest
 from kvservice.units import HandoffId, SlotIndex
 from kvservice.wire import codec
-from kvservice.wire.serving import LISTS_BYTES_MAX
+from kvservice.wire.serving import LISTS_BYTES_MAX, REPLY_BYTES_MAX
 from kvservice.wire.status import ATTRIBUTES_BYTES_MAX, TEXT_BYTES_MAX, status_text
 from kvservice.wire.v1 import common_pb2, shard_pb2
 
@@ -93,6 +93,28 @@ def test_the_largest_seal_that_is_meant_fits_a_request() -> None:
     )
     request = shard_pb2.SealRequest(attachment_id=1 << 60, epoch=1 << 60, items=[item] * codec.BLOCKS_PER_MESSAGE_MAX)
     assert request.ByteSize() < LISTS_BYTES_MAX
+
+
+def test_the_largest_promise_that_is_meant_fits_a_reply() -> None:
+    """Every window can be as long as the hit."""
+    block = shard_pb2.BlockRef(slot=(1 << 48) - 1, generation=(1 << 64) - 1)
+    count = codec.BLOCKS_PER_MESSAGE_MAX
+    reply = shard_pb2.AcquireReply(
+        blocks=[block] * count,
+        window_blocks=[block] * (count * WINDOW_GROUPS_MAX),
+        window_counts=[count] * WINDOW_GROUPS_MAX,
+    )
+    assert reply.ByteSize() < REPLY_BYTES_MAX // 5
+    assert [len(window) for window in codec.decode_acquired(reply).window_blocks] == [count] * WINDOW_GROUPS_MAX
+
+
+@pytest.mark.parametrize(
+    "counts", [[codec.BLOCKS_PER_MESSAGE_MAX + 1], [0] * (WINDOW_GROUPS_MAX + 1)], ids=["long window", "many windows"]
+)
+def test_a_promise_of_more_windows_than_meant_is_refused(counts: list[int]) -> None:
+    blocks = [shard_pb2.BlockRef(slot=1, generation=2)] * sum(counts)
+    with pytest.raises(InvalidRequest, match="window groups of at most"):
+        codec.decode_acquired(shard_pb2.AcquireReply(window_blocks=blocks, window_counts=counts))
 
 
 @pytest.mark.parametrize("text", ["short", "x" * 100_000, "é" * 100_000, "%" * 100_000, "\U0001f980\0" * 5000])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +24,15 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from kvservice.connector.vllm import compat
 from kvservice.connector.vllm.group_rules import stored_groups
+from kvservice.core.block import window_groups
 from kvservice.core.block.window_groups import Window
+from kvservice.core.segment import layout
 from kvservice.errors import UnsupportedLayout
+from tests.unit.connector.vllm.test_connector import model, vllm_config
+
+__all__ = ["model"]  # a fixture
 
 COMMON: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(**COMMON)
@@ -145,3 +152,14 @@ def test_flag_is_advised_only_where_it_helps() -> None:
     with pytest.raises(UnsupportedLayout) as refused:
         stored_groups(cache(FULL, MAMBA))
     assert FLAG not in str(refused.value)
+
+
+def test_windows_are_named_by_their_numbers(model: Path) -> None:
+    """The text of a class of ours changes with the class, and engines would share nothing after an upgrade."""
+    found = cache(FULL, WINDOW, CHUNKED)
+    found.hash_block_size = 16
+    fields = dict(compat.engine_spec(vllm_config(model, {}), found, bytes(16), "").fingerprint.fields)
+    assert fields["window_1"] == "sliding 512 chunk 0 layers 3 heads 2 cell 512 block 16"
+    assert fields["window_2"] == "sliding 0 chunk 8192 layers 3 heads 2 cell 512 block 16"
+    ours = [name for name in vars(window_groups) | vars(layout) if name[0].isupper()]
+    assert not [value for value in fields.values() if any(f"{name}(" in value for name in ours)]
