@@ -21,6 +21,9 @@ PROTOS := $(wildcard protos/kvservice/wire/v1/*.proto)
 HELM_VENV := .venv-helm
 HELM_INSTALLED := $(HELM_VENV)/.installed
 
+DOCS_VENV := .venv-docs
+DOCS_INSTALLED := $(DOCS_VENV)/.installed
+
 FUZZ_SITE := .venv-fuzz/site
 FUZZ_INSTALLED := .venv-fuzz/.installed
 
@@ -33,13 +36,13 @@ PEERS_INSTALLED := $(PEERS_VENV)/.installed
 
 AUDIT_VENV := .venv-audit
 AUDIT_INSTALLED := $(AUDIT_VENV)/.installed
-LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/helm.txt requirements/fuzz.txt
+LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/docs.txt requirements/helm.txt requirements/fuzz.txt
 
-BENCHMARKS := $(filter-out __init__ guard report summary figures layerwise_link mirror_reads,$(basename $(notdir $(wildcard benchmarks/*.py))))
+BENCHMARKS := $(filter-out __init__ guard report summary figures pictures layerwise_link mirror_reads,$(basename $(notdir $(wildcard benchmarks/*.py))))
 # In the process of pytest and without vLLM, whose import starts processes.
 FAST := tests/unit tests/golden tests/contract tests/fuzz --ignore tests/unit/connector/vllm -m "not processes"
 
-.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference chart-readme clean distclean test-fast test test-all coverage sim faults mutants fuzz helm stand-in-driver demo demo-pd demo-serve bench bench-guard bench-peers figures gpu-carry gpu lock audit wheel release
+.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference site chart-readme clean distclean test-fast test test-all coverage sim faults mutants fuzz helm stand-in-driver demo demo-pd demo-serve bench bench-guard bench-peers figures gpu-carry gpu lock audit wheel release
 
 ##@ Work
 
@@ -90,12 +93,21 @@ $(PROTO_INSTALLED): requirements/protos.txt
 	$(PROTO_VENV)/bin/pip install --quiet -r $<
 	touch $@
 
-docs: docs-reference chart-readme figures ## Write the parts of the pages that come from code and results, then check all links
+docs: docs-reference chart-readme figures site ## Write what comes from code and results, check all links, and build the site
 	$(BIN)/python scripts/check_links.py
 
-docs-reference: $(INSTALLED) ## Write docs/reference: the settings from their definitions, the state diagrams from their tables
-	$(BIN)/python scripts/settings_reference.py
-	$(BIN)/python scripts/states_reference.py
+docs-reference: $(INSTALLED) ## Write the pages of docs/reference that come from the code
+	for name in settings errors rpcs states; do $(BIN)/python -m "scripts.$${name}_reference"; done
+	$(BIN)/python -m scripts.architecture_picture
+
+site: $(DOCS_INSTALLED) ## Build the site of docs/ into build/site; a warning or a dead link fails
+	rm -rf build/site .cache
+	$(DOCS_VENV)/bin/zensical build --clean --strict
+
+$(DOCS_INSTALLED): requirements/docs.txt
+	scripts/new-venv.sh "$(PYTHON)" "$(DOCS_VENV)"
+	$(DOCS_VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --require-hashes -r $<
+	touch $@
 
 chart-readme: $(INSTALLED) ## Write helm/kvservice/README.md from values.yaml
 	$(BIN)/python scripts/chart_readme.py helm/kvservice
@@ -195,8 +207,9 @@ $(PEERS_INSTALLED): requirements/peers.txt scripts/new-peers.sh | $(INSTALLED)
 	scripts/new-peers.sh "$(PYTHON)" "$(PEERS_VENV)"
 	touch $@
 
-figures: $(INSTALLED) ## Write the figures of README.md and docs/performance.md from benchmarks/results
+figures: $(INSTALLED) ## Write the figures and pictures of the docs from benchmarks/results
 	$(BIN)/python -m benchmarks.figures
+	$(BIN)/python -m benchmarks.pictures
 
 gpu-carry: $(INSTALLED) ## Prepare `make gpu` for a machine without a network: a slim NIXL in .whl, the commit in .gpu
 	$(BIN)/python -m benchmarks.gpu.carry

@@ -1,4 +1,4 @@
-"""Writes the figures of README.md and of the pages in PAGES from the committed results.
+"""Writes the figures of the pages in PAGES from the committed results.
 
     python -m benchmarks.figures
 
@@ -19,7 +19,7 @@ from benchmarks.peers.__main__ import bandwidth_rows, lookup_rows
 from benchmarks.report import RESULTS, ROOT
 from benchmarks.summary import LOOKUP_GOALS_MS
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "growth.md")
+PAGES = tuple(ROOT / "docs" / name for name in ("comparison.md", "performance.md", "performance-goals.md", "growth.md"))
 AGAIN = "to be measured again"
 SIZES = {65536: "64 KiB", 737280: "720 KiB", 2097152: "2 MiB"}
 MORE_IN_FLIGHT = "7745369e8af1"  # of this commit's peers.json: 96 MiB of a pull were in flight, 24 may be now
@@ -71,7 +71,7 @@ def peers(results: Results) -> str:
         now = f" ({alone:.2f} by itself, with as much in flight as is allowed now)"
     text = (
         f"Measured beside each other in one run (`make bench-peers`, 2 cores of a virtual machine, commit "
-        f"{document['commit'][:7]}; [all of it](docs/performance.md)):\na lookup of 512 keys from another "
+        f"{document['commit'][:7]}; [all of it](performance.md)):\na lookup of 512 keys from another "
         f"process takes "
         f"{times['kvservice, mirror of the node']:.3f} ms, Mooncake's `batch_is_exist` "
         f"{times['Mooncake batch_is_exist']:.1f};\na block of 2 MiB is read on its node at "

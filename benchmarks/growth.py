@@ -27,7 +27,7 @@ from pathlib import Path
 import grpc
 
 from benchmarks.lookup_latency import lookup_partitions
-from benchmarks.report import default_out, print_table, write_report
+from benchmarks.report import default_out, picture_out, print_table, write_report
 from kvservice.core.block.keys import SPAN_BLOCKS, pack_keys, span_route
 from kvservice.core.directory.announce import UPDATE_KEYS_MAX, Announcer
 from kvservice.core.directory.directory import KEY_COUNT_MAX, Directory
@@ -351,7 +351,7 @@ def main() -> None:
         for name in Costs.__slots__
         for value in [getattr(costs, name)]
     }
-    draw(rows, costs, load, fan_out, given.out.with_suffix(".png"))
+    draw(rows, costs, load, fan_out, picture_out(given.out))
     figures = {
         "measured_with_keys": given.keys,
         "rates": {name: getattr(load, name) for name in Load.__slots__},

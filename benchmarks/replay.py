@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.report import default_out, print_table, write_report
+from benchmarks.report import default_out, picture_out, print_table, write_report
 from kvservice.cli.replay import draw
 from kvservice.replay.study import Plan, default_capacities, play_all, report
 from kvservice.replay.synthetic import Workload, make_trace
@@ -58,7 +58,7 @@ def main() -> None:
         trace = read_trace(given.trace)
         found = study(trace, given.nodes, given.processes)
         figures[trace.name] = found
-        draw(found, given.out.with_suffix(".png"))
+        draw(found, picture_out(given.out))
         # The same nodes under LRU: what the policy is worth where blocks are copied from node to node.
         figures[f"{trace.name}, nodes with lru"] = study(trace, given.nodes, given.processes, (), "lru")
     else:

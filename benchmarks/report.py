@@ -38,6 +38,11 @@ def default_out(name: str) -> Path:
     return RESULTS / f"{name}.json"
 
 
+def picture_out(out: Path) -> Path:
+    """Where the picture of this result goes: among the docs' if the result is one of the tree, else beside it."""
+    return ROOT / "docs" / "img" / f"{out.stem}.png" if out.parent == RESULTS else out.with_suffix(".png")
+
+
 def machine_info() -> dict[str, object]:
     """Processor, memory, kernel and the versions of what was measured. Reads a few files, starts no process."""
     return {

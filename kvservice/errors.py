@@ -2,7 +2,7 @@
 
     KVServiceError                 reason            gRPC code             retryable
     ├── InvalidRequest             INVALID_REQUEST   INVALID_ARGUMENT      no    malformed, out of range, wrong length
-    ├── Refused                    (of the subclass) FAILED_PRECONDITION   no
+    ├── Refused                    (of the subclass) FAILED_PRECONDITION   no    never by itself: one of these
     │   ├── FingerprintMismatch    FINGERPRINT                                   model, dtype, layout or hash differs
     │   ├── VersionMismatch        VERSION                                       the other side has another version
     │   ├── StaleEpoch             EPOCH                                         the shard restarted: attach again
@@ -15,7 +15,7 @@
     ├── Exhausted                  EXHAUSTED         RESOURCE_EXHAUSTED    yes   no slot, over quota, message too large
     ├── Unavailable                UNAVAILABLE       UNAVAILABLE           yes   server drains, died or never started
     │   └── NoService              NO_SERVICE                                    no service of this name is here
-    ├── DeadlineExceeded           DEADLINE          DEADLINE_EXCEEDED     yes
+    ├── DeadlineExceeded           DEADLINE          DEADLINE_EXCEEDED     yes   no answer in the caller's time
     ├── LeaseLost                  LEASE_LOST        FAILED_PRECONDITION   yes   what a program read may have changed
     ├── SegmentError               SEGMENT           FAILED_PRECONDITION   no    shared memory cannot be made or read
     ├── ConfigError                CONFIG            INVALID_ARGUMENT      no    a setting is unknown or wrong
@@ -70,7 +70,7 @@ def another_version(what: str, theirs: object, ours: int) -> VersionMismatch:
     """`what` (an engine, a segment, …) has another version than this process knows: both versions, and what to do."""
     return VersionMismatch(
         f"{what} has version {theirs}, and this process knows version {ours}: upgrade the older of the two; the lookup "
-        'service comes first, then the shards, then the engines. See docs/operations.md, "Versions and upgrades"',
+        "service comes first, then the shards, then the engines. See docs/howto/upgrade.md",
         theirs=theirs,
         ours=ours,
     )
@@ -153,7 +153,7 @@ def plaintext_refused(what: str) -> ConfigError:
         f"{what}: whoever reaches it could read and remove blocks. Either give every process certificates: set tls_dir "
         "(KVSERVICE_TLS_DIR) to a directory with tls.crt, tls.key and ca.crt, which `kvservice certs DIR` makes; or "
         "stay on this machine: give 127.0.0.1 and no port, and a Unix socket is used; or, when nobody else is on the "
-        "network and the machine, set allow_plaintext (KVSERVICE_ALLOW_PLAINTEXT=1). See docs/security.md",
+        "network and the machine, set allow_plaintext (KVSERVICE_ALLOW_PLAINTEXT=1). See docs/howto/certificates.md",
         key="tls_dir",
     )
 

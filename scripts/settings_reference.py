@@ -1,4 +1,4 @@
-"""settings_reference.py: writes docs/reference/settings.md from the definitions of the settings."""
+"""settings_reference.py: writes docs/reference/settings.md and connector-options.md from the definitions."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from pydantic.fields import FieldInfo
 from kvservice.config import OTHER_VARIABLES, ServiceConfig, Settings, allowed, default_of, shown
 from kvservice.connector.options import ConnectorOptions
 
-PAGE = Path(__file__).parent.parent / "docs" / "reference" / "settings.md"
+FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 
 HEAD = """# Settings
 
-<!-- Made from kvservice/config.py and kvservice/connector/options.py by `make docs-reference`. Do not edit. -->
+<!-- Made from kvservice/config.py by `make docs-reference`. Do not edit. -->
 
-A wrong value or an unknown name is an error that names the setting and what is allowed. Nothing is ignored.
-
-## Of a service
+Settings of a service. Those of an engine are its [connector options](connector-options.md). A wrong value or an unknown
+name is an error that names the setting and what is allowed. Nothing is ignored.
 
 A setting can be given in four places. A later one wins:
 
@@ -31,10 +30,21 @@ number with a unit such as `512MiB` or `64GiB`.
 
 """
 
-OPTIONS = """
-## Of an engine
+OPTIONS = """# Connector options
 
-These are the keys of `kv_connector_extra_config` in vLLM's `--kv-transfer-config`.
+<!-- Made from kvservice/connector/options.py by `make docs-reference`. Do not edit. -->
+
+These are the keys of `kv_connector_extra_config` in vLLM's `--kv-transfer-config`. An engine takes them from there and
+nowhere else; what concerns the whole service is one of its [settings](settings.md). A wrong value or an unknown name
+ends the start of the engine and names the option.
+
+```console
+vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVServiceConnector",
+  "kv_connector_module_path": "kvservice.connector.vllm", "kv_role": "kv_both",
+  "kv_connector_extra_config": {"mode": "service", "verify_load": "full"}}'
+```
+
+"Service" and "Embedded" in the last column say that an option counts in that mode only.
 
 """
 
@@ -62,13 +72,18 @@ def row(name: str, field: FieldInfo, *, chart: bool) -> str:
     return f"| {' | '.join(word.replace('|', chr(92) + '|') for word in words)} |\n"
 
 
-def page() -> str:
+def settings() -> str:
     variables = "".join(f"| `{name}` | {meaning} |\n" for name, meaning in OTHER_VARIABLES.items())
-    return (
-        HEAD + table(ServiceConfig, chart=True) + OPTIONS + table(ConnectorOptions, chart=False) + VARIABLES + variables
-    )
+    return HEAD + table(ServiceConfig, chart=True) + VARIABLES + variables
+
+
+def options() -> str:
+    return OPTIONS + table(ConnectorOptions, chart=False)
+
+
+PAGES = {"settings.md": settings, "connector-options.md": options}
 
 
 if __name__ == "__main__":
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page())
+    for name, page in PAGES.items():
+        (FOLDER / name).write_text(page())

@@ -144,7 +144,7 @@ def states(machine: Machine) -> list[Enum]:
 
 def drawn(machine: Machine) -> str:
     place = machine.module.__name__.replace(".", "/") + ".py"
-    lines = [f"\n## {machine.title}\n", f"{machine.meaning} The table: [`{place}`](../../{place}).\n", "```mermaid"]
+    lines = [f"\n## {machine.title}\n", f"{machine.meaning} The table: `{place}`.\n", "```mermaid"]
     lines += ["stateDiagram-v2", f"    [*] --> {node(machine.first)}"]
     lines += [f"    {node(source)} --> {node(target)}: {label}" for source, target, label in arrows(machine.table)]
     leaving = {source for source, *_ in arrows(machine.table)}

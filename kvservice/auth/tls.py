@@ -38,7 +38,7 @@ LOOK_SECONDS = 1.0  # a change of the files is seen within this time. One look i
 RETRY_SECONDS = 10.0  # refused files are tried again even if unchanged: a certificate may not be valid yet
 FILE_BYTES_MAX = 1 << 20  # some 500 certificates. More bytes are not read, and the rest does not parse or not verify.
 HANDSHAKE_TURNS_MAX = 16  # TLS 1.2 takes 3 turns and TLS 1.3 takes 2; files that need more are refused
-WHAT_TO_DO = "make one with `kvservice certs DIR`, or see docs/security.md"
+WHAT_TO_DO = "make one with `kvservice certs DIR`, or see docs/howto/certificates.md"
 
 Options = Sequence[tuple[str, str | int]]
 TlsStamp = tuple[tuple[int, int, int], ...]

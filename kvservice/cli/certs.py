@@ -242,6 +242,6 @@ def _library() -> tuple[Any, Any, Any, Any]:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"making certificates needs cryptography. {how_to_install('certs')}. Or make them with openssl, as "
-            "docs/security.md shows"
+            "docs/howto/certificates.md shows"
         ) from error
     return x509, serialization, hashes, ec

@@ -40,7 +40,7 @@ SHM_BYTES_MIN = 64 * MiB  # less has no room for one long prompt, so it is a pro
 SHM_ADVICE = "mount -o remount,size=64G /dev/shm; docker run --shm-size=64g; Kubernetes: emptyDir of medium Memory"
 # a golden value: the key of the second block of tokens 0..63 under a fingerprint of zeros
 GOLDEN_KEY = "00fb81bf90953c12faab38c669b3ef8b"
-TLS_ADVICE = "for several machines: `kvservice certs DIR`, then KVSERVICE_TLS_DIR=DIR everywhere; docs/security.md"
+TLS_ADVICE = "for several machines: `kvservice certs DIR`, KVSERVICE_TLS_DIR=DIR everywhere; docs/howto/certificates.md"
 # How long the clocks are compared. Long enough to see an adjustment, short enough not to be noticed.
 CLOCK_SECONDS = 0.2
 # A difference above it is a clock that somebody moves; reading two clocks differs by microseconds.

@@ -34,11 +34,11 @@ _TLS_SIGNS = (
     ),
     (
         "CERTIFICATE_VERIFY_FAILED",
-        "the other side's certificate is expired or signed by another CA: see docs/security.md, rotation",
+        "the other side's certificate is expired or signed by another CA: see docs/howto/certificates.md, rotation",
     ),
     (
         "Hostname Verification Check failed",
-        "the other side's certificate does not have the name DNS:kvservice: see docs/security.md",
+        "the other side's certificate does not have the name DNS:kvservice: see docs/howto/certificates.md",
     ),
     (
         "failed to connect to all addresses; last error: UNAVAILABLE: ",

@@ -3,7 +3,7 @@
 A client states its version in the first message of a conversation: an engine when it attaches, a shard in its handshake
 with a peer and in each announcement, a reader of the directory when it begins to watch. The server checks it before
 anything else. The segment, the mirror and the link to the copy worker have versions of their own, with their formats.
-docs/operations.md, "Versions and upgrades", says which versions work together and what is upgraded first. Pure.
+docs/howto/upgrade.md says which versions work together and what is upgraded first. Pure.
 """
 
 from __future__ import annotations

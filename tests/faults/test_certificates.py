@@ -113,7 +113,7 @@ UNGUARDED = {name: COMMON for name in ("common name alone", "address", "mail", "
 async def test_no_server_with_a_name_that_looks_right_is_believed(
     tmp_path: Path, name: str, request: pytest.FixtureRequest
 ) -> None:
-    """Those that gRPC believes: docs/security.md says what an issuer must not sign."""
+    """Those that gRPC believes: docs/howto/certificates.md says what an issuer must not sign."""
     if name in UNGUARDED:
         request.applymarker(pytest.mark.xfail(strict=True, reason=UNGUARDED[name]))
     assert not await _believed(tmp_path, LOOKALIKES[name])

@@ -1,7 +1,7 @@
 """Messages and formats are byte for byte what they were when these files were written.
 
 Parts of different versions work together, and what one process wrote another one reads. A change here is a change of a
-contract: whoever makes one decides whether the version grows (docs/operations.md, "Versions and upgrades"), runs
+contract: whoever makes one decides whether the version grows (docs/howto/upgrade.md), runs
 `make golden`, and commits the new files with the change.
 """
 

@@ -1,4 +1,4 @@
-"""docs/reliability.md names a test that exists for every attack, or says that nothing guards against it."""
+"""The pages of attacks name a test that exists for each, or say that nothing guards against it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ ITEM = re.compile(r"^- \*\*(?P<tried>.+?)\*\* (?P<what>.+?)(?: Test: (?P<tests>`
 TEST = re.compile(r"`tests/([\w/]+\.py)::(?:test_)?(\w+)`")
 
 
+def text() -> str:
+    return "".join((ROOT / "docs" / name).read_text() for name in ("attacks.md", "attacks-inside.md"))
+
+
 def items() -> list[re.Match[str]]:
-    section = (ROOT / "docs/reliability.md").read_text().partition("\n## Attacks\n")[2].partition("\n## ")[0]
-    lines = re.sub(r"\n  (?=\S)", " ", section).splitlines()
+    lines = re.sub(r"\n  (?=\S)", " ", text()).splitlines()
     found = [ITEM.match(line) for line in lines if line.startswith("- ")]
     assert None not in found
     return [item for item in found if item]
@@ -31,7 +34,7 @@ def test_every_attack_has_a_test_that_exists_or_is_not_guarded() -> None:
 
 
 def test_every_test_that_the_page_names_exists() -> None:
-    named = TEST.findall((ROOT / "docs/reliability.md").read_text())
+    named = TEST.findall(text())
     assert len(named) >= 40
     for file, name in named:
         assert name in names_in(ROOT / "tests" / file), f"tests/{file} has no test_{name}"

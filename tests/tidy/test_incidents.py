@@ -1,4 +1,4 @@
-"""docs/incidents.md: each rule has a room in the source, and tests that exist and reach that room."""
+"""docs/incidents*.md: each rule has a room in the source, and tests that exist and reach that room."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from tests.tidy.rules import SOURCE_FOLDERS, imports_of, module_name, nearest, sources
 
 ROOT = Path(__file__).parents[2]
+PAGES = ("incidents.md", "incidents-here.md")
 RULE = re.compile(r"^### (.+)\n((?:(?!^#).*\n?)*)", re.MULTILINE)
 TEST = re.compile(r"^\s*(?:async )?def test_(\w+)", re.MULTILINE)
 # In texts: programs that a test starts, and modules as `python -m` and vLLM's configuration name them.
@@ -30,7 +31,8 @@ class Rule:
 
 def rules() -> list[Rule]:
     found = []
-    for name, body in RULE.findall((ROOT / "docs/incidents.md").read_text()):
+    text = "\n".join((ROOT / "docs" / name).read_text() for name in PAGES)
+    for name, body in RULE.findall(text):
         rooms, _, tests = body.partition("- Room: ")[2].partition("\n- Tests: ")
         found.append(Rule(name, tuple(re.findall(r"`(\S+)`", rooms)), tuple(re.findall(r"`([a-z0-9_]+)`", tests))))
     return found

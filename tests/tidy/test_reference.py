@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
-from scripts.settings_reference import PAGE, page
+from collections.abc import Callable
+
+import pytest
+
+from benchmarks.pictures import FOLDER as PICTURES
+from benchmarks.pictures import drawings
+from scripts import architecture_picture, errors_reference, rpcs_reference, settings_reference
+
+FOLDER = settings_reference.FOLDER
+PAGES = {**settings_reference.PAGES, **errors_reference.PAGES, **rpcs_reference.PAGES}
 
 
-def test_page_of_settings_is_current() -> None:
-    assert PAGE.read_text() == page(), "run `make docs-reference`"
+@pytest.mark.parametrize("name", PAGES)
+def test_page_is_current(name: str) -> None:
+    assert (FOLDER / name).read_text() == PAGES[name](), "run `make docs-reference`"
+
+
+@pytest.mark.parametrize("draw", [drawings, architecture_picture.drawings], ids=["results", "architecture"])
+def test_pictures_are_what_results_and_code_draw(draw: Callable[[], dict[str, str]]) -> None:
+    drawn = draw()
+    assert len(drawn) == 2
+    for name, picture in drawn.items():
+        assert (PICTURES / name).read_text() == picture, "run `make figures`"

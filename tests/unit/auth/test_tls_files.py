@@ -252,7 +252,7 @@ def test_doctor_tries_the_files_and_says_where_there_are_none(
         monkeypatch.setenv("KVSERVICE_TLS_DIR", directory)
         found += [(check.status, check.advice) for check in doctor.guarded(doctor.tls)]
     assert [status for status, _ in found] == [doctor.ABSENT, doctor.OK, doctor.PROBLEM]
-    assert "docs/security.md" in found[0][1] and "KVSERVICE_TLS_DIR" in found[2][1]
+    assert "docs/howto/certificates.md" in found[0][1] and "KVSERVICE_TLS_DIR" in found[2][1]
 
 
 # -- errors ----

@@ -1,0 +1,68 @@
+"""Draws docs/img/first-token-light.svg and -dark.svg from benchmarks/results/first_token.json, for `make figures`.
+
+Measures nothing. A result of a tree with uncommitted changes says so in the picture.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from benchmarks.report import RESULTS, ROOT
+from scripts.svg import THEMES, Theme, box, picture, text
+
+FOLDER = ROOT / "docs" / "img"
+WAYS = (("computed", "computed"), ("other node", "hit on another node"), ("this node", "hit on this node"))
+TITLE = "Time to the first token by prompt length: computed, from another node, from this node"
+WIDTH, LEFT, RIGHT = 860, 118, 176  # pixels; the labels of the bars need what is right of them
+TOP, BAR, GAP, BETWEEN = 74, 15, 4, 17  # pixels: above the first group, of a bar, between bars, between groups
+LEAST_SECONDS = 0.02  # where the logarithmic axis begins
+
+
+def bars(theme: Theme, tokens: str, seconds: dict[str, float], y: float, most: float) -> list[str]:
+    """One prompt length: a bar for each way, with its seconds and how much sooner it is."""
+    span = math.log10(most / LEAST_SECONDS)
+    shapes = [text(LEFT - 14, y + 1.5 * BAR + GAP + 5, f"{int(tokens):,} tokens", theme.text, anchor="end", bold=True)]
+    for number, ((way, _), colour) in enumerate(zip(WAYS, theme.accents, strict=True)):
+        found = seconds[way]
+        top = y + number * (BAR + GAP)
+        width = (WIDTH - LEFT - RIGHT) * math.log10(found / LEAST_SECONDS) / span
+        label = f"{found:.1f} s" if found >= 1 else f"{found:.2f} s"
+        if number:
+            label += f"  ·  {seconds['computed'] / found:.0f}× sooner"
+        shapes += [
+            box(LEFT, top, width, BAR, colour, radius=3),
+            text(LEFT + width + 8, top + BAR - 3, label, theme.text if number else theme.quiet),
+        ]
+    return shapes
+
+
+def drawn(document: dict[str, Any], theme: Theme, *, clean: bool) -> str:
+    found = document["figures"]["seconds_by_prompt_tokens"]
+    most = max(seconds["computed"] for seconds in found.values())
+    group = 3 * BAR + 2 * GAP + BETWEEN
+    height = TOP + group * len(found) + 26
+    shapes = [text(0, 22, "Time to the first token, seconds (logarithmic)", theme.text, size=17, bold=True)]
+    x = 0.0
+    for (_, name), colour in zip(WAYS, theme.accents, strict=True):
+        shapes += [box(x, 40, 14, 14, colour, radius=3), text(x + 21, 52, name, theme.text)]
+        x += 40 + 6.4 * len(name)
+    for number, (tokens, seconds) in enumerate(found.items()):
+        shapes += bars(theme, tokens, seconds, TOP + group * number, most)
+    where = f"vLLM on CPU, SmolLM2-135M, {document['machine']['cpu_count']} cores, two nodes of one machine, medians"
+    where += f"; commit {document['commit'][:7]}" + ("" if clean else " with uncommitted changes: to be measured again")
+    shapes.append(text(0, height - 8, where, theme.quiet, size=12))
+    return picture(WIDTH, height, TITLE, (), shapes)
+
+
+def drawings() -> dict[str, str]:
+    """By name of the file."""
+    document = json.loads((RESULTS / "first_token.json").read_text())
+    clean = not document["commit"].endswith("-dirty")
+    return {f"first-token-{theme.name}.svg": drawn(document, theme, clean=clean) for theme in THEMES}
+
+
+if __name__ == "__main__":
+    for file, content in drawings().items():
+        (FOLDER / file).write_text(content)
