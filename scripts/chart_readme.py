@@ -1,7 +1,7 @@
-"""chart_readme.py CHART [--check]: the chart's README.md from Chart.yaml and the comments of values.yaml.
+"""chart_readme.py CHART [--check]: write the chart's README.md from Chart.yaml and the comments of values.yaml.
 
-A value's comment begins with "# -- " and stands above it; the lines that follow belong to it. Every value that is not
-only a folder of others needs one: a missing comment is an error.
+The comment of a value stands above it and begins with "# -- "; the lines of comment that follow belong to it. Each
+value needs a comment, unless it only groups others. A missing one is an error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ values to begin with: [ci/](ci/), which are what the tests render.
 
 
 def comments(text: str) -> dict[tuple[str, ...], str]:
-    """Path of a value -> its comment."""
+    """The comment of each value, by the value's path."""
     found: dict[tuple[str, ...], str] = {}
     path: list[tuple[int, str]] = []
     words: list[str] = []
@@ -60,7 +60,7 @@ def comments(text: str) -> dict[tuple[str, ...], str]:
 
 
 def rows(values: Any, described: dict[tuple[str, ...], str], path: tuple[str, ...] = ()) -> list[tuple[str, str, str]]:
-    """(dotted name, default as JSON, comment) of every value, in order. Raises SystemExit for one without."""
+    """(dotted name, default as JSON, comment) of each value, in order. Raises SystemExit when a comment is missing."""
     found: list[tuple[str, str, str]] = []
     for key, value in values.items():
         here = (*path, key)

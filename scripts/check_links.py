@@ -1,8 +1,9 @@
-"""Check the links of all markdown pages: the file is there, and the heading is in it.
+"""Check that each link of a markdown page leads to a file that exists and to a heading that is in it.
 
     python scripts/check_links.py
 
-Ends with 1 and a line for each broken link. Links to other hosts are not followed: a check must not depend on them.
+Prints a line for each broken link and exits with 1 if there are any. Links to other hosts are not followed, because a
+check must not depend on them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def broken_links(checked: Iterable[Path]) -> list[str]:
 
 
 def blank(match: re.Match[str]) -> str:
-    """As many lines, so that line numbers stay right."""
+    """Keep as many lines, so that line numbers stay right."""
     return "\n" * match[0].count("\n")
 
 

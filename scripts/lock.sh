@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# lock.sh PYTHON LOCK: ask pip's resolver what requirements/*.in mean today, and write that down with hashes.
+# lock.sh PYTHON LOCK: resolve requirements/*.in with pip as of today, and write the versions with their hashes.
 set -euo pipefail
 python=$1
 lock=$2
@@ -19,6 +19,6 @@ fi
 "${resolve[@]}" --no-deps --report "$work/nodeps.json" -r requirements/cpu-nodeps.in
 "$venv/bin/python" "$here/lock.py" "$lock" "$work/resolved.json" "$work/nodeps.json"
 
-# The CUDA image's, from PyPI alone. Slow: pip reads the metadata of many large wheels.
+# The lock of the CUDA image comes from PyPI alone. This is slow: pip reads the metadata of many large wheels.
 "${resolve[@]}" --report "$work/cuda.json" -r requirements/cuda.in
 "$venv/bin/python" "$here/lock.py" requirements/cuda-py311.lock "$work/cuda.json"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# new-venv.sh PYTHON FOLDER: a Python 3.11 virtual environment, or a message that says what is missing.
+# new-venv.sh PYTHON FOLDER: make a Python 3.11 virtual environment, or say what is missing.
 set -euo pipefail
 python=$1
 venv=$2

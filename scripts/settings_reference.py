@@ -1,4 +1,4 @@
-"""settings_reference.py: writes docs/reference/settings.md and connector-options.md from the definitions."""
+"""settings_reference.py: write docs/reference/settings.md and connector-options.md from the definitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""states_reference.py: writes docs/reference/states.md, the diagrams of all state machines, from their tables."""
+"""states_reference.py: write docs/reference/states.md, the diagrams of all state machines, from their tables."""
 
 from __future__ import annotations
 

