@@ -220,7 +220,7 @@ def _recorded_request(node: str, record: Any) -> Any:
         record.miss_node,
         record.answered,
         report,
-        record.sought,
+        record.found_until,
         record.engine,
         record.ended_age_seconds if record.HasField("ended_age_seconds") else None,
         record.took_seconds,

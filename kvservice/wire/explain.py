@@ -98,7 +98,7 @@ def _encode_record(record: RequestRecord, now: float) -> shard_pb2.RequestRecord
         miss=record.miss.value,
         miss_at=record.miss_at,
         miss_node=record.miss_node,
-        sought=record.sought,
+        found_until=record.found_until,
         report=None if record.report is None else encode_report(record.report),
         engine=name_engine(record.spec.engine_id),
         ended_age_seconds=None if record.reported_at is None else now - record.reported_at,

@@ -68,23 +68,23 @@ class Acquisition:
     state: AcquisitionState = AcquisitionState.STARTING
     reason: MissReason = MissReason.NONE
     base: int = 0  # position of the first key
-    then: Then | None = None  # called in place of an answer, when this is a part of a larger acquisition
+    on_answer: OnAnswer | None = None  # called in place of an answer, when this is a part of a larger acquisition
     question: int = 0  # the number of the question that is open while ASKING; 0 = none
     held: dict[int, SlotIndex] = field(default_factory=dict)  # pinned by this acquisition, by index in the chain
     pending: set[int] = field(default_factory=set)  # indices of blocks on their way
     fetched: set[int] = field(default_factory=set)
     origins: dict[int, NodeId] = field(default_factory=dict)  # the node that each of `fetched` came from
-    sought: int = 0  # the directory knew a holder of each block before this index
+    found_until: int = 0  # the directory knew a holder of each block before this index
     handed_from: int | None = None  # index of the first block that it waited for in a hand-off
-    blamed: str = ""  # the node that was asked for the block at break_at and did not deliver it
+    miss_node: str = ""  # the node that was asked for the block at break_at and did not deliver it
 
-    def end(self, index: int, reason: MissReason, blamed: str = "") -> None:
+    def end(self, index: int, reason: MissReason, miss_node: str = "") -> None:
         if index < self.break_at:
-            self.break_at, self.reason, self.blamed = index, reason, blamed
+            self.break_at, self.reason, self.miss_node = index, reason, miss_node
 
 
 # Called in place of an answer: (the part, slots pinned for it from `skip` on, how many were fetched, now).
-Then = Callable[[Acquisition, list[SlotIndex], int, float], None]
+OnAnswer = Callable[[Acquisition, list[SlotIndex], int, float], None]
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from kvservice.core.acquire.acquisition import (
     AcquisitionEvent,
     AcquisitionState,
     Fetch,
-    Then,
+    OnAnswer,
     holders_by_index,
     longest_run,
 )
@@ -93,13 +93,13 @@ class Acquisitions:
         now: float,
         *,
         base: int = 0,
-        then: Then | None = None,
+        on_answer: OnAnswer | None = None,
     ) -> None:
-        """Begin one. `account` is charged for fetched blocks; `base` is the position of the first key. With `then`, the
-        outcome goes there, pinned, instead of to the caller of `op`."""
+        """Begin one. `account` is charged for fetched blocks; `base` is the position of the first key. If there is an
+        `on_answer`, it gets the outcome, with the blocks pinned, instead of the caller of `op`."""
         count, deadline = len(request.keys), now + request.timeout_seconds
         acquisition = Acquisition(
-            op, attachment, account, request, payload_bytes, deadline, now, count, base=base, then=then
+            op, attachment, account, request, payload_bytes, deadline, now, count, base=base, on_answer=on_answer
         )
         self._open[op] = acquisition
         self._store.policy.touch(request.keys[request.skip :] if base else request.keys, now)
@@ -182,7 +182,7 @@ class Acquisitions:
                 acquisition.end(index, MissReason.NEVER_STORED if complete else MissReason.LOOKUP_FAILED)
                 break
             wanted.append(index)
-            acquisition.sought = index + 1
+            acquisition.found_until = index + 1
         if wanted and self._shard.is_draining():
             acquisition.end(wanted[0], MissReason.DRAINING)
         else:
@@ -516,10 +516,10 @@ class Acquisitions:
                     acquisition.origins[index] = origin
             self._settle(acquisition, now)
 
-    def _fail_key(self, key: BlockKey, reason: MissReason, now: float, blamed: str = "") -> None:
+    def _fail_key(self, key: BlockKey, reason: MissReason, now: float, miss_node: str = "") -> None:
         for acquisition, index in self._take_waiters(key):
             acquisition.pending.discard(index)
-            acquisition.end(index, reason, blamed)
+            acquisition.end(index, reason, miss_node)
             self._settle(acquisition, now)
 
     def _settle(self, acquisition: Acquisition, now: float) -> None:
@@ -540,8 +540,8 @@ class Acquisitions:
         for index in acquisition.held.values():
             self._store.unpin(index)
         fetched = sum(1 for index in acquisition.fetched if index < end)
-        if acquisition.then is not None:
-            acquisition.then(acquisition, promised, fetched, now)
+        if acquisition.on_answer is not None:
+            acquisition.on_answer(acquisition, promised, fetched, now)
             return
         self._answers.answer(acquisition.op, acquisition, promised, fetched, acquisition.reason, now)
 

@@ -38,7 +38,7 @@ class Answers:
         in_windows = sum(table[slot].payload_bytes for window in windows for slot in window)
         self._shard.counters["hit_bytes"] += len(promised) * main.payload_bytes + in_windows
         self._shard.records.answered(
-            op, len(promised), main.origins, reason, main.blamed, now, main.sought, main.handed_from
+            op, len(promised), main.origins, reason, main.miss_node, now, main.found_until, main.handed_from
         )
         self._reply(op, lease, promised, fetched, reason, windows)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
-from kvservice.core.acquire.acquisition import Acquisition
+from kvservice.core.acquire.acquisition import Acquisition, OnAnswer
 from kvservice.core.acquire.acquisitions import Acquisitions
 from kvservice.core.acquire.answers import Answers
 from kvservice.core.block.keys import SPAN_BLOCKS
@@ -151,12 +151,14 @@ class WindowedAcquisitions:
         request: AcquireRequest,
         payload_bytes: int,
         base: int,
-        then: Callable[[Acquisition, list[SlotIndex], int, float], None],
+        on_answer: OnAnswer,
         now: float,
     ) -> None:
         self._last_part -= 1
         part = hit.part = self._last_part
-        self._acquisitions.start(part, hit.attachment, hit.account, request, payload_bytes, now, base=base, then=then)
+        self._acquisitions.start(
+            part, hit.attachment, hit.account, request, payload_bytes, now, base=base, on_answer=on_answer
+        )
         if request.handoff is not None and self._acquisitions.is_following(part):
             self._watch(part, request.handoff, now)
 
@@ -200,9 +202,9 @@ class WindowedAcquisitions:
         # The wait for the hand-off is over when the chain ended short.
         handoff = hit.request.handoff if hit.reason is MissReason.NONE else None
         request = AcquireRequest(keys, missing.start - base, max(hit.deadline - now, 0.0), 0.0, handoff)
-        then = partial(self._window_done, hit, missing)
+        on_answer = partial(self._window_done, hit, missing)
         payload_bytes = hit.spec.window_groups[missing.group].layout.payload_bytes
-        self._begin(hit, request, payload_bytes, WINDOW_BIT | base, then, now)
+        self._begin(hit, request, payload_bytes, WINDOW_BIT | base, on_answer, now)
 
     def _first_missing(self, hit: _Hit) -> _Missing | None:
         """The first run of blocks that is needed and not pinned. Blocks after it may be pinned if an earlier, longer

@@ -103,7 +103,7 @@ class RecordedRequest:
     miss_node: str
     answered: bool
     report: RequestReport | None
-    sought: int = 0  # the directory knew a holder of each block before this index
+    found_until: int = 0  # the directory knew a holder of each block before this index
     engine: str = ""  # the engine that asked, as HistoryEntry.engine names it
     ended_age_seconds: float | None = None  # None: its engine has not reported the end
     took_seconds: float = 0.0
@@ -219,7 +219,7 @@ def _diagnose_miss(request: RecordedRequest, evidence: Evidence, index: int) -> 
     if first and certain:
         return _known_reason(request, evidence, index)
     found = _from_history(request, evidence, index)
-    would_have_come = found.miss_cause is MissCause.BEHIND_A_GAP or index < request.sought
+    would_have_come = found.miss_cause is MissCause.BEHIND_A_GAP or index < request.found_until
     if certain and would_have_come:
         return _known_reason(request, evidence, index)
     if first and found.miss_cause is MissCause.BEHIND_A_GAP:

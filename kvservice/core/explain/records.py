@@ -54,7 +54,7 @@ class RequestRecord:
     miss: MissReason = MissReason.NONE
     miss_at: int = 0  # index of the first block that was not promised
     miss_node: str = ""  # the node that was asked for that block and did not deliver it
-    sought: int = 0  # the directory knew a holder of each block before this index
+    found_until: int = 0  # the directory knew a holder of each block before this index
     report: RequestReport | None = None
     reported_at: float | None = None  # when the engine reported the end
     account: str = NOBODY  # the tenant that it belongs to
@@ -124,7 +124,7 @@ class RequestRecords:
         miss: MissReason,
         miss_node: str,
         now: float,
-        sought: int = 0,
+        found_until: int = 0,
         handed_from: int | None = None,
     ) -> None:
         """Note the answer of a request.
@@ -135,7 +135,7 @@ class RequestRecords:
         record = self._records.get(self._by_op.pop(op, 0))
         if record is None:
             return
-        record.answered_at, record.promised, record.sought = now, promised, sought
+        record.answered_at, record.promised, record.found_until = now, promised, found_until
         record.miss, record.miss_at, record.miss_node = miss, record.skip + promised, miss_node
         record.runs = _runs(record.skip, record.skip + promised, origins)
         record.handed_from = record.handed_from if handed_from is None else handed_from

@@ -738,7 +738,7 @@ class SourceRun(_message.Message):
     def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., source: _Optional[str] = ...) -> None: ...
 
 class RequestRecord(_message.Message):
-    __slots__ = ("request_id", "model", "namespace", "fingerprint", "age_seconds", "took_seconds", "answered", "keys", "skip", "promised", "runs", "miss", "miss_at", "miss_node", "report", "sought", "engine", "ended_age_seconds", "handoff_node", "handed_from")
+    __slots__ = ("request_id", "model", "namespace", "fingerprint", "age_seconds", "took_seconds", "answered", "keys", "skip", "promised", "runs", "miss", "miss_at", "miss_node", "report", "found_until", "engine", "ended_age_seconds", "handoff_node", "handed_from")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -754,7 +754,7 @@ class RequestRecord(_message.Message):
     MISS_AT_FIELD_NUMBER: _ClassVar[int]
     MISS_NODE_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
-    SOUGHT_FIELD_NUMBER: _ClassVar[int]
+    FOUND_UNTIL_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     ENDED_AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_NODE_FIELD_NUMBER: _ClassVar[int]
@@ -774,12 +774,12 @@ class RequestRecord(_message.Message):
     miss_at: int
     miss_node: str
     report: RequestReport
-    sought: int
+    found_until: int
     engine: str
     ended_age_seconds: float
     handoff_node: str
     handed_from: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[str] = ..., age_seconds: _Optional[float] = ..., took_seconds: _Optional[float] = ..., answered: bool = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., promised: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[SourceRun, _Mapping]]] = ..., miss: _Optional[str] = ..., miss_at: _Optional[int] = ..., miss_node: _Optional[str] = ..., report: _Optional[_Union[RequestReport, _Mapping]] = ..., sought: _Optional[int] = ..., engine: _Optional[str] = ..., ended_age_seconds: _Optional[float] = ..., handoff_node: _Optional[str] = ..., handed_from: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[str] = ..., age_seconds: _Optional[float] = ..., took_seconds: _Optional[float] = ..., answered: bool = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., promised: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[SourceRun, _Mapping]]] = ..., miss: _Optional[str] = ..., miss_at: _Optional[int] = ..., miss_node: _Optional[str] = ..., report: _Optional[_Union[RequestReport, _Mapping]] = ..., found_until: _Optional[int] = ..., engine: _Optional[str] = ..., ended_age_seconds: _Optional[float] = ..., handoff_node: _Optional[str] = ..., handed_from: _Optional[int] = ...) -> None: ...
 
 class RefusedAttach(_message.Message):
     __slots__ = ("age_seconds", "model", "namespace", "message", "differences", "difference_count")
