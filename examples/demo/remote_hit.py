@@ -127,10 +127,10 @@ def _wait_for_announcements() -> None:
 
     deadline = time.monotonic() + SETTLE_SECONDS
     while time.monotonic() < deadline:
-        state = collect(SERVICE)
-        sealed = sum(node["slots"].get(name, 0) for node in state["nodes"] for name in ("sealed", "leased"))
-        known = sum(lookup["key_count"] for lookup in state["lookup_partitions"])
-        writing = sum(node["slots"].get("writing", 0) for node in state["nodes"])
-        if known >= sealed > 0 and writing < sealed:
+        seen = collect(SERVICE)
+        slots = {usage.state: usage.slots for usage in seen.pool.states}
+        sealed = slots["sealed"] + slots["leased"]
+        known = sum(lookup.keys for lookup in seen.lookups)
+        if known >= sealed > 0 and not slots["writing"]:
             return
         time.sleep(0.2)

@@ -94,10 +94,11 @@ def show_transfers(nodes: list[tuple[str, dict[str, Any]]], console: Console) ->
     """The counters of the shards."""
     for name, node in nodes:
         counters = node["counters"]
-        moved = " + ".join(f"{format_bytes(size)} by {kind.upper()}" for kind, size in node["pulled_bytes"].items())
+        pulled = counters.get("fetched_bytes", 0)
+        moved = f"{format_bytes(pulled)} by {node['transport'].upper()}" if pulled else "no byte"
         console.print(
             f"shard of {name}: stored {counters.get('blocks_sealed', 0) - counters.get('fetched_blocks', 0)} blocks, "
-            f"fetched {counters.get('fetched_blocks', 0)} ({moved or 'no byte'}), "
+            f"fetched {counters.get('fetched_blocks', 0)} ({moved}), "
             f"gave {counters.get('peer_located_blocks', 0)} to its peer",
             highlight=False,
         )
@@ -107,7 +108,7 @@ def save(rows: list[Row], nodes: list[tuple[str, dict[str, Any]]], crossing: Cro
     """Write demo.json and demo.png into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "demo.json"
-    shards = {name: {k: node[k] for k in ("transport", "pulled_bytes", "counters")} for name, node in nodes}
+    shards = {name: {k: node[k] for k in ("transport", "counters")} for name, node in nodes}
     found = {"rows": [asdict(row) for row in rows], "shards": shards, "crossing": asdict(crossing)}
     data.write_text(json.dumps(found, indent=2))
     picture = folder / "demo.png"

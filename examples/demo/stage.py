@@ -288,8 +288,9 @@ def shard_numbers(ray_nodes: list[str]) -> list[dict[str, Any]]:
     """What `status` knows of the shards of these nodes, in their order. Raises Unavailable when one does not answer."""
     from kvservice.actors import names
     from kvservice.cli.status import collect
+    from kvservice.client.overview import as_json
 
-    found = {node["node_id"]: node for node in collect(SERVICE)["nodes"] if not node["error"]}
+    found = {node["node_id"]: node for node in as_json(collect(SERVICE))["nodes"] if not node["error"]}
     try:
         return [found[names.node_id(node)] for node in ray_nodes]
     except KeyError as error:

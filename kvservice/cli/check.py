@@ -54,20 +54,19 @@ def _ask_directory(lookups: Sequence[str], nodes: int) -> tuple[list[str], str]:
     from kvservice.cli import status
     from kvservice.cli.members import tls_beside
 
-    state = status.read_state("", lookups, {}, tls_beside())
-    problems = list(state["problems"])
-    for index, row in enumerate(state["lookup_partitions"]):
-        if not row["error"] and (row["partition"], row["partition_count"]) != (index, len(lookups)):
+    seen = status.read_overview("", lookups, {}, tls_beside())
+    problems = list(seen.problems)
+    for index, row in enumerate(seen.lookups):
+        if not row.error and (row.partition, row.partition_count) != (index, len(lookups)):
             problems.append(
-                f"lookup partition {row['address']} is {row['partition']} of {row['partition_count']}, "
+                f"lookup partition {row.address} is {row.partition} of {row.partition_count}, "
                 f"and was given as {index} of {len(lookups)}"
             )
-        alive = {node["node_id"] for node in row["nodes"] if node["alive"]}
-        if not row["error"] and len(alive) < nodes:
-            problems.append(f"lookup partition {row['address']} knows {len(alive)} nodes, but {nodes} are expected")
-    problems += [f"node {row['node_id']} is draining" for row in state["nodes"] if row["draining"]]
-    pool = sum(row["segment_bytes"] for row in state["nodes"])
-    return problems, f"{len(lookups)} lookup partitions, {len(state['nodes'])} cache shards, {pool >> 20} MiB"
+        if not row.error and row.nodes_alive < nodes:
+            problems.append(f"lookup partition {row.address} knows {row.nodes_alive} nodes, but {nodes} are expected")
+    problems += [f"node {node.label} is draining" for node in seen.nodes if node.state == "draining"]
+    pool = sum(node.pool.total_bytes for node in seen.nodes)
+    return problems, f"{len(lookups)} lookup partitions, {len(seen.nodes)} cache shards, {pool >> 20} MiB"
 
 
 def _ask_metrics(metrics: Sequence[str], nodes: int) -> tuple[list[str], str]:

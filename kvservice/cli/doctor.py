@@ -431,17 +431,12 @@ def service_parts() -> Iterator[Check]:
         yield Check("service", ABSENT, "no service is registered on this machine", "kvservice up")
     advice = "read its log; `kvservice down` and `kvservice up` start it again"
     for service in services:
-        state = collect(service)
-        for kind, rows, key in (
-            ("lookup", state["lookup_partitions"], "address"),
-            ("shard", state["nodes"], "peer_address"),
-        ):
-            for row in rows:
-                where = row[key] if kind == "lookup" else f"{row['node_id']} at {row[key]}"
-                status = PROBLEM if row["error"] else OK
-                yield Check(
-                    f"{kind} of {service}", status, f"{where}: {row['error'] or 'answers'}", advice * bool(row["error"])
-                )
+        seen = collect(service)
+        rows = [("lookup", lookup.address, lookup.error) for lookup in seen.lookups]
+        rows += [("shard", f"{node.label} at {node.address}", node.error) for node in seen.nodes]
+        for kind, where, error in rows:
+            status = PROBLEM if error else OK
+            yield Check(f"{kind} of {service}", status, f"{where}: {error or 'answers'}", advice * bool(error))
 
 
 def _local_cluster() -> str | None:

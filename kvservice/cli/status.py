@@ -1,107 +1,105 @@
-"""`kvservice status`: asks the lookup partitions for the nodes, and every shard for its numbers. Needs no Ray."""
+"""`kvservice status`: what one sees of a service at one moment. Needs no Ray.
+
+client.overview gathers it; this module shows it to people. It says everything without colours too, since its output is
+also read in pipes and files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-import grpc
 from rich.console import Group, RenderableType
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from kvservice.cli.output import Format, show
 from kvservice.units import format_bytes, printable
 
-CALL_SECONDS = 3.0  # For one RPC. A part that takes longer is shown as a problem.
-ASKED_AT_ONCE = 16  # RPCs at once, so that a large service is asked in seconds.
-STATES = ("free", "writing", "sealed", "leased", "quarantined")
-COLOURS = {"free": "green", "writing": "yellow", "sealed": "blue", "leased": "magenta", "quarantined": "red"}
-BAR_CHARS = 24  # Of a bar that shows a node's slots; one character is about 4 %.
-FALLBACK = "mirror_fallback_"
+if TYPE_CHECKING:
+    from kvservice.client.overview import Overview
+
+DIFFERENCES_SHOWN = 3  # of a refused engine; the first ones tell what to change, and `wide` shows all
+SLOWEST_SHOWN = 5  # requests; `kvservice explain` says more about each
+STATE_STYLES = {"ok": "green", "draining": "yellow", "silent": "red"}
+WINDOW_NAMES = {"10m": "last 10 min", "1m": "last min"}
+CAUSE_NAMES = {
+    "pressure": "for other blocks",
+    "slab_moved": "for blocks of another size",
+    "quota": "for blocks of their tenant, at its quota",
+}
 
 
-def run(service: str | None, lookup: Sequence[str] | None, form: Format, watch: float | None = None) -> dict[str, Any]:
+def run(service: str | None, lookup: Sequence[str] | None, form: Format, watch: float | None = None) -> Overview:
     """Print the state of a service, with `watch` again and again. Returns what `collect` found last. Blocks for RPCs.
     Raises NoService."""
-    return show(lambda: collect(service, lookup), lambda state, _: draw(state), form, watch)
+    return show(lambda: collect(service, lookup), draw, form, watch)
 
 
-def collect(service: str | None, lookup: Sequence[str] | None = None) -> dict[str, Any]:
-    """Everything that `draw` shows, with stable keys. Blocks for RPCs. Raises NoService."""
+def collect(service: str | None, lookup: Sequence[str] | None = None) -> Overview:
+    """Everything that `draw` shows. Blocks for RPCs. Raises NoService."""
     from kvservice.cli.members import find_members
 
     members = find_members(service, lookup)
-    return read_state(members.service, members.lookups, {**members.shards, **members.gone}, members.tls)
+    return read_overview(members.service, members.lookups, {**members.shards, **members.gone}, members.tls)
 
 
-def read_state(service: str, lookup_addresses: Sequence[str], known: Mapping[str, str], tls: Any) -> dict[str, Any]:
-    """The answers of these lookup partitions, and of every shard that they or `known` (node -> peer address) name.
+def read_overview(service: str, lookup_addresses: Sequence[str], known: dict[str, str], tls: Any) -> Overview:
+    """The overview of the service with these lookup partitions, and of the shards in `known` (node -> address).
     `tls` is TlsFiles or None. Blocks for RPCs."""
-    with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-        lookups = list(pool.map(partial(_lookup_stats, tls), lookup_addresses))
-        peers = dict(known)
-        for lookup in lookups:
-            peers.update({node["node_id"]: node["peer_address"] for node in lookup["nodes"] if node["alive"]})
-        names = sorted(peers)
-        nodes = list(pool.map(partial(_node_stats, tls), names, [peers[name] for name in names]))
-    problems = [f"lookup partition {row['address']}: {row['error']}" for row in lookups if row["error"]]
-    problems += [f"node {row['node_id']} at {row['peer_address']}: {row['error']}" for row in nodes if row["error"]]
-    totals = {
-        name: sum(row["counters"].get(name, 0) for row in nodes)
-        for name in ("asked_blocks", "hit_local_blocks", "hit_remote_blocks", "fetched_bytes")
-    }
-    asked = totals["asked_blocks"]
-    rates = {
-        "local": totals["hit_local_blocks"] / asked if asked else None,
-        "remote": totals["hit_remote_blocks"] / asked if asked else None,
-    }
+    import asyncio
+
+    from kvservice.auth.token import Token
+    from kvservice.client.overview import OverviewReader
+
+    async def read() -> Overview:
+        reader = OverviewReader(tls, Token.of_environment())
+        try:
+            return await reader.read(service, lookup_addresses, known)
+        finally:
+            await reader.close()
+
+    return asyncio.run(read())
+
+
+def draw(seen: Overview, wide: bool) -> RenderableType:
+    """The picture of an overview. With `wide` it has what developers want to know as well."""
+    names = node_names(seen)
+    parts: list[RenderableType] = [*_headline(seen), *_section("Nodes", _nodes(seen))]
+    parts += _section("Memory by state", _memory(seen, names, wide))
+    parts += _section("Hits", _hits(seen))
+    parts += _section("Models", _models(seen, names))
+    if seen.refused:
+        parts += _section("Refused engines, which serve without the cache", _refused(seen, names, wide))
+    if seen.flows:
+        parts += _section("Read from other nodes since their start", _flows(seen, names))
+    if seen.tenants:
+        parts += _section("Tenants", _tenants(seen))
+    if seen.slowest:
+        parts += _section("Slowest requests of the last minutes", _slowest(seen, names))
+    if wide:
+        parts += _section("Engines", _engines(seen, names)) if seen.engines else []
+        parts += _section("Node details", _details(seen, names))
+        parts += _section("Lookup partitions", _lookups(seen))
+        parts += _section("Mirrors of the directory", _mirrors(seen, names))
+    if seen.restricted:
+        parts += [Text(), Text(RESTRICTED)]
+    if seen.problems:
+        parts += [Text(), *(Text.assemble(("problem: ", "red"), printable(problem)) for problem in seen.problems)]
+    return Group(*parts)
+
+
+RESTRICTED = "Refused engines and slow requests belong to tenants. To see them, set KVSERVICE_TOKEN_FILE."
+
+
+def node_names(seen: Overview) -> dict[str, str]:
+    """How to call each node: as its machine, unless two have the same name or it is not known."""
+    hosts = [node.host for node in seen.nodes]
     return {
-        "service": service,
-        "nodes": nodes,
-        "lookup_partitions": lookups,
-        "totals": totals,
-        "hit_rates": rates,
-        "problems": problems,
+        node.node_id: node.host if node.host and hosts.count(node.host) == 1 else node.node_id for node in seen.nodes
     }
-
-
-def draw(state: dict[str, Any]) -> RenderableType:
-    nodes = Table(title=f"service '{plain(state['service'])}'", title_justify="left")
-    for column in ("node, where peers reach it", "pool", "slots by state", "hit blocks", "pulled from peers", "up"):
-        nodes.add_column(column, overflow="fold")
-    for row in state["nodes"]:
-        nodes.add_row(*_node_cells(row))
-    lookups = Table(title="lookup partitions", title_justify="left")
-    for column in ("address", "partition", "keys", "nodes alive"):
-        lookups.add_column(column)
-    for row in state["lookup_partitions"]:
-        alive = sum(node["alive"] for node in row["nodes"])
-        part = f"{row['partition']} of {row['partition_count']}"
-        lookups.add_row(plain(row["address"]), part, f"{row['key_count']:,}", plain(row["error"]) or str(alive))
-    legend = "  ".join(f"[{COLOURS[name]}]■[/] {name}" for name in STATES)
-    lines = [Text.from_markup(line) for line in (legend, *_lines(state))]
-    return Group(nodes, lines[0], lookups, *lines[1:])
-
-
-def _lines(state: dict[str, Any]) -> list[str]:
-    lines: list[str] = []
-    rates = state["hit_rates"]
-    if rates["local"] is not None:
-        asked = state["totals"]["asked_blocks"]
-        lines.append(f"hit rate of {asked:,} asked blocks: {rates['local']:.1%} local, {rates['remote']:.1%} remote")
-    for row in state["nodes"]:
-        if "mirror_keys" in row["counters"]:
-            lines.append(mirror_line(row["node_id"], row["counters"]))
-        lines += [f"attached at {plain(row['node_id'])}: {plain(model)}" for model in row["models"]]
-        for tenant in row["tenants"]:
-            quota = f" of {format_bytes(tenant['quota_bytes'])}" if tenant["quota_bytes"] else ""
-            held = f"{format_bytes(tenant['used_bytes'])}{quota}"
-            lines.append(f"tenant {plain(tenant['name'])} at {plain(row['node_id'])}: {held}")
-    return [*lines, *(f"[red]problem:[/] {plain(problem)}" for problem in state["problems"])]
 
 
 def plain(text: str) -> str:
@@ -109,149 +107,261 @@ def plain(text: str) -> str:
     return escape(printable(text))
 
 
-def mirror_line(node_id: str, counters: Mapping[str, int]) -> str:
-    """One line about a node's mirror of the directory."""
-    fallbacks = {name[len(FALLBACK) :]: count for name, count in sorted(counters.items()) if name.startswith(FALLBACK)}
-    reasons = f" ({', '.join(f'{name} {count:,}' for name, count in fallbacks.items())})" if fallbacks else ""
-    return (
-        f"mirror of the directory at {plain(node_id)}: {counters['mirror_keys']:,} keys in "
-        f"{format_bytes(counters['mirror_bytes'])}, {counters['mirror_live_partitions']} lookup partitions live, "
-        f"{counters['mirror_age_ms'] / 1e3:.1f} s old; answered {counters.get('mirror_answers', 0):,}, left to the "
-        f"lookup partitions {sum(fallbacks.values()):,}{reasons}"
-    )
+def span(seconds: float) -> str:
+    """A time span in at most two units: '45s', '3m', '2h 5m', '4d 3h'."""
+    minutes, hours, days = int(seconds) // 60, int(seconds) // 3600, int(seconds) // 86400
+    if days:
+        return f"{days}d {hours % 24}h"
+    if hours:
+        return f"{hours}h {minutes % 60}m"
+    return f"{minutes}m" if minutes else f"{int(seconds)}s"
 
 
-def _node_cells(row: dict[str, Any]) -> list[str]:
-    place = f"{plain(row['node_id'])}\n{plain(row['peer_address'])}"
-    if row["error"]:
-        return [place, "", f"[red]{plain(row['error'])}[/]", "", "", ""]
-    counters = row["counters"]
-    pulled = row["pulled_bytes"] or {row["transport"]: 0}
+def percent(rate: float | None) -> str:
+    return "-" if rate is None else f"{100 * rate:.1f} %"
+
+
+def counted(count: int, thing: str) -> str:
+    """'1 node', '2 nodes'."""
+    return f"{count:,} {thing}" + ("" if count == 1 else "s")
+
+
+def table(*columns: str, right: Iterable[str] = (), fold: Iterable[str] = ()) -> Table:
+    """A table without lines. Columns in `right` hold numbers; when it is too wide, those in `fold` take more lines."""
+    made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    numbers, folded = set(right), {*fold, columns[0]}
+    for name in columns:
+        justify: Any = "right" if name in numbers else "left"
+        made.add_column(name, justify=justify, no_wrap=name not in folded, overflow="fold")
+    return made
+
+
+def _section(title: str, body: RenderableType) -> list[RenderableType]:
+    return [Text(), Text(title, style="bold underline"), Padding(body, (0, 0, 0, 2))]
+
+
+def _headline(seen: Overview) -> list[Text]:
+    states = [node.state for node in seen.nodes]
+    unwell = [f"{states.count(state)} {state}" for state in ("draining", "silent") if state in states]
+    answering = sum(not lookup.error for lookup in seen.lookups)
+    alone = "Lookup partitions: none, so nothing is read from other nodes."
+    lookups = f"Lookup partitions: {answering} of {len(seen.lookups)} answering." if seen.lookups else alone
+    nodes = counted(len(states), "node") + (f" ({', '.join(unwell)})" if unwell else "")
+    pool = seen.pool
+    used = f"{format_bytes(pool.used_bytes)} of {format_bytes(pool.total_bytes)} used ({pool.used_percent:.0f} %)"
     return [
-        place + ("\n(draining)" if row["draining"] else ""),
-        format_bytes(row["segment_bytes"]),
-        _bar(row["slots"]),
-        f"local {counters.get('hit_local_blocks', 0):,}\nremote {counters.get('hit_remote_blocks', 0):,}",
-        "\n".join(f"{format_bytes(count)} by {name}" for name, count in pulled.items()),
-        f"{row['uptime_seconds']:.0f} s",
+        Text.assemble(
+            "Service ",
+            (printable(seen.service), "bold"),
+            f": {nodes}, {counted(len(seen.engines), 'engine')}.",
+        ),
+        Text(f"Memory: {used}, {format_bytes(pool.free_bytes)} free."),
+        Text(lookups),
     ]
 
 
-def _bar(slots: dict[str, int]) -> str:
-    """A bar of the slot states, and the counts that are not zero."""
-    total = sum(slots.values())
-    if total == 0:
-        return "(no slab in use)"
-    bar = ""
-    for name in STATES:
-        width = round(BAR_CHARS * slots.get(name, 0) / total) or (1 if slots.get(name, 0) else 0)
-        bar += f"[{COLOURS[name]}]{'█' * width}[/]" if width else ""
-    counts = " ".join(f"{name} {slots[name]:,}" for name in STATES if slots.get(name, 0))
-    return f"{bar}\n{counts}"
-
-
-def _lookup_stats(tls: Any, address: str) -> dict[str, Any]:
-    from kvservice.auth.tls import open_blocking_channel
-    from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
-
-    row: dict[str, Any] = {
-        "address": address,
-        "partition": 0,
-        "partition_count": 0,
-        "key_count": 0,
-        "nodes": [],
-        "error": "",
-    }
-    try:
-        with open_blocking_channel(address, tls) as channel:
-            stub = lookup_pb2_grpc.LookupServiceStub(channel)
-            reply = stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=CALL_SECONDS)
-    except grpc.RpcError as error:
-        row["error"] = _short(error)
-        return row
-    row.update(partition=reply.partition, partition_count=reply.partition_count, key_count=reply.key_count)
-    row["nodes"] = [
-        {
-            "node_id": node.node.node_id,
-            "peer_address": node.node.peer_address,
-            "epoch": node.node.epoch,
-            "block_count": node.block_count,
-            "heartbeat_age_seconds": round(node.heartbeat_age_seconds, 3),
-            "alive": node.alive,
-        }
-        for node in reply.nodes
-    ]
-    return row
-
-
-def _node_stats(tls: Any, node_id: str, address: str) -> dict[str, Any]:
-    from kvservice.auth.tls import open_blocking_channel
-    from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
-
-    row: dict[str, Any] = {
-        "node_id": node_id,
-        "peer_address": address,
-        "epoch": 0,
-        "segment_bytes": 0,
-        "slabs": 0,
-        "slabs_free": 0,
-        "slots": {},
-        "counters": {},
-        "pulled_bytes": {},
-        "draining": False,
-        "transport": "",
-        "uptime_seconds": 0.0,
-        "models": [],
-        "tenants": [],
-        "error": "",
-    }
-    try:
-        with open_blocking_channel(address, tls) as channel:
-            stub = shard_pb2_grpc.AdminServiceStub(channel)
-            reply = stub.Stats(shard_pb2.StatsRequest(), timeout=CALL_SECONDS)
-    except grpc.RpcError as error:
-        row["error"] = _short(error)
-        return row
-    row.update(
-        epoch=reply.node.epoch,
-        segment_bytes=reply.segment_bytes,
-        slabs=reply.slab_count,
-        slabs_free=reply.slab_free_count,
-        slots=dict(reply.slots),
-        counters=dict(sorted(reply.counters.items())),
-        pulled_bytes=pulled_bytes(reply.counters),
-        draining=reply.draining,
-        transport=reply.transport,
-        uptime_seconds=round(reply.uptime_seconds, 1),
-        models=sorted({f"{one.namespace or '-'}/{one.model} {one.fingerprint}" for one in reply.engines}),
-        tenants=[
-            {
-                "name": tenant.name,
-                "used_bytes": tenant.used_bytes,
-                "quota_bytes": tenant.quota_bytes,
-                "in_flight": tenant.in_flight,
-                "counters": dict(sorted(tenant.counters.items())),
-            }
-            for tenant in reply.tenants
-        ],
+def _nodes(seen: Overview) -> Table:
+    made = table(
+        "node",
+        "state",
+        "up",
+        "engines",
+        "pool",
+        "used",
+        "",
+        "hit rate",
+        right=("engines", "pool", "used", "hit rate", ""),
     )
-    return row
+    for node in seen.nodes:
+        state = f"[{STATE_STYLES[node.state]}]{node.state}[/]"
+        if node.state == "silent":
+            made.add_row(plain(node.label), state)
+            continue
+        made.add_row(
+            plain(node.label),
+            state,
+            span(node.uptime_seconds),
+            str(sum(engine.node_id == node.node_id for engine in seen.engines)),
+            format_bytes(node.pool.total_bytes),
+            format_bytes(node.pool.used_bytes),
+            f"{node.pool.used_percent:.0f} %",
+            percent(node.windows[0].hit_rate if node.windows else None),
+        )
+    return made
 
 
-def pulled_bytes(counters: Mapping[str, int]) -> dict[str, int]:
-    """Bytes that arrived from other nodes, by transport."""
-    from kvservice.observe.metrics import transport_of
+def _memory(seen: Overview, names: Mapping[str, str], wide: bool) -> Table:
+    states = [usage.state for usage in seen.pool.states]
+    made = table("node", *states, right=states)
+    pools = [(names[node.node_id], node.pool) for node in seen.nodes if node.state != "silent"]
+    for name, pool in [*pools, ("all", seen.pool)] if len(pools) > 1 else pools:
+        made.add_row(plain(name), *(format_bytes(usage.bytes) for usage in pool.states))
+        if wide:
+            made.add_row("", *(f"{counted(usage.slots, 'slot')}" for usage in pool.states))
+    made.add_row("of the pool", *(f"{usage.percent:.0f} %" for usage in seen.pool.states))
+    return made
 
-    named = {transport_of(name): count for name, count in counters.items()}
-    return {name: count for name, count in named.items() if name is not None}
+
+def _hits(seen: Overview) -> RenderableType:
+    windows = seen.windows
+    if not windows or not windows[0].asked_blocks:
+        return Text("No engine has asked for a block yet.")
+    columns = [WINDOW_NAMES.get(window.name, f"since start ({span(window.seconds)})") for window in windows]
+    made = table("", *columns, right=columns)
+    made.add_row("hit rate", *(percent(window.hit_rate) for window in windows))
+    made.add_row("  local", *(percent(window.local_hit_rate) for window in windows))
+    made.add_row("  from other nodes", *(percent(window.remote_hit_rate) for window in windows))
+    made.add_row("blocks asked", *(f"{window.asked_blocks:,}" for window in windows))
+    made.add_row("loaded by engines", *(format_bytes(window.hit_bytes) for window in windows))
+    made.add_row("stored by engines", *(format_bytes(window.stored_bytes) for window in windows))
+    made.add_row("read from other nodes", *(format_bytes(window.pulled_bytes) for window in windows))
+    made.add_row("blocks evicted", *(f"{window.evicted_blocks:,}" for window in windows))
+    causes = [f"{count:,} {CAUSE_NAMES.get(cause, cause)}" for cause, count in seen.evictions.items() if count]
+    return Group(made, Text(f"evicted since start: {', '.join(causes)}")) if causes else made
 
 
-def _short(error: grpc.RpcError) -> str:
-    """'unavailable' or 'deadline exceeded': the code says more to an operator than gRPC's text, unless that is about
-    TLS."""
-    from kvservice.wire.status import connect_hint
+def _models(seen: Overview, names: Mapping[str, str]) -> RenderableType:
+    if not seen.models:
+        return Text("No engine is attached.")
+    rates = {hits.model: percent(hits.hit_rate) for hits in reversed(seen.hits)}
+    made = table(
+        *("model", "namespace", "fingerprint", "engines", "hit rate", "nodes"),
+        right=("engines", "hit rate"),
+        fold=("nodes", "namespace"),
+    )
+    for model in seen.models:
+        made.add_row(
+            plain(model.model),
+            plain(model.namespace) or "-",
+            model.fingerprint,
+            str(model.engines),
+            rates.get(model.model, "-"),
+            plain(", ".join(names.get(node, node) for node in model.nodes)),
+        )
+    return made
 
-    hint = connect_hint(getattr(error, "details", lambda: "")() or "")
-    code = getattr(error, "code", None)
-    name = "no answer" if code is None else str(code().name).lower().replace("_", " ")
-    return f"{name}: {hint}" if hint else name
+
+def _refused(seen: Overview, names: Mapping[str, str], wide: bool) -> RenderableType:
+    parts: list[RenderableType] = []
+    for refused in seen.refused:
+        node = printable(names.get(refused.node_id, refused.node_id))
+        parts.append(Text(f"{printable(refused.model)} at {node}, {span(refused.age_seconds)} ago. What differs:"))
+        made = table("field", "attached engine", "refused engine", fold=("attached engine", "refused engine"))
+        shown = refused.differences if wide else refused.differences[:DIFFERENCES_SHOWN]
+        for one in shown:
+            made.add_row(plain(one.field), plain(one.attached), plain(one.refused))
+        parts.append(Padding(made, (0, 0, 0, 2)))
+        hidden = len(refused.differences) - len(shown) + refused.more_differences
+        if hidden:
+            parts.append(Text(f"  and {counted(hidden, 'more field')}"))
+    return Group(*parts)
+
+
+def _flows(seen: Overview, names: Mapping[str, str]) -> Table:
+    made = table("from", "to", "bytes", "speed", right=("bytes", "speed"), fold=("to",))
+    for flow in sorted(seen.flows, key=lambda flow: -flow.bytes):
+        made.add_row(
+            plain(names.get(flow.source, flow.source)),
+            plain(names.get(flow.target, flow.target)),
+            format_bytes(flow.bytes),
+            f"{format_bytes(int(flow.bytes_per_second))}/s" if flow.bytes_per_second else "-",
+        )
+    return made
+
+
+def _tenants(seen: Overview) -> Table:
+    numbers = ("used", "quota", "slots being filled", "slots refused")
+    made = table("tenant", *numbers, right=numbers)
+    for tenant in seen.tenants:
+        refused = tenant.counters.get("quota_refused", 0) + tenant.counters.get("in_flight_refused", 0)
+        quota = format_bytes(tenant.quota_bytes) if tenant.quota_bytes else "-"
+        made.add_row(plain(tenant.name), format_bytes(tenant.used_bytes), quota, str(tenant.in_flight), str(refused))
+    return made
+
+
+def _slowest(seen: Overview, names: Mapping[str, str]) -> Table:
+    numbers = ("took", "blocks asked", "hit", "ago")
+    made = table("request", "node", *numbers, right=numbers, fold=("node",))
+    for slow in seen.slowest[:SLOWEST_SHOWN]:
+        made.add_row(
+            plain(slow.request_id),
+            plain(names.get(slow.node_id, slow.node_id)),
+            f"{slow.took_seconds * 1000:,.1f} ms",
+            f"{slow.asked_blocks:,}",
+            f"{slow.local_blocks + slow.fetched_blocks:,}",
+            span(slow.age_seconds),
+        )
+    return made
+
+
+def _engines(seen: Overview, names: Mapping[str, str]) -> Table:
+    made = table(
+        "engine",
+        "node",
+        "model",
+        "tenant",
+        "attached for",
+        "prefill",
+        right=("attached for", "prefill"),
+        fold=("model", "tenant"),
+    )
+    for engine in seen.engines:
+        speed = engine.prefill_tokens_per_second
+        made.add_row(
+            engine.engine_id,
+            plain(names.get(engine.node_id, engine.node_id)),
+            plain(engine.model),
+            plain(engine.tenant) or "-",
+            span(engine.attached_seconds),
+            "-" if speed is None else f"{speed:,.0f} tokens/s",
+        )
+    return made
+
+
+def _details(seen: Overview, names: Mapping[str, str]) -> Table:
+    made = table(
+        "node",
+        "address",
+        "transport",
+        "version",
+        "boot epoch",
+        "keys in directory",
+        right=("boot epoch", "keys in directory"),
+        fold=("address",),
+    )
+    for node in seen.nodes:
+        made.add_row(
+            plain(names[node.node_id]),
+            plain(node.address),
+            node.transport,
+            node.version,
+            str(node.epoch),
+            f"{node.lookup_keys:,}",
+        )
+    return made
+
+
+def _lookups(seen: Overview) -> Table:
+    made = table("address", "partition", "keys", "nodes alive", right=("keys", "nodes alive"), fold=("partition",))
+    for row in seen.lookups:
+        part = f"{row.partition} of {row.partition_count}"
+        made.add_row(plain(row.address), plain(row.error) or part, f"{row.keys:,}", str(row.nodes_alive))
+    return made
+
+
+def _mirrors(seen: Overview, names: Mapping[str, str]) -> Table:
+    numbers = ("keys", "memory", "partitions live", "age", "lookups answered", "left to partitions")
+    made = table("node", *numbers, "because", right=numbers, fold=("because",))
+    for node in seen.nodes:
+        if (mirror := node.mirror) is not None:
+            made.add_row(
+                plain(names[node.node_id]),
+                f"{mirror.keys:,}",
+                format_bytes(mirror.bytes),
+                str(mirror.live_partitions),
+                f"{mirror.age_seconds:.1f}s",
+                f"{mirror.answers:,}",
+                f"{sum(mirror.fallbacks.values()):,}",
+                ", ".join(f"{name} {count:,}" for name, count in sorted(mirror.fallbacks.items())),
+            )
+    return made

@@ -316,8 +316,8 @@ def test_the_command_line_beside_a_service_finds_its_files(
 ) -> None:
     monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(cluster.root))
     monkeypatch.delenv("KVSERVICE_TLS_DIR", raising=False)
-    state = status.collect(cluster.service)
-    assert state is not None and state["problems"] == [] and len(state["nodes"]) == 2
+    seen = status.collect(cluster.service)
+    assert seen.problems == () and len(seen.nodes) == 2
 
 
 def test_explain_says_what_to_do_about_wrong_certificates(

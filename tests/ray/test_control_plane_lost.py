@@ -125,8 +125,7 @@ def with_engine(socket: str, work: Callable[[Engine], Awaitable[Any]]) -> Any:
 
 
 def known_keys() -> int:
-    state = collect(SERVICE)
-    return 0 if state is None else sum(row["key_count"] for row in state["lookup_partitions"])
+    return sum(lookup.keys for lookup in collect(SERVICE).lookups)
 
 
 def kvservice(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -109,7 +109,7 @@ def socket_of(node_id: str) -> str:
 
 
 def lookup_keys() -> int:
-    return sum(row["key_count"] for row in collect("rt")["lookup_partitions"])
+    return sum(lookup.keys for lookup in collect("rt").lookups)
 
 
 def test_every_node_gets_one_shard_and_one_lookup_partition(config: ServiceConfig) -> None:
@@ -140,11 +140,12 @@ def test_status_counts_a_block_that_crossed_between_the_nodes(config: ServiceCon
     eventually(lambda: lookup_keys() >= 20, "20 keys in the directory")
     result = with_engine(socket_of(second), lambda engine: engine.read_all(keys))
     assert (len(result.blocks), result.fetched_count) == (20, 20)
-    state = collect("rt")
-    rows = {row["node_id"]: row for row in state["nodes"]}
-    assert rows[second]["pulled_bytes"] == {rows[second]["transport"]: 20 * 64 * 1024}
-    assert rows[first]["counters"]["peer_located_blocks"] == 20
-    assert state["problems"] == []
+    seen = collect("rt")
+    rows = {node.node_id: node for node in seen.nodes}
+    assert rows[second].counters[f"transfer_{rows[second].transport}_bytes"] == 20 * 64 * 1024
+    assert [(flow.source, flow.target, flow.bytes) for flow in seen.flows] == [(first, second, 20 * 64 * 1024)]
+    assert rows[first].counters["peer_located_blocks"] == 20
+    assert seen.problems == ()
 
 
 def test_a_killed_shard_is_restarted_and_its_blocks_hit_again(config: ServiceConfig) -> None:
@@ -160,8 +161,7 @@ def test_a_killed_shard_is_restarted_and_its_blocks_hit_again(config: ServiceCon
     eventually(restarted, "the shard's restart")
     result = with_engine(socket_of(row["node_id"]), lambda engine: engine.read_all(keys))
     assert (len(result.blocks), result.fetched_count) == (30, 0)
-    state = collect("rt")
-    counters = next(r["counters"] for r in state["nodes"] if r["node_id"] == row["node_id"])
+    counters = next(node.counters for node in collect("rt").nodes if node.node_id == row["node_id"])
     assert counters["blocks_adopted"] >= 30
 
 

@@ -107,14 +107,14 @@ def deploy_file(*applications: dict[str, Any]) -> None:
 
 def known_keys() -> int:
     """Blocks in the directory."""
-    return sum(lookup["key_count"] for lookup in collect(SERVICE)["lookup_partitions"])
+    return sum(lookup.keys for lookup in collect(SERVICE).lookups)
 
 
 def counters() -> dict[str, int]:
     """Of all shards, added."""
     found: dict[str, int] = {}
-    for node in collect(SERVICE)["nodes"]:
-        for key, value in node["counters"].items():
+    for node in collect(SERVICE).nodes:
+        for key, value in node.counters.items():
             found[key] = found.get(key, 0) + value
     return found
 

@@ -127,6 +127,7 @@ HOMES: dict[str, frozenset[str]] = {
     "aiohttp": frozenset({"proxy"}),
     "multidict": frozenset({"proxy"}),
     "cryptography": frozenset({"cli"}),
+    "textual": frozenset({"cli"}),
 }
 ONE_FILE = ("nixl", "nixl_cu12", "nixl_cu13")
 

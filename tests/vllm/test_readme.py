@@ -88,8 +88,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def sealed() -> int:
-    state = collect(SERVICE)
-    return 0 if state is None else sum(row["counters"].get("blocks_sealed", 0) for row in state["nodes"])
+    return sum(node.counters.get("blocks_sealed", 0) for node in collect(SERVICE).nodes)
 
 
 def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

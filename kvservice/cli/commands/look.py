@@ -39,7 +39,7 @@ def status(service: Service = None, lookup: Lookup = None, output: Output = Form
     from kvservice.cli import status as run
 
     state = run.run(service, lookup, output, watch)
-    if state["problems"]:
+    if state.problems:
         raise typer.Exit(ExitCode.PROBLEM)
 
 
