@@ -208,10 +208,17 @@ def imports_of(root: Path, path: Path) -> list[Import]:
         for child in ast.iter_child_nodes(node):
             line = getattr(child, "lineno", 0)
             found.extend(Import(module, line, top_level) for module in imported_modules(child, parts))
-            visit(child, top_level and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+            visit(child, top_level and not runs_later_or_never(child))
 
     visit(parse(path), True)
     return found
+
+
+def runs_later_or_never(node: ast.AST) -> bool:
+    """Whether the import of a module does not run this: a function's body, or what is for type checkers only."""
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test) == "TYPE_CHECKING"
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
 
 
 def imported_modules(node: ast.AST, parts: tuple[str, ...]) -> list[str]:
