@@ -1,7 +1,7 @@
 """How a command ends: the exit codes, and how an error is told.
 
 0 is good. A script can tell by the other codes whether to look (1), to correct its call (2), to start a service (3) or
-to get other credentials (4). docs/reference/cli.md has the table, made from `MEANINGS`.
+to get other credentials (4). docs/reference/errors.md has the table, made from `MEANINGS`.
 """
 
 from __future__ import annotations

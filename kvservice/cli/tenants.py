@@ -23,18 +23,25 @@ if TYPE_CHECKING:
 
 app = new_tree("Edit who may use a service: tokens, quotas, public prompts.")
 FILE = "--file /etc/kvservice/tenants.json"  # in examples
-File = Annotated[Path, typer.Option("--file", envvar="KVSERVICE_TENANTS_FILE", help="The tenants file.")]
-Name = Annotated[str, typer.Argument(help="The tenant.")]
+File = Annotated[
+    Path, typer.Option("--file", metavar="FILE", envvar="KVSERVICE_TENANTS_FILE", help="The tenants file.")
+]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The tenant.")]
 Quota = Annotated[
-    str | None, typer.Option(help="Most that it may hold of each node's pool: 25% or 8GiB; '' = no limit.")
+    str | None,
+    typer.Option(metavar="QUOTA", help="Most that it may hold of each node's pool: 25% or 8GiB; '' = no limit."),
 ]
 InFlight = Annotated[
     int | None,
-    typer.Option("--in-flight", min=0, help="Most slots that it may reserve and fetch at once; 0 = no limit."),
+    typer.Option(
+        "--in-flight", metavar="N", min=0, help="Most slots that it may reserve and fetch at once; 0 = no limit."
+    ),
 ]
-PublicRight = Annotated[str | None, typer.Option(help="Right to public blocks: no, read, or publish.")]
+PublicRight = Annotated[str | None, typer.Option(metavar="RIGHT", help="Right to public blocks: no, read, or publish.")]
 Admin = Annotated[bool | None, typer.Option("--admin/--no-admin", help="May see the requests of other tenants.")]
-TokenTo = Annotated[Path | None, typer.Option("--token-to", help="Write the token to this file, not to the terminal.")]
+TokenTo = Annotated[
+    Path | None, typer.Option("--token-to", metavar="FILE", help="Write the token to this file, not to the terminal.")
+]
 
 
 @command(app, None, f"kvservice tenants add alice --quota 25% --token-to alice.token {FILE}")
@@ -47,7 +54,9 @@ def add(
     admin: Admin = None,
     token_to: TokenTo = None,
 ) -> None:
-    """Add a tenant and print its token. Makes the file if there is none."""
+    """Add a tenant and print its token.
+
+    It makes the file if there is none."""
     from kvservice.auth.tenants import Tenant, Tenants, check_name, hash_token, new_secret, new_token
 
     token = new_token()
@@ -120,7 +129,9 @@ def set_limits(
     public: PublicRight = None,
     admin: Admin = None,
 ) -> None:
-    """Change what a tenant may hold or do. Options that are not given stay as they are."""
+    """Change what a tenant may hold or do.
+
+    What you do not give stays as it is."""
 
     def change(tenants: Any) -> None:
         tenants.by_name[name] = _with(_known(tenants, name), quota, in_flight, public, admin)
@@ -136,7 +147,9 @@ def rotate(
     retire: Annotated[bool, typer.Option("--retire", help="Make no token; end all tokens except the newest.")] = False,
     token_to: TokenTo = None,
 ) -> None:
-    """Give a tenant one more token; its blocks stay. Once all its engines use it, end the others with --retire."""
+    """Give a tenant one more token; its blocks stay.
+
+    Once all its engines use the new one, end the others with --retire."""
     from dataclasses import replace
 
     from kvservice.auth.tenants import TOKENS_MAX, hash_token, new_token
@@ -159,7 +172,9 @@ def rotate(
 
 @command(app, None, f"kvservice tenants remove alice {FILE}")
 def remove(name: Name, file: File) -> None:
-    """Remove a tenant. Its engines are detached within seconds, and its blocks can no longer be asked for."""
+    """Remove a tenant.
+
+    Its engines are detached within seconds, and nobody can ask for its blocks any more."""
 
     def change(tenants: Any) -> None:
         _known(tenants, name)

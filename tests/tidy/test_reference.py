@@ -8,15 +8,19 @@ import pytest
 
 from benchmarks.pictures import FOLDER as PICTURES
 from benchmarks.pictures import drawings
-from scripts import architecture_picture, errors_reference, rpcs_reference, settings_reference
+from scripts import architecture_picture, cli_reference, errors_reference, rpcs_reference, settings_reference
 
 FOLDER = settings_reference.FOLDER
-PAGES = {**settings_reference.PAGES, **errors_reference.PAGES, **rpcs_reference.PAGES}
+PAGES = {**settings_reference.PAGES, **cli_reference.PAGES, **errors_reference.PAGES, **rpcs_reference.PAGES}
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_page_is_current(name: str) -> None:
     assert (FOLDER / name).read_text() == PAGES[name](), "run `make docs-reference`"
+
+
+def test_no_page_is_left_of_a_group_of_commands_that_went() -> None:
+    assert {f"cli/{path.name}" for path in (FOLDER / "cli").glob("*.md")} <= set(cli_reference.PAGES)
 
 
 @pytest.mark.parametrize("draw", [drawings, architecture_picture.drawings], ids=["results", "architecture"])

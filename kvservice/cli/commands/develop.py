@@ -26,21 +26,31 @@ def add(tree: typer.Typer) -> None:
 
 
 def replay(
-    trace: Annotated[Path, typer.Argument(help="JSON lines: timestamp, input_length, output_length, hash_ids.")],
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="JSON lines: timestamp, input_length, output_length, hash_ids.")
+    ],
     nodes: Annotated[
-        int, typer.Option(min=1, max=256, help="Also simulate this capacity split over N nodes (1 = skip).")
+        int,
+        typer.Option(min=1, max=256, metavar="N", help="Also simulate this capacity split over N nodes (1 = skip)."),
     ] = 8,
     capacity: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Capacity of all nodes, in blocks. Repeat for more. Default: six values."),
+        typer.Option(
+            min=1, metavar="N", help="Capacity of all nodes, in blocks. Repeat for more. Default: six values."
+        ),
     ] = None,
     policy: Annotated[
-        list[str] | None, typer.Option(help="reuse, lru, plain-lru, s3-fifo or belady. Repeat for more.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="reuse, lru, plain-lru, s3-fifo or belady. Repeat for more."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Play only the first N requests.")] = None,
-    warm_up: Annotated[float, typer.Option(min=0, max=0.9, help="Share of the requests that is not counted.")] = 0.0,
-    processes: Annotated[int, typer.Option(min=1, max=256, help="Worker processes.")] = 1,
-    plot: Annotated[Path | None, typer.Option(help="Also draw a plot into this .png, .svg or .pdf file.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Play only the first N requests.")] = None,
+    warm_up: Annotated[
+        float, typer.Option(min=0, max=0.9, metavar="SHARE", help="Share of the requests that is not counted.")
+    ] = 0.0,
+    processes: Annotated[int, typer.Option(min=1, max=256, metavar="N", help="Worker processes.")] = 1,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also draw a plot into this .png, .svg or .pdf file.")
+    ] = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Show what the cache would have found of a trace.
@@ -63,12 +73,12 @@ def replay(
 
 def sim(
     seed: Annotated[
-        int, typer.Option(help="Number of the schedule. The same number always plays the same events.")
+        int, typer.Option(metavar="N", help="Number of the schedule. The same number always plays the same events.")
     ] = 0,
     count: Annotated[
-        int, typer.Option(min=1, help="Number of schedules to play, from --seed on, until one fails.")
+        int, typer.Option(min=1, metavar="N", help="Number of schedules to play, from --seed on, until one fails.")
     ] = 1,
-    processes: Annotated[int, typer.Option(min=1, help="Worker processes when --count > 1.")] = 2,
+    processes: Annotated[int, typer.Option(min=1, metavar="N", help="Worker processes when --count > 1.")] = 2,
     whole: Annotated[bool, typer.Option("--whole", help="Show a failing schedule whole, without reducing it.")] = False,
 ) -> None:
     """Play random faults against the real core.

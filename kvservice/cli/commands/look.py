@@ -44,7 +44,9 @@ def status(service: Service = None, lookup: Lookup = None, output: Output = Form
 
 
 def explain(
-    request_id: Annotated[str, typer.Argument(help="The id that the API returned, or its beginning.")],
+    request_id: Annotated[
+        str, typer.Argument(metavar="REQUEST_ID", help="The id that the API returned, or its beginning.")
+    ],
     service: Service = None,
     lookup: Lookup = None,
     output: Output = Format.TABLE,
@@ -62,9 +64,12 @@ def explain(
 
 def logs(
     node: Annotated[
-        str | None, typer.Option(help="Node of this machine; the beginning of its name is enough. Default: all.")
+        str | None,
+        typer.Option(metavar="NODE", help="Node of this machine; the beginning of its name is enough. Default: all."),
     ] = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Lines to show from the end of each log.")] = 100,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, metavar="N", help="Lines to show from the end of each log.")
+    ] = 100,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written, until Ctrl-C.")] = False,
     service: Service = None,
 ) -> None:

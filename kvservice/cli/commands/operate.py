@@ -44,10 +44,12 @@ def add(tree: typer.Typer) -> None:
 
 def drain(
     node: Annotated[
-        str | None, typer.Option(help="Node whose shard leaves; the beginning of its name is enough.")
+        str | None, typer.Option(metavar="NODE", help="Node whose shard leaves; the beginning of its name is enough.")
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="All shards of this machine leave.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds until the shard ends, even if blocks are left.")] = 30.0,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Seconds until the shard ends, even if blocks are left.")
+    ] = 30.0,
     no_handover: Annotated[bool, typer.Option("--no-handover", help="Leave without handing blocks over.")] = False,
     undo: Annotated[bool, typer.Option("--undo", help="Cancel a drain that is handing blocks over.")] = False,
     service: Service = None,
@@ -74,8 +76,10 @@ def check(
             metavar="HOST:PORT", help="Metrics of shards; every address of the name is asked. Repeat for more."
         ),
     ] = None,
-    nodes: Annotated[int, typer.Option(min=0, help="Number of cache shards that must answer.")] = 1,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to keep asking until nothing is wrong.")] = 0.0,
+    nodes: Annotated[int, typer.Option(min=0, metavar="N", help="Number of cache shards that must answer.")] = 1,
+    wait: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Seconds to keep asking until nothing is wrong.")
+    ] = 0.0,
 ) -> None:
     """Ask whether every part of a service is there.
 
@@ -103,7 +107,9 @@ def doctor(output: Output = Format.TABLE) -> None:
 
 def show_config(
     context: typer.Context,
-    names: Annotated[list[str] | None, typer.Argument(help="Settings to show. Default: all.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Settings to show. Default: all.")
+    ] = None,
     config: Config = None,
     output: Output = Format.TABLE,
 ) -> None:

@@ -87,24 +87,31 @@ def down(service: Service = None, address: Address = None) -> None:
 
 def shard(
     context: typer.Context,
-    node: Annotated[str, typer.Option(envvar="KVSERVICE_NODE", help="Name of this machine, unique in the service.")],
+    node: Annotated[
+        str, typer.Option(envvar="KVSERVICE_NODE", metavar="NODE", help="Name of this machine, unique in the service.")
+    ],
     host: Annotated[
-        str, typer.Option(help="Address on which this node listens and which it gives to other nodes.")
+        str, typer.Option(metavar="HOST", help="Address on which this node listens and which it gives to other nodes.")
     ] = LOOPBACK,
     port: Annotated[
         int,
         typer.Option(
-            min=0, max=65535, help="Port for other nodes. 0: any free one; on loopback without TLS a Unix socket."
+            min=0,
+            max=65535,
+            metavar="PORT",
+            help="Port for other nodes. 0: any free one; on loopback without TLS a Unix socket.",
         ),
     ] = 0,
     config: Config = None,
     segment_dir: Annotated[
-        Path, typer.Option(help="Folder in memory for the pool; engines need the same path.")
+        Path, typer.Option(metavar="PATH", help="Folder in memory for the pool; engines need the same path.")
     ] = DEV_SHM,
     keep_blocks: Annotated[
         bool, typer.Option("--keep-blocks", help="Keep the blocks in memory for the next start on this machine.")
     ] = False,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that readers get to finish after SIGTERM.")] = 20.0,
+    grace: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Seconds that readers get to finish after SIGTERM.")
+    ] = 20.0,
     json_logs: JsonLogs = False,
 ) -> None:
     """Run this machine's cache shard without Ray.
@@ -121,13 +128,14 @@ def shard(
 
 def lookup(
     context: typer.Context,
-    partition: Annotated[int, typer.Option(min=0, help="Number of this lookup partition, from 0.")] = 0,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = LOOPBACK,
+    partition: Annotated[int, typer.Option(min=0, metavar="N", help="Number of this lookup partition, from 0.")] = 0,
+    host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = LOOPBACK,
     port: Annotated[
         int | None,
         typer.Option(
             min=0,
             max=65535,
+            metavar="PORT",
             help="Port. 0: any free one, printed at start. Default: 7400; on loopback without TLS a Unix socket.",
         ),
     ] = None,
@@ -146,10 +154,16 @@ def lookup(
 
 
 def copy_worker(
-    node: Annotated[str, typer.Option(envvar="KVSERVICE_NODE", help="Name of this machine: that of its shard.")],
-    device: Annotated[str, typer.Option(help="cpu, or a GPU: its UUID, or its index here.")] = "cpu",
-    service: Annotated[str, typer.Option(envvar="KVSERVICE_SERVICE", help="Name of the installation.")] = "default",
-    wedge_seconds: Annotated[float, typer.Option(min=0.1, help="A copy that takes longer hangs.")] = 10.0,
+    node: Annotated[
+        str, typer.Option(envvar="KVSERVICE_NODE", metavar="NODE", help="Name of this machine: that of its shard.")
+    ],
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, or a GPU: its UUID, or its index here.")] = "cpu",
+    service: Annotated[
+        str, typer.Option(envvar="KVSERVICE_SERVICE", metavar="NAME", help="Name of the installation.")
+    ] = "default",
+    wedge_seconds: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="A copy that takes longer hangs.")
+    ] = 10.0,
     json_logs: JsonLogs = False,
 ) -> None:
     """Run a copy worker for engines of this machine.
@@ -167,24 +181,38 @@ def copy_worker(
 
 
 def proxy(
-    decode: Annotated[list[str], typer.Option(help="Decode server, e.g. http://host:8000. Repeat for more.")],
-    prefill: Annotated[list[str] | None, typer.Option(help="Prefill server. Repeat for more.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = LOOPBACK,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port. 0: any free one, named in the log.")] = 8080,
-    min_prefill_chars: Annotated[int, typer.Option(help="Prompts with fewer characters go straight to decode.")] = 512,
-    in_flight: Annotated[int, typer.Option(help="Most requests under way to one server.")] = 256,
-    tries: Annotated[int, typer.Option(min=1, help="Number of servers that one request may fail on.")] = 2,
-    max_body: Annotated[str, typer.Option(help="Largest request body.")] = "32MiB",
-    connect_timeout: Annotated[float, typer.Option(help="Seconds to connect to a server.")] = 5.0,
+    decode: Annotated[
+        list[str], typer.Option(metavar="URL", help="Decode server, e.g. http://host:8000. Repeat for more.")
+    ],
+    prefill: Annotated[list[str] | None, typer.Option(metavar="URL", help="Prefill server. Repeat for more.")] = None,
+    host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = LOOPBACK,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="Port. 0: any free one, named in the log.")
+    ] = 8080,
+    min_prefill_chars: Annotated[
+        int, typer.Option(metavar="N", help="Prompts with fewer characters go straight to decode.")
+    ] = 512,
+    in_flight: Annotated[int, typer.Option(metavar="N", help="Most requests under way to one server.")] = 256,
+    tries: Annotated[int, typer.Option(min=1, metavar="N", help="Number of servers that one request may fail on.")] = 2,
+    max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest request body.")] = "32MiB",
+    connect_timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds to connect to a server.")] = 5.0,
     prefill_timeout: Annotated[
-        float, typer.Option(help="Seconds for a prefill; then another server is tried.")
+        float, typer.Option(metavar="SECONDS", help="Seconds for a prefill; then another server is tried.")
     ] = 120.0,
-    timeout: Annotated[float, typer.Option(help="Seconds for a whole request.")] = 900.0,
-    check_interval: Annotated[float, typer.Option(help="Seconds between health checks of a server.")] = 5.0,
-    grace: Annotated[float, typer.Option(help="Seconds that requests under way get after SIGTERM.")] = 30.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds for a whole request.")] = 900.0,
+    check_interval: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Seconds between health checks of a server.")
+    ] = 5.0,
+    grace: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Seconds that requests under way get after SIGTERM.")
+    ] = 30.0,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="KVSERVICE_PROXY_API_KEY", help="Key for the proxy's own probes; clients send their own."),
+        typer.Option(
+            envvar="KVSERVICE_PROXY_API_KEY",
+            metavar="KEY",
+            help="Key for the proxy's own probes; clients send their own.",
+        ),
     ] = None,
     json_logs: JsonLogs = False,
 ) -> None:

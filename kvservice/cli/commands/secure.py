@@ -27,8 +27,10 @@ def add(tree: typer.Typer) -> None:
 
 
 def certs(
-    directory: Annotated[Path, typer.Argument(help="Folder to create; KVSERVICE_TLS_DIR names it.")],
-    days: Annotated[int, typer.Option(min=1, max=3650, help="Days that the certificate is valid.")] = 365,
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIRECTORY", help="Folder to create; KVSERVICE_TLS_DIR names it.")
+    ],
+    days: Annotated[int, typer.Option(min=1, max=3650, metavar="N", help="Days that the certificate is valid.")] = 365,
     renew: Annotated[
         bool, typer.Option("--renew", help="Make a new certificate with the CA that is in the folder.")
     ] = False,
@@ -37,12 +39,15 @@ def certs(
         typer.Option(help="node: may do everything. client: may only ask, for routers and commands."),
     ] = "node",
     node: Annotated[
-        list[str] | None, typer.Option(help="Restrict the certificate to this node. Repeat for more.")
+        list[str] | None, typer.Option(metavar="NODE", help="Restrict the certificate to this node. Repeat for more.")
     ] = None,
     address: Annotated[
-        list[str] | None, typer.Option(help="Restrict it to shards at this address. Repeat for more.")
+        list[str] | None,
+        typer.Option(metavar="ADDRESS", help="Restrict it to shards at this address. Repeat for more."),
     ] = None,
-    ca: Annotated[Path | None, typer.Option(help="Folder of the CA that signs. Default: a new CA is made.")] = None,
+    ca: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Folder of the CA that signs. Default: a new CA is made.")
+    ] = None,
 ) -> None:
     """Make a CA and certificates for TLS between nodes.
 
