@@ -126,10 +126,11 @@ def counted(count: int, thing: str) -> str:
     return f"{count:,} {thing}" + ("" if count == 1 else "s")
 
 
-def table(*columns: str, right: Iterable[str] = (), fold: Iterable[str] = ()) -> Table:
-    """A table without lines. Columns in `right` hold numbers; when it is too wide, those in `fold` take more lines."""
+def table(*columns: str, right: Iterable[str] = (), fold: Iterable[str] = (), first_folds: bool = True) -> Table:
+    """A table without lines. Columns in `right` hold numbers. When it is too wide, those in `fold`, and the first one,
+    take more lines."""
     made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    numbers, folded = set(right), {*fold, columns[0]}
+    numbers, folded = set(right), {*fold, *columns[: int(first_folds)]}
     for name in columns:
         justify: Any = "right" if name in numbers else "left"
         made.add_column(name, justify=justify, no_wrap=name not in folded, overflow="fold")

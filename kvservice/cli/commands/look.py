@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Annotated
 
 import typer
@@ -11,6 +12,16 @@ from kvservice.cli.output import Format
 from kvservice.cli.tree import Lookup, Output, Service, Watch, command
 
 GROUP = "Look"
+
+
+class Order(str, Enum):
+    """What `blocks` sorts by."""
+
+    USES = "uses"
+    AGE = "age"
+    IDLE = "idle"
+    SIZE = "size"
+    POSITION = "position"
 
 
 def add(tree: typer.Typer) -> None:
@@ -23,6 +34,14 @@ def add(tree: typer.Typer) -> None:
         "kvservice status -o json",
         "kvservice status --lookup 10.0.0.5:7400",
     )(status)
+    command(
+        tree,
+        GROUP,
+        "kvservice blocks",
+        "kvservice blocks --model meta-llama/Llama-3.1-8B --sort uses",
+        "kvservice blocks --node n0 --state reserved --state writing",
+        "kvservice blocks --key 4f2a9c -o wide",
+    )(blocks)
     command(
         tree,
         GROUP,
@@ -40,6 +59,46 @@ def status(service: Service = None, lookup: Lookup = None, output: Output = Form
 
     state = run.run(service, lookup, output, watch)
     if state.problems:
+        raise typer.Exit(ExitCode.PROBLEM)
+
+
+def blocks(
+    node: Annotated[
+        str | None, typer.Option(metavar="NODE", help="Only of this node; the beginning of its id is enough.")
+    ] = None,
+    state: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STATE",
+            help="sealed, leased, reserved, writing, quarantined or free. Repeat for more. Default: the first two.",
+        ),
+    ] = None,
+    model: Annotated[str, typer.Option(metavar="MODEL", help="Only of this model; its whole name.")] = "",
+    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only of this tenant.")] = None,
+    key: Annotated[
+        str, typer.Option(metavar="DIGITS", help="Only blocks whose key begins with these hex digits.")
+    ] = "",
+    sort: Annotated[
+        Order | None,
+        typer.Option(
+            metavar="FIELD", help="uses, age, idle, size or position: the largest first. Default: by node and slot."
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(metavar="COUNT", min=1, max=10_000, help="Most blocks to show.")] = 50,
+    service: Service = None,
+    lookup: Lookup = None,
+    output: Output = Format.TABLE,
+    watch: Watch = None,
+) -> None:
+    """List blocks: key, model, tenant, place, age and uses.
+
+    It never shows tokens or the bytes of blocks. Shards answer in small pages, so a long list does not slow them. In a
+    service with tenants you see the blocks of the tenant whose token you have. Exits with 1 if a node does not
+    answer."""
+    from kvservice.cli import blocks as run
+
+    selected = run.Selection(node, tuple(state or ()), model, tenant, key, sort and sort.value, limit)
+    if run.run(service, lookup, selected, output, watch).problems:
         raise typer.Exit(ExitCode.PROBLEM)
 
 

@@ -1,0 +1,75 @@
+"""What `kvservice blocks` chooses, sorts and says."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from kvservice.cli.blocks import SORTS, Selection, arrange, check, choose_nodes, draw
+from kvservice.cli.commands.look import Order
+from kvservice.client.block_list import BlockList, BlockRow
+from kvservice.errors import ConfigError
+
+ROW = BlockRow(
+    "n0", 7, "sealed", 737_280, "search", "4f2a9c" + 26 * "0", "Llama", 3, "primary", "memory", 120.0, 60.0, 2
+)
+ROWS = (ROW, replace(ROW, slot=8, uses=9, position=4), replace(ROW, slot=9, key="", copy="", state="reserved"))
+
+
+def shown(found: BlockList, selected: Selection, *, wide: bool = False) -> str:
+    out = io.StringIO()
+    Console(width=120, file=out, highlight=False).print(draw(found, selected, wide))
+    return out.getvalue()
+
+
+def test_a_block_is_a_line_and_a_slot_without_one_says_so() -> None:
+    head, first, _, reserved, summary = shown(BlockList(ROWS, True, ()), Selection()).splitlines()
+    assert head.startswith("key           node  model  tenant  state     tier    position")
+    assert first.split()[:9] == ["4f2a9c000000", "n0", "Llama", "search", "sealed", "memory", "3", "720.0", "KiB"]
+    assert first.split()[9:] == ["2m", "1m", "2"]
+    assert reserved.split()[-6:] == ["-", "720.0", "KiB", "-", "-", "-"]
+    assert summary == "3 shown, all that match."
+
+
+@pytest.mark.parametrize("wrong", [Selection(state=("molten",)), Selection(key="xyz"), Selection(key=33 * "a")])
+def test_a_choice_that_nothing_can_match_is_refused(wrong: Selection) -> None:
+    with pytest.raises(ConfigError):
+        check(wrong)
+
+
+def test_wide_shows_whole_keys_and_copies() -> None:
+    text = shown(BlockList(ROWS, True, ()), Selection(), wide=True)
+    assert ROW.key in text and "primary" in text
+
+
+def test_the_largest_come_first_and_no_more_than_asked_for() -> None:
+    found = arrange(BlockList(ROWS, True, ()), Selection(sort="uses", limit=2))
+    assert ([row.uses for row in found.blocks], found.complete) == ([9, 2], False)
+    assert "there are more" in shown(found, Selection(limit=2))
+    unsorted = arrange(BlockList(ROWS, True, ()), Selection())
+    assert (unsorted.blocks, unsorted.complete) == (ROWS, True)
+
+
+def test_every_order_of_the_command_line_can_be_sorted_by() -> None:
+    assert {order.value for order in Order} == set(SORTS)
+
+
+def test_a_node_is_chosen_by_the_beginning_of_its_id() -> None:
+    shards = {"526d7a": "a", "526f00": "b"}
+    assert choose_nodes(shards, "526d") == {"526d7a": "a"}
+    assert choose_nodes(shards, None) == shards
+    with pytest.raises(ConfigError, match="526d7a, 526f00"):
+        choose_nodes(shards, "x")
+
+
+def test_names_of_others_are_shown_and_do_nothing() -> None:
+    row = replace(ROW, model="[red]\x1b[2J", tenant="[/]")
+    text = shown(BlockList((row,), True, ("node n1: [b]\x1b",)), Selection())
+    assert "\x1b" not in text and "[red]" in text and "[b]" in text
+
+
+def test_nothing_found_is_said() -> None:
+    assert shown(BlockList((), True, ()), Selection()).strip() == "No block matches."
