@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from kvservice.actors.hosting import HostedServer
 from kvservice.actors.leftovers import remove_leftovers
 from kvservice.errors import KVServiceError
+from kvservice.observe import tracing
 from kvservice.observe.endpoint import ANSWER_SECONDS, serve_endpoint
 from kvservice.observe.metrics import ShardCollector
 from kvservice.shard.server import ShardServer, ShardServerConfig
@@ -27,6 +28,7 @@ class CacheShard:
         `metrics_port` 0 means that no metrics are served."""
         service, root = config.settings.service, config.settings.runtime_root
         remove_leftovers(service, [*alive, config.node_id], root)
+        tracing.start(config.settings.traces, "kvservice-shard", node=config.node_id, service=service)
         self._config = config
         self._server = ShardServer(config)
         self._identity: dict[str, Any] = {}
@@ -75,6 +77,7 @@ class CacheShard:
         that are gone. Returns the id of this process, which is about to end."""
         self._end_metrics()
         self._hosted.close(self._server.stop(leaving=True))
+        tracing.stop()
         settings = self._config.settings
         remove_leftovers(settings.service, [], settings.runtime_root)
         return os.getpid()

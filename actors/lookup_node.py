@@ -12,6 +12,7 @@ import ray
 from kvservice.actors.hosting import HostedServer
 from kvservice.core.directory.membership import patience
 from kvservice.lookup.server import LookupServer
+from kvservice.observe import tracing
 
 
 class LookupNode:
@@ -26,7 +27,9 @@ class LookupNode:
         tls_dir: str = "",
         allow_plaintext: bool = False,
         heartbeat_seconds: float = 1.0,
+        traces: str = "off",
     ) -> None:
+        tracing.start(traces, "kvservice-lookup")
         self._address = address
         self._partition = partition
         # The epoch is in nanoseconds, because two boots within one second must not share one.
@@ -51,4 +54,5 @@ class LookupNode:
 
     def stop(self) -> int:
         self._hosted.close(self._server.stop())
+        tracing.stop()
         return os.getpid()

@@ -178,6 +178,7 @@ class Supervisor:
                 config.tls_dir,
                 config.allow_plaintext,
                 config.heartbeat_seconds,
+                config.traces,
             )
             handle = self._place(LookupNode, ray_node, names.lookup(partition), arguments)
             self._lookups[partition] = _Part(f"lookup partition {partition}", handle, ray_node)

@@ -204,6 +204,17 @@ PORTS = f"0, or a port from 1024 to {PORT_MAX - LOOKUP_PARTITIONS_MAX}"
 ADDRESSES = "host:port, dns:///host:port or unix:/path of each, with commas between"
 RUNTIME_DIRS = "/run/kvservice for root, else ~/.local/state/kvservice"
 
+# The same words for a service, an engine and the proxy.
+Traces = Annotated[
+    str,
+    Field(
+        pattern=r"^(off|otlp|file:/.+)$",
+        description="Where spans of requests go: otlp is the collector that OTEL_EXPORTER_OTLP_ENDPOINT names, or the "
+        "one on this machine; file:/path appends a line of JSON for each. See docs/howto/traces.md.",
+    ),
+    Shown(allowed="off, otlp, or file:/path"),
+]
+
 
 class ServiceConfig(Settings):
     """The settings of one installation of the service, the same on all its nodes."""
@@ -262,6 +273,8 @@ class ServiceConfig(Settings):
     metrics_port: Annotated[Count, Field(ge=0, le=PORT_MAX - COPY_WORKERS_MAX), Shown(chart="cache.metricsPort")] = 0
     """HTTP port on every node where Prometheus finds /metrics. Copy workers take the ports after it. 0 serves no
     metrics."""
+
+    traces: Traces = "off"
 
     copy_workers: Annotated[
         str,

@@ -157,6 +157,7 @@ async def _foreground(config: Any) -> None:
     from kvservice.core.directory.membership import patience
     from kvservice.discovery import lookup_address
     from kvservice.lookup.server import LookupServer
+    from kvservice.observe import tracing
     from kvservice.observe.endpoint import on_loop, serve_endpoint
     from kvservice.observe.lookup_metrics import LookupCollector
     from kvservice.observe.metrics import ShardCollector
@@ -164,6 +165,7 @@ async def _foreground(config: Any) -> None:
     from kvservice.shard.server import ShardServer, ShardServerConfig
     from kvservice.units import NodeId
 
+    tracing.start(config.traces, "kvservice", service=config.service)
     console = new_console(stderr=True)
     asked = EndSignals()
     hide, forget = patience(config.heartbeat_seconds)
@@ -201,6 +203,7 @@ async def _foreground(config: Any) -> None:
         await asyncio.to_thread(end_metrics)
         await end_process(shard, asked)
         await lookup.stop()
+        await asyncio.to_thread(tracing.stop)
 
 
 def _connect_or_start(service: str, address: str | None, console: Console) -> bool:

@@ -80,6 +80,7 @@ def run_lookup(config: Any, partition: int, host: str, port: int | None) -> None
             service=config.service,
             host=host.strip("[]"),
             metrics_port=config.metrics_port,
+            traces=config.traces,
         )
 
     asyncio.run(run())

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, model_validator
 
-from kvservice.config import Seconds, Shown
+from kvservice.config import Seconds, Shown, Traces
 from kvservice.connector.weights import VERSION_CHARS_MAX, is_version
 from kvservice.errors import ConfigError
 from kvservice.session.options import PoolOptions
@@ -90,6 +90,8 @@ class ConnectorOptions(PoolOptions):
 
     layerwise: Layerwise = Layerwise.OFF
     """What is copied layer by layer during the forward. The rest is copied as whole blocks."""
+
+    traces: Traces = "off"
 
     namespace: str = ""
     """Engines in different namespaces never share blocks, and never refuse each other."""

@@ -318,7 +318,7 @@ class ShardState:
     def tenants(self) -> tuple[TenantUsage, ...]:
         return tuple(self._store.accounts.usage())
 
-    def usage(self) -> tuple[UsageRow, ...]:
+    def model_usage(self) -> tuple[UsageRow, ...]:
         return self._answers.usage.rows()
 
     def _model_of(self, attachment: AttachmentId) -> str:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 
 from kvservice.lookup.server import LookupServer
+from kvservice.observe import tracing
 from kvservice.observe.endpoint import on_loop, serve_endpoint
 from kvservice.observe.logs import say
 from kvservice.observe.lookup_metrics import LookupCollector
@@ -15,13 +16,20 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 async def serve(
-    server: LookupServer, what: str, *, service: str = "default", host: str = "", metrics_port: int = 0
+    server: LookupServer,
+    what: str,
+    *,
+    service: str = "default",
+    host: str = "",
+    metrics_port: int = 0,
+    traces: str = "off",
 ) -> None:
     """Serve until a signal, and return after a clean stop.
 
     `what` is what serves; it is printed in one line with the address. Metrics are served on `host`. Raises ConfigError
     when the address cannot be bound.
     """
+    tracing.start(traces, "kvservice-lookup", service=service)
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
@@ -40,3 +48,4 @@ async def serve(
     finally:
         await asyncio.to_thread(end_metrics)
         await server.stop()
+        await asyncio.to_thread(tracing.stop)

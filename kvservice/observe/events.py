@@ -75,6 +75,18 @@ LOOKUP_EVENTS: Mapping[str, str] = {
     "sweeps_finished": "rounds over all keys that removed those of forgotten nodes",
 }
 
+# Of an engine, with a metric of their own: vllm:kvservice_<name>_total.
+CONNECTOR_COUNTERS: Mapping[str, str] = {
+    "load_blocks": "blocks promised to the engine and loaded from the pool",
+    "load_blocks_remote": "loaded blocks that came from another node for the request",
+    "loaded_blocks_slot": "blocks that workers copied from the pool's memory into the engine",
+    "loaded_blocks_engine": "blocks that workers copied from another engine's KV cache",
+    "loads_failed": "loads that failed after the promise and were recomputed",
+    "store_blocks_planned": "blocks whose copy from the engine to the pool was planned",
+    "stored_blocks": "blocks sealed in the pool",
+    "store_blocks_put_off": "blocks that found no free slot in their step",
+}
+
 # Of vllm:kvservice_connector_events_total.
 CONNECTOR_EVENTS: Mapping[str, str] = {
     "acquire_abandoned": "answers that came after their request had ended; they were given back",

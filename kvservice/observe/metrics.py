@@ -21,8 +21,8 @@ GAUGES: Mapping[str, str] = {
     "mirror_keys": "keys in the node's mirror of the directory",
     "mirror_bytes": "shared memory that the mirror takes",
     "mirror_live_partitions": "lookup partitions whose part of the mirror is fresh",
-    "mirror_age_ms": "milliseconds since the last message of the lookup partition that has been silent longest",
 }
+MIRROR_AGE_MS = "mirror_age_ms"  # exported as kvservice_mirror_age_seconds, in Prometheus' unit
 # Counter of a shard -> help text. Exported as kvservice_<name>_total.
 COUNTERS: Mapping[str, str] = {
     "acquires": "calls of engines that asked for a prefix",
@@ -166,6 +166,8 @@ class ShardNumbers(Protocol):
     def tenants(self) -> Sequence[TenantRow]: ...
     @property
     def usage(self) -> Sequence[UsageNumbers]: ...
+    @property
+    def slot_bytes(self) -> Mapping[str, int]: ...
 
 
 class ShardCollector(Collector):
@@ -217,7 +219,12 @@ class ShardCollector(Collector):
     @staticmethod
     def _events(numbers: ShardNumbers, labels: list[str]) -> Metric:
         """Every counter without a metric of its own; those that are known by name also while they are 0."""
-        own = {f"{name}_{reason}" for name in CUTS for reason in REASONS} | COUNTERS.keys() | GAUGES.keys()
+        own = (
+            {f"{name}_{reason}" for name in CUTS for reason in REASONS}
+            | COUNTERS.keys()
+            | GAUGES.keys()
+            | {MIRROR_AGE_MS}
+        )
         rest = {name: count for name, count in numbers.counters.items() if name not in own and not transport_of(name)}
         known = dict.fromkeys((name for name in SHARD_EVENTS if "*" not in name), 0)
         family = CounterMetricFamily(
@@ -280,10 +287,23 @@ class ShardCollector(Collector):
             gauge = GaugeMetricFamily(f"{_PREFIX}_{name}", text, labels=names)
             gauge.add_metric(labels, value)
             yield gauge
+        age = GaugeMetricFamily(
+            f"{_PREFIX}_mirror_age_seconds",
+            "seconds since the last message of the lookup partition that has been silent longest",
+            labels=names,
+        )
+        age.add_metric(labels, numbers.counters.get(MIRROR_AGE_MS, 0) / 1e3)
+        yield age
         slots = GaugeMetricFamily(f"{_PREFIX}_slots", "slots by state", labels=[*names, "state"])
         for state, count in sorted(numbers.slots.items()):
             slots.add_metric([*labels, state], count)
         yield slots
+        held = GaugeMetricFamily(
+            f"{_PREFIX}_slot_bytes", "bytes of the blocks that fit into these slots, by state", labels=[*names, "state"]
+        )
+        for state, count in sorted(numbers.slot_bytes.items()):
+            held.add_metric([*labels, state], count)
+        yield held
 
 
 def transport_of(counter: str) -> str | None:

@@ -131,6 +131,14 @@ def begin(name: str, **attributes: Value) -> Span:
     return _RealSpan(_tracer.start_span(f"kvservice.{name}", attributes=_named(attributes)))
 
 
+def parent_in(*carriers: object) -> str:
+    """The traceparent of the first mapping that has one, such as HTTP headers or a request's parameters; "" if none."""
+    if _tracer is None:
+        return ""
+    found = (carrier.get(HEADER) for carrier in carriers if isinstance(carrier, Mapping))
+    return next((value for value in found if isinstance(value, str)), "")
+
+
 def traceparent() -> str:
     """The current span as W3C traceparent; "" where there is none."""
     if _tracer is None:

@@ -343,7 +343,7 @@ class PoolRuntime:
             counters,
             self._state.draining,
             self._state.tenants(),
-            self._state.usage(),
+            self._state.model_usage(),
             {state: size for state, (_, size) in slots.items()},
         )
 

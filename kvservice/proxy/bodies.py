@@ -111,10 +111,11 @@ def _is_single(body: Mapping[str, Any]) -> bool:
     return not several and body.get("use_beam_search") is not True
 
 
-def prefill_body(body: ClientBody, handoff_id: str) -> bytes:
+def prefill_body(body: ClientBody, handoff_id: str, traceparent: str = "") -> bytes:
     """The client's body as a prefill request: one token, and the computed blocks are handed off under `handoff_id`."""
     wanted = {name: value for name, value in body.parsed.items() if name not in _DROPPED_FOR_PREFILL}
-    wanted |= {"stream": False, "max_tokens": 1, "n": 1, PARAMS: prefill_params(handoff_id)}
+    params = prefill_params(handoff_id) | traced(traceparent)
+    wanted |= {"stream": False, "max_tokens": 1, "n": 1, PARAMS: params}
     if "max_completion_tokens" in wanted:
         wanted["max_completion_tokens"] = 1
     return json.dumps(wanted).encode()
@@ -134,7 +135,12 @@ def prefill_params(handoff_id: str) -> dict[str, Any]:
     }
 
 
-def decode_body(body: ClientBody, handoff: HandoffSource | None) -> bytes:
+def traced(traceparent: str) -> dict[str, str]:
+    """The parameter that carries a trace into an engine: vLLM passes headers on only with a collector of its own."""
+    return {"traceparent": traceparent} if traceparent else {}
+
+
+def decode_body(body: ClientBody, handoff: HandoffSource | None, traceparent: str = "") -> bytes:
     """The client's body byte for byte, with the hand-off's parameters added as its last member."""
     if handoff is None:
         return body.raw
@@ -142,6 +148,7 @@ def decode_body(body: ClientBody, handoff: HandoffSource | None) -> bytes:
         OWN: {"version": HANDOFF_VERSION, "role": "decode", "handoff": handoff.id, "node": handoff.node},
         "do_remote_prefill": True,
         "do_remote_decode": False,
+        **traced(traceparent),
     }
     head = body.raw.rstrip(b" \t\r\n")[:-1]
     comma = b"," if body.parsed else b""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvservice.observe.endpoint import BuildCollector
 from kvservice.proxy.servers import Server, ServerFault, ServerPool
 
 # upper bounds of the histograms' buckets; the last is the default of `request_seconds`
@@ -44,7 +45,8 @@ class ProxyMetrics:
 
     def __init__(self, pool: ServerPool) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(ServerCollector(pool))
+        for collector in (ServerCollector(pool), BuildCollector(), ProcessCollector(registry=None)):
+            self._registry.register(collector)
         self._requests = Counter(
             "kvservice_proxy_requests",
             "client requests by path and HTTP status; `left` means that the client disconnected",
@@ -115,6 +117,10 @@ class ProxyMetrics:
 
     def broken_stream(self) -> None:
         self._broken.inc()
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, for their reference."""
+        yield from self._registry.collect()
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

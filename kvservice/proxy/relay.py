@@ -21,6 +21,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvservice.aio import end_tasks, within
+from kvservice.observe import tracing
 from kvservice.proxy import bodies, upstream
 from kvservice.proxy.bodies import ClientBody
 from kvservice.proxy.metrics import ProxyMetrics
@@ -101,7 +102,7 @@ class ClientExchange:
         self._body = body
         self._headers = upstream.forwarded_headers(request.headers)
         # both engines then log the request under the same name
-        self._headers.setdefault("X-Request-Id", secrets.token_hex(16))
+        self.request_id: str = self._headers.setdefault("X-Request-Id", secrets.token_hex(16))
         self._exchange = Exchange(around.pool, new_handoff_id, tries=around.settings.tries)
         self._events: asyncio.Queue[ProxyEvent] = asyncio.Queue()
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -209,16 +210,17 @@ class ClientExchange:
 
     async def _prefill(self, action: SendPrefill) -> None:
         settings = self._around.settings
-        async with upstream.asked(
-            self._around.session,
-            action.server,
-            self._request.path,
-            connect_seconds=settings.connect_seconds,
-            total_seconds=settings.prefill_seconds,
-            headers=self._headers,
-            body=bodies.prefill_body(self._body, action.handoff_id),
-        ) as response:
-            answer = await upstream.whole(response)
+        with tracing.span("proxy.prefill", server=action.server.url, attempt=action.attempt):
+            async with upstream.asked(
+                self._around.session,
+                action.server,
+                self._request.path,
+                connect_seconds=settings.connect_seconds,
+                total_seconds=settings.prefill_seconds,
+                headers=self._traced_headers(),
+                body=bodies.prefill_body(self._body, action.handoff_id, tracing.traceparent()),
+            ) as response:
+                answer = await upstream.whole(response)
         kind = upstream.kind_of(answer.status)
         if kind is AnswerKind.GOOD:
             self._events.put_nowait(PrefillAnswered(action.attempt, bodies.node_of(answer.body)))
@@ -230,7 +232,17 @@ class ClientExchange:
                 ServerFault.BUSY if kind is AnswerKind.BUSY else ServerFault.ERROR, f"status {answer.status}"
             )
 
+    def _traced_headers(self) -> CIMultiDict[str]:
+        """The headers for a server, with the current span in place of the client's."""
+        headers: CIMultiDict[str] = self._headers.copy()
+        headers.update(tracing.metadata())
+        return headers
+
     async def _decode(self, action: SendDecode) -> None:
+        with tracing.span("proxy.decode", server=action.server.url, attempt=action.attempt):
+            await self._decoded(action)
+
+    async def _decoded(self, action: SendDecode) -> None:
         attempt = action.attempt
         async with upstream.asked(
             self._around.session,
@@ -238,8 +250,8 @@ class ClientExchange:
             self._request.path,
             connect_seconds=self._around.settings.connect_seconds,
             total_seconds=None,  # the deadline of the whole exchange applies
-            headers=self._headers,
-            body=bodies.decode_body(self._body, action.handoff),
+            headers=self._traced_headers(),
+            body=bodies.decode_body(self._body, action.handoff, tracing.traceparent()),
         ) as response:
             kind = upstream.kind_of(response.status)
             if kind is AnswerKind.FAULTY:

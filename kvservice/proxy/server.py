@@ -16,6 +16,7 @@ from aiohttp import web
 
 from kvservice.aio import end_tasks, is_set_within, within
 from kvservice.errors import InvalidRequest, Unavailable
+from kvservice.observe import logs, tracing
 from kvservice.proxy import bodies, upstream
 from kvservice.proxy.checks import ServerChecks
 from kvservice.proxy.client_log import ClientLog
@@ -130,8 +131,15 @@ class Proxy:
         exchange = ClientExchange(self._around, request, body)
         self._exchanges.add(exchange)
         self._idle.clear()
+        parent = tracing.parent_in(request.headers)
         try:
-            return await exchange.run()
+            with (
+                logs.about(exchange.request_id),
+                tracing.request_span("proxy", parent, path=request.path, request_id=exchange.request_id) as span,
+            ):
+                answer = await exchange.run()
+                span.set(status=answer.status)
+                return answer
         finally:
             self._exchanges.discard(exchange)
             if not self._exchanges:
@@ -217,6 +225,7 @@ async def serve(settings: ProxySettings) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     proxy = Proxy(settings)
+    tracing.start(settings.traces, "kvservice-proxy")
     await proxy.start()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
@@ -226,6 +235,7 @@ async def serve(settings: ProxySettings) -> None:
             loop.remove_signal_handler(number)  # back to the default handlers, which end the process
     finally:
         await proxy.stop()
+        await asyncio.to_thread(tracing.stop)
 
 
 def run(settings: ProxySettings) -> None:

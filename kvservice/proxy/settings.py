@@ -30,6 +30,7 @@ class ProxySettings:
     request_seconds: float = 900.0  # for the whole exchange; then the client gets 504
     check_seconds: float = 5.0  # between two health checks of one server
     grace_seconds: float = 30.0  # for requests in flight when the proxy is told to end; then they get an error
+    traces: str = "off"  # as the service's setting
     api_key: str | None = None  # for the proxy's own requests; clients' headers are forwarded unchanged
 
     def __post_init__(self) -> None:
@@ -41,6 +42,8 @@ class ProxySettings:
         for name in ("in_flight_max", "body_bytes_max"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.traces not in ("off", "otlp") and not self.traces.startswith("file:/"):
+            raise ConfigError(f"traces is {self.traces!r}; give off, otlp, or file:/path")
         if self.tries < 1 + bool(self.prefill):
             raise ConfigError(
                 f"tries must be at least 1, or at least 2 if there are prefill servers, because then two servers work "

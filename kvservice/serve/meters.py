@@ -6,40 +6,38 @@ kvservice_hit_remote_blocks_total, vLLM's prefix cache), for the requests of all
 
 from __future__ import annotations
 
-from ray.util.metrics import Counter, Histogram
+from collections.abc import Mapping
 
 from kvservice.serve.routing import Decision, Prompt
 
-LOOKUP_MS = [0.5, 1, 2, 5, 10, 20, 50, 100]
+# Seconds: the mirror answers within the first bounds, a call within the last.
+LOOKUP_SECONDS = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1]
 TAGS = ("application", "deployment")
+COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {  # name -> (help text, tags besides TAGS)
+    "kvservice_router_decisions": (
+        "requests routed, by reason: hit, fetch, load, cold, or fallback:<why>",
+        ("reason",),
+    ),
+    "kvservice_router_asked_blocks": ("full blocks of the prompts that were looked up", ()),
+    "kvservice_router_predicted_hit_blocks": (
+        "of these, the blocks that the chosen replica should have, by place: engine, node, fetch",
+        ("where",),
+    ),
+}
+LOOKUP = ("kvservice_router_lookup_seconds", "seconds from a request to the answer of the directory, with tokenising")
 
 
 class Meters:
     def __init__(self, application: str, deployment: str) -> None:
-        common = {"application": application, "deployment": deployment}
-        self._decisions = Counter(
-            "kvservice_router_decisions",
-            description="Requests routed, by reason: hit, fetch, load, cold, or fallback:<why>.",
-            tag_keys=(*TAGS, "reason"),
+        from ray.util.metrics import Counter, Histogram  # takes a second; the reference of the metrics needs only names
+
+        self._decisions, self._asked, self._predicted = (
+            Counter(name, description=text, tag_keys=(*TAGS, *tags)) for name, (text, tags) in COUNTERS.items()
         )
-        self._asked = Counter(
-            "kvservice_router_asked_blocks",
-            description="Full blocks of the prompts that were looked up.",
-            tag_keys=TAGS,
-        )
-        self._predicted = Counter(
-            "kvservice_router_predicted_hit_blocks",
-            description="Of these, the blocks that the chosen replica should have, by place: engine, node, fetch.",
-            tag_keys=(*TAGS, "where"),
-        )
-        self._lookup = Histogram(
-            "kvservice_router_lookup_ms",
-            description="Milliseconds from a request to the answer of the lookup service, with tokenising.",
-            boundaries=LOOKUP_MS,
-            tag_keys=TAGS,
-        )
+        name, text = LOOKUP
+        self._lookup = Histogram(name, description=text, boundaries=LOOKUP_SECONDS, tag_keys=TAGS)
         for meter in (self._decisions, self._asked, self._predicted, self._lookup):
-            meter.set_default_tags(common)
+            meter.set_default_tags({"application": application, "deployment": deployment})
         self.reasons: dict[str, int] = {}  # for this router; readable without Ray
 
     def decided(self, decision: Decision, prompt: Prompt) -> None:
@@ -59,7 +57,7 @@ class Meters:
         self._count(f"fallback:{reason}")
 
     def looked_up(self, seconds: float) -> None:
-        self._lookup.observe(max(seconds * 1e3, 1e-3))
+        self._lookup.observe(max(seconds, 1e-6))
 
     def _count(self, reason: str) -> None:
         self.reasons[reason] = self.reasons.get(reason, 0) + 1

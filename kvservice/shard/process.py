@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvservice.aio import end_tasks, is_set_within
+from kvservice.observe import tracing
 from kvservice.observe.endpoint import on_loop, serve_endpoint
 from kvservice.observe.logs import say
 from kvservice.observe.metrics import ShardCollector
@@ -36,6 +37,7 @@ async def serve(
 
     The stop leaves no file, or only the segment with `keep_segment`.
     """
+    tracing.start(config.settings.traces, "kvservice-shard", node=config.node_id, service=config.settings.service)
     server = ShardServer(config)
     asked = EndSignals()
 
@@ -56,6 +58,7 @@ async def serve(
     finally:
         await end_process(server, asked, keep_segment=keep_segment)
         await asyncio.to_thread(end_metrics)
+        await asyncio.to_thread(tracing.stop)
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 

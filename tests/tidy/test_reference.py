@@ -8,10 +8,18 @@ import pytest
 
 from benchmarks.pictures import FOLDER as PICTURES
 from benchmarks.pictures import drawings
-from scripts import architecture_picture, cli_reference, errors_reference, rpcs_reference, settings_reference
+from scripts import (
+    architecture_picture,
+    cli_reference,
+    errors_reference,
+    metrics_reference,
+    rpcs_reference,
+    settings_reference,
+)
 
 FOLDER = settings_reference.FOLDER
-PAGES = {**settings_reference.PAGES, **cli_reference.PAGES, **errors_reference.PAGES, **rpcs_reference.PAGES}
+SCRIPTS = (settings_reference, cli_reference, errors_reference, rpcs_reference, metrics_reference)
+PAGES = {name: page for script in SCRIPTS for name, page in script.PAGES.items()}
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -214,6 +214,9 @@ def proxy(
             help="Key for the proxy's own probes; clients send their own.",
         ),
     ] = None,
+    traces: Annotated[
+        str, typer.Option(envvar="KVSERVICE_TRACES", help="Where spans go: off, otlp, or file:/path.")
+    ] = "off",
     json_logs: JsonLogs = False,
 ) -> None:
     """Put one OpenAI API before prefill and decode servers.
@@ -240,5 +243,6 @@ def proxy(
             check_seconds=check_interval,
             grace_seconds=grace,
             api_key=api_key,
+            traces=traces,
         )
     )

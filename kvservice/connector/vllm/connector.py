@@ -53,7 +53,7 @@ from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES
 from kvservice.core.block.keys import block_keys
 from kvservice.core.messages import Attachment, Handoff
 from kvservice.errors import ConfigError, KVServiceError
-from kvservice.observe import logs
+from kvservice.observe import logs, tracing
 from kvservice.session.pool_choice import PoolChoice, choose_pool
 from kvservice.session.session import Session
 from kvservice.units import HandoffId
@@ -185,6 +185,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._session, self._scheduler = session, half
         self._layered_scheduler = half if isinstance(half, LayerwiseScheduler) else None
+        tracing.start(self._options.traces, "kvservice-engine", model=self._spec.model)
         session.start(ATTACH_WAIT_SECONDS)
 
     def _pool_info(self, attachment: Attachment) -> PoolInfo:
@@ -237,6 +238,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
                 salted=request.cache_salt is not None,
                 public_tokens=self._public(request),
                 adapter=adapter,
+                trace=tracing.parent_in(request.trace_headers, request.kv_transfer_params),
             )
 
     def _adapter(self, request: Request) -> bytes | None:
@@ -260,7 +262,9 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             wanted = parse_transfer_params(request.kv_transfer_params)
         except KVServiceError as error:
             self._failures["handoff_params_refused"] += 1
-            log.warning("request %s is served without a hand-off: %s", request.request_id, error.message)
+            log.warning(
+                "a request is served without a hand-off: %s", error.message, extra={"request_id": request.request_id}
+            )
             return None
         return Prefill(HandoffId(os.urandom(HANDOFF_ID_BYTES))) if wanted == Prefill() else wanted
 
@@ -269,7 +273,9 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             return parse_public_tokens(request.kv_transfer_params)
         except KVServiceError as error:
             self._failures["public_params_refused"] += 1
-            log.warning("request %s shares no public blocks: %s", request.request_id, error.message)
+            log.warning(
+                "a request shares no public blocks: %s", error.message, extra={"request_id": request.request_id}
+            )
             return 0
 
     @guarded(lambda: (0, False))

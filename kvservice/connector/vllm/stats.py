@@ -8,17 +8,7 @@ from typing import Any
 from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-# Counter -> help text. Counters that are not listed are exported under kvservice_connector_events_total.
-DESCRIBED = {
-    "load_blocks": "blocks promised to the engine and loaded from the pool",
-    "load_blocks_remote": "loaded blocks that came from another node for the request",
-    "loaded_blocks_slot": "blocks that workers copied from the pool's memory into the engine",
-    "loaded_blocks_engine": "blocks that workers copied from another engine's KV cache",
-    "loads_failed": "loads that failed after the promise and were recomputed",
-    "store_blocks_planned": "blocks whose copy from the engine to the pool was planned",
-    "stored_blocks": "blocks sealed in the pool",
-    "store_blocks_put_off": "blocks that found no free slot in their step",
-}
+from kvservice.observe.events import CONNECTOR_COUNTERS, CONNECTOR_EVENTS
 
 
 @dataclass
@@ -54,13 +44,21 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._named = {
             name: metric_types[Counter](name=f"vllm:kvservice_{name}", documentation=text, labelnames=labelnames)
-            for name, text in DESCRIBED.items()
+            for name, text in CONNECTOR_COUNTERS.items()
         }
         self._events = metric_types[Counter](
             name="vllm:kvservice_connector_events",
             documentation="all other counters of the connector, by event",
             labelnames=[*labelnames, "event"],
         )
+        for (
+            values
+        ) in per_engine_labelvalues.values():  # from the start, as 0: `increase` misses a counter's first value
+            for metric in self._named.values():
+                metric.labels(*values).inc(0)
+            for event in CONNECTOR_EVENTS:
+                if "*" not in event:
+                    self._events.labels(*values, event).inc(0)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
