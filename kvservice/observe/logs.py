@@ -6,6 +6,7 @@ our own processes, the engine's inside an engine. Any thread may log.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import copy
 import json
@@ -39,7 +40,9 @@ class about:  # noqa: N801  a context manager is named like a function
         self._before = _request.set(self._request_id)
 
     def __exit__(self, *_: object) -> None:
-        _request.reset(self._before)
+        # A coroutine that is closed from outside its task ends in another context, in which nothing was set.
+        with contextlib.suppress(ValueError):
+            _request.reset(self._before)
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
