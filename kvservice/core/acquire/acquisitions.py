@@ -488,10 +488,11 @@ class Acquisitions:
         self._fail_indices(fetch, fetch.indices, MissReason.DEADLINE, now)
 
     def _fail_indices(self, fetch: Fetch, indices: Sequence[int], reason: MissReason, now: float) -> None:
+        """These blocks, which the fetch still brings, do not come."""
         for index in indices:
             key = fetch.chain[index]
-            if self._arrivals.end(key, fetch.number):
-                self._fail_key(key, reason, now, fetch.holder.node_id)
+            self._arrivals.end(key, fetch.number)
+            self._fail_key(key, reason, now, fetch.holder.node_id)
 
     def _take_waiters(self, key: BlockKey) -> list[tuple[Acquisition, int]]:
         found: list[tuple[Acquisition, int]] = []

@@ -262,9 +262,8 @@ class WindowedAcquisitions:
             self._let_go(hit, 0)
         windows: list[list[SlotIndex]] = []
         for index, held in enumerate(hit.windows):
+            # Nothing before `first` is pinned: ends only move forward, and with them the beginnings of windows.
             first = self._first(hit, index, hit.end)
-            for position in [i for i in held if i < first]:
-                self._store.unpin(held.pop(position))
             windows.append([held[position] for position in range(first, hit.end)] if hit.full else [])
         self._answers.answer(hit.op, hit.chain, hit.full, min(hit.fetched, len(hit.full)), hit.reason, now, windows)
 

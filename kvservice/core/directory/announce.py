@@ -116,8 +116,7 @@ class Announcer:
         update, stream.outstanding = stream.outstanding, None
         stream.in_flight = False
         self.counters[f"announce_{outcome.value}"] += 1
-        if update is None:  # a farewell was sent in between
-            return
+        assert update is not None, "an answer, and nothing was on its way"
         if outcome is AnnounceOutcome.STALE_EPOCH:
             self.fenced = True
         elif outcome is AnnounceOutcome.RESYNC:

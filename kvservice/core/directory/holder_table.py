@@ -82,9 +82,6 @@ class HolderTable:
         """The bits of a key, including retired ones; 0 when the key is not there."""
         return self._mask_of[self.table.get(key)]
 
-    def mask_of(self, number: int) -> int:
-        return self._mask_of[number]
-
     def runs(self, packed: bytes) -> list[tuple[int, int]]:
         """(first index, mask) at index 0 and wherever the mask changes. Masks include retired bits."""
         return [(start, self._mask_of[number]) for start, number in number_runs(self.table, packed)]

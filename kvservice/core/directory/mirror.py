@@ -151,10 +151,6 @@ class MirrorWriter:
     def key_count(self) -> int:
         return len(self._holders)
 
-    @property
-    def row_count(self) -> int:
-        return self._table.row_count
-
     def feed(self, partition: int) -> Feed:
         return Feed(self._words[PAGE // 8 + 2 * partition])
 
@@ -227,10 +223,9 @@ class MirrorWriter:
             self._retire(bit)
 
     def _retire(self, bit: int) -> None:
-        known = self._records.pop(bit, None)
-        if known is not None:
-            self._write_node(bit, known[0], counts=False)
-            del self._records[bit]
+        node, _ = self._records.pop(bit)
+        self._write_node(bit, node, counts=False)
+        del self._records[bit]
         self._holders.retire(bit, has_keys=self._counts.pop(bit, 0) > 0)
 
     # -- records ----

@@ -134,11 +134,6 @@ class CopyTemplate:
         merged = merge_runs(engine.reshape(-1), payload.reshape(-1), lengths)
         self.engine, self.slot, self.lengths = merged.engine, merged.segment, merged.lengths
 
-    @property
-    def run_bytes(self) -> int:
-        """Length of a typical run."""
-        return int(self.lengths.min())
-
     def expand(self, block_ids: Sequence[int] | Offsets, payload_offsets: Sequence[int] | Offsets) -> Descriptors:
         """The runs of these blocks, each with the slot payload at the same index, merged, in order of engine offset.
 

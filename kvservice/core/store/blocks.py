@@ -96,9 +96,6 @@ class BlockStore:
         """A snapshot, for full announcements."""
         return list(self._blocks.values())
 
-    def ref(self, block: Block) -> BlockRef:
-        return BlockRef(block.slot, self.table[block.slot].generation)
-
     def handle(self, block: Block) -> BlockHandle:
         generation = self.table[block.slot].generation
         return BlockHandle(block.key, block.slot, generation, block.payload_bytes, block.digest, block.position)
@@ -178,8 +175,8 @@ class BlockStore:
                 if not self._evict_older(payload_bytes, used_at, may_go, EvictionCause.PRESSURE, want):
                     return None
             slot = self.table.take_free(payload_bytes, NO_KEY, account)
-        if slot is not None:
-            self._emit(WriteHeader(slot.index, self._writing_header(slot, NO_KEY)))
+            assert slot is not None, "room for it was just made"
+        self._emit(WriteHeader(slot.index, self._writing_header(slot, NO_KEY)))
         return slot
 
     def _evict_older(

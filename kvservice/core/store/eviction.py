@@ -123,9 +123,6 @@ class LeafFirst:
         self._orphans: dict[tuple[BlockKey, int], int] = {}
         self._tick = 0
 
-    def __contains__(self, key: BlockKey) -> bool:
-        return key in self._entries
-
     def add(
         self,
         key: BlockKey,

@@ -131,9 +131,6 @@ class SlotTable:
         count = self._geometry.slots_per_slab(self._slab_payload[slab])
         return [self._slots[slot_index(slab, i)] for i in range(count)]
 
-    def free_count(self, payload_bytes: int) -> int:
-        return len(self._free.get(payload_bytes, ()))
-
     def assign_slab(self, payload_bytes: int, slab: int | None = None) -> int | None:
         """Assign a free slab to this payload size. None when no slab is free (or the named one is not)."""
         if slab is None:
