@@ -18,6 +18,9 @@ PROTO_VENV := .venv-protos
 PROTO_INSTALLED := $(PROTO_VENV)/.installed
 PROTOS := $(wildcard protos/kvservice/wire/v1/*.proto)
 
+BROWSER_SITE := .venv-browser
+BROWSER_INSTALLED := $(BROWSER_SITE)/.installed
+
 HELM_VENV := .venv-helm
 HELM_INSTALLED := $(HELM_VENV)/.installed
 
@@ -42,7 +45,7 @@ BENCHMARKS := $(filter-out __init__ guard report summary figures pictures layerw
 # In the process of pytest and without vLLM, whose import starts processes.
 FAST := tests/unit tests/golden tests/contract tests/fuzz --ignore tests/unit/connector/vllm -m "not processes"
 
-.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference site chart-readme clean distclean test-fast test test-all coverage sim faults mutants fuzz helm stand-in-driver demo demo-pd demo-serve bench bench-guard bench-peers figures gpu-carry gpu lock audit wheel release
+.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference site chart-readme clean distclean test-fast test test-all coverage sim faults mutants fuzz browser helm stand-in-driver demo demo-pd demo-serve bench bench-guard bench-peers figures gpu-carry gpu lock audit wheel release
 
 ##@ Work
 
@@ -127,7 +130,7 @@ test-fast: $(INSTALLED) ## Test single modules in less than a minute: no process
 test: $(INSTALLED) $(MODEL) ## Run the gate: every test but the slow ones, in parallel lanes
 	$(BIN)/python -m tests.lanes $(PYTEST)
 
-test-all: $(INSTALLED) $(MODEL) ## Run every test, including the slow ones and every schedule of the simulator
+test-all: $(INSTALLED) $(MODEL) $(BROWSER_INSTALLED) ## Run every test, including the slow ones and every schedule of the simulator
 	$(BIN)/python -m tests.lanes --all $(PYTEST)
 
 # Of what is decided in core, and of everything. Raise a bound when its figure has risen.
@@ -156,6 +159,13 @@ fuzz: $(INSTALLED) $(FUZZ_INSTALLED) ## Fuzz every parser with Atheris for twent
 
 $(FUZZ_INSTALLED): requirements/fuzz.txt | $(INSTALLED)
 	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --require-hashes --upgrade --target $(FUZZ_SITE) -r $<
+	touch $@
+
+browser: $(INSTALLED) $(BROWSER_INSTALLED) ## Play a person at the console in a real browser, against shards under load
+	$(BIN)/python -m pytest tests/browser
+
+$(BROWSER_INSTALLED): tests/browser/package.json tests/browser/package-lock.json scripts/new-browser.sh
+	scripts/new-browser.sh $(BROWSER_SITE)
 	touch $@
 
 helm: $(INSTALLED) $(HELM_INSTALLED) ## Check the chart: lint, render, validate, and run what it renders as local processes

@@ -56,7 +56,7 @@ UNITS = Lane(
     ("contract", "fuzz", "golden", "gpu", "packaging", "property", "serve", "tidy", "unit"),
     ("nice", "-n", "3"),
 )
-SERVICE = Lane("service", NO_CLUSTER, ("faults", "helm", "integration", "journeys", "stand_in_driver"))
+SERVICE = Lane("service", NO_CLUSTER, ("browser", "faults", "helm", "integration", "journeys", "stand_in_driver"))
 RAY = Lane("ray", "(ray or netns) and not vllm and not sim", ("faults", "helm", "journeys", "netns", "ray", "serve"))
 SIMULATOR = Lane("simulator", "sim", ("sim",), ("chrt", "--idle", "0"))
 ENGINES = Lane(

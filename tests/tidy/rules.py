@@ -52,6 +52,7 @@ LAYERS: dict[str, frozenset[str]] = {
         {"client", "core", "wire", "auth", "lookup", "connector", "actors", "discovery", "config", "observe"}
     ),
     "proxy": frozenset({"config", "observe"}),
+    "console": frozenset({"auth", "proxy"}),
     "replay": frozenset({"core", "serve"}),
     "actors": frozenset(
         {"core", "auth", "memory", "transfer", "lookup", "shard", "pool", "client", "copying", "discovery"}
@@ -64,7 +65,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "__main__": frozenset({"cli"}),
     "cli": frozenset(
         {"core", "wire", "auth", "memory", "transfer", "lookup", "client", "pool", "shard", "connector", "actors"}
-        | {"copying", "serve", "proxy", "replay", "testing", "discovery", "config", "observe"}
+        | {"copying", "serve", "proxy", "console", "replay", "testing", "discovery", "config", "observe"}
     ),
 }
 
@@ -124,7 +125,7 @@ HOMES: dict[str, frozenset[str]] = {
     "rich": frozenset({"cli"}),
     "matplotlib": frozenset({"cli"}),
     "pydantic": frozenset({"serve", "config", "connector", "session"}),
-    "aiohttp": frozenset({"proxy"}),
+    "aiohttp": frozenset({"proxy", "console"}),
     "multidict": frozenset({"proxy"}),
     "cryptography": frozenset({"cli"}),
     "textual": frozenset({"cli"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -48,6 +49,12 @@ def add(tree: typer.Typer) -> None:
         "kvservice explain cmpl-6f2a9c",
         "kvservice explain cmpl-6f2a9c -o yaml --lookup 10.0.0.5:7400",
     )(explain)
+    command(
+        tree,
+        GROUP,
+        "kvservice console",
+        "kvservice console --host 0.0.0.0 --certificate web.crt --key web.key --name kv.example.com",
+    )(console)
     command(tree, GROUP, "kvservice logs", "kvservice logs --node n0 --lines 20 --follow")(logs)
 
 
@@ -119,6 +126,54 @@ def explain(
     known = run.run(service, lookup, request_id, output)
     if not known:
         raise typer.Exit(ExitCode.PROBLEM)
+
+
+def console(
+    service: Service = None,
+    lookup: Lookup = None,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on. Others than loopback need a certificate.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(metavar="PORT", min=0, max=65535, help="Port. 0: any free one, printed at start.")
+    ] = 7480,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="DNS name by which browsers call the console. Repeat for more."),
+    ] = None,
+    certificate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Certificate in PEM that browsers trust. Default beyond loopback: tls_dir's."
+        ),
+    ] = None,
+    key: Annotated[Path | None, typer.Option(metavar="FILE", help="Its key in PEM, not encrypted.")] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Ask for the token in this file. Default: a new one at each start, printed."),
+    ] = None,
+    interval: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0.2, max=60, help="Seconds between two readings while somebody watches."),
+    ] = 1.0,
+) -> None:
+    """Show the service in the browser while it works.
+
+    One page with nodes, slots, hits, flows, tenants, blocks and slow requests. It only reads. Open the printed URL; it
+    has the token that the page asks for."""
+    from kvservice.cli import console as run
+
+    run.run(
+        service,
+        lookup,
+        host=host,
+        port=port,
+        names=name or (),
+        certificate=certificate,
+        key=key,
+        token_file=token_file,
+        interval=interval,
+    )
 
 
 def logs(

@@ -1,0 +1,91 @@
+"""Rates of counters, and what becomes of them in the page's data."""
+
+from __future__ import annotations
+
+import json
+
+from kvservice.console.rates import Rates
+from kvservice.console.view import FLOWS_MAX, ROWS_MAX, TEXT_CHARS_MAX, View
+from tests.unit.console.pages import node, overview
+
+
+def test_a_rate_is_of_the_last_seconds() -> None:
+    rates = Rates(window_seconds=10.0)
+    for second in range(30):
+        rates.put("a", 5 * second if second < 20 else 95 + 100 * (second - 19), float(second))
+    assert rates.per_second("a") == 100.0
+
+
+def test_two_readings_are_kept_however_far_apart() -> None:
+    rates = Rates(window_seconds=10.0)
+    rates.put("a", 0, 0.0)
+    rates.put("a", 600, 60.0)
+    assert rates.per_second("a") == 10.0
+    assert rates.per_second("unknown") == 0.0
+
+
+def test_a_counter_that_falls_begins_anew() -> None:
+    rates = Rates()
+    for at, count in ((0.0, 1000), (1.0, 2000), (2.0, 10)):
+        rates.put("a", count, at)
+    assert rates.per_second("a") == 0.0
+    rates.put("a", 30, 3.0)
+    assert rates.per_second("a") == 20.0
+
+
+def test_series_of_nodes_that_left_are_forgotten() -> None:
+    view = View()
+    view.take(overview(*[node(f"n{i}", {}) for i in range(50)]), 0.0)
+    many = len(view._rates)
+    view.take(overview(node("n0", {})), 1.0)
+    assert len(view._rates) * 50 == many
+
+
+def test_hit_rates_are_of_the_blocks_that_were_asked() -> None:
+    view = View()
+    view.take(overview(node("n0", {"asked_blocks": 0})), 0.0)
+    counters = {"asked_blocks": 200, "hit_local_blocks": 100, "hit_remote_blocks": 50, "fetched_bytes": 4096}
+    page, point = view.take(overview(node("n0", counters)), 2.0)
+    assert (point["local_hits"], point["remote_hits"], point["pulled"]) == (0.5, 0.25, 2048)
+    assert page["nodes"][0]["hit_rates"] == {"local_hits": 0.5, "remote_hits": 0.25}
+
+
+def test_nothing_asked_is_no_hit_rate() -> None:
+    _, point = View().take(overview(node("n0", {})), 0.0)
+    assert point["local_hits"] is None
+
+
+def test_a_silent_node_is_no_node_that_does_nothing() -> None:
+    """Its counters are absent. When it answers again they go on from where they were."""
+    view = View()
+    view.take(overview(node("n0", {"acquires": 100})), 0.0)
+    page, _ = view.take(overview(node("n0", {}, state="silent")), 1.0)
+    assert page["nodes"][0]["rates"]["acquires"] == 0.0
+    page, _ = view.take(overview(node("n0", {"acquires": 120})), 2.0)
+    assert page["nodes"][0]["rates"]["acquires"] == 10.0
+
+
+def test_evictions_are_counted_by_cause_over_nodes() -> None:
+    view = View()
+    view.take(overview(node("n0", {}, evictions={"pressure": 0, "quota": 0}), node("n1", {}, evictions={})), 0.0)
+    found = overview(
+        node("n0", {}, evictions={"pressure": 8, "quota": 0}),
+        node("n1", {}, evictions={"pressure": 3}),
+        evictions={"pressure": 11, "quota": 0},
+    )
+    page, point = view.take(found, 2.0)
+    assert point["evicted"] == {"pressure": 4.0, "quota": 0.0}
+    assert page["evictions"][0] == {"cause": "pressure", "blocks": 11, "rate": 4.0}
+
+
+def test_a_page_is_bounded_whatever_the_service_has() -> None:
+    long = "<img src=x onerror=alert(1)>" * 100
+    flows = [{"source": f"n{i}", "target": "x", "bytes": i, "bytes_per_second": 0.0} for i in range(5000)]
+    rows = [{"name": long, "used_bytes": 1, "quota_bytes": 0, "in_flight": 0, "counters": {}} for _ in range(5000)]
+    nodes = [node(f"n{i}{long}", {}) for i in range(1000)]
+    page, _ = View().take(overview(*nodes, flows=flows, tenants=rows, problems=[long] * 1000), 0.0)
+    assert (len(page["nodes"]), len(page["flows"]), len(page["tenants"])) == (ROWS_MAX, FLOWS_MAX, ROWS_MAX)
+    assert page["counts"]["nodes"] == 1000 and page["counts"]["flows"] == 5000
+    assert len(page["tenants"][0]["name"]) == len(page["problems"][0]) == TEXT_CHARS_MAX
+    assert page["flows"][0]["bytes"] == 4999
+    assert len(json.dumps(page)) < 1 << 20
